@@ -1,0 +1,90 @@
+"""GRPO on sums and differences below 100, from the model inside the package.
+
+    python -m jaxrl_llm.train --config configs/grpo.py
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+import jaxrl_llm
+
+
+def get_config() -> ConfigDict:
+    c = ConfigDict()
+    c.seed = 0  # of the order of prompts and of sampling
+    c.num_steps = 200  # rollouts of prompts_per_step prompts each
+
+    # The batch. Sequences per optimiser step = prompts_per_update x group_size.
+    c.prompts_per_step = 64  # B: prompts in a rollout
+    c.group_size = 8  # G: completions of one prompt
+    c.prompts_per_update = 64  # one optimiser step's share of B
+    c.epochs = 1  # passes over a rollout; B / prompts_per_update x epochs optimiser steps
+    c.microbatch = 0  # prompts at a time in memory (0: all); never changes the gradient
+
+    c.model = ConfigDict()
+    c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")  # a folder, or a hub id
+    c.model.dtype = "float32"  # of activations; parameters and the optimiser are float32
+    c.model.remat = "none"  # recomputed in the backward pass: none | dots | full
+
+    c.data = ConfigDict()
+    c.data.source = "arithmetic.train"  # a task, a .jsonl or .parquet file, or my.module.function
+    c.data.convert = ""  # function row -> row with a column "prompt", e.g. gsm8k.convert
+    c.data.max_prompt_tokens = 16  # longer prompts are never cut
+    c.data.overlong = "drop"  # but dropped and counted (drop), or refused (error)
+
+    c.eval = ConfigDict()
+    c.eval.every = 50  # steps between evaluations, one before the first and one at the end; 0: none
+    c.eval.source = "arithmetic.held_out"
+    c.eval.problems = 1000  # the first so many, answered greedily
+    c.eval.function = "arithmetic.accuracy"  # the reward function that judges
+
+    c.reward = ConfigDict()
+    c.reward.functions = ("arithmetic.accuracy",)  # ours, or my.module.function with TRL's signature
+    c.reward.weights = (1.0,)
+
+    c.advantage = ConfigDict(dict(name="grpo", normalise="group"))  # | batch | none
+
+    c.loss = ConfigDict(dict(name="ppo_clip", clip_low=0.2, clip_high=0.2))
+
+    c.aggregate = ConfigDict()
+    c.aggregate.mode = "token_mean"  # | sequence_mean | constant
+    c.aggregate.constant_length = 0  # tokens that mode "constant" divides each sequence by
+
+    c.kl = ConfigDict()
+    c.kl.placement = "loss"  # none | reward | loss
+    c.kl.estimator = "k3"  # k1 (reward only) | k2 | k3
+    c.kl.coef = 1e-3
+    c.kl.decay = "constant"  # | linear | cosine, to kl.end at the last optimiser step
+    c.kl.end = 0.0
+
+    c.rollout = ConfigDict()
+    c.rollout.max_completion_tokens = 8
+    c.rollout.temperature = 1.0  # what is sampled is what is scored, for these three too
+    c.rollout.top_k = 0  # 0: off
+    c.rollout.top_p = 1.0  # 1: off
+
+    c.optim = ConfigDict()
+    c.optim.learning_rate = 3e-4
+    c.optim.warmup_steps = 10  # optimiser steps
+    c.optim.warmup_ratio = 0.0  # or a share of all optimiser steps
+    c.optim.decay = "linear"  # constant | linear | cosine, to optim.end
+    c.optim.end = 0.0
+    c.optim.clip_norm = 1.0  # of the whole gradient; 0: off
+    c.optim.weight_decay = 0.0  # of matrices alone
+    c.optim.b1 = 0.9
+    c.optim.b2 = 0.95
+    c.optim.eps = 1e-8
+
+    c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))  # -1: all devices left
+
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every = 25  # steps; also at every evaluation, at SIGTERM and at the end
+    c.checkpoint.keep = 2  # the latest so many
+    c.checkpoint.keep_best = 1  # and the best so many by evaluation
+
+    c.log = ConfigDict()
+    c.log.completions_every = 25  # steps between samples shown and kept in completions.jsonl; 0: none
+    c.log.tensorboard = True
+    c.log.wandb_project = ""  # a project name switches W&B on
+    return c

@@ -1,0 +1,60 @@
+"""The embedded model, from nothing but the procedural task.
+
+    python -m jaxrl_llm.sft --config configs/sft.py
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = ConfigDict()
+    c.seed = 0  # of the first parameters and the order of examples
+    c.num_steps = 600  # optimiser steps
+    c.prompts_per_step = 256  # examples in one
+    c.microbatch = 0  # examples at a time in memory (0: all); never changes the gradient
+
+    c.model = ConfigDict()
+    c.model.path = ""  # a folder or hub id to start from; "": a new Qwen2 model of the sizes below
+    c.model.dtype = "float32"
+    c.model.remat = "none"
+    c.model.hidden_size = 128
+    c.model.num_hidden_layers = 4
+    c.model.num_attention_heads = 4
+    c.model.num_key_value_heads = 2
+    c.model.intermediate_size = 384
+
+    c.data = ConfigDict()
+    c.data.source = "arithmetic.train"
+    c.data.convert = ""
+    c.data.completion_column = "answer"  # the text to be learned
+    c.data.max_prompt_tokens = 16
+    c.data.overlong = "drop"
+
+    c.eval = ConfigDict()
+    c.eval.every = 100
+    c.eval.source = "arithmetic.held_out"
+    c.eval.problems = 1000
+    c.eval.function = "arithmetic.accuracy"
+
+    c.aggregate = ConfigDict(dict(mode="token_mean", constant_length=0))
+
+    c.rollout = ConfigDict(dict(max_completion_tokens=8))  # longer examples are dropped and counted
+
+    c.optim = ConfigDict()
+    c.optim.learning_rate = 1e-3
+    c.optim.warmup_steps = 50
+    c.optim.warmup_ratio = 0.0
+    c.optim.decay = "cosine"
+    c.optim.end = 0.0
+    c.optim.clip_norm = 1.0
+    c.optim.weight_decay = 0.1
+    c.optim.b1 = 0.9
+    c.optim.b2 = 0.95
+    c.optim.eps = 1e-8
+
+    c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
+
+    c.checkpoint = ConfigDict(dict(every=200, keep=1, keep_best=0))
+
+    c.log = ConfigDict(dict(completions_every=0, tensorboard=True, wandb_project=""))
+    return c

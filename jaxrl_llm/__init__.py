@@ -1,0 +1,3 @@
+"""Reinforcement learning for language models on JAX: see README.md."""
+
+__version__ = "0.1.0"

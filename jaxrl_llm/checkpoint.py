@@ -1,0 +1,131 @@
+"""The workdir and what survives a kill -9: Orbax checkpoints, log files cut back to the step resumed from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import orbax.checkpoint as ocp
+from ml_collections import ConfigDict
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+
+from jaxrl_llm.config import flatten
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.structs import PyTree
+
+# Fields that a resumed run may change: they do not change the run's numbers beyond rounding,
+# or, as the number of steps, are there to be changed.
+FREE = ("num_steps", "microbatch", "mesh.", "checkpoint.", "log.", "eval.every")
+
+
+def check_workdir(workdir: Path, config: ConfigDict) -> None:
+    """Raises: UserError, if the workdir cannot be made, is foreign, or holds a run of another config."""
+    existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"--workdir {workdir} cannot be written ({existing} is no folder of yours): give another")
+    if not workdir.exists() or not any(workdir.iterdir()):
+        return
+    file = workdir / "config.json"
+    if not file.is_file():
+        raise UserError(f"--workdir {workdir} is not empty and not a run of ours (no config.json): give a new folder")
+    try:
+        before = flatten(ConfigDict(json.loads(file.read_text())))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise UserError(f"{file} is not a run's config ({error}): give another --workdir") from None
+    now = flatten(ConfigDict(json.loads(_resolved(config))))
+    for name in sorted(set(before) | set(now)):
+        if before.get(name) != now.get(name) and not name.startswith(FREE):
+            raise UserError(
+                f"config.{name} is {now.get(name)!r}, but the run in {workdir} has {before.get(name)!r}: "
+                "give another --workdir, or the run's own config"
+            )
+
+
+def open_workdir(workdir: Path, config: ConfigDict) -> None:
+    """Makes the workdir and writes the resolved config.json into it."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    partial = workdir / "config.json.partial"
+    partial.write_text(_resolved(config))
+    os.replace(partial, workdir / "config.json")
+
+
+def _resolved(config: ConfigDict) -> str:
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+def cut_back(file: Path, step: int) -> None:
+    """Drops the lines of a JSON-lines log after `step`, and one that a kill tore: they will be written again."""
+    if not file.is_file():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n") or json.loads(line)["step"] > step:
+            break
+        kept.append(line)
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, file)
+
+
+class Checkpoints:
+    """Policy, optimiser, data iterator and step, saved in the background; a torn save never counts."""
+
+    def __init__(self, folder: Path, model_hash: str, config: ConfigDict):
+        """config: the `checkpoint` section; model_hash: of the model that the run begins from."""
+        self._model_hash = model_hash
+        policies: list[Any] = [LatestN(config.keep)]
+        if config.keep_best:
+            best = BestN(get_metric_fn=itemgetter("accuracy"), n=config.keep_best, keep_checkpoints_without_metrics=False)
+            policies.append(best)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy(policies), cleanup_tmp_directories=True
+        )
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def save(self, step: int, state: PyTree, iterator: grain.DatasetIterator, accuracy: float | None) -> None:
+        """Saves a step; returns as soon as the arrays are copied, and they may be donated."""
+        host = {"data": iterator.get_state(), "model": self._model_hash}
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host))
+        self._manager.save(step, args=items, metrics=None if accuracy is None else {"accuracy": accuracy})
+
+    def resume(self, state: PyTree, iterator: grain.DatasetIterator) -> tuple[int, PyTree]:
+        """The newest complete step and its state, placed as `state` is, the iterator set; (0, state) if there is none.
+
+        Raises: UserError, if the run began from another model.
+        """
+        step = self._manager.latest_step()
+        if step is None:
+            return 0, state
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
+        host = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        if host["model"] != self._model_hash:
+            raise UserError(
+                "config.model.path holds another model than this run began from: "
+                "put that one back, or give another --workdir"
+            )
+        restored = self._manager.restore(step, args=wanted)
+        iterator.set_state(restored["host"]["data"])
+        return step, restored["state"]
+
+    def close(self) -> None:
+        """Waits until all that was saved is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+class StopSignal:
+    """SIGTERM asks for a checkpoint and a clean end after the step in hand."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self.asked = True

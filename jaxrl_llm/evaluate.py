@@ -1,0 +1,83 @@
+"""Accuracy on held-out problems: `python -m jaxrl_llm.evaluate --model DIR --task NAME`."""
+
+from __future__ import annotations
+
+import argparse
+from math import comb
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm import data, rewards, sharding
+from jaxrl_llm.config import resolve
+from jaxrl_llm.errors import UserError, run_main
+from jaxrl_llm.metrics import banner
+from jaxrl_llm.models import hf
+from jaxrl_llm.rollout import Engine
+from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.sampling import Sampling
+
+
+def evaluate(
+    engine: Engine, dataset: data.Dataset, function: str, tokenizer: Any, *, batch: int, key: jax.Array
+) -> tuple[np.ndarray, list[list[str]]]:
+    """Scores [N, G] and texts of G completions for each of the N problems of a data set."""
+    score = rewards.make_score({function: resolve(function, rewards, "eval.function")}, (1.0,))
+    scores, texts = [], []
+    for i, prompts in enumerate(data.batches(dataset, batch, tokenizer.pad_token_id)):
+        rollouts = sharding.to_host(engine.generate(prompts, jax.random.fold_in(key, i)))
+        said, ids = data.decode(tokenizer, rollouts.completions, rollouts.completion_mask)
+        scores.append(score(prompts.rows, said, ids)["total"])
+        texts += said
+    count = len(dataset.rows)  # the last batch was filled up
+    return np.concatenate(scores)[:count], texts[:count]
+
+
+def pass_at(k: int, scores: np.ndarray) -> float:
+    """Unbiased pass@k (arXiv 2107.03374) from scores [N, G], G >= k, where 1 is a solution: 1 - C(G-c, k) / C(G, k)."""
+    size = scores.shape[1]
+    return float(np.mean([1 - comb(size - int(c), k) / comb(size, k) for c in (scores >= 1).sum(axis=1)]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.evaluate", description=__doc__)
+    parser.add_argument("--model", required=True, help="a Hugging Face folder or hub id; a run's is WORKDIR/hf")
+    parser.add_argument("--task", required=True, help="a task of ours (arithmetic, countdown), or a .jsonl/.parquet file")
+    parser.add_argument("--function", help="the reward function that judges (default: TASK.accuracy)")
+    parser.add_argument("--convert", default="", help="function row -> row for files, e.g. gsm8k.convert")
+    parser.add_argument("--problems", type=int, default=1000, help="how many problems (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=1, help="completions of each; above 1 prints pass@k")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer ones are an error")
+    parser.add_argument("--max-completion-tokens", type=int, default=512, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=128, help="problems at a time (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    is_file = args.task.endswith((".jsonl", ".parquet"))
+    if is_file and not args.function:
+        raise UserError("--task is a file: name the judge with --function, e.g. maths.accuracy")
+    if args.samples > 1 and args.temperature <= 0:
+        raise UserError("--samples above 1 needs --temperature above 0: greedy samples are all the same")
+    function = args.function or f"{args.task}.accuracy"
+    resolve(function, rewards, "--function")
+
+    folder = hf.find(args.model)
+    model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
+    rows = data.load_rows(args.task if is_file else f"{args.task}.held_out", args.convert)[: args.problems]
+    dataset = data.tokenise(rows, tokenizer, max_prompt_tokens=args.max_prompt_tokens, overlong="error")
+    mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
+    engine = Sampler(
+        model, mesh, group_size=args.samples, max_completion_tokens=args.max_completion_tokens,
+        sampling=Sampling(args.temperature), stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    engine.update_weights(hf.load_params(folder, model, mesh))
+    batch = -(-args.batch // mesh.devices.size) * mesh.devices.size
+    scores, _ = evaluate(engine, dataset, function, tokenizer, batch=batch, key=jax.random.key(args.seed))
+    powers = [2**i for i in range(1, args.samples.bit_length()) if 2**i <= args.samples]
+    lines: list[tuple[str, Any]] = [("problems", len(rows)), ("accuracy", f"{scores.mean():.1%}")]
+    banner(f"{args.model} on {args.task}", lines + [(f"pass@{k}", f"{pass_at(k, scores):.1%}") for k in powers])
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,28 @@
+"""Estimators of KL(policy || reference) from log-probabilities of sampled tokens.
+
+See J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). With
+d = ref_logprobs - logprobs, elementwise over [B, G, C].
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.structs import Array
+
+
+def k1(logprobs: Array, ref_logprobs: Array) -> jax.Array:
+    """-d: unbiased, signed. For the reward only: as a loss its on-policy gradient has mean zero."""
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Array, ref_logprobs: Array) -> jax.Array:
+    """d^2 / 2: biased, never negative; as a loss its on-policy gradient is that of the KL."""
+    return 0.5 * jnp.square(ref_logprobs - logprobs)
+
+
+def k3(logprobs: Array, ref_logprobs: Array) -> jax.Array:
+    """exp(d) - d - 1: unbiased, never negative (GRPO's choice, arXiv 2402.03300)."""
+    d = ref_logprobs - logprobs
+    return jnp.expm1(d) - d

@@ -1,0 +1,144 @@
+"""What a person sees: the banner, a line a step, and the files that keep them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jaxrl_llm.checkpoint import cut_back
+
+# Label in the console line, key in metrics.jsonl, format. A key that a run has not got is left out.
+COLUMNS = (
+    ("loss", "loss/sft", ".4f"),
+    ("reward", "reward/mean", ".3f"),
+    ("length", "completion/length", ".1f"),
+    ("kl", "kl/ref", ".1e"),
+    ("entropy", "entropy", ".3f"),
+    ("clip", "clip/fraction", ".3f"),
+    ("gap", "sampler/gap_max", ".0e"),
+    ("grad", "grad_norm", ".2f"),
+    ("accuracy", "eval/accuracy", ".1%"),
+)
+PHASES = ("rollout", "reward", "score", "update")
+
+
+class Timer:
+    """Seconds by phase of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+class Log:
+    """Console, metrics.jsonl, completions.jsonl, TensorBoard and W&B of one run, from step `start` on."""
+
+    def __init__(self, workdir: Path, config: dict[str, Any], *, start: int):
+        num_steps: int = config["num_steps"]
+        self._num_steps, self._start = num_steps, start
+        for name in ("metrics.jsonl", "completions.jsonl"):
+            cut_back(workdir / name, start if start else -1)  # step 0 is written again
+        self._metrics = (workdir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._completions = (workdir / "completions.jsonl").open("a", encoding="utf-8")
+        self._board = self._wandb = None
+        if config["log"]["tensorboard"]:
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+        if config["log"]["wandb_project"]:
+            import wandb
+
+            name = workdir.name
+            self._wandb = wandb.init(project=config["log"]["wandb_project"], id=name, config=config, resume="allow")
+        self.console = Console(highlight=False, soft_wrap=True)
+        self._progress = None
+        if self.console.is_terminal:
+            columns = (BarColumn(), TextColumn("{task.completed}/{task.total} steps"), TimeElapsedColumn())
+            self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=self.console)
+            self._bar = self._progress.add_task("", total=num_steps, completed=start, left="")
+            self._progress.start()
+        self._began = time.perf_counter()
+
+    def step(self, step: int, record: dict[str, Any]) -> None:
+        """One object in metrics.jsonl, one line on the console; the file has it before this returns."""
+        record = {"step": step} | {k: _plain(v) for k, v in record.items()}
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+        if self._board:
+            for name, value in record.items():
+                if name != "step":
+                    self._board.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.log(record, step=step)
+        self.console.print(self._line(step, record), markup=False)
+        if self._progress:
+            self._progress.update(self._bar, completed=step, left=self._left(step))
+
+    def completions(self, step: int, rows: list[dict[str, Any]], texts: list[list[str]], rewards: np.ndarray) -> None:
+        """A group of every batch into completions.jsonl, and its first member on the console."""
+        sample = {"step": step, "prompt": rows[0]["prompt"], "completions": texts[0], "rewards": rewards[0].tolist()}
+        self._completions.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        self._completions.flush()
+        prompt = rows[0]["prompt"]
+        asked = prompt[-1]["content"] if isinstance(prompt, list) else prompt
+        for text, reward in list(zip(texts[0], rewards[0], strict=True))[:2]:
+            self.console.print(f"    {_short(asked)} -> {_short(text)}  (reward {reward:g})", markup=False)
+
+    def close(self) -> None:
+        """Flushes and closes every sink."""
+        if self._progress:
+            self._progress.stop()
+        if self._board:
+            self._board.close()
+        if self._wandb:
+            self._wandb.finish()
+        self._metrics.close()
+        self._completions.close()
+
+    def _line(self, step: int, record: dict[str, Any]) -> str:
+        parts = [f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"]
+        parts += [f"{label} {record[key]:{form}}" for label, key, form in COLUMNS if key in record]
+        phases = " ".join(f"{p} {record[f'time/{p}']:.2f}" for p in PHASES if f"time/{p}" in record)
+        if "time/step" in record:
+            parts.append(f"{record['time/step']:.2f}s ({phases})")
+            parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+        return "  ".join(parts) + ("" if self._progress else f"  {self._left(step)}")
+
+    def _left(self, step: int) -> str:
+        done = step - self._start
+        if done < 1:
+            return ""
+        left = (time.perf_counter() - self._began) / done * (self._num_steps - step)
+        return f"left {int(left // 60)}m{int(left % 60):02d}s"
+
+
+def banner(title: str, rows: list[tuple[str, Any]], console: Console | None = None) -> None:
+    """A title and aligned pairs."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    console.print(title, markup=False, style="bold")
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        console.print(f"  {name:<{width}}  {value:,}" if isinstance(value, int) else f"  {name:<{width}}  {value}",
+                      markup=False)  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, str)) else float(value)
+
+
+def _short(text: str, length: int = 100) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 1] + "…"

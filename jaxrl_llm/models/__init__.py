@@ -1,0 +1,1 @@
+"""Language models as pure functions of their parameters; nothing here knows of RL."""

@@ -1,0 +1,52 @@
+"""A new small model from nothing: config.json and a character tokenizer with a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+ARCHITECTURE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+
+
+def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, Any]], column: str) -> None:
+    """Writes config.json, generation_config.json and a tokenizer of one token for each character in `rows`.
+
+    sizes: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+    intermediate_size. rows: chats in "prompt", the text to be learned in `column`.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    texts = [str(row.get(column, "")) for row in rows]
+    texts += [message["content"] for row in rows for message in row["prompt"]]
+    vocabulary = {token: i for i, token in enumerate([PAD, USER, ASSISTANT, END, *sorted(set("".join(texts)))])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([PAD, USER, ASSISTANT, END])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(str(folder))
+    ends = {"eos_token_id": vocabulary[END], "pad_token_id": vocabulary[PAD]}
+    config = {name: sizes[name] for name in SIZES} | ARCHITECTURE | {"vocab_size": len(vocabulary)} | ends
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")

@@ -1,0 +1,260 @@
+"""Hugging Face folders in and out: config.json, safetensors, tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxrl_llm import sharding
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.structs import PyTree
+
+# Our parameter -> the tensor's name, one for each layer where it has a {}. Kernels are transposed.
+NAMES = {
+    "embed/embedding": "model.embed_tokens.weight",
+    "norm/scale": "model.norm.weight",
+    "head/kernel": "lm_head.weight",
+    "layers/attention_norm/scale": "model.layers.{}.input_layernorm.weight",
+    "layers/attention/query/kernel": "model.layers.{}.self_attn.q_proj.weight",
+    "layers/attention/query/bias": "model.layers.{}.self_attn.q_proj.bias",
+    "layers/attention/key/kernel": "model.layers.{}.self_attn.k_proj.weight",
+    "layers/attention/key/bias": "model.layers.{}.self_attn.k_proj.bias",
+    "layers/attention/value/kernel": "model.layers.{}.self_attn.v_proj.weight",
+    "layers/attention/value/bias": "model.layers.{}.self_attn.v_proj.bias",
+    "layers/attention/output/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "layers/attention/query_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
+    "layers/attention/key_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
+    "layers/mlp_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+    "layers/mlp/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
+    "layers/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
+    "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
+}
+SHARD_BYTES = 5 * 2**30
+
+
+def find(path: str) -> Path:
+    """The local folder of a checkpoint: `path` itself, or a hub id downloaded to the hub's cache.
+
+    Raises: UserError, if it is neither.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise UserError(f"model.path {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
+    from huggingface_hub import snapshot_download  # slow to import, and needed for hub ids alone
+
+    try:
+        wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        return Path(snapshot_download(path, allow_patterns=wanted))
+    except Exception as error:  # offline, unknown, gated: the hub has many kinds, all for the user
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"model.path {path!r} is no local folder and the hub did not give it: {reason}") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as a dict. Raises: UserError, if it is not JSON."""
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{folder / 'config.json'} cannot be read ({error}): restore the file") from None
+
+
+def load_model(folder: Path, dtype: str = "float32", remat: str = "none") -> Decoder:
+    """The decoder of a folder; its family is the module of this package named by `model_type`."""
+    hf = read_config(folder)
+    family = str(hf.get("model_type", ""))
+    if family not in (known := families()):
+        raise UserError(
+            f"{folder / 'config.json'}: model_type {family!r} is not supported; there is {', '.join(known)}"
+        )
+    module = importlib.import_module(f"jaxrl_llm.models.{family}")
+    return Decoder(module.decoder_config(hf, dtype, remat))
+
+
+def families() -> list[str]:
+    """The modules beside this one that describe a family."""
+    here = Path(__file__).parent
+    return sorted(f.stem for f in here.glob("*.py") if f.stem not in ("__init__", "decoder", "hf", "fresh"))
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer. Raises: UserError, if it has none or an incomplete one."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # transformers raises many kinds here, all about the files
+        raise UserError(f"no tokenizer could be loaded from {folder}: {str(error).splitlines()[0]}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # never attended to, never scored: any id serves
+    return tokenizer
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a completion: of generation_config.json, config.json and the tokenizer.
+
+    Raises: UserError, if there is none (a completion would never end).
+    """
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            value = json.loads((folder / name).read_text()).get("eos_token_id")
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise UserError(f"{folder}: no eos_token_id in generation_config.json, config.json or the tokenizer: add one")
+    return tuple(sorted(ids))
+
+
+def load_params(folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
+    """float32 parameters, each tensor read straight into its shards.
+
+    Raises: UserError, for a tensor that is missing, unknown or of another shape, and a broken file.
+    """
+    where = _index(folder)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    _check_tensors(folder, where, shapes, model.cfg.layers)
+
+    def load(path: Any, leaf: Any) -> jax.Array:
+        name = sharding.path_name(path)
+        place = jax.NamedSharding(mesh, sharding.spec_for(name, leaf.shape, mesh))
+        return jax.make_array_from_callback(leaf.shape, place, lambda index: _read(where, name, leaf.shape, index))
+
+    return jax.tree_util.tree_map_with_path(load, shapes)
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    """Every tensor's name -> the open file that holds it."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} holds no *.safetensors: convert the checkpoint to safetensors first")
+    where = {}
+    for file in files:
+        try:
+            handle = safe_open(file, "np")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is broken or cut short ({error}): fetch it again") from None
+        where.update(dict.fromkeys(handle.keys(), handle))
+    listing = folder / "model.safetensors.index.json"
+    if listing.is_file():
+        for name, file in json.loads(listing.read_text())["weight_map"].items():
+            if name not in where:
+                raise UserError(f"{folder / file} is missing or lacks {name}: fetch it again")
+    return where
+
+
+def _tensors(name: str, layers: int) -> list[str]:
+    form = NAMES[name]
+    return [form.format(i) for i in range(layers)] if "{}" in form else [form]
+
+
+def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, layers: int) -> None:
+    expected: set[str] = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        name = sharding.path_name(path)
+        shape = leaf.shape[1:] if "{}" in NAMES[name] else leaf.shape
+        shape = shape[::-1] if name.endswith("kernel") else shape
+        for tensor in _tensors(name, layers):
+            if tensor not in where:
+                raise UserError(f"{folder}: no tensor {tensor}, which config.json asks for: wrong or partial checkpoint")
+            found = tuple(where[tensor].get_slice(tensor).get_shape())
+            if found != shape:
+                raise UserError(f"{folder}: tensor {tensor} is {found}, config.json makes it {shape}: they do not match")
+            expected.add(tensor)
+    harmless = ("lm_head.weight", "rotary_emb.inv_freq")  # a stored copy of a tied head; constants
+    for tensor in sorted(set(where) - expected):
+        if not tensor.endswith(harmless):
+            raise UserError(f"{folder}: tensor {tensor} is unknown to {read_config(folder)['model_type']}: wrong config.json")
+
+
+def _read(where: dict[str, Any], name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+    """The part `index` of our parameter `name`, as float32."""
+    spans = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
+
+    def one(tensor: str, spans: list[slice]) -> np.ndarray:
+        stored = where[tensor].get_slice(tensor)
+        part = stored[tuple(spans[::-1])].T if name.endswith("kernel") else stored[tuple(spans)]
+        return np.ascontiguousarray(part, dtype=np.float32)
+
+    if "{}" not in NAMES[name]:
+        return one(NAMES[name], spans)
+    layers = range(spans[0].start, spans[0].stop)
+    return np.stack([one(NAMES[name].format(i), spans[1:]) for i in layers])
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash that changes with the model: config.json, and of each weight file its header, size and ends."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            digest.update(f"{file.name} {size}".encode() + handle.read(2**20))
+            handle.seek(max(size - 2**20, 0))
+            digest.update(handle.read(2**20))
+    return digest.hexdigest()
+
+
+def save(folder: Path, params: PyTree, source: Path) -> None:
+    """Writes a folder that `transformers` loads: weights in the dtype of the checkpoint `source`, its other files as they are.
+
+    Replaces `folder` in one rename, so that a kill leaves the old or the new one.
+    """
+    hf = read_config(source)
+    dtype = jax.numpy.dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
+            shutil.copy(file, partial)
+    weight_map: dict[str, Path] = {}
+    shard: dict[str, np.ndarray] = {}
+    files: list[Path] = []
+
+    def flush() -> None:  # one shard in memory at a time; its name waits for their number
+        files.append(partial / f"{len(files)}.safetensors")
+        save_file(shard, files[-1], metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, files[-1]))
+        shard.clear()
+
+    for name, tensor in _exported(params, dtype):
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        shard[name] = tensor
+    flush()
+    if len(files) == 1:
+        files[0].rename(partial / "model.safetensors")
+    else:
+        final = {file: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files, 1)}
+        index = {
+            "metadata": {"total_size": sum(file.stat().st_size for file in files)},
+            "weight_map": {name: final[file] for name, file in weight_map.items()},
+        }
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        for file, name in final.items():
+            file.rename(partial / name)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def _exported(params: PyTree, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = sharding.path_name(path)
+        array = np.asarray(jax.device_get(leaf)).astype(dtype)
+        parts = list(array) if "{}" in NAMES[name] else [array]
+        for tensor, part in zip(_tensors(name, len(parts)), parts, strict=True):
+            yield tensor, np.ascontiguousarray(part.T if name.endswith("kernel") else part)

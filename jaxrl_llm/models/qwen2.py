@@ -1,0 +1,48 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.decoder import DecoderConfig
+
+
+def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+    """The decoder that a Hugging Face config.json of this family describes.
+
+    Raises: UserError, naming a key that is missing or asks for what is not built.
+    """
+    if hf.get("use_sliding_window"):
+        raise UserError("config.json: use_sliding_window is true: sliding-window attention is not supported")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise UserError(f"config.json: hidden_act is {hf['hidden_act']!r}: only 'silu' is supported")
+    try:
+        return DecoderConfig(
+            vocab_size=hf["vocab_size"],
+            width=hf["hidden_size"],
+            layers=hf["num_hidden_layers"],
+            heads=hf["num_attention_heads"],
+            kv_heads=hf.get("num_key_value_heads", hf["num_attention_heads"]),
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            mlp_width=hf["intermediate_size"],
+            max_positions=hf["max_position_embeddings"],
+            rope_theta=rope_theta(hf),
+            norm_eps=hf["rms_norm_eps"],
+            tied_head=hf.get("tie_word_embeddings", False),
+            qkv_bias=True,
+            qk_norm=False,
+            dtype=dtype,
+            remat=remat,
+        )
+    except KeyError as error:
+        raise UserError(f"config.json has no {error.args[0]!r}, which a decoder needs: restore the file") from None
+
+
+def rope_theta(hf: dict[str, Any]) -> float:
+    """The rotary base, from where either generation of config.json keeps it."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UserError(f"config.json: rope type {kind!r} is not supported: only 'default' is")
+    return float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0)))

@@ -1,0 +1,18 @@
+"""Qwen3 (dense): norms on query and key in place of Qwen2's biases."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxrl_llm.models import qwen2
+from jaxrl_llm.models.decoder import DecoderConfig
+
+
+def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+    """The decoder that a Hugging Face config.json of this family describes."""
+    shared = qwen2.decoder_config(hf, dtype, remat)
+    head_dim = hf.get("head_dim", 128)  # the family's default; not width / heads
+    return dataclasses.replace(
+        shared, head_dim=head_dim, qkv_bias=bool(hf.get("attention_bias", False)), qk_norm=True
+    )

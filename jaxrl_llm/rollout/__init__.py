@@ -1,0 +1,23 @@
+"""Where completions come from. An engine knows token ids, not text."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+
+from jaxrl_llm.structs import Prompts, PyTree, Rollouts
+
+
+class Engine(Protocol):
+    """What the training loop asks of a source of completions."""
+
+    exact: bool  # its log-probabilities equal the trainer's to rounding
+
+    def generate(self, prompts: Prompts, key: jax.Array) -> Rollouts:
+        """G completions of each prompt; the stop token belongs to the completion."""
+        ...
+
+    def update_weights(self, params: PyTree) -> None:
+        """From here on, samples come from these parameters."""
+        ...

@@ -1,0 +1,138 @@
+"""Supervised fine-tuning: `python -m jaxrl_llm.sft --config configs/sft.py [--workdir DIR] [--config.field=value]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxrl_llm import checks, data, losses, optim, sharding, update
+from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
+from jaxrl_llm.config import parse_arguments
+from jaxrl_llm.errors import UserError, run_main
+from jaxrl_llm.evaluate import evaluate
+from jaxrl_llm.metrics import Log, Timer, banner
+from jaxrl_llm.models import fresh, hf
+from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.structs import Batch
+
+
+def finetune(config: ConfigDict, workdir: Path) -> None:
+    """Runs, or resumes, the run of `config` in `workdir`; an example is a prompt with one completion (G = 1).
+
+    Raises: UserError, for what a person can put right.
+    """
+    totals = checks.check_sft(config)
+    check_workdir(workdir, config)
+    mesh = sharding.make_mesh(**config.mesh)
+    checks.check_batch_fits_mesh(config, mesh, config.prompts_per_step)
+    if config.model.path:
+        folder = hf.find(config.model.path)
+    else:
+        folder = workdir / "new"
+        rows = data.load_rows(config.data.source, config.data.convert)
+        open_workdir(workdir, config)
+        fresh.write_folder(folder, config.model, rows, config.data.completion_column)
+    model = hf.load_model(folder, config.model.dtype, config.model.remat)
+    tokenizer = hf.load_tokenizer(folder)
+    dataset = data.load(config.data, tokenizer)
+    held_out = data.load(config.data, tokenizer, config.eval.source, config.eval.problems)
+    checks.check_positions(config, model.cfg, dataset)
+    answers = tokenise_answers(dataset, tokenizer, config)
+    if config.model.path:
+        params = hf.load_params(folder, model, mesh)
+    else:
+        key = jax.random.key(config.seed)
+        params = jax.jit(model.init, out_shardings=sharding.shardings(jax.eval_shape(model.init, key), mesh))(key)
+
+    examinee = Sampler(
+        model, mesh, group_size=1, max_completion_tokens=config.rollout.max_completion_tokens,
+        sampling=Sampling(temperature=0), stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    optimizer, rate = optim.make_optimizer(totals.updates, **config.optim)
+    state, placed = update.init_state(params, optimizer, mesh)
+    update_step = update.make_update_step(
+        update.policy_objective(model, losses.cross_entropy(), Sampling()),
+        optimizer, mesh, placed, microbatch=config.microbatch, aggregate=partial(losses.aggregation_weights, **config.aggregate),
+    )  # fmt: skip
+
+    banner(f"jaxrl_llm.sft: {workdir}", checks.table(config, totals, mesh, model.cfg, dataset))
+    open_workdir(workdir, config)
+    kept = [i for i, answer in enumerate(answers) if answer]
+    print(f"  {len(answers) - len(kept)} examples above rollout.max_completion_tokens dropped")
+    collate = partial(make_batch, dataset, answers, kept, config.rollout.max_completion_tokens, tokenizer.pad_token_id)
+    batches = data.iterate(len(kept), config.prompts_per_step, config.seed, collate)
+    checkpoints = Checkpoints(workdir / "checkpoints", hf.fingerprint(folder), config.checkpoint)
+    start, state = checkpoints.resume(state, batches)
+    log = Log(workdir, config.to_dict(), start=start)
+    stop = StopSignal()
+    rows = jnp.arange(config.prompts_per_step)
+    for step in range(start + 1, config.num_steps + 1):
+        timer = Timer()
+        batch = next(batches)
+        with timer("update"):
+            state, measured = update_step(state, sharding.shard_batch(batch, mesh), rows)
+            measured = sharding.to_host(measured)
+        tokens = batch.completion_mask.sum()
+        record = measured | {"loss/sft": measured["loss/total"], "learning_rate": rate(state.step - 1)}
+        record |= {"time/step": timer.seconds["update"], "time/update": timer.seconds["update"]}
+        record |= {"tokens_per_second": tokens / timer.seconds["update"]}
+        last = step == config.num_steps
+        if config.eval.every and (step % config.eval.every == 0 or last):
+            examinee.update_weights(state.params)
+            scores, _ = evaluate(
+                examinee, held_out, config.eval.function, tokenizer, batch=config.prompts_per_step, key=jax.random.key(0)
+            )
+            record |= {"eval/accuracy": float(scores.mean())}
+        log.step(step, record)
+        if step % config.checkpoint.every == 0 or "eval/accuracy" in record or last or stop.asked:
+            checkpoints.save(step, state, batches, record.get("eval/accuracy"))
+        if stop.asked:
+            break
+    checkpoints.close()
+    log.close()
+    if not stop.asked:
+        hf.save(workdir / "hf", state.params, folder)
+
+
+def tokenise_answers(dataset: data.Dataset, tokenizer: Any, config: ConfigDict) -> list[list[int]]:
+    """Token ids of each row's completion with the end token; empty where it is above the limit."""
+    column, limit = config.data.completion_column, config.rollout.max_completion_tokens
+    for i, row in enumerate(dataset.rows, 1):
+        if not isinstance(row.get(column), str):
+            raise UserError(f"{config.data.source} row {i}: column {column!r} is {row.get(column)!r}: it must be text")
+    ids = tokenizer([row[column] for row in dataset.rows], add_special_tokens=False)["input_ids"]
+    ids = [tokens + [tokenizer.eos_token_id] for tokens in ids]
+    if all(len(tokens) > limit for tokens in ids):
+        raise UserError(f"all completions are longer than rollout.max_completion_tokens = {limit}: raise it")
+    return [tokens if len(tokens) <= limit else [] for tokens in ids]
+
+
+def make_batch(
+    dataset: data.Dataset, answers: list[list[int]], kept: list[int], length: int, pad_id: int, indices: Sequence[int]
+) -> Batch:
+    """Examples kept[indices] as a Batch with G = 1, on the host."""
+    rows = [kept[i] for i in indices]
+    prompts = data.make_prompts(dataset, rows, pad_id)
+    completions = np.full((len(rows), 1, length), pad_id, np.int32)
+    mask = np.zeros(completions.shape, bool)
+    for b, i in enumerate(rows):
+        completions[b, 0, : len(answers[i])] = answers[i]
+        mask[b, 0, : len(answers[i])] = True
+    return Batch(prompts.tokens, prompts.mask, completions, mask, mask)
+
+
+def main() -> None:
+    config, workdir = parse_arguments("jaxrl_llm.sft", __doc__)
+    finetune(config, workdir)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,89 @@
+"""The mesh, and which axis of which array lies on which axis of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.structs import PyTree
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = P(("data", "fsdp"))  # the leading axis (prompts) of everything in a batch
+
+# First match wins. Kernels of `layers/` carry a leading layer axis, never sharded.
+RULES: tuple[tuple[str, P], ...] = (
+    (r"embed/embedding$", P("tensor", "fsdp")),  # [V, D]
+    (r"head/kernel$", P("fsdp", "tensor")),  # [D, V]
+    (r"(query|key|value|gate|up)/kernel$", P(None, "fsdp", "tensor")),  # [L, D, out]
+    (r"(query|key|value)/bias$", P(None, "tensor")),  # [L, out]
+    (r"(output|down)/kernel$", P(None, "tensor", "fsdp")),  # [L, in, D]
+    (r"norm/scale$", P()),
+)
+
+
+def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, int, int]:
+    """Sizes of the mesh axes; at most one may be -1, meaning all devices that are left.
+
+    Raises: UserError, if the mesh does not fit the devices.
+    """
+    sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
+    free = [axis for axis, size in sizes.items() if size == -1]
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            raise UserError(f"mesh.{axis} = {size}: give a size of 1 or more, or -1 for all devices left")
+    if len(free) > 1:
+        raise UserError(f"mesh.{' and mesh.'.join(free)} are both -1: only one axis can take the rest")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if free:
+        sizes[free[0]] = max(devices // fixed, 1)
+    total = math.prod(sizes.values())
+    text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    if total > devices:
+        raise UserError(f"mesh ({text}) needs {total} devices, but there are {devices}: make mesh.* smaller")
+    if free and total < devices:
+        raise UserError(f"mesh ({text}) leaves {devices - total} of {devices} devices idle: mesh.* must divide them")
+    return sizes["data"], sizes["fsdp"], sizes["tensor"]
+
+
+def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+    """A mesh with Auto axes (the compiler propagates shardings) over the first devices."""
+    shape = mesh_shape(data, fsdp, tensor, jax.device_count())
+    devices = jax.devices()[: math.prod(shape)]
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A pytree path as "layers/attention/query/kernel"."""
+    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+
+
+def spec_for(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The rule for a parameter; an axis that does not divide its dimension is left out."""
+    rule = next((spec for pattern, spec in RULES if re.search(pattern, name)), P())
+    if len(rule) > len(shape):
+        return P()
+    return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))
+
+
+def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
+    """NamedShardings for parameters, and for optimiser states that mirror them (matched by path)."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, spec_for(path_name(path), leaf.shape, mesh)), tree
+    )
+
+
+def shard_batch(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Puts host arrays on the mesh, prompts split over data and fsdp."""
+    return jax.device_put(tree, NamedSharding(mesh, BATCH))
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Device arrays as NumPy arrays, in one transfer."""
+    return jax.tree.map(np.asarray, jax.device_get(tree))

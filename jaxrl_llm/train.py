@@ -1,0 +1,177 @@
+"""GRPO: `python -m jaxrl_llm.train --config configs/grpo.py [--workdir DIR] [--config.field=value]`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxrl_llm import advantages, checks, data, kl, losses, optim, rewards, sharding, update
+from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
+from jaxrl_llm.config import arguments, parse_arguments, resolve
+from jaxrl_llm.errors import run_main
+from jaxrl_llm.evaluate import evaluate
+from jaxrl_llm.metrics import Log, Timer, banner
+from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.structs import Array, Batch, Rollouts
+
+
+def train(config: ConfigDict, workdir: Path) -> None:
+    """Runs, or resumes, the run of `config` in `workdir`.
+
+    Raises: UserError, for what a person can put right.
+    """
+    # What can be wrong is found first: config, workdir, mesh, model, data. Nothing is written until then.
+    totals = checks.check_train(config)
+    check_workdir(workdir, config)
+    mesh = sharding.make_mesh(**config.mesh)
+    checks.check_batch_fits_mesh(config, mesh, config.prompts_per_update)
+    folder = hf.find(config.model.path)
+    model = hf.load_model(folder, config.model.dtype, config.model.remat)
+    tokenizer = hf.load_tokenizer(folder)
+    dataset = data.load(config.data, tokenizer)
+    held_out = data.load(config.data, tokenizer, config.eval.source, config.eval.problems)
+    checks.check_positions(config, model.cfg, dataset)
+    params = hf.load_params(folder, model, mesh)
+
+    # The functions of a step.
+    functions = {name: resolve(name, rewards) for name in config.reward.functions}
+    score_rewards = rewards.make_score(functions, config.reward.weights)
+    estimate_advantages = partial(resolve(config.advantage.name, advantages), **arguments(config.advantage))
+    loss_fn = resolve(config.loss.name, losses)(**arguments(config.loss))
+    kl_estimator = resolve(config.kl.estimator, kl)
+    kl_coef = optim.schedule(config.kl.coef, decay=config.kl.decay, end=config.kl.end, total_steps=totals.updates)
+    sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
+    engine, examinee = (
+        Sampler(
+            model, mesh, group_size=group, sampling=how, max_completion_tokens=config.rollout.max_completion_tokens,
+            stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
+        )
+        for group, how in ((config.group_size, sampling), (1, Sampling(temperature=0)))
+    )  # fmt: skip
+    optimizer, rate = optim.make_optimizer(totals.updates, **config.optim)
+    kl_term = kl_estimator if config.kl.placement == "loss" else None
+    objective = update.policy_objective(model, loss_fn, sampling, kl_term, kl_coef)
+    ref_params = None if config.kl.placement == "none" else jax.tree.map(jnp.copy, params)
+    state, placed = update.init_state(params, optimizer, mesh)
+    score = update.make_score(model, sampling, mesh, config.microbatch)
+    update_step = update.make_update_step(
+        objective, optimizer, mesh, placed, microbatch=config.microbatch, aggregate=partial(losses.aggregation_weights, **config.aggregate)
+    )
+
+    # The run so far.
+    banner(f"jaxrl_llm.train: {workdir}", checks.table(config, totals, mesh, model.cfg, dataset))
+    open_workdir(workdir, config)
+    collate = partial(data.make_prompts, dataset, pad_id=tokenizer.pad_token_id)
+    prompt_iterator = data.iterate(len(dataset.rows), config.prompts_per_step, config.seed, collate)
+    checkpoints = Checkpoints(workdir / "checkpoints", hf.fingerprint(folder), config.checkpoint)
+    start, state = checkpoints.resume(state, prompt_iterator)
+    log = Log(workdir, config.to_dict(), start=start)
+    stop = StopSignal()
+    seed = jax.random.key(config.seed)
+
+    def accuracy() -> float:
+        examinee.update_weights(state.params)
+        scores, _ = evaluate(
+            examinee, held_out, config.eval.function, tokenizer, batch=config.prompts_per_step, key=seed
+        )
+        return float(scores.mean())
+
+    if start == 0 and config.eval.every:
+        log.step(0, {"eval/accuracy": accuracy()})
+    engine.update_weights(state.params)
+    for step in range(start + 1, config.num_steps + 1):
+        timer = Timer()
+        prompts = next(prompt_iterator)
+        with timer("rollout"):
+            rollouts = engine.generate(prompts, jax.random.fold_in(seed, step))
+            sampled = sharding.to_host(rollouts)
+        with timer("reward"):
+            texts, ids = data.decode(tokenizer, sampled.completions, sampled.completion_mask)
+            channels = score_rewards(prompts.rows, texts, ids)
+        with timer("score"):
+            tokens, mask = sharding.shard_batch((prompts.tokens, prompts.mask), mesh)
+            batch = Batch(
+                tokens, mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
+                sampler_logprobs=rollouts.logprobs,
+            )  # fmt: skip
+            old = ref = None
+            if totals.updates_per_rollout > 1:  # a single update's old log-probabilities are its own
+                old = rollouts.logprobs if engine.exact else score(state.params, batch)
+            if ref_params is not None:
+                ref = jax.block_until_ready(score(ref_params, batch))
+            if config.kl.placement == "reward":
+                kl_sum = np.sum(kl_estimator(sampled.logprobs, np.asarray(ref)) * sampled.loss_mask, axis=-1)
+                channels |= {"kl": kl_sum, "total": channels["total"] - float(kl_coef(state.step)) * kl_sum}
+            advantage = sharding.shard_batch(estimate_advantages(channels["total"]), mesh)
+            batch = replace(batch, advantages=advantage, old_logprobs=old, ref_logprobs=ref)
+        with timer("update"):
+            updates = []
+            for rows in minibatches(config, step):
+                state, measured = update_step(state, batch, rows)
+                updates.append(measured)
+            engine.update_weights(state.params)
+            updates = sharding.to_host(updates)
+
+        record = summary(sampled, channels, updates, timer.seconds)
+        record |= {"learning_rate": rate(state.step - 1), "kl/coef": kl_coef(state.step - 1)}
+        record |= {"updates/skipped": state.opt_state.total_notfinite}
+        last = step == config.num_steps
+        if config.eval.every and (step % config.eval.every == 0 or last):
+            record |= {"eval/accuracy": accuracy()}
+        log.step(step, record)
+        if config.log.completions_every and step % config.log.completions_every == 0:
+            log.completions(step, prompts.rows, texts, channels["total"])
+        if step % config.checkpoint.every == 0 or "eval/accuracy" in record or last or stop.asked:
+            checkpoints.save(step, state, prompt_iterator, record.get("eval/accuracy"))
+        if stop.asked:
+            break
+    checkpoints.close()
+    log.close()
+    if not stop.asked:
+        hf.save(workdir / "hf", state.params, folder)
+
+
+def minibatches(config: ConfigDict, step: int) -> Iterator[Array]:
+    """Rows of each update of a step: the first epoch in order, later ones shuffled by (seed, step, epoch)."""
+    for epoch in range(config.epochs):
+        rows = np.arange(config.prompts_per_step)
+        if epoch:
+            np.random.default_rng((config.seed, step, epoch)).shuffle(rows)
+        yield from jnp.asarray(rows.reshape(-1, config.prompts_per_update))
+
+
+def summary(
+    sampled: Rollouts, channels: dict[str, np.ndarray], updates: list[dict[str, Any]], seconds: dict[str, float]
+) -> dict[str, float]:
+    """A step's record for the log. The sampler gap is the first update's; what else updates report is averaged."""
+    record = {f"reward/{name}": np.nanmean(channel) for name, channel in channels.items() if name != "total"}
+    total = channels["total"]
+    record |= {"reward/mean": total.mean(), "reward/std": total.std()}
+    record |= {"groups/no_signal": np.mean(total.std(axis=1) == 0)}
+    lengths = sampled.completion_mask.sum(axis=-1)
+    record |= {"completion/length": lengths.mean(), "completion/length_max": lengths.max()}
+    record |= {"completion/truncated": sampled.truncated.mean()}
+    record |= {name: np.mean([u[name] for u in updates]) for name in updates[0]}
+    record |= {name: value for name, value in updates[0].items() if name.startswith("sampler/")}
+    record |= {f"time/{phase}": value for phase, value in seconds.items()}
+    whole = sum(seconds.values())
+    return record | {"time/step": whole, "tokens_per_second": lengths.sum() / whole}
+
+
+def main() -> None:
+    config, workdir = parse_arguments("jaxrl_llm.train", __doc__)
+    train(config, workdir)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,147 @@
+#!/usr/bin/env bash
+set -euo pipefail
+
+usage() {
+  cat <<'END'
+Train on one Google Cloud TPU VM (a single host: v5litepod-8, v6e-8, ...).
+
+  launch/tpu_vm.sh --name NAME --zone ZONE [options] [-- trainer arguments]
+
+  --name NAME      the VM; also names ./runs/NAME, where the work directory is brought back to
+  --zone ZONE      e.g. us-central1-a
+  --type TYPE      accelerator type [v5litepod-8]
+  --version IMAGE  TPU runtime [the usual one for TYPE]
+  --project ID     Google Cloud project [gcloud's own]
+  --workdir DIR    on the VM: absolute, or below ~/jaxrl_llm [runs/NAME]
+  --spot           a spot VM: cheap, and may be preempted
+  --sync SECONDS   bring the work directory back this often, 0: at the end only [--spot: 900, else 0]
+  --delete         delete the VM once the run has ended and its work directory is back
+  --dry-run        print what a first launch would run, one command per line; run nothing
+
+Makes or reuses the VM, copies the checkout (uncommitted work too, ignored files not), installs it,
+trains detached [--config configs/grpo.py], follows the log and brings the work directory back.
+Ctrl-C only stops following. The same command again, when the run
+  is going on    follows it, and never starts a second one;
+  has ended      resumes from the work directory;
+  was preempted  makes a new VM, sends it ./runs/NAME and resumes there, as every new VM does. What
+                 was trained since the last --sync is lost with the old VM's disk.
+The exit status is the trainer's, or 75 if the VM or the connection went first. Unattended:
+  until launch/tpu_vm.sh --spot ...; [ $? != 75 ]; do sleep 60; done
+To stop a run, saving first: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE \
+  --command='cd jaxrl_llm && kill $(cat WORKDIR/launch.pid)'
+END
+}
+say() { echo "tpu_vm.sh: $*" >&2; }
+die() { say "$*"; exit 2; }
+lost() { say "$*; the same command again goes on from here"; exit 75; }
+
+name='' zone='' type=v5litepod-8 version='' project='' workdir='' spot='' sync='' delete='' dry=''
+while [ $# -gt 0 ]; do
+  case $1 in
+    --name | --zone | --type | --version | --project | --workdir | --sync)
+      case ${2---} in --*) die "$1 needs a value: $1 VALUE" ;; esac
+      printf -v "${1#--}" %s "$2"; shift ;;
+    --spot) spot=1 ;;
+    --delete) delete=1 ;;
+    --dry-run) dry=1 ;;
+    -h | --help) usage; exit ;;
+    --) shift; break ;;
+    *) die "unknown option '$1': trainer arguments go after --, and --help lists the options" ;;
+  esac
+  shift
+done
+[ "$name" ] || die "--name is missing: name the VM, e.g. --name grpo"
+[ "$zone" ] || die "--zone is missing: say where, e.g. --zone us-central1-a"
+case ${type##*-} in 1 | 4 | 8) ;; *) die "--type '$type' is not one host: take one ending in -1, -4 or -8" ;; esac
+case ${sync:=$((spot ? 900 : 0))} in *[!0-9]*) die "--sync '$sync' is not whole seconds: e.g. --sync 900" ;; esac
+case $type in
+  v6e-*) : "${version:=v2-alpha-tpuv6e}" ;;
+  v5p-*) : "${version:=v2-alpha-tpuv5}" ;;
+  v5litepod-*) : "${version:=v2-alpha-tpuv5-lite}" ;;
+  *) : "${version:=tpu-ubuntu2204-base}" ;;
+esac
+[ $# -gt 0 ] || set -- --config configs/grpo.py
+
+# Each step is one line of shell, built here, then printed or evaluated: the dry run cannot drift
+# from the launch. gcloud mends a broken connection by running the command again, so each must bear
+# repeating; the keep-alive is what notices that a VM has vanished.
+q() { local line; line=$(printf '%q ' "$@"); printf %s "${line% }"; }
+tpu() { q gcloud --quiet compute tpus tpu-vm "$1" "$name" --zone="$zone" ${project:+--project="$project"} "${@:2}"; }
+vm() {
+  local text="mkdir -p jaxrl_llm && cd jaxrl_llm || exit; $1"
+  case $text in *\'*) text=$(q "$text") ;; *) text="'$text'" ;; esac # a dry run is there to be read
+  printf %s "$(tpu ssh --ssh-flag=-oServerAliveInterval=15) --command=$text"
+}
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+workdir=${workdir:-runs/$name}
+here=$(q "runs/$name") there=$(q "$workdir")
+train=$(q .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" "$@")
+
+describe=$(tpu describe --format='value(state)')
+create=$(tpu create --accelerator-type="$type" --version="$version" ${spot:+--spot})
+remove=$(tpu delete)
+# A run holds a lock as long as it lives: unlike a pid file, a lock does not outlive a crash or reboot.
+probe=$(vm "[ -e $there ] || { echo new; exit; }; flock -n $there/launch.lock echo idle || echo busy")
+# An interrupted stream must not pass for a work directory: the run would start over.
+send="tar -C $here -cf - . | $(vm "rm -rf $there.part && mkdir -p $there.part && tar -C $there.part -xf - && \
+[ \"\$(ls -A $there.part)\" ] && mv $there.part $there")"
+# A private index takes the checkout as it is on disk and leaves the user's staging area alone.
+copy="(export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) && git add --all && \
+git archive \$(git write-tree)) | $(vm "tar -xf -")"
+# uv, because the usual images bring a Python older than 3.11.
+install=$(vm "export PATH=\$HOME/.local/bin:\$PATH; \
+command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh; \
+[ -x .venv/bin/python ] || uv venv --python 3.12 && uv pip install -e \".[tpu]\"")
+start=$(vm "mkdir -p $there && exec 9> $there/launch.lock && { flock -n 9 || exit 0; } && rm -f $there/launch.exit && \
+{ (trap \"\" HUP; (echo \$BASHPID > $there/launch.pid; exec $train); echo \$? > $there/launch.exit) \
+>> $there/launch.log 2>&1 < /dev/null & }")
+follow=$(vm "tail -n 200 -F $there/launch.log & flock -s $there/launch.lock true; sleep 0.5; kill \$!")
+# Hard links freeze the directory at once, so a checkpoint rotated away meanwhile still arrives whole
+# (tar's status 1 is only the log growing); and only a whole copy replaces the last one.
+fetch="rm -rf $here.part && mkdir -p $here.part && $(vm "rm -rf $there.snap; cp -al $there $there.snap && \
+{ tar -C $there.snap -cf - . || [ \$? = 1 ]; }; status=\$?; rm -rf $there.snap; exit \$status") | \
+tar -C $here.part -xf - && rm -rf $here && mv $here.part $here"
+
+cd "$root"
+[ -d "runs/$name" ] || send=''
+if [ "$dry" ]; then
+  printf '%s\n' "cd $(q "$root")" "$describe" "$create" "$probe" "$send" "$copy" "$install" "$start" "$follow" \
+    "$fetch" "${delete:+$remove}" | grep .
+  exit
+fi
+
+command -v gcloud > /dev/null || die "gcloud is missing: install it, https://cloud.google.com/sdk/docs/install"
+exec < /dev/null
+state=$(eval "$describe" 2> /dev/null || true)
+case $state in
+  READY) ;;
+  '') eval "$create" ;;
+  PREEMPTED | TERMINATED) say "$name was preempted: making it anew"; eval "$remove"; eval "$create" ;;
+  *) lost "$name is $state: wait until it is READY, or delete it" ;;
+esac
+found=$(eval "$probe") || lost "$name does not answer"
+if [ "$found" = busy ]; then
+  say "already training on $name: following its log"
+else
+  if [ "$found" = new ]; then eval "$send"; fi
+  eval "$copy"
+  eval "$install"
+  eval "$start"
+fi
+
+eval "exec $follow" &
+follower=$!
+trap 'kill "$follower" 2> /dev/null || true' EXIT
+trap 'say "no longer following $name; the same command again does"; exit 130' INT TERM HUP
+next=$sync
+SECONDS=0
+while sleep 0.5 && kill -0 "$follower" 2> /dev/null; do
+  if [ "$sync" -gt 0 ] && [ "$SECONDS" -ge "$next" ]; then
+    eval "$fetch" || say "no copy this time"
+    next=$((SECONDS + sync))
+  fi
+done
+eval "$fetch" || lost "the work directory did not come back from $name"
+[ -s "runs/$name/launch.exit" ] || lost "lost sight of the run on $name"
+if [ "$delete" ]; then eval "$remove"; fi
+exit "$(cat "runs/$name/launch.exit")"
