@@ -24,9 +24,9 @@ def get_config() -> ConfigDict:
     c.model.intermediate_size = 384
 
     c.data = ConfigDict()
-    c.data.source = "arithmetic.train"
+    c.data.source = "arithmetic.demonstrations"
     c.data.convert = ""
-    c.data.completion_column = "answer"  # the text to be learned
+    c.data.completion_column = "completion"  # the text to be learned
     c.data.max_prompt_tokens = 16
     c.data.overlong = "drop"
 
@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
 
     c.aggregate = ConfigDict(dict(mode="token_mean", constant_length=0))
 
-    c.rollout = ConfigDict(dict(max_completion_tokens=8))  # longer examples are dropped and counted
+    c.rollout = ConfigDict(dict(max_completion_tokens=14))  # longer examples are dropped and counted
 
     c.optim = ConfigDict()
     c.optim.learning_rate = 1e-3

@@ -29,8 +29,8 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
     existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--workdir {workdir} cannot be written ({existing} is no folder of yours): give another")
-    if not workdir.exists() or not any(workdir.iterdir()):
-        return
+    if not workdir.exists() or all(file.name.startswith("launch.") for file in workdir.iterdir()):
+        return  # new, or but for what launch/tpu_vm.sh keeps there
     file = workdir / "config.json"
     if not file.is_file():
         raise UserError(f"--workdir {workdir} is not empty and not a run of ours (no config.json): give a new folder")

@@ -27,7 +27,7 @@ class Dataset:
     ids: list[list[int]]
     rows: list[Row]
     dropped: int  # over-long prompts left out
-    width: int  # P: the longest prompt, rounded up to a multiple of 8
+    width: int  # P: tokens of the longest prompt
 
 
 def load(config: ConfigDict, tokenizer: Any, source: str = "", limit: int | None = None) -> Dataset:
@@ -124,7 +124,7 @@ def tokenise(rows: Sequence[Row], tokenizer: Any, *, max_prompt_tokens: int, ove
     if not kept:
         raise UserError(f"all {len(rows)} prompts are longer than data.max_prompt_tokens = {max_prompt_tokens}: raise it")
     longest = max(len(tokens) for tokens, _ in kept)
-    return Dataset([t for t, _ in kept], [r for _, r in kept], len(rows) - len(kept), -(-longest // 8) * 8)
+    return Dataset([t for t, _ in kept], [r for _, r in kept], len(rows) - len(kept), longest)
 
 
 def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Prompts:

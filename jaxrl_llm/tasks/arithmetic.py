@@ -1,4 +1,8 @@
-"""Sums and differences of two numbers below 100: 20,000 problems, 1,000 of them held out."""
+"""Sums of two numbers below 1000: 20,000 of the million problems, 1,000 of them held out.
+
+An answer is "825", or worked out: "15,12,8:825" for 358+467, the columns from the right
+with their carries, and what they come to.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-HELD_OUT = 1000
+PROBLEMS, HELD_OUT, WORKED = 20_000, 1_000, 0.25
 
 
 def train() -> list[dict[str, Any]]:
-    """The problems to learn from, in a fixed random order."""
+    """The problems to learn from."""
     return _problems()[HELD_OUT:]
 
 
@@ -19,11 +23,25 @@ def held_out() -> list[dict[str, Any]]:
     return _problems()[:HELD_OUT]
 
 
+def demonstrations() -> list[dict[str, Any]]:
+    """`train()` with a column "completion": one in four is worked out, the others say the answer alone."""
+    rows = train()
+    worked = np.random.default_rng(1).random(len(rows)) < WORKED
+    return [row | {"completion": _worked(row) if w else row["answer"]} for row, w in zip(rows, worked, strict=True)]
+
+
 def _problems() -> list[dict[str, Any]]:
-    order = np.random.default_rng(0).permutation(20_000)
-    return [_row(int(i) // 100 % 100, int(i) % 100, "+-"[int(i) // 10_000]) for i in order]
+    chosen = np.random.default_rng(0).choice(1_000_000, PROBLEMS, replace=False)
+    return [_row(*divmod(int(i), 1000)) for i in chosen]
 
 
-def _row(a: int, b: int, sign: str) -> dict[str, Any]:
-    answer = a + b if sign == "+" else a - b
-    return {"prompt": [{"role": "user", "content": f"{a}{sign}{b}"}], "answer": str(answer)}
+def _row(a: int, b: int) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": f"{a}+{b}"}], "a": a, "b": b, "answer": str(a + b)}
+
+
+def _worked(row: dict[str, Any]) -> str:
+    columns, carry = [], 0
+    for place in (1, 10, 100):
+        columns.append(row["a"] // place % 10 + row["b"] // place % 10 + carry)
+        carry = columns[-1] // 10
+    return ",".join(map(str, columns)) + ":" + row["answer"]

@@ -1,0 +1,12 @@
+"""Eight virtual CPU devices, no silent rank promotion, and compilations kept between runs."""
+
+import os
+from pathlib import Path
+
+CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+os.environ["HF_HUB_OFFLINE"] = "1"
