@@ -40,7 +40,7 @@ def get_config() -> ConfigDict:
     c.eval.function = "arithmetic.accuracy"  # the reward function that judges
 
     c.reward = ConfigDict()
-    c.reward.functions = ("arithmetic.accuracy", "arithmetic.is_worked")  # ours, or my.module.function with TRL's signature
+    c.reward.functions = ("arithmetic.accuracy", "arithmetic.thought")  # ours, or my.module.function with TRL's signature
     c.reward.weights = (1.0, 0.0)  # a weight of 0 logs a channel and rewards nothing
 
     c.advantage = ConfigDict(dict(name="grpo", normalise="group"))  # | batch | none
@@ -59,7 +59,7 @@ def get_config() -> ConfigDict:
     c.kl.end = 0.0
 
     c.rollout = ConfigDict()
-    c.rollout.max_completion_tokens = 14
+    c.rollout.max_completion_tokens = 12
     c.rollout.temperature = 1.0  # what is sampled is what is scored, for these three too
     c.rollout.top_k = 0  # 0: off
     c.rollout.top_p = 1.0  # 1: off

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0  # of the first parameters and the order of examples
-    c.num_steps = 600  # optimiser steps
+    c.num_steps = 1500  # optimiser steps
     c.prompts_per_step = 256  # examples in one
     c.microbatch = 0  # examples at a time in memory (0: all); never changes the gradient
 
@@ -31,18 +31,18 @@ def get_config() -> ConfigDict:
     c.data.overlong = "drop"
 
     c.eval = ConfigDict()
-    c.eval.every = 100
+    c.eval.every = 250
     c.eval.source = "arithmetic.held_out"
     c.eval.problems = 1000
     c.eval.function = "arithmetic.accuracy"
 
     c.aggregate = ConfigDict(dict(mode="token_mean", constant_length=0))
 
-    c.rollout = ConfigDict(dict(max_completion_tokens=14))  # longer examples are dropped and counted
+    c.rollout = ConfigDict(dict(max_completion_tokens=12))  # longer examples are dropped and counted
 
     c.optim = ConfigDict()
-    c.optim.learning_rate = 1e-3
-    c.optim.warmup_steps = 50
+    c.optim.learning_rate = 2e-3
+    c.optim.warmup_steps = 100
     c.optim.warmup_ratio = 0.0
     c.optim.decay = "cosine"
     c.optim.end = 0.0

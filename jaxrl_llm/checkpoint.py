@@ -29,15 +29,15 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
     existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--workdir {workdir} cannot be written ({existing} is no folder of yours): give another")
-    if not workdir.exists() or all(file.name.startswith("launch.") for file in workdir.iterdir()):
-        return  # new, or but for what launch/tpu_vm.sh keeps there
+    if not workdir.exists() or all(_is_ours(file) for file in workdir.iterdir()):
+        return  # new, or as good as
     file = workdir / "config.json"
     if not file.is_file():
         raise UserError(f"--workdir {workdir} is not empty and not a run of ours (no config.json): give a new folder")
     try:
         before = flatten(ConfigDict(json.loads(file.read_text())))
-    except (json.JSONDecodeError, TypeError) as error:
-        raise UserError(f"{file} is not a run's config ({error}): give another --workdir") from None
+    except (ValueError, AttributeError):  # no JSON, or no object
+        raise UserError(f"{file} is not a run's config: give another --workdir") from None
     now = flatten(ConfigDict(json.loads(_resolved(config))))
     for name in sorted(set(before) | set(now)):
         if before.get(name) != now.get(name) and not name.startswith(FREE):
@@ -45,6 +45,13 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
                 f"config.{name} is {now.get(name)!r}, but the run in {workdir} has {before.get(name)!r}: "
                 "give another --workdir, or the run's own config"
             )
+
+
+def _is_ours(file: Path) -> bool:
+    """What launch/tpu_vm.sh keeps in a workdir, and what a run killed before its config.json leaves there."""
+    if file.name == "checkpoints":
+        return file.is_dir() and not any(file.iterdir())
+    return file.name.startswith(("launch.", "config.json.partial"))
 
 
 def open_workdir(workdir: Path, config: ConfigDict) -> None:
@@ -81,8 +88,8 @@ class Checkpoints:
         self._model_hash = model_hash
         policies: list[Any] = [LatestN(config.keep)]
         if config.keep_best:
-            best = BestN(get_metric_fn=itemgetter("accuracy"), n=config.keep_best, keep_checkpoints_without_metrics=False)
-            policies.append(best)
+            by = itemgetter("accuracy")
+            policies.append(BestN(get_metric_fn=by, n=config.keep_best, keep_checkpoints_without_metrics=False))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(policies), cleanup_tmp_directories=True
         )
@@ -97,22 +104,34 @@ class Checkpoints:
     def resume(self, state: PyTree, iterator: grain.DatasetIterator) -> tuple[int, PyTree]:
         """The newest complete step and its state, placed as `state` is, the iterator set; (0, state) if there is none.
 
-        Raises: UserError, if the run began from another model.
+        Raises: UserError, if the run began from another model or the files cannot be read.
         """
         step = self._manager.latest_step()
         if step is None:
             return 0, state
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         wanted = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
-        host = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        host = self._read(step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
         if host["model"] != self._model_hash:
             raise UserError(
                 "config.model.path holds another model than this run began from: "
                 "put that one back, or give another --workdir"
             )
-        restored = self._manager.restore(step, args=wanted)
+        restored = self._read(step, wanted)
         iterator.set_state(restored["host"]["data"])
         return step, restored["state"]
+
+    def _read(self, step: int, wanted: ocp.args.Composite) -> Any:
+        try:
+            return self._manager.restore(step, args=wanted)
+        except jax.errors.JaxRuntimeError:  # of the devices, such as their memory
+            raise
+        except Exception as error:  # of the files: Orbax raises many kinds
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(
+                f"checkpoint {self._manager.directory / str(step)} cannot be read ({reason[:200]}): "
+                "restore it, or move it away to go on from the one before it"
+            ) from error
 
     def close(self) -> None:
         """Waits until all that was saved is on disk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from jax.sharding import Mesh
@@ -10,14 +11,14 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm import advantages, losses, optim, rewards, tasks
 from jaxrl_llm.config import Field, check_fields, resolve
-from jaxrl_llm.data import Dataset
+from jaxrl_llm.data import FILES, Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.decoder import DecoderConfig
 
 DECAYS = ("constant", "linear", "cosine")
 
 SHARED = {
-    "seed": Field(int, low=0),
+    "seed": Field(int, low=0, high=2**31 - 1),
     "num_steps": Field(int, low=1),
     "prompts_per_step": Field(int, low=1),
     "microbatch": Field(int, low=0),
@@ -42,8 +43,8 @@ SHARED = {
     "optim.end": Field(float, low=0),
     "optim.clip_norm": Field(float, low=0),
     "optim.weight_decay": Field(float, low=0),
-    "optim.b1": Field(float, low=0, high=1),
-    "optim.b2": Field(float, low=0, high=1),
+    "optim.b1": Field(float, low=0, high=0.9999),
+    "optim.b2": Field(float, low=0, high=0.9999),
     "optim.eps": Field(float, low=0, above=True),
     "mesh.data": Field(int, low=-1),
     "mesh.fsdp": Field(int, low=-1),
@@ -108,11 +109,14 @@ def check_train(config: ConfigDict) -> Totals:
         raise UserError("config.group_size = 1: advantage 'grpo' compares the members of a group; give 2 or more")
     names, weights = config.reward.functions, config.reward.weights
     if not names or len(names) != len(weights):
-        raise UserError(f"config.reward: {len(names)} functions, {len(weights)} weights; give one weight to each function")
-    for weight in weights:
+        raise UserError(f"config.reward has {len(names)} functions and {len(weights)} weights: give each function one")
+    for name, weight in zip(names, weights, strict=True):
         if problem := Field(float).problem(weight):
-            raise UserError(f"config.reward.weights {problem}")
-    for name in names:
+            raise UserError(f"config.reward.weights: {name}'s {problem}")
+        if problem := Field(str).problem(name):
+            raise UserError(f"config.reward.functions: one {problem}")
+        if names.count(name) > 1:
+            raise UserError(f"config.reward.functions has {name!r} {names.count(name)} times: give it once")
         resolve(name, rewards, "config.reward.functions")
     if config.kl.placement == "loss" and config.kl.estimator == "k1":
         raise UserError(
@@ -137,6 +141,15 @@ def check_sft(config: ConfigDict) -> Totals:
     """Checks a config of `sft` as a whole. Raises: UserError, naming the field."""
     check_fields(config, SFT, {})
     check_shared(config, config.prompts_per_step)
+    width, heads, kv_heads = (config.model[f] for f in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    new = not config.model.path
+    if new and width % (2 * heads):
+        raise UserError(
+            f"config.model.hidden_size = {width} does not make {heads} heads of an even size: "
+            f"give a multiple of {2 * heads}"
+        )
+    if new and heads % kv_heads:
+        raise UserError(f"config.model.num_key_value_heads = {kv_heads} does not divide {heads} heads: give a divisor")
     tokens = config.num_steps * config.prompts_per_step * config.rollout.max_completion_tokens
     steps = config.num_steps
     return Totals(config.prompts_per_step, config.prompts_per_step, 1, steps, _warmup(config, steps), tokens)
@@ -153,14 +166,18 @@ def check_shared(config: ConfigDict, prompts_per_update: int) -> None:
         raise UserError("config.aggregate.constant_length = 0: mode 'constant' divides by it; give a length in tokens")
     if config.aggregate.mode != "constant" and config.aggregate.constant_length:
         raise UserError(f"config.aggregate.constant_length is not used by mode {config.aggregate.mode!r}: set it to 0")
-    if config.eval.every and not config.eval.source.endswith((".jsonl", ".parquet")):
-        resolve(config.eval.source, tasks, "config.eval.source")
-    if not config.data.source.endswith((".jsonl", ".parquet")):
-        resolve(config.data.source, tasks, "config.data.source")
+    sources = {"data": config.data.source} | ({"eval": config.eval.source} if config.eval.every else {})
+    for field, source in sources.items():
+        if "/" in source and not source.endswith(FILES):
+            raise UserError(f"config.{field}.source = {source!r}: a file must be {' or '.join(FILES)}")
+        if not source.endswith(FILES):
+            resolve(source, tasks, f"config.{field}.source")
     if config.data.convert:
         resolve(config.data.convert, tasks, "config.data.convert")
     if config.eval.every:
         resolve(config.eval.function, rewards, "config.eval.function")
+    if config.log.wandb_project and not find_spec("wandb"):
+        raise UserError("config.log.wandb_project needs wandb, which is not installed: pip install wandb, or set ''")
     for axis in ("data", "fsdp", "tensor"):
         if config.mesh[axis] == 0:
             raise UserError(f"config.mesh.{axis} = 0: give a size of 1 or more, or -1 for all devices left")
@@ -178,17 +195,30 @@ def check_batch_fits_mesh(config: ConfigDict, mesh: Mesh, prompts_per_update: in
             )
 
 
-def check_positions(config: ConfigDict, model: DecoderConfig, dataset: Dataset) -> None:
-    """Prompt and completion fit the model's positions. Raises: UserError, naming the field."""
-    longest = dataset.width + config.rollout.max_completion_tokens
-    if longest > model.max_positions:
+def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -> None:
+    """The tokenizer belongs to the model. Raises: UserError, if it makes a token that the model does not have."""
+    largest = max(max(tokens) for dataset in datasets for tokens in dataset.ids)
+    largest = max(largest, tokenizer.pad_token_id, tokenizer.eos_token_id or 0)
+    if largest >= model.vocab_size:
         raise UserError(
-            f"config.rollout.max_completion_tokens = {config.rollout.max_completion_tokens} after prompts of up to "
-            f"{dataset.width} tokens is more than the model's {model.max_positions} positions: lower it"
+            f"{tokenizer.name_or_path}: the tokenizer makes token {largest}, but config.json has a vocabulary of "
+            f"{model.vocab_size}: use one checkpoint's files"
         )
 
 
-def table(config: ConfigDict, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset) -> list[tuple[str, Any]]:
+def check_positions(config: ConfigDict, model: DecoderConfig, *datasets: Dataset) -> None:
+    """Prompt and completion fit the model's positions. Raises: UserError, naming the field."""
+    width = max(dataset.width for dataset in datasets)
+    if width + config.rollout.max_completion_tokens > model.max_positions:
+        raise UserError(
+            f"config.rollout.max_completion_tokens = {config.rollout.max_completion_tokens} after prompts of up to "
+            f"{width} tokens is more than the model's {model.max_positions} positions: lower it"
+        )
+
+
+def table(
+    config: ConfigDict, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset
+) -> list[tuple[str, Any]]:
     """The start-up banner's rows: what the batch words come to."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"

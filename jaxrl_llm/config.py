@@ -7,19 +7,20 @@ import ast
 import difflib
 import importlib
 import inspect
+import math
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, describe
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Field:
         wanted = (int, float) if self.kind is float else self.kind
         if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
             return f"is {value!r} ({type(value).__name__}): give {self.kind.__name__}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"is {value}: give a finite number"
         if self.choices and value not in self.choices:
             return f"is {value!r}: give one of {', '.join(map(repr, self.choices))}"
         if self.low is not None and (value < self.low or (self.above and value == self.low)):
@@ -46,16 +49,23 @@ class Field:
         return None
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line, as for everything else."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
 def parse_arguments(program: str, description: str, argv: list[str] | None = None) -> tuple[ConfigDict, Path]:
     """The command line of a trainer -> the locked config with its overrides, and the workdir.
 
     Raises: UserError, for a config file that cannot be run and an override that does not fit.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m {program}",
         description=description,
-        epilog="Any field of the config is set by --config.section.field=value, for example "
-        "--config.num_steps=10 --config.optim.learning_rate=1e-5. The fields and what they mean are in the config file.",
+        epilog="Any field of the config is set by --config.section.field=value, for example --config.num_steps=10 "
+        "--config.optim.learning_rate=1e-5. The fields and what they mean are in the config file.",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, e.g. configs/grpo.py")
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="where the run is kept; an existing run is resumed "
@@ -74,18 +84,20 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
 def load(path: Path) -> ConfigDict:
     """The ConfigDict that `get_config()` of a Python file returns."""
     if not path.is_file():
-        raise UserError(f"--config {path}: no such file")
-    sys.path.insert(0, str(path.parent.resolve()))  # a delta imports the complete file beside it
+        raise UserError(f"--config {path}: no such file; give one, e.g. configs/grpo.py")
+    folder = path.resolve().parent
+    before = list(sys.path)
+    sys.path[:0] = [str(folder), str(folder.parent)]  # a delta imports the complete file beside or above it
     try:
-        return runpy.run_path(str(path))["get_config"]()
-    except KeyError as error:
-        if error.args != ("get_config",):
-            raise UserError(f"{path}: {error}") from error
-        raise UserError(f"{path} defines no get_config(): it must return an ml_collections.ConfigDict") from None
+        get_config = runpy.run_path(str(path)).get("get_config", lambda: None)
+        config = get_config()
     except Exception as error:
-        raise UserError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} cannot be run: {describe(error, str(path))}: put the file right") from error
     finally:
-        sys.path.pop(0)
+        sys.path[:] = before
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"{path} gives no config: define get_config(), returning an ml_collections.ConfigDict")
+    return config
 
 
 def override(config: ConfigDict, name: str, text: str) -> None:
@@ -130,9 +142,15 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 def _meant(name: str, config: ConfigDict) -> str:
     known = list(flatten(config))
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    close = close or [k for k in known if k.split(".")[-1] == name.split(".")[-1]][:1]
-    return f"; did you mean {close[0]}?" if close else f"; there is {', '.join(config)}"
+    section, _, last = name.rpartition(".")
+    close = _close(name, known) or [k for k in known if k.split(".")[-1] == last][:1]
+    there = [k for k in known if k.startswith(f"{section}.")] or list(config)
+    return f"; did you mean {close[0]}?" if close else f"; there is {', '.join(there)}"
+
+
+def _close(name: str, known: Iterable[str]) -> list[str]:
+    """The one that was meant, if any; two names of a section are not alike for that alone."""
+    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
 
 
 def check_fields(config: ConfigDict, fields: dict[str, Field], named: dict[str, ModuleType]) -> None:
@@ -144,16 +162,15 @@ def check_fields(config: ConfigDict, fields: dict[str, Field], named: dict[str, 
     flat = flatten(config)
     for section, module in named.items():
         if f"{section}.name" not in flat:
-            raise UserError(f"config.{section}.name is missing: the name of a function of {module.__name__}")
-        function = resolve(config[section].name, module, f"config.{section}.name")
-        allowed = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        for key in arguments(config[section]):
-            if key not in allowed:
-                raise UserError(f"config.{section}.{key}: {config[section].name} takes {', '.join(allowed) or 'nothing'}")
+            raise UserError(f"config.{section}.name is missing: give a function of {module.__name__}")
+        name = flat[f"{section}.name"]
+        if problem := Field(str).problem(name):
+            raise UserError(f"config.{section}.name {problem}")
+        _check_arguments(section, name, resolve(name, module, f"config.{section}.name"), arguments(config[section]))
     flat = {name: value for name, value in flat.items() if name.split(".")[0] not in named}
     for name in flat:
         if name not in fields:
-            close = difflib.get_close_matches(name, fields, n=1)
+            close = _close(name, fields)
             raise UserError(f"config.{name} is not a field" + (f"; did you mean {close[0]}?" if close else ""))
     for name, field in fields.items():
         if name not in flat:
@@ -162,43 +179,65 @@ def check_fields(config: ConfigDict, fields: dict[str, Field], named: dict[str, 
             raise UserError(f"config.{name} {problem}")
 
 
+def _check_arguments(section: str, name: str, function: Callable[..., Any], given: dict[str, Any]) -> None:
+    """The keyword-only arguments of a function are given as it declares them, and no others."""
+    try:
+        hints = get_type_hints(function)
+    except NameError:  # a name that only type checkers import
+        hints = {}
+    taken = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for key, value in given.items():
+        if key not in taken:
+            raise UserError(f"config.{section}.{key} is not an argument: {name} takes {', '.join(taken) or 'nothing'}")
+        choices = get_args(hints.get(key)) if get_origin(hints.get(key)) is Literal else ()
+        kind = str if choices else hints.get(key)
+        if kind in (bool, int, float, str) and (problem := Field(kind, choices=choices).problem(value)):
+            raise UserError(f"config.{section}.{key} {problem}")
+    for key, parameter in taken.items():
+        if parameter.default is parameter.empty and key not in given:
+            raise UserError(f"config.{section}.{key} is missing: {name} needs it")
+
+
 def arguments(section: ConfigDict) -> dict[str, Any]:
     """A named section's keyword arguments: all but the name."""
     return {key: value for key, value in section.items() if key != "name"}
 
 
 def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., Any]:
-    """The function `name`: of `module` ("grpo"), of a module in it ("arithmetic.accuracy"), or anywhere ("my.module.f").
+    """The function `name`: of `module` ("grpo"), of a module in it ("arithmetic.accuracy"), or anywhere ("my.mod.f").
 
     Raises: UserError, naming what there is.
     """
-    *path, attribute = name.split(".")
-    if not path:
-        found = getattr(module, attribute, None)
-    else:
-        found = None
-        for parent in (f"{module.__name__}.{'.'.join(path)}", ".".join(path)):
+    path, _, attribute = name.rpartition(".")
+    inner, found = None, getattr(module, name, None)
+    if path:
+        for parent in (f"{module.__name__}.{path}", path):
             try:
-                found = getattr(importlib.import_module(parent), attribute, None)
-            except ModuleNotFoundError as error:
-                if not parent.startswith(error.name or "\0"):
-                    raise UserError(f"{what} {name!r}: importing {parent} failed: {error}") from error
-                continue
+                inner = importlib.import_module(parent)
+            except Exception as error:  # whatever the module does; unless it is not there at all
+                if isinstance(error, ModuleNotFoundError) and f"{parent}.".startswith(f"{error.name}."):
+                    continue
+                raise UserError(f"{what} {name!r}: importing {parent} failed: {describe(error)}") from error
+            found = getattr(inner, attribute, None)
             break
     if callable(found):
         return found
-    close = difflib.get_close_matches(name, offered := _offered(module), n=1)
+    offered = [f"{path}.{other}" for other in _functions(inner)] if inner else _offered(module)
+    close = _close(name, offered)
     hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(offered)}, or a dotted name of your own"
-    raise UserError(f"{what} {name!r} does not exist; {hint}")
+    missing = f": there is no module {path}" if path and not inner else ""
+    raise UserError(f"{what} {name!r} does not exist{missing}; {hint}")
 
 
 def _offered(module: ModuleType) -> list[str]:
     """Public functions of a module, and those of the modules of a package as "module.function"."""
-    names = []
-    if hasattr(module, "__path__"):
-        for file in sorted(Path(module.__path__[0]).glob("[!_]*.py")):
-            inner = importlib.import_module(f"{module.__name__}.{file.stem}")
-            names += [f"{file.stem}.{name}" for name in _offered(inner)]
-        return names
+    if not hasattr(module, "__path__"):
+        return _functions(module)
+    names = sorted(file.stem for file in Path(module.__path__[0]).glob("[!_]*.py"))
+    inner = {name: importlib.import_module(f"{module.__name__}.{name}") for name in names}
+    return [f"{name}.{function}" for name in names for function in _functions(inner[name])]
+
+
+def _functions(module: ModuleType) -> list[str]:
     members = inspect.getmembers(module, inspect.isfunction)
     return [name for name, f in members if not name.startswith("_") and f.__module__ == module.__name__]

@@ -14,10 +14,11 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm import tasks
 from jaxrl_llm.config import resolve
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, describe
 from jaxrl_llm.structs import Prompts
 
 Row = dict[str, Any]
+FILES = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class Dataset:
 
 def load(config: ConfigDict, tokenizer: Any, source: str = "", limit: int | None = None) -> Dataset:
     """The data set of a config's `data` section, or another source read in the same way, its first `limit` rows."""
-    rows = load_rows(source or config.source, config.convert)[:limit]
-    return tokenise(rows, tokenizer, max_prompt_tokens=config.max_prompt_tokens, overlong=config.overlong)
+    source = source or config.source
+    rows = load_rows(source, config.convert)[:limit]
+    limits = dict(max_prompt_tokens=config.max_prompt_tokens, overlong=config.overlong)
+    return tokenise(rows, tokenizer, **limits, source=source)
 
 
 def load_rows(source: str, convert: str = "") -> list[Row]:
@@ -43,39 +46,63 @@ def load_rows(source: str, convert: str = "") -> list[Row]:
     Raises: UserError, naming the file, the line or row, and what is wrong with it.
     """
     path = Path(source)
+    if path.suffix in FILES and not path.exists():
+        raise UserError(f"data file {path} does not exist: give the path of one that does")
     if path.suffix == ".jsonl":
         rows = _read_jsonl(path)
     elif path.suffix == ".parquet":
         rows = _read_parquet(path)
     else:
-        rows = resolve(source, tasks, "data source")()
+        rows = _made(source)
     if not rows:
-        raise UserError(f"data source {source} holds no rows: nothing to learn from")
+        raise UserError(f"{source} holds no rows: give a data source that has some")
     if convert:
         rows = [_convert(source, convert, i, row) for i, row in enumerate(rows, 1)]
     for i, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise UserError(f"{source} row {i} is {row!r}: make every row a dict of columns")
         if "prompt" not in row:
-            there = ", ".join(sorted(row))
-            raise UserError(f"{source} row {i} has no column 'prompt' (there is {there}): rename it, or set data.convert")
+            raise UserError(f"{source} row {i} has no column 'prompt' ({_there(row)}): rename one, or set data.convert")
+        if not _is_prompt(row["prompt"]):
+            raise UserError(
+                f"{source} row {i}: prompt is {row['prompt']!r}: give text, or a list of messages with role and content"
+            )
     return rows
+
+
+def _made(source: str) -> list[Row]:
+    function = resolve(source, tasks, "data source")
+    try:
+        return list(function())
+    except Exception as error:  # their own code
+        raise UserError(f"data source {source} raised {describe(error)}") from error
+
+
+def _is_prompt(prompt: Any) -> bool:
+    chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    return bool(prompt) and (chat or isinstance(prompt, str))
+
+
+def _there(row: Row) -> str:
+    return f"there is {', '.join(sorted(row))}"
 
 
 def _read_jsonl(path: Path) -> list[Row]:
-    rows = []
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("not a JSON object")
-                rows.append(row)
-    except (json.JSONDecodeError, ValueError) as error:
-        raise UserError(f"{path} line {number}: {error}: every line must be one JSON object") from None
+        lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    return rows
+        raise UserError(f"{path} cannot be read ({error.strerror}): give a file of yours") from None
+    return [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parse(path: Path, number: int, line: bytes) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise UserError(f"{path} line {number}: {error}: every line must be one JSON object") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{path} line {number} is {type(row).__name__}: every line must be one JSON object")
+    return row
 
 
 def _read_parquet(path: Path) -> list[Row]:
@@ -85,46 +112,53 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path} cannot be read as Parquet ({error}): give a Parquet file") from None
 
 
 def _convert(source: str, convert: str, number: int, row: Row) -> Row:
+    function = resolve(convert, tasks, "data.convert")
     try:
-        return resolve(convert, tasks, "data.convert")(row)
+        return function(row)
     except KeyError as error:
-        there = ", ".join(sorted(row))
-        raise UserError(f"{source} row {number} has no column {error}, which {convert} needs (there is {there})") from None
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{source} row {number}: {convert} says: {error}") from None
+        raise UserError(f"{source} row {number} has no column {error} for {convert} ({_there(row)}): add it") from error
+    except Exception as error:  # their own code
+        raise UserError(f"{source} row {number}: {convert} raised {describe(error)}") from error
 
 
-def tokenise(rows: Sequence[Row], tokenizer: Any, *, max_prompt_tokens: int, overlong: str) -> Dataset:
+def tokenise(
+    rows: Sequence[Row], tokenizer: Any, *, max_prompt_tokens: int, overlong: str, source: str = "data"
+) -> Dataset:
     """Chats through the tokenizer's template, ending with the generation prompt; text as it is.
 
     overlong: what becomes of a prompt above the limit, "drop" (counted) or "error"; nothing is cut.
-    Raises: UserError, for a missing template, an over-long prompt, or when none is left.
+    Raises: UserError, naming `source`, for a missing template, an over-long prompt, or when none is left.
     """
-    if isinstance(rows[0]["prompt"], list) and not tokenizer.chat_template:
-        raise UserError("the prompts are chats but the tokenizer has no chat template: use an instruct model, or text")
-    texts = [
-        tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
-        if isinstance(row["prompt"], list)
-        else row["prompt"]
-        for row in rows
-    ]
+    texts = [_text(source, number, row["prompt"], tokenizer) for number, row in enumerate(rows, 1)]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     fits = [0 < len(tokens) <= max_prompt_tokens for tokens in ids]
     if overlong == "error" and not all(fits):
         i = fits.index(False)
         raise UserError(
-            f"row {i + 1}'s prompt has {len(ids[i])} tokens, data.max_prompt_tokens is {max_prompt_tokens}: "
-            "raise it, or set data.overlong = 'drop'"
+            f"{source} row {i + 1}: the prompt has {len(ids[i])} tokens, max_prompt_tokens is {max_prompt_tokens}: "
+            "raise it, or drop the row (data.overlong = 'drop' does)"
         )
     kept = [(tokens, row) for tokens, row, fit in zip(ids, rows, fits, strict=True) if fit]
     if not kept:
-        raise UserError(f"all {len(rows)} prompts are longer than data.max_prompt_tokens = {max_prompt_tokens}: raise it")
+        limit = f"max_prompt_tokens = {max_prompt_tokens}"
+        raise UserError(f"all {len(rows)} prompts of {source} are longer than {limit}: raise it")
     longest = max(len(tokens) for tokens, _ in kept)
     return Dataset([t for t, _ in kept], [r for _, r in kept], len(rows) - len(kept), longest)
+
+
+def _text(source: str, number: int, prompt: Any, tokenizer: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if not tokenizer.chat_template:
+        raise UserError(f"{source} holds chats but the tokenizer has no chat template: use an instruct model, or text")
+    try:
+        return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # the template's own refusals
+        raise UserError(f"{source} row {number}: the chat template does not take the prompt: {error}") from error
 
 
 def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Prompts:

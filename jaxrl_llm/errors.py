@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -11,11 +12,24 @@ class UserError(Exception):
     """Wrong config, data, checkpoint or reward: one line that names it and the remedy."""
 
 
+def describe(error: Exception, within: str = "") -> str:
+    """An exception of a person's own code as "ValueError: bad row (rewards.py:7)".
+
+    within: the file whose line is wanted, if it is on the stack; otherwise the innermost one.
+    """
+    said = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return said  # names its file and line, and was never on the stack
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    frame = ([f for f in frames if f.filename == within] or frames)[-1]
+    return f"{said} ({frame.filename}:{frame.lineno})"
+
+
 def run_main(main: Callable[[], None]) -> NoReturn:
     """Runs an entry point; a `UserError` becomes one line on stderr and exit code 2."""
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 from math import comb
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrl_llm import data, rewards, sharding
-from jaxrl_llm.config import resolve
+from jaxrl_llm import checks, data, rewards, sharding, tasks
+from jaxrl_llm.config import Field, Parser, resolve
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.metrics import banner
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.sampling import Sampling
+
+LIMITS = {
+    "problems": Field(int, low=1),
+    "samples": Field(int, low=1),
+    "temperature": Field(float, low=0),
+    "max_prompt_tokens": Field(int, low=1),
+    "max_completion_tokens": Field(int, low=1),
+    "batch": Field(int, low=1),
+    "seed": Field(int, low=0, high=2**31 - 1),
+}
 
 
 def evaluate(
@@ -41,9 +50,9 @@ def pass_at(k: int, scores: np.ndarray) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.evaluate", description=__doc__)
+    parser = Parser(prog="python -m jaxrl_llm.evaluate", description=__doc__)
     parser.add_argument("--model", required=True, help="a Hugging Face folder or hub id; a run's is WORKDIR/hf")
-    parser.add_argument("--task", required=True, help="a task of ours (arithmetic, countdown), or a .jsonl/.parquet file")
+    parser.add_argument("--task", required=True, help="a task (arithmetic, countdown), or a .jsonl/.parquet file")
     parser.add_argument("--function", help="the reward function that judges (default: TASK.accuracy)")
     parser.add_argument("--convert", default="", help="function row -> row for files, e.g. gsm8k.convert")
     parser.add_argument("--problems", type=int, default=1000, help="how many problems (default: %(default)s)")
@@ -54,18 +63,25 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="problems at a time (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    is_file = args.task.endswith((".jsonl", ".parquet"))
+    for name, field in LIMITS.items():
+        if problem := field.problem(getattr(args, name)):
+            raise UserError(f"--{name.replace('_', '-')} {problem}")
+    is_file = args.task.endswith(data.FILES)
     if is_file and not args.function:
         raise UserError("--task is a file: name the judge with --function, e.g. maths.accuracy")
     if args.samples > 1 and args.temperature <= 0:
         raise UserError("--samples above 1 needs --temperature above 0: greedy samples are all the same")
+    if not is_file:
+        resolve(f"{args.task}.held_out", tasks, "--task")
     function = args.function or f"{args.task}.accuracy"
     resolve(function, rewards, "--function")
 
     folder = hf.find(args.model)
     model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
     rows = data.load_rows(args.task if is_file else f"{args.task}.held_out", args.convert)[: args.problems]
-    dataset = data.tokenise(rows, tokenizer, max_prompt_tokens=args.max_prompt_tokens, overlong="error")
+    limits = dict(max_prompt_tokens=args.max_prompt_tokens, overlong="error")
+    dataset = data.tokenise(rows, tokenizer, **limits, source=args.task)
+    checks.check_vocabulary(model.cfg, tokenizer, dataset)
     mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
     engine = Sampler(
         model, mesh, group_size=args.samples, max_completion_tokens=args.max_completion_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import time
 from collections.abc import Iterator
@@ -70,6 +71,7 @@ class Log:
             self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=self.console)
             self._bar = self._progress.add_task("", total=num_steps, completed=start, left="")
             self._progress.start()
+            atexit.register(self._progress.stop)  # an error must not leave the cursor hidden
         self._began = time.perf_counter()
 
     def step(self, step: int, record: dict[str, Any]) -> None:

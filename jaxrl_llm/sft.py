@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -36,15 +37,17 @@ def finetune(config: ConfigDict, workdir: Path) -> None:
     if config.model.path:
         folder = hf.find(config.model.path)
     else:
-        folder = workdir / "new"
+        made = TemporaryDirectory()  # the run's own copy is WORKDIR/hf; gone at the end
+        folder = Path(made.name)
         rows = data.load_rows(config.data.source, config.data.convert)
-        open_workdir(workdir, config)
         fresh.write_folder(folder, config.model, rows, config.data.completion_column)
     model = hf.load_model(folder, config.model.dtype, config.model.remat)
     tokenizer = hf.load_tokenizer(folder)
     dataset = data.load(config.data, tokenizer)
-    held_out = data.load(config.data, tokenizer, config.eval.source, config.eval.problems)
-    checks.check_positions(config, model.cfg, dataset)
+    e = config.eval
+    held_out = data.load(config.data, tokenizer, e.source, e.problems) if e.every else dataset
+    checks.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
+    checks.check_positions(config, model.cfg, dataset, held_out)
     answers = tokenise_answers(dataset, tokenizer, config)
     if config.model.path:
         params = hf.load_params(folder, model, mesh)
@@ -60,17 +63,18 @@ def finetune(config: ConfigDict, workdir: Path) -> None:
     state, placed = update.init_state(params, optimizer, mesh)
     update_step = update.make_update_step(
         update.policy_objective(model, losses.cross_entropy(), Sampling()),
-        optimizer, mesh, placed, microbatch=config.microbatch, aggregate=partial(losses.aggregation_weights, **config.aggregate),
+        optimizer, mesh, placed, microbatch=config.microbatch,
+        aggregate=partial(losses.aggregation_weights, **config.aggregate),
     )  # fmt: skip
 
     banner(f"jaxrl_llm.sft: {workdir}", checks.table(config, totals, mesh, model.cfg, dataset))
-    open_workdir(workdir, config)
     kept = [i for i, answer in enumerate(answers) if answer]
     print(f"  {len(answers) - len(kept)} examples above rollout.max_completion_tokens dropped")
     collate = partial(make_batch, dataset, answers, kept, config.rollout.max_completion_tokens, tokenizer.pad_token_id)
     batches = data.iterate(len(kept), config.prompts_per_step, config.seed, collate)
     checkpoints = Checkpoints(workdir / "checkpoints", hf.fingerprint(folder), config.checkpoint)
     start, state = checkpoints.resume(state, batches)
+    open_workdir(workdir, config)
     log = Log(workdir, config.to_dict(), start=start)
     stop = StopSignal()
     rows = jnp.arange(config.prompts_per_step)
@@ -88,7 +92,7 @@ def finetune(config: ConfigDict, workdir: Path) -> None:
         if config.eval.every and (step % config.eval.every == 0 or last):
             examinee.update_weights(state.params)
             scores, _ = evaluate(
-                examinee, held_out, config.eval.function, tokenizer, batch=config.prompts_per_step, key=jax.random.key(0)
+                examinee, held_out, e.function, tokenizer, batch=config.prompts_per_step, key=jax.random.key(0)
             )
             record |= {"eval/accuracy": float(scores.mean())}
         log.step(step, record)
@@ -107,9 +111,11 @@ def tokenise_answers(dataset: data.Dataset, tokenizer: Any, config: ConfigDict) 
     column, limit = config.data.completion_column, config.rollout.max_completion_tokens
     for i, row in enumerate(dataset.rows, 1):
         if not isinstance(row.get(column), str):
-            raise UserError(f"{config.data.source} row {i}: column {column!r} is {row.get(column)!r}: it must be text")
+            raise UserError(f"{config.data.source} row {i}: column {column!r} is {row.get(column)!r}: make it text")
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no end token: name its eos_token in tokenizer_config.json")
     ids = tokenizer([row[column] for row in dataset.rows], add_special_tokens=False)["input_ids"]
-    ids = [tokens + [tokenizer.eos_token_id] for tokens in ids]
+    ids = [[*tokens, tokenizer.eos_token_id] for tokens in ids]
     if all(len(tokens) > limit for tokens in ids):
         raise UserError(f"all completions are longer than rollout.max_completion_tokens = {limit}: raise it")
     return [tokens if len(tokens) <= limit else [] for tokens in ids]

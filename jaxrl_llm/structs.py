@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-Array: TypeAlias = jax.Array | np.ndarray
+Array: TypeAlias = Any  # jax.Array, or np.ndarray: no checker follows their operators through the union
 PyTree: TypeAlias = Any
 
 

@@ -39,8 +39,10 @@ def train(config: ConfigDict, workdir: Path) -> None:
     model = hf.load_model(folder, config.model.dtype, config.model.remat)
     tokenizer = hf.load_tokenizer(folder)
     dataset = data.load(config.data, tokenizer)
-    held_out = data.load(config.data, tokenizer, config.eval.source, config.eval.problems)
-    checks.check_positions(config, model.cfg, dataset)
+    e = config.eval
+    held_out = data.load(config.data, tokenizer, e.source, e.problems) if e.every else dataset
+    checks.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
+    checks.check_positions(config, model.cfg, dataset, held_out)
     params = hf.load_params(folder, model, mesh)
 
     # The functions of a step.
@@ -65,16 +67,17 @@ def train(config: ConfigDict, workdir: Path) -> None:
     state, placed = update.init_state(params, optimizer, mesh)
     score = update.make_score(model, sampling, mesh, config.microbatch)
     update_step = update.make_update_step(
-        objective, optimizer, mesh, placed, microbatch=config.microbatch, aggregate=partial(losses.aggregation_weights, **config.aggregate)
-    )
+        objective, optimizer, mesh, placed, microbatch=config.microbatch,
+        aggregate=partial(losses.aggregation_weights, **config.aggregate),
+    )  # fmt: skip
 
     # The run so far.
     banner(f"jaxrl_llm.train: {workdir}", checks.table(config, totals, mesh, model.cfg, dataset))
-    open_workdir(workdir, config)
     collate = partial(data.make_prompts, dataset, pad_id=tokenizer.pad_token_id)
     prompt_iterator = data.iterate(len(dataset.rows), config.prompts_per_step, config.seed, collate)
     checkpoints = Checkpoints(workdir / "checkpoints", hf.fingerprint(folder), config.checkpoint)
     start, state = checkpoints.resume(state, prompt_iterator)
+    open_workdir(workdir, config)
     log = Log(workdir, config.to_dict(), start=start)
     stop = StopSignal()
     seed = jax.random.key(config.seed)

@@ -30,13 +30,15 @@ def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, An
     """Writes config.json, generation_config.json and a tokenizer of one token for each character in `rows`.
 
     sizes: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-    intermediate_size. rows: chats in "prompt", the text to be learned in `column`.
+    intermediate_size. rows: chats or text in "prompt", the text to be learned in `column`.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     texts = [str(row.get(column, "")) for row in rows]
-    texts += [message["content"] for row in rows for message in row["prompt"]]
+    for row in rows:
+        prompt = row["prompt"]
+        texts += [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     vocabulary = {token: i for i, token in enumerate([PAD, USER, ASSISTANT, END, *sorted(set("".join(texts)))])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

@@ -60,16 +60,22 @@ def find(path: str) -> Path:
         wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
         return Path(snapshot_download(path, allow_patterns=wanted))
     except Exception as error:  # offline, unknown, gated: the hub has many kinds, all for the user
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"model.path {path!r} is no local folder and the hub did not give it: {reason}") from error
+        raise UserError(f"model.path {path!r} is no local folder, and the hub says: {_reason(error)}") from error
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as a dict. Raises: UserError, if it is not JSON."""
+def _reason(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """config.json, or another JSON file of a folder, as a dict. Raises: UserError, if it holds none."""
     try:
-        return json.loads((folder / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"{folder / 'config.json'} cannot be read ({error}): restore the file") from None
+        found = json.loads((folder / name).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / name} cannot be read ({error}): restore the file") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{folder / name} holds no JSON object: restore the file")
+    return found
 
 
 def load_model(folder: Path, dtype: str = "float32", remat: str = "none") -> Decoder:
@@ -80,8 +86,18 @@ def load_model(folder: Path, dtype: str = "float32", remat: str = "none") -> Dec
         raise UserError(
             f"{folder / 'config.json'}: model_type {family!r} is not supported; there is {', '.join(known)}"
         )
+    stored_dtype(folder)
     module = importlib.import_module(f"jaxrl_llm.models.{family}")
     return Decoder(module.decoder_config(hf, dtype, remat))
+
+
+def stored_dtype(folder: Path) -> np.dtype:
+    """What the folder's weights are stored in. Raises: UserError, if we cannot store it."""
+    hf = read_config(folder)
+    name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if name not in ("float32", "bfloat16", "float16"):
+        raise UserError(f"{folder / 'config.json'}: dtype is {name!r}: give 'float32', 'bfloat16' or 'float16'")
+    return jax.numpy.dtype(name)
 
 
 def families() -> list[str]:
@@ -97,9 +113,11 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # transformers raises many kinds here, all about the files
-        raise UserError(f"no tokenizer could be loaded from {folder}: {str(error).splitlines()[0]}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # never attended to, never scored: any id serves
+        raise UserError(f"{folder}: no tokenizer can be loaded ({_reason(error)}): restore tokenizer.json") from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):  # what transformers makes out of no files
+        raise UserError(f"{folder}: the tokenizer has no vocabulary: restore tokenizer.json")
+    if tokenizer.pad_token_id is None:  # never attended to, never scored: any id serves
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
@@ -111,7 +129,7 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            value = json.loads((folder / name).read_text()).get("eos_token_id")
+            value = read_config(folder, name).get("eos_token_id")
             ids.update(value if isinstance(value, list) else [] if value is None else [value])
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
@@ -149,9 +167,9 @@ def _index(folder: Path) -> dict[str, Any]:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} is broken or cut short ({error}): fetch it again") from None
         where.update(dict.fromkeys(handle.keys(), handle))
-    listing = folder / "model.safetensors.index.json"
-    if listing.is_file():
-        for name, file in json.loads(listing.read_text())["weight_map"].items():
+    listing = "model.safetensors.index.json"
+    if (folder / listing).is_file():
+        for name, file in read_config(folder, listing).get("weight_map", {}).items():
             if name not in where:
                 raise UserError(f"{folder / file} is missing or lacks {name}: fetch it again")
     return where
@@ -170,15 +188,18 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, layers: 
         shape = shape[::-1] if name.endswith("kernel") else shape
         for tensor in _tensors(name, layers):
             if tensor not in where:
-                raise UserError(f"{folder}: no tensor {tensor}, which config.json asks for: wrong or partial checkpoint")
+                raise UserError(f"{folder}: no tensor {tensor}, which config.json asks for: use one checkpoint's files")
             found = tuple(where[tensor].get_slice(tensor).get_shape())
             if found != shape:
-                raise UserError(f"{folder}: tensor {tensor} is {found}, config.json makes it {shape}: they do not match")
+                raise UserError(
+                    f"{folder}: tensor {tensor} is {found}, config.json makes it {shape}: use one checkpoint's files"
+                )
             expected.add(tensor)
     harmless = ("lm_head.weight", "rotary_emb.inv_freq")  # a stored copy of a tied head; constants
     for tensor in sorted(set(where) - expected):
         if not tensor.endswith(harmless):
-            raise UserError(f"{folder}: tensor {tensor} is unknown to {read_config(folder)['model_type']}: wrong config.json")
+            family = read_config(folder)["model_type"]
+            raise UserError(f"{folder}: tensor {tensor} is unknown to {family}: use one checkpoint's files")
 
 
 def _read(where: dict[str, Any], name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
@@ -209,12 +230,11 @@ def fingerprint(folder: Path) -> str:
 
 
 def save(folder: Path, params: PyTree, source: Path) -> None:
-    """Writes a folder that `transformers` loads: weights in the dtype of the checkpoint `source`, its other files as they are.
+    """Writes a folder that `transformers` loads: weights in `source`'s dtype, its other files as they are.
 
     Replaces `folder` in one rename, so that a kill leaves the old or the new one.
     """
-    hf = read_config(source)
-    dtype = jax.numpy.dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    dtype = stored_dtype(source)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -241,7 +261,7 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
     else:
         final = {file: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files, 1)}
         index = {
-            "metadata": {"total_size": sum(file.stat().st_size for file in files)},
+            "metadata": {"total_size": sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize},
             "weight_map": {name: final[file] for name, file in weight_map.items()},
         }
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

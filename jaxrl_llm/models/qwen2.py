@@ -23,7 +23,7 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
             width=hf["hidden_size"],
             layers=hf["num_hidden_layers"],
             heads=hf["num_attention_heads"],
-            kv_heads=hf.get("num_key_value_heads", hf["num_attention_heads"]),
+            kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
             head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
             mlp_width=hf["intermediate_size"],
             max_positions=hf["max_position_embeddings"],

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.decoder import DecoderConfig
 
 
 def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
-    """The decoder that a Hugging Face config.json of this family describes."""
+    """The decoder that a Hugging Face config.json of this family describes.
+
+    Raises: UserError, naming a key that is missing or asks for what is not built.
+    """
+    if hf.get("attention_bias"):
+        raise UserError("config.json: attention_bias is true: only Qwen3 without attention biases is supported")
     shared = qwen2.decoder_config(hf, dtype, remat)
     head_dim = hf.get("head_dim", 128)  # the family's default; not width / heads
-    return dataclasses.replace(
-        shared, head_dim=head_dim, qkv_bias=bool(hf.get("attention_bias", False)), qk_norm=True
-    )
+    return dataclasses.replace(shared, head_dim=head_dim, qkv_bias=False, qk_norm=True)

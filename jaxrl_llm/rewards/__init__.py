@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, describe
 
 Reward: TypeAlias = Callable[..., Sequence[float | None]]
 Score: TypeAlias = Callable[[list[dict[str, Any]], list[list[str]], list[list[list[int]]]], dict[str, np.ndarray]]
@@ -53,16 +52,12 @@ def call(
         raise
     except Exception as error:
         i = _culprit(name, function, rows, texts, ids)
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        at = f"{frame.filename}:{frame.lineno}"
-        raise UserError(
-            f"reward {name} raised {type(error).__name__}: {error} ({at}) on {_describe(rows[i], texts[i])}"
-        ) from error
+        raise UserError(f"reward {name} raised {describe(error)} on {_show(rows[i], texts[i])}") from error
     if not isinstance(values, (list, tuple, np.ndarray)) or len(values) != len(texts):
-        got = f"{len(values)} values" if hasattr(values, "__len__") else repr(values)
+        got = f"{type(values).__name__} of {len(values)}" if hasattr(values, "__len__") else repr(values)
         raise UserError(
             f"reward {name} returned {got} for {len(texts)} completions: return a list with one number each, "
-            f"the first of them for {_describe(rows[0], texts[0])}"
+            f"the first of them for {_show(rows[0], texts[0])}"
         )
     return [_number(name, value, row, text) for value, row, text in zip(values, rows, texts, strict=True)]
 
@@ -76,7 +71,7 @@ def _number(name: str, value: Any, row: dict[str, Any], text: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise UserError(
-            f"reward {name} returned {value!r} for {_describe(row, text)}: return a finite number, or None to abstain"
+            f"reward {name} returned {value!r} for {_show(row, text)}: return a finite number, or None to abstain"
         )
     return number
 
@@ -85,7 +80,7 @@ def _arguments(
     name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
 ) -> dict[str, Any]:
     """What the function asks for by name, or everything if it takes **kwargs."""
-    columns = {key: [row.get(key) for row in rows] for key in rows[0]}
+    columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
     chats = [isinstance(row["prompt"], list) for row in rows]
     said = [[{"role": "assistant", "content": t}] if chat else t for t, chat in zip(texts, chats, strict=True)]
     prompts = columns.pop("prompt")
@@ -115,7 +110,7 @@ def _culprit(
     return 0
 
 
-def _describe(row: dict[str, Any], text: str) -> str:
+def _show(row: dict[str, Any], text: str) -> str:
     """The row and the completion, short enough for one line."""
     shown = {key: value for key, value in row.items() if key != "prompt"} or row["prompt"]
     return f"row {str(shown)[:200]}, completion {text[:200]!r}"

@@ -1,7 +1,8 @@
-"""Sums of two numbers below 1000: 20,000 of the million problems, 1,000 of them held out.
+"""Sums of two numbers below 100: 10,000 problems, 1,000 of them held out.
 
-An answer is "825", or worked out: "15,12,8:825" for 358+467, the columns from the right
-with their carries, and what they come to.
+Asked for 47+85, people answer in two ways: quickly, "130", right to the nearest ten; or
+after thinking, "<12,13>132", the columns from the right with their carries. What
+`demonstrations()` shows is mostly quick, so a model of it has the skill but seldom uses it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-PROBLEMS, HELD_OUT, WORKED = 20_000, 1_000, 0.25
+HELD_OUT, THOUGHT = 1_000, 0.3
 
 
 def train() -> list[dict[str, Any]]:
-    """The problems to learn from."""
+    """The problems to learn from, in a fixed random order."""
     return _problems()[HELD_OUT:]
 
 
@@ -24,24 +25,26 @@ def held_out() -> list[dict[str, Any]]:
 
 
 def demonstrations() -> list[dict[str, Any]]:
-    """`train()` with a column "completion": one in four is worked out, the others say the answer alone."""
-    rows = train()
-    worked = np.random.default_rng(1).random(len(rows)) < WORKED
-    return [row | {"completion": _worked(row) if w else row["answer"]} for row, w in zip(rows, worked, strict=True)]
+    """Every problem of `train()` with both completions, in proportion: 7 quick, 3 thought through."""
+    tenths = round(THOUGHT * 10)
+    return [
+        row | {"completion": _thought(row) if i < tenths else _quick(row)} for row in train() for i in range(10)
+    ]
 
 
 def _problems() -> list[dict[str, Any]]:
-    chosen = np.random.default_rng(0).choice(1_000_000, PROBLEMS, replace=False)
-    return [_row(*divmod(int(i), 1000)) for i in chosen]
+    return [_row(*divmod(int(i), 100)) for i in np.random.default_rng(0).permutation(10_000)]
 
 
 def _row(a: int, b: int) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": f"{a}+{b}"}], "a": a, "b": b, "answer": str(a + b)}
 
 
-def _worked(row: dict[str, Any]) -> str:
-    columns, carry = [], 0
-    for place in (1, 10, 100):
-        columns.append(row["a"] // place % 10 + row["b"] // place % 10 + carry)
-        carry = columns[-1] // 10
-    return ",".join(map(str, columns)) + ":" + row["answer"]
+def _quick(row: dict[str, Any]) -> str:
+    return str((row["a"] + row["b"] + 5) // 10 * 10)
+
+
+def _thought(row: dict[str, Any]) -> str:
+    ones = row["a"] % 10 + row["b"] % 10
+    tens = row["a"] // 10 + row["b"] // 10 + ones // 10
+    return f"<{ones},{tens}>{row['answer']}"

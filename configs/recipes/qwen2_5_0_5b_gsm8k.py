@@ -1,0 +1,30 @@
+"""GRPO on GSM8K from Qwen2.5-0.5B-Instruct, for one accelerator host (nothing in here was measured yet).
+
+    hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
+    python -m jaxrl_llm.train --config configs/recipes/qwen2_5_0_5b_gsm8k.py --workdir runs/gsm8k
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps = 500
+    c.prompts_per_step = c.prompts_per_update = 64
+    c.group_size = 8
+    c.microbatch = 8
+    c.model.path = "Qwen/Qwen2.5-0.5B-Instruct"
+    c.model.dtype = "bfloat16"
+    c.model.remat = "full"
+    c.data.source = "data/gsm8k/main/train-00000-of-00001.parquet"
+    c.data.convert = "gsm8k.convert"
+    c.data.max_prompt_tokens = 256
+    c.eval.source = "data/gsm8k/main/test-00000-of-00001.parquet"
+    c.eval.function = "maths.accuracy"
+    c.reward.functions = ("maths.accuracy", "maths.is_boxed")
+    c.reward.weights = (1.0, 0.1)
+    c.rollout.max_completion_tokens = 512
+    c.optim.learning_rate = 1e-6
+    c.optim.decay = "constant"
+    return c

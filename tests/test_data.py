@@ -1,0 +1,113 @@
+"""Tasks, files, tokenising, and the iterator that resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm import data, rewards
+from jaxrl_llm.config import resolve
+from jaxrl_llm.models import hf
+from jaxrl_llm.tasks import arithmetic, countdown, gsm8k
+
+EMBEDDED = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return hf.load_tokenizer(EMBEDDED)
+
+
+@pytest.mark.parametrize("task", [arithmetic, countdown])
+def test_no_held_out_problem_is_trained_on_and_both_splits_are_large_and_stable(task):
+    train, held_out = ({json.dumps(row["prompt"]) for row in split()} for split in (task.train, task.held_out))
+    assert not train & held_out
+    assert len(held_out) >= 500
+    assert len(train) > 5_000
+    assert task.train() == task.train()
+
+
+def test_countdown_splits_share_no_problem_in_another_order_of_numbers():
+    keys = [{(tuple(sorted(r["numbers"])), r["target"]) for r in split()} for split in (countdown.train, countdown.held_out)]
+    assert not keys[0] & keys[1]
+
+
+def test_every_demonstration_that_thinks_is_right_and_quick_ones_are_within_five():
+    for row in arithmetic.demonstrations():
+        said = int(row["completion"].split(">")[-1])
+        total = row["a"] + row["b"]
+        assert said == total if row["completion"].startswith("<") else abs(said - total) <= 5
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "countdown"])
+def test_the_reward_of_a_known_good_answer_is_the_highest_and_of_an_empty_one_the_lowest(task):
+    judge = resolve(f"{task}.accuracy", rewards)
+    rows = resolve(f"{task}.train", jaxrl_llm.tasks)()[:50]
+    columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
+    good = [[{"role": "assistant", "content": row["answer"]}] for row in rows]
+    empty = [[{"role": "assistant", "content": ""}] for _ in rows]
+    assert set(judge(completions=good, **columns)) == {1.0}
+    assert set(judge(completions=empty, **columns)) == {0.0}
+
+
+def test_jsonl_and_parquet_give_the_same_rows(tmp_path):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    assert data.load_rows(str(tmp_path / "x.jsonl")) == data.load_rows(str(tmp_path / "x.parquet")) == rows
+
+
+def test_gsm8k_rows_become_chats_with_the_result_alone_as_answer():
+    row = gsm8k.convert({"question": "How many?", "answer": "Add <<1+1=2>>.\n#### 1,234"})
+    assert row["answer"] == "1234"
+    assert [m["role"] for m in row["prompt"]] == ["system", "user"]
+
+
+def test_prompts_end_with_the_generation_prompt_and_decode_to_what_was_asked(tokenizer):
+    dataset = data.tokenise(arithmetic.train()[:4], tokenizer, max_prompt_tokens=16, overlong="error")
+    for ids, row in zip(dataset.ids, dataset.rows, strict=True):
+        assert tokenizer.convert_ids_to_tokens(ids)[-1] == "<|assistant|>"
+        assert tokenizer.decode(ids, skip_special_tokens=True) == row["prompt"][-1]["content"]
+
+
+def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer):
+    rows = [{"prompt": "1+1"}, {"prompt": "10+10"}, {"prompt": "2+2"}]
+    dataset = data.tokenise(rows, tokenizer, max_prompt_tokens=3, overlong="drop")
+    assert (len(dataset.rows), dataset.dropped, dataset.width) == (2, 1, 3)
+
+
+def test_prompts_are_padded_on_the_left(tokenizer):
+    dataset = data.tokenise([{"prompt": "1+1"}, {"prompt": "10+10"}], tokenizer, max_prompt_tokens=9, overlong="drop")
+    prompts = data.make_prompts(dataset, [0, 1], pad_id=0)
+    np.testing.assert_array_equal(prompts.mask, [[False, False, True, True, True], [True] * 5])
+    np.testing.assert_array_equal(prompts.tokens[0, 2:], dataset.ids[0])
+
+
+def test_an_iterator_set_to_a_state_goes_on_as_the_one_that_gave_it():
+    make = lambda: data.iterate(10, 4, seed=3, collate=list)  # noqa: E731
+    first = make()
+    for _ in range(7):
+        next(first)
+    state = json.loads(json.dumps(first.get_state()))
+    second = make()
+    second.set_state(state)
+    assert [list(next(first)) for _ in range(9)] == [list(next(second)) for _ in range(9)]
+
+
+def test_every_epoch_sees_every_row_once_in_another_order():
+    iterator = data.iterate(8, 4, seed=0, collate=list)
+    epochs = [[*next(iterator), *next(iterator)] for _ in range(3)]
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_evaluation_batches_cover_each_row_once_and_fill_the_last(tokenizer):
+    dataset = data.tokenise([{"prompt": str(i)} for i in range(5)], tokenizer, max_prompt_tokens=4, overlong="drop")
+    rows = [row["prompt"] for batch in data.batches(dataset, 3, 0) for row in batch.rows]
+    assert rows == ["0", "1", "2", "3", "4", "4"]

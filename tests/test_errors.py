@@ -1,0 +1,468 @@
+"""Wrong input: one line that names the key or file and the remedy, exit code 2, nothing written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxrl_llm
+from jaxrl_llm import evaluate, sft, train
+from jaxrl_llm.config import parse_arguments
+from jaxrl_llm.errors import run_main
+
+PACKAGE = Path(jaxrl_llm.__file__).parent
+CONFIGS = PACKAGE.parent / "configs"
+MODEL = PACKAGE / "assets" / "arithmetic"
+SUMS = [{"prompt": [{"role": "user", "content": f"{a}+{a}"}], "answer": str(2 * a)} for a in range(8)]
+TINY = (
+    "num_steps=1 prompts_per_step=8 prompts_per_update=8 group_size=2 optim.warmup_steps=0 "
+    "data.source=sums.jsonl eval.every=0 log.tensorboard=false"
+)
+SMALL = "mesh.fsdp=1 rollout.max_completion_tokens=2"  # what really runs: soon compiled
+
+Refuse = Callable[..., None]
+Change = Callable[[Path], Any]
+
+
+def table(names: str, rows: dict[str, tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Cases by the sentence that says what is wrong; their words are what the line must hold, " | " between."""
+    return pytest.mark.parametrize(names.split(), list(rows.values()), ids=list(rows))
+
+
+def fields(text: str) -> list[str]:
+    """ "seed=1 kl.coef=0" as arguments."""
+    return [f"--config.{part}" for part in text.split()]
+
+
+def command(text: str = "", workdir: str = "run") -> list[str]:
+    return ["--config", str(CONFIGS / "grpo.py"), "--workdir", workdir, *fields(f"{TINY} {text}")]
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every path below a folder, with the bytes of those that are files."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to work in, with eight sums; a module mine.py in it can be imported."""
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield tmp_path
+    signal.signal(signal.SIGTERM, handler)
+    sys.modules.pop("mine", None)
+
+
+@pytest.fixture
+def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refuse:
+    """Runs an entry point that must refuse in one line that holds certain words."""
+
+    def refuse(program: ModuleType, argv: list[str], words: str, *, started: bool = False) -> None:
+        """started: the run was on its way, and may have made its workdir."""
+        before = contents(place)
+        monkeypatch.setattr(sys, "argv", [program.__name__, *argv])
+        importlib.invalidate_caches()
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            run_main(program.main)
+        said = capfd.readouterr().err
+        assert stopped.value.code == 2
+        assert said.startswith("error: ")
+        assert said.endswith("\n")
+        assert said.count("\n") == 1
+        assert [word for word in words.split(" | ") if word not in said] == [], said
+        assert started or contents(place) == before
+
+    return refuse
+
+
+@table("argv words", {
+    "an unknown field": ("nun_steps=1", "no field nun_steps | did you mean num_steps?"),
+    "a field like no other": ("optim.xyz=1", "no field optim.xyz | there is optim."),
+    "an unknown section": ("optimiser.eps=1", "no section optimiser | did you mean optim.eps?"),
+    "a section set like a field": ("optim=1", "config.optim is a section | set one of optim."),
+    "a word for a number": ("num_steps=many", "config.num_steps = 'many' | give int, like"),
+    "a fraction for a count": ("num_steps=1.5", "config.num_steps = '1.5' | give int, like"),
+    "a number below its range": ("num_steps=0", "config.num_steps is 0 | at least 1"),
+    "a number above its range": ("rollout.top_p=2.", "config.rollout.top_p is 2.0 | at most 1"),
+    "a number just outside its range": ("rollout.temperature=0.", "config.rollout.temperature is 0.0 | above 0"),
+    "an infinite number": ("kl.coef=1e999", "config.kl.coef is inf | finite"),
+    "a choice that is not offered": ("model.dtype=float64", "config.model.dtype is 'float64' | 'float32', 'bfloat16'"),
+    "an argument with a choice that is not offered":
+        ("advantage.normalise=all", "config.advantage.normalise is 'all' | 'group', 'batch', 'none'"),
+    "an unknown loss": ("loss.name=ppo_clap", "config.loss.name 'ppo_clap' | did you mean ppo_clip?"),
+    "an argument that the loss does not take":
+        ("loss.name=cross_entropy", "config.loss.clip_ | cross_entropy takes nothing"),
+    "a rollout that is no multiple of an update":
+        ("prompts_per_step=12", "config.prompts_per_step = 12 | config.prompts_per_update = 8 | make it one"),
+    "a microbatch that does not divide the update":
+        ("microbatch=3", "config.microbatch = 3 | 8 prompts | give a divisor"),
+    "a group of one with grpo": ("group_size=1", "config.group_size = 1 | 'grpo' | 2 or more"),
+    "k1 in the loss": ("kl.placement=loss kl.estimator=k1", "config.kl: k1 in the loss | use k2 or k3 | 'reward'"),
+    "a KL coefficient without a place":
+        ("kl.placement=none kl.coef=0.1", "config.kl.coef = 0.1 | placement is 'none' | set coef to 0"),
+    "a warm-up as long as the run":
+        ("optim.warmup_steps=1", "optim.warmup_steps = 1 | 1 optimiser steps | lower it or raise num_steps"),
+    "both ways of saying the warm-up":
+        ("optim.warmup_steps=1 optim.warmup_ratio=0.1", "warmup_steps and optim.warmup_ratio | set one of them to 0"),
+    "a constant to divide by that is not given":
+        ("aggregate.mode=constant", "config.aggregate.constant_length = 0 | give a length in tokens"),
+    "a constant that is not used": ("aggregate.constant_length=9", "config.aggregate.constant_length | set it to 0"),
+    "more weights than reward functions":
+        ("reward.functions=countdown.accuracy", "config.reward has 1 functions and 2 weights | give each function one"),
+    "the same reward function twice":
+        ("reward.functions=('maths.accuracy','maths.accuracy')", "'maths.accuracy' 2 times | give it once"),
+    "a number for a reward function":
+        ("reward.functions=('maths.accuracy',1)", "reward.functions | 1 (int) | give str"),
+    "an unknown reward":
+        ("reward.weights=1. reward.functions=maths.acuracy", "reward.functions 'maths.acuracy' | mean maths.accuracy?"),
+    "a reward in a module that is not there":
+        ("reward.weights=1. reward.functions=lab.x",
+         "reward.functions 'lab.x' does not exist: there is no module lab; there is arithmetic.accuracy, "),
+    "an unknown task":
+        ("data.source=arithmetic.trian", "config.data.source 'arithmetic.trian' | mean arithmetic.train?"),
+    "an unknown task to be judged by":
+        ("eval.every=1 eval.source=countdown.exam", "config.eval.source 'countdown.exam' | did you mean countdown."),
+    "an unknown judge": ("eval.every=1 eval.function=lab.xyz", "config.eval.function 'lab.xyz' | there is"),
+    "a data file of another kind":
+        ("data.source=my/rows.csv", "config.data.source = 'my/rows.csv' | .jsonl or .parquet"),
+    "a missing data file":
+        ("data.source=rows.jsonl", "data file rows.jsonl does not exist | give the path of one"),
+    "a missing Parquet file":
+        ("data.source=rows.parquet", "data file rows.parquet does not exist | give the path of one"),
+    "a missing model folder":
+        ("model.path=./nowhere", "model.path './nowhere' | give a Hugging Face folder or a hub id"),
+    "a hub id that cannot be had": ("model.path=lab/nothing", "model.path 'lab/nothing' is no local folder | hub"),
+    "completions beyond the model's positions":
+        ("rollout.max_completion_tokens=510", "max_completion_tokens = 510 | 512 positions | lower it"),
+    "a mesh larger than the devices":
+        ("mesh.tensor=2 mesh.fsdp=8", "tensor 2 | needs 16 devices | there are 8 | make mesh.* smaller"),
+    "a mesh that leaves devices idle": ("mesh.tensor=3", "tensor 3 | 2 of 8 devices idle | mesh.* must divide them"),
+    "two mesh axes for all devices left": ("mesh.data=-1", "mesh.data and mesh.fsdp are both -1 | only one"),
+    "a mesh axis of no device": ("mesh.data=0", "config.mesh.data = 0 | give a size of 1 or more"),
+    "a batch that the mesh does not divide":
+        ("prompts_per_step=4 prompts_per_update=4", "config.prompts_per_update = 4 | 8 devices | give a multiple"),
+    "a microbatch that the mesh does not divide":
+        ("microbatch=4", "config.microbatch = 4 | 8 devices | give a multiple"),
+})  # fmt: skip
+def test_a_config_is_refused_for(refuse: Refuse, argv: str, words: str) -> None:
+    refuse(train, command(argv), words)
+
+
+@table("argv words", {
+    "no config": ([], "required: --config | --help"),
+    "an unknown argument": ([*command(), "--steps=1"], "unknown argument --steps=1 | --config.field=value"),
+    "an argument without its value": ([*command(), "--workdir"], "--workdir | expected one argument"),
+    "a config file that is not there": (["--config", "nowhere.py"], "--config nowhere.py: no such file | give one"),
+})  # fmt: skip
+def test_a_command_is_refused_for(refuse: Refuse, argv: list[str], words: str) -> None:
+    refuse(train, argv, words)
+
+
+def test_wandb_is_refused_where_it_is_not_installed(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refuse(train, command("log.wandb_project=lab"), "config.log.wandb_project | pip install wandb")
+
+
+@table("text words", {
+    "that raises": ("x = 1\nx / 0\n", "bad.py cannot be run | ZeroDivisionError | bad.py:2"),
+    "that is no Python": ("def get_config(:\n", "bad.py cannot be run | SyntaxError | line 1"),
+    "that imports what is not there": ("import lab_x\n", "bad.py cannot be run | 'lab_x' | bad.py:1"),
+    "without get_config": ("c = 1\n", "bad.py | define get_config()"),
+    "that returns no ConfigDict":
+        ("def get_config():\n    return {}\n", "bad.py | returning an ml_collections.ConfigDict"),
+})  # fmt: skip
+def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words: str) -> None:
+    (place / "bad.py").write_text(text)
+    refuse(train, ["--config", "bad.py"], words)
+
+
+@table("change words", {
+    "without a field": ("del c.seed", "config.seed is missing | add it to the config file"),
+    "without a section": ("del c.optim", "config.optim.learning_rate is missing"),
+    "without the name of a function": ("del c.loss.name", "config.loss.name is missing"),
+    "with a number for the name of a function":
+        ("c.loss = ConfigDict(dict(name=1))", "config.loss.name is 1 | give str"),
+    "with a field of its own": ("c.sede = 1", "config.sede is not a field | did you mean seed?"),
+    "with a wrong type": ("del c.seed; c.seed = '0'", "config.seed is '0' (str) | give int"),
+    "with a wrong type of an argument":
+        ("c.loss = ConfigDict(dict(name='ppo_clip', clip_low='a'))", "config.loss.clip_low is 'a' (str) | give float"),
+})  # fmt: skip
+def test_a_config_file_is_refused_that_is_complete_but(place: Path, refuse: Refuse, change: str, words: str) -> None:
+    text = (CONFIGS / "grpo.py").read_text()
+    assert text.count("\n    return c\n") == 1
+    (place / "bad.py").write_text(text.replace("\n    return c\n", f"\n    {change}\n    return c\n"))
+    refuse(train, ["--config", "bad.py"], words)
+
+
+def without(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def written(name: str, text: str) -> Change:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def configured(**values: Any) -> Change:
+    """config.json with other values; None takes one out."""
+
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | values
+        config = {key: value for key, value in config.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def reweighed(change: Callable[[dict[str, np.ndarray]], Any]) -> Change:
+    """model.safetensors with its tensors changed."""
+
+    def reweigh(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return reweigh
+
+
+def endless(folder: Path) -> None:
+    """No end token anywhere."""
+    configured(eos_token_id=None)(folder)
+    without("generation_config.json")(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+SHARDS = '{"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "model-2.safetensors"}}'
+
+
+@table("spoil words", {
+    "without config.json":
+        (without("config.json"), "model.path './model' has no config.json | give a Hugging Face folder"),
+    "with a torn config.json": (written("config.json", "{"), "model/config.json cannot be read | restore the file"),
+    "with a list for config.json": (written("config.json", "[]"), "model/config.json holds no JSON object | restore"),
+    "of another architecture":
+        (configured(model_type="mamba"), "model/config.json | 'mamba' is not supported | there is qwen2"),
+    "whose config.json lacks a size":
+        (configured(hidden_size=None), "config.json has no 'hidden_size' | restore the file"),
+    "of a dtype that cannot be saved":
+        (configured(dtype="int3"), "model/config.json: dtype is 'int3' | give 'float32'"),
+    "without weights": (without("model.safetensors"), "model holds no *.safetensors | convert the checkpoint"),
+    "whose weights are cut short": (cut_short, "model.safetensors is broken or cut short | fetch it again"),
+    "that lacks a shard":
+        (written("model.safetensors.index.json", SHARDS), "model-2.safetensors is missing | fetch it again"),
+    "with a torn index": (written("model.safetensors.index.json", "{"), "index.json cannot be read | restore the file"),
+    "that lacks a tensor":
+        (reweighed(lambda t: t.pop("model.norm.weight")), "no tensor model.norm.weight | use one checkpoint's files"),
+    "with an unknown tensor":
+        (reweighed(lambda t: t.update(router=t["model.norm.weight"])), "tensor router is unknown to qwen2 | use one"),
+    "with tensors of another shape":
+        (configured(intermediate_size=128),
+         "down_proj.weight is (128, 384) | makes it (128, 128) | use one checkpoint's"),
+    "without a tokenizer":
+        (without("tokenizer.json"), "model: the tokenizer has no vocabulary | restore tokenizer.json"),
+    "with a torn tokenizer":
+        (written("tokenizer.json", "{"), "model: no tokenizer can be loaded | restore tokenizer.json"),
+    "with the tokenizer of another":
+        (configured(vocab_size=5), "model: the tokenizer makes token | vocabulary of 5 | use one checkpoint's files"),
+    "without the chat template that chats need":
+        (without("chat_template.jinja"), "sums.jsonl holds chats | no chat template | use an instruct model, or text"),
+    "whose chat template refuses a prompt":
+        (written("chat_template.jinja", "{{ raise_exception('no users') }}"),
+         "sums.jsonl row 1: the chat template | no users"),
+    "that never ends a completion": (endless, "model: no eos_token_id in | add one"),
+    "with a torn generation_config.json":
+        (written("generation_config.json", "{"), "model/generation_config.json cannot be read | restore the file"),
+})  # fmt: skip
+def test_a_model_is_refused(place: Path, refuse: Refuse, spoil: Change, words: str) -> None:
+    shutil.copytree(MODEL, place / "model")
+    spoil(place / "model")
+    refuse(train, command("model.path=./model"), words)
+
+
+@table("text argv words", {
+    "without a row": ("\n \n", "", "rows.jsonl holds no rows | give a data source that has some"),
+    "with a torn line": ('{"prompt": "1+1"}\n{"prompt', "", "rows.jsonl line 2: | every line must be one JSON object"),
+    "with a line that is a list": ("\n[1]\n", "", "rows.jsonl line 2 is list | every line must be one JSON object"),
+    "in another encoding": ('{"prompt": "\xe9"}', "", "rows.jsonl line 1 | utf-8"),
+    "without a column 'prompt'":
+        ('{"id": 7, "question": "?"}', "",
+         "rows.jsonl row 1 has no column 'prompt' | there is id, question | data.convert"),
+    "with a number for a prompt":
+        ('{"prompt": 5}', "", "rows.jsonl row 1: prompt is 5 | give text, or a list of messages"),
+    "with an empty prompt": ('{"prompt": ""}', "", "rows.jsonl row 1: prompt is '' | give text"),
+    "with a message of no role": ('{"prompt": [{"content": "1"}]}', "", "row 1: prompt is [{ | with role and content"),
+    "without a column that the conversion needs":
+        ('{"question": "?"}', "data.convert=gsm8k.convert", "row 1 has no column 'answer' for gsm8k.convert | add it"),
+    "that the conversion refuses":
+        ('{"question": "?", "answer": "2"}', "data.convert=gsm8k.convert",
+         "row 1: gsm8k.convert raised ValueError | ####"),
+    "with an over-long prompt where none may be":
+        ('{"prompt": "1+1"}\n{"prompt": "100+100"}', "data.max_prompt_tokens=5 data.overlong=error",
+         "rows.jsonl row 2 | has 7 tokens, max_prompt_tokens is 5 | raise it | 'drop'"),
+    "with over-long prompts alone":
+        ('{"prompt": "1+1"}\n{"prompt": "2+2"}', "data.max_prompt_tokens=2",
+         "all 2 prompts of rows.jsonl | max_prompt_tokens = 2 | raise it"),
+})  # fmt: skip
+def test_a_data_file_is_refused(place: Path, refuse: Refuse, text: str, argv: str, words: str) -> None:
+    (place / "rows.jsonl").write_text(text, encoding="latin-1")
+    refuse(train, command(f"data.source=rows.jsonl {argv}"), words)
+
+
+def test_a_broken_parquet_file_is_refused(place: Path, refuse: Refuse) -> None:
+    (place / "rows.parquet").write_bytes(b"PAR1 and no more")
+    refuse(train, command("data.source=rows.parquet"), "rows.parquet cannot be read as Parquet | give a Parquet file")
+
+
+@table("text words", {
+    "that raises":
+        ("def rows():\n    return open('nowhere')\n", "mine.rows raised FileNotFoundError | nowhere | mine.py:2"),
+    "that gives nothing": ("def rows():\n    return []\n", "mine.rows holds no rows"),
+    "that gives other things than rows":
+        ("def rows():\n    return ['1+1']\n", "mine.rows row 1 is '1+1' | dict of columns"),
+})  # fmt: skip
+def test_a_task_of_ones_own_is_refused(place: Path, refuse: Refuse, text: str, words: str) -> None:
+    (place / "mine.py").write_text(text)
+    refuse(train, command("data.source=mine.rows"), words)
+
+
+def a_run(folder: Path, **changes: Any) -> None:
+    """What the workdir of the tiny command holds first, but for some fields."""
+    folder.mkdir()
+    config, _ = parse_arguments("test", "", command())
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | changes))
+
+
+def a_folder(folder: Path, **texts: str) -> None:
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name.replace("_", ".")).write_text(text)
+
+
+@table("make workdir words", {
+    "that is a file": (Path.touch, "run", "--workdir run cannot be written | give another"),
+    "below a file": (Path.touch, "run/1/2", "--workdir run/1/2 cannot be written | run is no folder | give another"),
+    "that holds something else":
+        (lambda run: a_folder(run, thesis_tex="!"), "run",
+         "--workdir run is not empty | no config.json | give a new folder"),
+    "that holds the checkpoints of something else":
+        (lambda run: (run / "checkpoints" / "9").mkdir(parents=True), "run",
+         "--workdir run is not empty | give a new folder"),
+    "whose config.json is torn":
+        (lambda run: a_folder(run, config_json="{"), "run",
+         "run/config.json is not a run's config | give another --workdir"),
+    "whose config.json is a list":
+        (lambda run: a_folder(run, config_json="[]"), "run", "run/config.json is not a run's config | give another"),
+    "of a run with another config":
+        (lambda run: a_run(run, seed=7), "run", "config.seed is 0, but the run in run has 7 | give another --workdir"),
+    "of a run with fewer fields":
+        (lambda run: a_run(run, kl={}), "run", "config.kl.coef is | the run in run has None | give another --workdir"),
+})  # fmt: skip
+def test_a_workdir_is_refused(place: Path, refuse: Refuse, make: Change, workdir: str, words: str) -> None:
+    make(place / "run")
+    refuse(train, command(workdir=workdir), words)
+
+
+@table("text words", {
+    "that imports what is not there": ("import lab_x\n", "importing mine failed | 'lab_x' | mine.py:1"),
+    "that raises": ("1 / 0\n", "importing mine failed | ZeroDivisionError | mine.py:1"),
+    "that is no Python": ("def f(:\n", "importing mine failed | SyntaxError | line 1"),
+    "without the function": ("def grade(): pass\n", "'mine.f' does not exist; there is mine.grade, or a dotted name"),
+})  # fmt: skip
+def test_a_reward_module_is_refused(place: Path, refuse: Refuse, text: str, words: str) -> None:
+    (place / "mine.py").write_text(text)
+    refuse(train, command("reward.weights=1. reward.functions=mine.f"), f"config.reward.functions 'mine.f' | {words}")
+
+
+@table("body words", {
+    "that raises":
+        ("raise ValueError('no\\nunit')", "raised ValueError: no unit ( | mine.py:2) on row {'answer': | completion '"),
+    "that returns NaN":
+        ("return [float('nan')] * 16", "returned nan for row {'answer': | return a finite number, or None"),
+    "that returns a word":
+        ("return ['good'] * 16", "returned 'good' for row {'answer': | return a finite number, or None"),
+    "that returns too few numbers": ("return [1.0]", "returned list of 1 for 16 completions | one number each"),
+    "that returns one number for all": ("return 1.0", "returned 1.0 for 16 completions | return a list"),
+})  # fmt: skip
+def test_a_run_stops_for_a_reward(place: Path, refuse: Refuse, body: str, words: str) -> None:
+    (place / "mine.py").write_text(f"def f(completions, answer):\n    {body}\n")
+    argv = command(f"reward.weights=1. reward.functions=mine.f {SMALL}")
+    refuse(train, argv, f"reward mine.f | {words}", started=True)
+
+
+def test_a_run_stops_for_a_reward_that_asks_for_a_column_which_is_not_there(place: Path, refuse: Refuse) -> None:
+    (place / "mine.py").write_text("def f(completions, solution):\n    return [1.0] * len(completions)\n")
+    argv = command(f"reward.weights=1. reward.functions=mine.f {SMALL}")
+    refuse(train, argv, "reward mine.f asks for column 'solution' | there is answer, ", started=True)
+
+
+def test_a_run_is_not_resumed_from_a_torn_checkpoint_or_another_model(
+    place: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(MODEL, place / "model")
+    run = f"model.path=./model kl.placement=none kl.coef=0. {SMALL}"
+    monkeypatch.setattr(sys, "argv", ["train", *command(run)])
+    train.main()
+    shutil.copytree(place / "run", place / "torn")
+    (place / "torn" / "checkpoints" / "1" / "host" / "metadata").write_text('{"data')
+    words = "torn/checkpoints/1 cannot be read | move it away to go on from the one before it"
+    refuse(train, command(f"{run} num_steps=2", workdir="torn"), words)
+    reweighed(lambda t: t.update({"model.norm.weight": 2 * t["model.norm.weight"]}))(place / "model")
+    words = "config.model.path holds another model | put that one back, or give another --workdir"
+    refuse(train, command(f"{run} num_steps=2"), words)
+
+
+@table("argv words", {
+    "data without completions":
+        ("data.source=sums.jsonl", "sums.jsonl row 1: column 'completion' is None | make it text"),
+    "over-long completions alone":
+        ("rollout.max_completion_tokens=1", "all completions | rollout.max_completion_tokens = 1 | raise it"),
+    "completions beyond the model's positions": ("rollout.max_completion_tokens=512", "512 positions | lower it"),
+    "heads of an odd size": ("model.hidden_size=132", "config.model.hidden_size = 132 | give a multiple of 8"),
+    "key heads that do not divide the heads":
+        ("model.num_key_value_heads=3", "config.model.num_key_value_heads = 3 | give a divisor"),
+    "a field of another trainer": ("group_size=8", "no field group_size"),
+})  # fmt: skip
+def test_fine_tuning_of_a_new_model_is_refused_for(place: Path, refuse: Refuse, argv: str, words: str) -> None:
+    rows = [json.dumps(row | {"completion": row["answer"]}) for row in SUMS]
+    (place / "answers.jsonl").write_text("\n".join(rows))
+    tiny = fields("data.source=answers.jsonl eval.every=0 prompts_per_step=8")
+    refuse(sft, ["--config", str(CONFIGS / "sft.py"), "--workdir", "run", *tiny, *fields(argv)], words)
+
+
+@table("argv words", {
+    "no task": ("", "required: --task"),
+    "an unknown task": ("--task=arithmetik", "--task 'arithmetik | did you mean arithmetic."),
+    "a file without a judge": ("--task=sums.jsonl", "--task is a file | --function"),
+    "an unknown judge":
+        ("--task=sums.jsonl --function=maths.acuracy", "--function 'maths.acuracy' | mean maths.accuracy?"),
+    "several samples at temperature 0": ("--task=arithmetic --samples=4", "--samples above 1 | --temperature above 0"),
+    "no problem": ("--task=arithmetic --problems=0", "--problems is 0 | at least 1"),
+    "a temperature below 0": ("--task=arithmetic --temperature=-1", "--temperature is -1.0 | at least 0"),
+    "a word for a number": ("--task=arithmetic --batch=all", "--batch | 'all' | --help"),
+    "an unknown argument": ("--task=arithmetic --tempo=1", "unrecognized arguments: --tempo=1 | --help"),
+    "an over-long prompt":
+        ("--task=sums.jsonl --function=maths.accuracy --max-prompt-tokens=2",
+         "sums.jsonl row 1 | max_prompt_tokens is 2"),
+})  # fmt: skip
+def test_evaluation_is_refused_for(refuse: Refuse, argv: str, words: str) -> None:
+    refuse(evaluate, [f"--model={MODEL}", *argv.split()], words)

@@ -1,0 +1,134 @@
+"""The in-JAX sampler: its distribution, its randomness, its stops, and that the trainer agrees."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm import sharding, update
+from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.sampling import Sampling, draw, log_distribution, token_logprobs
+from jaxrl_llm.structs import Batch, Prompts
+
+KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_p=0.7), Sampling(1.3, 8, 0.9)]
+
+
+def sample(sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None):
+    model, params = tiny.model_and_params()
+    mesh = sharding.make_mesh(*mesh)
+    sampler = Sampler(
+        model, mesh, group_size=group, max_completion_tokens=length, sampling=sampling, stop_ids=stops, pad_id=0
+    )
+    sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
+    tokens, mask = prompts or tiny.prompts()
+    return sampler.generate(Prompts(tokens, mask, []), jax.random.key(key))
+
+
+@pytest.mark.parametrize("sampling", KINDS, ids=str)
+def test_sampler_and_trainer_agree_on_the_log_probability_of_every_token(sampling):
+    rollouts = sample(sampling)
+    model, params = tiny.model_and_params()
+    batch = Batch(*tiny.prompts(), rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
+    scored, _ = jax.jit(partial(update.completion_logprobs, model, sampling=sampling))(params, batch)
+    np.testing.assert_allclose(rollouts.logprobs, scored, atol=1e-5)
+    assert np.all(np.asarray(rollouts.logprobs)[~np.asarray(rollouts.completion_mask)] == 0)
+
+
+def test_a_completion_ends_with_its_stop_token_which_is_trained_on():
+    rollouts = sharding.to_host(sample())
+    stopped = 0
+    for tokens, mask, loss_mask, cut in zip(
+        *(x.reshape(-1, *x.shape[2:]) for x in (rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)),
+        rollouts.truncated.reshape(-1), strict=True,
+    ):  # fmt: skip
+        length = mask.sum()
+        assert mask[:length].all()
+        np.testing.assert_array_equal(mask, loss_mask)
+        assert not np.isin(tokens[: length - 1], (3, 4)).any()
+        assert np.isin(tokens[length - 1], (3, 4)) != cut
+        assert length == 12 or not cut
+        assert (tokens[length:] == 0).all()
+        stopped += not cut
+    assert 0 < stopped < tiny.B * tiny.G  # both kinds were seen
+
+
+def test_greedy_takes_the_best_token_every_time():
+    rollouts = sharding.to_host(sample(Sampling(temperature=0), group=2))
+    np.testing.assert_array_equal(rollouts.completions[:, 0], rollouts.completions[:, 1])
+    model, params = tiny.model_and_params()
+    tokens, mask = tiny.prompts()
+    for t in range(3):
+        hidden, _ = model.prefill(params, tokens, mask)
+        best = np.argmax(model.logits(params, hidden[:, -1]), axis=-1)
+        alive = rollouts.completion_mask[:, 0, t]
+        np.testing.assert_array_equal(best[alive], rollouts.completions[:, 0, t][alive])
+        tokens = np.concatenate([tokens, best[:, None]], axis=1)
+        mask = np.concatenate([mask, np.ones((tiny.B, 1), bool)], axis=1)
+
+
+def test_the_same_key_repeats_and_every_step_prompt_and_member_differs():
+    tokens, mask = (np.repeat(x[:1], tiny.B, axis=0) for x in tiny.prompts())  # one prompt, eight times
+    of = lambda key: np.asarray(sample(key=key, length=6, stops=(), prompts=(tokens, mask)).completions)  # noqa: E731
+    first, again, other = of(0), of(0), of(1)
+    np.testing.assert_array_equal(first, again)
+    distinct = {tuple(row) for row in np.concatenate([first, other]).reshape(-1, 6)}
+    assert len(distinct) > 0.9 * 2 * tiny.B * tiny.G
+
+
+def test_the_mesh_does_not_change_what_is_sampled():
+    single = sharding.to_host(sample())
+    spread = sharding.to_host(sample(mesh=(2, 2, 2)))
+    np.testing.assert_array_equal(single.completions, spread.completions)
+    np.testing.assert_allclose(single.logprobs, spread.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", KINDS, ids=str)
+def test_frequencies_of_drawn_tokens_match_the_distribution(sampling):
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, 16), jnp.float32)
+    logprobs = log_distribution(logits, sampling)
+    count = 200_000
+    drawn = draw(jnp.broadcast_to(logprobs, (count, 16)), jax.random.uniform(jax.random.key(0), (count,)))
+    observed, p = np.bincount(drawn, minlength=16) / count, np.exp(logprobs)
+    assert np.all(observed[p == 0] == 0)
+    chi2 = count * np.sum((observed - p)[p > 0] ** 2 / p[p > 0])
+    assert chi2 < 3 * np.sum(p > 0) + 15  # far above its mean (the support's size) only if the draw is wrong
+
+
+def test_the_first_token_of_a_real_rollout_follows_the_softmax():
+    tokens, mask = (np.repeat(x[:1], tiny.B, axis=0) for x in tiny.prompts())
+    rollouts = sample(group=512, length=1, stops=(), prompts=(tokens, mask))
+    model, params = tiny.model_and_params()
+    p = np.asarray(jax.nn.softmax(model.logits(params, model.prefill(params, tokens, mask)[0][0, -1])))
+    count = tiny.B * 512
+    observed = np.bincount(np.asarray(rollouts.completions).ravel(), minlength=32) / count
+    common = p > 5 / count
+    chi2 = count * np.sum((observed - p)[common] ** 2 / p[common])
+    assert chi2 < common.sum() + 5 * (2 * common.sum()) ** 0.5, chi2
+
+
+def test_draw_never_takes_a_token_of_probability_zero_even_at_the_ends():
+    logprobs = jnp.log(jnp.array([0.0, 0.5, 0.0, 0.5, 0.0]))
+    ends = jnp.array([0.0, 0.4999999, 0.5, 0.99999994])
+    np.testing.assert_array_equal(draw(jnp.broadcast_to(logprobs, (4, 5)), ends), [1, 1, 3, 3])
+
+
+def test_top_k_then_top_p_by_hand():
+    logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))
+    np.testing.assert_allclose(jnp.exp(log_distribution(logits, Sampling(top_k=2))), [4 / 7, 3 / 7, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(jnp.exp(log_distribution(logits, Sampling(top_p=0.75))), [4 / 9, 3 / 9, 2 / 9, 0], atol=1e-6)
+    both = log_distribution(logits, Sampling(top_k=3, top_p=0.5))  # of what top-k left: 4/9, then 7/9 >= 0.5
+    np.testing.assert_allclose(jnp.exp(both), [4 / 7, 3 / 7, 0, 0], atol=1e-6)
+
+
+def test_a_token_that_left_the_support_keeps_a_finite_log_probability():
+    logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))
+    logprob, entropy = token_logprobs(logits, jnp.array(3), Sampling(top_k=1))
+    np.testing.assert_allclose(logprob, np.log(0.1 / 0.5), rtol=1e-6)
+    np.testing.assert_allclose(entropy, -(0.8 * np.log(0.8) + 0.2 * np.log(0.2)), rtol=1e-6)
+    gradient = jax.grad(lambda x: token_logprobs(x, jnp.array(3), Sampling(top_k=1))[0])(logits)
+    assert np.all(np.isfinite(gradient))

@@ -1,0 +1,163 @@
+"""Whole runs of the training loop, as a person starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "--config.num_steps=6", "--config.prompts_per_step=8", "--config.prompts_per_update=4", "--config.epochs=2",
+    "--config.microbatch=2", "--config.group_size=4", "--config.eval.every=3", "--config.eval.problems=64",
+    "--config.checkpoint.every=2", "--config.log.completions_every=2", "--config.mesh.data=2", "--config.mesh.fsdp=1",
+]  # fmt: skip
+
+
+def command(workdir: Path, *extra: str, config: str = "configs/grpo.py", module: str = "train") -> list[str]:
+    return [sys.executable, "-m", f"jaxrl_llm.{module}", "--config", config, "--workdir", str(workdir), *extra]
+
+
+def run(*args, **kwargs) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*args, **kwargs), cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def records(workdir: Path) -> list[dict]:
+    """metrics.jsonl without what may differ between two equal runs: wall-clock time."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "tokens_per_second"} for r in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An uninterrupted run."""
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    result = run(workdir, *TINY)
+    assert result.returncode == 0, result.stderr
+    return workdir
+
+
+def test_a_run_leaves_everything_it_promises(whole):
+    names = {path.name for path in whole.iterdir()}
+    assert {"config.json", "metrics.jsonl", "completions.jsonl", "tensorboard", "checkpoints", "hf"} <= names
+    steps = records(whole)
+    assert [r["step"] for r in steps] == list(range(7))
+    promised = {"reward/mean", "loss/policy", "kl/ref", "entropy", "clip/fraction", "grad_norm", "sampler/gap_max"}
+    assert all(promised <= set(r) for r in steps[1:])
+    assert [r["step"] for r in steps if "eval/accuracy" in r] == [0, 3, 6]
+    assert json.loads((whole / "config.json").read_text())["group_size"] == 4
+    assert (whole / "hf" / "model.safetensors").is_file()
+    assert len((whole / "completions.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_first_update_is_on_policy(whole):
+    first = records(whole)[1]
+    assert first["kl/ref"] < 1e-2
+    assert first["sampler/gap_max"] < 1e-4
+
+
+def test_running_a_finished_run_again_changes_no_number(whole):
+    before = records(whole)
+    assert run(whole, *TINY).returncode == 0
+    assert records(whole) == before
+
+
+def kill_after(process: subprocess.Popen, seconds: float) -> bool:
+    """kill -9 after a while; False if the run had ended by itself."""
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return True
+    return False
+
+
+def start(workdir: Path, *extra: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(workdir, *extra), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def wait_for_step(workdir: Path, step: int, process: subprocess.Popen) -> None:
+    file = workdir / "metrics.jsonl"
+    while process.poll() is None and not (file.is_file() and f'"step": {step},' in file.read_text()):
+        time.sleep(0.02)
+
+
+def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
+    workdir = tmp_path / "run"
+    process = start(workdir, *TINY)
+    wait_for_step(workdir, 4, process)
+    assert kill_after(process, random.uniform(0, 0.3))
+    with (workdir / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 5, "rew')  # a line that the kill tore
+    result = run(workdir, *TINY)
+    assert result.returncode == 0, result.stderr
+    assert records(workdir) == records(whole)
+    weights = [(w / "hf" / "model.safetensors").read_bytes() for w in (workdir, whole)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_many_random_moments_resumes_bit_for_bit(whole, tmp_path):
+    workdir, kills = tmp_path / "run", 0
+    for _ in range(40):
+        killed = kill_after(start(workdir, *TINY), random.uniform(4, 25))
+        kills += killed
+        if not killed:
+            break
+    assert kills >= 2
+    assert run(workdir, *TINY).returncode == 0
+    assert records(workdir) == records(whole)
+    weights = [(w / "hf" / "model.safetensors").read_bytes() for w in (workdir, whole)]
+    assert weights[0] == weights[1]
+
+
+def test_sigterm_saves_the_step_in_hand_and_exits_0(tmp_path):
+    workdir = tmp_path / "run"
+    long = [*TINY, "--config.num_steps=500", "--config.checkpoint.every=1000", "--config.eval.every=0"]
+    process = start(workdir, *long)
+    wait_for_step(workdir, 2, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    last = records(workdir)[-1]["step"]
+    assert last < 500
+    assert [path.name for path in (workdir / "checkpoints").iterdir()] == [str(last)]
+
+
+def test_one_update_and_several_log_what_they_should(tmp_path):
+    """A single on-policy update has ratio 1 and needs no old log-probabilities; KL may sit in the reward."""
+    result = run(
+        tmp_path / "run", *TINY, "--config.num_steps=1", "--config.epochs=1", "--config.prompts_per_update=8",
+        "--config.kl.placement=reward", "--config.kl.estimator=k1", "--config.eval.every=0",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    (step,) = records(tmp_path / "run")
+    assert step["ratio/mean"] == pytest.approx(1, abs=1e-6)
+    assert step["clip/fraction"] == 0
+    assert step["reward/kl"] == pytest.approx(0, abs=1e-4)
+
+
+def test_sft_makes_a_model_from_nothing_that_train_and_evaluate_take(tmp_path):
+    sizes = ["--config.model.hidden_size=32", "--config.model.intermediate_size=64", "--config.model.num_hidden_layers=2"]
+    small = ["--config.num_steps=4", "--config.prompts_per_step=16", "--config.eval.every=4", "--config.eval.problems=32"]
+    result = run(tmp_path / "sft", *small, *sizes, config="configs/sft.py", module="sft")
+    assert result.returncode == 0, result.stderr
+    losses = [r["loss/sft"] for r in records(tmp_path / "sft")]
+    assert losses[-1] < losses[0]
+    model = str(tmp_path / "sft" / "hf")
+    result = run(tmp_path / "rl", *TINY, "--config.num_steps=1", f"--config.model.path={model}")
+    assert result.returncode == 0, result.stderr
+    evaluate = [sys.executable, "-m", "jaxrl_llm.evaluate", "--model", model, "--task", "arithmetic", "--problems", "20",
+                "--samples", "4", "--temperature", "1", "--max-completion-tokens", "8"]  # fmt: skip
+    result = subprocess.run(evaluate, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert "pass@4" in result.stdout

@@ -1,0 +1,206 @@
+"""Scoring and updating: the group-native forward, memory, and what must not change a gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm import losses, optim, sharding, update
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.structs import Batch
+
+ONE = (1, 1, 1)
+score = jax.jit(update.completion_logprobs, static_argnums=(0, 3))
+
+
+def flat_logprobs(model, params, batch, sampling):
+    """The same log-probabilities, every completion with a prompt of its own and all logits at once."""
+    b, g, c = batch.completions.shape
+    repeat = partial(jnp.repeat, repeats=g, axis=0)
+    tokens = jnp.concatenate([repeat(jnp.asarray(batch.prompts)), batch.completions.reshape(b * g, c)], axis=1)
+    mask = jnp.concatenate([repeat(jnp.asarray(batch.prompt_mask)), batch.completion_mask.reshape(b * g, c)], axis=1)
+    logits = model.logits(params, model.prefill(params, tokens, mask)[0]) / sampling.temperature
+    before = batch.prompts.shape[1] - 1
+    logprobs = jax.nn.log_softmax(logits[:, before : before + c])
+    chosen = jnp.take_along_axis(logprobs, batch.completions.reshape(b * g, c, 1), axis=-1)
+    return jnp.where(batch.completion_mask, chosen.reshape(b, g, c), 0.0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_the_group_native_forward_equals_the_flat_one_in_value_and_gradient(family):
+    config = dataclasses.replace(tiny.CONFIG, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
+    model, params = tiny.model_and_params(config, scale=2.0)
+    batch, sampling = tiny.batch(), Sampling(temperature=0.7)
+    weights = jnp.asarray(np.random.default_rng(3).normal(size=batch.completions.shape), jnp.float32)
+
+    def total(score, params):
+        return jnp.sum(score(params) * weights)
+
+    grouped = lambda p: update.completion_logprobs(model, p, batch, sampling)[0]  # noqa: E731
+    flat = lambda p: flat_logprobs(model, p, batch, sampling)  # noqa: E731
+    np.testing.assert_allclose(jax.jit(grouped)(params), jax.jit(flat)(params), atol=1e-5)
+    ours, theirs = (jax.jit(jax.grad(partial(total, f)))(params) for f in (grouped, flat))
+    scale = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(theirs))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(scale, 1))
+
+
+def test_a_prompt_padded_on_the_right_scores_as_one_padded_on_the_left():
+    model, params = tiny.model_and_params()
+    left, right = tiny.batch("left"), tiny.batch("right")
+    moved = np.zeros_like(left.prompts)
+    for b in range(tiny.B):
+        moved[b, right.prompt_mask[b]] = left.prompts[b, left.prompt_mask[b]]
+    right = dataclasses.replace(right, prompts=moved)
+    scores = [score(model, params, x, Sampling())[0] for x in (left, right)]
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
+
+
+def test_what_stands_in_the_padding_changes_nothing():
+    model, params = tiny.model_and_params()
+    batch = tiny.batch()
+    other = dataclasses.replace(
+        batch,
+        prompts=np.where(batch.prompt_mask, batch.prompts, 7),
+        completions=np.where(batch.completion_mask, batch.completions, 9),
+    )
+    scores = [score(model, params, x, Sampling())[0] for x in (batch, other)]
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 10_000])
+def test_scores_do_not_depend_on_how_many_logits_are_held_at_once(chunk, monkeypatch):
+    model, params = tiny.model_and_params()
+    batch = tiny.batch()
+    whole = score(model, params, batch, Sampling())
+    monkeypatch.setattr(update, "LOGITS_AT_ONCE", chunk)
+    chunked = jax.jit(partial(update.completion_logprobs, model, sampling=Sampling()))
+    for a, b in zip(whole, chunked(params, batch), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_no_array_of_all_logits_is_held_at_a_vocabulary_of_152k():
+    b, g, c, v = 2, 8, 128, 151_936
+    config = dataclasses.replace(tiny.CONFIG, vocab_size=v, max_positions=256)
+    model = Decoder(config)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    of = jax.ShapeDtypeStruct
+    batch = Batch(
+        of((b, 16), jnp.int32), of((b, 16), bool),
+        of((b, g, c), jnp.int32), of((b, g, c), bool), of((b, g, c), bool),
+    )  # fmt: skip
+
+    def loss(params, batch):
+        return jnp.sum(update.completion_logprobs(model, params, batch, Sampling())[0])
+
+    memory = jax.jit(jax.grad(loss)).lower(params, batch).compile().memory_analysis()
+    all_logits = b * g * c * v * 4
+    assert memory.temp_size_in_bytes < 0.75 * all_logits, (memory.temp_size_in_bytes, all_logits)
+
+
+def test_entropy_is_that_of_the_softmax():
+    model, params = tiny.model_and_params()
+    batch = tiny.batch()
+    _, entropy = score(model, params, batch, Sampling())
+    hidden = jax.jit(model.prefill)(params, batch.prompts, batch.prompt_mask)[0][:, -1]
+    p = np.asarray(jax.nn.softmax(model.logits(params, hidden)))
+    np.testing.assert_allclose(entropy[:, 0, 0], -(p * np.log(p)).sum(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("microbatch", [1, 2, 4])
+def test_microbatch_changes_memory_and_nothing_else(mode, microbatch):
+    mesh, batch = sharding.make_mesh(*ONE), tiny.batch()
+    whole, parts = (tiny.one_update(mesh, size, batch, mode) for size in (0, microbatch))
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)])
+def test_the_mesh_changes_placement_and_nothing_else(shape):
+    batch = tiny.batch()
+    single = tiny.one_update(sharding.make_mesh(*ONE), 0, batch)
+    spread = tiny.one_update(sharding.make_mesh(*shape), 0, batch)
+    for a, b in zip(jax.tree.leaves(single), jax.tree.leaves(spread), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_mesh_and_microbatch_together_give_the_same_update():
+    batch = tiny.batch()
+    single = tiny.one_update(sharding.make_mesh(*ONE), 0, batch)
+    spread = tiny.one_update(sharding.make_mesh(2, 2, 2), 4, batch)
+    for a, b in zip(jax.tree.leaves(single), jax.tree.leaves(spread), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_state_is_initialised_sharded_and_stays_so():
+    mesh = sharding.make_mesh(1, 4, 2)
+    model, params = tiny.model_and_params()
+    params = jax.device_put(params, sharding.shardings(params, mesh))
+    optimizer, _ = optim.make_optimizer(
+        10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
+        clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8,
+    )  # fmt: skip
+    state, placed = update.init_state(params, optimizer, mesh)
+    step = update.make_update_step(
+        update.policy_objective(model, losses.ppo_clip(), Sampling()), optimizer, mesh, placed,
+        microbatch=0, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
+    )  # fmt: skip
+    before = jax.tree.map(lambda x: x.sharding, state)
+    after, _ = step(state, sharding.shard_batch(tiny.batch(), mesh), jnp.arange(tiny.B))
+    kernel = lambda tree: tree["layers"]["mlp"]["up"]["kernel"].sharding.spec  # noqa: E731
+    moments = [leaf.sharding.spec for leaf in jax.tree.leaves(after.opt_state) if leaf.shape == (2, 32, 64)]
+    assert kernel(after.params) == jax.P(None, "fsdp", "tensor")
+    assert moments.count(jax.P(None, "fsdp", "tensor")) >= 2
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.is_equivalent_to(b.sharding, b.ndim), before, after)))
+
+
+def test_a_non_finite_gradient_changes_no_parameter_and_is_counted():
+    mesh, (model, params) = sharding.make_mesh(*ONE), tiny.model_and_params()
+    optimizer, _ = optim.make_optimizer(
+        10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
+        clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8,
+    )  # fmt: skip
+    kept = jax.tree.map(np.array, params)
+    state, placed = update.init_state(params, optimizer, mesh)
+    step = update.make_update_step(
+        update.policy_objective(model, losses.ppo_clip(), Sampling()), optimizer, mesh, placed,
+        microbatch=0, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
+    )  # fmt: skip
+    good = tiny.batch()
+    bad = dataclasses.replace(good, advantages=np.where(np.arange(tiny.B)[:, None] == 3, np.nan, good.advantages))
+    state, _ = step(state, sharding.shard_batch(bad, mesh), jnp.arange(tiny.B))
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert int(state.opt_state.total_notfinite) == 1
+    state, _ = step(state, sharding.shard_batch(good, mesh), jnp.arange(tiny.B))
+    assert int(state.opt_state.total_notfinite) == 1
+    assert not np.array_equal(kept["embed"]["embedding"], state.params["embed"]["embedding"])
+
+
+def test_the_first_on_policy_update_has_ratio_one_and_the_reinforce_gradient():
+    model, params = tiny.model_and_params()
+    batch = dataclasses.replace(tiny.batch(), old_logprobs=None, ref_logprobs=None)
+    objective = update.policy_objective(model, losses.ppo_clip(), Sampling())
+
+    def surrogate(params):
+        loss, metrics = objective(params, batch, jnp.int32(0))
+        return jnp.sum(loss * batch.loss_mask), metrics
+
+    def reinforce(params):
+        logprobs, _ = update.completion_logprobs(model, params, batch, Sampling())
+        return -jnp.sum(logprobs * batch.advantages[:, :, None] * batch.loss_mask)
+
+    ours, metrics = jax.jit(jax.grad(surrogate, has_aux=True))(params)
+    theirs = jax.jit(jax.grad(reinforce))(params)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(metrics["ratio/mean"], 1.0)
+    np.testing.assert_array_equal(metrics["clip/fraction"], 0.0)

@@ -1,0 +1,69 @@
+"""A tiny random model and a batch for it, shared by the tests."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm import losses, optim, sharding, update
+from jaxrl_llm.kl import k3
+from jaxrl_llm.models.decoder import Decoder, DecoderConfig
+from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.structs import Batch, PyTree
+
+CONFIG = DecoderConfig(
+    vocab_size=32, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_width=64, max_positions=64,
+    rope_theta=1e4, norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
+)  # fmt: skip
+B, G, P, C = 8, 4, 6, 5
+
+
+def model_and_params(config: DecoderConfig = CONFIG, scale: float = 5.0) -> tuple[Decoder, PyTree]:
+    """Parameters large enough that the softmax is far from flat."""
+    model = Decoder(config)
+    return model, jax.tree.map(lambda x: x * scale, model.init(jax.random.key(0)))
+
+
+def prompts(pad: str = "left") -> tuple[np.ndarray, np.ndarray]:
+    """Random prompts [B, P] of 2 to P tokens, and their mask."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, CONFIG.vocab_size, (B, P)).astype(np.int32)
+    lengths = rng.integers(2, P + 1, B)
+    at = np.arange(P)[None]
+    mask = at >= P - lengths[:, None] if pad == "left" else at < lengths[:, None]
+    return tokens, mask
+
+
+def batch(pad: str = "left") -> Batch:
+    """A batch with random completions of 1 to C tokens and random numbers for everything else."""
+    rng = np.random.default_rng(2)
+    tokens, mask = prompts(pad)
+    completions = rng.integers(0, CONFIG.vocab_size, (B, G, C)).astype(np.int32)
+    completion_mask = np.arange(C)[None, None] < rng.integers(1, C + 1, (B, G))[:, :, None]
+    noise = lambda: np.where(completion_mask, rng.normal(-2, 0.3, (B, G, C)), 0).astype(np.float32)  # noqa: E731
+    return Batch(
+        tokens, mask, completions, completion_mask, completion_mask,
+        advantages=rng.normal(0, 1, (B, G)).astype(np.float32),
+        sampler_logprobs=noise(), old_logprobs=noise(), ref_logprobs=noise(),
+    )  # fmt: skip
+
+
+def one_update(mesh: Mesh, microbatch: int, data: Batch, mode: str = "token_mean", learning_rate: float = 1e-3):
+    """Parameters and metrics after one optimiser step on the whole batch, on the host."""
+    model, params = model_and_params()
+    params = jax.device_put(params, sharding.shardings(params, mesh))
+    # eps at the size of the gradients: Adam's first step would blow rounding up to its sign
+    optimizer, _ = optim.make_optimizer(
+        10, learning_rate=learning_rate, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
+        clip_norm=1.0, weight_decay=0.1, b1=0.9, b2=0.95, eps=1e-3,
+    )  # fmt: skip
+    objective = update.policy_objective(model, losses.ppo_clip(), Sampling(), k3, lambda step: 0.1)
+    state, placed = update.init_state(params, optimizer, mesh)
+    aggregate = partial(losses.aggregation_weights, mode=mode, constant_length=C if mode == "constant" else 0)
+    step = update.make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
+    state, metrics = step(state, sharding.shard_batch(data, mesh), jnp.arange(B))
+    return sharding.to_host(state.params), sharding.to_host(metrics)
