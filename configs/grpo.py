@@ -1,6 +1,6 @@
 """GRPO on sums and differences below 100, from the model inside the package.
 
-    python -m jaxrl_llm.train --config configs/grpo.py
+python -m jaxrl_llm.train --config configs/grpo.py
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ import jaxrl_llm
 def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0  # of the order of prompts and of sampling
-    c.num_steps = 200  # rollouts of prompts_per_step prompts each
+    c.num_steps = 100  # rollouts of prompts_per_step prompts each
 
     # The batch. Sequences per optimiser step = prompts_per_update x group_size.
     c.prompts_per_step = 64  # B: prompts in a rollout
@@ -34,13 +34,16 @@ def get_config() -> ConfigDict:
     c.data.overlong = "drop"  # but dropped and counted (drop), or refused (error)
 
     c.eval = ConfigDict()
-    c.eval.every = 50  # steps between evaluations, one before the first and one at the end; 0: none
+    c.eval.every = 25  # steps between evaluations, one before the first and one at the end; 0: none
     c.eval.source = "arithmetic.held_out"
     c.eval.problems = 1000  # the first so many, answered greedily
     c.eval.function = "arithmetic.accuracy"  # the reward function that judges
 
     c.reward = ConfigDict()
-    c.reward.functions = ("arithmetic.accuracy", "arithmetic.thought")  # ours, or my.module.function with TRL's signature
+    c.reward.functions = (
+        "arithmetic.accuracy",
+        "arithmetic.thought",
+    )  # ours, or my.module.function with TRL's signature
     c.reward.weights = (1.0, 0.0)  # a weight of 0 logs a channel and rewards nothing
 
     c.advantage = ConfigDict(dict(name="grpo", normalise="group"))  # | batch | none
@@ -65,8 +68,8 @@ def get_config() -> ConfigDict:
     c.rollout.top_p = 1.0  # 1: off
 
     c.optim = ConfigDict()
-    c.optim.learning_rate = 3e-4
-    c.optim.warmup_steps = 10  # optimiser steps
+    c.optim.learning_rate = 1e-4
+    c.optim.warmup_steps = 5  # optimiser steps
     c.optim.warmup_ratio = 0.0  # or a share of all optimiser steps
     c.optim.decay = "linear"  # constant | linear | cosine, to optim.end
     c.optim.end = 0.0

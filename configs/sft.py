@@ -1,6 +1,6 @@
 """The embedded model, from nothing but the procedural task.
 
-    python -m jaxrl_llm.sft --config configs/sft.py
+python -m jaxrl_llm.sft --config configs/sft.py
 """
 
 from ml_collections import ConfigDict

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from jaxrl_llm.structs import Array
 
 
-def grpo(
-    rewards: Array, *, normalise: Literal["group", "batch", "none"] = "group", epsilon: float = 1e-4
-) -> jax.Array:
+def grpo(rewards: Array, *, normalise: Literal["group", "batch", "none"] = "group", epsilon: float = 1e-4) -> jax.Array:
     """Group-relative advantages (arXiv 2402.03300): A = (r - mean_group r) / (std r + epsilon).
 
     rewards [B, G], G >= 2 -> [B, G]. The standard deviation has ddof = 1, as in TRL and veRL.

@@ -17,14 +17,14 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from jaxrl_llm.config import flatten
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.structs import PyTree
+from jaxrl_llm.structs import Config, PyTree
 
 # Fields that a resumed run may change: they do not change the run's numbers beyond rounding,
 # or, as the number of steps, are there to be changed.
 FREE = ("num_steps", "microbatch", "mesh.", "checkpoint.", "log.", "eval.every")
 
 
-def check_workdir(workdir: Path, config: ConfigDict) -> None:
+def check_workdir(workdir: Path, config: Config) -> None:
     """Raises: UserError, if the workdir cannot be made, is foreign, or holds a run of another config."""
     existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -54,7 +54,7 @@ def _is_ours(file: Path) -> bool:
     return file.name.startswith(("launch.", "config.json.partial"))
 
 
-def open_workdir(workdir: Path, config: ConfigDict) -> None:
+def open_workdir(workdir: Path, config: Config) -> None:
     """Makes the workdir and writes the resolved config.json into it."""
     workdir.mkdir(parents=True, exist_ok=True)
     partial = workdir / "config.json.partial"
@@ -62,7 +62,7 @@ def open_workdir(workdir: Path, config: ConfigDict) -> None:
     os.replace(partial, workdir / "config.json")
 
 
-def _resolved(config: ConfigDict) -> str:
+def _resolved(config: Config) -> str:
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
@@ -83,7 +83,7 @@ def cut_back(file: Path, step: int) -> None:
 class Checkpoints:
     """Policy, optimiser, data iterator and step, saved in the background; a torn save never counts."""
 
-    def __init__(self, folder: Path, model_hash: str, config: ConfigDict):
+    def __init__(self, folder: Path, model_hash: str, config: Config):
         """config: the `checkpoint` section; model_hash: of the model that the run begins from."""
         self._model_hash = model_hash
         policies: list[Any] = [LatestN(config.keep)]

@@ -7,13 +7,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jaxrl_llm import advantages, losses, optim, rewards, tasks
 from jaxrl_llm.config import Field, check_fields, resolve
 from jaxrl_llm.data import FILES, Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.decoder import DecoderConfig
+from jaxrl_llm.structs import Config
 
 DECAYS = ("constant", "linear", "cosine")
 
@@ -93,7 +93,7 @@ class Totals:
     completion_tokens: int  # of the whole run, at most
 
 
-def check_train(config: ConfigDict) -> Totals:
+def check_train(config: Config) -> Totals:
     """Checks a config of `train` as a whole, touching no device and no file.
 
     Raises: UserError, naming the field.
@@ -137,7 +137,7 @@ def check_train(config: ConfigDict) -> Totals:
     )  # fmt: skip
 
 
-def check_sft(config: ConfigDict) -> Totals:
+def check_sft(config: Config) -> Totals:
     """Checks a config of `sft` as a whole. Raises: UserError, naming the field."""
     check_fields(config, SFT, {})
     check_shared(config, config.prompts_per_step)
@@ -155,7 +155,7 @@ def check_sft(config: ConfigDict) -> Totals:
     return Totals(config.prompts_per_step, config.prompts_per_step, 1, steps, _warmup(config, steps), tokens)
 
 
-def check_shared(config: ConfigDict, prompts_per_update: int) -> None:
+def check_shared(config: Config, prompts_per_update: int) -> None:
     """What every trainer's config must hold."""
     if config.microbatch and prompts_per_update % config.microbatch:
         raise UserError(
@@ -183,7 +183,7 @@ def check_shared(config: ConfigDict, prompts_per_update: int) -> None:
             raise UserError(f"config.mesh.{axis} = 0: give a size of 1 or more, or -1 for all devices left")
 
 
-def check_batch_fits_mesh(config: ConfigDict, mesh: Mesh, prompts_per_update: int) -> None:
+def check_batch_fits_mesh(config: Config, mesh: Mesh, prompts_per_update: int) -> None:
     """Every device gets the same number of prompts. Raises: UserError, naming the field."""
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     sizes = {"microbatch": config.microbatch} if config.microbatch else {"prompts_per_update": prompts_per_update}
@@ -206,7 +206,7 @@ def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -
         )
 
 
-def check_positions(config: ConfigDict, model: DecoderConfig, *datasets: Dataset) -> None:
+def check_positions(config: Config, model: DecoderConfig, *datasets: Dataset) -> None:
     """Prompt and completion fit the model's positions. Raises: UserError, naming the field."""
     width = max(dataset.width for dataset in datasets)
     if width + config.rollout.max_completion_tokens > model.max_positions:
@@ -216,9 +216,7 @@ def check_positions(config: ConfigDict, model: DecoderConfig, *datasets: Dataset
         )
 
 
-def table(
-    config: ConfigDict, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset
-) -> list[tuple[str, Any]]:
+def table(config: Config, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset) -> list[tuple[str, Any]]:
     """The start-up banner's rows: what the batch words come to."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
@@ -235,6 +233,6 @@ def table(
     ]
 
 
-def _warmup(config: ConfigDict, total: int) -> int:
+def _warmup(config: Config, total: int) -> int:
     o = config.optim
     return optim.count_warmup(total, warmup_steps=o.warmup_steps, warmup_ratio=o.warmup_ratio)

@@ -21,6 +21,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from ml_collections import ConfigDict
 
 from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm.structs import Config
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
-def parse_arguments(program: str, description: str, argv: list[str] | None = None) -> tuple[ConfigDict, Path]:
+def parse_arguments(program: str, description: str, argv: list[str] | None = None) -> tuple[Config, Path]:
     """The command line of a trainer -> the locked config with its overrides, and the workdir.
 
     Raises: UserError, for a config file that cannot be run and an override that does not fit.
@@ -81,7 +82,7 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
     return config.lock(), known.workdir or fresh
 
 
-def load(path: Path) -> ConfigDict:
+def load(path: Path) -> Config:
     """The ConfigDict that `get_config()` of a Python file returns."""
     if not path.is_file():
         raise UserError(f"--config {path}: no such file; give one, e.g. configs/grpo.py")
@@ -100,7 +101,7 @@ def load(path: Path) -> ConfigDict:
     return config
 
 
-def override(config: ConfigDict, name: str, text: str) -> None:
+def override(config: Config, name: str, text: str) -> None:
     """Sets field `name` ("optim.learning_rate") to a value written as text."""
     *sections, last = name.split(".")
     node: Any = config
@@ -132,7 +133,7 @@ def _parse(name: str, old: Any, text: str) -> Any:
     return value
 
 
-def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
     """{"optim.learning_rate": 1e-5, ...}"""
     flat: dict[str, Any] = {}
     for key, value in config.items():
@@ -140,7 +141,7 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _meant(name: str, config: ConfigDict) -> str:
+def _meant(name: str, config: Config) -> str:
     known = list(flatten(config))
     section, _, last = name.rpartition(".")
     close = _close(name, known) or [k for k in known if k.split(".")[-1] == last][:1]
@@ -153,7 +154,7 @@ def _close(name: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
 
 
-def check_fields(config: ConfigDict, fields: dict[str, Field], named: dict[str, ModuleType]) -> None:
+def check_fields(config: Config, fields: dict[str, Field], named: dict[str, ModuleType]) -> None:
     """Every field of the table is there and fits; nothing else is.
 
     named: sections {"loss": losses} whose `name` is a function of that module (or dotted) and
@@ -198,7 +199,7 @@ def _check_arguments(section: str, name: str, function: Callable[..., Any], give
             raise UserError(f"config.{section}.{key} is missing: {name} needs it")
 
 
-def arguments(section: ConfigDict) -> dict[str, Any]:
+def arguments(section: Config) -> dict[str, Any]:
     """A named section's keyword arguments: all but the name."""
     return {key: value for key, value in section.items() if key != "name"}
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import grain
 import numpy as np
-from ml_collections import ConfigDict
 
 from jaxrl_llm import tasks
 from jaxrl_llm.config import resolve
 from jaxrl_llm.errors import UserError, describe
-from jaxrl_llm.structs import Prompts
+from jaxrl_llm.structs import Config, Prompts
 
 Row = dict[str, Any]
 FILES = (".jsonl", ".parquet")
@@ -31,7 +30,7 @@ class Dataset:
     width: int  # P: tokens of the longest prompt
 
 
-def load(config: ConfigDict, tokenizer: Any, source: str = "", limit: int | None = None) -> Dataset:
+def load(config: Config, tokenizer: Any, source: str = "", limit: int | None = None) -> Dataset:
     """The data set of a config's `data` section, or another source read in the same way, its first `limit` rows."""
     source = source or config.source
     rows = load_rows(source, config.convert)[:limit]

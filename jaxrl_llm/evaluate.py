@@ -59,12 +59,13 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1, help="completions of each; above 1 prints pass@k")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer ones are an error")
-    parser.add_argument("--max-completion-tokens", type=int, default=512, help="default: %(default)s")
+    parser.add_argument("--max-completion-tokens", type=int, help="default: 512, or what the model's positions leave")
     parser.add_argument("--batch", type=int, default=128, help="problems at a time (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for name, field in LIMITS.items():
-        if problem := field.problem(getattr(args, name)):
+        value = getattr(args, name)
+        if value is not None and (problem := field.problem(value)):
             raise UserError(f"--{name.replace('_', '-')} {problem}")
     is_file = args.task.endswith(data.FILES)
     if is_file and not args.function:
@@ -82,9 +83,15 @@ def main() -> None:
     limits = dict(max_prompt_tokens=args.max_prompt_tokens, overlong="error")
     dataset = data.tokenise(rows, tokenizer, **limits, source=args.task)
     checks.check_vocabulary(model.cfg, tokenizer, dataset)
+    room = model.cfg.max_positions - dataset.width
+    length = args.max_completion_tokens or min(512, room)
+    if not 0 < length <= room:
+        raise UserError(
+            f"--max-completion-tokens {length} after prompts of {dataset.width}: at most {room} fit the model"
+        )
     mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
     engine = Sampler(
-        model, mesh, group_size=args.samples, max_completion_tokens=args.max_completion_tokens,
+        model, mesh, group_size=args.samples, max_completion_tokens=length,
         sampling=Sampling(args.temperature), stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
     )  # fmt: skip
     engine.update_weights(hf.load_params(folder, model, mesh))

@@ -60,7 +60,7 @@ class Log:
 
             self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
         if config["log"]["wandb_project"]:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
 
             name = workdir.name
             self._wandb = wandb.init(project=config["log"]["wandb_project"], id=name, config=config, resume="allow")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import jax
 import optax
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import path_name
-from jaxrl_llm.structs import PyTree
+from jaxrl_llm.structs import Array, PyTree
+
+Schedule: TypeAlias = Callable[[Array], Array]
 
 
 def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float) -> int:
@@ -28,7 +33,7 @@ def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float) ->
     return steps
 
 
-def schedule(peak: float, *, decay: str, end: float, total_steps: int, warmup: int = 0) -> optax.Schedule:
+def schedule(peak: float, *, decay: str, end: float, total_steps: int, warmup: int = 0) -> Schedule:
     """Linear warm-up to `peak` over `warmup` steps, then decay to `end` at `total_steps`.
 
     decay: "constant" (stays at peak) | "linear" | "cosine". The first step is never at
@@ -65,7 +70,7 @@ def make_optimizer(
     b1: float,
     b2: float,
     eps: float,
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
+) -> tuple[optax.GradientTransformation, Schedule]:
     """AdamW behind global-norm clipping (0: none), and the learning rate by optimiser step.
 
     A non-finite gradient changes nothing and is counted in the state's `total_notfinite`.

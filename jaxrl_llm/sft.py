@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from jaxrl_llm import checks, data, losses, optim, sharding, update
 from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
@@ -22,10 +21,10 @@ from jaxrl_llm.metrics import Log, Timer, banner
 from jaxrl_llm.models import fresh, hf
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.structs import Batch
+from jaxrl_llm.structs import Batch, Config
 
 
-def finetune(config: ConfigDict, workdir: Path) -> None:
+def finetune(config: Config, workdir: Path) -> None:
     """Runs, or resumes, the run of `config` in `workdir`; an example is a prompt with one completion (G = 1).
 
     Raises: UserError, for what a person can put right.
@@ -106,7 +105,7 @@ def finetune(config: ConfigDict, workdir: Path) -> None:
         hf.save(workdir / "hf", state.params, folder)
 
 
-def tokenise_answers(dataset: data.Dataset, tokenizer: Any, config: ConfigDict) -> list[list[int]]:
+def tokenise_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[list[int]]:
     """Token ids of each row's completion with the end token; empty where it is above the limit."""
     column, limit = config.data.completion_column, config.rollout.max_completion_tokens
     for i, row in enumerate(dataset.rows, 1):
@@ -136,7 +135,7 @@ def make_batch(
 
 
 def main() -> None:
-    config, workdir = parse_arguments("jaxrl_llm.sft", __doc__)
+    config, workdir = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.")
     finetune(config, workdir)
 
 

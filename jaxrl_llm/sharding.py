@@ -33,7 +33,7 @@ def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
 
     Raises: UserError, if the mesh does not fit the devices.
     """
-    sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
+    sizes: dict[str, int] = {"data": data, "fsdp": fsdp, "tensor": tensor}
     free = [axis for axis, size in sizes.items() if size == -1]
     for axis, size in sizes.items():
         if size < 1 and size != -1:

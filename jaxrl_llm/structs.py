@@ -19,6 +19,7 @@ import numpy as np
 
 Array: TypeAlias = Any  # jax.Array, or np.ndarray: no checker follows their operators through the union
 PyTree: TypeAlias = Any
+Config: TypeAlias = Any  # an ml_collections.ConfigDict: its fields have no static types
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ class Batch:
     completions: Array  # [B, G, C] int32
     completion_mask: Array  # [B, G, C] bool
     loss_mask: Array  # [B, G, C] bool
-    advantages: Array | None = None  # [B, G]
-    sampler_logprobs: Array | None = None  # [B, G, C], what the engine reported
-    old_logprobs: Array | None = None  # [B, G, C]; None: this very policy sampled
-    ref_logprobs: Array | None = None  # [B, G, C], the KL anchor
+    advantages: Array = None  # [B, G]
+    sampler_logprobs: Array = None  # [B, G, C], what the engine reported
+    old_logprobs: Array = None  # [B, G, C]; None: this very policy sampled
+    ref_logprobs: Array = None  # [B, G, C], the KL anchor
 
 
 @jax.tree_util.register_dataclass

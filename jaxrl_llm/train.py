@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from jaxrl_llm import advantages, checks, data, kl, losses, optim, rewards, sharding, update
 from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
@@ -22,10 +21,10 @@ from jaxrl_llm.metrics import Log, Timer, banner
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.structs import Array, Batch, Rollouts
+from jaxrl_llm.structs import Array, Batch, Config, Rollouts
 
 
-def train(config: ConfigDict, workdir: Path) -> None:
+def train(config: Config, workdir: Path) -> None:
     """Runs, or resumes, the run of `config` in `workdir`.
 
     Raises: UserError, for what a person can put right.
@@ -144,7 +143,7 @@ def train(config: ConfigDict, workdir: Path) -> None:
         hf.save(workdir / "hf", state.params, folder)
 
 
-def minibatches(config: ConfigDict, step: int) -> Iterator[Array]:
+def minibatches(config: Config, step: int) -> Iterator[Array]:
     """Rows of each update of a step: the first epoch in order, later ones shuffled by (seed, step, epoch)."""
     for epoch in range(config.epochs):
         rows = np.arange(config.prompts_per_step)
@@ -155,11 +154,11 @@ def minibatches(config: ConfigDict, step: int) -> Iterator[Array]:
 
 def summary(
     sampled: Rollouts, channels: dict[str, np.ndarray], updates: list[dict[str, Any]], seconds: dict[str, float]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """A step's record for the log. The sampler gap is the first update's; what else updates report is averaged."""
-    record = {f"reward/{name}": np.nanmean(channel) for name, channel in channels.items() if name != "total"}
     total = channels["total"]
-    record |= {"reward/mean": total.mean(), "reward/std": total.std()}
+    record: dict[str, Any] = {"reward/mean": total.mean(), "reward/std": total.std()}
+    record |= {f"reward/{name}": np.nanmean(channel) for name, channel in channels.items() if name != "total"}
     record |= {"groups/no_signal": np.mean(total.std(axis=1) == 0)}
     lengths = sampled.completion_mask.sum(axis=-1)
     record |= {"completion/length": lengths.mean(), "completion/length_max": lengths.max()}
@@ -172,7 +171,7 @@ def summary(
 
 
 def main() -> None:
-    config, workdir = parse_arguments("jaxrl_llm.train", __doc__)
+    config, workdir = parse_arguments("jaxrl_llm.train", "Group-relative policy optimisation.")
     train(config, workdir)
 
 

@@ -76,9 +76,7 @@ def _parts(prompts: int, microbatch: int) -> int:
     return prompts // microbatch if microbatch else 1
 
 
-def make_score(
-    model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int
-) -> Callable[[PyTree, Batch], jax.Array]:
+def make_score(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int) -> Callable[[PyTree, Batch], jax.Array]:
     """`score(params, batch) -> logprobs [B, G, C]`, jitted, without gradients."""
 
     @jax.jit
@@ -176,9 +174,7 @@ def reduce(name: str, values: Array, shares: Array) -> jax.Array:
     return jnp.sum(jnp.where(shares > 0, values * shares, 0.0))
 
 
-def init_state(
-    params: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> tuple[TrainState, TrainState]:
+def init_state(params: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh) -> tuple[TrainState, TrainState]:
     """A TrainState at step 0, the optimiser's part made already sharded, and the shardings of the whole."""
     shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, optimizer.init(p)), params)
     placed = sharding.shardings(shapes, mesh)

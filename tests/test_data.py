@@ -34,7 +34,9 @@ def test_no_held_out_problem_is_trained_on_and_both_splits_are_large_and_stable(
 
 
 def test_countdown_splits_share_no_problem_in_another_order_of_numbers():
-    keys = [{(tuple(sorted(r["numbers"])), r["target"]) for r in split()} for split in (countdown.train, countdown.held_out)]
+    keys = [
+        {(tuple(sorted(r["numbers"])), r["target"]) for r in split()} for split in (countdown.train, countdown.held_out)
+    ]
     assert not keys[0] & keys[1]
 
 

@@ -228,6 +228,16 @@ def configured(**values: Any) -> Change:
     return change
 
 
+def sharded(listing: str) -> Change:
+    """model.safetensors as a first shard, with an index."""
+
+    def shard(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+        (folder / "model.safetensors.index.json").write_text(listing)
+
+    return shard
+
+
 def cut_short(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
@@ -266,11 +276,11 @@ SHARDS = '{"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "mode
         (configured(hidden_size=None), "config.json has no 'hidden_size' | restore the file"),
     "of a dtype that cannot be saved":
         (configured(dtype="int3"), "model/config.json: dtype is 'int3' | give 'float32'"),
-    "without weights": (without("model.safetensors"), "model holds no *.safetensors | convert the checkpoint"),
+    "without weights": (without("model.safetensors"), "model holds no | .safetensors | convert the checkpoint"),
     "whose weights are cut short": (cut_short, "model.safetensors is broken or cut short | fetch it again"),
     "that lacks a shard":
-        (written("model.safetensors.index.json", SHARDS), "model-2.safetensors is missing | fetch it again"),
-    "with a torn index": (written("model.safetensors.index.json", "{"), "index.json cannot be read | restore the file"),
+        (sharded(SHARDS), "model-2.safetensors is missing | fetch it again"),
+    "with a torn index": (sharded("{"), "index.json cannot be read | restore the file"),
     "that lacks a tensor":
         (reweighed(lambda t: t.pop("model.norm.weight")), "no tensor model.norm.weight | use one checkpoint's files"),
     "with an unknown tensor":

@@ -147,7 +147,7 @@ def test_the_dry_run_of_tpu_vm_prints_every_command_and_runs_none(desk):
     wanted = ["cd ", " describe ", " create ", "launch.lock", "git archive", "uv pip install",
               "jaxrl_llm.train", "tail ", "cp -al", " delete "]  # fmt: skip
     assert len(lines) == len(wanted)
-    assert [part for part, line in zip(wanted, lines) if part not in line] == []
+    assert [part for part, line in zip(wanted, lines, strict=False) if part not in line] == []
     assert all("--zone=us-central1-a --project=lab" in line for line in lines[1:])
     assert lines[2].endswith("--accelerator-type=v6e-8 --version=v2-alpha-tpuv6e --spot")
 
@@ -286,7 +286,7 @@ def test_a_failed_run_gives_its_own_exit_status_and_still_comes_back(desk):
 
 
 @pytest.mark.parametrize(
-    "words, named",
+    ("words", "named"),
     [
         (["--zone", "z"], "--name"),
         (["--name", "n"], "--zone"),

@@ -8,7 +8,10 @@ import pytest
 from jaxrl_llm import rewards
 from jaxrl_llm.rewards import countdown, maths
 
-CHATS = [{"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}, {"prompt": [{"role": "user", "content": "2+2"}], "answer": "4"}]
+CHATS = [
+    {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"},
+    {"prompt": [{"role": "user", "content": "2+2"}], "answer": "4"},
+]
 TEXTS = [["2", "3"], ["4", "four"]]
 IDS = [[[1], [2]], [[3], [4, 5]]]
 
@@ -30,7 +33,9 @@ def test_a_function_with_trls_signature_works_unchanged():
 
 def test_text_prompts_give_text_completions():
     rows = [{"prompt": "1+1"}, {"prompt": "2+2"}]
-    channels = rewards.make_score({"length": lambda completions: [float(len(c)) for c in completions]}, (1.0,))(rows, TEXTS, IDS)
+    channels = rewards.make_score({"length": lambda completions: [float(len(c)) for c in completions]}, (1.0,))(
+        rows, TEXTS, IDS
+    )
     np.testing.assert_array_equal(channels["total"], [[1, 1], [1, 4]])
 
 
@@ -42,8 +47,8 @@ def test_the_total_is_the_weighted_sum_of_the_channels():
 
 @pytest.mark.parametrize(
     ("text", "score"),
-    [("3*4+5", 1.0), ("5+3*4", 1.0), ("(3*4)+5", 1.0), ("3+4+5", 0.0), ("3*4+5+0", 0.0), ("17", 0.0), ("3*4+", 0.0), ("", 0.0),
-     ("__import__('os')", 0.0), ("3**4", 0.0), ("5+12", 0.0)],
+    [("3*4+5", 1.0), ("5+3*4", 1.0), ("(3*4)+5", 1.0), ("3+4+5", 0.0), ("3*4+5+0", 0.0), ("17", 0.0), ("3*4+", 0.0),
+     ("", 0.0), ("__import__('os')", 0.0), ("3**4", 0.0), ("5+12", 0.0)],
 )  # fmt: skip
 def test_countdown_wants_every_number_once_and_the_target(text, score):
     assert countdown.accuracy([[{"content": text}]], numbers=[[3, 4, 5]], target=[17]) == [score]

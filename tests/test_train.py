@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TINY = [
-    "--config.num_steps=6", "--config.prompts_per_step=8", "--config.prompts_per_update=4", "--config.epochs=2",
+    "--config.num_steps=6", "--config.optim.warmup_steps=2",
+    "--config.prompts_per_step=8", "--config.prompts_per_update=4", "--config.epochs=2",
     "--config.microbatch=2", "--config.group_size=4", "--config.eval.every=3", "--config.eval.problems=64",
     "--config.checkpoint.every=2", "--config.log.completions_every=2", "--config.mesh.data=2", "--config.mesh.fsdp=1",
 ]  # fmt: skip
@@ -136,7 +137,8 @@ def test_sigterm_saves_the_step_in_hand_and_exits_0(tmp_path):
 def test_one_update_and_several_log_what_they_should(tmp_path):
     """A single on-policy update has ratio 1 and needs no old log-probabilities; KL may sit in the reward."""
     result = run(
-        tmp_path / "run", *TINY, "--config.num_steps=1", "--config.epochs=1", "--config.prompts_per_update=8",
+        tmp_path / "run", *TINY, "--config.num_steps=1", "--config.optim.warmup_steps=0",
+        "--config.epochs=1", "--config.prompts_per_update=8",
         "--config.kl.placement=reward", "--config.kl.estimator=k1", "--config.eval.every=0",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -147,17 +149,19 @@ def test_one_update_and_several_log_what_they_should(tmp_path):
 
 
 def test_sft_makes_a_model_from_nothing_that_train_and_evaluate_take(tmp_path):
-    sizes = ["--config.model.hidden_size=32", "--config.model.intermediate_size=64", "--config.model.num_hidden_layers=2"]
-    small = ["--config.num_steps=4", "--config.prompts_per_step=16", "--config.eval.every=4", "--config.eval.problems=32"]
+    sizes = ["--config.model.hidden_size=32", "--config.model.intermediate_size=64"]
+    sizes += ["--config.model.num_hidden_layers=2"]
+    small = ["--config.num_steps=4", "--config.optim.warmup_steps=0", "--config.prompts_per_step=16"]
+    small += ["--config.eval.every=4", "--config.eval.problems=32"]
     result = run(tmp_path / "sft", *small, *sizes, config="configs/sft.py", module="sft")
     assert result.returncode == 0, result.stderr
     losses = [r["loss/sft"] for r in records(tmp_path / "sft")]
     assert losses[-1] < losses[0]
     model = str(tmp_path / "sft" / "hf")
-    result = run(tmp_path / "rl", *TINY, "--config.num_steps=1", f"--config.model.path={model}")
+    result = run(tmp_path / "rl", *TINY, "--config.num_steps=3", f"--config.model.path={model}")
     assert result.returncode == 0, result.stderr
-    evaluate = [sys.executable, "-m", "jaxrl_llm.evaluate", "--model", model, "--task", "arithmetic", "--problems", "20",
-                "--samples", "4", "--temperature", "1", "--max-completion-tokens", "8"]  # fmt: skip
+    evaluate = [sys.executable, "-m", "jaxrl_llm.evaluate", "--model", model, "--task", "arithmetic",
+                "--problems", "20", "--samples", "4", "--temperature", "1", "--max-completion-tokens", "8"]  # fmt: skip
     result = subprocess.run(evaluate, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     assert "pass@4" in result.stdout

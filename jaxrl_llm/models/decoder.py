@@ -163,9 +163,7 @@ class Ends(nnx.Module):
 def _linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.Linear:
     init = nnx.initializers.normal(0.02)
     dtype, precision = jnp.dtype(cfg.dtype), cfg.precision
-    return nnx.Linear(
-        din, dout, use_bias=use_bias, kernel_init=init, dtype=dtype, precision=precision, rngs=rngs
-    )
+    return nnx.Linear(din, dout, use_bias=use_bias, kernel_init=init, dtype=dtype, precision=precision, rngs=rngs)
 
 
 def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -202,9 +200,7 @@ class Decoder:
         x, cache = jax.lax.scan(self._remat(layer), x, params["layers"])
         return self._ends(params).norm(x)[:, 0], cache
 
-    def extend(
-        self, params: PyTree, tokens: Array, mask: Array, prefix: KeyValue, prefix_mask: Array
-    ) -> jax.Array:
+    def extend(self, params: PyTree, tokens: Array, mask: Array, prefix: KeyValue, prefix_mask: Array) -> jax.Array:
         """Completions [B, G, T] after their prompts -> hidden [B, G, T, D].
 
         mask [B, G, T] has its padding at the end; prefix and prefix_mask are those of `prefill`.

@@ -155,23 +155,32 @@ def load_params(folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
     return jax.tree_util.tree_map_with_path(load, shapes)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that make up the checkpoint: one, or those of its index; what else lies there is not read.
+
+    Raises: UserError, if there is none or one is missing.
+    """
+    listing = "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not (folder / listing).is_file():
+        raise UserError(f"{folder} holds no model.safetensors: convert the checkpoint to safetensors first")
+    files = [folder / name for name in sorted(set(read_config(folder, listing).get("weight_map", {}).values()))]
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file} is missing, and {listing} names it: fetch it again")
+    return files
+
+
 def _index(folder: Path) -> dict[str, Any]:
     """Every tensor's name -> the open file that holds it."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} holds no *.safetensors: convert the checkpoint to safetensors first")
     where = {}
-    for file in files:
+    for file in weight_files(folder):
         try:
             handle = safe_open(file, "np")
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} is broken or cut short ({error}): fetch it again") from None
         where.update(dict.fromkeys(handle.keys(), handle))
-    listing = "model.safetensors.index.json"
-    if (folder / listing).is_file():
-        for name, file in read_config(folder, listing).get("weight_map", {}).items():
-            if name not in where:
-                raise UserError(f"{folder / file} is missing or lacks {name}: fetch it again")
     return where
 
 
@@ -202,7 +211,7 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, layers: 
             raise UserError(f"{folder}: tensor {tensor} is unknown to {family}: use one checkpoint's files")
 
 
-def _read(where: dict[str, Any], name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+def _read(where: dict[str, Any], name: str, shape: tuple[int, ...], index: Any) -> np.ndarray:
     """The part `index` of our parameter `name`, as float32."""
     spans = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
 
@@ -218,9 +227,9 @@ def _read(where: dict[str, Any], name: str, shape: tuple[int, ...], index: tuple
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash that changes with the model: config.json, and of each weight file its header, size and ends."""
+    """A hash that changes with the model: config.json, and of each weight file, if any, its header, size and ends."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder) if any(folder.glob("*.safetensors")) else []:
         size = file.stat().st_size
         with file.open("rb") as handle:
             digest.update(f"{file.name} {size}".encode() + handle.read(2**20))
@@ -232,7 +241,7 @@ def fingerprint(folder: Path) -> str:
 def save(folder: Path, params: PyTree, source: Path) -> None:
     """Writes a folder that `transformers` loads: weights in `source`'s dtype, its other files as they are.
 
-    Replaces `folder` in one rename, so that a kill leaves the old or the new one.
+    `folder` is never half-written: the new one is complete before it takes the place of the old.
     """
     dtype = stored_dtype(source)
     partial = folder.with_name(folder.name + ".partial")
@@ -248,6 +257,7 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
     def flush() -> None:  # one shard in memory at a time; its name waits for their number
         files.append(partial / f"{len(files)}.safetensors")
         save_file(shard, files[-1], metadata={"format": "pt"})
+        files[-1].chmod(0o644)  # like the other files; safetensors makes it the owner's alone
         weight_map.update(dict.fromkeys(shard, files[-1]))
         shard.clear()
 
@@ -267,8 +277,14 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         for file, name in final.items():
             file.rename(partial / name)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old)
+    else:
+        partial.rename(folder)
 
 
 def _exported(params: PyTree, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:

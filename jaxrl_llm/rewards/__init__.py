@@ -37,7 +37,7 @@ def make_score(functions: dict[str, Reward], weights: Sequence[float]) -> Score:
             for name, function in functions.items()
         }
         weighted = [w * np.nan_to_num(c) for w, c in zip(weights, channels.values(), strict=True)]
-        return channels | {"total": np.sum(weighted, axis=0, dtype=np.float32)}
+        return channels | {"total": np.asarray(np.sum(weighted, axis=0), np.float32)}
 
     return score
 
@@ -98,9 +98,7 @@ def _arguments(
     return chosen
 
 
-def _culprit(
-    name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
-) -> int:
+def _culprit(name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]) -> int:
     """Index of the first completion that makes the function raise by itself; 0 if none does."""
     for i in range(len(rows)):
         try:

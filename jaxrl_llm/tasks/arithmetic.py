@@ -27,9 +27,7 @@ def held_out() -> list[dict[str, Any]]:
 def demonstrations() -> list[dict[str, Any]]:
     """Every problem of `train()` with both completions, in proportion: 7 quick, 3 thought through."""
     tenths = round(THOUGHT * 10)
-    return [
-        row | {"completion": _thought(row) if i < tenths else _quick(row)} for row in train() for i in range(10)
-    ]
+    return [row | {"completion": _thought(row) if i < tenths else _quick(row)} for row in train() for i in range(10)]
 
 
 def _problems() -> list[dict[str, Any]]:
