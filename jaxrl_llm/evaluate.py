@@ -87,7 +87,7 @@ def main() -> None:
     length = args.max_completion_tokens or min(512, room)
     if not 0 < length <= room:
         raise UserError(
-            f"--max-completion-tokens {length} after prompts of {dataset.width}: at most {room} fit the model"
+            f"--max-completion-tokens {length}: after prompts of {dataset.width} at most {room} fit the model"
         )
     mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
     engine = Sampler(

@@ -19,7 +19,7 @@ KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_
 
 
 def sample(sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None):
-    model, params = tiny.model_and_params(scale=4.0)
+    model, params = tiny.model_and_params(scale=3.0)
     mesh = sharding.make_mesh(*mesh)
     sampler = Sampler(
         model, mesh, group_size=group, max_completion_tokens=length, sampling=sampling, stop_ids=stops, pad_id=0
@@ -32,7 +32,7 @@ def sample(sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, m
 @pytest.mark.parametrize("sampling", KINDS, ids=str)
 def test_sampler_and_trainer_agree_on_the_log_probability_of_every_token(sampling):
     rollouts = sample(sampling)
-    model, params = tiny.model_and_params(scale=4.0)
+    model, params = tiny.model_and_params(scale=3.0)
     batch = Batch(*tiny.prompts(), rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
     scored, _ = jax.jit(partial(update.completion_logprobs, model, sampling=sampling))(params, batch)
     np.testing.assert_allclose(rollouts.logprobs, scored, atol=1e-5)
@@ -60,7 +60,7 @@ def test_a_completion_ends_with_its_stop_token_which_is_trained_on():
 def test_greedy_takes_the_best_token_every_time():
     rollouts = sharding.to_host(sample(Sampling(temperature=0), group=2))
     np.testing.assert_array_equal(rollouts.completions[:, 0], rollouts.completions[:, 1])
-    model, params = tiny.model_and_params(scale=4.0)
+    model, params = tiny.model_and_params(scale=3.0)
     tokens, mask = tiny.prompts()
     for t in range(3):
         hidden, _ = jax.jit(model.prefill)(params, tokens, mask)
@@ -102,7 +102,7 @@ def test_frequencies_of_drawn_tokens_match_the_distribution(sampling):
 def test_the_first_token_of_a_real_rollout_follows_the_softmax():
     tokens, mask = (np.repeat(x[:1], tiny.B, axis=0) for x in tiny.prompts())
     rollouts = sample(group=512, length=1, stops=(), prompts=(tokens, mask))
-    model, params = tiny.model_and_params(scale=4.0)
+    model, params = tiny.model_and_params(scale=3.0)
     p = np.asarray(jax.nn.softmax(model.logits(params, model.prefill(params, tokens, mask)[0][0, -1])))
     count = tiny.B * 512
     observed = np.bincount(np.asarray(rollouts.completions).ravel(), minlength=32) / count
