@@ -83,6 +83,7 @@ class Log:
             for name, value in record.items():
                 if name != "step":
                     self._board.add_scalar(name, value, step)
+            self._board.flush()  # a kill -9 must not take events with it
         if self._wandb:
             self._wandb.log(record, step=step)
         self.console.print(self._line(step, record), markup=False)
@@ -99,8 +100,8 @@ class Log:
         for text, reward in list(zip(texts[0], rewards[0], strict=True))[:2]:
             self.console.print(f"    {_short(asked)} -> {_short(text)}  (reward {reward:g})", markup=False)
 
-    def close(self) -> None:
-        """Flushes and closes every sink."""
+    def close(self, farewell: str) -> None:
+        """Flushes and closes every sink, and says how the run ended."""
         if self._progress:
             self._progress.stop()
         if self._board:
@@ -109,6 +110,7 @@ class Log:
             self._wandb.finish()
         self._metrics.close()
         self._completions.close()
+        self.console.print(farewell, markup=False)
 
     def _line(self, step: int, record: dict[str, Any]) -> str:
         parts = [f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"]

@@ -100,9 +100,11 @@ def finetune(config: Config, workdir: Path) -> None:
         if stop.asked:
             break
     checkpoints.close()
-    log.close()
-    if not stop.asked:
+    if stop.asked:
+        log.close(f"stopped by SIGTERM after step {step}; the same command with --workdir {workdir} goes on from there")
+    else:
         hf.save(workdir / "hf", state.params, folder)
+        log.close(f"done; the trained model, for transformers and vLLM: {workdir / 'hf'}")
 
 
 def tokenise_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[list[int]]:

@@ -138,9 +138,11 @@ def train(config: Config, workdir: Path) -> None:
         if stop.asked:
             break
     checkpoints.close()
-    log.close()
-    if not stop.asked:
+    if stop.asked:
+        log.close(f"stopped by SIGTERM after step {step}; the same command with --workdir {workdir} goes on from there")
+    else:
         hf.save(workdir / "hf", state.params, folder)
+        log.close(f"done; the trained model, for transformers and vLLM: {workdir / 'hf'}")
 
 
 def minibatches(config: Config, step: int) -> Iterator[Array]:

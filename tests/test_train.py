@@ -165,3 +165,33 @@ def test_sft_makes_a_model_from_nothing_that_train_and_evaluate_take(tmp_path):
     result = subprocess.run(evaluate, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     assert "pass@4" in result.stdout
+
+
+@pytest.mark.parity
+def test_the_trained_folder_says_the_same_in_transformers_as_in_the_sampler(whole):
+    torch = pytest.importorskip("torch")
+    import jax
+    from transformers import AutoModelForCausalLM
+
+    from jaxrl_llm import data, sharding
+    from jaxrl_llm.models import hf
+    from jaxrl_llm.rollout.sampler import Sampler
+    from jaxrl_llm.sampling import Sampling
+
+    folder, mesh = whole / "hf", sharding.make_mesh(1, 1, 1)
+    model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
+    rows = data.load_rows("arithmetic.held_out")[:200]
+    dataset = data.tokenise(rows, tokenizer, max_prompt_tokens=16, overlong="error")
+    prompts = data.make_prompts(dataset, range(len(rows)), tokenizer.pad_token_id)
+    engine = Sampler(
+        model, mesh, group_size=1, max_completion_tokens=12, sampling=Sampling(temperature=0),
+        stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    engine.update_weights(hf.load_params(folder, model, mesh))
+    rollouts = sharding.to_host(engine.generate(prompts, jax.random.key(0)))
+    ours, _ = data.decode(tokenizer, rollouts.completions, rollouts.completion_mask)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).generate(
+        torch.tensor(prompts.tokens), attention_mask=torch.tensor(prompts.mask), max_new_tokens=12, do_sample=False
+    )
+    said = tokenizer.batch_decode(theirs[:, prompts.tokens.shape[1] :], skip_special_tokens=True)
+    assert said == [group[0] for group in ours]

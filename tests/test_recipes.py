@@ -1,0 +1,100 @@
+"""The recipes for real models, end to end on a small model of the same architecture and hand-made data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from safetensors import safe_open
+from test_train import records, run
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+PROBLEMS = [
+    ("Tom has 3 apples and buys 4 more. How many has he?", "He has 3 + 4 = <<3+4=7>>7 apples.\n#### 7"),
+    ("A box holds 12 eggs. How many eggs are in 5 boxes?", "12 * 5 = <<12*5=60>>60\n#### 60"),
+    ("Ann earns $1,200 a month. What does she earn in a year?", "1200 * 12 = 14400\n#### 14,400"),
+    ("Half of 18 birds fly off. How many stay?", "18 / 2 = <<18/2=9>>9\n#### 9"),
+]
+# Qwen's own form of chat, as its chat_template writes it.
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def write_qwen(folder: Path) -> None:
+    """Qwen2.5-0.5B-Instruct's config.json but for its size, and a byte-level BPE tokenizer; no weights yet."""
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet)
+    core.train_from_iterator([text for pair in PROBLEMS for text in pair], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(str(folder))
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 56,
+        "intermediate_size": 128, "max_position_embeddings": 32768, "max_window_layers": 21, "num_attention_heads": 14,
+        "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_sliding_window": False,
+        "vocab_size": 416, "bos_token_id": 0, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0], "pad_token_id": 0}))
+
+
+def write_weights(folder: Path) -> None:
+    import jax
+
+    from jaxrl_llm.models import hf
+
+    model = hf.load_model(folder)
+    hf.save(folder.with_name("qwen"), model.init(jax.random.key(0)), folder)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "bare"
+    folder.mkdir()
+    write_qwen(folder)
+    write_weights(folder)
+    return folder.with_name("qwen")
+
+
+def test_the_gsm8k_recipe_runs_end_to_end(qwen, tmp_path):
+    rows = [{"question": q, "answer": a} for q, a in PROBLEMS]
+    for split in ("train", "test"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
+    small = [
+        f"--config.model.path={qwen}", f"--config.data.source={tmp_path}/train.parquet",
+        f"--config.eval.source={tmp_path}/test.parquet", "--config.num_steps=2", "--config.prompts_per_step=4",
+        "--config.prompts_per_update=4", "--config.microbatch=2", "--config.group_size=2", "--config.mesh.fsdp=2",
+        "--config.rollout.max_completion_tokens=16", "--config.optim.warmup_steps=0",
+    ]  # fmt: skip
+    result = run(tmp_path / "run", *small, config="configs/recipes/qwen2_5_0_5b_gsm8k.py")
+    assert result.returncode == 0, result.stderr
+    steps = records(tmp_path / "run")
+    assert [s["step"] for s in steps] == [0, 1, 2]
+    assert {"reward/maths.accuracy", "reward/maths.is_boxed", "eval/accuracy"} <= set(steps[-1])
+    assert steps[1]["ratio/mean"] == pytest.approx(1, abs=1e-3)
+    assert steps[1]["sampler/gap_mean"] < 0.02  # bfloat16 in sampler and trainer alike
+    saved = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
+    assert saved["torch_dtype"] == "bfloat16"
+    weights = safe_open(tmp_path / "run" / "hf" / "model.safetensors", "np")
+    assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_the_gsm8k_recipe_refuses_rows_of_another_format(qwen, tmp_path):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "How many?"}) + "\n")
+    result = run(
+        tmp_path / "run", f"--config.model.path={qwen}", f"--config.data.source={tmp_path}/train.jsonl",
+        config="configs/recipes/qwen2_5_0_5b_gsm8k.py",
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "row 1 has no column 'answer'" in result.stderr
