@@ -35,7 +35,7 @@ run cd "$root"
 # The stamp makes a second start instant; a changed pyproject.toml or another EXTRA installs again.
 stamp=.venv/.installed-${EXTRA:-plain}
 if ! [ "$stamp" -nt pyproject.toml ]; then
-  run .venv/bin/python -m pip install -e ".${EXTRA:+[$EXTRA]}"
+  run .venv/bin/python -m pip install -c constraints.txt -e ".${EXTRA:+[$EXTRA]}"
   run touch "$stamp"
 fi
 

@@ -90,8 +90,8 @@ copy="(export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) && git ad
 git archive \$(git write-tree)) | $(vm "tar -xf -")"
 # uv, because the usual images bring a Python older than 3.11.
 install=$(vm "export PATH=\$HOME/.local/bin:\$PATH; \
-command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh; \
-[ -x .venv/bin/python ] || uv venv --python 3.12 && uv pip install -e \".[tpu]\"")
+command -v uv > /dev/null || python3 -m pip install --quiet --user uv; \
+[ -x .venv/bin/python ] || uv venv --python 3.12 && uv pip install -c constraints.txt -e \".[tpu]\"")
 start=$(vm "mkdir -p $there && exec 9> $there/launch.lock && { flock -n 9 || exit 0; } && rm -f $there/launch.exit && \
 { (trap \"\" HUP; (echo \$BASHPID > $there/launch.pid; exec $train); echo \$? > $there/launch.exit) \
 >> $there/launch.log 2>&1 < /dev/null & }")

@@ -204,7 +204,7 @@ def test_the_vm_gets_the_checkout_as_it_is_on_disk_and_nothing_ignored(desk):
     assert desk.tpu()[0] == 0
     assert [path.name for path in (desk.vm / "configs").iterdir()] == ["new.py"]
     assert (desk.vm / ".venv" / "bin" / "python").exists() and not (desk.vm / ".venv" / "mine").exists()
-    assert (desk.vm / "uv.log").read_text() == "venv --python 3.12\npip install -e .[tpu]\n"
+    assert (desk.vm / "uv.log").read_text() == "venv --python 3.12\npip install -c constraints.txt -e .[tpu]\n"
     assert subprocess.check_output([*git, "status", "--porcelain"]) == staged
 
 
@@ -319,7 +319,7 @@ def test_the_dry_run_of_local_prints_every_command_and_runs_none(desk):
     assert desk.run("bash", "-c", echo + out)[1].splitlines() == [
         f"cd {desk.checkout}",
         "python3 -m venv .venv",
-        ".venv/bin/python -m pip install -e .[cuda]",
+        ".venv/bin/python -m pip install -c constraints.txt -e .[cuda]",
         "touch .venv/.installed-cuda",
         "exec .venv/bin/python -m jaxrl_llm.train --config.p=a b",
     ]
@@ -335,10 +335,10 @@ def test_local_installs_once_for_each_extra_and_hands_the_arguments_over(desk):
     default = "[-m][jaxrl_llm.train][--config][configs/grpo.py]"
     assert (desk.cloud / "python.log").read_text().splitlines() == [
         "[-m][venv][.venv]",
-        "[-m][pip][install][-e][.]",
+        "[-m][pip][install][-c][constraints.txt][-e][.]",
         default,
         "[-m][jaxrl_llm.train][--config.p=a  'b' (c)][]",
-        "[-m][pip][install][-e][.[cuda]]",
+        "[-m][pip][install][-c][constraints.txt][-e][.[cuda]]",
         default,
     ]
 
