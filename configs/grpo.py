@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
     c.data.overlong = "drop"  # but dropped and counted (drop), or refused (error)
 
     c.eval = ConfigDict()
-    c.eval.every = 25  # steps between evaluations, one before the first and one at the end; 0: none
+    c.eval.every = 10  # steps between evaluations, one before the first and one at the end; 0: none
     c.eval.source = "arithmetic.held_out"
     c.eval.problems = 1000  # the first so many, answered greedily
     c.eval.function = "arithmetic.accuracy"  # the reward function that judges

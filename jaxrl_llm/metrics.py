@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,9 +65,10 @@ class Log:
 
             name = workdir.name
             self._wandb = wandb.init(project=config["log"]["wandb_project"], id=name, config=config, resume="allow")
-        self.console = Console(highlight=False, soft_wrap=True)
+        terminal = sys.stdout.isatty()  # rich would also believe a notebook's FORCE_COLOR
+        self.console = Console(highlight=False, soft_wrap=True, force_terminal=terminal)
         self._progress = None
-        if self.console.is_terminal:
+        if terminal:
             columns = (BarColumn(), TextColumn("{task.completed}/{task.total} steps"), TimeElapsedColumn())
             self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=self.console)
             self._bar = self._progress.add_task("", total=num_steps, completed=start, left="")
