@@ -1,4 +1,4 @@
-"""GRPO on sums and differences below 100, from the model inside the package.
+"""GRPO on sums of two numbers below 100, from the model inside the package.
 
 python -m jaxrl_llm.train --config configs/grpo.py
 """
@@ -46,7 +46,7 @@ def get_config() -> ConfigDict:
     )  # ours, or my.module.function with TRL's signature
     c.reward.weights = (1.0, 0.0)  # a weight of 0 logs a channel and rewards nothing
 
-    c.advantage = ConfigDict(dict(name="grpo", normalise="group"))  # | batch | none
+    c.advantage = ConfigDict(dict(name="grpo", normalise="group", epsilon=1e-4))  # normalise: group | batch | none
 
     c.loss = ConfigDict(dict(name="ppo_clip", clip_low=0.2, clip_high=0.2))
 

@@ -56,5 +56,5 @@ def get_config() -> ConfigDict:
 
     c.checkpoint = ConfigDict(dict(every=200, keep=1, keep_best=0))
 
-    c.log = ConfigDict(dict(completions_every=0, tensorboard=True, wandb_project=""))
+    c.log = ConfigDict(dict(tensorboard=True, wandb_project=""))
     return c

@@ -20,8 +20,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Config, PyTree
 
 # Fields that a resumed run may change: they do not change the run's numbers beyond rounding,
-# or, as the number of steps, are there to be changed.
-FREE = ("num_steps", "microbatch", "mesh.", "checkpoint.", "log.", "eval.every")
+# are there to be changed (num_steps), or are checked by what they hold (model.path).
+FREE = ("num_steps", "microbatch", "mesh.", "model.path", "model.remat", "checkpoint.", "log.", "eval.every")
 
 
 def check_workdir(workdir: Path, config: Config) -> None:
@@ -71,21 +71,22 @@ def cut_back(file: Path, step: int) -> None:
     if not file.is_file():
         return
     kept = []
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n") or json.loads(line)["step"] > step:
+    *lines, _ = file.read_bytes().split(b"\n")  # what follows the last newline is torn, or nothing
+    for line in lines:
+        if json.loads(line)["step"] > step:
             break
-        kept.append(line)
+        kept.append(line + b"\n")
     partial = file.with_name(file.name + ".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
+    partial.write_bytes(b"".join(kept))
     os.replace(partial, file)
 
 
 class Checkpoints:
     """Policy, optimiser, data iterator and step, saved in the background; a torn save never counts."""
 
-    def __init__(self, folder: Path, model_hash: str, config: Config):
-        """config: the `checkpoint` section; model_hash: of the model that the run begins from."""
-        self._model_hash = model_hash
+    def __init__(self, folder: Path, began_with: dict[str, str], config: Config):
+        """config: the `checkpoint` section; began_with: hashes by field of what the run must find as it was."""
+        self._began_with = began_with
         policies: list[Any] = [LatestN(config.keep)]
         if config.keep_best:
             by = itemgetter("accuracy")
@@ -97,7 +98,7 @@ class Checkpoints:
 
     def save(self, step: int, state: PyTree, iterator: grain.DatasetIterator, accuracy: float | None) -> None:
         """Saves a step; returns as soon as the arrays are copied, and they may be donated."""
-        host = {"data": iterator.get_state(), "model": self._model_hash}
+        host = {"iterator": iterator.get_state(), "began_with": self._began_with}
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host))
         self._manager.save(step, args=items, metrics=None if accuracy is None else {"accuracy": accuracy})
 
@@ -112,13 +113,14 @@ class Checkpoints:
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         wanted = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
         host = self._read(step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
-        if host["model"] != self._model_hash:
-            raise UserError(
-                "config.model.path holds another model than this run began from: "
-                "put that one back, or give another --workdir"
-            )
+        for field, found in self._began_with.items():
+            if host["began_with"][field] != found:
+                raise UserError(
+                    f"config.{field} holds something else than when this run began: "
+                    "put that back, or give another --workdir"
+                )
         restored = self._read(step, wanted)
-        iterator.set_state(restored["host"]["data"])
+        iterator.set_state(restored["host"]["iterator"])
         return step, restored["state"]
 
     def _read(self, step: int, wanted: ocp.args.Composite) -> Any:
@@ -140,7 +142,7 @@ class Checkpoints:
 
 
 class StopSignal:
-    """SIGTERM asks for a checkpoint and a clean end after the step in hand."""
+    """SIGTERM, from here on, asks for a checkpoint and a clean end after the step in hand."""
 
     def __init__(self) -> None:
         self.asked = False

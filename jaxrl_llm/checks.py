@@ -52,11 +52,11 @@ SHARED = {
     "checkpoint.every": Field(int, low=1),
     "checkpoint.keep": Field(int, low=1),
     "checkpoint.keep_best": Field(int, low=0),
-    "log.completions_every": Field(int, low=0),
     "log.tensorboard": Field(bool),
     "log.wandb_project": Field(str),
 }
 TRAIN = SHARED | {
+    "log.completions_every": Field(int, low=0),
     "group_size": Field(int, low=1),
     "prompts_per_update": Field(int, low=1),
     "epochs": Field(int, low=1),
@@ -216,8 +216,10 @@ def check_positions(config: Config, model: DecoderConfig, *datasets: Dataset) ->
         )
 
 
-def table(config: Config, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset) -> list[tuple[str, Any]]:
-    """The start-up banner's rows: what the batch words come to."""
+def table(
+    config: Config, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset, start: int
+) -> list[tuple[str, Any]]:
+    """The start-up banner's rows: what the batch words come to, and where the run stands."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
     return [
@@ -230,6 +232,7 @@ def table(config: Config, totals: Totals, mesh: Mesh, model: DecoderConfig, data
         ("optimiser steps", totals.updates),
         ("warm-up steps", totals.warmup_steps),
         ("completion tokens, at most", totals.completion_tokens),
+        ("begins", f"after step {start} of {config.num_steps}, resumed" if start else "anew"),
     ]
 
 

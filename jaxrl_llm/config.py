@@ -210,7 +210,9 @@ def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., 
     Raises: UserError, naming what there is.
     """
     path, _, attribute = name.rpartition(".")
-    inner, found = None, getattr(module, name, None)
+    inner, found = None, None
+    if not path and name in _functions(module):
+        found = getattr(module, name)
     if path:
         for parent in (f"{module.__name__}.{path}", path):
             try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +30,25 @@ class Dataset:
     rows: list[Row]
     dropped: int  # over-long prompts left out
     width: int  # P: tokens of the longest prompt
+    numbers: list[int]  # each row's number in its source, from 1
+
+    def fingerprint(self) -> str:
+        """A hash of the token ids, in order."""
+        return hashlib.sha256(json.dumps(self.ids).encode()).hexdigest()
 
 
-def load(config: Config, tokenizer: Any, source: str = "", limit: int | None = None) -> Dataset:
-    """The data set of a config's `data` section, or another source read in the same way, its first `limit` rows."""
-    source = source or config.source
-    rows = load_rows(source, config.convert)[:limit]
-    limits = dict(max_prompt_tokens=config.max_prompt_tokens, overlong=config.overlong)
-    return tokenise(rows, tokenizer, **limits, source=source)
+def load(config: Config, tokenizer: Any) -> Dataset:
+    """The prompts to learn from, as the `data` section says."""
+    rows = load_rows(config.data.source, config.data.convert)
+    limits = dict(max_prompt_tokens=config.data.max_prompt_tokens, overlong=config.data.overlong)
+    return tokenise(rows, tokenizer, **limits, source=config.data.source)
+
+
+def load_held_out(config: Config, tokenizer: Any) -> Dataset:
+    """The prompts to be judged by, as the `eval` section says; an over-long one is an error: the exam stays whole."""
+    rows = load_rows(config.eval.source, config.data.convert)[: config.eval.problems]
+    limits = dict(max_prompt_tokens=config.data.max_prompt_tokens, overlong="error")
+    return tokenise(rows, tokenizer, **limits, source=config.eval.source)
 
 
 def load_rows(source: str, convert: str = "") -> list[Row]:
@@ -133,7 +146,7 @@ def tokenise(
     Raises: UserError, naming `source`, for a missing template, an over-long prompt, or when none is left.
     """
     texts = [_text(source, number, row["prompt"], tokenizer) for number, row in enumerate(rows, 1)]
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids = encode(texts, tokenizer, source)
     fits = [0 < len(tokens) <= max_prompt_tokens for tokens in ids]
     if overlong == "error" and not all(fits):
         i = fits.index(False)
@@ -141,12 +154,22 @@ def tokenise(
             f"{source} row {i + 1}: the prompt has {len(ids[i])} tokens, max_prompt_tokens is {max_prompt_tokens}: "
             "raise it, or drop the row (data.overlong = 'drop' does)"
         )
-    kept = [(tokens, row) for tokens, row, fit in zip(ids, rows, fits, strict=True) if fit]
+    kept = [i for i, fit in enumerate(fits) if fit]
     if not kept:
         limit = f"max_prompt_tokens = {max_prompt_tokens}"
         raise UserError(f"all {len(rows)} prompts of {source} are longer than {limit}: raise it")
-    longest = max(len(tokens) for tokens, _ in kept)
-    return Dataset([t for t, _ in kept], [r for _, r in kept], len(rows) - len(kept), longest)
+    ids = [ids[i] for i in kept]
+    width = max(len(tokens) for tokens in ids)
+    return Dataset(ids, [rows[i] for i in kept], len(rows) - len(kept), width, [i + 1 for i in kept])
+
+
+def encode(texts: list[str], tokenizer: Any, source: str) -> list[list[int]]:
+    """Token ids of texts, nothing added. Raises: UserError, for a text of which the tokenizer loses something."""
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for text, back in zip(texts, tokenizer.batch_decode(ids), strict=True):
+        if len("".join(back.split())) < len("".join(unicodedata.normalize("NFC", text).split())):
+            raise UserError(f"{source}: the model's tokenizer cannot write {text[:200]!r}, only {back[:200]!r}")
+    return ids
 
 
 def _text(source: str, number: int, prompt: Any, tokenizer: Any) -> str:

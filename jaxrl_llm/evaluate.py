@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer ones are an error")
     parser.add_argument("--max-completion-tokens", type=int, help="default: 512, or what the model's positions leave")
     parser.add_argument("--batch", type=int, default=128, help="problems at a time (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="as in the run's config")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for name, field in LIMITS.items():
@@ -78,7 +79,8 @@ def main() -> None:
     resolve(function, rewards, "--function")
 
     folder = hf.find(args.model)
-    model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
+    mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
+    model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
     rows = data.load_rows(args.task if is_file else f"{args.task}.held_out", args.convert)[: args.problems]
     limits = dict(max_prompt_tokens=args.max_prompt_tokens, overlong="error")
     dataset = data.tokenise(rows, tokenizer, **limits, source=args.task)
@@ -89,7 +91,6 @@ def main() -> None:
         raise UserError(
             f"--max-completion-tokens {length}: after prompts of {dataset.width} at most {room} fit the model"
         )
-    mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
     engine = Sampler(
         model, mesh, group_size=args.samples, max_completion_tokens=length,
         sampling=Sampling(args.temperature), stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -50,7 +52,7 @@ class Log:
 
     def __init__(self, workdir: Path, config: dict[str, Any], *, start: int):
         num_steps: int = config["num_steps"]
-        self._num_steps, self._start = num_steps, start
+        self._workdir, self._num_steps, self._start = workdir, num_steps, start
         for name in ("metrics.jsonl", "completions.jsonl"):
             cut_back(workdir / name, start if start else -1)  # step 0 is written again
         self._metrics = (workdir / "metrics.jsonl").open("a", encoding="utf-8")
@@ -59,12 +61,13 @@ class Log:
         if config["log"]["tensorboard"]:
             from tensorboardX import SummaryWriter
 
-            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1 if start else 0)
         if config["log"]["wandb_project"]:
             import wandb  # pyright: ignore[reportMissingImports]
 
-            name = workdir.name
-            self._wandb = wandb.init(project=config["log"]["wandb_project"], id=name, config=config, resume="allow")
+            run_id = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:16]  # the same when resumed
+            project = config["log"]["wandb_project"]
+            self._wandb = wandb.init(project=project, id=run_id, name=workdir.name, config=config, resume="allow")
         terminal = sys.stdout.isatty()  # rich would also believe a notebook's FORCE_COLOR
         self.console = Console(highlight=False, soft_wrap=True, force_terminal=terminal)
         self._progress = None
@@ -79,11 +82,11 @@ class Log:
     def step(self, step: int, record: dict[str, Any]) -> None:
         """One object in metrics.jsonl, one line on the console; the file has it before this returns."""
         record = {"step": step} | {k: _plain(v) for k, v in record.items()}
-        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
         self._metrics.flush()
         if self._board:
             for name, value in record.items():
-                if name != "step":
+                if name != "step" and value is not None:
                     self._board.add_scalar(name, value, step)
             self._board.flush()  # a kill -9 must not take events with it
         if self._wandb:
@@ -102,8 +105,8 @@ class Log:
         for text, reward in list(zip(texts[0], rewards[0], strict=True))[:2]:
             self.console.print(f"    {_short(asked)} -> {_short(text)}  (reward {reward:g})", markup=False)
 
-    def close(self, farewell: str) -> None:
-        """Flushes and closes every sink, and says how the run ended."""
+    def close(self, step: int) -> None:
+        """Flushes and closes every sink, and says how the run ended after `step`."""
         if self._progress:
             self._progress.stop()
         if self._board:
@@ -112,11 +115,15 @@ class Log:
             self._wandb.finish()
         self._metrics.close()
         self._completions.close()
-        self.console.print(farewell, markup=False)
+        if step < self._num_steps:
+            end = f"stopped by SIGTERM after step {step}: the same command with --workdir {self._workdir} goes on"
+        else:
+            end = f"done: the trained model, as transformers and vLLM load it, is {self._workdir / 'hf'}"
+        self.console.print(end, markup=False)
 
     def _line(self, step: int, record: dict[str, Any]) -> str:
         parts = [f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"]
-        parts += [f"{label} {record[key]:{form}}" for label, key, form in COLUMNS if key in record]
+        parts += [f"{label} {record[key]:{form}}" for label, key, form in COLUMNS if record.get(key) is not None]
         phases = " ".join(f"{p} {record[f'time/{p}']:.2f}" for p in PHASES if f"time/{p}" in record)
         if "time/step" in record:
             parts.append(f"{record['time/step']:.2f}s ({phases})")
@@ -141,8 +148,11 @@ def banner(title: str, rows: list[tuple[str, Any]], console: Console | None = No
                       markup=False)  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, str)) else float(value)
+def _plain(value: Any) -> float | int | None:
+    """A number that JSON has; None for one that it has not."""
+    if isinstance(value, int):
+        return value
+    return float(value) if math.isfinite(value) else None
 
 
 def _short(text: str, length: int = 100) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -45,12 +46,26 @@ def log_distribution(logits: Array, sampling: Sampling, token: Array | None = No
 
 
 def draw(logprobs: Array, uniform: Array) -> jax.Array:
-    """Inverse-CDF sampling: one uniform number in [0, 1) a row instead of V Gumbel ones.
+    """Inverse-CDF sampling in two levels: two uniform numbers a row instead of V Gumbel ones.
 
-    logprobs [..., V], uniform [...] -> tokens [...] int32. A token of probability zero is never drawn.
+    logprobs [..., V], uniform [..., 2] in [0, 1) -> tokens [...] int32. First a block of about
+    sqrt(V) tokens, then a token of it: a single float32 sum over a whole vocabulary would lose
+    its tail. A token of probability zero is never drawn.
     """
-    cdf = jnp.cumsum(jnp.exp(logprobs), axis=-1)
-    return jnp.argmax(cdf > (uniform * cdf[..., -1])[..., None], axis=-1).astype(jnp.int32)
+    size = max(math.isqrt(logprobs.shape[-1]), 1)
+    probs = jnp.exp(logprobs)
+    probs = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, -probs.shape[-1] % size)])
+    blocks = probs.reshape(*probs.shape[:-1], -1, size)
+    block = _invert(jnp.sum(blocks, axis=-1), uniform[..., 0])
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return block * size + _invert(inside, uniform[..., 1])
+
+
+def _invert(weights: Array, uniform: Array) -> jax.Array:
+    """The first index whose cumulative weight is above uniform x total, among those that weigh anything."""
+    cdf, some = jnp.cumsum(weights, axis=-1), weights > 0  # XLA's cumsum is not monotone to the last bit
+    total = jnp.max(jnp.where(some, cdf, 0.0), axis=-1)
+    return jnp.argmax(some & (cdf > (uniform * total)[..., None]), axis=-1).astype(jnp.int32)
 
 
 def token_logprobs(logits: Array, token: Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:

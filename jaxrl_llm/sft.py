@@ -29,6 +29,7 @@ def finetune(config: Config, workdir: Path) -> None:
 
     Raises: UserError, for what a person can put right.
     """
+    stop = StopSignal()
     totals = checks.check_sft(config)
     check_workdir(workdir, config)
     mesh = sharding.make_mesh(**config.mesh)
@@ -40,19 +41,18 @@ def finetune(config: Config, workdir: Path) -> None:
         folder = Path(made.name)
         rows = data.load_rows(config.data.source, config.data.convert)
         fresh.write_folder(folder, config.model, rows, config.data.completion_column)
-    model = hf.load_model(folder, config.model.dtype, config.model.remat)
+    model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
     tokenizer = hf.load_tokenizer(folder)
-    dataset = data.load(config.data, tokenizer)
-    e = config.eval
-    held_out = data.load(config.data, tokenizer, e.source, e.problems) if e.every else dataset
+    dataset = data.load(config, tokenizer)
+    held_out = data.load_held_out(config, tokenizer) if config.eval.every else dataset
     checks.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     checks.check_positions(config, model.cfg, dataset, held_out)
     answers = tokenise_answers(dataset, tokenizer, config)
     if config.model.path:
         params = hf.load_params(folder, model, mesh)
     else:
-        key = jax.random.key(config.seed)
-        params = jax.jit(model.init, out_shardings=sharding.shardings(jax.eval_shape(model.init, key), mesh))(key)
+        init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes(), mesh))
+        params = init(jax.random.key(config.seed))
 
     examinee = Sampler(
         model, mesh, group_size=1, max_completion_tokens=config.rollout.max_completion_tokens,
@@ -66,56 +66,56 @@ def finetune(config: Config, workdir: Path) -> None:
         aggregate=partial(losses.aggregation_weights, **config.aggregate),
     )  # fmt: skip
 
-    banner(f"jaxrl_llm.sft: {workdir}", checks.table(config, totals, mesh, model.cfg, dataset))
     kept = [i for i, answer in enumerate(answers) if answer]
-    print(f"  {len(answers) - len(kept)} examples above rollout.max_completion_tokens dropped")
     collate = partial(make_batch, dataset, answers, kept, config.rollout.max_completion_tokens, tokenizer.pad_token_id)
     batches = data.iterate(len(kept), config.prompts_per_step, config.seed, collate)
-    checkpoints = Checkpoints(workdir / "checkpoints", hf.fingerprint(folder), config.checkpoint)
+    began_with = {"model.path": hf.fingerprint(folder), "data.source": dataset.fingerprint()}
+    checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
     start, state = checkpoints.resume(state, batches)
     open_workdir(workdir, config)
+    table = checks.table(config, totals, mesh, model.cfg, dataset, start)
+    banner(f"jaxrl_llm.sft: {workdir}", [*table, ("over-long completions dropped", len(answers) - len(kept))])
     log = Log(workdir, config.to_dict(), start=start)
-    stop = StopSignal()
     rows = jnp.arange(config.prompts_per_step)
-    for step in range(start + 1, config.num_steps + 1):
+    seed = jax.random.key(config.seed)
+    step = start
+    while step < config.num_steps and not stop.asked:
+        step += 1
         timer = Timer()
         batch = next(batches)
         with timer("update"):
             state, measured = update_step(state, sharding.shard_batch(batch, mesh), rows)
             measured = sharding.to_host(measured)
         tokens = batch.completion_mask.sum()
-        record = measured | {"loss/sft": measured["loss/total"], "learning_rate": rate(state.step - 1)}
+        record = measured | {"loss/sft": measured["loss/total"], "updates/skipped": state.opt_state.total_notfinite}
+        record |= {"learning_rate": rate(state.step - state.opt_state.total_notfinite - 1)}
         record |= {"time/step": timer.seconds["update"], "time/update": timer.seconds["update"]}
         record |= {"tokens_per_second": tokens / timer.seconds["update"]}
         last = step == config.num_steps
         if config.eval.every and (step % config.eval.every == 0 or last):
             examinee.update_weights(state.params)
             scores, _ = evaluate(
-                examinee, held_out, e.function, tokenizer, batch=config.prompts_per_step, key=jax.random.key(0)
+                examinee, held_out, config.eval.function, tokenizer, batch=config.prompts_per_step, key=seed
             )
             record |= {"eval/accuracy": float(scores.mean())}
         log.step(step, record)
         if step % config.checkpoint.every == 0 or "eval/accuracy" in record or last or stop.asked:
             checkpoints.save(step, state, batches, record.get("eval/accuracy"))
-        if stop.asked:
-            break
     checkpoints.close()
-    if stop.asked:
-        log.close(f"stopped by SIGTERM after step {step}; the same command with --workdir {workdir} goes on from there")
-    else:
+    if step >= config.num_steps:
         hf.save(workdir / "hf", state.params, folder)
-        log.close(f"done; the trained model, for transformers and vLLM: {workdir / 'hf'}")
+    log.close(step)
 
 
 def tokenise_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[list[int]]:
     """Token ids of each row's completion with the end token; empty where it is above the limit."""
     column, limit = config.data.completion_column, config.rollout.max_completion_tokens
-    for i, row in enumerate(dataset.rows, 1):
+    for number, row in zip(dataset.numbers, dataset.rows, strict=True):
         if not isinstance(row.get(column), str):
-            raise UserError(f"{config.data.source} row {i}: column {column!r} is {row.get(column)!r}: make it text")
+            raise UserError(f"{config.data.source} row {number}: {column!r} is {row.get(column)!r}: make it text")
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token: name its eos_token in tokenizer_config.json")
-    ids = tokenizer([row[column] for row in dataset.rows], add_special_tokens=False)["input_ids"]
+    ids = data.encode([row[column] for row in dataset.rows], tokenizer, config.data.source)
     ids = [[*tokens, tokenizer.eos_token_id] for tokens in ids]
     if all(len(tokens) > limit for tokens in ids):
         raise UserError(f"all completions are longer than rollout.max_completion_tokens = {limit}: raise it")

@@ -72,11 +72,17 @@ def spec_for(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))
 
 
-def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
-    """NamedShardings for parameters, and for optimiser states that mirror them (matched by path)."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(mesh, spec_for(path_name(path), leaf.shape, mesh)), tree
-    )
+def shardings(tree: PyTree, mesh: Mesh, leave_out: str = "") -> PyTree:
+    """NamedShardings for parameters, and for optimiser states that mirror them (matched by path).
+
+    leave_out: a mesh axis over which to keep copies instead.
+    """
+
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        spec = spec_for(path_name(path), leaf.shape, mesh)
+        return NamedSharding(mesh, P(*(None if axis == leave_out else axis for axis in spec)))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def shard_batch(tree: PyTree, mesh: Mesh) -> PyTree:

@@ -29,17 +29,17 @@ def train(config: Config, workdir: Path) -> None:
 
     Raises: UserError, for what a person can put right.
     """
+    stop = StopSignal()
     # What can be wrong is found first: config, workdir, mesh, model, data. Nothing is written until then.
     totals = checks.check_train(config)
     check_workdir(workdir, config)
     mesh = sharding.make_mesh(**config.mesh)
     checks.check_batch_fits_mesh(config, mesh, config.prompts_per_update)
     folder = hf.find(config.model.path)
-    model = hf.load_model(folder, config.model.dtype, config.model.remat)
+    model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
     tokenizer = hf.load_tokenizer(folder)
-    dataset = data.load(config.data, tokenizer)
-    e = config.eval
-    held_out = data.load(config.data, tokenizer, e.source, e.problems) if e.every else dataset
+    dataset = data.load(config, tokenizer)
+    held_out = data.load_held_out(config, tokenizer) if config.eval.every else dataset
     checks.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     checks.check_positions(config, model.cfg, dataset, held_out)
     params = hf.load_params(folder, model, mesh)
@@ -71,14 +71,14 @@ def train(config: Config, workdir: Path) -> None:
     )  # fmt: skip
 
     # The run so far.
-    banner(f"jaxrl_llm.train: {workdir}", checks.table(config, totals, mesh, model.cfg, dataset))
     collate = partial(data.make_prompts, dataset, pad_id=tokenizer.pad_token_id)
     prompt_iterator = data.iterate(len(dataset.rows), config.prompts_per_step, config.seed, collate)
-    checkpoints = Checkpoints(workdir / "checkpoints", hf.fingerprint(folder), config.checkpoint)
+    began_with = {"model.path": hf.fingerprint(folder), "data.source": dataset.fingerprint()}
+    checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
     start, state = checkpoints.resume(state, prompt_iterator)
     open_workdir(workdir, config)
+    banner(f"jaxrl_llm.train: {workdir}", checks.table(config, totals, mesh, model.cfg, dataset, start))
     log = Log(workdir, config.to_dict(), start=start)
-    stop = StopSignal()
     seed = jax.random.key(config.seed)
 
     def accuracy() -> float:
@@ -91,7 +91,9 @@ def train(config: Config, workdir: Path) -> None:
     if start == 0 and config.eval.every:
         log.step(0, {"eval/accuracy": accuracy()})
     engine.update_weights(state.params)
-    for step in range(start + 1, config.num_steps + 1):
+    step = start
+    while step < config.num_steps and not stop.asked:
+        step += 1
         timer = Timer()
         prompts = next(prompt_iterator)
         with timer("rollout"):
@@ -107,14 +109,17 @@ def train(config: Config, workdir: Path) -> None:
                 sampler_logprobs=rollouts.logprobs,
             )  # fmt: skip
             old = ref = None
-            if totals.updates_per_rollout > 1:  # a single update's old log-probabilities are its own
+            if totals.updates_per_rollout > 1 or config.kl.placement == "reward":
                 old = rollouts.logprobs if engine.exact else score(state.params, batch)
             if ref_params is not None:
                 ref = jax.block_until_ready(score(ref_params, batch))
+            rewarded = channels["total"]
             if config.kl.placement == "reward":
-                kl_sum = np.sum(kl_estimator(sampled.logprobs, np.asarray(ref)) * sampled.loss_mask, axis=-1)
-                channels |= {"kl": kl_sum, "total": channels["total"] - float(kl_coef(state.step)) * kl_sum}
-            advantage = sharding.shard_batch(estimate_advantages(channels["total"]), mesh)
+                channels["kl"] = np.sum(sharding.to_host(kl_estimator(old, ref)) * sampled.loss_mask, axis=-1)
+                rewarded = rewarded - float(kl_coef(state.step)) * channels["kl"]
+            if totals.updates_per_rollout == 1:
+                old = None  # they are those of the update itself
+            advantage = sharding.shard_batch(estimate_advantages(rewarded), mesh)
             batch = replace(batch, advantages=advantage, old_logprobs=old, ref_logprobs=ref)
         with timer("update"):
             updates = []
@@ -125,8 +130,9 @@ def train(config: Config, workdir: Path) -> None:
             updates = sharding.to_host(updates)
 
         record = summary(sampled, channels, updates, timer.seconds)
-        record |= {"learning_rate": rate(state.step - 1), "kl/coef": kl_coef(state.step - 1)}
-        record |= {"updates/skipped": state.opt_state.total_notfinite}
+        skipped = state.opt_state.total_notfinite  # these did not move the rate's schedule on
+        record |= {"learning_rate": rate(state.step - skipped - 1), "kl/coef": kl_coef(state.step - 1)}
+        record |= {"updates/skipped": skipped}
         last = step == config.num_steps
         if config.eval.every and (step % config.eval.every == 0 or last):
             record |= {"eval/accuracy": accuracy()}
@@ -135,14 +141,10 @@ def train(config: Config, workdir: Path) -> None:
             log.completions(step, prompts.rows, texts, channels["total"])
         if step % config.checkpoint.every == 0 or "eval/accuracy" in record or last or stop.asked:
             checkpoints.save(step, state, prompt_iterator, record.get("eval/accuracy"))
-        if stop.asked:
-            break
     checkpoints.close()
-    if stop.asked:
-        log.close(f"stopped by SIGTERM after step {step}; the same command with --workdir {workdir} goes on from there")
-    else:
+    if step >= config.num_steps:
         hf.save(workdir / "hf", state.params, folder)
-        log.close(f"done; the trained model, for transformers and vLLM: {workdir / 'hf'}")
+    log.close(step)
 
 
 def minibatches(config: Config, step: int) -> Iterator[Array]:
@@ -160,8 +162,10 @@ def summary(
     """A step's record for the log. The sampler gap is the first update's; what else updates report is averaged."""
     total = channels["total"]
     record: dict[str, Any] = {"reward/mean": total.mean(), "reward/std": total.std()}
-    record |= {f"reward/{name}": np.nanmean(channel) for name, channel in channels.items() if name != "total"}
-    record |= {"groups/no_signal": np.mean(total.std(axis=1) == 0)}
+    for name, channel in channels.items():
+        if name != "total" and not np.isnan(channel).all():  # else it had nothing to say on this batch
+            record[f"reward/{name}"] = np.nanmean(channel)
+    record |= {"groups/no_signal": np.mean(np.ptp(total, axis=1) == 0)}
     lengths = sampled.completion_mask.sum(axis=-1)
     record |= {"completion/length": lengths.mean(), "completion/length_max": lengths.max()}
     record |= {"completion/truncated": sampled.truncated.mean()}

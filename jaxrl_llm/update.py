@@ -19,7 +19,7 @@ from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 
 Objective: TypeAlias = Callable[[PyTree, Batch, Array], tuple[Array, Metrics]]
 
-LOGITS_AT_ONCE = 2**25  # elements of the largest logits array held: 128 MiB in float32
+LOGITS_AT_ONCE = 2**25  # elements of the largest logits array that a device holds: 128 MiB in float32
 
 
 def completion_logprobs(
@@ -46,7 +46,8 @@ def completion_logprobs(
         return token_logprobs(model.logits(params, part[0]), part[1], sampling)
 
     b, g, c = batch.completions.shape
-    size = min(max(LOGITS_AT_ONCE // (b * g * model.cfg.vocab_size), 1), c)
+    devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
+    size = min(max(LOGITS_AT_ONCE * devices // (b * g * model.cfg.vocab_size), 1), c)
     count = -(-c // size)
     parts = [_chunks(x, count, size) for x in (states, batch.completions)]
     logprobs, entropy = (_joined(x, c) for x in jax.lax.map(head, tuple(parts)))

@@ -12,10 +12,12 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm import data, rewards
-from jaxrl_llm.config import resolve
-from jaxrl_llm.models import hf
+from jaxrl_llm.config import load, resolve
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import fresh, hf
 from jaxrl_llm.tasks import arithmetic, countdown, gsm8k
 
+ROOT = Path(__file__).parent.parent
 EMBEDDED = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
 
 
@@ -82,6 +84,32 @@ def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer):
     rows = [{"prompt": "1+1"}, {"prompt": "10+10"}, {"prompt": "2+2"}]
     dataset = data.tokenise(rows, tokenizer, max_prompt_tokens=3, overlong="drop")
     assert (len(dataset.rows), dataset.dropped, dataset.width) == (2, 1, 3)
+
+
+def test_a_new_tokenizer_keeps_newlines_and_refuses_what_it_has_no_token_for(tmp_path):
+    rows = [{"prompt": "a\n\nb", "completion": "c"}]
+    fresh.write_folder(tmp_path, dict.fromkeys(fresh.SIZES, 8), rows, "completion")
+    tokenizer = hf.load_tokenizer(tmp_path)
+    (ids,) = data.encode(["a\n\nb"], tokenizer, "here")
+    assert tokenizer.decode(ids) == "a\n\nb"
+    with pytest.raises(UserError, match=r"here: the model's tokenizer cannot write 'a\*b', only 'ab'"):
+        data.encode(["ab", "a*b"], tokenizer, "here")
+
+
+def test_the_embedded_models_folder_is_the_one_that_the_sft_config_writes(tmp_path):
+    config = load(ROOT / "configs" / "sft.py")
+    rows = data.load_rows(config.data.source)
+    fresh.write_folder(tmp_path, config.model, rows, config.data.completion_column)
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (EMBEDDED / file.name).read_bytes(), file.name
+
+
+def test_held_out_problems_are_never_dropped(tokenizer, tmp_path):
+    (tmp_path / "exam.jsonl").write_text('{"prompt": "1+1"}\n{"prompt": "11+11"}\n')
+    config = load(ROOT / "configs" / "grpo.py")
+    config.data.max_prompt_tokens, config.eval.source = 3, str(tmp_path / "exam.jsonl")
+    with pytest.raises(UserError, match="row 2: the prompt has 5 tokens"):
+        data.load_held_out(config, tokenizer)
 
 
 def test_prompts_are_padded_on_the_left(tokenizer):

@@ -437,13 +437,13 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_or_another_model(
     words = "torn/checkpoints/1 cannot be read | move it away to go on from the one before it"
     refuse(train, command(f"{run} num_steps=2", workdir="torn"), words)
     reweighed(lambda t: t.update({"model.norm.weight": 2 * t["model.norm.weight"]}))(place / "model")
-    words = "config.model.path holds another model | put that one back, or give another --workdir"
+    words = "config.model.path holds something else | put that back, or give another --workdir"
     refuse(train, command(f"{run} num_steps=2"), words)
 
 
 @table("argv words", {
     "data without completions":
-        ("data.source=sums.jsonl", "sums.jsonl row 1: column 'completion' is None | make it text"),
+        ("data.source=sums.jsonl", "sums.jsonl row 1: 'completion' is None | make it text"),
     "over-long completions alone":
         ("rollout.max_completion_tokens=1", "all completions | rollout.max_completion_tokens = 1 | raise it"),
     "completions beyond the model's positions": ("rollout.max_completion_tokens=512", "512 positions | lower it"),

@@ -252,7 +252,7 @@ def test_a_null_number_of_key_value_heads_means_as_many_as_query_heads(folder):
 
 
 def test_dtype_and_remat_are_those_asked_for(folder):
-    cfg = hf.load_model(folder, "bfloat16", "dots").cfg
+    cfg = hf.load_model(folder, dtype="bfloat16", remat="dots").cfg
     assert (cfg.dtype, cfg.remat) == ("bfloat16", "dots")
 
 

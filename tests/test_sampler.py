@@ -92,7 +92,7 @@ def test_frequencies_of_drawn_tokens_match_the_distribution(sampling):
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, 16), jnp.float32)
     logprobs = log_distribution(logits, sampling)
     count = 200_000
-    drawn = draw(jnp.broadcast_to(logprobs, (count, 16)), jax.random.uniform(jax.random.key(0), (count,)))
+    drawn = draw(jnp.broadcast_to(logprobs, (count, 16)), jax.random.uniform(jax.random.key(0), (count, 2)))
     observed, p = np.bincount(drawn, minlength=16) / count, np.exp(logprobs)
     assert np.all(observed[p == 0] == 0)
     chi2 = count * np.sum((observed - p)[p > 0] ** 2 / p[p > 0])
@@ -113,8 +113,35 @@ def test_the_first_token_of_a_real_rollout_follows_the_softmax():
 
 def test_draw_never_takes_a_token_of_probability_zero_even_at_the_ends():
     logprobs = jnp.log(jnp.array([0.0, 0.5, 0.0, 0.5, 0.0]))
-    ends = jnp.array([0.0, 0.4999999, 0.5, 0.99999994])
-    np.testing.assert_array_equal(draw(jnp.broadcast_to(logprobs, (4, 5)), ends), [1, 1, 3, 3])
+    last = 0.99999994
+    ends = jnp.array([[0.0, 0.0], [0.0, last], [0.4999999, last], [0.5, 0.0], [last, last]])
+    np.testing.assert_array_equal(draw(jnp.broadcast_to(logprobs, (5, 5)), ends), [1, 1, 1, 3, 3])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.95), Sampling(top_k=50)], ids=str)
+def test_a_vocabulary_of_152k_is_drawn_from_without_loss_of_its_tail(sampling):
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 3, 151_936), jnp.float32)
+    logprobs = log_distribution(logits, sampling)
+    step = jax.jit(lambda u: draw(jnp.broadcast_to(logprobs, (len(u), len(logprobs))), u))
+    tokens = np.concatenate([step(jax.random.uniform(jax.random.key(i), (64, 2))) for i in range(100)])
+    drawn = np.asarray(logprobs)[tokens]
+    assert np.isfinite(drawn).all()
+    # Mean and share below a small probability, against the distribution's own.
+    p = np.exp(np.asarray(logprobs, np.float64))
+    finite = p > 0
+    mean = np.sum(p[finite] * np.asarray(logprobs, np.float64)[finite])
+    spread = np.sqrt(np.sum(p[finite] * (np.asarray(logprobs)[finite] - mean) ** 2) / len(drawn))
+    assert abs(drawn.mean() - mean) < 5 * spread
+    # Every token that weighs anything is the answer to some pair of uniform numbers.
+    rare = np.flatnonzero(finite)[np.argsort(p[finite])[:20]]
+    size = int(np.sqrt(151_936))
+    blocks = np.add.reduceat(p, np.arange(0, 151_936, size))
+    within = np.array([p[token // size * size : token].sum() for token in rare]) + p[rare] / 2
+    middle = (np.cumsum(blocks) - blocks / 2)[rare // size] / p.sum()
+    uniform = jnp.asarray(np.stack([middle, within / blocks[rare // size]], axis=-1), jnp.float32)
+    found = np.asarray(step(uniform))
+    np.testing.assert_array_equal(found // size, rare // size)  # the block to the letter
+    assert np.all(np.abs(np.asarray(logprobs)[found]) < np.inf)
 
 
 def test_top_k_then_top_p_by_hand():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from jaxrl_llm.checkpoint import cut_back
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -70,6 +73,10 @@ def test_running_a_finished_run_again_changes_no_number(whole):
     assert records(whole) == before
 
 
+def completions(workdir: Path) -> str:
+    return (workdir / "completions.jsonl").read_text()
+
+
 def kill_after(process: subprocess.Popen, seconds: float) -> bool:
     """kill -9 after a while; False if the run had ended by itself."""
     try:
@@ -103,6 +110,7 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
     result = run(workdir, *TINY)
     assert result.returncode == 0, result.stderr
     assert records(workdir) == records(whole)
+    assert completions(workdir) == completions(whole)
     weights = [(w / "hf" / "model.safetensors").read_bytes() for w in (workdir, whole)]
     assert weights[0] == weights[1]
 
@@ -118,8 +126,30 @@ def test_a_run_killed_at_many_random_moments_resumes_bit_for_bit(whole, tmp_path
     assert kills >= 2
     assert run(workdir, *TINY).returncode == 0
     assert records(workdir) == records(whole)
+    assert completions(workdir) == completions(whole)
     weights = [(w / "hf" / "model.safetensors").read_bytes() for w in (workdir, whole)]
     assert weights[0] == weights[1]
+
+
+def test_a_log_is_cut_back_at_newlines_alone(tmp_path):
+    lines = [json.dumps({"step": i, "text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n" for i in range(6)]
+    (tmp_path / "log").write_text("".join(lines) + '{"step": 6, "te')
+    cut_back(tmp_path / "log", 3)
+    assert (tmp_path / "log").read_text() == "".join(lines[:4])
+
+
+def test_sigterm_before_the_first_step_and_on_a_finished_run_exits_0(whole, tmp_path):
+    process = start(tmp_path / "run", *TINY)
+    while process.poll() is None and not (tmp_path / "run").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert {r["step"] for r in records(tmp_path / "run")} <= {0}
+    again = start(whole, *TINY)
+    time.sleep(6)
+    again.send_signal(signal.SIGTERM)
+    assert again.wait(timeout=60) in (0, -signal.SIGTERM)  # the latter only while Python still imports
+    assert (whole / "hf" / "model.safetensors").is_file()
 
 
 def test_sigterm_saves_the_step_in_hand_and_exits_0(tmp_path):
@@ -195,3 +225,16 @@ def test_the_trained_folder_says_the_same_in_transformers_as_in_the_sampler(whol
     )
     said = tokenizer.batch_decode(theirs[:, prompts.tokens.shape[1] :], skip_special_tokens=True)
     assert said == [group[0] for group in ours]
+
+
+@pytest.mark.slow
+def test_the_main_job_learns_within_its_time_and_memory(tmp_path):
+    """What README promises of its first command, for another seed than the notebook's."""
+    began = time.perf_counter()
+    result = run(tmp_path / "run", "--config.seed=1")
+    assert result.returncode == 0, result.stderr
+    accuracy = [r["eval/accuracy"] for r in records(tmp_path / "run") if "eval/accuracy" in r]
+    assert accuracy[0] <= 0.5
+    assert accuracy[-1] >= 0.9
+    assert time.perf_counter() - began < 300
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20  # KiB

@@ -140,6 +140,24 @@ def test_mesh_and_microbatch_together_give_the_same_update():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
+def test_fsdp_gathers_weights_and_leaves_every_device_its_own_prompts():
+    """Were the batch copied to all devices, memory would be several times that of plain data parallelism."""
+    config = dataclasses.replace(tiny.CONFIG, width=128, mlp_width=512, layers=4)
+    sizes = {}
+    for shape in ((8, 1, 1), (1, 8, 1)):
+        mesh = sharding.make_mesh(*shape)
+        model = Decoder(config, mesh)
+        params = jax.device_put(model.init(jax.random.key(0)), sharding.shardings(model.shapes(), mesh))
+        rng = np.random.default_rng(0)
+        completions = rng.integers(0, 32, (16, 4, 32)).astype(np.int32)
+        mask = np.ones(completions.shape, bool)
+        batch = Batch(completions[:, 0, :8], mask[:, 0, :8], completions, mask, mask)
+        loss = lambda p, b, model=model: jnp.sum(update.completion_logprobs(model, p, b, Sampling())[0])  # noqa: E731
+        lowered = jax.jit(jax.grad(loss)).lower(params, sharding.shard_batch(batch, mesh))
+        sizes[shape] = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert sizes[1, 8, 1] < 1.3 * sizes[8, 1, 1], sizes
+
+
 def test_state_is_initialised_sharded_and_stays_so():
     mesh = sharding.make_mesh(1, 4, 2)
     model, params = tiny.model_and_params()

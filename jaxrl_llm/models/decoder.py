@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
+from jaxrl_llm.sharding import BATCH
 from jaxrl_llm.structs import Array, PyTree
 
 
@@ -173,8 +175,9 @@ def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
 class Decoder:
     """Pure functions over a parameter tree {"layers": stacked [L, ...], "embed", "norm", "head"}."""
 
-    def __init__(self, cfg: DecoderConfig):
+    def __init__(self, cfg: DecoderConfig, mesh: Mesh | None = None):
         self.cfg = cfg
+        self.mesh = mesh
         self._block_def, self._block_state = nnx.split(nnx.eval_shape(lambda: Block(cfg, nnx.Rngs(0))))
         self._ends_def, self._ends_state = nnx.split(nnx.eval_shape(lambda: Ends(cfg, nnx.Rngs(0))))
 
@@ -183,6 +186,10 @@ class Decoder:
         block_key, ends_key = jax.random.split(key)
         blocks = jax.vmap(lambda k: _pure(Block(self.cfg, nnx.Rngs(k))))(jax.random.split(block_key, self.cfg.layers))
         return {"layers": blocks, **_pure(Ends(self.cfg, nnx.Rngs(ends_key)))}
+
+    def shapes(self) -> PyTree:
+        """The parameter tree's shapes and dtypes."""
+        return jax.eval_shape(self.init, jax.random.key(0))
 
     def prefill(self, params: PyTree, tokens: Array, mask: Array) -> tuple[jax.Array, KeyValue]:
         """Prompts [B, P] -> hidden [B, P, D] and their keys and values [L, B, P, K, h]."""
@@ -196,7 +203,7 @@ class Decoder:
             x = block.finish(x, attend(query, [(key, value, visible)], self.cfg.precision))
             return x, KeyValue(key[:, 0], value[:, 0])
 
-        x = self._ends(params).embed(tokens)[:, None]
+        x = self._embed(params, tokens)[:, None]
         x, cache = jax.lax.scan(self._remat(layer), x, params["layers"])
         return self._ends(params).norm(x)[:, 0], cache
 
@@ -218,7 +225,7 @@ class Decoder:
             parts = [(prompt.keys, prompt.values, prefix_visible), (key, value, visible)]
             return block.finish(x, attend(query, parts, self.cfg.precision)), None
 
-        x = self._ends(params).embed(tokens)
+        x = self._embed(params, tokens)
         x, _ = jax.lax.scan(self._remat(layer), x, (params["layers"], prefix))
         return self._ends(params).norm(x)
 
@@ -244,7 +251,7 @@ class Decoder:
             parts = [(prompt.keys, prompt.values, prefix_visible), (own[0], own[1], visible)]
             return (block.finish(x, attend(query, parts, self.cfg.precision)), cache), None
 
-        x = self._ends(params).embed(tokens)[:, :, None]
+        x = self._embed(params, tokens)[:, :, None]
         scanned = (params["layers"], prefix, jnp.arange(self.cfg.layers))
         (x, cache), _ = jax.lax.scan(layer, (x, cache), scanned)
         return self._ends(params).norm(x)[:, :, 0], cache
@@ -263,6 +270,13 @@ class Decoder:
         cfg = self.cfg
         shape = (cfg.layers, batch, group, length, cfg.kv_heads, cfg.head_dim)
         return KeyValue(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
+
+    def _embed(self, params: PyTree, tokens: Array) -> jax.Array:
+        x = self._ends(params).embed(tokens)
+        if self.mesh is None:
+            return x
+        # Left to itself the compiler would split the width as the embedding is, and give every device all prompts.
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
 
     def _block(self, params: PyTree) -> Block:
         return _merge(self._block_def, self._block_state, params)

@@ -27,22 +27,27 @@ ARCHITECTURE = {
 
 
 def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, Any]], column: str) -> None:
-    """Writes config.json, generation_config.json and a tokenizer of one token for each character in `rows`.
+    """Writes config.json, generation_config.json and a tokenizer of one token for each byte found in `rows`.
 
     sizes: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
     intermediate_size. rows: chats or text in "prompt", the text to be learned in `column`.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     texts = [str(row.get(column, "")) for row in rows]
     for row in rows:
         prompt = row["prompt"]
         texts += [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    vocabulary = {token: i for i, token in enumerate([PAD, USER, ASSISTANT, END, *sorted(set("".join(texts)))])}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    core.decoder = decoders.Fuse()
+    # Bytes in Qwen's own notation and no merges: transformers makes a Qwen2Tokenizer out of any tokenizer
+    # beside a Qwen2 config.json, with a pre-tokenizer and a decoder of its own; for this one they change nothing.
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters = sorted(
+        {c for piece, _ in byte_level.pre_tokenize_str("".join(sorted(set("".join(texts))))) for c in piece}
+    )
+    vocabulary = {token: i for i, token in enumerate([PAD, USER, ASSISTANT, END, *characters])}
+    core = Tokenizer(models.BPE(vocabulary, merges=[]))
+    core.pre_tokenizer, core.decoder = byte_level, decoders.ByteLevel()
     core.add_special_tokens([PAD, USER, ASSISTANT, END])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END)
     tokenizer.chat_template = CHAT_TEMPLATE

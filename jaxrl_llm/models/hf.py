@@ -78,8 +78,8 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return found
 
 
-def load_model(folder: Path, dtype: str = "float32", remat: str = "none") -> Decoder:
-    """The decoder of a folder; its family is the module of this package named by `model_type`."""
+def load_model(folder: Path, mesh: Mesh | None = None, *, dtype: str = "float32", remat: str = "none") -> Decoder:
+    """The decoder of a folder, on a mesh; its family is the module of this package named by `model_type`."""
     hf = read_config(folder)
     family = str(hf.get("model_type", ""))
     if family not in (known := families()):
@@ -88,7 +88,7 @@ def load_model(folder: Path, dtype: str = "float32", remat: str = "none") -> Dec
         )
     stored_dtype(folder)
     module = importlib.import_module(f"jaxrl_llm.models.{family}")
-    return Decoder(module.decoder_config(hf, dtype, remat))
+    return Decoder(module.decoder_config(hf, dtype, remat), mesh)
 
 
 def stored_dtype(folder: Path) -> np.dtype:
@@ -144,7 +144,7 @@ def load_params(folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
     Raises: UserError, for a tensor that is missing, unknown or of another shape, and a broken file.
     """
     where = _index(folder)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = model.shapes()
     _check_tensors(folder, where, shapes, model.cfg.layers)
 
     def load(path: Any, leaf: Any) -> jax.Array:
@@ -227,7 +227,7 @@ def _read(where: dict[str, Any], name: str, shape: tuple[int, ...], index: Any) 
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash that changes with the model: config.json, and of each weight file, if any, its header, size and ends."""
+    """A hash to tell models apart without reading all of them: config.json, each weight file's size and ends."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder) if any(folder.glob("*.safetensors")) else []:
         size = file.stat().st_size
@@ -277,14 +277,12 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         for file, name in final.items():
             file.rename(partial / name)
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old)
-    else:
-        partial.rename(folder)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _exported(params: PyTree, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:

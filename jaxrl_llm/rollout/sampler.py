@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +32,26 @@ class Sampler:
         self.exact = model.cfg.dtype == "float32"
         self._mesh = mesh
         self._params: PyTree = None
+        self._place = jax.jit(
+            partial(jax.tree_util.tree_map_with_path, partial(_as_used, jnp.dtype(model.cfg.dtype))),
+            out_shardings=sharding.shardings(model.shapes(), mesh, leave_out="fsdp"),
+        )
         settings = dict(group=group_size, length=max_completion_tokens, sampling=sampling)
         self._generate = jax.jit(partial(generate, model, **settings, stop_ids=stop_ids, pad_id=pad_id))
 
     def update_weights(self, params: PyTree) -> None:
-        self._params = params
+        """Gathers over fsdp, in the dtype of the arithmetic, once here instead of for every token."""
+        self._params = self._place(params)
 
     def generate(self, prompts: Prompts, key: jax.Array) -> Rollouts:
         tokens, mask = sharding.shard_batch((prompts.tokens, prompts.mask), self._mesh)
         rollouts = self._generate(self._params, tokens, mask, key)
         return jax.device_put(rollouts, NamedSharding(self._mesh, sharding.BATCH))
+
+
+def _as_used(dtype: jnp.dtype, path: Any, leaf: Array) -> Array:
+    """Kernels and the embedding are multiplied in `dtype` anyway; norms are applied in float32."""
+    return leaf if sharding.path_name(path).endswith("scale") else leaf.astype(dtype)
 
 
 def generate(
@@ -58,7 +69,7 @@ def generate(
 ) -> Rollouts:
     """`group` completions of at most `length` tokens for prompts [B, P].
 
-    Token t of member (b, g) uses uniform number [b, g] of fold_in(key, t): every member of
+    Token t of member (b, g) uses the uniform numbers [b, g] of fold_in(key, t): every member of
     every group has randomness of its own. Ends early when every completion has stopped.
     """
     batch = prompts.shape[0]
@@ -69,7 +80,7 @@ def generate(
         if sampling.temperature == 0:
             token = jnp.argmax(logprobs, axis=-1).astype(jnp.int32)
         else:
-            token = draw(logprobs, jax.random.uniform(jax.random.fold_in(key, t), (batch, group)))
+            token = draw(logprobs, jax.random.uniform(jax.random.fold_in(key, t), (batch, group, 2)))
         return token, jnp.take_along_axis(logprobs, token[..., None], axis=-1)[..., 0]
 
     def write(written: tuple, t: Array, token: Array, logprob: Array, alive: Array) -> tuple:
