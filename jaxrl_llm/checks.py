@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -222,8 +223,9 @@ def table(
     """The start-up banner's rows: what the batch words come to, and where the run stands."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
+    path = config.model.path.removeprefix(f"{Path.cwd()}/") or "new"
     return [
-        ("model", f"{config.model.path} ({shape})"),
+        ("model", f"{path} ({shape})"),
         ("mesh", f"{axes} on {mesh.devices.flat[0].device_kind}"),
         ("prompts", f"{len(dataset.rows):,} of at most {dataset.width} tokens, {dataset.dropped:,} over-long dropped"),
         ("sequences per step", totals.sequences_per_step),

@@ -259,11 +259,8 @@ class Decoder:
     def logits(self, params: PyTree, hidden: Array) -> jax.Array:
         """hidden [..., D] -> float32 logits [..., V]."""
         kernel = params["embed"]["embedding"].T if self.cfg.tied_head else params["head"]["kernel"]
-        dtype = jnp.dtype(self.cfg.dtype)
-        return jnp.matmul(
-            hidden.astype(dtype), kernel.astype(dtype),
-            precision=self.cfg.precision, preferred_element_type=jnp.float32,
-        )  # fmt: skip
+        hidden, kernel = (x.astype(self.cfg.dtype) for x in (hidden, kernel))
+        return jnp.matmul(hidden, kernel, precision=self.cfg.precision, preferred_element_type=jnp.float32)
 
     def empty_cache(self, batch: int, group: int, length: int) -> KeyValue:
         """A completion cache of zeros [L, B, G, C, K, h]."""
