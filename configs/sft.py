@@ -2,8 +2,8 @@
 
 python -m jaxrl_llm.sft --config configs/sft.py
 
-Measured: loss 0.1154 and greedy accuracy 11.0 % at the end (quick answers are right to the nearest ten; of sampled ones
-three in ten think first, and are right), about ten minutes on two CPU cores.
+Measured: loss 0.1154 and greedy accuracy 11.0 % at the end (quick answers are right to the nearest ten; at step 1 of
+the main job 30 % of sampled ones think first, 40 % are right, seed 1), about ten minutes on two CPU cores.
 """
 
 from ml_collections import ConfigDict

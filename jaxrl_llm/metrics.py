@@ -66,8 +66,8 @@ class Log:
             import wandb  # pyright: ignore[reportMissingImports]
 
             run_id = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:16]  # the same when resumed
-            project = config["log"]["wandb_project"]
-            self._wandb = wandb.init(project=project, id=run_id, name=workdir.name, config=config, resume="allow")
+            where = dict(project=config["log"]["wandb_project"], name=workdir.name, dir=str(workdir))
+            self._wandb = wandb.init(**where, id=run_id, config=config, resume="allow")
         terminal = sys.stdout.isatty()  # rich would also believe a notebook's FORCE_COLOR
         self.console = Console(highlight=False, soft_wrap=True, force_terminal=terminal)
         self._progress = None
