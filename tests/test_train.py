@@ -18,7 +18,7 @@ from jaxrl_llm.checkpoint import cut_back
 
 ROOT = Path(__file__).parent.parent
 TINY = [
-    "--config.num_steps=6", "--config.optim.warmup_steps=2",
+    "--config.num_steps=6", "--config.optim.warmup_steps=2", "--config.optim.decay=constant",
     "--config.prompts_per_step=8", "--config.prompts_per_update=4", "--config.epochs=2",
     "--config.microbatch=2", "--config.group_size=4", "--config.eval.every=3", "--config.eval.problems=64",
     "--config.checkpoint.every=2", "--config.log.completions_every=2", "--config.mesh.data=2", "--config.mesh.fsdp=1",
@@ -118,7 +118,7 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
 @pytest.mark.slow
 def test_a_run_killed_at_many_random_moments_resumes_bit_for_bit(whole, tmp_path):
     workdir, kills = tmp_path / "run", 0
-    for _ in range(40):
+    for _ in range(8):
         killed = kill_after(start(workdir, *TINY), random.uniform(4, 25))
         kills += killed
         if not killed:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl_llm import losses, optim, sharding, update
 from jaxrl_llm.kl import k3
@@ -52,18 +51,21 @@ def batch(pad: str = "left") -> Batch:
     )  # fmt: skip
 
 
-def one_update(mesh: Mesh, microbatch: int, data: Batch, mode: str = "token_mean", learning_rate: float = 1e-3):
-    """Parameters and metrics after one optimiser step on the whole batch, on the host."""
-    model, params = model_and_params()
+@cache
+def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, mode: str = "token_mean"):
+    """Parameters and metrics after one optimiser step on the whole `batch()`, on the host."""
+    mesh = sharding.make_mesh(*shape)
+    _, params = model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
     # eps at the size of the gradients: Adam's first step would blow rounding up to its sign
     optimizer, _ = optim.make_optimizer(
-        10, learning_rate=learning_rate, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
+        10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
         clip_norm=1.0, weight_decay=0.1, b1=0.9, b2=0.95, eps=1e-3,
     )  # fmt: skip
+    model = Decoder(CONFIG, mesh)
     objective = update.policy_objective(model, losses.ppo_clip(), Sampling(), k3, lambda step: 0.1)
     state, placed = update.init_state(params, optimizer, mesh)
     aggregate = partial(losses.aggregation_weights, mode=mode, constant_length=C if mode == "constant" else 0)
     step = update.make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
-    state, metrics = step(state, sharding.shard_batch(data, mesh), jnp.arange(B))
+    state, metrics = step(state, sharding.shard_batch(batch(), mesh), jnp.arange(B))
     return sharding.to_host(state.params), sharding.to_host(metrics)
