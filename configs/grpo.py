@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
     c.model = ConfigDict()
     c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")  # a folder, or a hub id
     c.model.dtype = "float32"  # of activations; parameters and the optimiser are float32
-    c.model.remat = "none"  # recomputed in the backward pass: none | dots | full
+    c.model.remat = "dots"  # recomputed in the backward pass: none | dots | full
 
     c.data = ConfigDict()
     c.data.source = "arithmetic.train"  # a task, a .jsonl or .parquet file, or my.module.function

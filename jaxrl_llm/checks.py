@@ -13,7 +13,7 @@ from jaxrl_llm import advantages, losses, optim, rewards, tasks
 from jaxrl_llm.config import Field, check_fields, resolve
 from jaxrl_llm.data import FILES, Dataset
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.decoder import DecoderConfig
+from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.structs import Config
 
 DECAYS = ("constant", "linear", "cosine")

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import checks, data, rewards, sharding, tasks
+from jaxrl_llm.compiling import keep_compilations
 from jaxrl_llm.config import Field, Parser, resolve
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.metrics import banner
@@ -29,13 +30,23 @@ LIMITS = {
 
 
 def evaluate(
-    engine: Engine, dataset: data.Dataset, function: str, tokenizer: Any, *, batch: int, key: jax.Array
+    engine: Engine,
+    dataset: data.Dataset,
+    function: str,
+    tokenizer: Any,
+    *,
+    batch: int,
+    key: jax.Array,
+    samples: int = 1,
+    temperature: float = 0.0,
 ) -> tuple[np.ndarray, list[list[str]]]:
-    """Scores [N, G] and texts of G completions for each of the N problems of a data set."""
+    """Scores [N, G] and texts of G = samples completions for each of the N problems of a data set."""
     score = rewards.make_score({function: resolve(function, rewards, "eval.function")}, (1.0,))
     scores, texts = [], []
     for i, prompts in enumerate(data.batches(dataset, batch, tokenizer.pad_token_id)):
-        rollouts = sharding.to_host(engine.generate(prompts, jax.random.fold_in(key, i)))
+        rollouts = engine.generate(
+            prompts, jax.random.fold_in(key, i), group_size=samples, sampling=Sampling(temperature)
+        )
         said, ids = data.decode(tokenizer, rollouts.completions, rollouts.completion_mask)
         scores.append(score(prompts.rows, said, ids)["total"])
         texts += said
@@ -78,6 +89,7 @@ def main() -> None:
     function = args.function or f"{args.task}.accuracy"
     resolve(function, rewards, "--function")
 
+    keep_compilations()
     folder = hf.find(args.model)
     mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
     model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
@@ -92,12 +104,15 @@ def main() -> None:
             f"--max-completion-tokens {length}: after prompts of {dataset.width} at most {room} fit the model"
         )
     engine = Sampler(
-        model, mesh, group_size=args.samples, max_completion_tokens=length,
-        sampling=Sampling(args.temperature), stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
+        model, mesh, max_completion_tokens=length,
+        stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
     )  # fmt: skip
     engine.update_weights(hf.load_params(folder, model, mesh))
     batch = -(-args.batch // mesh.devices.size) * mesh.devices.size
-    scores, _ = evaluate(engine, dataset, function, tokenizer, batch=batch, key=jax.random.key(args.seed))
+    scores, _ = evaluate(
+        engine, dataset, function, tokenizer, batch=batch, key=jax.random.key(args.seed), samples=args.samples,
+        temperature=args.temperature,
+    )  # fmt: skip
     powers = [2**i for i in range(1, args.samples.bit_length()) if 2**i <= args.samples]
     lines: list[tuple[str, Any]] = [("problems", len(rows)), ("accuracy", f"{scores.mean():.1%}")]
     banner(f"{args.model} on {args.task}", lines + [(f"pass@{k}", f"{pass_at(k, scores):.1%}") for k in powers])

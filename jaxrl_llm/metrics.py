@@ -8,8 +8,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +33,26 @@ PHASES = ("rollout", "reward", "score", "update")
 
 
 class Timer:
-    """Seconds by phase of one step."""
+    """Seconds by phase of one step. Phases may overlap: the host rewards while the device scores."""
 
     def __init__(self) -> None:
+        self.began = self._last = time.perf_counter()
+        self.at: dict[str, float] = {}  # when a phase ended
         self.seconds: dict[str, float] = {}
 
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+    def lap(self, phase: str, *, since: float | None = None, at: float | None = None) -> None:
+        """A phase ended, now or `at`, that had begun with the end of the one before, or at `since`."""
+        at = time.perf_counter() if at is None else at
+        since = self._last if since is None else since
+        if not self.at:
+            self.began = since
+        self._last = self.at[phase] = at
+        self.seconds[phase] = at - since
+
+    @property
+    def whole(self) -> float:
+        """From the beginning of the first phase to the end of the last."""
+        return max(self.at.values()) - self.began
 
 
 class Log:
@@ -105,8 +113,8 @@ class Log:
         for text, reward in list(zip(texts[0], rewards[0], strict=True))[:2]:
             self.console.print(f"    {_short(asked)} -> {_short(text)}  (reward {reward:g})", markup=False)
 
-    def close(self, step: int) -> None:
-        """Flushes and closes every sink, and says how the run ended after `step`."""
+    def close(self, step: int, compilations: object) -> None:
+        """Flushes and closes every sink, and says what was compiled and how the run ended after `step`."""
         if self._progress:
             self._progress.stop()
         if self._board:
@@ -115,6 +123,7 @@ class Log:
             self._wandb.finish()
         self._metrics.close()
         self._completions.close()
+        self.console.print(f"compiled: {compilations}", markup=False)
         if step < self._num_steps:
             end = f"stopped by SIGTERM after step {step}: the same command with --workdir {self._workdir} goes on"
         else:

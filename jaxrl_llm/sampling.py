@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl_llm.structs import Array
+from jaxrl_llm.structs import Array, PyTree
+
+BLOCK = 128  # the most tokens of a block in `draw`: divides most vocabularies, and a TPU's vectors are as wide
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,8 @@ class Sampling:
     top_p: float = 1.0
 
 
-def log_distribution(logits: Array, sampling: Sampling, token: Array | None = None) -> jax.Array:
-    """Log-probabilities [..., V] of the distribution sampled, -inf outside its support.
+def support(logits: Array, sampling: Sampling, token: Array | None = None) -> jax.Array:
+    """Logits [..., V] over the temperature, -inf outside the support of the distribution sampled.
 
     token [...], if given, always belongs to the support. A token that was drawn does so
     under the policy that drew it; under a later policy this keeps the ratio finite.
@@ -42,23 +46,31 @@ def log_distribution(logits: Array, sampling: Sampling, token: Array | None = No
     if token is not None and kept is not logits:
         chosen = jax.nn.one_hot(token, logits.shape[-1], dtype=bool)
         kept = jnp.where(chosen, logits, kept)
-    return jax.nn.log_softmax(kept, axis=-1)
+    return kept
 
 
-def draw(logprobs: Array, uniform: Array) -> jax.Array:
+def log_distribution(logits: Array, sampling: Sampling) -> jax.Array:
+    """Log-probabilities [..., V] of the distribution sampled, -inf outside its support."""
+    return jax.nn.log_softmax(support(logits, sampling), axis=-1)
+
+
+def draw(kept: Array, uniform: Array) -> tuple[jax.Array, jax.Array]:
     """Inverse-CDF sampling in two levels: two uniform numbers a row instead of V Gumbel ones.
 
-    logprobs [..., V], uniform [..., 2] in [0, 1) -> tokens [...] int32. First a block of about
-    sqrt(V) tokens, then a token of it: a single float32 sum over a whole vocabulary would lose
-    its tail. A token of probability zero is never drawn.
+    kept [..., V] as `support` makes it, uniform [..., 2] in [0, 1) -> tokens [...] int32 and their
+    log-probabilities [...]. First a block of tokens, then a token of it: a single float32 sum over a
+    whole vocabulary would lose its tail. A token of probability zero is never drawn.
     """
-    size = max(math.isqrt(logprobs.shape[-1]), 1)
-    probs = jnp.exp(logprobs)
-    probs = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, -probs.shape[-1] % size)])
-    blocks = probs.reshape(*probs.shape[:-1], -1, size)
-    block = _invert(jnp.sum(blocks, axis=-1), uniform[..., 0])
+    size = min(1 << (math.isqrt(kept.shape[-1]).bit_length() - 1), BLOCK)
+    top = jnp.max(kept, axis=-1, keepdims=True)
+    padded = jnp.pad(kept, [(0, 0)] * (kept.ndim - 1) + [(0, -kept.shape[-1] % size)], constant_values=-jnp.inf)
+    blocks = padded.reshape(*kept.shape[:-1], -1, size)
+    weights = jnp.sum(jnp.exp(blocks - top[..., None]), axis=-1)
+    block = _invert(weights, uniform[..., 0])
     inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    return block * size + _invert(inside, uniform[..., 1])
+    within = _invert(jnp.exp(inside - top), uniform[..., 1])
+    chosen = jnp.take_along_axis(inside, within[..., None], axis=-1)[..., 0]
+    return block * size + within, chosen - top[..., 0] - jnp.log(jnp.sum(weights, axis=-1))
 
 
 def _invert(weights: Array, uniform: Array) -> jax.Array:
@@ -68,10 +80,37 @@ def _invert(weights: Array, uniform: Array) -> jax.Array:
     return jnp.argmax(some & (cdf > (uniform * total)[..., None]), axis=-1).astype(jnp.int32)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def token_logprobs(logits: Array, token: Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of token [...] and entropy [...] of the distribution sampled, from logits [..., V]."""
-    logprobs = log_distribution(logits, sampling, token)
-    chosen = jnp.take_along_axis(logprobs, token[..., None], axis=-1)[..., 0]
-    inside = jnp.isfinite(logprobs)
-    entropy = -jnp.sum(jnp.where(inside, jnp.exp(logprobs) * jnp.where(inside, logprobs, 0.0), 0.0), axis=-1)
-    return chosen, entropy
+    """Log-probability of token [...] and entropy [...] of the distribution sampled, from logits [..., V].
+
+    With p the distribution, l its logarithm and H its entropy, per unit of temperature:
+    d l_token / d logits = onehot(token) - p, and d H / d logits = -p (l + H).
+    """
+    return _token_logprobs(logits, token, sampling)[0]
+
+
+def _token_logprobs(logits: Array, token: Array, sampling: Sampling) -> tuple[tuple[Array, Array], PyTree]:
+    kept = support(logits, sampling, token)
+    top = jnp.max(kept, axis=-1, keepdims=True)
+    weights = jnp.exp(kept - top)
+    total = jnp.sum(weights, axis=-1)
+    mean = jnp.sum(jnp.where(weights > 0, weights * (kept - top), 0.0), axis=-1) / total
+    log_total = checkpoint_name(jnp.log(total) + top[..., 0], "log_total")
+    entropy = checkpoint_name(jnp.log(total) - mean, "entropy")
+    chosen = jnp.take_along_axis(kept, token[..., None], axis=-1)[..., 0]
+    return (chosen - log_total, entropy), (logits, token, log_total, entropy)
+
+
+def _token_logprobs_gradient(sampling: Sampling, saved: PyTree, given: tuple[Array, Array]) -> tuple[Array, None]:
+    logits, token, log_total, entropy = saved
+    of_logprob, of_entropy = (x[..., None] for x in given)
+    logprobs = support(logits, sampling, token) - log_total[..., None]
+    p = jnp.exp(logprobs)
+    surprise = jnp.where(p > 0, logprobs, 0.0) + entropy[..., None]
+    chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == token[..., None]
+    gradient = jnp.where(chosen, of_logprob, 0.0) - p * (of_logprob + of_entropy * surprise)
+    return gradient / (sampling.temperature or 1.0), None
+
+
+token_logprobs.defvjp(_token_logprobs, _token_logprobs_gradient)

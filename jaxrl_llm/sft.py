@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrl_llm import checks, data, losses, optim, sharding, update
 from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
+from jaxrl_llm.compiling import Compilations, keep_compilations
 from jaxrl_llm.config import parse_arguments
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.evaluate import evaluate
@@ -29,7 +30,8 @@ def finetune(config: Config, workdir: Path) -> None:
 
     Raises: UserError, for what a person can put right.
     """
-    stop = StopSignal()
+    stop, compilations = StopSignal(), Compilations()
+    cache = keep_compilations()
     totals = checks.check_sft(config)
     check_workdir(workdir, config)
     mesh = sharding.make_mesh(**config.mesh)
@@ -55,8 +57,8 @@ def finetune(config: Config, workdir: Path) -> None:
         params = init(jax.random.key(config.seed))
 
     examinee = Sampler(
-        model, mesh, group_size=1, max_completion_tokens=config.rollout.max_completion_tokens,
-        sampling=Sampling(temperature=0), stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
+        model, mesh, max_completion_tokens=config.rollout.max_completion_tokens,
+        stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
     )  # fmt: skip
     optimizer, rate = optim.make_optimizer(totals.updates, **config.optim)
     state, placed = update.init_state(params, optimizer, mesh)
@@ -74,7 +76,10 @@ def finetune(config: Config, workdir: Path) -> None:
     start, state = checkpoints.resume(state, batches)
     open_workdir(workdir, config)
     table = checks.table(config, totals, mesh, model.cfg, dataset, start)
-    banner(f"jaxrl_llm.sft: {workdir}", [*table, ("over-long completions dropped", len(answers) - len(kept))])
+    banner(
+        f"jaxrl_llm.sft: {workdir}",
+        [*table, ("over-long completions dropped", len(answers) - len(kept)), ("compiled code", cache)],
+    )
     log = Log(workdir, config.to_dict(), start=start)
     rows = jnp.arange(config.prompts_per_step)
     seed = jax.random.key(config.seed)
@@ -83,9 +88,9 @@ def finetune(config: Config, workdir: Path) -> None:
         step += 1
         timer = Timer()
         batch = next(batches)
-        with timer("update"):
-            state, measured = update_step(state, sharding.shard_batch(batch, mesh), rows)
-            measured = sharding.to_host(measured)
+        state, measured = update_step(state, sharding.shard_batch(batch, mesh), rows)
+        measured = sharding.to_host(measured)
+        timer.lap("update")
         tokens = batch.completion_mask.sum()
         record = measured | {"loss/sft": measured["loss/total"], "updates/skipped": state.opt_state.total_notfinite}
         record |= {"learning_rate": rate(state.step - state.opt_state.total_notfinite - 1)}
@@ -94,9 +99,8 @@ def finetune(config: Config, workdir: Path) -> None:
         last = step == config.num_steps
         if config.eval.every and (step % config.eval.every == 0 or last):
             examinee.update_weights(state.params)
-            scores, _ = evaluate(
-                examinee, held_out, config.eval.function, tokenizer, batch=config.prompts_per_step, key=seed
-            )
+            judge, size = config.eval.function, config.prompts_per_step
+            scores, _ = evaluate(examinee, held_out, judge, tokenizer, batch=size, key=seed)
             record |= {"eval/accuracy": float(scores.mean())}
         log.step(step, record)
         if step % config.checkpoint.every == 0 or "eval/accuracy" in record or last or stop.asked:
@@ -104,7 +108,7 @@ def finetune(config: Config, workdir: Path) -> None:
     checkpoints.close()
     if step >= config.num_steps:
         hf.save(workdir / "hf", state.params, folder)
-    log.close(step)
+    log.close(step, compilations)
 
 
 def tokenise_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[list[int]]:

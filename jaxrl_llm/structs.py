@@ -57,6 +57,7 @@ class Batch:
     sampler_logprobs: Array = None  # [B, G, C], what the engine reported
     old_logprobs: Array = None  # [B, G, C]; None: this very policy sampled
     ref_logprobs: Array = None  # [B, G, C], the KL anchor
+    slots: Array = None  # [B, N, T] int32, the lanes of `packing.pack`; None: a lane for each completion
 
 
 @jax.tree_util.register_dataclass

@@ -31,26 +31,31 @@ def completion_logprobs(
     it, token 0 by the prompt's last. A prompt is run once for its group. Logits are made
     for a few tokens at a time, and again in the backward pass.
     """
-    hidden, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
-    states = jnp.broadcast_to(
-        last_state(hidden, batch.prompt_mask)[:, None, None],
-        (*batch.completions.shape[:2], 1, hidden.shape[-1]),
-    )
-    if batch.completions.shape[2] > 1:
-        before, mask = batch.completions[:, :, :-1], batch.completion_mask[:, :, :-1]
-        rest = model.extend(params, before, mask, prefix, batch.prompt_mask)
-        states = jnp.concatenate([states, rest], axis=2)
+    prompt_hidden, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
+    b, g, c = batch.completions.shape
+    slots = jnp.arange(g * c).reshape(1, g, c) if batch.slots is None else batch.slots
+    slots = jnp.broadcast_to(slots, (b, *slots.shape[1:]))
+    in_lanes = jax.vmap(lambda x, at: jnp.where(at < 0, 0, x.reshape(-1)[at]))
+    tokens = in_lanes(batch.completions, slots)
+    members = jnp.where(in_lanes(batch.completion_mask, slots), slots // c + 1, 0)
+    positions = jnp.where(slots < 0, 0, slots % c)
+    hidden = model.extend(params, tokens, positions, members, prefix, batch.prompt_mask)
+    before = jnp.pad(hidden, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
+    first = last_state(prompt_hidden, batch.prompt_mask)[:, None, None]
+    states = jnp.where((positions == 0)[..., None], first, before)
 
-    @jax.checkpoint
     def head(part: tuple[Array, Array]) -> tuple[Array, Array]:
         return token_logprobs(model.logits(params, part[0]), part[1], sampling)
 
-    b, g, c = batch.completions.shape
     devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
-    size = min(max(LOGITS_AT_ONCE * devices // (b * g * model.cfg.vocab_size), 1), c)
-    count = -(-c // size)
-    parts = [_chunks(x, count, size) for x in (states, batch.completions)]
-    logprobs, entropy = (_joined(x, c) for x in jax.lax.map(head, tuple(parts)))
+    size = min(max(LOGITS_AT_ONCE * devices // (b * slots.shape[1] * model.cfg.vocab_size), 1), slots.shape[2])
+    count = -(-slots.shape[2] // size)
+    parts = [_chunks(x, count, size) for x in (states, tokens)]
+    if count > 1:  # a single chunk may as well be kept for the backward pass
+        head = jax.checkpoint(head, policy=jax.checkpoint_policies.save_only_these_names("log_total", "entropy"))
+    in_order = jax.vmap(lambda x, at: jnp.zeros(g * c).at[jnp.where(at < 0, g * c, at)].set(x, mode="drop"))
+    joined = (_joined(x, slots.shape[2]) for x in jax.lax.map(head, tuple(parts)))
+    logprobs, entropy = (in_order(x, slots).reshape(b, g, c) for x in joined)
     return jnp.where(batch.completion_mask, logprobs, 0.0), jnp.where(batch.completion_mask, entropy, 0.0)
 
 

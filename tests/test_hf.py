@@ -89,9 +89,7 @@ def check_logits(model, params, arrays):
 
 def check_greedy(folder, model, params, arrays, mesh):
     stops = hf.stop_ids(folder, NO_TOKENIZER)
-    sampler = Sampler(
-        model, mesh, group_size=2, max_completion_tokens=12, sampling=Sampling(temperature=0), stop_ids=stops, pad_id=0
-    )
+    sampler = Sampler(model, mesh, max_completion_tokens=12, stop_ids=stops, pad_id=0)
     sampler.update_weights(params)
     ones = np.ones_like(arrays["prompts"], bool)
     for tokens, mask, expected in (
@@ -99,7 +97,8 @@ def check_greedy(folder, model, params, arrays, mesh):
         (arrays["tokens_right"], arrays["mask_right"], arrays["greedy_left"]),
         (arrays["prompts"], ones, arrays["greedy_prompts"]),
     ):
-        rollouts = sharding.to_host(sampler.generate(Prompts(tokens, mask, []), jax.random.key(0)))
+        prompts, greedy = Prompts(tokens, mask, []), Sampling(temperature=0)
+        rollouts = sampler.generate(prompts, jax.random.key(0), group_size=2, sampling=greedy)
         stopped = np.isin(expected, stops)
         for member in range(2):
             np.testing.assert_array_equal(rollouts.completions[:, member], expected)

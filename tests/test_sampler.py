@@ -11,8 +11,10 @@ import pytest
 import tiny
 
 from jaxrl_llm import sharding, update
+from jaxrl_llm.rollout import sampler as sampler_module
+from jaxrl_llm.rollout import seats
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.sampling import Sampling, draw, log_distribution, token_logprobs
+from jaxrl_llm.sampling import BLOCK, Sampling, draw, log_distribution, token_logprobs
 from jaxrl_llm.structs import Batch, Prompts
 
 KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_p=0.7), Sampling(1.3, 8, 0.9)]
@@ -21,12 +23,10 @@ KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_
 def sample(sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None):
     model, params = tiny.model_and_params(scale=3.0)
     mesh = sharding.make_mesh(*mesh)
-    sampler = Sampler(
-        model, mesh, group_size=group, max_completion_tokens=length, sampling=sampling, stop_ids=stops, pad_id=0
-    )
+    sampler = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=0)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
     tokens, mask = prompts or tiny.prompts()
-    return sampler.generate(Prompts(tokens, mask, []), jax.random.key(key))
+    return sampler.generate(Prompts(tokens, mask, []), jax.random.key(key), group_size=group, sampling=sampling)
 
 
 @pytest.mark.parametrize("sampling", KINDS, ids=str)
@@ -92,7 +92,7 @@ def test_frequencies_of_drawn_tokens_match_the_distribution(sampling):
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, 16), jnp.float32)
     logprobs = log_distribution(logits, sampling)
     count = 200_000
-    drawn = draw(jnp.broadcast_to(logprobs, (count, 16)), jax.random.uniform(jax.random.key(0), (count, 2)))
+    drawn, _ = draw(jnp.broadcast_to(logprobs, (count, 16)), jax.random.uniform(jax.random.key(0), (count, 2)))
     observed, p = np.bincount(drawn, minlength=16) / count, np.exp(logprobs)
     assert np.all(observed[p == 0] == 0)
     chi2 = count * np.sum((observed - p)[p > 0] ** 2 / p[p > 0])
@@ -115,14 +115,14 @@ def test_draw_never_takes_a_token_of_probability_zero_even_at_the_ends():
     logprobs = jnp.log(jnp.array([0.0, 0.5, 0.0, 0.5, 0.0]))
     last = 0.99999994
     ends = jnp.array([[0.0, 0.0], [0.0, last], [0.4999999, last], [0.5, 0.0], [last, last]])
-    np.testing.assert_array_equal(draw(jnp.broadcast_to(logprobs, (5, 5)), ends), [1, 1, 1, 3, 3])
+    np.testing.assert_array_equal(draw(jnp.broadcast_to(logprobs, (5, 5)), ends)[0], [1, 1, 1, 3, 3])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.95), Sampling(top_k=50)], ids=str)
 def test_a_vocabulary_of_152k_is_drawn_from_without_loss_of_its_tail(sampling):
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 3, 151_936), jnp.float32)
     logprobs = log_distribution(logits, sampling)
-    step = jax.jit(lambda u: draw(jnp.broadcast_to(logprobs, (len(u), len(logprobs))), u))
+    step = jax.jit(lambda u: draw(jnp.broadcast_to(logprobs, (len(u), len(logprobs))), u)[0])
     tokens = np.concatenate([step(jax.random.uniform(jax.random.key(i), (64, 2))) for i in range(100)])
     drawn = np.asarray(logprobs)[tokens]
     assert np.isfinite(drawn).all()
@@ -133,7 +133,7 @@ def test_a_vocabulary_of_152k_is_drawn_from_without_loss_of_its_tail(sampling):
     spread = np.sqrt(np.sum(p[finite] * (np.asarray(logprobs)[finite] - mean) ** 2) / len(drawn))
     assert abs(drawn.mean() - mean) < 5 * spread
     # Even a rare token is reached, exactly, from the middle of its own part of the two unit intervals.
-    size = int(np.sqrt(151_936))
+    size = BLOCK
     blocks = np.add.reduceat(p, np.arange(0, 151_936, size))
     share = p / blocks[np.arange(151_936) // size].clip(1e-30)
     resolved = np.flatnonzero(share > 1e-5)  # float32 tells these apart within their block
@@ -161,3 +161,69 @@ def test_a_token_that_left_the_support_keeps_a_finite_log_probability():
     np.testing.assert_allclose(entropy, -(0.8 * np.log(0.8) + 0.2 * np.log(0.2)), rtol=1e-6)
     gradient = jax.grad(lambda x: token_logprobs(x, jnp.array(3), Sampling(top_k=1))[0])(logits)
     assert np.all(np.isfinite(gradient))
+
+
+BUDGETS = np.random.default_rng(7).lognormal(1.5, 0.8, (tiny.B, tiny.G)).astype(int).clip(1, 24)
+
+
+def ragged(monkeypatch, *, halve: bool, first_cache: int, mesh=(1, 1, 1)):
+    """Completions cut as BUDGETS says, with or without moving together those who go on."""
+    if not halve:
+        monkeypatch.setattr(sampler_module, "half", lambda entries, width: (entries, width))
+        monkeypatch.setattr(seats, "half", lambda entries, width: (entries, width))
+    monkeypatch.setattr(sampler_module, "FIRST_CACHE", first_cache)
+    model, params = tiny.model_and_params(scale=3.0)
+    mesh = sharding.make_mesh(*mesh)
+    sampler = Sampler(model, mesh, max_completion_tokens=24, stop_ids=(3,), pad_id=0)
+    sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
+    shapes, original = [], sampler._reseat
+
+    def reseat(*args, capacity):
+        shapes.append((args[2].shape, capacity))
+        return original(*args, capacity=capacity)
+
+    monkeypatch.setattr(sampler, "_reseat", reseat)
+    rollouts = sampler.generate(
+        Prompts(*tiny.prompts(), []), jax.random.key(5), group_size=tiny.G, sampling=Sampling(), budget=BUDGETS
+    )
+    return rollouts, shapes
+
+
+def test_moving_together_and_growing_the_cache_change_no_token(monkeypatch):
+    with monkeypatch.context() as patch:
+        plain, shapes = ragged(patch, halve=False, first_cache=64)
+    assert not shapes
+    lengths = plain.completion_mask.sum(axis=-1)
+    assert np.all(lengths <= BUDGETS)
+    assert 0 < plain.truncated.sum() < plain.truncated.size  # some stopped by themselves
+    np.testing.assert_array_equal(lengths[plain.truncated], BUDGETS[plain.truncated])
+    with monkeypatch.context() as patch:
+        moved, shapes = ragged(patch, halve=True, first_cache=4)
+    assert {capacity for _, capacity in shapes} >= {8, 16}
+    assert min(np.prod(shape) for shape, _ in shapes) <= tiny.B * tiny.G / 8
+    np.testing.assert_array_equal(plain.completions, moved.completions)
+    np.testing.assert_array_equal(plain.completion_mask, moved.completion_mask)
+    np.testing.assert_array_equal(plain.truncated, moved.truncated)
+    np.testing.assert_allclose(plain.logprobs, moved.logprobs, atol=1e-5)
+    with monkeypatch.context() as patch:
+        spread, _ = ragged(patch, halve=True, first_cache=4, mesh=(2, 2, 2))
+    np.testing.assert_array_equal(plain.completions, spread.completions)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_everyone_alive_has_one_seat_with_their_own_prompt_in_the_smallest_shape(devices):
+    rng = np.random.default_rng(devices)
+    for share in (0.9, 0.5, 0.3, 0.1, 0.02):
+        alive = rng.random((8, 8)) < share
+        alive[0, 0] = True
+        prompt = np.arange(8) % (8 // devices)
+        entry, source, empty = seats.move(alive, prompt, devices)
+        per_device = alive.reshape(devices, -1)
+        for d in range(devices):
+            np.testing.assert_array_equal(np.sort(source[d][~empty[d]]), np.flatnonzero(per_device[d]))
+            local = prompt.reshape(devices, -1)[d]
+            for i, row in enumerate(source[d]):
+                assert np.all(local[row[~empty[d, i]] // 8] == local[entry[d, i]])
+        smaller = seats.half(*source.shape[1:])
+        each = alive.reshape(devices, -1, 8).sum(axis=2)
+        assert smaller == source.shape[1:] or np.any(np.ceil(each / smaller[1]).sum(axis=1) > smaller[0])

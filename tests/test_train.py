@@ -213,11 +213,11 @@ def test_the_trained_folder_says_the_same_in_transformers_as_in_the_sampler(whol
     dataset = data.tokenise(rows, tokenizer, max_prompt_tokens=16, overlong="error")
     prompts = data.make_prompts(dataset, range(len(rows)), tokenizer.pad_token_id)
     engine = Sampler(
-        model, mesh, group_size=1, max_completion_tokens=12, sampling=Sampling(temperature=0),
+        model, mesh, max_completion_tokens=12,
         stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
     )  # fmt: skip
     engine.update_weights(hf.load_params(folder, model, mesh))
-    rollouts = sharding.to_host(engine.generate(prompts, jax.random.key(0)))
+    rollouts = engine.generate(prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0))
     ours, _ = data.decode(tokenizer, rollouts.completions, rollouts.completion_mask)
     theirs = AutoModelForCausalLM.from_pretrained(folder).generate(
         torch.tensor(prompts.tokens), attention_mask=torch.tensor(prompts.mask), max_new_tokens=12, do_sample=False

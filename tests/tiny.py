@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxrl_llm import losses, optim, sharding, update
 from jaxrl_llm.kl import k3
-from jaxrl_llm.models.decoder import Decoder, DecoderConfig
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch, PyTree
 

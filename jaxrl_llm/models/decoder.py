@@ -1,89 +1,25 @@
-"""The decoder shared by all families: Flax NNX blocks inside, pure functions outside.
+"""The decoder shared by all families: pure functions over a tree of parameters.
 
-Prompts are [B, P] and run once; completions are [B, G, T] and attend to the keys and
-values of their prompt, of which one copy serves the whole group. Layers are stacked
-on a leading axis and scanned.
+Prompts are [B, P] and run once. What follows a prompt lies in lanes [B, N, T], each with one or
+several completions; all attend to the keys and values of their prompt, of which one copy serves
+the whole group.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jaxrl_llm.models import attention_tpu
+from jaxrl_llm.models.attention import KeyValue, attend, rotary
+from jaxrl_llm.models.blocks import Block, DecoderConfig, Ends
 from jaxrl_llm.sharding import BATCH
 from jaxrl_llm.structs import Array, PyTree
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Everything that decides a decoder's shapes and arithmetic."""
-
-    vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_width: int
-    max_positions: int
-    rope_theta: float
-    norm_eps: float
-    tied_head: bool
-    qkv_bias: bool  # Qwen2
-    qk_norm: bool  # Qwen3
-    dtype: str = "float32"  # of activations and matrix products; parameters stay float32
-    remat: str = "none"  # what the backward pass computes again: none | dots | full
-
-    @property
-    def precision(self) -> jax.lax.Precision | None:
-        """float32 means float32: accelerators would multiply it in bf16 or TF32 unasked."""
-        return jax.lax.Precision.HIGHEST if self.dtype == "float32" else None
-
-
-class KeyValue(NamedTuple):
-    """Keys and values: of prompts [L, B, P, K, h], of completions [L, B, G, C, K, h]."""
-
-    keys: Array
-    values: Array
-
-
-def rotate(x: Array, positions: Array, theta: float) -> jax.Array:
-    """Rotary position embedding (arXiv 2104.09864), halves layout: x [B, G, T, heads, h]."""
-    half = x.shape[-1] // 2
-    frequencies = 1.0 / (theta ** (jnp.arange(half, dtype=jnp.float32) / half))
-    angles = jnp.expand_dims(positions.astype(jnp.float32), (-2, -1)) * frequencies[None, None, None, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
-
-
-def attend(query: Array, parts: list[tuple[Array, Array, Array]], precision: jax.lax.Precision | None) -> jax.Array:
-    """Softmax attention over several stretches of keys at once.
-
-    query [B, G, T, K, R, h] (R query heads to a key head). A part is (keys, values, mask):
-    keys shared by the group [B, S, K, h] or of each member [B, G, S, K, h]; mask, True
-    where visible, broadcasts to [B, G, T, S]. Returns [B, G, T, K, R, h].
-    """
-    scale = query.shape[-1] ** -0.5
-    scores = []
-    for keys, _, mask in parts:
-        form = "bgtkrh,bskh->bgkrts" if keys.ndim == 4 else "bgtkrh,bgskh->bgkrts"
-        score = jnp.einsum(form, query, keys, precision=precision, preferred_element_type=jnp.float32) * scale
-        scores.append(jnp.where(mask[:, :, None, None], score, jnp.finfo(jnp.float32).min))
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(query.dtype)
-    out, start = jnp.zeros_like(query), 0
-    for keys, values, _ in parts:
-        stop = start + keys.shape[-3]
-        form = "bgkrts,bskh->bgtkrh" if keys.ndim == 4 else "bgkrts,bgskh->bgtkrh"
-        out = out + jnp.einsum(form, weights[..., start:stop], values, precision=precision)
-        start = stop
-    return out
 
 
 def last_state(hidden: Array, mask: Array) -> jax.Array:
@@ -92,88 +28,12 @@ def last_state(hidden: Array, mask: Array) -> jax.Array:
     return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention: the projections on both sides of `attend`."""
-
-    def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
-        self.cfg = cfg
-        linear = partial(_linear, cfg, rngs=rngs)
-        self.query = linear(cfg.width, cfg.heads * cfg.head_dim, use_bias=cfg.qkv_bias)
-        self.key = linear(cfg.width, cfg.kv_heads * cfg.head_dim, use_bias=cfg.qkv_bias)
-        self.value = linear(cfg.width, cfg.kv_heads * cfg.head_dim, use_bias=cfg.qkv_bias)
-        self.output = linear(cfg.heads * cfg.head_dim, cfg.width)
-        if cfg.qk_norm:
-            self.query_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
-            self.key_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
-
-    def project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """x [B, G, T, D] -> query [B, G, T, K, R, h], key and value [B, G, T, K, h]."""
-        cfg = self.cfg
-        query = self.query(x).reshape(*x.shape[:3], cfg.heads, cfg.head_dim)
-        key = self.key(x).reshape(*x.shape[:3], cfg.kv_heads, cfg.head_dim)
-        value = self.value(x).reshape(*x.shape[:3], cfg.kv_heads, cfg.head_dim)
-        if cfg.qk_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, positions, cfg.rope_theta), rotate(key, positions, cfg.rope_theta)
-        return query.reshape(*x.shape[:3], cfg.kv_heads, -1, cfg.head_dim), key, value
-
-    def __call__(self, attended: Array) -> jax.Array:
-        return self.output(attended.reshape(*attended.shape[:3], -1))
-
-
-class MLP(nnx.Module):
-    """SwiGLU (arXiv 2002.05202)."""
-
-    def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
-        linear = partial(_linear, cfg, rngs=rngs)
-        self.gate = linear(cfg.width, cfg.mlp_width)
-        self.up = linear(cfg.width, cfg.mlp_width)
-        self.down = linear(cfg.mlp_width, cfg.width)
-
-    def __call__(self, x: Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nnx.Module):
-    """One layer: norm, attention, norm, MLP, with residuals."""
-
-    def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
-        self.attention_norm = _norm(cfg, cfg.width, rngs=rngs)
-        self.attention = Attention(cfg, rngs)
-        self.mlp_norm = _norm(cfg, cfg.width, rngs=rngs)
-        self.mlp = MLP(cfg, rngs)
-
-    def project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        return self.attention.project(self.attention_norm(x), positions)
-
-    def finish(self, x: Array, attended: Array) -> jax.Array:
-        x = x + self.attention(attended)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Ends(nnx.Module):
-    """What is below and above the layers: embedding, last norm, head."""
-
-    def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(0.02)
-        self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=init, dtype=jnp.dtype(cfg.dtype), rngs=rngs)
-        self.norm = _norm(cfg, cfg.width, rngs=rngs)
-        if not cfg.tied_head:
-            self.head = _linear(cfg, cfg.width, cfg.vocab_size, rngs=rngs)
-
-
-def _linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.Linear:
-    init = nnx.initializers.normal(0.02)
-    dtype, precision = jnp.dtype(cfg.dtype), cfg.precision
-    return nnx.Linear(din, dout, use_bias=use_bias, kernel_init=init, dtype=dtype, precision=precision, rngs=rngs)
-
-
-def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(size, epsilon=cfg.norm_eps, dtype=jnp.dtype(cfg.dtype), rngs=rngs)
-
-
 class Decoder:
-    """Pure functions over a parameter tree {"layers": stacked [L, ...], "embed", "norm", "head"}."""
+    """Pure functions over a parameter tree {"layers", "embed", "norm", "head"}.
+
+    "layers" is stacked [L, ...] and scanned (training: one layer is compiled), or a list of layers
+    as `unstack` makes it (sampling: a slice of a stack would be copied for every token).
+    """
 
     def __init__(self, cfg: DecoderConfig, mesh: Mesh | None = None):
         self.cfg = cfg
@@ -191,82 +51,96 @@ class Decoder:
         """The parameter tree's shapes and dtypes."""
         return jax.eval_shape(self.init, jax.random.key(0))
 
-    def prefill(self, params: PyTree, tokens: Array, mask: Array) -> tuple[jax.Array, KeyValue]:
-        """Prompts [B, P] -> hidden [B, P, D] and their keys and values [L, B, P, K, h]."""
+    def prefill(self, params: PyTree, tokens: Array, mask: Array) -> tuple[jax.Array, Any]:
+        """Prompts [B, P] -> hidden [B, P, D], and each layer's keys and values [B, K, P, h]."""
         positions = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
-        causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
-        visible = causal[None, None] & mask[:, None, None, :]
+        angles = rotary(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        attend_lanes = self._attend_lanes(mask[:, None].astype(jnp.int32))
 
-        def layer(x: Array, params_l: PyTree) -> tuple[Array, KeyValue]:
-            block = self._block(params_l)
-            query, key, value = block.project(x, positions)
-            x = block.finish(x, attend(query, [(key, value, visible)], self.cfg.precision))
-            return x, KeyValue(key[:, 0], value[:, 0])
+        def layer(x: Array, scanned: tuple[PyTree]) -> tuple[Array, KeyValue]:
+            block = self._block(scanned[0])
+            query, own = block.project(x, angles)
+            x = block.finish(x, attend_lanes(query, own))
+            return x, KeyValue(own.keys[:, :, 0], own.values[:, :, 0])
 
-        x = self._embed(params, tokens)[:, None]
-        x, cache = jax.lax.scan(self._remat(layer), x, params["layers"])
-        return self._ends(params).norm(x)[:, 0], cache
+        x, prefix = self._through(layer, self._embed(params, tokens[:, None]), params["layers"])
+        return self._ends(params).norm(x)[:, 0], prefix
 
-    def extend(self, params: PyTree, tokens: Array, mask: Array, prefix: KeyValue, prefix_mask: Array) -> jax.Array:
-        """Completions [B, G, T] after their prompts -> hidden [B, G, T, D].
+    def extend(
+        self, params: PyTree, tokens: Array, positions: Array, members: Array, prefix: Any, prefix_mask: Array
+    ) -> jax.Array:
+        """Lanes [B, N, T] after their prompts -> hidden [B, N, T, D].
 
-        mask [B, G, T] has its padding at the end; prefix and prefix_mask are those of `prefill`.
+        positions [B, N, T] count from a completion's first token. members [B, N, T] tells the
+        completions in a lane apart; prefix and prefix_mask are those of `prefill`.
         """
         length = jnp.sum(prefix_mask, axis=-1)[:, None, None]
-        positions = length + jnp.arange(tokens.shape[2])[None, None]
-        causal = jnp.tril(jnp.ones((tokens.shape[2],) * 2, bool))
-        visible = causal[None, None] & mask[:, :, None, :]
-        prefix_visible = prefix_mask[:, None, None, :]
+        angles = rotary(length + positions, self.cfg.head_dim, self.cfg.rope_theta)
+        attend_lanes = self._attend_lanes(members)
 
         def layer(x: Array, scanned: tuple[PyTree, KeyValue]) -> tuple[Array, None]:
             params_l, prompt = scanned
             block = self._block(params_l)
-            query, key, value = block.project(x, positions)
-            parts = [(prompt.keys, prompt.values, prefix_visible), (key, value, visible)]
-            return block.finish(x, attend(query, parts, self.cfg.precision)), None
+            query, own = block.project(x, angles)
+            return block.finish(x, attend_lanes(query, own, prompt, prefix_mask)), None
 
-        x = self._embed(params, tokens)
-        x, _ = jax.lax.scan(self._remat(layer), x, (params["layers"], prefix))
+        x, _ = self._through(layer, self._embed(params, tokens), params["layers"], prefix)
         return self._ends(params).norm(x)
 
     def decode(
-        self, params: PyTree, tokens: Array, t: Array, cache: KeyValue, prefix: KeyValue, prefix_mask: Array
-    ) -> tuple[jax.Array, KeyValue]:
-        """Completion token t of every member, tokens [B, G] -> hidden [B, G, D] and the cache with it.
+        self, params: PyTree, tokens: Array, t: Array, cache: Any, prefix: Any, prefix_mask: Array
+    ) -> tuple[jax.Array, Any]:
+        """Completion token t of every lane, tokens [B, N] -> hidden [B, N, D], and the cache with it.
 
-        cache [L, B, G, C, K, h] holds tokens 0 .. t-1.
+        cache: each layer's keys and values [B, K, N, S, h] of tokens 0 .. t-1, t < S.
         """
-        positions = (jnp.sum(prefix_mask, axis=-1) + t)[:, None, None]
-        visible = (jnp.arange(cache.keys.shape[3]) <= t)[None, None, None]
-        prefix_visible = prefix_mask[:, None, None, :]
+        positions = jnp.broadcast_to(jnp.sum(prefix_mask, axis=-1)[:, None, None] + t, (*tokens.shape, 1))
+        angles = rotary(positions, self.cfg.head_dim, self.cfg.rope_theta)
 
-        def layer(carry: tuple[Array, KeyValue], scanned: Any) -> tuple[tuple[Array, KeyValue], None]:
-            (x, cache), (params_l, prompt, i) = carry, scanned
+        def layer(x: Array, scanned: tuple[PyTree, KeyValue, KeyValue]) -> tuple[Array, KeyValue]:
+            params_l, prompt, cache_l = scanned
             block = self._block(params_l)
-            query, *now = block.project(x, positions)
-            # The whole cache is carried and one token written into it: no copy of a layer's cache.
-            cache = KeyValue(*(jax.lax.dynamic_update_slice(c, n[None], (i, 0, 0, t, 0, 0))
-                               for c, n in zip(cache, now, strict=True)))  # fmt: skip
-            own = [jax.lax.dynamic_index_in_dim(c, i, keepdims=False) for c in cache]
-            parts = [(prompt.keys, prompt.values, prefix_visible), (own[0], own[1], visible)]
-            return (block.finish(x, attend(query, parts, self.cfg.precision)), cache), None
+            query, now = block.project(x, angles)
+            cache_l = KeyValue(*(jax.lax.dynamic_update_slice_in_dim(c, n, t, axis=3)
+                                 for c, n in zip(cache_l, now, strict=True)))  # fmt: skip
+            visible = (jnp.arange(cache_l.keys.shape[3]) <= t)[None, None, None]
+            attended = attend(query, cache_l, visible, prompt, prefix_mask, self.cfg.precision)
+            return block.finish(x, attended), cache_l
 
-        x = self._embed(params, tokens)[:, :, None]
-        scanned = (params["layers"], prefix, jnp.arange(self.cfg.layers))
-        (x, cache), _ = jax.lax.scan(layer, (x, cache), scanned)
+        x = self._embed(params, tokens[:, :, None])
+        x, cache = self._through(layer, x, params["layers"], prefix, cache)
         return self._ends(params).norm(x)[:, :, 0], cache
 
     def logits(self, params: PyTree, hidden: Array) -> jax.Array:
         """hidden [..., D] -> float32 logits [..., V]."""
         kernel = params["embed"]["embedding"].T if self.cfg.tied_head else params["head"]["kernel"]
-        hidden, kernel = (x.astype(self.cfg.dtype) for x in (hidden, kernel))
-        return jnp.matmul(hidden, kernel, precision=self.cfg.precision, preferred_element_type=jnp.float32)
+        flat, kernel = (x.astype(self.cfg.dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), kernel))
+        logits = jnp.matmul(flat, kernel, precision=self.cfg.precision, preferred_element_type=jnp.float32)
+        return logits.reshape(*hidden.shape[:-1], -1)
 
-    def empty_cache(self, batch: int, group: int, length: int) -> KeyValue:
-        """A completion cache of zeros [L, B, G, C, K, h]."""
-        cfg = self.cfg
-        shape = (cfg.layers, batch, group, length, cfg.kv_heads, cfg.head_dim)
-        return KeyValue(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
+    def unstack(self, params: PyTree) -> PyTree:
+        """The tree with its layers as a list."""
+        layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(self.cfg.layers)]
+        return params | {"layers": layers}
+
+    def _attend_lanes(self, members: Array) -> Callable[..., jax.Array]:
+        """Causal attention within each completion of lanes [B, N, T]: a kernel on a TPU, where it takes the shapes."""
+        on_tpu = self.mesh is not None and self.mesh.devices.flat[0].platform == "tpu"
+        if on_tpu and attention_tpu.fits(members.shape[-1], self.cfg.head_dim, self.cfg.dtype):
+            return lambda query, own, *prompt: attention_tpu.attend_tpu(query, own, members, *prompt, mesh=self.mesh)
+        causal = jnp.tril(jnp.ones((members.shape[-1],) * 2, bool))
+        visible = causal[None, None] & (members[..., :, None] == members[..., None, :])
+        return lambda query, own, *prompt: attend(query, own, visible, *prompt, precision=self.cfg.precision)
+
+    def _through(self, layer: Callable, x: Array, layers: PyTree, *per_layer: Any) -> tuple[Array, Any]:
+        """x through all layers; `layer` maps (x, (a layer's parameters, ...)) to x and something to collect."""
+        if not isinstance(layers, list):
+            return jax.lax.scan(self._remat(layer), x, (layers, *per_layer))
+        collected = []
+        for scanned in zip(layers, *per_layer, strict=True):
+            x, more = layer(x, scanned)
+            collected.append(more)
+        return x, collected
 
     def _embed(self, params: PyTree, tokens: Array) -> jax.Array:
         x = self._ends(params).embed(tokens)
@@ -281,7 +155,7 @@ class Decoder:
     def _ends(self, params: PyTree) -> Ends:
         return _merge(self._ends_def, self._ends_state, {k: v for k, v in params.items() if k != "layers"})
 
-    def _remat(self, layer: Any) -> Any:
+    def _remat(self, layer: Callable) -> Callable:
         if self.cfg.remat == "none":
             return layer
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

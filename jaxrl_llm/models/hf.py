@@ -103,7 +103,7 @@ def stored_dtype(folder: Path) -> np.dtype:
 def families() -> list[str]:
     """The modules beside this one that describe a family."""
     here = Path(__file__).parent
-    return sorted(f.stem for f in here.glob("*.py") if f.stem not in ("__init__", "decoder", "hf", "fresh"))
+    return sorted(f.stem for f in here.glob("*.py") if "\ndef decoder_config(" in f.read_text(encoding="utf-8"))
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -261,7 +261,7 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
         weight_map.update(dict.fromkeys(shard, files[-1]))
         shard.clear()
 
-    for name, tensor in _exported(params, dtype):
+    for name, tensor in exported(params, dtype):
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
             flush()
         shard[name] = tensor
@@ -285,7 +285,8 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _exported(params: PyTree, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+def exported(params: PyTree, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Each tensor of a Hugging Face checkpoint, by its name there."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = sharding.path_name(path)
         array = np.asarray(jax.device_get(leaf)).astype(dtype)

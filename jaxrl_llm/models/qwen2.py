@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.decoder import DecoderConfig
+from jaxrl_llm.models.blocks import DecoderConfig
 
 
 def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
-from jaxrl_llm.models.decoder import DecoderConfig
+from jaxrl_llm.models.blocks import DecoderConfig
 
 
 def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import jax
 
+from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 
@@ -14,8 +15,8 @@ class Engine(Protocol):
 
     exact: bool  # its log-probabilities equal the trainer's to rounding
 
-    def generate(self, prompts: Prompts, key: jax.Array) -> Rollouts:
-        """G completions of each prompt; the stop token belongs to the completion."""
+    def generate(self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling) -> Rollouts:
+        """group_size completions of each prompt, on the host; the stop token belongs to the completion."""
         ...
 
     def update_weights(self, params: PyTree) -> None:

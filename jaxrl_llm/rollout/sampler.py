@@ -1,52 +1,113 @@
-"""Sampling inside JAX: a prompt is prefilled once for its group, then a jitted decode loop."""
+"""Sampling inside JAX: a prompt is prefilled once for its group, then jitted decode loops.
+
+Completions sit in seats [N, W]: N entries with a copy of their prompt's keys and values, W seats
+each. A loop runs until the cache is full, or until those still alive fit into half the seats;
+then the host moves them together (`rollout.seats`), and doubles the cache where it was full. So the
+tail of long completions does not cost the whole batch, nobody attends over an empty cache,
+and only a handful of shapes is ever compiled.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
+from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
-from jaxrl_llm.sampling import Sampling, draw, log_distribution
+from jaxrl_llm.rollout.seats import half, move
+from jaxrl_llm.sampling import Sampling, draw, log_distribution, support
 from jaxrl_llm.structs import Array, Prompts, PyTree, Rollouts
+
+FIRST_CACHE = 64  # completion tokens that the first cache holds; a full one is doubled
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Seats:
+    """The decode loop's state: N entries of W seats."""
+
+    prompt: Array  # [N] the entry's prompt, counted from its device's first
+    member: Array  # [N, W] the completion b * G + g that sits here
+    alive: Array  # [N, W] bool
+    budget: Array  # [N, W] the most tokens it may take
+    tokens: Array  # [N, W, C] sampled so far
+    logprobs: Array  # [N, W, C]
+    length: Array  # [N, W] tokens sampled so far
+    prompt_mask: Array  # [N, P]
+    prefix: list[KeyValue]  # a layer's prompt keys and values [N, K, P, h]
+    cache: list[KeyValue]  # a layer's completion keys and values [N, K, W, S, h]
 
 
 class Sampler:
     """The in-JAX engine. Keys come from the caller: the same key gives the same completions."""
 
     def __init__(
-        self,
-        model: Decoder,
-        mesh: Mesh,
-        *,
-        group_size: int,
-        max_completion_tokens: int,
-        sampling: Sampling,
-        stop_ids: tuple[int, ...],
-        pad_id: int,
+        self, model: Decoder, mesh: Mesh, *, max_completion_tokens: int, stop_ids: tuple[int, ...], pad_id: int
     ):
         self.exact = model.cfg.dtype == "float32"
         self._mesh = mesh
+        self._devices = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
-        self._place = jax.jit(
-            partial(jax.tree_util.tree_map_with_path, partial(_as_used, jnp.dtype(model.cfg.dtype))),
-            out_shardings=sharding.shardings(model.shapes(), mesh, leave_out="fsdp"),
+        placed = sharding.shardings(model.shapes(), mesh, leave_out="fsdp")
+        dtype = jnp.dtype(model.cfg.dtype)
+
+        def as_used(params: PyTree) -> PyTree:
+            cast = jax.tree_util.tree_map_with_path(partial(_as_used, dtype), params)
+            return model.unstack(jax.lax.with_sharding_constraint(cast, placed))
+
+        self._place = jax.jit(as_used)
+        fixed = dict(stop_ids=stop_ids, devices=self._devices)
+        self._start = jax.jit(
+            partial(start, model, length=max_completion_tokens, pad_id=pad_id, **fixed),
+            static_argnames=("group", "sampling"),
         )
-        settings = dict(group=group_size, length=max_completion_tokens, sampling=sampling)
-        self._generate = jax.jit(partial(generate, model, **settings, stop_ids=stop_ids, pad_id=pad_id))
+        self._run = jax.jit(
+            partial(run, model, **fixed), static_argnames=("group", "batch", "sampling"), donate_argnums=1
+        )
+        self._reseat = jax.jit(partial(reseat, mesh=mesh, devices=self._devices), static_argnames="capacity")
 
     def update_weights(self, params: PyTree) -> None:
         """Gathers over fsdp, in the dtype of the arithmetic, once here instead of for every token."""
+        self._params = None  # the old copy need not live beside the new
         self._params = self._place(params)
 
-    def generate(self, prompts: Prompts, key: jax.Array) -> Rollouts:
-        tokens, mask = sharding.shard_batch((prompts.tokens, prompts.mask), self._mesh)
-        rollouts = self._generate(self._params, tokens, mask, key)
-        return jax.device_put(rollouts, NamedSharding(self._mesh, sharding.BATCH))
+    def generate(
+        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, budget: np.ndarray | None = None
+    ) -> Rollouts:
+        """`group_size` completions of each prompt, on the host; budget [B, G]: tokens each may take at most."""
+        total, most = len(prompts.tokens) * group_size, self._length
+        budget = np.full(total, most) if budget is None else np.minimum(budget.reshape(-1), most)
+        batch = sharding.shard_batch((prompts.tokens, prompts.mask, budget.reshape(-1, group_size)), self._mesh)
+        seats = self._start(self._params, *batch, key, group=group_size, sampling=sampling)
+        tokens, logprobs = np.full((total, most), self._pad, np.int32), np.zeros((total, most), np.float32)
+        length, t = np.ones(total, np.int32), jnp.int32(1)
+        while True:
+            seats, t = self._run(
+                self._params, seats, t, key, batch=len(prompts.tokens), group=group_size, sampling=sampling
+            )
+            rows = (seats.member, seats.alive, seats.prompt, seats.tokens, seats.logprobs, seats.length)
+            member, alive, prompt, *sampled = sharding.to_host(rows)
+            taken = member < total
+            for whole, part in zip((tokens, logprobs, length), sampled, strict=True):
+                whole[member[taken]] = part[taken]
+            if not alive.any() or t >= most:
+                break
+            moves = move(alive, prompt, self._devices)
+            capacity = seats.cache[0].keys.shape[3]
+            capacity = min(2 * capacity, most) if t > capacity else capacity
+            seats = self._reseat(seats, *moves, capacity=capacity)
+        shape = (-1, group_size, most)
+        mask = (np.arange(most) < length[:, None]).reshape(shape)
+        stopped = np.isin(tokens[np.arange(total), length - 1], self._stops).reshape(-1, group_size)
+        return Rollouts(tokens.reshape(shape), mask, mask, logprobs.reshape(shape), truncated=~stopped)
 
 
 def _as_used(dtype: jnp.dtype, path: Any, leaf: Array) -> Array:
@@ -54,58 +115,135 @@ def _as_used(dtype: jnp.dtype, path: Any, leaf: Array) -> Array:
     return leaf if sharding.path_name(path).endswith("scale") else leaf.astype(dtype)
 
 
-def generate(
+def choose(logits: Array, uniform: Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+    """Tokens [...] and their log-probabilities from logits [..., V] and uniform numbers [..., 2]."""
+    if sampling.temperature > 0:
+        return draw(support(logits, sampling), uniform)
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logprobs = log_distribution(logits, sampling)
+    return token, jnp.take_along_axis(logprobs, token[..., None], axis=-1)[..., 0]
+
+
+def _uniform(key: Array, t: Array, total: int) -> jax.Array:
+    """Token t of completion m uses row m of fold_in(key, t), wherever it sits."""
+    return jax.random.uniform(jax.random.fold_in(key, t), (total, 2))
+
+
+def _ended(token: Array, stop_ids: tuple[int, ...]) -> jax.Array:
+    return jnp.any(token[..., None] == jnp.asarray(stop_ids, jnp.int32)[None, None], axis=-1)
+
+
+def start(
     model: Decoder,
     params: PyTree,
     prompts: Array,
     prompt_mask: Array,
+    budget: Array,
     key: Array,
     *,
     group: int,
-    length: int,
     sampling: Sampling,
+    length: int,
     stop_ids: tuple[int, ...],
     pad_id: int,
-) -> Rollouts:
-    """`group` completions of at most `length` tokens for prompts [B, P].
-
-    Token t of member (b, g) uses the uniform numbers [b, g] of fold_in(key, t): every member of
-    every group has randomness of its own. Ends early when every completion has stopped.
-    """
+    devices: int,
+) -> Seats:
+    """Prompts [B, P] prefilled, the first token of every completion sampled, all seated [B, G]."""
     batch = prompts.shape[0]
-    stops = jnp.asarray(stop_ids, jnp.int32)
-
-    def choose(logits: Array, t: Array) -> tuple[Array, Array]:
-        logprobs = jnp.broadcast_to(log_distribution(logits, sampling), (batch, group, logits.shape[-1]))
-        if sampling.temperature == 0:
-            token = jnp.argmax(logprobs, axis=-1).astype(jnp.int32)
-        else:
-            token = draw(logprobs, jax.random.uniform(jax.random.fold_in(key, t), (batch, group, 2)))
-        return token, jnp.take_along_axis(logprobs, token[..., None], axis=-1)[..., 0]
-
-    def write(written: tuple, t: Array, token: Array, logprob: Array, alive: Array) -> tuple:
-        now = (jnp.where(alive, token, pad_id), alive, jnp.where(alive, logprob, 0.0))
-        at_t = partial(jax.lax.dynamic_update_index_in_dim, index=t, axis=2)
-        return tuple(at_t(before, new) for before, new in zip(written, now, strict=True))
-
-    def is_stop(token: Array) -> Array:
-        return jnp.any(token[..., None] == stops[None, None], axis=-1)
-
     hidden, prefix = model.prefill(params, prompts, prompt_mask)
-    token, logprob = choose(model.logits(params, last_state(hidden, prompt_mask))[:, None], jnp.int32(0))
-    shape = (batch, group, length)
-    out = (jnp.full(shape, pad_id, jnp.int32), jnp.zeros(shape, bool), jnp.zeros(shape, jnp.float32))
-    out = write(out, jnp.int32(0), token, logprob, jnp.ones((batch, group), bool))
+    logits = model.logits(params, last_state(hidden, prompt_mask))
+    uniform = _uniform(key, 0, batch * group).reshape(batch, group, 2)
+    each = jax.vmap(partial(choose, sampling=sampling), in_axes=(None, 1), out_axes=1)  # one copy of the logits
+    token, logprob = each(logits, uniform)
+    tokens = jnp.full((batch, group, length), pad_id, jnp.int32).at[:, :, 0].set(token)
+    logprobs = jnp.zeros((batch, group, length), jnp.float32).at[:, :, 0].set(logprob)
+    cfg = model.cfg
+    shape = (batch, cfg.kv_heads, group, min(FIRST_CACHE, length), cfg.head_dim)
+    cache = [KeyValue(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)) for _ in range(cfg.layers)]
+    return Seats(
+        prompt=jnp.arange(batch, dtype=jnp.int32) % (batch // devices),
+        member=jnp.arange(batch * group, dtype=jnp.int32).reshape(batch, group),
+        alive=~_ended(token, stop_ids) & (budget > 1),
+        budget=budget, tokens=tokens, logprobs=logprobs, length=jnp.ones((batch, group), jnp.int32),
+        prompt_mask=prompt_mask, prefix=prefix, cache=cache,
+    )  # fmt: skip
 
-    def body(state: tuple) -> tuple:
-        t, token, alive, cache, out = state
-        hidden, cache = model.decode(params, token, t - 1, cache, prefix, prompt_mask)
-        token, logprob = choose(model.logits(params, hidden), t)
-        out = write(out, t, token, logprob, alive)
-        return t + 1, token, alive & ~is_stop(token), cache, out
 
-    state = (jnp.int32(1), token, ~is_stop(token), model.empty_cache(batch, group, length), out)
-    _, _, alive, _, (completions, mask, logprobs) = jax.lax.while_loop(
-        lambda state: (state[0] < length) & jnp.any(state[2]), body, state
+def run(
+    model: Decoder,
+    params: PyTree,
+    seats: Seats,
+    t: Array,
+    key: Array,
+    *,
+    batch: int,
+    group: int,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
+    devices: int,
+) -> tuple[Seats, Array]:
+    """Decodes from token t on, until the cache is full, all have ended, or half the seats would do."""
+    n, w = seats.member.shape
+    most = min(seats.tokens.shape[2], seats.cache[0].keys.shape[3] + 1)
+    entries, width = half(n // devices, w)
+    serves = (seats.prompt[:, None] == jnp.arange(batch // devices)[None]).reshape(devices, n // devices, -1)
+
+    def go_on(state: tuple) -> Array:
+        alive = state[2]
+        each = jnp.einsum("dnp,dn->dp", serves.astype(jnp.int32), jnp.sum(alive, axis=1).reshape(devices, -1))
+        crowded = jnp.any(jnp.sum((each + width - 1) // width, axis=1) > entries)
+        return (state[0] < most) & jnp.any(alive) & (crowded | (entries * width == n // devices * w))
+
+    def step(state: tuple) -> tuple:
+        t, token, alive, tokens, logprobs, length, cache = state
+        hidden, cache = model.decode(params, token, t - 1, cache, seats.prefix, seats.prompt_mask)
+        uniform = jnp.take(_uniform(key, t, batch * group), seats.member, axis=0, mode="clip")
+        token, logprob = choose(model.logits(params, hidden), uniform, sampling)
+        length = length + alive
+        at_t = partial(jax.lax.dynamic_update_index_in_dim, index=t, axis=2)
+        before = partial(jax.lax.dynamic_index_in_dim, index=t, axis=2, keepdims=False)
+        tokens = at_t(tokens, jnp.where(alive, token, before(tokens)))
+        logprobs = at_t(logprobs, jnp.where(alive, logprob, 0.0))
+        alive = alive & ~_ended(token, stop_ids) & (t + 1 < seats.budget)
+        return t + 1, token, alive, tokens, logprobs, length, cache
+
+    token = jax.lax.dynamic_index_in_dim(seats.tokens, t - 1, axis=2, keepdims=False)
+    state = (t, token, seats.alive, seats.tokens, seats.logprobs, seats.length, seats.cache)
+    t, _, alive, tokens, logprobs, length, cache = jax.lax.while_loop(go_on, step, state)
+    return replace(seats, alive=alive, tokens=tokens, logprobs=logprobs, length=length, cache=cache), t
+
+
+def reseat(
+    seats: Seats, entry: Array, source: Array, empty: Array, *, capacity: int, mesh: Mesh, devices: int
+) -> Seats:
+    """Seats moved as `rollout.seats.move` says, each within its device, with a cache of `capacity` tokens."""
+    n, w = seats.member.shape
+
+    def split(x: Array) -> Array:
+        return x.reshape(devices, n // devices, *x.shape[1:])
+
+    def join(x: Array) -> Array:
+        x = x.reshape(-1, *x.shape[2:])
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, sharding.BATCH))
+
+    def entries(x: Array) -> Array:
+        return join(jax.vmap(lambda x, i: x[i])(split(x), entry))
+
+    def per_seat(x: Array) -> Array:
+        return join(jax.vmap(lambda x, i: x.reshape(-1, *x.shape[2:])[i])(split(x), source))
+
+    def cached(x: Array) -> Array:
+        x = join(jax.vmap(lambda x, i: x[i // w, :, i % w])(split(x), source))  # [N, W, K, S, h]
+        x = jnp.moveaxis(x, 2, 1)
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, capacity - x.shape[3]), (0, 0)])
+
+    empty = empty.reshape(-1, empty.shape[-1])
+    return Seats(
+        prompt=entries(seats.prompt),
+        member=jnp.where(empty, jnp.iinfo(jnp.int32).max, per_seat(seats.member)),
+        alive=per_seat(seats.alive) & ~empty,
+        **{name: per_seat(getattr(seats, name)) for name in ("budget", "tokens", "logprobs", "length")},
+        prompt_mask=entries(seats.prompt_mask),
+        prefix=jax.tree.map(entries, seats.prefix),
+        cache=jax.tree.map(cached, seats.cache),
     )
-    return Rollouts(completions, mask, mask, logprobs, truncated=alive)

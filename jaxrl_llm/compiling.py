@@ -1,0 +1,44 @@
+"""XLA's compilations: kept on disk from run to run, and counted."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import jax
+
+
+def keep_compilations() -> str:
+    """Has JAX keep what it compiles in the user's cache folder, unless told otherwise; returns where.
+
+    JAX_COMPILATION_CACHE_DIR names another folder; set but empty, it switches the cache off.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(home / "jaxrl_llm" / "xla"))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return jax.config.values["jax_compilation_cache_dir"] or "off"
+
+
+class Compilations:
+    """Counts the programs compiled, and read from the cache instead, from now on."""
+
+    def __init__(self) -> None:
+        self.programs: Counter[str] = Counter()  # by the name of the jitted function
+        self.seconds = 0.0
+        self.from_cache = 0
+        jax.monitoring.register_event_duration_secs_listener(self._lasted)
+        jax.monitoring.register_event_listener(self._happened)
+
+    def _lasted(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.programs[str(kwargs.get("fun_name", ""))] += 1
+            self.seconds += duration_secs
+
+    def _happened(self, event: str, **kwargs: str | int) -> None:
+        self.from_cache += event == "/jax/compilation_cache/cache_hits"
+
+    def __str__(self) -> str:
+        return f"{self.programs.total()} programs in {self.seconds:.0f}s, {self.from_cache} of them from the cache"

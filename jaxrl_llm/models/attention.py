@@ -1,0 +1,65 @@
+"""Attention over a prompt shared by its group and over each lane's own tokens, in one softmax.
+
+Shapes: N lanes of T tokens to a prompt, K key heads, R query heads to a key head, h their size.
+Keys lie head-major, so that every product is a plain batched one and nothing is transposed for it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.structs import Array
+
+
+class KeyValue(NamedTuple):
+    """Keys and values of prompts [B, K, P, h] or of lanes [B, K, N, S, h]."""
+
+    keys: Array
+    values: Array
+
+
+def attend(
+    query: Array,
+    own: KeyValue,
+    own_visible: Array,
+    prompt: KeyValue | None = None,
+    prompt_mask: Array | None = None,
+    precision: jax.lax.Precision | None = None,
+) -> jax.Array:
+    """Softmax attention of query [B, K, N, R, T, h] to its lane and to its prompt -> the same shape.
+
+    own [B, K, N, S, h] with own_visible [B, N, T, S]; prompt [B, K, P, h] with prompt_mask [B, P].
+    Scores and their softmax are float32.
+    """
+    product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    hidden = jnp.finfo(jnp.float32).min
+    query = query * jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
+    scores = [jnp.where(own_visible[:, None, :, None], product("bknrth,bknsh->bknrts", query, own.keys), hidden)]
+    if prompt is not None and prompt_mask is not None:
+        shared = product("bknrth,bkph->bknrtp", query, prompt.keys)
+        scores.append(jnp.where(prompt_mask[:, None, None, None, None], shared, hidden))
+    top = jnp.max(jnp.stack([jnp.max(s, axis=-1) for s in scores]), axis=0)[..., None]
+    weights = [jnp.exp(s - jax.lax.stop_gradient(top)) for s in scores]
+    total = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
+    out = product("bknrts,bknsh->bknrth", weights[0].astype(query.dtype), own.values)
+    if prompt is not None:
+        out = out + product("bknrtp,bkph->bknrth", weights[1].astype(query.dtype), prompt.values)
+    return (out / total).astype(query.dtype)
+
+
+def rotary(positions: Array, size: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine [B, N, T, size / 2] of rotary position embedding (arXiv 2104.09864)."""
+    frequencies = 1.0 / (theta ** (jnp.arange(size // 2, dtype=jnp.float32) / (size // 2)))
+    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, angles: tuple[Array, Array]) -> jax.Array:
+    """x [B, N, T, heads, h] turned by `rotary`'s angles, halves layout."""
+    cos, sin = (a[..., None, :] for a in angles)
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)

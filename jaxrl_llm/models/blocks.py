@@ -1,0 +1,133 @@
+"""The Flax NNX modules of a decoder: what has parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl_llm.models.attention import KeyValue, rotate
+from jaxrl_llm.structs import Array
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that decides a decoder's shapes and arithmetic."""
+
+    vocab_size: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    max_positions: int
+    rope_theta: float
+    norm_eps: float
+    tied_head: bool
+    qkv_bias: bool  # Qwen2
+    qk_norm: bool  # Qwen3
+    dtype: str = "float32"  # of activations and matrix products; parameters stay float32
+    remat: str = "none"  # what the backward pass computes again: none | dots | full
+
+    @property
+    def precision(self) -> jax.lax.Precision | None:
+        """float32 means float32: accelerators would multiply it in bf16 or TF32 unasked."""
+        return jax.lax.Precision.HIGHEST if self.dtype == "float32" else None
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention: the projections on both sides of `attend`."""
+
+    def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
+        self.cfg = cfg
+        linear = partial(_linear, cfg, rngs=rngs)
+        self.query = linear(cfg.width, cfg.heads * cfg.head_dim, use_bias=cfg.qkv_bias)
+        self.key = linear(cfg.width, cfg.kv_heads * cfg.head_dim, use_bias=cfg.qkv_bias)
+        self.value = linear(cfg.width, cfg.kv_heads * cfg.head_dim, use_bias=cfg.qkv_bias)
+        self.output = linear(cfg.heads * cfg.head_dim, cfg.width)
+        if cfg.qk_norm:
+            self.query_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
+            self.key_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
+
+    def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, KeyValue]:
+        """x [B, N, T, D] -> query [B, K, N, R, T, h], keys and values [B, K, N, T, h]."""
+        cfg, lead = self.cfg, x.shape[:3]
+        query = self.query(x).reshape(*lead, cfg.heads, cfg.head_dim)
+        key = self.key(x).reshape(*lead, cfg.kv_heads, cfg.head_dim)
+        value = self.value(x).reshape(*lead, cfg.kv_heads, cfg.head_dim)
+        if cfg.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = rotate(query, angles), rotate(key, angles)
+        query = query.reshape(*lead, cfg.kv_heads, -1, cfg.head_dim).transpose(0, 3, 1, 4, 2, 5)
+        return query, KeyValue(key.transpose(0, 3, 1, 2, 4), value.transpose(0, 3, 1, 2, 4))
+
+    def __call__(self, attended: Array) -> jax.Array:
+        """[B, K, N, R, T, h] -> [B, N, T, D]."""
+        b, _, n, _, t, _ = attended.shape
+        return self.output(attended.transpose(0, 2, 4, 1, 3, 5).reshape(b, n, t, -1))
+
+
+class MLP(nnx.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
+        linear = partial(_linear, cfg, rngs=rngs)
+        self.gate = linear(cfg.width, cfg.mlp_width)
+        self.up = linear(cfg.width, cfg.mlp_width)
+        self.down = linear(cfg.mlp_width, cfg.width)
+
+    def __call__(self, x: Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One layer: norm, attention, norm, MLP, with residuals."""
+
+    def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
+        self.attention_norm = _norm(cfg, cfg.width, rngs=rngs)
+        self.attention = Attention(cfg, rngs)
+        self.mlp_norm = _norm(cfg, cfg.width, rngs=rngs)
+        self.mlp = MLP(cfg, rngs)
+
+    def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, KeyValue]:
+        return self.attention.project(self.attention_norm(x), angles)
+
+    def finish(self, x: Array, attended: Array) -> jax.Array:
+        x = x + self.attention(attended)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Ends(nnx.Module):
+    """What is below and above the layers: embedding, last norm, head."""
+
+    def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.02)
+        self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=init, dtype=jnp.dtype(cfg.dtype), rngs=rngs)
+        self.norm = _norm(cfg, cfg.width, rngs=rngs)
+        if not cfg.tied_head:
+            self.head = _linear(cfg, cfg.width, cfg.vocab_size, rngs=rngs)
+
+
+def _linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.Linear:
+    init = nnx.initializers.normal(0.02)
+    return nnx.Linear(
+        din, dout, use_bias=use_bias, kernel_init=init, dtype=jnp.dtype(cfg.dtype), precision=cfg.precision, rngs=rngs,
+        dot_general=_flat_dot,
+    )  # fmt: skip
+
+
+def _flat_dot(x: Array, kernel: Array, dims: Any, precision: Any = None, **_: Any) -> jax.Array:
+    """x [..., D] times kernel [D, E], over one axis of tokens.
+
+    The kernel's gradient then contracts one axis: over several, XLA first copies both sides transposed.
+    """
+    return jnp.matmul(x.reshape(-1, x.shape[-1]), kernel, precision=precision).reshape(*x.shape[:-1], -1)
+
+
+def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(size, epsilon=cfg.norm_eps, dtype=jnp.dtype(cfg.dtype), rngs=rngs)

@@ -1,0 +1,116 @@
+"""Lanes: every token once, few shapes, and the same scores and gradients as without them."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm import sharding, update
+from jaxrl_llm.packing import pack
+from jaxrl_llm.sampling import Sampling
+
+LIMIT = 32
+
+
+def ragged(seed: int, b: int = 8, g: int = 8, median: float = 6.0) -> np.ndarray:
+    lengths = np.random.default_rng(seed).lognormal(np.log(median), 0.8, (b, g)).astype(int)
+    return np.clip(lengths, 1, LIMIT)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_token_has_one_slot_and_a_completion_lies_in_one_lane_in_order(seed):
+    lengths = ragged(seed)
+    for row, slots in zip(lengths, pack(lengths, LIMIT), strict=True):
+        taken = slots[slots >= 0]
+        wanted = np.concatenate([g * LIMIT + np.arange(n) for g, n in enumerate(row)])
+        np.testing.assert_array_equal(np.sort(taken), wanted)
+        for g, n in enumerate(row):
+            lane, at = np.nonzero(slots // LIMIT == g)
+            assert len(set(lane)) == 1
+            np.testing.assert_array_equal(at, at[0] + np.arange(n))
+            np.testing.assert_array_equal(slots[lane[0], at] % LIMIT, np.arange(n))
+
+
+def test_ragged_completions_take_less_than_half_the_room_and_full_ones_no_more_than_they_did():
+    lengths = ragged(0)
+    assert pack(lengths, LIMIT).size <= lengths.size * LIMIT / 2
+    np.testing.assert_array_equal(
+        np.sort(pack(np.full((2, 4), LIMIT), LIMIT).reshape(2, -1)), np.tile(np.arange(4 * LIMIT), (2, 1))
+    )
+
+
+def test_a_thousand_ragged_batches_have_at_most_a_dozen_shapes():
+    shapes = {pack(ragged(seed, median=m), LIMIT).shape for seed in range(250) for m in (3, 6, 9, 12)}
+    assert len(shapes) <= 12, sorted(shapes)
+
+
+def packed(batch):
+    return dataclasses.replace(batch, slots=pack(batch.completion_mask.sum(axis=-1), tiny.C))
+
+
+def test_packed_scores_and_gradients_are_those_of_a_lane_for_each():
+    model, params = tiny.model_and_params(scale=2.0)
+    batch = tiny.batch()
+    assert packed(batch).slots.shape[1] < tiny.G
+    weights = jnp.asarray(np.random.default_rng(3).normal(size=batch.completions.shape), jnp.float32)
+
+    @partial(jax.value_and_grad, has_aux=True)
+    def total(params, batch):
+        logprobs, entropy = update.completion_logprobs(model, params, batch, Sampling(temperature=0.7))
+        return jnp.sum(logprobs * weights) + jnp.sum(entropy * weights), (logprobs, entropy)
+
+    ((_, apart), gradient_apart), ((_, together), gradient) = (
+        jax.jit(total)(params, x) for x in (batch, packed(batch))
+    )
+    for a, b in zip(apart, together, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    scale = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(gradient))
+    for a, b in zip(jax.tree.leaves(gradient_apart), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(scale, 1))
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
+def test_packed_scores_do_not_depend_on_the_mesh_or_the_microbatch(mesh):
+    model, params = tiny.model_and_params()
+    whole, _ = jax.jit(partial(update.completion_logprobs, model, sampling=Sampling()))(params, packed(tiny.batch()))
+    mesh = sharding.make_mesh(*mesh)
+    score = update.make_score(type(model)(tiny.CONFIG, mesh), Sampling(), mesh, 0 if mesh.shape["data"] == 8 else 4)
+    params = jax.device_put(params, sharding.shardings(params, mesh))
+    np.testing.assert_allclose(
+        score(params, sharding.shard_batch(packed(tiny.batch()), mesh)), whole, rtol=1e-5, atol=1e-5
+    )
+
+
+def flops(b, g, p, c, group_native=True) -> float:
+    """XLA's count for scoring with a one-layer model (a loop's body is counted once), all logits at once."""
+    config = dataclasses.replace(
+        tiny.CONFIG, layers=1, width=512, heads=8, head_dim=64, mlp_width=1408, max_positions=4096, vocab_size=64
+    )
+    b, g = (b, g) if group_native else (b * g, 1)
+    model = type(tiny.model_and_params()[0])(config)
+    of = jax.ShapeDtypeStruct
+    batch = update.Batch(
+        of((b, p), jnp.int32), of((b, p), bool),
+        of((b, g, c), jnp.int32), of((b, g, c), bool), of((b, g, c), bool),
+    )  # fmt: skip
+    score = jax.jit(partial(update.completion_logprobs, model, sampling=Sampling()))
+    return score.lower(model.shapes(), batch).compile().cost_analysis()["flops"]
+
+
+def test_doubling_the_group_costs_no_more_prompt_work():
+    one, two, four = (flops(2, g, 64, 32) for g in (4, 8, 16))
+    prompt_work = 2 * one - two
+    assert prompt_work > 0
+    np.testing.assert_allclose(2 * two - four, prompt_work, rtol=0.02)
+
+
+def test_doubling_the_prompt_costs_less_than_15_percent_of_what_a_flat_layout_pays():
+    ours = flops(2, 16, 128, 64) - flops(2, 16, 64, 64)
+    flat = flops(2, 16, 128, 64, group_native=False) - flops(2, 16, 64, 64, group_native=False)
+    assert ours < 0.15 * flat, ours / flat
