@@ -41,8 +41,6 @@ def environment(name: str) -> Path:
         venv.create(folder, with_pip=True, clear=True)
         for packages in line.removeprefix(name).split("|"):
             subprocess.run([python, "-m", "pip", "install", "--quiet", *packages.split()], check=True)
-        if name == "vllm":
-            subprocess.run([python, HERE / "peer_vllm.py", "--prepare"], check=True)
         (folder / "done").touch()
     return python
 

@@ -19,7 +19,8 @@ def keep_compilations() -> str:
         jax.config.update("jax_compilation_cache_dir", str(home / "jaxrl_llm" / "xla"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    return jax.config.values["jax_compilation_cache_dir"] or "off"
+    where = jax.config.values["jax_compilation_cache_dir"]
+    return where.replace(str(Path.home()), "~") if where else "off"
 
 
 class Compilations:

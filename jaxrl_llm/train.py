@@ -145,6 +145,8 @@ def train(config: Config, workdir: Path) -> None:
         judged = {"eval/accuracy": accuracy()} if score_now else {}
         sample = (prompts.rows, texts, channels["total"])
         shown = config.log.completions_every and step % config.log.completions_every == 0
+        if written:
+            written.result()  # a line that could not be written ends the run here
         written = clerk.submit(
             write_step, log, step, timer, (scored, updated), (updates, rates), sampled, channels, judged,
             sample if shown else None,

@@ -88,7 +88,7 @@ def test_score_and_gradient_compile_for_a_tpu_with_the_kernel_and_without_a_scor
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     mesh = Mesh(devices.reshape(1, 2, 2), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
     config = DecoderConfig(
-        vocab_size=2048, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, mlp_width=512, max_positions=4096,
+        vocab_size=3072, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, mlp_width=512, max_positions=4096,
         rope_theta=1e4, norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False, dtype="bfloat16", remat="full",
     )  # fmt: skip
     model, (b, g, p, t) = Decoder(config, mesh), (4, 4, 256, 1024)
