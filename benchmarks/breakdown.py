@@ -40,7 +40,7 @@ def main() -> None:
                 for event in line.events:
                     if not NOT_OPERATIONS.match(event.name):
                         seconds[re.sub(r"[.\d]+$", "", event.name)] += event.duration_ns / 1e9
-    print({name: round(measured[name], 2) for name in ("rollout", "score", "update", "total")})
+    print({name: round(float(measured[name]), 2) for name in ("rollout", "score", "update", "total")})
     for name, spent in seconds.most_common(15):
         print(f"{spent:8.2f}s  {name}")
 
