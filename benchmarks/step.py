@@ -69,7 +69,7 @@ def time_step(trainer: str, folder: Path, steps: int, microbatch: int) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-MICROBATCH = {"ours": 2, "trl": 4, "tunix": 8}  # prompts, sequences, sequences: each one's fastest on `even`
+MICROBATCH = {"ours": 1, "trl": 4, "tunix": 8}  # prompts, sequences, sequences: each one's fastest on `even`
 
 
 def show(reports: dict[str, dict[str, dict]], console: Console) -> None:

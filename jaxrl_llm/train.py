@@ -103,6 +103,7 @@ def train(config: Config, workdir: Path) -> None:
         prompts = next(prompt_iterator)
         key = jax.random.fold_in(seed, step)
         sampled = engine.generate(prompts, key, group_size=config.group_size, sampling=sampling)
+        engine.release()
         timer.lap("rollout", since=max(timer.began, updated.result() if updated else 0.0))
 
         lanes = pack(sampled.completion_mask.sum(axis=-1), config.rollout.max_completion_tokens)

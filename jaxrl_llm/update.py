@@ -31,7 +31,6 @@ def completion_logprobs(
     it, token 0 by the prompt's last. A prompt is run once for its group. Logits are made
     for a few tokens at a time, and again in the backward pass.
     """
-    prompt_hidden, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
     b, g, c = batch.completions.shape
     slots = jnp.arange(g * c).reshape(1, g, c) if batch.slots is None else batch.slots
     slots = jnp.broadcast_to(slots, (b, *slots.shape[1:]))
@@ -39,7 +38,7 @@ def completion_logprobs(
     tokens = in_lanes(batch.completions, slots)
     members = jnp.where(in_lanes(batch.completion_mask, slots), slots // c + 1, 0)
     positions = jnp.where(slots < 0, 0, slots % c)
-    hidden = model.extend(params, tokens, positions, members, prefix, batch.prompt_mask)
+    prompt_hidden, hidden = model.forward(params, batch.prompts, batch.prompt_mask, tokens, positions, members)
     before = jnp.pad(hidden, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
     first = last_state(prompt_hidden, batch.prompt_mask)[:, None, None]
     states = jnp.where((positions == 0)[..., None], first, before)

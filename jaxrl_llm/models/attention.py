@@ -51,6 +51,19 @@ def attend(
     return (out / total).astype(query.dtype)
 
 
+def head_major(query: Array, key: Array, value: Array) -> tuple[jax.Array, KeyValue]:
+    """[B, N, T, heads, h] of a layer's projections -> query [B, K, N, R, T, h], keys and values [B, K, N, T, h]."""
+    b, n, t, kv_heads, size = key.shape
+    query = query.reshape(b, n, t, kv_heads, -1, size).transpose(0, 3, 1, 4, 2, 5)
+    return query, KeyValue(key.transpose(0, 3, 1, 2, 4), value.transpose(0, 3, 1, 2, 4))
+
+
+def token_major(attended: Array) -> jax.Array:
+    """[B, K, N, R, T, h] -> [B, N, T, heads, h]."""
+    b, _, n, _, t, size = attended.shape
+    return attended.transpose(0, 2, 4, 1, 3, 5).reshape(b, n, t, -1, size)
+
+
 def rotary(positions: Array, size: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine [B, N, T, size / 2] of rotary position embedding (arXiv 2104.09864)."""
     frequencies = 1.0 / (theta ** (jnp.arange(size // 2, dtype=jnp.float32) / (size // 2)))

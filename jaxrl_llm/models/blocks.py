@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.models.attention import KeyValue, rotate
+from jaxrl_llm.models.attention import rotate
 from jaxrl_llm.structs import Array
 
 
@@ -54,22 +54,19 @@ class Attention(nnx.Module):
             self.query_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
             self.key_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
 
-    def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, KeyValue]:
-        """x [B, N, T, D] -> query [B, K, N, R, T, h], keys and values [B, K, N, T, h]."""
+    def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """x [B, N, T, D] -> query [B, N, T, heads, h], key and value [B, N, T, K, h]."""
         cfg, lead = self.cfg, x.shape[:3]
         query = self.query(x).reshape(*lead, cfg.heads, cfg.head_dim)
         key = self.key(x).reshape(*lead, cfg.kv_heads, cfg.head_dim)
         value = self.value(x).reshape(*lead, cfg.kv_heads, cfg.head_dim)
         if cfg.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, angles), rotate(key, angles)
-        query = query.reshape(*lead, cfg.kv_heads, -1, cfg.head_dim).transpose(0, 3, 1, 4, 2, 5)
-        return query, KeyValue(key.transpose(0, 3, 1, 2, 4), value.transpose(0, 3, 1, 2, 4))
+        return rotate(query, angles), rotate(key, angles), value
 
     def __call__(self, attended: Array) -> jax.Array:
-        """[B, K, N, R, T, h] -> [B, N, T, D]."""
-        b, _, n, _, t, _ = attended.shape
-        return self.output(attended.transpose(0, 2, 4, 1, 3, 5).reshape(b, n, t, -1))
+        """[B, N, T, heads, h] -> [B, N, T, D]."""
+        return self.output(attended.reshape(*attended.shape[:3], -1))
 
 
 class MLP(nnx.Module):
@@ -94,7 +91,7 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(cfg, cfg.width, rngs=rngs)
         self.mlp = MLP(cfg, rngs)
 
-    def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, KeyValue]:
+    def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         return self.attention.project(self.attention_norm(x), angles)
 
     def finish(self, x: Array, attended: Array) -> jax.Array:

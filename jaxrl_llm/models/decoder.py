@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.models import attention_tpu
-from jaxrl_llm.models.attention import KeyValue, attend, rotary
+from jaxrl_llm.models.attention import KeyValue, attend, head_major, rotary, token_major
 from jaxrl_llm.models.blocks import Block, DecoderConfig, Ends
 from jaxrl_llm.sharding import BATCH
 from jaxrl_llm.structs import Array, PyTree
@@ -59,33 +59,50 @@ class Decoder:
 
         def layer(x: Array, scanned: tuple[PyTree]) -> tuple[Array, KeyValue]:
             block = self._block(scanned[0])
-            query, own = block.project(x, angles)
-            x = block.finish(x, attend_lanes(query, own))
+            query, own = head_major(*block.project(x, angles))
+            x = block.finish(x, token_major(attend_lanes(query, own)))
             return x, KeyValue(own.keys[:, :, 0], own.values[:, :, 0])
 
         x, prefix = self._through(layer, self._embed(params, tokens[:, None]), params["layers"])
         return self._ends(params).norm(x)[:, 0], prefix
 
-    def extend(
-        self, params: PyTree, tokens: Array, positions: Array, members: Array, prefix: Any, prefix_mask: Array
-    ) -> jax.Array:
-        """Lanes [B, N, T] after their prompts -> hidden [B, N, T, D].
+    def forward(
+        self, params: PyTree, prompts: Array, prompt_mask: Array, tokens: Array, positions: Array, members: Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Prompts [B, P] and the lanes [B, N, T] after them -> hidden [B, P, D] and [B, N, T, D].
 
         positions [B, N, T] count from a completion's first token. members [B, N, T] tells the
-        completions in a lane apart; prefix and prefix_mask are those of `prefill`.
+        completions in a lane apart. Every product is one over the tokens of prompts and lanes.
         """
-        length = jnp.sum(prefix_mask, axis=-1)[:, None, None]
-        angles = rotary(length + positions, self.cfg.head_dim, self.cfg.rope_theta)
+        length = prompts.shape[1]
+
+        def join(of_prompts: Array, of_lanes: Array) -> jax.Array:
+            """[B, 1, P, ...] and [B, N, T, ...] -> [B, 1, P + N * T, ...]."""
+            of_lanes = of_lanes.reshape(len(of_lanes), 1, -1, *of_lanes.shape[3:])
+            return jnp.concatenate([of_prompts, of_lanes], axis=2)
+
+        def split(x: Array) -> tuple[jax.Array, jax.Array]:
+            return x[:, :, :length], x[:, :, length:].reshape(*tokens.shape, *x.shape[3:])
+
+        in_prompt = jnp.maximum(jnp.cumsum(prompt_mask, axis=-1) - 1, 0)[:, None]
+        after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
+        angles = rotary(join(in_prompt, after_prompt), self.cfg.head_dim, self.cfg.rope_theta)
+        attend_prompts = self._attend_lanes(prompt_mask[:, None].astype(jnp.int32))
         attend_lanes = self._attend_lanes(members)
 
-        def layer(x: Array, scanned: tuple[PyTree, KeyValue]) -> tuple[Array, None]:
-            params_l, prompt = scanned
-            block = self._block(params_l)
-            query, own = block.project(x, angles)
-            return block.finish(x, attend_lanes(query, own, prompt, prefix_mask)), None
+        def layer(x: Array, scanned: tuple[PyTree]) -> tuple[Array, None]:
+            block = self._block(scanned[0])
+            of_prompts, of_lanes = zip(*(split(y) for y in block.project(x, angles)), strict=True)
+            query, own = head_major(*of_prompts)
+            from_prompts = attend_prompts(query, own)
+            prompt = KeyValue(own.keys[:, :, 0], own.values[:, :, 0])
+            from_lanes = attend_lanes(*head_major(*of_lanes), prompt, prompt_mask)
+            return block.finish(x, join(token_major(from_prompts), token_major(from_lanes))), None
 
-        x, _ = self._through(layer, self._embed(params, tokens), params["layers"], prefix)
-        return self._ends(params).norm(x)
+        x = self._embed(params, join(prompts[:, None], tokens))
+        x, _ = self._through(layer, x, params["layers"])
+        of_prompts, of_lanes = split(self._ends(params).norm(x))
+        return of_prompts[:, 0], of_lanes
 
     def decode(
         self, params: PyTree, tokens: Array, t: Array, cache: Any, prefix: Any, prefix_mask: Array
@@ -100,12 +117,12 @@ class Decoder:
         def layer(x: Array, scanned: tuple[PyTree, KeyValue, KeyValue]) -> tuple[Array, KeyValue]:
             params_l, prompt, cache_l = scanned
             block = self._block(params_l)
-            query, now = block.project(x, angles)
+            query, now = head_major(*block.project(x, angles))
             cache_l = KeyValue(*(jax.lax.dynamic_update_slice_in_dim(c, n, t, axis=3)
                                  for c, n in zip(cache_l, now, strict=True)))  # fmt: skip
             visible = (jnp.arange(cache_l.keys.shape[3]) <= t)[None, None, None]
             attended = attend(query, cache_l, visible, prompt, prefix_mask, self.cfg.precision)
-            return block.finish(x, attended), cache_l
+            return block.finish(x, token_major(attended)), cache_l
 
         x = self._embed(params, tokens[:, :, None])
         x, cache = self._through(layer, x, params["layers"], prefix, cache)

@@ -22,3 +22,7 @@ class Engine(Protocol):
     def update_weights(self, params: PyTree) -> None:
         """From here on, samples come from these parameters."""
         ...
+
+    def release(self) -> None:
+        """Frees what memory it can until the next `update_weights`."""
+        ...

@@ -76,8 +76,12 @@ class Sampler:
 
     def update_weights(self, params: PyTree) -> None:
         """Gathers over fsdp, in the dtype of the arithmetic, once here instead of for every token."""
-        self._params = None  # the old copy need not live beside the new
+        self.release()  # the old copy need not live beside the new
         self._params = self._place(params)
+
+    def release(self) -> None:
+        """Frees the gathered weights: while the policy learns, their memory is worth more than they are."""
+        self._params = None
 
     def generate(
         self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, budget: np.ndarray | None = None
