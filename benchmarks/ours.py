@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.workloads import CLIP_NORM, KL_COEF, LEARNING_RATE, PAD, TEMPERATURE, Workload, read, reward
 from jaxrl_llm import advantages, kl, losses, optim, sharding, update
-from jaxrl_llm.compiling import Compilations
+from jaxrl_llm.compiling import Compilations, keep_compilations
 from jaxrl_llm.models import hf
 from jaxrl_llm.packing import pack
 from jaxrl_llm.rollout.sampler import Sampler
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, default=1, help="prompts at a time")
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots")
     args = parser.parse_args()
+    keep_compilations()
     compilations = Compilations()
     one_step = step_function(read(args.model), Path(args.model), args.remat, args.microbatch, compilations)
     first, *steps = [one_step(step) for step in range(args.steps + 1)]

@@ -63,6 +63,7 @@ def time_step(trainer: str, folder: Path, steps: int, microbatch: int) -> dict:
     if trainer != "vllm":
         command += ["--microbatch", str(microbatch)]
     environ = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "2", "JAX_PLATFORMS": "cpu"}
+    environ |= {"JAX_COMPILATION_CACHE_DIR": ""}  # the first step shows what compiling costs
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environ)
     if done.returncode:
         raise SystemExit(f"{trainer} failed on {folder.name} (exit code {done.returncode}): see above")

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 from collections import Counter
 from pathlib import Path
 
 import jax
+
+M_ARENA_MAX = -8  # of glibc's malloc.h
+HEAPS = 4  # that all threads share; glibc would take 8 a core, and keep in each what the compiler freed
 
 
 def keep_compilations() -> str:
     """Has JAX keep what it compiles in the user's cache folder, unless told otherwise; returns where.
 
     JAX_COMPILATION_CACHE_DIR names another folder; set but empty, it switches the cache off.
+    To be called before JAX has threads, so that they share a few heaps.
     """
+    if platform.libc_ver()[0] == "glibc" and "MALLOC_ARENA_MAX" not in os.environ:
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(home / "jaxrl_llm" / "xla"))
