@@ -24,7 +24,7 @@ NOT_OPERATIONS = re.compile(r"^(\$|Thunk|np\.|Pjit|Common|Slinky|Execute|jit_)")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workload", choices=WORKLOADS)
-    parser.add_argument("--microbatch", type=int, default=2)
+    parser.add_argument("--microbatch", type=int, default=1)
     parser.add_argument("--remat", default="dots")
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]

@@ -86,7 +86,9 @@ def step_function(workload: Workload, folder: Path, remat: str, microbatch: int,
         )  # fmt: skip
         batch = sharding.shard_batch(batch, mesh)
         ref = score(ref_params, batch)
-        advantage = sharding.shard_batch(advantages.grpo(rewarded(rollouts)), mesh)
+        rewards = rewarded(rollouts)  # a group of one is compared with the batch
+        advantage = advantages.grpo(rewards) if workload.group > 1 else rewards - rewards.mean()
+        advantage = sharding.shard_batch(advantage, mesh)
         ref.block_until_ready()
         clock.append(time.perf_counter())
         batch = replace(batch, advantages=advantage, ref_logprobs=ref)

@@ -36,32 +36,47 @@ DOUBLED = {
 }
 
 
+PHASES = ("rollout", "score", "update", "total")
+GROUP = replace(BASE, group=16)
+FLAT = replace(BASE, prompts=GROUP.prompts * GROUP.group, group=1)  # every completion with a prompt of its own
+
+
+def medians(workload: Workload, steps: int) -> dict[str, float]:
+    """Seconds of each phase of a step, in two micro-batches or more."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(workload, Path(folder))
+        model = Decoder(qwen2.decoder_config(workload.model_config(), "float32", "none"))
+        tensors = dict(hf.exported(model.init(jax.random.key(0)), np.float32))
+        save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        microbatch = max(32 // workload.group, 2)
+        one_step = step_function(workload, Path(folder), "dots", microbatch, Compilations())
+        measured = [one_step(step) for step in range(steps + 1)][1:]
+    return {phase: statistics.median(step[phase] for step in measured) for phase in PHASES}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     table = Table(title="medians in milliseconds; work and time as multiples of the base")
-    for column in ("", "rollout", "score", "update", "total", "useful work", "time"):
+    for column in ("", *PHASES, "useful work", "time"):
         table.add_column(column, justify="left" if not column else "right")
     base_seconds = base_work = 0.0
     for name, workload in DOUBLED.items():
-        with tempfile.TemporaryDirectory() as folder:
-            write(workload, Path(folder))
-            model = Decoder(qwen2.decoder_config(workload.model_config(), "float32", "none"))
-            tensors = dict(hf.exported(model.init(jax.random.key(0)), np.float32))
-            save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
-            one_step = step_function(workload, Path(folder), "dots", 4, Compilations())
-            steps = [one_step(step) for step in range(args.steps + 1)][1:]
-        medians = {
-            key: statistics.median(step[key] for step in steps) for key in ("rollout", "score", "update", "total")
-        }
-        work = workload.useful_gflop(1)
-        base_seconds, base_work = base_seconds or medians["total"], base_work or work
+        seconds, work = medians(workload, args.steps), workload.useful_gflop(1)
+        base_seconds, base_work = base_seconds or seconds["total"], base_work or work
         table.add_row(
-            name, *(f"{1000 * seconds:,.0f}" for seconds in medians.values()),
-            f"{work / base_work:.2f}", f"{medians['total'] / base_seconds:.2f}",
+            name, *(f"{1000 * s:,.0f}" for s in seconds.values()),
+            f"{work / base_work:.2f}", f"{seconds['total'] / base_seconds:.2f}",
         )  # fmt: skip
     Console(width=100).print(table)
+
+    added = {}
+    for name, workload in {"shared by 16": GROUP, "one each": FLAT}.items():
+        short, long = (medians(replace(workload, prompt_tokens=p), args.steps) for p in (64, 256))
+        added[name] = long["total"] - short["total"]
+        print(f"prompts {name}: from 64 to 256 tokens, {short['total']:.2f}s -> {long['total']:.2f}s a step")
+    print(f"a longer prompt costs {added['shared by 16'] / added['one each']:.0%} of what it costs with one each")
 
 
 if __name__ == "__main__":

@@ -93,9 +93,11 @@ def show(reports: dict[str, dict[str, dict]], console: Console) -> None:
         if ours:
             useful = statistics.mean(WORKLOADS[name].useful_gflop(step) for step in range(1, len(ours["total"]) + 1))
             share = useful / ours["ceiling_gflops"] / statistics.median(ours["total"])
+            uncompiled = statistics.median(t - c for t, c in zip(ours["total"], ours["compile"], strict=True))
             console.print(
                 f"useful matrix work {useful:,.0f} GFLOP; products reach {ours['ceiling_gflops']:.0f} GFLOP/s here, "
-                f"so our step spends {share:.0%} of its time at the ceiling; compiled: {ours['compilations']}\n"
+                f"so our step spends {share:.0%} of its time at the ceiling; compiled: {ours['compilations']}; "
+                f"without compiling: {uncompiled:.2f} s a step\n"
             )
 
 
