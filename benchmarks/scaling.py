@@ -8,17 +8,13 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import jax
-import numpy as np
 from rich.console import Console
 from rich.table import Table
-from safetensors.numpy import save_file
 
 from benchmarks.ours import step_function
-from benchmarks.workloads import Workload, write
+from benchmarks.step import PHASES, make_model
+from benchmarks.workloads import Workload
 from jaxrl_llm.compiling import Compilations
-from jaxrl_llm.models import hf, qwen2
-from jaxrl_llm.models.decoder import Decoder
 
 BASE = Workload(
     "base", width=256, layers=4, heads=4, kv_heads=2, mlp_width=704, vocab_size=2048, prompts=4, group=8,
@@ -36,7 +32,6 @@ DOUBLED = {
 }
 
 
-PHASES = ("rollout", "score", "update", "total")
 GROUP = replace(BASE, group=16)
 FLAT = replace(BASE, prompts=GROUP.prompts * GROUP.group, group=1)  # every completion with a prompt of its own
 
@@ -44,12 +39,8 @@ FLAT = replace(BASE, prompts=GROUP.prompts * GROUP.group, group=1)  # every comp
 def medians(workload: Workload, steps: int) -> dict[str, float]:
     """Seconds of each phase of a step, in two micro-batches or more."""
     with tempfile.TemporaryDirectory() as folder:
-        write(workload, Path(folder))
-        model = Decoder(qwen2.decoder_config(workload.model_config(), "float32", "none"))
-        tensors = dict(hf.exported(model.init(jax.random.key(0)), np.float32))
-        save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
         microbatch = max(32 // workload.group, 2)
-        one_step = step_function(workload, Path(folder), "dots", microbatch, Compilations())
+        one_step = step_function(workload, make_model(workload, Path(folder)), "dots", microbatch, Compilations())
         measured = [one_step(step) for step in range(steps + 1)][1:]
     return {phase: statistics.median(step[phase] for step in measured) for phase in PHASES}
 

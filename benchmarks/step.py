@@ -45,9 +45,9 @@ def environment(name: str) -> Path:
     return python
 
 
-def make_model(workload: Workload) -> Path:
-    """A folder with the workload and a model of random float32 weights."""
-    folder = BENCH / "models" / workload.name
+def make_model(workload: Workload, models: Path = BENCH / "models") -> Path:
+    """A folder in `models` with the workload and a model of random float32 weights, made if it is not there yet."""
+    folder = models / workload.name
     if not (folder / "model.safetensors").exists():
         write(workload, folder)
         model = Decoder(qwen2.decoder_config(workload.model_config(), "float32", "none"))

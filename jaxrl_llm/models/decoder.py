@@ -53,15 +53,14 @@ class Decoder:
 
     def prefill(self, params: PyTree, tokens: Array, mask: Array) -> tuple[jax.Array, Any]:
         """Prompts [B, P] -> hidden [B, P, D], and each layer's keys and values [B, K, P, h]."""
-        positions = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
-        angles = rotary(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        angles = rotary(_positions(mask), self.cfg.head_dim, self.cfg.rope_theta)
         attend_lanes = self._attend_lanes(mask[:, None].astype(jnp.int32))
 
         def layer(x: Array, scanned: tuple[PyTree]) -> tuple[Array, KeyValue]:
             block = self._block(scanned[0])
             query, own = head_major(*block.project(x, angles))
             x = block.finish(x, token_major(attend_lanes(query, own)))
-            return x, KeyValue(own.keys[:, :, 0], own.values[:, :, 0])
+            return x, _of_prompt(own)
 
         x, prefix = self._through(layer, self._embed(params, tokens[:, None]), params["layers"])
         return self._ends(params).norm(x)[:, 0], prefix
@@ -84,9 +83,8 @@ class Decoder:
         def split(x: Array) -> tuple[jax.Array, jax.Array]:
             return x[:, :, :length], x[:, :, length:].reshape(*tokens.shape, *x.shape[3:])
 
-        in_prompt = jnp.maximum(jnp.cumsum(prompt_mask, axis=-1) - 1, 0)[:, None]
         after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
-        angles = rotary(join(in_prompt, after_prompt), self.cfg.head_dim, self.cfg.rope_theta)
+        angles = rotary(join(_positions(prompt_mask), after_prompt), self.cfg.head_dim, self.cfg.rope_theta)
         attend_prompts = self._attend_lanes(prompt_mask[:, None].astype(jnp.int32))
         attend_lanes = self._attend_lanes(members)
 
@@ -95,8 +93,7 @@ class Decoder:
             of_prompts, of_lanes = zip(*(split(y) for y in block.project(x, angles)), strict=True)
             query, own = head_major(*of_prompts)
             from_prompts = attend_prompts(query, own)
-            prompt = KeyValue(own.keys[:, :, 0], own.values[:, :, 0])
-            from_lanes = attend_lanes(*head_major(*of_lanes), prompt, prompt_mask)
+            from_lanes = attend_lanes(*head_major(*of_lanes), _of_prompt(own), prompt_mask)
             return block.finish(x, join(token_major(from_prompts), token_major(from_lanes))), None
 
         x = self._embed(params, join(prompts[:, None], tokens))
@@ -177,6 +174,16 @@ class Decoder:
             return layer
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         return jax.checkpoint(layer, policy=dots if self.cfg.remat == "dots" else None)
+
+
+def _positions(mask: Array) -> jax.Array:
+    """Of each prompt token [B, 1, P], counted from its first real one."""
+    return jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
+
+
+def _of_prompt(own: KeyValue) -> KeyValue:
+    """Keys and values of a prompt's only lane [B, K, 1, P, h] -> [B, K, P, h]."""
+    return KeyValue(own.keys[:, :, 0], own.values[:, :, 0])
 
 
 def _pure(module: nnx.Module) -> PyTree:
