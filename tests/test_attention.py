@@ -1,20 +1,24 @@
-"""The TPU kernel: interpreted here, against the plain form; and compiled for TPUs that are not there."""
+"""The kernels for TPU and GPU: against the plain form, and compiled for devices that are not there."""
 
 from __future__ import annotations
 
 import os
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, Mesh
 
 from jaxrl_llm import sharding, update
-from jaxrl_llm.models.attention import KeyValue, attend
-from jaxrl_llm.models.attention_tpu import attend_tpu, fits
+from jaxrl_llm.models import attention_gpu, attention_tpu
+from jaxrl_llm.models.attention import KeyValue, attend, causal_within
+from jaxrl_llm.models.attention_gpu import attend_gpu
+from jaxrl_llm.models.attention_tpu import attend_tpu
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sampling import Sampling
@@ -54,44 +58,32 @@ def value_and_gradients(f, arrays, members):
 
 
 @pytest.mark.parametrize(
+    "kernel", [partial(attend_tpu, interpret=True), partial(attend_gpu, implementation="xla")], ids=["tpu", "gpu"]
+)
+@pytest.mark.parametrize(
     ("lanes", "p", "mesh"),
     [([[[60, 1, 50], [30, 90]], [[128], []]], 140, (1, 1, 1)), ([[[57]], [[9, 20]]], 40, (2, 1, 2))],
     ids=["packed", "on a mesh"],
 )
-def test_the_tpu_kernel_is_the_plain_form_and_so_are_its_gradients(lanes, p, mesh):
+def test_a_kernel_is_the_plain_form_and_so_are_its_gradients(kernel, lanes, p, mesh):
     arrays, members, mask = case(lanes, p)
     mesh = sharding.make_mesh(*mesh)
-    t = members.shape[-1]
-    visible = np.tril(np.ones((t, t), bool))[None, None] & (members[..., :, None] == members[..., None, :])
+    visible = causal_within(members)
     with jax.default_matmul_precision("highest"):
         plain = value_and_gradients(lambda q, own, prompt: attend(q, own, visible, prompt, mask), arrays, members)
-        kernel = value_and_gradients(
-            lambda q, own, prompt: attend_tpu(q, own, members, prompt, mask, mesh=mesh, interpret=True), arrays, members
+        ours = value_and_gradients(
+            lambda q, own, prompt: kernel(q, own, members, prompt, mask, mesh=mesh), arrays, members
         )
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(kernel), strict=True):
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(ours), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-def test_the_kernel_refuses_what_it_would_round_or_cannot_count():
-    assert fits(1024, 64, "bfloat16")
-    assert not fits(1024, 64, "float32")
-    assert not fits(1024, 80, "bfloat16")
-    assert not fits(2**15, 64, "bfloat16")
-
-
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
-def test_score_and_gradient_compile_for_a_tpu_with_the_kernel_and_without_a_score_matrix(topology):
-    pytest.importorskip("libtpu", reason="pip install 'jax[tpu]' to compile for TPUs")
-    os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
-    from jax.experimental import topologies
-
-    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
-    mesh = Mesh(devices.reshape(1, 2, 2), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+def traced_gradient_of_score(mesh, *, b, g, p, t):
     config = DecoderConfig(
         vocab_size=3072, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, mlp_width=512, max_positions=4096,
         rope_theta=1e4, norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False, dtype="bfloat16", remat="full",
     )  # fmt: skip
-    model, (b, g, p, t) = Decoder(config, mesh), (4, 4, 256, 1024)
+    model = Decoder(config, mesh)
     placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
     params = jax.tree.map(placed, model.shapes(), sharding.shardings(model.shapes(), mesh))
     of = lambda shape, dtype: placed(  # noqa: E731
@@ -102,9 +94,50 @@ def test_score_and_gradient_compile_for_a_tpu_with_the_kernel_and_without_a_scor
     def loss(params, batch):
         return jnp.sum(update.completion_logprobs(model, params, batch, Sampling())[0])
 
-    text = jax.jit(jax.grad(loss)).lower(params, batch).compile().as_text()
+    return jax.jit(jax.grad(loss)).trace(params, batch)
+
+
+def device(platform, **more):
+    return SimpleNamespace(platform=platform, **more)
+
+
+def test_a_kernel_refuses_what_it_would_round_or_cannot_count_and_devices_it_does_not_know():
+    tpu, h100, t4 = device("tpu"), device("gpu", compute_capability="9.0"), device("gpu", compute_capability="7.5")
+    assert attention_tpu.fits(tpu, 64, "bfloat16", 1024)
+    assert not attention_tpu.fits(tpu, 64, "float32", 1024)
+    assert not attention_tpu.fits(tpu, 80, "bfloat16", 1024)
+    assert not attention_tpu.fits(tpu, 64, "bfloat16", 2**15)
+    assert not attention_tpu.fits(h100, 64, "bfloat16", 1024)
+    assert attention_gpu.fits(h100, 80, "bfloat16")
+    assert not attention_gpu.fits(h100, 64, "float32")
+    assert not attention_gpu.fits(h100, 256, "bfloat16")
+    for other in (t4, tpu, device("gpu", compute_capability="gfx90a"), jax.devices()[0]):
+        assert not attention_gpu.fits(other, 64, "bfloat16")
+
+
+def test_on_a_gpu_score_and_gradient_lower_to_cudnn(monkeypatch):
+    # JAX asks the GPU itself for these, while it traces.
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False)
+    monkeypatch.setattr(attention_gpu, "fits", lambda *_: True)
+    traced = traced_gradient_of_score(sharding.make_mesh(2, 1, 2), b=4, g=4, p=250, t=100)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaScaleBiasSoftmax(" in text
+    assert "__cudnn$fmhaScaleBiasSoftmaxBackward(" in text
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+def test_score_and_gradient_compile_for_a_tpu_with_the_kernel_and_without_a_score_matrix(topology):
+    pytest.importorskip("libtpu", reason="pip install 'jax[tpu]' to compile for TPUs")
+    os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
+    from jax.experimental import topologies
+
+    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    mesh = Mesh(devices.reshape(1, 2, 2), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    text = traced_gradient_of_score(mesh, b=4, g=4, p=256, t=1024).lower().compile().as_text()
     calls = re.findall(r"%(splash_\w+)[^\n]* custom-call\(", text)
     assert any("fwd" in name for name in calls), calls
     assert any("dq" in name for name in calls), calls
     assert any("dkv" in name for name in calls), calls
-    assert not re.search(rf"f32\[[\d,]*{t},{t}\]", text)
+    assert not re.search(r"f32\[[\d,]*1024,1024\]", text)

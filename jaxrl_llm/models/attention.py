@@ -6,11 +6,14 @@ Keys lie head-major, so that every product is a plain batched one and nothing is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.structs import Array
 
@@ -49,6 +52,31 @@ def attend(
     if prompt is not None:
         out = out + product("bknrtp,bkph->bknrth", weights[1].astype(query.dtype), prompt.values)
     return (out / total).astype(query.dtype)
+
+
+def causal_within(members: Array) -> jax.Array:
+    """What tokens of lanes see of each other [B, N, T, T]: those of the same number in members [B, N, T], so far."""
+    causal = jnp.tril(jnp.ones((members.shape[-1],) * 2, bool))
+    return causal[None, None] & (members[..., :, None] == members[..., None, :])
+
+
+def no_prompt(query: Array) -> tuple[KeyValue, jax.Array]:
+    """Keys, values and mask of prompts without a token, for query [B, K, N, R, T, h]."""
+    b, k, *_, h = query.shape
+    return KeyValue(*(jnp.zeros((b, k, 0, h), query.dtype),) * 2), jnp.zeros((b, 0), bool)
+
+
+def over_mesh(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: int) -> Callable[..., jax.Array]:
+    """`kernel((query, keys, values, members), (keys, values, mask))` of lanes and prompts, on each device's share.
+
+    The compiler cannot split a kernel: each device runs it on its prompts, and on its key heads if they divide.
+    """
+    if mesh is None:
+        return kernel
+    heads = P(("data", "fsdp"), "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None)
+    rows = P(("data", "fsdp"))
+    specs = ((heads, heads, heads, rows), (heads, heads, rows))
+    return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
 
 
 def head_major(query: Array, key: Array, value: Array) -> tuple[jax.Array, KeyValue]:

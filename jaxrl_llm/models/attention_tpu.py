@@ -11,19 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.models.attention import KeyValue
+from jaxrl_llm.models.attention import KeyValue, no_prompt, over_mesh
 from jaxrl_llm.structs import Array
 
 BLOCK = 512  # queries, and keys, that the kernel holds at once
 BITS = 16  # of a query's index within its lane
 
 
-def fits(length: int, head_dim: int, dtype: str) -> bool:
-    """Whether the kernel takes lanes of this many tokens, heads of this size, and this dtype."""
+def fits(device: Any, head_dim: int, dtype: str, length: int) -> bool:
+    """Whether the kernel runs on this device and takes heads of this size, this dtype, and lanes of this length."""
     # float32 would be multiplied in bf16: the kernel has no precision to ask for.
-    return length < 2 ** (31 - BITS) and head_dim % 64 == 0 and dtype == "bfloat16"
+    return device.platform == "tpu" and length < 2 ** (31 - BITS) and head_dim % 64 == 0 and dtype == "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,10 @@ def attend_tpu(
     members [B, N, T]: 0 for padding, else one number for each completion, whose tokens are neighbours.
     A token sees its prompt and its completion so far; padding gives 0.
     """
-    b, k, _, _, t, h = query.shape
+    k, t = query.shape[1], query.shape[-2]
     block = min(BLOCK, t + -t % 128)
     if prompt is None or prompt_mask is None:
-        prompt, prompt_mask = KeyValue(*(jnp.zeros((b, k, 0, h), query.dtype),) * 2), jnp.zeros((b, 0), bool)
+        prompt, prompt_mask = no_prompt(query)
 
     def padded(x: Array, axis: int) -> jax.Array:
         return jnp.pad(x, [(0, -x.shape[axis] % block if i == axis % x.ndim else 0) for i in range(x.ndim)])
@@ -81,13 +80,7 @@ def attend_tpu(
     lane = (padded(query, -2), padded(own.keys, -2), padded(own.values, -2), padded(members, -1))
     shared = (padded(prompt.keys, -2), padded(prompt.values, -2), padded(prompt_mask, -1))
     one = partial(_attend_lane, block=block, interpret=interpret)
-    attend = jax.vmap(jax.vmap(one, in_axes=((1, 1, 1, 0), None), out_axes=1))
-    if mesh is not None:
-        # The compiler cannot split a kernel: each device runs it on its prompts, and on its key heads if they divide.
-        heads = P(("data", "fsdp"), "tensor" if k % mesh.shape["tensor"] == 0 else None)
-        rows = P(("data", "fsdp"))
-        specs = ((heads, heads, heads, rows), (heads, heads, rows))
-        attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    attend = over_mesh(jax.vmap(jax.vmap(one, in_axes=((1, 1, 1, 0), None), out_axes=1)), mesh, k)
     return attend(lane, shared)[..., :t, :]
 
 

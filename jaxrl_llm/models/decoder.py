@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.models import attention_tpu
-from jaxrl_llm.models.attention import KeyValue, attend, head_major, rotary, token_major
+from jaxrl_llm.models import attention_gpu, attention_tpu
+from jaxrl_llm.models.attention import KeyValue, attend, causal_within, head_major, rotary, token_major
 from jaxrl_llm.models.blocks import Block, DecoderConfig, Ends
 from jaxrl_llm.sharding import BATCH
 from jaxrl_llm.structs import Array, PyTree
@@ -138,12 +138,14 @@ class Decoder:
         return params | {"layers": layers}
 
     def _attend_lanes(self, members: Array) -> Callable[..., jax.Array]:
-        """Causal attention within each completion of lanes [B, N, T]: a kernel on a TPU, where it takes the shapes."""
-        on_tpu = self.mesh is not None and self.mesh.devices.flat[0].platform == "tpu"
-        if on_tpu and attention_tpu.fits(members.shape[-1], self.cfg.head_dim, self.cfg.dtype):
-            return lambda query, own, *prompt: attention_tpu.attend_tpu(query, own, members, *prompt, mesh=self.mesh)
-        causal = jnp.tril(jnp.ones((members.shape[-1],) * 2, bool))
-        visible = causal[None, None] & (members[..., :, None] == members[..., None, :])
+        """Causal attention within each completion of lanes [B, N, T], by the platform's kernel where it fits."""
+        if self.mesh is not None:
+            device, heads = self.mesh.devices.flat[0], (self.cfg.head_dim, self.cfg.dtype)
+            if attention_tpu.fits(device, *heads, members.shape[-1]):
+                return lambda q, own, *prompt: attention_tpu.attend_tpu(q, own, members, *prompt, mesh=self.mesh)
+            if attention_gpu.fits(device, *heads):
+                return lambda q, own, *prompt: attention_gpu.attend_gpu(q, own, members, *prompt, mesh=self.mesh)
+        visible = causal_within(members)
         return lambda query, own, *prompt: attend(query, own, visible, *prompt, precision=self.cfg.precision)
 
     def _through(self, layer: Callable, x: Array, layers: PyTree, *per_layer: Any) -> tuple[Array, Any]:

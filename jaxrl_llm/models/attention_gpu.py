@@ -1,0 +1,68 @@
+"""`attend` for lanes of completions as cuDNN's flash attention, forward and backward, by `jax.nn`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm.models.attention import KeyValue, causal_within, no_prompt, over_mesh
+from jaxrl_llm.structs import Array
+
+TILE = 64  # lengths are padded to a multiple: with a mask cuDNN takes no odd ones
+
+
+def fits(device: Any, head_dim: int, dtype: str) -> bool:
+    """Whether cuDNN's kernel runs on this device (NVIDIA, compute capability 8.0 or more) and takes such heads."""
+    capability = getattr(device, "compute_capability", "")
+    ampere = device.platform == "gpu" and capability[:1].isdigit() and float(capability) >= 8.0
+    return ampere and head_dim % 8 == 0 and head_dim <= 128 and dtype == "bfloat16"
+
+
+def attend_gpu(
+    query: Array,
+    own: KeyValue,
+    members: Array,
+    prompt: KeyValue | None = None,
+    prompt_mask: Array | None = None,
+    *,
+    mesh: Mesh | None = None,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> jax.Array:
+    """query [B, K, N, R, T, h], own [B, K, N, T, h], prompt [B, K, P, h] and its mask [B, P] -> like query.
+
+    members [B, N, T]: 0 for padding, which gives 0. A token sees its prompt and its completion so far.
+    """
+    if prompt is None or prompt_mask is None:
+        prompt, prompt_mask = no_prompt(query)
+    attend = over_mesh(partial(_attend, implementation=implementation), mesh, kv_heads=query.shape[1])
+    return attend((query, *own, members), (*prompt, prompt_mask))
+
+
+def _attend(
+    lanes: tuple[Array, ...], prompts: tuple[Array, ...], *, implementation: Literal["cudnn", "xla"]
+) -> jax.Array:
+    (query, keys, values, members), (prompt_keys, prompt_values, prompt_mask) = lanes, prompts
+    b, k, n, r, t, h = query.shape
+    p = prompt_mask.shape[-1]
+    more_queries, more_keys = -t % TILE, -(t + p) % TILE
+    length = lambda more: ((0, 0), (0, more), (0, 0), (0, 0))  # noqa: E731
+
+    def lane_major(own: Array, shared: Array) -> jax.Array:
+        shared = jnp.broadcast_to(shared[:, :, None], (b, k, n, p, h))  # cuDNN knows no keys of several lanes
+        return jnp.concatenate([own, shared], axis=3).transpose(0, 2, 3, 1, 4).reshape(b * n, t + p, k, h)
+
+    of_prompt = jnp.broadcast_to(prompt_mask[:, None, None], (b, n, t, p))
+    visible = jnp.concatenate([causal_within(members), of_prompt], axis=-1).reshape(b * n, 1, t, t + p)
+    out = jax.nn.dot_product_attention(
+        jnp.pad(query.transpose(0, 2, 4, 1, 3, 5).reshape(b * n, t, k * r, h), length(more_queries)),
+        jnp.pad(lane_major(keys, prompt_keys), length(more_keys)),
+        jnp.pad(lane_major(values, prompt_values), length(more_keys)),
+        mask=jnp.pad(visible, ((0, 0), (0, 0), (0, more_queries), (0, more_keys))),
+        implementation=implementation,
+    )
+    out = out[:, :t].reshape(b, n, t, k, r, h).transpose(0, 3, 1, 4, 2, 5)
+    return jnp.where(members[:, None, :, None, :, None] > 0, out, 0)  # no gradient comes from padding
