@@ -55,11 +55,12 @@ def step_function(workload: Workload, folder: Path, remat: str, microbatch: int,
     params = hf.load_params(folder, model, mesh)
     sampling = Sampling(TEMPERATURE)
     engine = Sampler(model, mesh, max_completion_tokens=workload.completion_tokens, stop_ids=(), pad_id=PAD)
-    optimizer, _ = optim.make_optimizer(
+    optimizer = optim.make_optimizer(
         1000, learning_rate=LEARNING_RATE, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
         clip_norm=CLIP_NORM, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
+        more={"kl/coef": optim.constant(KL_COEF)},
     )  # fmt: skip
-    objective = update.policy_objective(model, losses.ppo_clip(), sampling, kl.k3, lambda step: KL_COEF)
+    objective = update.policy_objective(model, losses.ppo_clip(), sampling, kl=kl.k3)
     ref_params = jax.tree.map(jnp.copy, params)
     state, placed = update.init_state(params, optimizer, mesh)
     score = update.make_score(model, sampling, mesh, microbatch)
@@ -88,10 +89,11 @@ def step_function(workload: Workload, folder: Path, remat: str, microbatch: int,
         ref = score(ref_params, batch)
         rewards = rewarded(rollouts)  # a group of one is compared with the batch
         advantage = advantages.grpo(rewards) if workload.group > 1 else rewards - rewards.mean()
-        advantage = sharding.shard_batch(advantage, mesh)
+        spread = np.where(rollouts.loss_mask, advantage[..., None], 0.0).astype(np.float32)
+        spread = sharding.shard_batch(spread, mesh)
         ref.block_until_ready()
         clock.append(time.perf_counter())
-        batch = replace(batch, advantages=advantage, ref_logprobs=ref)
+        batch = replace(batch, advantages=spread, ref_logprobs=ref)
         state, measured = update_step(state, batch, np.arange(workload.prompts))
         engine.update_weights(state.params)
         measured = sharding.to_host(measured)

@@ -49,12 +49,16 @@ def get_config() -> ConfigDict:
     )  # ours, or my.module.function with TRL's signature
     c.reward.weights = (1.0, 0.0)  # a weight of 0 logs a channel and rewards nothing
 
-    c.advantage = ConfigDict(dict(name="grpo", normalise="group", epsilon=1e-4))  # normalise: group | batch | none
+    c.reward.overlong_tokens = 0  # the last so many tokens before the limit cost from 0 to 1 (DAPO); 0: none do
 
-    c.loss = ConfigDict(dict(name="ppo_clip", clip_low=0.2, clip_high=0.2))
+    # A function of jaxrl_llm.advantages, or my.module.function, and its arguments; normalise: group | batch | none
+    c.advantage = ConfigDict(dict(name="grpo", normalise="group", epsilon=1e-4))
+
+    # A function of jaxrl_llm.losses, or my.module.function, and its arguments
+    c.loss = ConfigDict(dict(name="ppo_clip", clip_low=0.2, clip_high=0.2, delta=0.0))
 
     c.aggregate = ConfigDict()
-    c.aggregate.mode = "token_mean"  # | sequence_mean | constant
+    c.aggregate.mode = "token_mean"  # | sequence_mean | sequence_sum | constant
     c.aggregate.constant_length = 0  # tokens that mode "constant" divides each sequence by
 
     c.kl = ConfigDict()
@@ -63,12 +67,32 @@ def get_config() -> ConfigDict:
     c.kl.coef = 1e-3
     c.kl.decay = "constant"  # | linear | cosine, to kl.end at the last optimiser step
     c.kl.end = 0.0
+    c.kl.weighted = False  # k3 in the loss times pi / pi_old
+    c.kl.target = 0.0  # kl.coef moves towards this mean KL of a token; 0: it does not
+    c.kl.horizon = 10_000  # in so many sequences, about
+    c.kl.refresh_every = 0  # steps after which the reference moves to the policy; 0: never
+    c.kl.mix = 1.0  # so far: 1 is all the way
+
+    c.entropy = ConfigDict()
+    c.entropy.coef = 0.0  # of a bonus for entropy
+    c.entropy.target = 0.0  # it grows by `step` an update while entropy is below, else shrinks; 0: it stays
+    c.entropy.step = 0.0
+    c.entropy.most = 0.0  # and never exceeds this
+
+    c.mask = ConfigDict()
+    c.mask.truncated = False  # whether completions that the limit cut are left out
+    c.mask.top_entropy = 1.0  # the share of tokens, those of highest entropy, that the policy loss counts
+    c.mask.off_policy = 0.0  # completions of A < 0 whose mean log(pi_old / pi) is above are left out; 0: none
+
+    # Weights for tokens that another engine drew: token | sequence | geometric, none | truncate | mask
+    c.correction = ConfigDict(dict(level="token", action="none", low=0.0, high=2.0))
 
     c.rollout = ConfigDict()
     c.rollout.max_completion_tokens = 12
     c.rollout.temperature = 1.0  # what is sampled is what is scored, for these three too
     c.rollout.top_k = 0  # 0: off
     c.rollout.top_p = 1.0  # 1: off
+    c.rollout.resample_rounds = 0  # of fresh prompts at most, for groups whose members all earn the same (DAPO)
 
     c.optim = ConfigDict()
     c.optim.learning_rate = 1e-4
@@ -81,6 +105,10 @@ def get_config() -> ConfigDict:
     c.optim.b1 = 0.9
     c.optim.b2 = 0.95
     c.optim.eps = 1e-8
+
+    c.hold = ConfigDict()  # adaptive warm-up: its rate stays where it is
+    c.hold.kl_to_reward = 0.0  # while the KL penalty is above this share of the task reward; 0: not for that
+    c.hold.update_size = 0.0  # while an update is above this share of the parameters' norm; 0: not for that
 
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))  # -1: all devices left
 

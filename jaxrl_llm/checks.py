@@ -1,4 +1,4 @@
-"""What the configs may say: every field with its range, the combinations refused, and the batch table derived."""
+"""The combinations that configs, models, data and meshes may not have, and the batch table derived."""
 
 from __future__ import annotations
 
@@ -10,76 +10,12 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl_llm import advantages, losses, optim, rewards, tasks
-from jaxrl_llm.config import Field, check_fields, resolve
+from jaxrl_llm.config import Field, arguments, check_fields, needs, resolve
 from jaxrl_llm.data import FILES, Dataset
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.fields import CRITIC, SFT, TEACHER, TRAIN
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.structs import Config
-
-DECAYS = ("constant", "linear", "cosine")
-
-SHARED = {
-    "seed": Field(int, low=0, high=2**31 - 1),
-    "num_steps": Field(int, low=1),
-    "prompts_per_step": Field(int, low=1),
-    "microbatch": Field(int, low=0),
-    "model.path": Field(str),
-    "model.dtype": Field(str, choices=("float32", "bfloat16")),
-    "model.remat": Field(str, choices=("none", "dots", "full")),
-    "data.source": Field(str),
-    "data.convert": Field(str),
-    "data.max_prompt_tokens": Field(int, low=1),
-    "data.overlong": Field(str, choices=("drop", "error")),
-    "rollout.max_completion_tokens": Field(int, low=1),
-    "eval.every": Field(int, low=0),
-    "eval.source": Field(str),
-    "eval.function": Field(str),
-    "eval.problems": Field(int, low=1),
-    "aggregate.mode": Field(str, choices=("token_mean", "sequence_mean", "constant")),
-    "aggregate.constant_length": Field(int, low=0),
-    "optim.learning_rate": Field(float, low=0, above=True),
-    "optim.warmup_steps": Field(int, low=0),
-    "optim.warmup_ratio": Field(float, low=0, high=1),
-    "optim.decay": Field(str, choices=DECAYS),
-    "optim.end": Field(float, low=0),
-    "optim.clip_norm": Field(float, low=0),
-    "optim.weight_decay": Field(float, low=0),
-    "optim.b1": Field(float, low=0, high=0.9999),
-    "optim.b2": Field(float, low=0, high=0.9999),
-    "optim.eps": Field(float, low=0, above=True),
-    "mesh.data": Field(int, low=-1),
-    "mesh.fsdp": Field(int, low=-1),
-    "mesh.tensor": Field(int, low=-1),
-    "checkpoint.every": Field(int, low=1),
-    "checkpoint.keep": Field(int, low=1),
-    "checkpoint.keep_best": Field(int, low=0),
-    "log.tensorboard": Field(bool),
-    "log.wandb_project": Field(str),
-}
-TRAIN = SHARED | {
-    "log.completions_every": Field(int, low=0),
-    "group_size": Field(int, low=1),
-    "prompts_per_update": Field(int, low=1),
-    "epochs": Field(int, low=1),
-    "reward.functions": Field(tuple),
-    "reward.weights": Field(tuple),
-    "kl.placement": Field(str, choices=("none", "reward", "loss")),
-    "kl.estimator": Field(str, choices=("k1", "k2", "k3")),
-    "kl.coef": Field(float, low=0),
-    "kl.decay": Field(str, choices=DECAYS),
-    "kl.end": Field(float, low=0),
-    "rollout.temperature": Field(float, low=0, above=True),
-    "rollout.top_k": Field(int, low=0),
-    "rollout.top_p": Field(float, low=0, high=1, above=True),
-}
-SFT = SHARED | {
-    "data.completion_column": Field(str),
-    "model.hidden_size": Field(int, low=1),
-    "model.num_hidden_layers": Field(int, low=1),
-    "model.num_attention_heads": Field(int, low=1),
-    "model.num_key_value_heads": Field(int, low=1),
-    "model.intermediate_size": Field(int, low=1),
-}
 
 
 @dataclass(frozen=True)
@@ -99,15 +35,39 @@ def check_train(config: Config) -> Totals:
 
     Raises: UserError, naming the field.
     """
-    check_fields(config, TRAIN, {"advantage": advantages, "loss": losses})
+    critic, teacher = "critic" in config, "teacher" in config
+    fields = TRAIN | (CRITIC if critic else {}) | (TEACHER if teacher else {})
+    check_fields(config, fields, {"advantage": advantages, "loss": losses})
     check_shared(config, config.prompts_per_update)
     if config.prompts_per_step % config.prompts_per_update:
         raise UserError(
             f"config.prompts_per_step = {config.prompts_per_step} is no multiple of "
             f"config.prompts_per_update = {config.prompts_per_update}: make it one"
         )
-    if config.group_size < 2 and config.advantage.name == "grpo":
-        raise UserError("config.group_size = 1: advantage 'grpo' compares the members of a group; give 2 or more")
+    updates = config.prompts_per_step // config.prompts_per_update * config.epochs
+    check_rewards(config)
+    check_advantage(config, critic, teacher)
+    check_loss(config, updates)
+    check_kl(config)
+    waited = config.critic.warmup_steps if critic else 0
+    if waited >= config.num_steps:
+        raise UserError(f"config.critic.warmup_steps = {waited} but num_steps is {config.num_steps}: lower it")
+    if critic:
+        _warmup(config.critic.optim, critic_updates(config), "critic.optim")
+    of_policy = updates * (config.num_steps - waited)
+    return Totals(
+        sequences_per_step=config.prompts_per_step * config.group_size,
+        sequences_per_update=config.prompts_per_update * config.group_size,
+        updates_per_rollout=updates,
+        updates=of_policy,
+        warmup_steps=_warmup(config.optim, of_policy),
+        completion_tokens=config.num_steps * config.prompts_per_step * config.group_size
+        * config.rollout.max_completion_tokens,
+    )  # fmt: skip
+
+
+def check_rewards(config: Config) -> None:
+    """Every reward function exists and has a weight."""
     names, weights = config.reward.functions, config.reward.weights
     if not names or len(names) != len(weights):
         raise UserError(f"config.reward has {len(names)} functions and {len(weights)} weights: give each function one")
@@ -119,23 +79,85 @@ def check_train(config: Config) -> Totals:
         if names.count(name) > 1:
             raise UserError(f"config.reward.functions has {name!r} {names.count(name)} times: give it once")
         resolve(name, rewards, "config.reward.functions")
-    if config.kl.placement == "loss" and config.kl.estimator == "k1":
+    tokens, limit = config.reward.overlong_tokens, config.rollout.max_completion_tokens
+    if tokens > limit:
+        raise UserError(f"config.reward.overlong_tokens = {tokens} is more than a completion's {limit}: lower it")
+    if config.rollout.resample_rounds and config.group_size < 2:
+        raise UserError("config.rollout.resample_rounds: a group of 1 never has a signal; set it to 0")
+
+
+def check_advantage(config: Config, critic: bool, teacher: bool) -> None:
+    """An estimator gets what it asks for, and nothing is made that it does not ask for."""
+    name = config.advantage.name
+    asked = needs(resolve(name, advantages, "config.advantage.name"))
+    for signal in asked:
+        if signal not in advantages.SIGNALS:
+            raise UserError(
+                f"config.advantage.name = {name!r} asks for {signal!r}: there is {', '.join(advantages.SIGNALS)}"
+            )
+    if config.group_size < 2 and name in advantages.OF_A_GROUP:
+        raise UserError(f"config.group_size = 1: advantage {name!r} compares the members of a group; give 2 or more")
+    if name == "pass_at_k" and not 1 <= config.advantage.k <= config.group_size:
+        raise UserError(f"config.advantage.k = {config.advantage.k}: give 1 to group_size = {config.group_size}")
+    for signal, section, there in (("values", "critic", critic), ("teacher_logprobs", "teacher", teacher)):
+        if signal in asked and not there:
+            example = {"critic": "configs/ppo.py", "teacher": "configs/distillation.py"}[section]
+            raise UserError(f"config.{section} is missing: advantage {name!r} asks for {signal}; see {example}")
+        if there and signal not in asked:
+            raise UserError(f"config.{section} would be of no use: advantage {name!r} does not ask for its {signal}")
+    if teacher and not config.teacher.path:
+        raise UserError("config.teacher.path = '': give the teacher's folder or hub id")
+    if config.kl.placement == "reward" and not {"rewards", "token_rewards"} & set(asked):
+        raise UserError(f"config.kl.placement = 'reward': advantage {name!r} does not look at it; set 'loss' or 'none'")
+
+
+def check_loss(config: Config, updates: int) -> None:
+    """The loss fits the advantages and the number of updates on a rollout."""
+    loss, advantage = config.loss.name, config.advantage.name
+    if loss in losses.WITHOUT_RATIO and updates > 1:
+        raise UserError(
+            f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} updates on a rollout: "
+            "set epochs = 1 and prompts_per_update = prompts_per_step, or another loss"
+        )
+    if loss in losses.OF_A_SEQUENCE and advantage in advantages.OF_A_TOKEN:
+        raise UserError(f"config.loss.name = {loss!r} wants an advantage a completion, {advantage!r} gives one a token")
+    if config.mask.off_policy and updates == 1:
+        raise UserError("config.mask.off_policy: with one update on a rollout nothing is off-policy; set it to 0")
+    if config.entropy.target and not config.entropy.step:
+        raise UserError("config.entropy.step = 0: the coefficient would never move towards entropy.target; give a step")
+    resolve(loss, losses, "config.loss.name")(**arguments(config.loss))  # which may raise
+    c = config.correction
+    if c.action == "mask" and c.low >= c.high:
+        raise UserError(f"config.correction.low = {c.low} is not below high = {c.high}: no weight would be kept")
+
+
+def check_kl(config: Config) -> None:
+    """One place for the penalty, and an estimator that does something there."""
+    k = config.kl
+    if k.placement == "loss" and k.estimator == "k1":
         raise UserError(
             "config.kl: k1 in the loss does nothing (its on-policy gradient has mean zero): "
             "use k2 or k3 there, or placement = 'reward'"
         )
-    if config.kl.placement == "none" and config.kl.coef:
-        raise UserError(f"config.kl.coef = {config.kl.coef} but placement is 'none': set coef to 0, or a placement")
-    updates = config.prompts_per_step // config.prompts_per_update * config.epochs
-    return Totals(
-        sequences_per_step=config.prompts_per_step * config.group_size,
-        sequences_per_update=config.prompts_per_update * config.group_size,
-        updates_per_rollout=updates,
-        updates=updates * config.num_steps,
-        warmup_steps=_warmup(config, updates * config.num_steps),
-        completion_tokens=config.num_steps * config.prompts_per_step * config.group_size
-        * config.rollout.max_completion_tokens,
-    )  # fmt: skip
+    if k.placement == "none":
+        for name, unset in (("coef", 0.0), ("target", 0.0), ("refresh_every", 0)):
+            if k[name] != unset:
+                raise UserError(
+                    f"config.kl.{name} = {k[name]} but placement is 'none': set {name} to 0, or a placement"
+                )
+    if k.weighted and (k.placement, k.estimator) != ("loss", "k3"):
+        raise UserError("config.kl.weighted is for k3 in the loss: set it to False, or placement and estimator so")
+    if k.target and (k.decay != "constant" or not k.coef):
+        raise UserError(
+            "config.kl.target moves the coefficient by itself: set kl.decay to 'constant' and kl.coef above 0"
+        )
+    if config.hold.kl_to_reward and k.placement == "none":
+        raise UserError("config.hold.kl_to_reward looks at the KL penalty, but kl.placement is 'none': set it to 0")
+
+
+def critic_updates(config: Config) -> int:
+    """Optimiser steps of the critic, which also learns while the policy waits for it."""
+    return config.prompts_per_step // config.prompts_per_update * config.epochs * config.num_steps
 
 
 def check_sft(config: Config) -> Totals:
@@ -153,7 +175,7 @@ def check_sft(config: Config) -> Totals:
         raise UserError(f"config.model.num_key_value_heads = {kv_heads} does not divide {heads} heads: give a divisor")
     tokens = config.num_steps * config.prompts_per_step * config.rollout.max_completion_tokens
     steps = config.num_steps
-    return Totals(config.prompts_per_step, config.prompts_per_step, 1, steps, _warmup(config, steps), tokens)
+    return Totals(config.prompts_per_step, config.prompts_per_step, 1, steps, _warmup(config.optim, steps), tokens)
 
 
 def check_shared(config: Config, prompts_per_update: int) -> None:
@@ -238,6 +260,5 @@ def table(
     ]
 
 
-def _warmup(config: Config, total: int) -> int:
-    o = config.optim
-    return optim.count_warmup(total, warmup_steps=o.warmup_steps, warmup_ratio=o.warmup_ratio)
+def _warmup(section: Config, total: int, name: str = "optim") -> int:
+    return optim.count_warmup(total, warmup_steps=section.warmup_steps, warmup_ratio=section.warmup_ratio, section=name)

@@ -204,6 +204,12 @@ def arguments(section: Config) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key != "name"}
 
 
+def needs(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of a function's positional arguments: what it asks of its caller, not of the config."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
+
+
 def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., Any]:
     """The function `name`: of `module` ("grpo"), of a module in it ("arithmetic.accuracy"), or anywhere ("my.mod.f").
 

@@ -6,10 +6,12 @@ d = ref_logprobs - logprobs, elementwise over [B, G, C].
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.structs import Array
+from jaxrl_llm.structs import Array, PyTree
 
 
 def k1(logprobs: Array, ref_logprobs: Array) -> jax.Array:
@@ -26,3 +28,9 @@ def k3(logprobs: Array, ref_logprobs: Array) -> jax.Array:
     """exp(d) - d - 1: unbiased, never negative (GRPO's choice, arXiv 2402.03300)."""
     d = ref_logprobs - logprobs
     return jnp.expm1(d) - d
+
+
+@partial(jax.jit, donate_argnums=0)
+def mixed(ref_params: PyTree, params: PyTree, rate: float) -> PyTree:
+    """The reference moved towards the policy: (1 - rate) ref + rate policy, in the reference's memory."""
+    return jax.tree.map(lambda ref, new: (1 - rate) * ref + rate * new, ref_params, params)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxrl_llm.checkpoint import cut_back
+from jaxrl_llm.structs import Rollouts
 
 # Label in the console line, key in metrics.jsonl, format. A key that a run has not got is left out.
 COLUMNS = (
@@ -145,6 +146,42 @@ class Log:
             return ""
         left = (time.perf_counter() - self._began) / done * (self._num_steps - step)
         return f"left {int(left // 60)}m{int(left % 60):02d}s"
+
+
+def summary(
+    rollouts: Rollouts,
+    channels: dict[str, np.ndarray],
+    penalty: np.ndarray,
+    updates: list[dict[str, Any]],
+    timer: Timer,
+) -> dict[str, Any]:
+    """A step's record for the log.
+
+    channels [B, G] with the task's "total"; penalty [B, G, C], a KL penalty in the reward, logged apart as reward/kl;
+    updates: the metrics of each. How sampler and trainer differ is the first update's, a coefficient the last one's;
+    what else updates report is averaged.
+    """
+    total = channels["total"]
+    record: dict[str, Any] = {"reward/mean": total.mean(), "reward/std": total.std()}
+    for name, channel in channels.items():
+        if name != "total" and not np.isnan(channel).all():  # else it had nothing to say on this batch
+            record[f"reward/{name}"] = np.nanmean(channel)
+    if penalty.any():
+        of_sequence = penalty.sum(axis=-1)
+        record |= {"reward/kl": -of_sequence.mean(), "reward/kl_pays": np.mean(of_sequence < 0)}
+    if total.shape[1] > 1:
+        record |= {"groups/no_signal": np.mean(np.ptp(total, axis=1) == 0)}
+    lengths = rollouts.completion_mask.sum(axis=-1)
+    record |= {"completion/length": lengths.mean(), "completion/length_max": lengths.max()}
+    record |= {"completion/truncated": rollouts.truncated.mean()}
+    first, last = updates[0], updates[-1]
+    record |= {name: np.mean([u[name] for u in updates]) for name in first}
+    record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "correction/"))}
+    record |= {name: x for name, x in last.items() if name.endswith(("learning_rate", "/coef"))}
+    if "correction/square" in record:
+        record["correction/ess"] = record["correction/mean"] ** 2 / max(record.pop("correction/square"), 1e-30)
+    record |= {f"time/{phase}": value for phase, value in timer.seconds.items()}
+    return record | {"time/step": timer.whole, "tokens_per_second": lengths.sum() / timer.whole}
 
 
 def banner(title: str, rows: list[tuple[str, Any]], console: Console | None = None) -> None:

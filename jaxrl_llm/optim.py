@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxrl_llm.errors import UserError
@@ -15,19 +16,19 @@ from jaxrl_llm.structs import Array, PyTree
 Schedule: TypeAlias = Callable[[Array], Array]
 
 
-def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float) -> int:
-    """Warm-up as optimiser steps, from either way of saying it.
+def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, section: str = "optim") -> int:
+    """Warm-up as optimiser steps, from either way of saying it in a section of the config.
 
     Raises: UserError, if both are given or nothing is left after the warm-up.
     """
     if warmup_steps and warmup_ratio:
-        raise UserError("optim.warmup_steps and optim.warmup_ratio are both set: set one of them to 0")
+        raise UserError(f"{section}.warmup_steps and {section}.warmup_ratio are both set: set one of them to 0")
     if not 0 <= warmup_ratio < 1:
-        raise UserError(f"optim.warmup_ratio = {warmup_ratio}: give a share of the run from 0 to below 1")
+        raise UserError(f"{section}.warmup_ratio = {warmup_ratio}: give a share of the run from 0 to below 1")
     steps = warmup_steps or round(warmup_ratio * total_steps)
     if not 0 <= steps < max(total_steps, 1):
         raise UserError(
-            f"optim.warmup_steps = {steps} but the run has {total_steps} optimiser steps: "
+            f"{section}.warmup_steps = {steps} but the run has {total_steps} optimiser steps: "
             "the rate would never be reached; lower it or raise num_steps"
         )
     return steps
@@ -52,6 +53,57 @@ def schedule(peak: float, *, decay: str, end: float, total_steps: int, warmup: i
     return optax.join_schedules([rise, after], [warmup])
 
 
+class Coefficient(NamedTuple):
+    """A learning rate or a loss term's coefficient: a pure function of the optimiser step and of a number kept."""
+
+    start: float  # of the number kept, in `TrainState.kept`
+    value: Callable[[Array, Array], Array]  # (kept, step) -> coefficient
+    adapt: Callable[[Array, dict[str, Array]], Array]  # (kept, an update's metrics) -> kept
+
+
+class Optimizer(NamedTuple):
+    """What an update does with a gradient."""
+
+    transform: optax.GradientTransformation  # at a learning rate of 1
+    coefficients: dict[str, Coefficient]  # "learning_rate" and those of the objective, by the name they are logged by
+
+
+def constant(coef: float) -> Coefficient:
+    """The same at every step."""
+    return Coefficient(coef, lambda kept, step: kept, lambda kept, metrics: kept)
+
+
+def kl_coefficient(
+    total_steps: int, sequences: int, *, coef: float, decay: str, end: float, target: float, horizon: int
+) -> Coefficient:
+    """By `schedule`; or, with a target, proportional control (arXiv 1909.08593) by updates of so many sequences.
+
+    coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) sequences / horizon), KL the mean of k3 over tokens.
+    """
+    rate = schedule(coef, decay=decay, end=end, total_steps=total_steps)
+    if not target:
+        return Coefficient(coef, lambda kept, step: rate(step), lambda kept, metrics: kept)
+
+    def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
+        error = jnp.clip(metrics["kl/ref"] / target - 1, -0.2, 0.2)
+        return jnp.where(jnp.isfinite(error), kept * (1 + error * sequences / horizon), kept)
+
+    return Coefficient(coef, lambda kept, step: kept, adapt)
+
+
+def entropy_coefficient(*, coef: float, target: float, step: float, most: float) -> Coefficient:
+    """Constant; or, with a target, raised by `step` an update while entropy is below it, lowered while above.
+
+    It stays within 0 and `most` (arXiv 2505.22312).
+    """
+
+    def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
+        moved = jnp.clip(kept + jnp.where(metrics["entropy"] < target, step, -step), 0.0, most)
+        return jnp.where(jnp.isfinite(metrics["entropy"]), moved, kept)
+
+    return Coefficient(coef, lambda kept, _: kept, adapt) if target else constant(coef)
+
+
 def decayed(params: PyTree) -> PyTree:
     """True where weight decay applies: matrices, not norms, biases or the embedding."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith("/kernel"), params)
@@ -70,13 +122,24 @@ def make_optimizer(
     b1: float,
     b2: float,
     eps: float,
-) -> tuple[optax.GradientTransformation, Schedule]:
-    """AdamW behind global-norm clipping (0: none), and the learning rate by optimiser step.
+    hold: dict[str, float] | None = None,
+    more: dict[str, Coefficient] | None = None,
+) -> Optimizer:
+    """AdamW behind global-norm clipping (0: none); `more` are the coefficients of the objective.
 
-    A non-finite gradient changes nothing and is counted in the state's `total_notfinite`.
+    A non-finite gradient changes nothing, moves no schedule on and is counted in the state's `total_notfinite`.
+    The warm-up waits: the rate stays where it is after an update with a metric above its bound in hold (0: none).
     """
     warmup = count_warmup(total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
     rate = schedule(learning_rate, decay=decay, end=end, warmup=warmup, total_steps=total_steps)
+
+    def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
+        out = [metrics[name] > bound for name, bound in (hold or {}).items() if bound]
+        held = jnp.any(jnp.stack(out)) & (kept < warmup) if out else False
+        return jnp.where(held | ~jnp.isfinite(metrics["grad_norm"]), kept, kept + 1)
+
     chain = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
-    chain.append(optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed))
-    return optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1), rate
+    chain.append(optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed))
+    transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
+    learning_rate_now = Coefficient(0.0, lambda kept, step: rate(kept), adapt)
+    return Optimizer(transform, {"learning_rate": learning_rate_now} | (more or {}))

@@ -60,7 +60,7 @@ def finetune(config: Config, workdir: Path) -> None:
         model, mesh, max_completion_tokens=config.rollout.max_completion_tokens,
         stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    optimizer, rate = optim.make_optimizer(totals.updates, **config.optim)
+    optimizer = optim.make_optimizer(totals.updates, **config.optim)
     state, placed = update.init_state(params, optimizer, mesh)
     update_step = update.make_update_step(
         update.policy_objective(model, losses.cross_entropy(), Sampling()),
@@ -93,7 +93,6 @@ def finetune(config: Config, workdir: Path) -> None:
         timer.lap("update")
         tokens = batch.completion_mask.sum()
         record = measured | {"loss/sft": measured["loss/total"], "updates/skipped": state.opt_state.total_notfinite}
-        record |= {"learning_rate": rate(state.step - state.opt_state.total_notfinite - 1)}
         record |= {"time/step": timer.seconds["update"], "time/update": timer.seconds["update"]}
         record |= {"tokens_per_second": tokens / timer.seconds["update"]}
         last = step == config.num_steps

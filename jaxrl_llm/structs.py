@@ -53,7 +53,11 @@ class Batch:
     completions: Array  # [B, G, C] int32
     completion_mask: Array  # [B, G, C] bool
     loss_mask: Array  # [B, G, C] bool
-    advantages: Array = None  # [B, G]
+    advantages: Array = None  # [B, G, C], 0 where nothing is trained
+    values: Array = None  # [B, G, C], the critic's before its update
+    returns: Array = None  # [B, G, C], what the critic is to learn
+    rewards: Array = None  # [B, G], of the task
+    chosen: Array = None  # [B, G, C] bool, tokens that the policy loss counts; None: all trained ones
     sampler_logprobs: Array = None  # [B, G, C], what the engine reported
     old_logprobs: Array = None  # [B, G, C]; None: this very policy sampled
     ref_logprobs: Array = None  # [B, G, C], the KL anchor
@@ -68,3 +72,4 @@ class TrainState:
     step: Array  # int32 scalar, optimiser updates made (a skipped one included)
     params: PyTree
     opt_state: PyTree
+    kept: PyTree  # a number for each coefficient (`optim.Coefficient`)

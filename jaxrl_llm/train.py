@@ -1,4 +1,4 @@
-"""GRPO: `python -m jaxrl_llm.train --config configs/grpo.py [--workdir DIR] [--config.field=value]`."""
+"""GRPO, PPO and their kin: `python -m jaxrl_llm.train --config FILE [--workdir DIR] [--config.field=value]`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import advantages, checks, data, kl, losses, optim, rewards, sharding, update
+from jaxrl_llm import checks, data, kl, losses, optim, rewards, sharding, signals, update
 from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
+from jaxrl_llm.collect import Sampled, make_collect
 from jaxrl_llm.compiling import Compilations, keep_compilations
 from jaxrl_llm.config import arguments, parse_arguments, resolve
+from jaxrl_llm.correction import high_entropy, make_correction
+from jaxrl_llm.critic import explained_variance, make_critic
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.evaluate import evaluate
-from jaxrl_llm.metrics import Log, Timer, banner
+from jaxrl_llm.metrics import Log, Timer, banner, summary
 from jaxrl_llm.models import hf
 from jaxrl_llm.packing import pack
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.structs import Array, Batch, Config, Rollouts
+from jaxrl_llm.structs import Array, Batch, Config
+from jaxrl_llm.teacher import make_teacher
 
 
 def train(config: Config, workdir: Path) -> None:
@@ -50,34 +54,42 @@ def train(config: Config, workdir: Path) -> None:
     params = hf.load_params(folder, model, mesh)
 
     # The functions of a step.
-    functions = {name: resolve(name, rewards) for name in config.reward.functions}
-    score_rewards = rewards.make_score(functions, config.reward.weights)
-    estimate_advantages = partial(resolve(config.advantage.name, advantages), **arguments(config.advantage))
-    loss_fn = resolve(config.loss.name, losses)(**arguments(config.loss))
-    kl_estimator = resolve(config.kl.estimator, kl)
-    kl_coef = optim.schedule(config.kl.coef, decay=config.kl.decay, end=config.kl.end, total_steps=totals.updates)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
     engine = Sampler(
         model, mesh, max_completion_tokens=config.rollout.max_completion_tokens,
         stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    optimizer, rate = optim.make_optimizer(totals.updates, **config.optim)
-    kl_term = kl_estimator if config.kl.placement == "loss" else None
-    objective = update.policy_objective(model, loss_fn, sampling, kl_term, kl_coef)
-    ref_params = None if config.kl.placement == "none" else jax.tree.map(jnp.copy, params)
+    judge = rewards.make_score({f: resolve(f, rewards) for f in config.reward.functions}, config.reward.weights)
+    asked, estimate_advantages = signals.make_estimate(config)
+    estimate_kl = resolve(config.kl.estimator, kl)
+    objective = update.policy_objective(
+        model, resolve(config.loss.name, losses)(**arguments(config.loss)), sampling,
+        kl=estimate_kl if config.kl.placement == "loss" else None, kl_weighted=config.kl.weighted,
+        correct=make_correction(**config.correction), off_policy=config.mask.off_policy,
+    )  # fmt: skip
+    hold = {"kl/to_reward": config.hold.kl_to_reward, "update_size": config.hold.update_size}
+    more = objective_coefficients(config, totals)
+    optimizer = optim.make_optimizer(totals.updates, hold=hold, more=more, **config.optim)
     state, placed = update.init_state(params, optimizer, mesh)
-    score = update.make_score(model, sampling, mesh, config.microbatch)
-    update_step = update.make_update_step(
-        objective, optimizer, mesh, placed, microbatch=config.microbatch,
+    make_update_step = partial(
+        update.make_update_step, mesh=mesh, microbatch=config.microbatch,
         aggregate=partial(losses.aggregation_weights, **config.aggregate),
     )  # fmt: skip
+    update_step = make_update_step(objective, optimizer, state_shardings=placed)
+    score = update.make_score(model, sampling, mesh, config.microbatch)
+    score_entropy = update.make_score(model, sampling, mesh, config.microbatch, entropy=True)
+    ref_params = None if config.kl.placement == "none" else jax.tree.map(jnp.copy, params)
+    teacher = make_teacher(config, model, sampling, mesh) if "teacher_logprobs" in asked else None
+    critic, value_state = make_critic(config, folder, mesh, make_update_step) if "values" in asked else (None, None)
 
     # The run so far.
     collate = partial(data.make_prompts, dataset, pad_id=tokenizer.pad_token_id)
     prompt_iterator = data.iterate(len(dataset.rows), config.prompts_per_step, config.seed, collate)
     began_with = {"model.path": hf.fingerprint(folder), "data.source": dataset.fingerprint()}
     checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
-    start, state = checkpoints.resume(state, prompt_iterator)
+    moving_ref = bool(config.kl.refresh_every)
+    start, kept = checkpoints.resume((state, value_state, ref_params if moving_ref else None), prompt_iterator)
+    state, value_state, ref_params = kept if moving_ref else (*kept[:2], ref_params)
     open_workdir(workdir, config)
     banner(
         f"jaxrl_llm.train: {workdir}",
@@ -85,6 +97,9 @@ def train(config: Config, workdir: Path) -> None:
     )
     log = Log(workdir, config.to_dict(), start=start)
     seed = jax.random.key(config.seed)
+    collect = make_collect(
+        config, engine, sampling, prompt_iterator, tokenizer, judge, greedy="greedy_rewards" in asked
+    )
 
     def accuracy() -> float:
         judge, batch = config.eval.function, config.prompts_per_step
@@ -100,61 +115,79 @@ def train(config: Config, workdir: Path) -> None:
     while step < config.num_steps and not stop.asked:
         step += 1
         timer = Timer()
-        prompts = next(prompt_iterator)
-        key = jax.random.fold_in(seed, step)
-        sampled = engine.generate(prompts, key, group_size=config.group_size, sampling=sampling)
+        sampled, measured = collect(jax.random.fold_in(seed, step))
         engine.release()
         timer.lap("rollout", since=max(timer.began, updated.result() if updated else 0.0))
 
-        lanes = pack(sampled.completion_mask.sum(axis=-1), config.rollout.max_completion_tokens)
-        batch = Batch(
-            prompts.tokens, prompts.mask, sampled.completions, sampled.completion_mask, sampled.loss_mask,
-            sampler_logprobs=sampled.logprobs, slots=lanes,
-        )  # fmt: skip
-        batch = sharding.shard_batch(batch, mesh)
-        old = ref = None
+        # What the device scores, while the host computes rewards.
+        batch = sharding.shard_batch(to_batch(sampled, config.rollout.max_completion_tokens), mesh)
+        ref = old = None
         if ref_params is not None:
-            ref = score(ref_params, batch)  # while the host computes rewards
-        if totals.updates_per_rollout > 1 or config.kl.placement == "reward":
+            ref = score(ref_params, batch)
+        several = totals.updates_per_rollout > 1  # else the update's own log-probabilities are the old ones
+        if several or config.kl.placement == "reward" or "logprobs" in asked:
             old = batch.sampler_logprobs if engine.exact else score(state.params, batch)
-        scored = clerk.submit(ready, (ref, old))
+        of_teacher = teacher(batch) if teacher else None
+        if config.mask.top_entropy < 1:
+            entropy = score_entropy(state.params, batch)
+            batch = replace(batch, chosen=high_entropy(entropy, batch.loss_mask, share=config.mask.top_entropy))
+        values = critic.score(value_state.params, batch) if critic else None
+        scored = clerk.submit(ready, (ref, old, of_teacher, values))
 
-        texts, ids = data.decode(tokenizer, sampled.completions, sampled.completion_mask)
-        channels = score_rewards(prompts.rows, texts, ids)
-        rewarded = channels["total"]
+        # Rewards, advantages.
+        texts, channels = sampled.judged
+        channels = signals.with_overlong(channels, sampled.rollouts, config.reward.overlong_tokens)
+        penalty = np.zeros(sampled.rollouts.loss_mask.shape, np.float32)
         if config.kl.placement == "reward":
-            channels["kl"] = np.sum(sharding.to_host(kl_estimator(old, ref)) * sampled.loss_mask, axis=-1)
-            rewarded = rewarded - float(kl_coef(state.step)) * channels["kl"]
-        if totals.updates_per_rollout == 1:
-            old = None  # they are those of the update itself
-        advantage = sharding.shard_batch(estimate_advantages(rewarded), mesh)
-        batch = replace(batch, advantages=advantage, old_logprobs=old, ref_logprobs=ref)
+            coef = optimizer.coefficients["kl/coef"].value(state.kept["kl/coef"], state.step)
+            penalty = sharding.to_host(coef * estimate_kl(old, ref)) * sampled.rollouts.loss_mask
+        known = signals.of_rewards(channels, penalty, sampled.rollouts.loss_mask, config.reward.functions)
+        if sampled.greedy:
+            known["greedy_rewards"] = sampled.greedy_rewards
+        known = sharding.shard_batch(known, mesh)
+        known |= {"values": values, "logprobs": old, "teacher_logprobs": of_teacher}
+        if critic:
+            batch = replace(
+                batch, values=values, returns=critic.targets(known["token_rewards"], values, batch.loss_mask)
+            )
+        batch = replace(
+            batch, advantages=estimate_advantages(known), rewards=sharding.shard_batch(channels["total"], mesh),
+            old_logprobs=old if several else None, ref_logprobs=ref,
+        )  # fmt: skip
         timer.lap("reward")
 
         updates = []
         for rows in minibatches(config, step):
-            state, measured = update_step(state, batch, rows)
-            updates.append(measured)
+            of_policy, of_critic = {}, {}
+            if critic:
+                value_state, of_critic = critic.update_step(value_state, batch, rows)
+            if not critic or step > config.critic.warmup_steps:
+                state, of_policy = update_step(state, batch, rows)
+            updates.append(of_policy | {f"critic/{name}": x for name, x in of_critic.items()})
         updated = clerk.submit(ready, updates)
         engine.update_weights(state.params)
-        skipped = state.opt_state.total_notfinite  # these did not move the rate's schedule on
-        rates = {"learning_rate": rate(state.step - skipped - 1), "kl/coef": kl_coef(state.step - 1)}
-        rates |= {"updates/skipped": skipped + 0}  # a number of its own: the state is given to the next update
+        if moving_ref and step % config.kl.refresh_every == 0:
+            ref_params = kl.mixed(ref_params, state.params, config.kl.mix)
+        measured |= {"updates/skipped": state.opt_state.total_notfinite + 0}  # the state is given to the next update
+        if critic:
+            explained = explained_variance(batch.values, batch.returns, batch.loss_mask)
+            measured |= {"critic/explained_variance": explained}
 
         last = step == config.num_steps
         score_now = config.eval.every and (step % config.eval.every == 0 or last)
         judged = {"eval/accuracy": accuracy()} if score_now else {}
-        sample = (prompts.rows, texts, channels["total"])
         shown = config.log.completions_every and step % config.log.completions_every == 0
+        sample = (sampled.prompts.rows, texts, channels["total"]) if shown else None
         if written:
             written.result()  # a line that could not be written ends the run here
         written = clerk.submit(
-            write_step, log, step, timer, (scored, updated), (updates, rates), sampled, channels, judged,
-            sample if shown else None,
+            write_step, log, step, timer, (scored, updated), (updates, measured), sampled, (channels, penalty), judged,
+            sample,
         )  # fmt: skip
         if step % config.checkpoint.every == 0 or judged or last or stop.asked:
             written.result()  # what the log says of a step is there before its checkpoint
-            checkpoints.save(step, state, prompt_iterator, judged.get("eval/accuracy"))
+            kept = (state, value_state, ref_params if moving_ref else None)
+            checkpoints.save(step, kept, prompt_iterator, judged.get("eval/accuracy"))
     clerk.shutdown()
     if written:
         written.result()
@@ -162,6 +195,35 @@ def train(config: Config, workdir: Path) -> None:
     if step >= config.num_steps:
         hf.save(workdir / "hf", state.params, folder)
     log.close(step, compilations)
+
+
+def objective_coefficients(config: Config, totals: checks.Totals) -> dict[str, optim.Coefficient]:
+    """Of the terms that the objective, or the reward, has."""
+    made = {}
+    if config.kl.placement != "none":
+        by = {name: config.kl[name] for name in ("coef", "decay", "end", "target", "horizon")}
+        made["kl/coef"] = optim.kl_coefficient(totals.updates, totals.sequences_per_update, **by)
+    if config.entropy.coef or config.entropy.target:
+        made["entropy/coef"] = optim.entropy_coefficient(**config.entropy)
+    return made
+
+
+def to_batch(sampled: Sampled, length: int) -> Batch:
+    """What was sampled, packed into lanes of at least `length` tokens, on the host."""
+    prompts, rollouts = sampled.prompts, sampled.rollouts
+    return Batch(
+        prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
+        sampler_logprobs=rollouts.logprobs, slots=pack(rollouts.completion_mask.sum(axis=-1), length),
+    )  # fmt: skip
+
+
+def minibatches(config: Config, step: int) -> Iterator[Array]:
+    """Rows of each update of a step: the first epoch in order, later ones shuffled by (seed, step, epoch)."""
+    for epoch in range(config.epochs):
+        rows = np.arange(config.prompts_per_step)
+        if epoch:
+            np.random.default_rng((config.seed, step, epoch)).shuffle(rows)
+        yield from jnp.asarray(rows.reshape(-1, config.prompts_per_update))
 
 
 def ready(arrays: Any) -> float:
@@ -175,9 +237,9 @@ def write_step(
     step: int,
     timer: Timer,
     done: tuple[Future[float], Future[float]],
-    measured: tuple[list[dict[str, Any]], dict[str, Any]],
-    sampled: Rollouts,
-    channels: dict[str, np.ndarray],
+    on_device: tuple[list[dict[str, Any]], dict[str, Any]],
+    sampled: Sampled,
+    earned: tuple[dict[str, np.ndarray], np.ndarray],
     judged: dict[str, Any],
     sample: tuple | None,
 ) -> None:
@@ -185,42 +247,14 @@ def write_step(
     scored, updated = (future.result() for future in done)
     timer.lap("score", since=timer.at["rollout"], at=scored)
     timer.lap("update", since=max(scored, timer.at["reward"]), at=updated)
-    updates, rates = sharding.to_host(measured)
-    log.step(step, summary(sampled, channels, updates, timer) | rates | judged)
+    updates, measured = sharding.to_host(on_device)
+    log.step(step, summary(sampled.rollouts, *earned, updates, timer) | measured | judged)
     if sample:
         log.completions(step, *sample)
 
 
-def minibatches(config: Config, step: int) -> Iterator[Array]:
-    """Rows of each update of a step: the first epoch in order, later ones shuffled by (seed, step, epoch)."""
-    for epoch in range(config.epochs):
-        rows = np.arange(config.prompts_per_step)
-        if epoch:
-            np.random.default_rng((config.seed, step, epoch)).shuffle(rows)
-        yield from jnp.asarray(rows.reshape(-1, config.prompts_per_update))
-
-
-def summary(
-    sampled: Rollouts, channels: dict[str, np.ndarray], updates: list[dict[str, Any]], timer: Timer
-) -> dict[str, Any]:
-    """A step's record for the log. The sampler gap is the first update's; what else updates report is averaged."""
-    total = channels["total"]
-    record: dict[str, Any] = {"reward/mean": total.mean(), "reward/std": total.std()}
-    for name, channel in channels.items():
-        if name != "total" and not np.isnan(channel).all():  # else it had nothing to say on this batch
-            record[f"reward/{name}"] = np.nanmean(channel)
-    record |= {"groups/no_signal": np.mean(np.ptp(total, axis=1) == 0)}
-    lengths = sampled.completion_mask.sum(axis=-1)
-    record |= {"completion/length": lengths.mean(), "completion/length_max": lengths.max()}
-    record |= {"completion/truncated": sampled.truncated.mean()}
-    record |= {name: np.mean([u[name] for u in updates]) for name in updates[0]}
-    record |= {name: value for name, value in updates[0].items() if name.startswith("sampler/")}
-    record |= {f"time/{phase}": value for phase, value in timer.seconds.items()}
-    return record | {"time/step": timer.whole, "tokens_per_second": lengths.sum() / timer.whole}
-
-
 def main() -> None:
-    config, workdir = parse_arguments("jaxrl_llm.train", "Group-relative policy optimisation.")
+    config, workdir = parse_arguments("jaxrl_llm.train", "Reinforcement learning: GRPO, PPO and their kin.")
     train(config, workdir)
 
 

@@ -11,25 +11,25 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
+from jaxrl_llm.correction import Correction, make_correction, stay_on_policy
 from jaxrl_llm.kl import k3
-from jaxrl_llm.losses import LossFn, Metrics, aggregation_weights
+from jaxrl_llm.losses import LossFn, Metrics, aggregation_weights, old_logprobs
 from jaxrl_llm.models.decoder import Decoder, last_state
+from jaxrl_llm.optim import Optimizer
 from jaxrl_llm.sampling import Sampling, token_logprobs
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 
-Objective: TypeAlias = Callable[[PyTree, Batch, Array], tuple[Array, Metrics]]
+Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, Metrics]]
+Score: TypeAlias = Callable[[PyTree, Batch], Array]
 
 LOGITS_AT_ONCE = 2**25  # elements of the largest logits array that a device holds: 128 MiB in float32
 
 
-def completion_logprobs(
-    model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy [B, G, C] of every completion token, 0 on padding.
+def completion_states(model: Decoder, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """In lanes: the hidden state before each completion token [B, N, T, D], the tokens, and their slots [B, N, T].
 
     The one place of the shift by one: token t is predicted by the hidden state before
-    it, token 0 by the prompt's last. A prompt is run once for its group. Logits are made
-    for a few tokens at a time, and again in the backward pass.
+    it, token 0 by the prompt's last. A prompt is run once for its group.
     """
     b, g, c = batch.completions.shape
     slots = jnp.arange(g * c).reshape(1, g, c) if batch.slots is None else batch.slots
@@ -41,21 +41,49 @@ def completion_logprobs(
     prompt_hidden, hidden = model.forward(params, batch.prompts, batch.prompt_mask, tokens, positions, members)
     before = jnp.pad(hidden, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
     first = last_state(prompt_hidden, batch.prompt_mask)[:, None, None]
-    states = jnp.where((positions == 0)[..., None], first, before)
+    return jnp.where((positions == 0)[..., None], first, before), tokens, slots
+
+
+def _in_order(x: Array, slots: Array, batch: Batch) -> jax.Array:
+    """Per-token values in lanes [B, N, T] -> [B, G, C], 0 on padding."""
+    size = batch.completions[0].size
+    place = jax.vmap(lambda x, at: jnp.zeros(size).at[jnp.where(at < 0, size, at)].set(x, mode="drop"))
+    return jnp.where(batch.completion_mask, place(x, slots).reshape(batch.completions.shape), 0.0)
+
+
+def completion_logprobs(
+    model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability and entropy [B, G, C] of every completion token, 0 on padding.
+
+    Logits are made for a few tokens at a time, and again in the backward pass.
+    """
+    states, tokens, slots = completion_states(model, params, batch)
 
     def head(part: tuple[Array, Array]) -> tuple[Array, Array]:
         return token_logprobs(model.logits(params, part[0]), part[1], sampling)
 
+    b, n, t = slots.shape
     devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
-    size = min(max(LOGITS_AT_ONCE * devices // (b * slots.shape[1] * model.cfg.vocab_size), 1), slots.shape[2])
-    count = -(-slots.shape[2] // size)
-    parts = [_chunks(x, count, size) for x in (states, tokens)]
+    size = min(max(LOGITS_AT_ONCE * devices // (b * n * model.cfg.vocab_size), 1), t)
+    count = -(-t // size)
+    parts = tuple(_chunks(x, count, size) for x in (states, tokens))
     if count > 1:  # a single chunk may as well be kept for the backward pass
         head = jax.checkpoint(head, policy=jax.checkpoint_policies.save_only_these_names("log_total", "entropy"))
-    in_order = jax.vmap(lambda x, at: jnp.zeros(g * c).at[jnp.where(at < 0, g * c, at)].set(x, mode="drop"))
-    joined = (_joined(x, slots.shape[2]) for x in jax.lax.map(head, tuple(parts)))
-    logprobs, entropy = (in_order(x, slots).reshape(b, g, c) for x in joined)
-    return jnp.where(batch.completion_mask, logprobs, 0.0), jnp.where(batch.completion_mask, entropy, 0.0)
+    logprobs, entropy = (_in_order(_joined(x, t), slots, batch) for x in jax.lax.map(head, parts))
+    return logprobs, entropy
+
+
+def completion_values(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
+    """A critic's value [B, G, C] of the text before every completion token, 0 on padding.
+
+    params: {"decoder": as `model` takes them, "value": {"kernel": [D, 1], "bias": [1]}}.
+    """
+    states, _, slots = completion_states(model, params["decoder"], batch)
+    value = params["value"]
+    flat = states.reshape(-1, states.shape[-1]).astype(jnp.float32)
+    values = jnp.matmul(flat, value["kernel"], precision=jax.lax.Precision.HIGHEST) + value["bias"][None]
+    return _in_order(values.reshape(slots.shape), slots, batch)
 
 
 def _chunks(x: Array, count: int, size: int) -> jax.Array:
@@ -81,44 +109,70 @@ def _parts(prompts: int, microbatch: int) -> int:
     return prompts // microbatch if microbatch else 1
 
 
-def make_score(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int) -> Callable[[PyTree, Batch], jax.Array]:
-    """`score(params, batch) -> logprobs [B, G, C]`, jitted, without gradients."""
+def by_parts(per_token: Callable[[PyTree, Batch], Array], mesh: Mesh, microbatch: int) -> Score:
+    """`per_token(params, batch) -> [B, G, C]`, jitted, so many prompts at a time (0: all at once)."""
 
     @jax.jit
     def score(params: PyTree, batch: Batch) -> jax.Array:
         parts = _split(batch, _parts(batch.prompts.shape[0], microbatch))
-        logprobs = jax.lax.map(lambda part: completion_logprobs(model, params, part, sampling)[0], parts)
-        joined = jnp.swapaxes(logprobs, 0, 1).reshape(batch.completions.shape)
+        scored = jax.lax.map(lambda part: per_token(params, part), parts)
+        joined = jnp.swapaxes(scored, 0, 1).reshape(batch.completions.shape)
         return jax.lax.with_sharding_constraint(joined, NamedSharding(mesh, sharding.BATCH))
 
     return score
+
+
+def make_score(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int, *, entropy: bool = False) -> Score:
+    """`score(params, batch)` -> log-probabilities [B, G, C], or entropies, without gradients."""
+    return by_parts(lambda params, x: completion_logprobs(model, params, x, sampling)[int(entropy)], mesh, microbatch)
 
 
 def policy_objective(
     model: Decoder,
     loss_fn: LossFn,
     sampling: Sampling,
+    *,
     kl: Callable[[Array, Array], Array] | None = None,
-    kl_coef: optax.Schedule = lambda step: 0.0,
+    kl_weighted: bool = False,
+    correct: Correction | None = None,
+    off_policy: float = 0.0,
 ) -> Objective:
-    """`objective(params, batch, step)` -> per-token loss and metrics: loss_fn + kl_coef(step) * kl.
+    """`objective(params, batch, coefs)` -> per-token loss and metrics.
 
-    kl is an estimator of `jaxrl_llm.kl`, or None where the loss has no such term.
+    w loss_fn + coefs["kl/coef"] kl - coefs["entropy/coef"] H. kl is an estimator of `jaxrl_llm.kl`, or None where
+    the loss has no such term; kl_weighted multiplies it by the ratio pi / pi_old, which makes its gradient
+    unbiased off-policy (arXiv 2512.02556). w is 0 outside `batch.chosen` and for completions that `stay_on_policy`
+    leaves out (off_policy > 0), and what `correct` makes of the sampler's log-probabilities elsewhere.
     """
+    correct = correct or make_correction()
 
-    def objective(params: PyTree, batch: Batch, step: Array) -> tuple[Array, Metrics]:
+    def objective(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[Array, Metrics]:
         logprobs, entropy = completion_logprobs(model, params, batch, sampling)
+        old = old_logprobs(logprobs, batch)
         loss, metrics = loss_fn(logprobs, batch)
-        metrics |= {"loss/policy": loss, "entropy": entropy}
+        if batch.chosen is not None:
+            loss = jnp.where(batch.chosen, loss, 0.0)
+        if off_policy:
+            stays = stay_on_policy(logprobs, old, batch.advantages, batch.loss_mask, threshold=off_policy)
+            loss = jnp.where(stays, loss, 0.0)
+            metrics |= {"mask/off_policy": jnp.broadcast_to(1.0 - stays, loss.shape)}
         if batch.sampler_logprobs is not None:
             gap = jnp.where(batch.loss_mask, jnp.abs(logprobs - batch.sampler_logprobs), 0.0)
             metrics |= {"sampler/gap_mean": gap, "sampler/gap_max": gap}
+            weights, mismatch = correct(old, batch.sampler_logprobs, batch.loss_mask)
+            loss, metrics = loss * weights, metrics | mismatch
+        metrics |= {"loss/policy": loss, "entropy": entropy}
         if batch.ref_logprobs is not None:
             metrics |= {"kl/ref": k3(logprobs, batch.ref_logprobs)}
         if kl is not None:
-            term = kl_coef(step) * kl(logprobs, batch.ref_logprobs)
+            term = coefs["kl/coef"] * kl(logprobs, batch.ref_logprobs)
+            if kl_weighted:
+                term = term * jnp.exp(logprobs - old)
             loss = loss + term
             metrics |= {"loss/kl": term}
+        if "entropy/coef" in coefs:
+            loss = loss - coefs["entropy/coef"] * entropy
+            metrics |= {"loss/entropy": -coefs["entropy/coef"] * entropy}
         return loss, metrics
 
     return objective
@@ -126,7 +180,7 @@ def policy_objective(
 
 def make_update_step(
     objective: Objective,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     mesh: Mesh,
     state_shardings: TrainState,
     *,
@@ -138,7 +192,7 @@ def make_update_step(
     Jitted over the mesh, the state donated, micro-batches of `microbatch` prompts (0: all
     at once) scanned: any value gives the same gradient to rounding. aggregate maps the loss
     mask to weights, as `aggregation_weights` does. Metrics are means over the trained tokens
-    of the whole update; those named *_max are maxima.
+    of the whole update; those named *_max and *_min are maxima and minima.
     """
 
     def update_step(state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
@@ -146,9 +200,10 @@ def make_update_step(
         batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], place), batch)
         weights = aggregate(batch.loss_mask)
         shares = aggregation_weights(batch.loss_mask, mode="token_mean")
+        coefs = {name: c.value(state.kept[name], state.step) for name, c in optimizer.coefficients.items()}
 
         def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
-            per_token, metrics = objective(params, part, state.step)
+            per_token, metrics = objective(params, part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
             return total, {name: reduce(name, x, shares) for name, x in metrics.items()} | {"loss/total": total}
 
@@ -162,27 +217,40 @@ def make_update_step(
         else:
             zeros = jax.tree.map(jnp.zeros_like, state.params)
             grads, parts = jax.lax.scan(accumulate, zeros, _split((batch, weights, shares), count))
-            metrics = {k: jnp.max(v) if k.endswith("_max") else jnp.sum(v) for k, v in parts.items()}
+            metrics = {name: REDUCTIONS.get(name[-4:], jnp.sum)(x) for name, x in parts.items()}
 
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+        updates = jax.tree.map(lambda x: coefs["learning_rate"] * x, updates)
+        metrics |= coefs | {"grad_norm": optax.global_norm(grads), "update_norm": optax.global_norm(updates)}
+        metrics |= {"update_size": metrics["update_norm"] / optax.global_norm(state.params)}
+        if batch.rewards is not None and "kl/ref" in metrics:
+            length = jnp.sum(batch.loss_mask) / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
+            reward = jnp.maximum(jnp.mean(jnp.abs(batch.rewards)), 1e-6)
+            metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
+        kept = {name: c.adapt(state.kept[name], metrics) for name, c in optimizer.coefficients.items()}
         params = optax.apply_updates(state.params, updates)
-        metrics |= {"grad_norm": optax.global_norm(grads), "update_norm": optax.global_norm(updates)}
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, kept), metrics
 
     return jax.jit(update_step, donate_argnums=0, out_shardings=(state_shardings, None))
 
 
+REDUCTIONS = {"_max": jnp.max, "_min": jnp.min}
+
+
 def reduce(name: str, values: Array, shares: Array) -> jax.Array:
-    """A per-token metric [B, G, C] as this part's term of the mean, or its maximum, over trained tokens."""
-    if name.endswith("_max"):
-        return jnp.max(jnp.where(shares > 0, values, -jnp.inf))
+    """A per-token metric [B, G, C] as this part's term of the mean, or its extreme, over trained tokens."""
+    if name[-4:] in REDUCTIONS:
+        nothing = -jnp.inf if name.endswith("_max") else jnp.inf
+        return REDUCTIONS[name[-4:]](jnp.where(shares > 0, values, nothing))
     return jnp.sum(jnp.where(shares > 0, values * shares, 0.0))
 
 
-def init_state(params: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh) -> tuple[TrainState, TrainState]:
+def init_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
     """A TrainState at step 0, the optimiser's part made already sharded, and the shardings of the whole."""
-    shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, optimizer.init(p)), params)
+    init = optimizer.transform.init
+    kept = {name: jnp.float32(c.start) for name, c in optimizer.coefficients.items()}
+    shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, init(p), kept), params)
     placed = sharding.shardings(shapes, mesh)
-    opt_state = jax.jit(optimizer.init, out_shardings=placed.opt_state)(params)
-    step = jax.device_put(jnp.int32(0), placed.step)
-    return TrainState(step, params, opt_state), placed
+    opt_state = jax.jit(init, out_shardings=placed.opt_state)(params)
+    step, kept = jax.device_put((jnp.int32(0), kept), (placed.step, placed.kept))
+    return TrainState(step, params, opt_state, kept), placed

@@ -113,6 +113,23 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("microbatch=3", "config.microbatch = 3 | 8 prompts | give a divisor"),
     "a group of one with grpo": ("group_size=1", "config.group_size = 1 | 'grpo' | 2 or more"),
     "k1 in the loss": ("kl.placement=loss kl.estimator=k1", "config.kl: k1 in the loss | use k2 or k3 | 'reward'"),
+    "k3 by the ratio in the reward":
+        ("kl.placement=reward kl.weighted=true", "config.kl.weighted is for k3 in the loss | set it to False"),
+    "a KL target with a schedule of its own":
+        ("kl.placement=reward kl.target=0.1 kl.decay=linear", "config.kl.target moves the coefficient | 'constant'"),
+    "a reference that moves and has no use":
+        ("kl.placement=none kl.coef=0. kl.refresh_every=5", "config.kl.refresh_every = 5 | placement is 'none'"),
+    "a warm-up that waits for a KL penalty which is not there":
+        ("kl.placement=none kl.coef=0. hold.kl_to_reward=0.1", "config.hold.kl_to_reward | set it to 0"),
+    "an entropy target that nothing moves towards":
+        ("entropy.target=0.5", "config.entropy.step = 0 | give a step"),
+    "an off-policy mask where nothing is off-policy":
+        ("mask.off_policy=0.1", "config.mask.off_policy: with one update | set it to 0"),
+    "a bound below the upper clip": ("loss.delta=1.1", "config.loss.delta = 1.1 | above 1 + clip_high | 0 for none"),
+    "importance weights of which none is kept":
+        ("correction.action=mask correction.low=2. correction.high=1.", "config.correction.low = 2.0 | high = 1.0"),
+    "an over-long penalty of more than a completion":
+        ("reward.overlong_tokens=999", "config.reward.overlong_tokens = 999 | lower it"),
     "a KL coefficient without a place":
         ("kl.placement=none kl.coef=0.1", "config.kl.coef = 0.1 | placement is 'none' | set coef to 0"),
     "a warm-up as long as the run":
@@ -199,6 +216,29 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
         ("c.loss = ConfigDict(dict(name=1))", "config.loss.name is 1 | give str"),
     "with a field of its own": ("c.sede = 1", "config.sede is not a field | did you mean seed?"),
     "with a wrong type": ("del c.seed; c.seed = '0'", "config.seed is '0' (str) | give int"),
+    "with an estimator that asks for a critic":
+        ("c.advantage = ConfigDict(dict(name='gae'))", "config.critic is missing | 'gae' | configs/ppo.py"),
+    "with an estimator that asks for a teacher":
+        ("c.advantage = ConfigDict(dict(name='distillation'))", "config.teacher is missing | configs/distillation.py"),
+    "with a teacher that nobody asks for":
+        ("c.teacher = ConfigDict(dict(path='x'))", "config.teacher would be of no use | 'grpo'"),
+    "with a teacher that is not named":
+        ("c.advantage = ConfigDict(dict(name='distillation')); c.teacher = ConfigDict(dict(path=''))",
+         "config.teacher.path = '' | give the teacher's folder"),
+    "with an estimator that does not know the KL penalty in the reward":
+        ("c.advantage = ConfigDict(dict(name='gdpo')); c.kl.placement = 'reward'",
+         "config.kl.placement = 'reward' | 'gdpo' | set 'loss' or 'none'"),
+    "with sets of more than a group":
+        ("c.advantage = ConfigDict(dict(name='pass_at_k', k=9))", "config.advantage.k = 9: give 1 to group_size = 8"),
+    "with several updates and no ratio":
+        ("c.loss = ConfigDict(dict(name='reinforce')); c.epochs = 2",
+         "config.loss.name = 'reinforce' has no ratio | 2 updates on a rollout | set epochs = 1"),
+    "with advantages of tokens for a loss of sequences":
+        ("c.loss = ConfigDict(dict(name='gmpo')); c.advantage = ConfigDict(dict(name='reinforce_pp'))",
+         "config.loss.name = 'gmpo' wants an advantage a completion | 'reinforce_pp'"),
+    "with dynamic sampling and groups of one":
+        ("c.group_size = 1; c.rollout.resample_rounds = 1; c.advantage = ConfigDict(dict(name='remax'))",
+         "config.rollout.resample_rounds: a group of 1 | set it to 0"),
     "with a wrong type of an argument":
         ("c.loss = ConfigDict(dict(name='ppo_clip', clip_low='a'))", "config.loss.clip_low is 'a' (str) | give float"),
 })  # fmt: skip

@@ -88,10 +88,9 @@ def kill_after(process: subprocess.Popen, seconds: float) -> bool:
     return False
 
 
-def start(workdir: Path, *extra: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        command(workdir, *extra), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+def start(workdir: Path, *extra: str, **kwargs) -> subprocess.Popen:
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(command(workdir, *extra, **kwargs), cwd=ROOT, start_new_session=True, **quiet)
 
 
 def wait_for_step(workdir: Path, step: int, process: subprocess.Popen) -> None:
@@ -112,6 +111,29 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
     assert records(workdir) == records(whole)
     assert completions(workdir) == completions(whole)
     weights = [(w / "hf" / "model.safetensors").read_bytes() for w in (workdir, whole)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "sign"),
+    [
+        ("configs/dapo.py", ["--config.rollout.resample_rounds=2"], "groups/replaced"),
+        ("configs/ppo.py", ["--config.critic.warmup_steps=2", "--config.critic.optim.warmup_steps=2",
+                            "--config.kl.refresh_every=2", "--config.kl.mix=0.5", "--config.kl.target=0.01"],
+         "critic/explained_variance"),
+    ],
+    ids=["dynamic sampling", "a critic, a moving reference and an adaptive coefficient"],
+)  # fmt: skip
+def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
+    arguments = [*TINY, *extra, "--config.eval.every=0"]
+    assert run(tmp_path / "whole", *arguments, config=config).returncode == 0
+    process = start(tmp_path / "killed", *arguments, config=config)
+    wait_for_step(tmp_path / "killed", 5, process)
+    assert kill_after(process, random.uniform(0, 0.1))
+    assert run(tmp_path / "killed", *arguments, config=config).returncode == 0
+    assert records(tmp_path / "killed") == records(tmp_path / "whole")
+    assert any(record.get(sign) for record in records(tmp_path / "whole"))
+    weights = [(tmp_path / w / "hf" / "model.safetensors").read_bytes() for w in ("killed", "whole")]
     assert weights[0] == weights[1]
 
 

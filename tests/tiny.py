@@ -47,7 +47,7 @@ def batch(pad: str = "left") -> Batch:
     noise = lambda: np.where(completion_mask, rng.normal(-2, 0.3, (B, G, C)), 0).astype(np.float32)  # noqa: E731
     return Batch(
         tokens, mask, completions, completion_mask, completion_mask,
-        advantages=rng.normal(0, 1, (B, G)).astype(np.float32),
+        advantages=np.where(completion_mask, rng.normal(0, 1, (B, G, 1)), 0).astype(np.float32),
         sampler_logprobs=noise(), old_logprobs=noise(), ref_logprobs=noise(),
     )  # fmt: skip
 
@@ -59,12 +59,13 @@ def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, mod
     _, params = model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
     # eps at the size of the gradients: Adam's first step would blow rounding up to its sign
-    optimizer, _ = optim.make_optimizer(
+    optimizer = optim.make_optimizer(
         10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
         clip_norm=1.0, weight_decay=0.1, b1=0.9, b2=0.95, eps=1e-3,
+        more={"kl/coef": optim.constant(0.1)},
     )  # fmt: skip
     model = Decoder(CONFIG, mesh)
-    objective = update.policy_objective(model, losses.ppo_clip(), Sampling(), k3, lambda step: 0.1)
+    objective = update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=k3)
     state, placed = update.init_state(params, optimizer, mesh)
     aggregate = partial(losses.aggregation_weights, mode=mode, constant_length=C if mode == "constant" else 0)
     step = update.make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)

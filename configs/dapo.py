@@ -1,0 +1,17 @@
+"""DAPO (arXiv 2503.14476): a higher upper clip, token mean, dynamic sampling, overlong penalty, no KL.
+
+python -m jaxrl_llm.train --config configs/dapo.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps, c.prompts_per_update = 50, 16  # four updates on a rollout
+    c.loss = ConfigDict(dict(name="ppo_clip", clip_low=0.2, clip_high=0.28, delta=0.0))
+    c.rollout.resample_rounds = 3
+    c.rollout.max_completion_tokens, c.reward.overlong_tokens = 16, 4
+    c.kl.placement, c.kl.coef = "none", 0.0
+    return c

@@ -1,0 +1,15 @@
+"""Dr. GRPO (arXiv 2503.20783): no division by a group's deviation or by a completion's length.
+
+python -m jaxrl_llm.train --config configs/dr_grpo.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.advantage = ConfigDict(dict(name="grpo", normalise="none", epsilon=0.0))
+    c.aggregate.mode, c.aggregate.constant_length = "constant", c.rollout.max_completion_tokens
+    c.kl.placement, c.kl.coef = "none", 0.0
+    return c

@@ -1,0 +1,16 @@
+"""GMPO (arXiv 2507.20673): the geometric mean of a sequence's clipped ratios.
+
+python -m jaxrl_llm.train --config configs/gmpo.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps, c.prompts_per_update = 50, 16  # four updates on a rollout
+    c.loss = ConfigDict(dict(name="gmpo", clip_low=0.4, clip_high=0.4))
+    c.aggregate.mode = "sequence_mean"
+    c.kl.placement, c.kl.coef = "none", 0.0
+    return c

@@ -1,0 +1,16 @@
+"""OPO (arXiv 2505.23585): exactly on-policy, the length-weighted optimal baseline, no KL and no clipping.
+
+python -m jaxrl_llm.train --config configs/opo.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.advantage = ConfigDict(dict(name="opo"))
+    c.loss = ConfigDict(dict(name="reinforce"))
+    c.aggregate.mode = "sequence_sum"
+    c.kl.placement, c.kl.coef = "none", 0.0
+    return c

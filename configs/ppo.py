@@ -1,0 +1,25 @@
+"""PPO with a critic (arXiv 1707.06347), one completion to a prompt, on the task of configs/grpo.py.
+
+python -m jaxrl_llm.train --config configs/ppo.py
+"""
+
+import grpo
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps = 60
+    c.prompts_per_step, c.group_size, c.prompts_per_update = 256, 1, 256
+    c.advantage = ConfigDict(dict(name="gae", gamma=1.0, lam=0.95, normalise=True, epsilon=1e-8))
+    c.kl.placement, c.kl.estimator = "reward", "k1"
+
+    c.critic = ConfigDict()
+    c.critic.path = ""  # a folder or hub id to start from; "": the policy's
+    c.critic.gamma = 1.0  # of its targets, the lambda-returns
+    c.critic.lam = 1.0
+    c.critic.clip = 0.2  # how far a value may move in an update before its loss is clipped; 0: any
+    c.critic.warmup_steps = 5  # steps in which the critic alone learns
+    c.critic.optim = c.optim.copy_and_resolve_references()
+    c.critic.optim.learning_rate = 3e-4
+    return c

@@ -1,0 +1,16 @@
+"""REINFORCE (Williams, 1992) with the mean of the group as baseline, on-policy.
+
+python -m jaxrl_llm.train --config configs/reinforce.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.advantage = ConfigDict(dict(name="grpo", normalise="none", epsilon=0.0))
+    c.loss = ConfigDict(dict(name="reinforce"))
+    c.aggregate.mode = "sequence_sum"
+    c.kl.placement, c.kl.coef = "none", 0.0
+    return c

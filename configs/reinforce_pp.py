@@ -1,0 +1,17 @@
+"""REINFORCE++ (arXiv 2501.03262): no critic and no group, returns whitened over the batch, the KL in the reward.
+
+python -m jaxrl_llm.train --config configs/reinforce_pp.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps = 60
+    c.prompts_per_step = c.prompts_per_update = 256
+    c.group_size = 1
+    c.advantage = ConfigDict(dict(name="reinforce_pp", gamma=1.0, epsilon=1e-8))
+    c.kl.placement, c.kl.estimator = "reward", "k1"
+    return c

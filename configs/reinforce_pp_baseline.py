@@ -1,0 +1,14 @@
+"""REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): whitened over the batch, k2 in the loss.
+
+python -m jaxrl_llm.train --config configs/reinforce_pp_baseline.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.advantage = ConfigDict(dict(name="reinforce_pp_baseline", epsilon=1e-8))
+    c.kl.estimator = "k2"
+    return c

@@ -1,0 +1,19 @@
+"""ReMax (arXiv 2310.10505): one completion a prompt, the reward of its greedy completion as baseline.
+
+python -m jaxrl_llm.train --config configs/remax.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps = 60
+    c.prompts_per_step = c.prompts_per_update = 256
+    c.group_size = 1
+    c.advantage = ConfigDict(dict(name="remax"))
+    c.loss = ConfigDict(dict(name="reinforce"))
+    c.aggregate.mode = "sequence_sum"
+    c.kl.placement, c.kl.estimator = "reward", "k1"
+    return c

@@ -1,0 +1,16 @@
+"""SAPO (arXiv 2511.20347): a sigmoid gate in the place of the clip.
+
+python -m jaxrl_llm.train --config configs/sapo.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps, c.prompts_per_update = 50, 16  # four updates on a rollout
+    c.loss = ConfigDict(dict(name="sapo", tau_positive=1.0, tau_negative=1.05))
+    c.aggregate.mode = "sequence_mean"
+    c.kl.placement, c.kl.coef = "none", 0.0
+    return c

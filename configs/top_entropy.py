@@ -1,0 +1,14 @@
+"""GRPO on the fifth of the tokens with the highest entropy (arXiv 2506.01939).
+
+python -m jaxrl_llm.train --config configs/top_entropy.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.mask.top_entropy = 0.2
+    c.kl.placement, c.kl.coef = "none", 0.0
+    return c

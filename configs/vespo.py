@@ -1,0 +1,15 @@
+"""VESPO (arXiv 2602.10693): a smooth weight of whole sequences that fades on both sides of 1.
+
+python -m jaxrl_llm.train --config configs/vespo.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps, c.prompts_per_update = 50, 16  # four updates on a rollout
+    c.loss = ConfigDict(dict(name="vespo", k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0))
+    c.kl.placement, c.kl.coef = "none", 0.0
+    return c

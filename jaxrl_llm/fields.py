@@ -1,0 +1,102 @@
+"""Every field of the configs, with its type and range."""
+
+from __future__ import annotations
+
+from jaxrl_llm.config import Field
+
+DECAYS = ("constant", "linear", "cosine")
+
+OPTIM = {
+    "learning_rate": Field(float, low=0, above=True),
+    "warmup_steps": Field(int, low=0),
+    "warmup_ratio": Field(float, low=0, high=1),
+    "decay": Field(str, choices=DECAYS),
+    "end": Field(float, low=0),
+    "clip_norm": Field(float, low=0),
+    "weight_decay": Field(float, low=0),
+    "b1": Field(float, low=0, high=0.9999),
+    "b2": Field(float, low=0, high=0.9999),
+    "eps": Field(float, low=0, above=True),
+}
+SHARED = {
+    "seed": Field(int, low=0, high=2**31 - 1),
+    "num_steps": Field(int, low=1),
+    "prompts_per_step": Field(int, low=1),
+    "microbatch": Field(int, low=0),
+    "model.path": Field(str),
+    "model.dtype": Field(str, choices=("float32", "bfloat16")),
+    "model.remat": Field(str, choices=("none", "dots", "full")),
+    "data.source": Field(str),
+    "data.convert": Field(str),
+    "data.max_prompt_tokens": Field(int, low=1),
+    "data.overlong": Field(str, choices=("drop", "error")),
+    "rollout.max_completion_tokens": Field(int, low=1),
+    "eval.every": Field(int, low=0),
+    "eval.source": Field(str),
+    "eval.function": Field(str),
+    "eval.problems": Field(int, low=1),
+    "aggregate.mode": Field(str, choices=("token_mean", "sequence_mean", "sequence_sum", "constant")),
+    "aggregate.constant_length": Field(int, low=0),
+    **{f"optim.{name}": field for name, field in OPTIM.items()},
+    "mesh.data": Field(int, low=-1),
+    "mesh.fsdp": Field(int, low=-1),
+    "mesh.tensor": Field(int, low=-1),
+    "checkpoint.every": Field(int, low=1),
+    "checkpoint.keep": Field(int, low=1),
+    "checkpoint.keep_best": Field(int, low=0),
+    "log.tensorboard": Field(bool),
+    "log.wandb_project": Field(str),
+}
+TRAIN = SHARED | {
+    "log.completions_every": Field(int, low=0),
+    "group_size": Field(int, low=1),
+    "prompts_per_update": Field(int, low=1),
+    "epochs": Field(int, low=1),
+    "reward.functions": Field(tuple),
+    "reward.weights": Field(tuple),
+    "reward.overlong_tokens": Field(int, low=0),
+    "kl.placement": Field(str, choices=("none", "reward", "loss")),
+    "kl.estimator": Field(str, choices=("k1", "k2", "k3")),
+    "kl.coef": Field(float, low=0),
+    "kl.decay": Field(str, choices=DECAYS),
+    "kl.end": Field(float, low=0),
+    "kl.weighted": Field(bool),
+    "kl.target": Field(float, low=0),
+    "kl.horizon": Field(int, low=1),
+    "kl.refresh_every": Field(int, low=0),
+    "kl.mix": Field(float, low=0, high=1, above=True),
+    "hold.kl_to_reward": Field(float, low=0),
+    "hold.update_size": Field(float, low=0),
+    "entropy.coef": Field(float, low=0),
+    "entropy.target": Field(float, low=0),
+    "entropy.step": Field(float, low=0),
+    "entropy.most": Field(float, low=0),
+    "mask.truncated": Field(bool),
+    "mask.top_entropy": Field(float, low=0, high=1, above=True),
+    "mask.off_policy": Field(float, low=0),
+    "correction.level": Field(str, choices=("token", "sequence", "geometric")),
+    "correction.action": Field(str, choices=("none", "truncate", "mask")),
+    "correction.low": Field(float, low=0),
+    "correction.high": Field(float, low=0, above=True),
+    "rollout.resample_rounds": Field(int, low=0),
+    "rollout.temperature": Field(float, low=0, above=True),
+    "rollout.top_k": Field(int, low=0),
+    "rollout.top_p": Field(float, low=0, high=1, above=True),
+}
+CRITIC = {  # of a run whose advantage estimator asks for values
+    "critic.path": Field(str),
+    "critic.gamma": Field(float, low=0, high=1),
+    "critic.lam": Field(float, low=0, high=1),
+    "critic.clip": Field(float, low=0),
+    "critic.warmup_steps": Field(int, low=0),
+    **{f"critic.optim.{name}": field for name, field in OPTIM.items()},
+}
+TEACHER = {"teacher.path": Field(str)}  # of a run whose advantage estimator asks for a teacher's log-probabilities
+SFT = SHARED | {
+    "data.completion_column": Field(str),
+    "model.hidden_size": Field(int, low=1),
+    "model.num_hidden_layers": Field(int, low=1),
+    "model.num_attention_heads": Field(int, low=1),
+    "model.num_key_value_heads": Field(int, low=1),
+    "model.intermediate_size": Field(int, low=1),
+}

@@ -1,0 +1,176 @@
+"""Advantage estimators: numbers by hand, and plain NumPy restatements over random groups, in float64."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm import advantages
+
+GROUPS = [2, 3, 5, 16]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def random_case(g: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Rewards [B, G], token rewards and values [B, G, C], and a mask with empty completions and holes."""
+    rng = np.random.default_rng(g)
+    mask = (np.arange(6) < rng.integers(0, 7, (4, g))[:, :, None]) & (rng.random((4, g, 6)) < 0.8)
+    rewards = rng.integers(0, 3, (4, g)).astype(np.float64)
+    token_rewards, values = rng.normal(size=(2, 4, g, 6)).astype(np.float64)
+    return rewards, np.where(mask, token_rewards, 0), values, mask
+
+
+def whitened(values: list[float]) -> list[float]:
+    mean, std = statistics.fmean(values), statistics.stdev(values)
+    return [(v - mean) / (std + 1e-8) for v in values]
+
+
+def test_grpo_by_hand():
+    rewards = np.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]], np.float64)
+    std = (4 * 0.25 / 3) ** 0.5  # ddof 1
+    expected = np.array([[0.5, -0.5, -0.5, 0.5], [0, 0, 0, 0]])
+    np.testing.assert_allclose(advantages.grpo(rewards), expected / (std + 1e-4), rtol=1e-6)
+    np.testing.assert_allclose(advantages.grpo(rewards, normalise="none"), expected, rtol=1e-6)
+    whole = np.std([1, 0, 0, 1, 1, 1, 1, 1], ddof=1)
+    np.testing.assert_allclose(advantages.grpo(rewards, normalise="batch"), expected / (whole + 1e-4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("normalise", ["group", "batch", "none"])
+@pytest.mark.parametrize("g", GROUPS)
+def test_grpo_has_mean_zero_in_every_group_and_ignores_a_constant(normalise, g):
+    rewards = np.random.default_rng(g).normal(size=(7, g)).astype(np.float64)
+    result = advantages.grpo(rewards, normalise=normalise)
+    np.testing.assert_allclose(result.mean(axis=1), 0, atol=1e-6)
+    np.testing.assert_allclose(result, advantages.grpo(rewards + 3, normalise=normalise), atol=1e-4)
+
+
+def test_rloo_remax_and_opo_by_hand():
+    rewards = np.array([[1.0, 0.0, 0.5]], np.float64)
+    np.testing.assert_allclose(advantages.rloo(rewards), [[0.75, -0.75, 0.0]], atol=1e-6)
+    np.testing.assert_allclose(advantages.remax(rewards, np.array([0.5], np.float64)), [[0.5, -0.5, 0.0]])
+    mask = np.array([[[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]], bool)
+    np.testing.assert_allclose(advantages.opo(rewards, mask), [[0.2, -0.8, -0.3]], atol=1e-6)
+
+
+@pytest.mark.parametrize("g", GROUPS)
+def test_group_baselines_equal_their_restatements(g):
+    rewards, _, _, mask = random_case(g)
+    for b, group in enumerate(rewards.tolist()):
+        others = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(g)]
+        np.testing.assert_allclose(advantages.rloo(rewards)[b], np.subtract(group, others), atol=1e-6)
+        lengths = [int(mask[b, i].sum()) for i in range(g)]
+        total = sum(lengths)
+        baseline = sum(n * r for n, r in zip(lengths, group, strict=True)) / total if total else 0.0
+        np.testing.assert_allclose(advantages.opo(rewards, mask)[b], np.array(group) - baseline, atol=1e-6)
+
+
+def sums_to_go(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """GAE as a double sum over the trained tokens of each sequence: sum_k (gamma lam)^k d_(t + k)."""
+    result = np.zeros(rewards.shape)
+    for index in np.ndindex(rewards.shape[:2]):
+        where = np.flatnonzero(mask[index])
+        r, v = rewards[index][where].astype(float), np.append(values[index][where], 0.0).astype(float)
+        d = r + gamma * v[1:] - v[:-1]
+        for i, t in enumerate(where):
+            result[index][t] = sum((gamma * lam) ** k * d[i + k] for k in range(len(d) - i))
+    return result
+
+
+@pytest.mark.parametrize("g", [1, *GROUPS])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (0.99, 0.0)])
+def test_gae_equals_its_restatement(gamma, lam, g):
+    _, rewards, values, mask = random_case(g)
+    expected = sums_to_go(rewards, values, mask, gamma, lam)
+    result = advantages.gae(rewards, values, mask, gamma=gamma, lam=lam, normalise=False)
+    np.testing.assert_allclose(result, expected, atol=1e-6)
+    result = advantages.gae(rewards, values, mask, gamma=gamma, lam=lam)
+    np.testing.assert_allclose(np.asarray(result)[mask], whitened(expected[mask].tolist()), atol=1e-6)
+    assert not np.asarray(result)[~mask].any()
+
+
+def test_gae_by_hand():
+    values = np.array([[[0.5, 9.0, 0.25]]], np.float64)
+    mask = np.array([[[True, False, True]]])  # an environment wrote the second token
+    rewards = np.array([[[0.0, 0.0, 1.0]]], np.float64)
+    result = advantages.gae(rewards, values, mask, gamma=1.0, lam=0.5, normalise=False)
+    np.testing.assert_allclose(result, [[[-0.25 + 0.5 * 0.75, 0.0, 0.75]]])
+
+
+@pytest.mark.parametrize("estimator", [advantages.gae, advantages.reinforce_pp])
+def test_what_stands_at_an_environments_tokens_changes_nothing(estimator):
+    _, rewards, values, mask = random_case(5)
+    results = []
+    for filler in (0.0, 123.0):
+        arguments = {"token_rewards": rewards, "values": np.where(mask, values, filler), "loss_mask": mask}
+        taken = {name: x for name, x in arguments.items() if name in estimator.__annotations__}
+        results.append(jax.jit(estimator)(**taken))
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("g", GROUPS)
+def test_the_reinforce_pp_forms_equal_their_restatements(g):
+    rewards, token_rewards, values, mask = random_case(g)
+    expected = sums_to_go(token_rewards, 0 * values, mask, 0.9, 1.0)[mask].tolist()
+    result = np.asarray(advantages.reinforce_pp(token_rewards, mask, gamma=0.9))
+    np.testing.assert_allclose(result[mask], whitened(expected), atol=1e-6)
+    centred = [rewards[b, g] - rewards[b].mean() for b, g, _ in np.argwhere(mask)]
+    result = np.asarray(advantages.reinforce_pp_baseline(rewards, mask))
+    np.testing.assert_allclose(result[mask], whitened([float(x) for x in centred]), atol=1e-6)
+    assert not result[~mask].any()
+
+
+@pytest.mark.parametrize("g", GROUPS)
+def test_gdpo_equals_its_restatement_and_no_channel_drowns_another(g):
+    rng = np.random.default_rng(g)
+    channels = {"right": rng.random((4, g)).astype(np.float64), "short": rng.random((4, g)).astype(np.float64)}
+    weights = {"right": 1.0, "short": -0.5}
+    total = np.zeros((4, g))
+    for b, i in itertools.product(range(4), range(g)):
+        for name, weight in weights.items():
+            group = channels[name][b].tolist()
+            total[b, i] += weight * (group[i] - statistics.fmean(group)) / (statistics.stdev(group) + 1e-4)
+    result = advantages.gdpo(channels, weights)
+    flat = total.reshape(-1).tolist()
+    expected = [(x - statistics.fmean(flat)) / (statistics.stdev(flat) + 1e-4) for x in flat]
+    np.testing.assert_allclose(np.asarray(result).reshape(-1), expected, atol=1e-6)
+    louder = channels | {"short": 1000 * channels["short"]}
+    np.testing.assert_allclose(advantages.gdpo(louder, weights), result, atol=1e-3)
+
+
+@pytest.mark.parametrize(("g", "k"), [(3, 1), (4, 2), (5, 3), (6, 6), (7, 2)])
+def test_pass_at_k_equals_the_mean_over_all_sets_of_k(g, k):
+    """A reward of 1 to every set of k with a success; mean and deviation over all sets; shared by a set's members."""
+    for right in range(g + 1):
+        rewards = np.array([[1.0] * right + [0.0] * (g - right)], np.float64)
+        sets = list(itertools.combinations(range(g), k))
+        scores = [float(any(rewards[0, i] for i in members)) for members in sets]
+        mean, std = statistics.fmean(scores), statistics.pstdev(scores)
+        expected = []
+        for i in range(g):
+            mine = [(s - mean) / (std + 1e-4) for s, members in zip(scores, sets, strict=True) if i in members]
+            expected.append(statistics.fmean(mine))
+        np.testing.assert_allclose(advantages.pass_at_k(rewards, k=k), [expected], atol=1e-6)
+
+
+def test_distillation_is_the_gap_to_the_teacher_and_its_gradient_that_of_the_reverse_kl():
+    rng = np.random.default_rng(0)
+    logits, teacher = rng.normal(size=(2, 7))
+    p, log_q = jax.nn.softmax(logits), jax.nn.log_softmax(teacher)
+
+    def loss(x, token):  # REINFORCE with the advantage of one sampled token
+        logprob = jax.nn.log_softmax(x)[token]
+        return -advantages.distillation(log_q[token], jax.lax.stop_gradient(logprob)) * logprob
+
+    mean = sum(p[token] * jax.grad(loss)(logits, token) for token in range(7))
+    reverse_kl = jax.grad(lambda x: (jax.nn.softmax(x) * (jax.nn.log_softmax(x) - log_q)).sum())(logits)
+    np.testing.assert_allclose(mean, reverse_kl, atol=1e-9)
+    np.testing.assert_allclose(advantages.distillation(np.log([0.5]), np.log([0.25])), np.log([2.0]))

@@ -1,0 +1,89 @@
+"""Dynamic sampling: which groups are replaced, by what, and that nothing of a group is left behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+
+from jaxrl_llm import signals
+from jaxrl_llm.collect import Sampled, make_collect, refill
+from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.structs import Prompts, Rollouts
+
+B, G, C = 4, 2, 3
+
+
+def sampled(number: int, signal: list[bool]) -> Sampled:
+    """Groups whose every entry is number * 10 + their place; those with a signal earn 0 and 1, the others 1 and 1."""
+    marks = number * 10 + np.arange(B)
+    completions = np.broadcast_to(marks[:, None, None], (B, G, C)).astype(np.int32)
+    mask = np.ones((B, G, C), bool)
+    prompts = Prompts(marks[:, None].astype(np.int32), np.ones((B, 1), bool), [{"mark": int(m)} for m in marks])
+    rollouts = Rollouts(completions, mask, mask, completions.astype(np.float32), np.zeros((B, G), bool))
+    total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)
+    texts = [[str(m)] * G for m in marks]
+    return Sampled(prompts, rollouts, lambda *_: (texts, {"total": total, "mark": np.repeat(marks[:, None], G, 1)}))
+
+
+def marks(whole: Sampled) -> list[int]:
+    """Which group stands at each place, after checking that all of it does."""
+    texts, channels = whole.judged
+    found = [row["mark"] for row in whole.prompts.rows]
+    assert [t[0] for t in texts] == [str(m) for m in found]
+    for array in (whole.prompts.tokens, whole.rollouts.completions, whole.rollouts.logprobs, channels["mark"]):
+        assert [set(group.reshape(-1).tolist()) for group in array] == [{m} for m in found]
+    return found
+
+
+def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_that_have_one():
+    rounds = {1: sampled(1, [False, True, False, False]), 2: sampled(2, [True, True, True, True])}
+    whole, replaced = refill(sampled(0, [True, False, False, False]), rounds.__getitem__, 3)
+    assert marks(whole) == [0, 11, 20, 21]
+    assert replaced == 3
+    assert not whole.no_signal.any()
+
+
+def test_it_ends_at_the_bound_with_what_it_has_and_draws_nothing_it_does_not_need():
+    drawn = []
+
+    def draw(i: int) -> Sampled:
+        drawn.append(i)
+        return sampled(i, [True, False, False, False])
+
+    whole, replaced = refill(sampled(0, [True, False, False, False]), draw, 2)
+    assert (marks(whole), replaced, drawn) == ([0, 10, 20, 3], 2, [1, 2])
+    whole, replaced = refill(sampled(0, [True] * 4), draw, 2)
+    assert (marks(whole), replaced, drawn) == ([0, 1, 2, 3], 0, [1, 2])
+
+
+def test_completions_that_the_limit_cut_are_left_out_if_asked():
+    cut = np.array([[True, False]] * B)
+
+    def generate(prompts: Prompts, key: object, **_: object) -> Rollouts:
+        mask = np.ones((B, G, C), bool)
+        return Rollouts(np.zeros((B, G, C), np.int32), mask, mask, np.zeros((B, G, C), np.float32), cut)
+
+    for left_out in (False, True):
+        config = SimpleNamespace(
+            group_size=G, mask=SimpleNamespace(truncated=left_out), rollout=SimpleNamespace(resample_rounds=0)
+        )
+        collect = make_collect(
+            config, SimpleNamespace(generate=generate), Sampling(), iter([sampled(0, [True] * B).prompts]), None, None,
+            greedy=False,
+        )  # fmt: skip
+        whole, _ = collect(jax.random.key(0))
+        assert whole.rollouts.completion_mask.all()
+        np.testing.assert_array_equal(whole.rollouts.loss_mask[..., 0], ~(cut & left_out))
+
+
+def test_rewards_lie_on_the_last_trained_token_and_the_overlong_penalty_grows_to_one():
+    mask = np.array([[[True, True, False], [False, False, False]]])
+    np.testing.assert_array_equal(signals.at_the_end(np.array([[2.0, 5.0]]), mask), [[[0, 2, 0], [0, 0, 0]]])
+    real = np.arange(10) < np.array([5, 6, 7, 8, 10])[None, :, None]
+    rollouts = Rollouts(real, real, real, real, real)
+    channels = signals.with_overlong({"total": np.ones((1, 5), np.float32)}, rollouts, 4)
+    np.testing.assert_allclose(channels["overlong"], [[0, 0, -0.25, -0.5, -1]])
+    np.testing.assert_allclose(channels["total"], [[1, 1, 0.75, 0.5, 0]])
+    assert signals.with_overlong({"total": 1}, rollouts, 0) == {"total": 1}

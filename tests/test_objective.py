@@ -1,0 +1,244 @@
+"""The terms beside the policy loss, and the coefficients that move by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm import kl, losses, optim, sharding, update
+from jaxrl_llm.correction import make_correction
+from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.structs import Batch
+
+LOSSES = {
+    "ppo_clip": losses.ppo_clip(),
+    "two-sided": losses.ppo_clip(delta=1.3),
+    "gspo": losses.gspo(),
+    "gspo-token": losses.gspo(level="token"),
+    "gmpo": losses.gmpo(),
+    "reinforce": losses.reinforce(),
+    "cispo": losses.cispo(),
+    "sapo": losses.sapo(),
+    "vespo": losses.vespo(),
+}
+TERMS = {  # what an objective may have besides
+    "kl": dict(kl=kl.k3),
+    "weighted kl": dict(kl=kl.k3, kl_weighted=True),
+    "correction": dict(correct=make_correction(level="sequence", action="truncate", high=1.1)),
+    "off-policy mask": dict(off_policy=0.05),
+}
+
+
+def one_update(shape, microbatch, loss, terms, monkeypatch):
+    """Parameters and metrics after an update of a model that is a table of log-probabilities."""
+    table = lambda model, params, batch, sampling: (params["table"][batch.prompts[:, 0]],) * 2  # noqa: E731
+    monkeypatch.setattr(update, "completion_logprobs", table)
+    _, batch = random_batch(0, b=8)
+    batch = replace(batch, prompts=np.arange(8)[:, None], chosen=np.random.default_rng(1).random((8, 4, 5)) < 0.8)
+    mesh = sharding.make_mesh(*shape)
+    optimizer = optim.make_optimizer(
+        10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0, clip_norm=1.0,
+        weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-3,
+        more={"kl/coef": optim.constant(0.1), "entropy/coef": optim.constant(0.01)},
+    )  # fmt: skip
+    params = {"table": jnp.asarray(random_batch(5, b=8)[0], jnp.float32)}
+    state, placed = update.init_state(params, optimizer, mesh)
+    step = update.make_update_step(
+        update.policy_objective(None, LOSSES[loss], Sampling(), **TERMS[terms]), optimizer, mesh, placed,
+        microbatch=microbatch, aggregate=lambda mask: losses.aggregation_weights(mask, mode="sequence_mean"),
+    )  # fmt: skip
+    batch = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, batch)
+    state, metrics = step(state, sharding.shard_batch(batch, mesh), jnp.arange(8))
+    return sharding.to_host((state.params, metrics))
+
+
+CASES = [*((loss, "kl") for loss in LOSSES), *(("ppo_clip", terms) for terms in TERMS if terms != "kl")]
+
+
+@pytest.mark.parametrize(("loss", "terms"), CASES)
+def test_mesh_and_microbatch_change_nothing_of_an_update(loss, terms, monkeypatch):
+    one = one_update((1, 1, 1), 0, loss, terms, monkeypatch)
+    for shape, microbatch in (((1, 1, 1), 2), ((2, 2, 2), 4)):
+        other = one_update(shape, microbatch, loss, terms, monkeypatch)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7)
+
+
+def test_every_loss_and_term_makes_an_update_of_its_own(monkeypatch):
+    updates = [one_update((1, 1, 1), 0, *case, monkeypatch)[0]["table"] for case in CASES]
+    for i, one in enumerate(updates):
+        for j, other in enumerate(updates[:i]):
+            assert not np.allclose(one, other, rtol=0, atol=1e-6), (CASES[i], CASES[j])
+
+
+def with_logprobs(monkeypatch, entropy=0.5):
+    """Objectives whose parameters are the log-probabilities themselves."""
+    monkeypatch.setattr(update, "completion_logprobs", lambda model, params, *_: (params, entropy * params**2))
+
+
+def random_batch(seed=0, b=3):
+    rng = np.random.default_rng(seed)
+    shape = (b, 4, 5)
+    mask = rng.random(shape) < 0.7
+    logprobs, old, ref, sampler = rng.normal(-2, 0.3, (4, *shape))
+    advantages = np.where(mask, rng.normal(size=shape), 0)
+    batch = Batch(
+        None, None, None, mask, mask, advantages, old_logprobs=old, ref_logprobs=ref, sampler_logprobs=sampler
+    )  # fmt: skip
+    return logprobs, batch
+
+
+def nothing():
+    """A policy loss that is zero, so that the other terms stand alone."""
+    return lambda logprobs, batch: (jnp.zeros_like(logprobs), {})
+
+
+RESTATED = {  # of one token: log-probability now, of the reference, of the policy that sampled
+    "k2": (dict(kl=kl.k2), lambda x, ref, old: 0.5 * (ref - x) ** 2),
+    "k3": (dict(kl=kl.k3), lambda x, ref, old: np.exp(ref) / np.exp(x) - np.log(np.exp(ref) / np.exp(x)) - 1),
+    "k3 by the ratio": (
+        dict(kl=kl.k3, kl_weighted=True),
+        lambda x, ref, old: np.exp(x) / np.exp(old) * (np.exp(ref - x) - (ref - x) - 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESTATED)
+def test_a_kl_term_equals_its_restatement_in_value_and_gradient(name, monkeypatch):
+    with_logprobs(monkeypatch)
+    terms, restated = RESTATED[name]
+    with jax.enable_x64(True):
+        x, batch = random_batch()
+        objective = update.policy_objective(None, nothing(), Sampling(), **terms)
+        value = lambda x: objective(x, batch, {"kl/coef": 0.3})[0]  # noqa: E731
+        expected = lambda x: 0.3 * restated(x, batch.ref_logprobs, batch.old_logprobs)  # noqa: E731
+        np.testing.assert_allclose(value(jnp.asarray(x)), expected(x), atol=1e-9)
+        gradient = jax.grad(lambda x: value(x).sum())(jnp.asarray(x))
+        np.testing.assert_allclose(gradient, (expected(x + 1e-6) - expected(x - 1e-6)) / 2e-6, atol=1e-6)
+
+
+def test_k3_weighted_by_the_ratio_has_the_gradient_of_the_kl_off_policy_where_plain_k3_has_not():
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        logits, sampler, ref = rng.normal(size=(3, 6))
+        mu, log_mu, log_q = jax.nn.softmax(sampler), jax.nn.log_softmax(sampler), jax.nn.log_softmax(ref)
+
+        def mean(weighted):  # over what the old policy samples
+            def term(x, token):
+                logprob = jax.nn.log_softmax(x)[token]
+                ratio = jnp.exp(logprob - log_mu[token]) if weighted else 1.0
+                return ratio * kl.k3(logprob, log_q[token])
+
+            return sum(mu[token] * jax.grad(term)(logits, token) for token in range(6))
+
+        true = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - log_q)))(logits)
+        np.testing.assert_allclose(mean(True), true, atol=1e-9)
+        assert np.abs(mean(False) - true).max() > 0.01
+
+
+def test_an_entropy_bonus_is_taken_off_and_a_coefficient_of_none_is_none(monkeypatch):
+    with_logprobs(monkeypatch)
+    x, batch = random_batch()
+    objective = update.policy_objective(None, nothing(), Sampling())
+    loss, metrics = objective(jnp.asarray(x, jnp.float32), batch, {"entropy/coef": 0.1})
+    np.testing.assert_allclose(loss, -0.1 * 0.5 * x**2, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss/entropy"], loss)
+    assert not np.asarray(objective(x, batch, {})[0]).any()
+
+
+def test_tokens_that_are_not_chosen_keep_their_kl_and_lose_their_policy_loss(monkeypatch):
+    with_logprobs(monkeypatch)
+    x, batch = random_batch()
+    chosen = np.random.default_rng(1).random(x.shape) < 0.5
+    with_kl = update.policy_objective(None, losses.ppo_clip(), Sampling(), kl=kl.k3)
+    alone = update.policy_objective(None, nothing(), Sampling(), kl=kl.k3)
+    coefs = {"kl/coef": 0.3}
+    whole, part, rest = (
+        np.asarray(f(x, b, coefs)[0])
+        for f, b in ((with_kl, batch), (with_kl, replace(batch, chosen=chosen)), (alone, batch))
+    )
+    np.testing.assert_allclose(part, np.where(chosen, whole, rest), rtol=1e-6)
+
+
+def test_importance_weights_multiply_the_policy_loss_and_not_the_kl(monkeypatch):
+    with_logprobs(monkeypatch)
+    x, batch = random_batch()
+    plain = losses.ppo_clip()(x, batch)[0]
+    correct = lambda trainer, sampler, mask: (jnp.full(x.shape, 0.5), {})  # noqa: E731
+    objective = update.policy_objective(None, losses.ppo_clip(), Sampling(), kl=kl.k2, correct=correct)
+    expected = 0.5 * plain + 0.3 * kl.k2(x, batch.ref_logprobs)
+    np.testing.assert_allclose(objective(x, batch, {"kl/coef": 0.3})[0], expected, rtol=1e-6)
+
+
+def test_an_adaptive_kl_coefficient_moves_towards_its_target_by_hand():
+    by = dict(coef=0.1, decay="constant", end=0.0, target=0.05, horizon=100)
+    coefficient = optim.kl_coefficient(10, 10, **by)
+    moved = [
+        float(coefficient.adapt(jnp.float32(0.1), {"kl/ref": jnp.float32(x)})) for x in (0.05, 0.055, 9, 0, np.nan)
+    ]
+    np.testing.assert_allclose(moved, [0.1, 0.101, 0.102, 0.098, 0.1], rtol=1e-5)
+    fixed = optim.kl_coefficient(10, 10, **by | dict(target=0.0, decay="linear"))
+    assert float(fixed.value(jnp.float32(0.7), jnp.int32(5))) == pytest.approx(0.05)
+
+
+def test_an_adaptive_entropy_coefficient_grows_below_its_target_and_stays_within_its_bounds():
+    coefficient = optim.entropy_coefficient(coef=0.0, target=0.3, step=0.01, most=0.02)
+    kept, seen = jnp.float32(0), []
+    for entropy in (0.2, 0.2, 0.2, 0.4, 0.4, 0.4):
+        kept = coefficient.adapt(kept, {"entropy": jnp.float32(entropy)})
+        seen.append(round(float(kept), 4))
+    assert seen == [0.01, 0.02, 0.02, 0.01, 0.0, 0.0]
+
+
+def rate_after(metrics, hold, steps=3):
+    optimizer = optim.make_optimizer(
+        20, learning_rate=1.0, warmup_steps=9, warmup_ratio=0.0, decay="constant", end=0.0,
+        clip_norm=0.0, weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8, hold=hold,
+    )  # fmt: skip
+    rate = optimizer.coefficients["learning_rate"]
+    kept = jnp.float32(rate.start)
+    for _ in range(steps):
+        kept = rate.adapt(kept, {"grad_norm": jnp.float32(1)} | {k: jnp.float32(v) for k, v in metrics.items()})
+    return round(float(rate.value(kept, jnp.int32(0))), 4)
+
+
+def test_the_warm_up_waits_while_a_measure_is_out_of_bounds_and_never_after_it():
+    hold = {"kl/to_reward": 0.5, "update_size": 0.0}
+    assert rate_after({"kl/to_reward": 0.4}, hold) == 0.4
+    assert rate_after({"kl/to_reward": 0.6}, hold) == 0.1
+    assert rate_after({"kl/to_reward": 0.6}, {"kl/to_reward": 0.0}) == 0.4
+    assert rate_after({"update_size": 2.0}, {"update_size": 1.0}) == 0.1
+    assert rate_after({"kl/to_reward": 0.0, "grad_norm": np.inf}, hold) == 0.1  # a skipped update
+    optimizer_steps_after_warmup = rate_after({"kl/to_reward": 0.4}, hold, steps=12)
+    assert optimizer_steps_after_warmup == 1.0
+
+
+def test_the_kl_to_reward_ratio_is_that_of_the_penalty_of_a_completion_to_the_task_reward():
+    batch = replace(tiny.batch(), rewards=np.full((tiny.B, tiny.G), -0.5, np.float32))
+    mesh = sharding.make_mesh(1, 1, 1)
+    model, params = tiny.model_and_params()
+    optimizer = optim.make_optimizer(
+        10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0, clip_norm=1.0,
+        weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8, more={"kl/coef": optim.constant(0.1)},
+    )  # fmt: skip
+    state, placed = update.init_state(params, optimizer, mesh)
+    objective = update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=kl.k3)
+    step = update.make_update_step(
+        objective, optimizer, mesh, placed, microbatch=2,
+        aggregate=lambda mask: losses.aggregation_weights(mask, mode="token_mean"),
+    )  # fmt: skip
+    logprobs, _ = update.completion_logprobs(model, params, batch, Sampling())
+    penalty = 0.1 * np.where(batch.loss_mask, kl.k3(logprobs, batch.ref_logprobs), 0).sum(axis=-1).mean()
+    _, metrics = step(state, sharding.shard_batch(batch, mesh), jnp.arange(tiny.B))
+    assert float(metrics["kl/to_reward"]) == pytest.approx(penalty / 0.5, rel=1e-4)
+
+
+def test_a_mixed_reference_lies_so_far_between():
+    ref, policy = {"a": jnp.array([1.0, 2.0])}, {"a": jnp.array([3.0, 6.0])}
+    np.testing.assert_allclose(kl.mixed(ref, policy, 0.25)["a"], [1.5, 3.0])
+    np.testing.assert_array_equal(kl.mixed({"a": jnp.array([1.0, 2.0])}, policy, 1.0)["a"], policy["a"])
