@@ -56,13 +56,13 @@ def make_correction(
     return correct
 
 
-def stay_on_policy(logprobs: Array, old: Array, advantages: Array, mask: Array, *, threshold: float) -> jax.Array:
+def stay_on_policy(logprobs: Array, sampler: Array, advantages: Array, mask: Array, *, threshold: float) -> jax.Array:
     """Whether a completion is learned from [B, G, 1]: not if its advantage is negative and the policy has left it.
 
-    It has where the mean over its trained tokens of old - logprobs is above the threshold (the off-policy
+    It has where the mean over its trained tokens of sampler - logprobs is above the threshold (the off-policy
     sequence mask of DeepSeek-V3.2, arXiv 2512.02556).
     """
-    gone = sequence_mean(old - jax.lax.stop_gradient(logprobs), mask) > threshold
+    gone = sequence_mean(sampler - jax.lax.stop_gradient(logprobs), mask) > threshold
     return ~(gone & (sequence_mean(advantages, mask) < 0))
 
 

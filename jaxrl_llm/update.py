@@ -153,7 +153,8 @@ def policy_objective(
         if batch.chosen is not None:
             loss = jnp.where(batch.chosen, loss, 0.0)
         if off_policy:
-            stays = stay_on_policy(logprobs, old, batch.advantages, batch.loss_mask, threshold=off_policy)
+            drawn_by = old if batch.sampler_logprobs is None else batch.sampler_logprobs
+            stays = stay_on_policy(logprobs, drawn_by, batch.advantages, batch.loss_mask, threshold=off_policy)
             loss = jnp.where(stays, loss, 0.0)
             metrics |= {"mask/off_policy": jnp.broadcast_to(1.0 - stays, loss.shape)}
         if batch.sampler_logprobs is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import advantages
+from jaxrl_llm import advantages, sharding
+from jaxrl_llm.config import _functions, needs
 
 GROUPS = [2, 3, 5, 16]
 
@@ -59,6 +61,46 @@ def test_rloo_remax_and_opo_by_hand():
     np.testing.assert_allclose(advantages.remax(rewards, np.array([0.5], np.float64)), [[0.5, -0.5, 0.0]])
     mask = np.array([[[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]], bool)
     np.testing.assert_allclose(advantages.opo(rewards, mask), [[0.2, -0.8, -0.3]], atol=1e-6)
+
+
+def test_reinforce_pp_gdpo_and_pass_at_k_by_hand():
+    mask = np.array([[[True, True], [True, False]]])
+    at_the_end = np.array([[[0.0, 1.0], [0.0, 0.0]]])  # returns 1, 1 and 0: mean 2/3, deviation sqrt(1/3)
+    expected = np.array([[[1 / 3, 1 / 3], [-2 / 3, 0]]]) / (1 / 3) ** 0.5
+    np.testing.assert_allclose(advantages.reinforce_pp(at_the_end, mask), expected, atol=1e-6)
+    rewards = np.array([[1.0, 0.0]])  # centred 1/2, 1/2 and -1/2: mean 1/6, deviation sqrt(1/3)
+    found = advantages.reinforce_pp_baseline(rewards, mask)
+    np.testing.assert_allclose(found, np.array([[[1 / 3, 1 / 3], [-2 / 3, 0]]]) / (1 / 3) ** 0.5, atol=1e-6)
+    channels = {"a": np.array([[0.0, 2.0]]), "b": np.array([[50.0, 10.0]])}  # each is -s and s, s = 1 / sqrt(2)
+    np.testing.assert_allclose(advantages.gdpo(channels, {"a": 1.0, "b": 0.5}), [[-(0.5**0.5), 0.5**0.5]], atol=1e-3)
+    found = advantages.pass_at_k(np.array([[1.0, 0.0, 0.0, 0.0]]), k=2)  # 3 of 6 pairs fail: R = 1/2, s = 1/2
+    np.testing.assert_allclose(found, np.array([[0.5, *[0.5 - 2 / 3] * 3]]) / 0.5001, atol=1e-6)
+
+
+ESTIMATORS = {
+    "grpo": {}, "rloo": {}, "reinforce_pp": {}, "reinforce_pp_baseline": {}, "remax": {}, "opo": {}, "gdpo": {},
+    "pass_at_k": dict(k=2), "gae": dict(lam=0.9), "distillation": {},
+}  # fmt: skip
+
+
+def test_there_is_no_estimator_that_these_tests_do_not_know():
+    assert set(ESTIMATORS) == set(_functions(advantages))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_gives_the_same_on_a_mesh(name):
+    rng, shape = np.random.default_rng(0), (8, 4, 6)
+    signals = {
+        "rewards": rng.random(shape[:2]), "channels": {"a": rng.random(shape[:2]), "b": rng.random(shape[:2])},
+        "greedy_rewards": rng.random(8), "loss_mask": rng.random(shape) < 0.7,
+    }  # fmt: skip
+    signals |= {x: rng.normal(size=shape) for x in ("token_rewards", "values", "logprobs", "teacher_logprobs")}
+    estimator = getattr(advantages, name)
+    fixed = ESTIMATORS[name] | ({"weights": {"a": 1.0, "b": 0.5}} if "weights" in needs(estimator) else {})
+    taken = {x: signals[x] for x in needs(estimator) if x in signals}
+    placed = sharding.shard_batch(taken, sharding.make_mesh(2, 4, 1))
+    one, other = (jax.jit(partial(estimator, **fixed))(**x) for x in (taken, placed))
+    np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("g", GROUPS)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import losses
+from jaxrl_llm.config import _functions
 from jaxrl_llm.structs import Batch
 
 
@@ -202,6 +203,21 @@ def test_aggregation_equals_its_restatement(g):
         weights = losses.aggregation_weights(mask, mode=mode, constant_length=10 if mode == "constant" else 0)
         np.testing.assert_allclose(np.sum(weights * values), expected, rtol=1e-5)
         assert not np.any(np.asarray(weights)[~mask])
+
+
+def test_aggregation_by_hand():
+    mask = np.array([[[True, True, True], [True, False, False], [False, False, False]]])
+    expected = {"token_mean": [1 / 4, 1 / 4], "sequence_mean": [1 / 6, 1 / 2], "sequence_sum": [1 / 2, 1 / 2]}
+    expected |= {"constant": [1 / 20, 1 / 20]}
+    for mode, (first, second) in expected.items():
+        weights = losses.aggregation_weights(mask, mode=mode, constant_length=10 if mode == "constant" else 0)
+        by_hand = [[[first] * 3, [second, 0, 0], [0, 0, 0]]]
+        np.testing.assert_allclose(weights, by_hand, rtol=1e-6)
+
+
+def test_there_is_no_loss_that_these_tests_do_not_know():
+    makers = set(_functions(losses)) - {"old_logprobs", "sequence_mean", "aggregation_weights", "cross_entropy"}
+    assert makers == {name.split(" ")[0].split("-")[0] for name in CASES} - {"two", "dual"}
 
 
 def test_aggregation_of_nothing_is_zero_and_finite():

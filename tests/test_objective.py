@@ -108,6 +108,16 @@ RESTATED = {  # of one token: log-probability now, of the reference, of the poli
 }
 
 
+def test_k3_by_the_ratio_by_hand(monkeypatch):
+    with_logprobs(monkeypatch)
+    x, old, ref = (jnp.full((1, 1, 1), np.log(p), jnp.float32) for p in (0.4, 0.2, 0.2))
+    mask = np.ones((1, 1, 1), bool)
+    batch = Batch(None, None, None, mask, mask, x, old_logprobs=old, ref_logprobs=ref)
+    objective = update.policy_objective(None, nothing(), Sampling(), kl=kl.k3, kl_weighted=True)
+    by_hand = 2 * (0.5 - np.log(0.5) - 1)
+    np.testing.assert_allclose(objective(x, batch, {"kl/coef": 1.0})[0], by_hand, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", RESTATED)
 def test_a_kl_term_equals_its_restatement_in_value_and_gradient(name, monkeypatch):
     with_logprobs(monkeypatch)
