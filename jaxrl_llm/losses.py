@@ -139,6 +139,21 @@ def vespo(
     return loss_fn
 
 
+def topr() -> LossFn:
+    """Tapered off-policy REINFORCE (arXiv 2503.14286): only what was bad is weighed, and never by more than 1.
+
+    -sg(w) A logprobs, w = 1 where A > 0, min(exp(sum over trained tokens of logprobs - old_logprobs), 1) elsewhere.
+    """
+
+    def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
+        log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs(logprobs, batch))
+        log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
+        weight = jnp.where(batch.advantages > 0, 1.0, jnp.exp(jnp.minimum(log_w, 0.0)))
+        return -weight * batch.advantages * logprobs, {"ratio/mean": jnp.exp(log_ratio)}
+
+    return loss_fn
+
+
 def old_logprobs(logprobs: Array, batch: Batch) -> jax.Array:
     """What the ratio is to: without old_logprobs this very policy sampled, and the ratio is 1."""
     return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs

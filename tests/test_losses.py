@@ -86,6 +86,11 @@ def vespo(x, frozen, old, a, positive=(2.0, 3.0), negative=(3.0, 2.0)):
     return [-weight(*(positive if k > 0 else negative)) * k * i for i, k in zip(x, a, strict=True)]
 
 
+def topr(x, frozen, old, a):
+    ratio = math.exp(sum(frozen)) / math.exp(sum(old))
+    return [-(1.0 if k > 0 else min(ratio, 1.0)) * k * i for i, k in zip(x, a, strict=True)]
+
+
 CASES: dict[str, tuple[losses.LossFn, Callable]] = {
     "ppo_clip": (losses.ppo_clip(clip_low=0.2, clip_high=0.28), ppo_clip),
     "two-sided": (losses.ppo_clip(clip_low=0.2, clip_high=0.28, delta=1.5), partial(ppo_clip, delta=1.5)),
@@ -97,8 +102,9 @@ CASES: dict[str, tuple[losses.LossFn, Callable]] = {
     "cispo": (losses.cispo(clip_low=0.3, clip_high=0.5), cispo),
     "sapo": (losses.sapo(), sapo),
     "vespo": (losses.vespo(), vespo),
+    "topr": (losses.topr(), topr),
 }
-BY_TOKEN = {"ppo_clip", "two-sided", "dual clip", "gspo", "gspo-token", "reinforce", "cispo", "sapo", "vespo"}
+BY_TOKEN = {"ppo_clip", "two-sided", "dual clip", "gspo", "gspo-token", "reinforce", "cispo", "sapo", "vespo", "topr"}
 
 
 def random_batch(g: int, seed: int, *, by_token: bool = False) -> tuple[np.ndarray, Batch]:
@@ -185,6 +191,8 @@ def test_losses_by_hand():
     assert numbers(losses.reinforce(), [half, double], 2.0) == [2.0, 2.0]
     assert numbers(losses.cispo(clip_high=0.5), [half, double], 2.0) == [1.0, 3.0]
     assert numbers(losses.sapo(), [0.0, double], 1.0) == [-2.0, round(-4 / (1 + math.exp(-1)), 4)]
+    assert numbers(losses.topr(), [double, double], 3.0) == [3.0] * 2
+    assert numbers(losses.topr(), [half, 0.0], -2.0) == [-1.0] * 2
     assert numbers(losses.vespo(), [0.0, double], 1.0) == [round(4 * math.exp(-3), 4)] * 2
 
 

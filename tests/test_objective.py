@@ -25,6 +25,7 @@ LOSSES = {
     "cispo": losses.cispo(),
     "sapo": losses.sapo(),
     "vespo": losses.vespo(),
+    "topr": losses.topr(),
 }
 TERMS = {  # what an objective may have besides
     "kl": dict(kl=kl.k3),

@@ -1,0 +1,16 @@
+"""TOPR (arXiv 2503.14286): off-policy REINFORCE that tapers what it takes away.
+
+python -m jaxrl_llm.train --config configs/topr.py
+"""
+
+import grpo  # configs/grpo.py, where every field is explained
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps, c.prompts_per_update = 50, 16  # four updates on a rollout
+    c.loss = ConfigDict(dict(name="topr"))
+    c.aggregate.mode = "sequence_sum"
+    c.kl.placement, c.kl.coef = "none", 0.0
+    return c
