@@ -8,12 +8,11 @@ from typing import Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.losses import Metrics, sequence_mean
+from jaxrl_llm.kl import k3
+from jaxrl_llm.losses import Metrics, ratio_of, sequence_mean
 from jaxrl_llm.structs import Array
 
 Correction: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Metrics]]
-
-LARGEST = 20.0  # of a log-weight: beyond, only its sign matters
 
 
 def make_correction(
@@ -35,7 +34,7 @@ def make_correction(
     def correct(trainer: Array, sampler: Array, mask: Array) -> tuple[Array, Metrics]:
         d = jnp.where(mask, jax.lax.stop_gradient(trainer) - sampler, 0.0)
         at = {"token": d, "sequence": jnp.sum(d, axis=-1, keepdims=True), "geometric": sequence_mean(d, mask)}[level]
-        raw = jnp.exp(jnp.clip(jnp.broadcast_to(at, d.shape), -LARGEST, LARGEST))
+        raw = ratio_of(jnp.broadcast_to(at, d.shape))
         if action == "none":
             used = jnp.ones_like(raw)
         elif action == "truncate":
@@ -48,7 +47,7 @@ def make_correction(
             "correction/weight_min": raw,
             "correction/weight_max": raw,
             "correction/square": counted**2,  # mean^2 / square: the effective sample size, as a share
-            "correction/kl": jnp.expm1(d) - d,
+            "correction/kl": k3(sampler, jnp.where(mask, trainer, sampler)),
             "correction/acted_on": (counted != raw).astype(jnp.float32),
         }
         return used, metrics

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from jaxrl_llm.structs import Array, PyTree
 
+LARGEST = 20.0  # d in k3: exp of what is beyond, and its gradient, would soon not be finite
+
 
 def k1(logprobs: Array, ref_logprobs: Array) -> jax.Array:
     """-d: unbiased, signed. For the reward only: as a loss its on-policy gradient has mean zero."""
@@ -26,7 +28,7 @@ def k2(logprobs: Array, ref_logprobs: Array) -> jax.Array:
 
 def k3(logprobs: Array, ref_logprobs: Array) -> jax.Array:
     """exp(d) - d - 1: unbiased, never negative (GRPO's choice, arXiv 2402.03300)."""
-    d = ref_logprobs - logprobs
+    d = jnp.minimum(ref_logprobs - logprobs, LARGEST)
     return jnp.expm1(d) - d
 
 

@@ -20,7 +20,7 @@ LossFn: TypeAlias = Callable[[Array, Batch], tuple[Array, Metrics]]
 
 WITHOUT_RATIO = ("reinforce", "cross_entropy")  # exact only while the policy that learns is the one that sampled
 OF_A_SEQUENCE = ("gmpo",)  # one advantage for a whole completion
-LOG_LARGEST = 80.0  # exp of more is not a float32
+LARGEST = 20.0  # log-ratio: of what is beyond, exp and its gradient would soon not be finite
 
 
 def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2, delta: float = 0.0) -> LossFn:
@@ -35,7 +35,7 @@ def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2, delta: float = 0.
         raise UserError(f"config.loss.delta = {delta} is not above 1 + clip_high: give more, or 0 for none")
 
     def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
-        ratio = jnp.exp(logprobs - old_logprobs(logprobs, batch))
+        ratio = ratio_of(logprobs - old_logprobs(logprobs, batch))
         return _clipped(ratio, batch.advantages, clip_low, clip_high, delta)
 
     return loss_fn
@@ -55,7 +55,7 @@ def gspo(
         log_ratio = sequence_mean(logprobs - old_logprobs(logprobs, batch), batch.loss_mask)
         if level == "token":
             log_ratio = jax.lax.stop_gradient(log_ratio) + logprobs - jax.lax.stop_gradient(logprobs)
-        ratio = jnp.broadcast_to(jnp.exp(log_ratio), logprobs.shape)
+        ratio = jnp.broadcast_to(ratio_of(log_ratio), logprobs.shape)
         return _clipped(ratio, batch.advantages, clip_low, clip_high)
 
     return loss_fn
@@ -73,8 +73,8 @@ def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4) -> LossFn:
         clipped = jnp.clip(log_ratio, -clip_low, clip_high)
         up = batch.advantages > 0
         bounded = jnp.where(up, jnp.minimum(log_ratio, clipped), jnp.maximum(log_ratio, clipped))
-        ratio = jnp.exp(sequence_mean(bounded, batch.loss_mask))
-        metrics = {"clip/fraction": _float(bounded != log_ratio), "ratio/mean": jnp.exp(log_ratio)}
+        ratio = ratio_of(sequence_mean(bounded, batch.loss_mask))
+        metrics = {"clip/fraction": _float(bounded != log_ratio), "ratio/mean": ratio_of(log_ratio)}
         return -ratio * batch.advantages, metrics
 
     return loss_fn
@@ -97,7 +97,7 @@ def cispo(*, clip_low: float = 1.0, clip_high: float = 4.0) -> LossFn:
     """
 
     def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
-        ratio = jax.lax.stop_gradient(jnp.exp(logprobs - old_logprobs(logprobs, batch)))
+        ratio = jax.lax.stop_gradient(ratio_of(logprobs - old_logprobs(logprobs, batch)))
         clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
         metrics = {"clip/fraction": _float(clipped != ratio), "ratio/mean": ratio}
         return -clipped * batch.advantages * logprobs, metrics
@@ -112,7 +112,7 @@ def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossFn:
     """
 
     def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
-        ratio = jnp.exp(logprobs - old_logprobs(logprobs, batch))
+        ratio = ratio_of(logprobs - old_logprobs(logprobs, batch))
         tau = jnp.where(batch.advantages > 0, tau_positive, tau_negative)
         return -(4 / tau) * jax.nn.sigmoid(tau * (ratio - 1)) * batch.advantages, {"ratio/mean": ratio}
 
@@ -133,8 +133,8 @@ def vespo(
         log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
         k = jnp.where(batch.advantages > 0, k_positive, k_negative)
         slope = jnp.where(batch.advantages > 0, lambda_positive, lambda_negative)
-        weight = jnp.exp(k * log_w + slope * (1 - jnp.exp(jnp.minimum(log_w, LOG_LARGEST))))
-        return -weight * batch.advantages * logprobs, {"vespo/weight": weight, "ratio/mean": jnp.exp(log_ratio)}
+        weight = jnp.exp(k * log_w + slope * (1 - ratio_of(log_w)))
+        return -weight * batch.advantages * logprobs, {"vespo/weight": weight, "ratio/mean": ratio_of(log_ratio)}
 
     return loss_fn
 
@@ -149,7 +149,7 @@ def topr() -> LossFn:
         log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs(logprobs, batch))
         log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
         weight = jnp.where(batch.advantages > 0, 1.0, jnp.exp(jnp.minimum(log_w, 0.0)))
-        return -weight * batch.advantages * logprobs, {"ratio/mean": jnp.exp(log_ratio)}
+        return -weight * batch.advantages * logprobs, {"ratio/mean": ratio_of(log_ratio)}
 
     return loss_fn
 
@@ -157,6 +157,11 @@ def topr() -> LossFn:
 def old_logprobs(logprobs: Array, batch: Batch) -> jax.Array:
     """What the ratio is to: without old_logprobs this very policy sampled, and the ratio is 1."""
     return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
+
+
+def ratio_of(log_ratio: Array) -> jax.Array:
+    """exp of log_ratio within +- LARGEST; beyond, it is constant."""
+    return jnp.exp(jnp.clip(log_ratio, -LARGEST, LARGEST))
 
 
 def _clipped(ratio: Array, advantages: Array, low: float, high: float, delta: float = 0.0) -> tuple[Array, Metrics]:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl_llm import sharding
 from jaxrl_llm.correction import Correction, make_correction, stay_on_policy
 from jaxrl_llm.kl import k3
-from jaxrl_llm.losses import LossFn, Metrics, aggregation_weights, old_logprobs
+from jaxrl_llm.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.optim import Optimizer
 from jaxrl_llm.sampling import Sampling, token_logprobs
@@ -168,7 +168,7 @@ def policy_objective(
         if kl is not None:
             term = coefs["kl/coef"] * kl(logprobs, batch.ref_logprobs)
             if kl_weighted:
-                term = term * jnp.exp(logprobs - old)
+                term = term * ratio_of(logprobs - old)
             loss = loss + term
             metrics |= {"loss/kl": term}
         if "entropy/coef" in coefs:

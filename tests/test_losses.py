@@ -149,6 +149,18 @@ def test_a_loss_equals_its_restatement_in_value_and_gradient(name, g):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_a_ratio_beyond_all_bounds_leaves_loss_and_gradient_finite(name):
+    loss_fn, _ = CASES[name]
+    mask = np.ones((1, 4, 2), bool)
+    old = jnp.broadcast_to(jnp.array([-300.0, -1.0, -300.0, -1.0])[None, :, None], mask.shape)
+    logprobs = jnp.broadcast_to(jnp.array([-1.0, -300.0, -1.0, -300.0])[None, :, None], mask.shape)
+    advantages = jnp.broadcast_to(jnp.array([1.0, 1.0, -1.0, -1.0])[None, :, None], mask.shape)
+    batch = Batch(None, None, None, mask, mask, advantages, old_logprobs=old)
+    (value, metrics), gradient = (loss_fn(logprobs, batch), jax.grad(lambda x: loss_fn(x, batch)[0].sum())(logprobs))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, metrics, gradient)))
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_on_policy_the_gradient_is_that_of_reinforce(name):
     """GSPO's and GMPO's share the mean over a sequence's tokens: theirs is its sum over the tokens of the sequence."""
     loss_fn, _ = CASES[name]
@@ -224,7 +236,13 @@ def test_aggregation_by_hand():
 
 
 def test_there_is_no_loss_that_these_tests_do_not_know():
-    makers = set(_functions(losses)) - {"old_logprobs", "sequence_mean", "aggregation_weights", "cross_entropy"}
+    makers = set(_functions(losses)) - {
+        "old_logprobs",
+        "sequence_mean",
+        "ratio_of",
+        "aggregation_weights",
+        "cross_entropy",
+    }
     assert makers == {name.split(" ")[0].split("-")[0] for name in CASES} - {"two", "dual"}
 
 
