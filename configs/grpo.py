@@ -82,7 +82,7 @@ def get_config() -> ConfigDict:
     c.mask = ConfigDict()
     c.mask.truncated = False  # whether completions that the limit cut are left out
     c.mask.top_entropy = 1.0  # the share of tokens, those of highest entropy, that the policy loss counts
-    c.mask.off_policy = 0.0  # completions of A < 0 whose mean log(pi_old / pi) is above are left out; 0: none
+    c.mask.off_policy = 0.0  # completions of A < 0 whose mean log(pi_sampler / pi) is above are left out; 0: none
 
     # Weights for tokens that another engine drew: token | sequence | geometric, none | truncate | mask
     c.correction = ConfigDict(dict(level="token", action="none", low=0.0, high=2.0))

@@ -1,4 +1,4 @@
-"""VESPO (arXiv 2602.10693): a smooth weight of whole sequences that fades on both sides of 1.
+"""VESPO (arXiv 2602.10693): a smooth weight of whole sequences that is 1 on-policy and fades far from it.
 
 python -m jaxrl_llm.train --config configs/vespo.py
 """

@@ -11,7 +11,7 @@ logprobs, teacher_logprobs [B, G, C]  of the tokens, by the policy that sampled 
 loss_mask [B, G, C]      the trained tokens
 
 It returns advantages [B, G], or [B, G, C]. Its keyword arguments are the fields of `config.advantage`.
-Standard deviations have ddof = 1, as in TRL and veRL, and epsilon is added to them, as in both.
+Standard deviations have ddof = 1, as in TRL and veRL. epsilon is added to a deviation, and in whitening to a variance.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def gdpo(channels: dict[str, Array], weights: dict[str, float], *, epsilon: floa
     """
     normalised = (weights[name] * grpo(x, epsilon=epsilon) for name, x in channels.items() if weights[name])
     total = jnp.sum(jnp.stack(list(normalised)), axis=0)
-    return _whiten(total, jnp.ones_like(total, bool), epsilon)
+    return (total - jnp.mean(total)) / (jnp.std(total, ddof=1) + epsilon)
 
 
 def pass_at_k(rewards: Array, *, k: int, threshold: float = 0.5, epsilon: float = 1e-4) -> jax.Array:
@@ -132,10 +132,14 @@ def distillation(teacher_logprobs: Array, logprobs: Array) -> jax.Array:
 
 
 def _whiten(x: Array, mask: Array, epsilon: float) -> jax.Array:
-    """(x - mean) / (std + epsilon) over the entries of the mask, 0 elsewhere."""
+    """(x - mean) / sqrt(variance + epsilon) over the entries of the mask, 0 elsewhere.
+
+    Rounding must not become a deviation where all entries are equal: hence the second centring, and the root of both.
+    """
     count = jnp.maximum(jnp.sum(mask), 1)
     centred = jnp.where(mask, x - jnp.sum(jnp.where(mask, x, 0.0)) / count, 0.0)
-    return centred / (jnp.sqrt(jnp.sum(centred**2) / jnp.maximum(count - 1, 1)) + epsilon)
+    centred = jnp.where(mask, centred - jnp.sum(centred) / count, 0.0)
+    return centred / jnp.sqrt(jnp.sum(centred**2) / jnp.maximum(count - 1, 1) + epsilon)
 
 
 def _centred(rewards: Array) -> jax.Array:

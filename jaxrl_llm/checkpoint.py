@@ -21,7 +21,17 @@ from jaxrl_llm.structs import Config, PyTree
 
 # Fields that a resumed run may change: they do not change the run's numbers beyond rounding,
 # are there to be changed (num_steps), or are checked by what they hold (model.path).
-FREE = ("num_steps", "microbatch", "mesh.", "model.path", "model.remat", "checkpoint.", "log.", "eval.every")
+FREE = (
+    "num_steps",
+    "microbatch",
+    "mesh.",
+    "model.path",
+    "teacher.path",
+    "model.remat",
+    "checkpoint.",
+    "log.",
+    "eval.every",
+)
 
 
 def check_workdir(workdir: Path, config: Config) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl_llm import advantages, losses, optim, rewards, tasks
-from jaxrl_llm.config import Field, arguments, check_fields, needs, resolve
+from jaxrl_llm.combinations import check_algorithm
+from jaxrl_llm.config import check_fields, needs, resolve
 from jaxrl_llm.data import FILES, Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.fields import CRITIC, SFT, TEACHER, TRAIN
@@ -35,8 +36,8 @@ def check_train(config: Config) -> Totals:
 
     Raises: UserError, naming the field.
     """
-    critic, teacher = "critic" in config, "teacher" in config
-    fields = TRAIN | (CRITIC if critic else {}) | (TEACHER if teacher else {})
+    critic = "critic" in config
+    fields = TRAIN | (CRITIC if critic else {}) | (TEACHER if "teacher" in config else {})
     check_fields(config, fields, {"advantage": advantages, "loss": losses})
     check_shared(config, config.prompts_per_update)
     if config.prompts_per_step % config.prompts_per_update:
@@ -45,114 +46,24 @@ def check_train(config: Config) -> Totals:
             f"config.prompts_per_update = {config.prompts_per_update}: make it one"
         )
     updates = config.prompts_per_step // config.prompts_per_update * config.epochs
-    check_rewards(config)
-    check_advantage(config, critic, teacher)
-    check_loss(config, updates)
-    check_kl(config)
+    check_algorithm(config, updates)
     waited = config.critic.warmup_steps if critic else 0
     if waited >= config.num_steps:
         raise UserError(f"config.critic.warmup_steps = {waited} but num_steps is {config.num_steps}: lower it")
     if critic:
         _warmup(config.critic.optim, critic_updates(config), "critic.optim")
     of_policy = updates * (config.num_steps - waited)
+    greedy = "greedy_rewards" in needs(resolve(config.advantage.name, advantages))
+    completions = config.group_size * (1 + config.rollout.resample_rounds) + greedy  # of a prompt
     return Totals(
         sequences_per_step=config.prompts_per_step * config.group_size,
         sequences_per_update=config.prompts_per_update * config.group_size,
         updates_per_rollout=updates,
         updates=of_policy,
         warmup_steps=_warmup(config.optim, of_policy),
-        completion_tokens=config.num_steps * config.prompts_per_step * config.group_size
+        completion_tokens=config.num_steps * config.prompts_per_step * completions
         * config.rollout.max_completion_tokens,
     )  # fmt: skip
-
-
-def check_rewards(config: Config) -> None:
-    """Every reward function exists and has a weight."""
-    names, weights = config.reward.functions, config.reward.weights
-    if not names or len(names) != len(weights):
-        raise UserError(f"config.reward has {len(names)} functions and {len(weights)} weights: give each function one")
-    for name, weight in zip(names, weights, strict=True):
-        if problem := Field(float).problem(weight):
-            raise UserError(f"config.reward.weights: {name}'s {problem}")
-        if problem := Field(str).problem(name):
-            raise UserError(f"config.reward.functions: one {problem}")
-        if names.count(name) > 1:
-            raise UserError(f"config.reward.functions has {name!r} {names.count(name)} times: give it once")
-        resolve(name, rewards, "config.reward.functions")
-    tokens, limit = config.reward.overlong_tokens, config.rollout.max_completion_tokens
-    if tokens > limit:
-        raise UserError(f"config.reward.overlong_tokens = {tokens} is more than a completion's {limit}: lower it")
-    if config.rollout.resample_rounds and config.group_size < 2:
-        raise UserError("config.rollout.resample_rounds: a group of 1 never has a signal; set it to 0")
-
-
-def check_advantage(config: Config, critic: bool, teacher: bool) -> None:
-    """An estimator gets what it asks for, and nothing is made that it does not ask for."""
-    name = config.advantage.name
-    asked = needs(resolve(name, advantages, "config.advantage.name"))
-    for signal in asked:
-        if signal not in advantages.SIGNALS:
-            raise UserError(
-                f"config.advantage.name = {name!r} asks for {signal!r}: there is {', '.join(advantages.SIGNALS)}"
-            )
-    if config.group_size < 2 and name in advantages.OF_A_GROUP:
-        raise UserError(f"config.group_size = 1: advantage {name!r} compares the members of a group; give 2 or more")
-    if name == "pass_at_k" and not 1 <= config.advantage.k <= config.group_size:
-        raise UserError(f"config.advantage.k = {config.advantage.k}: give 1 to group_size = {config.group_size}")
-    for signal, section, there in (("values", "critic", critic), ("teacher_logprobs", "teacher", teacher)):
-        if signal in asked and not there:
-            example = {"critic": "configs/ppo.py", "teacher": "configs/distillation.py"}[section]
-            raise UserError(f"config.{section} is missing: advantage {name!r} asks for {signal}; see {example}")
-        if there and signal not in asked:
-            raise UserError(f"config.{section} would be of no use: advantage {name!r} does not ask for its {signal}")
-    if teacher and not config.teacher.path:
-        raise UserError("config.teacher.path = '': give the teacher's folder or hub id")
-    if config.kl.placement == "reward" and not {"rewards", "token_rewards"} & set(asked):
-        raise UserError(f"config.kl.placement = 'reward': advantage {name!r} does not look at it; set 'loss' or 'none'")
-
-
-def check_loss(config: Config, updates: int) -> None:
-    """The loss fits the advantages and the number of updates on a rollout."""
-    loss, advantage = config.loss.name, config.advantage.name
-    if loss in losses.WITHOUT_RATIO and updates > 1:
-        raise UserError(
-            f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} updates on a rollout: "
-            "set epochs = 1 and prompts_per_update = prompts_per_step, or another loss"
-        )
-    if loss in losses.OF_A_SEQUENCE and advantage in advantages.OF_A_TOKEN:
-        raise UserError(f"config.loss.name = {loss!r} wants an advantage a completion, {advantage!r} gives one a token")
-    if config.mask.off_policy and updates == 1:
-        raise UserError("config.mask.off_policy: with one update on a rollout nothing is off-policy; set it to 0")
-    if config.entropy.target and not config.entropy.step:
-        raise UserError("config.entropy.step = 0: the coefficient would never move towards entropy.target; give a step")
-    resolve(loss, losses, "config.loss.name")(**arguments(config.loss))  # which may raise
-    c = config.correction
-    if c.action == "mask" and c.low >= c.high:
-        raise UserError(f"config.correction.low = {c.low} is not below high = {c.high}: no weight would be kept")
-
-
-def check_kl(config: Config) -> None:
-    """One place for the penalty, and an estimator that does something there."""
-    k = config.kl
-    if k.placement == "loss" and k.estimator == "k1":
-        raise UserError(
-            "config.kl: k1 in the loss does nothing (its on-policy gradient has mean zero): "
-            "use k2 or k3 there, or placement = 'reward'"
-        )
-    if k.placement == "none":
-        for name, unset in (("coef", 0.0), ("target", 0.0), ("refresh_every", 0)):
-            if k[name] != unset:
-                raise UserError(
-                    f"config.kl.{name} = {k[name]} but placement is 'none': set {name} to 0, or a placement"
-                )
-    if k.weighted and (k.placement, k.estimator) != ("loss", "k3"):
-        raise UserError("config.kl.weighted is for k3 in the loss: set it to False, or placement and estimator so")
-    if k.target and (k.decay != "constant" or not k.coef):
-        raise UserError(
-            "config.kl.target moves the coefficient by itself: set kl.decay to 'constant' and kl.coef above 0"
-        )
-    if config.hold.kl_to_reward and k.placement == "none":
-        raise UserError("config.hold.kl_to_reward looks at the KL penalty, but kl.placement is 'none': set it to 0")
 
 
 def critic_updates(config: Config) -> int:
@@ -227,6 +138,16 @@ def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -
             f"{tokenizer.name_or_path}: the tokenizer makes token {largest}, but config.json has a vocabulary of "
             f"{model.vocab_size}: use one checkpoint's files"
         )
+
+
+def check_other_model(field: str, other: DecoderConfig, policy: DecoderConfig) -> None:
+    """A critic or a teacher can read what the policy writes. Raises: UserError, naming the field."""
+    for what, theirs, ours in (("vocabulary", other.vocab_size, policy.vocab_size),
+                               ("number of positions", other.max_positions, policy.max_positions)):  # fmt: skip
+        if theirs < ours:
+            raise UserError(
+                f"config.{field}: that model has a {what} of {theirs}, the policy {ours}: give one of the kind"
+            )
 
 
 def check_positions(config: Config, model: DecoderConfig, *datasets: Dataset) -> None:

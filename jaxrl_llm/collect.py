@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import jax
@@ -21,28 +21,17 @@ Judged: TypeAlias = tuple[list[list[str]], dict[str, np.ndarray]]  # B x G texts
 
 @dataclass(frozen=True)
 class Sampled:
-    """Prompts and what was sampled for them, on the host; judged when first asked, while the device may score."""
+    """Prompts and what was sampled for them, on the host."""
 
     prompts: Prompts
     rollouts: Rollouts
-    judge: Callable[[Prompts, Rollouts], Judged]
-    greedy: Rollouts | None = None  # of group size 1
-
-    @cached_property
-    def judged(self) -> Judged:
-        """B x G texts, and channels {name: [B, G]} with their weighted sum "total"."""
-        return self.judge(self.prompts, self.rollouts)
-
-    @cached_property
-    def greedy_rewards(self) -> np.ndarray:
-        """[B], of the greedy completions."""
-        assert self.greedy is not None
-        return self.judge(self.prompts, self.greedy)[1]["total"][:, 0]
+    judged: Callable[[], Judged]  # when first asked, so that the device may score meanwhile
+    greedy: Sampled | None = None  # the same prompts' greedy completions, a group of 1
 
     @property
     def no_signal(self) -> np.ndarray:
         """Groups [B] whose members all earned the same, which teaches nothing."""
-        return np.ptp(self.judged[1]["total"], axis=1) == 0
+        return np.ptp(self.judged()[1]["total"], axis=1) == 0
 
 
 def make_collect(
@@ -51,26 +40,23 @@ def make_collect(
 ) -> Callable[[Array], tuple[Sampled, dict[str, Any]]]:  # fmt: skip
     """`collect(key)` -> the next prompts sampled, and metrics; greedy: each prompt's greedy completion too."""
 
-    def judge(prompts: Prompts, rollouts: Rollouts) -> Judged:
+    def judge(batch: Prompts, rollouts: Rollouts) -> Judged:
         texts, ids = data.decode(tokenizer, rollouts.completions, rollouts.completion_mask)
-        return texts, score(prompts.rows, texts, ids)
+        return texts, score(batch.rows, texts, ids)
 
-    def draw(key: Array) -> Sampled:
-        batch = next(prompts)
-        rollouts = engine.generate(batch, key, group_size=config.group_size, sampling=sampling)
+    def draw(batch: Prompts, key: Array, group_size: int, sampling: Sampling) -> Sampled:
+        rollouts = engine.generate(batch, key, group_size=group_size, sampling=sampling)
         trained = rollouts.loss_mask & ~(rollouts.truncated[..., None] & config.mask.truncated)
-        return Sampled(batch, replace(rollouts, loss_mask=trained), judge)
+        return Sampled(batch, replace(rollouts, loss_mask=trained), cache(partial(judge, batch, rollouts)))
 
     def collect(key: Array) -> tuple[Sampled, dict[str, Any]]:
-        sampled, metrics = draw(key), {}
+        sampled, metrics = draw(next(prompts), key, config.group_size, sampling), {}
         if config.rollout.resample_rounds:
             metrics = {"groups/no_signal_sampled": sampled.no_signal.mean()}
-            sampled, metrics["groups/replaced"] = refill(
-                sampled, lambda i: draw(jax.random.fold_in(key, i)), config.rollout.resample_rounds
-            )
+            more = lambda i: draw(next(prompts), jax.random.fold_in(key, i), config.group_size, sampling)  # noqa: E731
+            sampled, metrics["groups/replaced"] = refill(sampled, more, config.rollout.resample_rounds)
         if greedy:
-            best = engine.generate(sampled.prompts, key, group_size=1, sampling=Sampling(temperature=0))
-            sampled = replace(sampled, greedy=best)
+            sampled = replace(sampled, greedy=draw(sampled.prompts, key, 1, Sampling(temperature=0)))
         return sampled, metrics
 
     return collect
@@ -105,11 +91,11 @@ def _put(sampled: Sampled, at: np.ndarray, fresh: Sampled, found: np.ndarray) ->
     def rows(old: list, new: list) -> list:
         return [new[put[i]] if i in put else row for i, row in enumerate(old)]
 
-    (texts, channels), (new_texts, new_channels) = sampled.judged, fresh.judged
+    (texts, channels), (new_texts, new_channels) = sampled.judged(), fresh.judged()
     judged = rows(texts, new_texts), {name: array(x, new_channels[name]) for name, x in channels.items()}
     a, b = sampled.prompts, fresh.prompts
     prompts = Prompts(array(a.tokens, b.tokens), array(a.mask, b.mask), rows(a.rows, b.rows))
     rollouts = {
         f.name: array(getattr(sampled.rollouts, f.name), getattr(fresh.rollouts, f.name)) for f in fields(Rollouts)
     }
-    return Sampled(prompts, Rollouts(**rollouts), lambda *_: judged)
+    return Sampled(prompts, Rollouts(**rollouts), lambda: judged)

@@ -248,5 +248,12 @@ def _offered(module: ModuleType) -> list[str]:
 
 
 def _functions(module: ModuleType) -> list[str]:
+    """What a module offers by name: its `__all__`, or its public functions."""
     members = inspect.getmembers(module, inspect.isfunction)
-    return [name for name, f in members if not name.startswith("_") and f.__module__ == module.__name__]
+    mine = [name for name, f in members if not name.startswith("_") and f.__module__ == module.__name__]
+    return getattr(module, "__all__", mine)
+
+
+def own_name(function: Callable[..., Any], module: ModuleType) -> str:
+    """The name of a function of our module, however it was named; "" for anybody else's."""
+    return function.__name__ if function.__module__ == module.__name__ else ""

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import advantages, checks, losses, optim, sharding, update
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, Config, PyTree, TrainState
 
@@ -28,20 +29,20 @@ class Critic:
 
 
 def make_critic(
-    config: Config, policy: Path, mesh: Mesh, make_update_step: Callable[..., Any]
+    config: Config, folder: Path, policy: DecoderConfig, mesh: Mesh, make_update_step: Callable[..., Any]
 ) -> tuple[Critic, TrainState]:
-    """The critic of a config, and its state at step 0: from `critic.path`, or from the policy's folder.
+    """The critic of a config, and its state at step 0, from the model in `folder`.
 
-    Raises: UserError, for a folder that cannot be loaded.
+    Raises: UserError, for a model that cannot be loaded, or cannot read what the policy writes.
     """
     c = config.critic
-    folder = hf.find(c.path) if c.path else policy
     whole = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
+    checks.check_other_model("critic.path", whole.cfg, policy)
     model = Decoder(replace(whole.cfg, tied_head=True), mesh)  # it has no use for a head
     loaded = hf.load_params(folder, whole, mesh)
     params = {
         "decoder": {name: loaded[name] for name in model.shapes()},
-        "value": {"kernel": jnp.zeros((model.cfg.width, 1)), "bias": jnp.zeros(1)},
+        "readout": {"kernel": jnp.zeros((model.cfg.width, 1)), "bias": jnp.zeros(1)},
     }
     params = jax.device_put(params, sharding.shardings(params, mesh))
     optimizer = optim.make_optimizer(checks.critic_updates(config), **c.optim)

@@ -18,7 +18,9 @@ from jaxrl_llm.structs import Array, Batch
 Metrics: TypeAlias = dict[str, Array]
 LossFn: TypeAlias = Callable[[Array, Batch], tuple[Array, Metrics]]
 
-WITHOUT_RATIO = ("reinforce", "cross_entropy")  # exact only while the policy that learns is the one that sampled
+__all__ = ["cispo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "topr", "vespo"]  # what a config may name
+
+WITHOUT_RATIO = ("reinforce",)  # exact only while the policy that learns is the one that sampled
 OF_A_SEQUENCE = ("gmpo",)  # one advantage for a whole completion
 LARGEST = 20.0  # log-ratio: of what is beyond, exp and its gradient would soon not be finite
 
@@ -65,7 +67,7 @@ def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4) -> LossFn:
     """Geometric-mean policy optimisation (arXiv 2507.20673): each token's ratio is clipped, then their mean taken.
 
     -A exp(mean_t l_t), l_t = min(l, clip(l, -clip_low, clip_high)) for A > 0, the max for A < 0, l the log-ratio.
-    One advantage for a sequence is assumed: that of its first trained token is used.
+    One advantage for a sequence is assumed.
     """
 
     def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
@@ -125,7 +127,7 @@ def vespo(
     """Variational sequence-level soft policy optimisation (arXiv 2602.10693).
 
     -sg(w^k exp(lambda (1 - w))) A logprobs, w = exp(sum over trained tokens of logprobs - old_logprobs): a weight
-    of 1 on-policy, that fades on both sides. k and lambda by the sign of A.
+    of 1 on-policy, that fades far from it on both sides. k and lambda by the sign of A.
     """
 
     def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:

@@ -54,11 +54,11 @@ def schedule(peak: float, *, decay: str, end: float, total_steps: int, warmup: i
 
 
 class Coefficient(NamedTuple):
-    """A learning rate or a loss term's coefficient: a pure function of the optimiser step and of a number kept."""
+    """A learning rate or a loss term's coefficient: a pure function of what is kept of the updates so far."""
 
-    start: float  # of the number kept, in `TrainState.kept`
-    value: Callable[[Array, Array], Array]  # (kept, step) -> coefficient
-    adapt: Callable[[Array, dict[str, Array]], Array]  # (kept, an update's metrics) -> kept
+    start: float | tuple[float, ...]  # of what is kept, in `TrainState.kept`
+    value: Callable[[Array], Array]  # kept -> coefficient
+    adapt: Callable[[Array, dict[str, Array]], Array]  # (kept, an update's metrics) -> kept; not after a skipped one
 
 
 class Optimizer(NamedTuple):
@@ -70,7 +70,7 @@ class Optimizer(NamedTuple):
 
 def constant(coef: float) -> Coefficient:
     """The same at every step."""
-    return Coefficient(coef, lambda kept, step: kept, lambda kept, metrics: kept)
+    return Coefficient(coef, lambda kept: kept, lambda kept, metrics: kept)
 
 
 def kl_coefficient(
@@ -82,26 +82,25 @@ def kl_coefficient(
     """
     rate = schedule(coef, decay=decay, end=end, total_steps=total_steps)
     if not target:
-        return Coefficient(coef, lambda kept, step: rate(step), lambda kept, metrics: kept)
+        return Coefficient(0.0, rate, lambda kept, metrics: kept + 1)
 
     def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
-        error = jnp.clip(metrics["kl/ref"] / target - 1, -0.2, 0.2)
-        return jnp.where(jnp.isfinite(error), kept * (1 + error * sequences / horizon), kept)
+        return kept * (1 + jnp.clip(metrics["kl/ref"] / target - 1, -0.2, 0.2) * sequences / horizon)
 
-    return Coefficient(coef, lambda kept, step: kept, adapt)
+    return Coefficient(coef, lambda kept: kept, adapt)
 
 
 def entropy_coefficient(*, coef: float, target: float, step: float, most: float) -> Coefficient:
-    """Constant; or, with a target, raised by `step` an update while entropy is below it, lowered while above.
+    """Constant; or, with a target, c where the last update's entropy was at most that, else 0 (arXiv 2505.22312).
 
-    It stays within 0 and `most` (arXiv 2505.22312).
+    c grows by `step` after an update below the target, shrinks by it after one above, and stays within 0 and `most`.
     """
 
     def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
-        moved = jnp.clip(kept + jnp.where(metrics["entropy"] < target, step, -step), 0.0, most)
-        return jnp.where(jnp.isfinite(metrics["entropy"]), moved, kept)
+        low = metrics["entropy"] <= target
+        return jnp.stack([jnp.clip(kept[0] + jnp.where(low, step, -step), 0.0, most), low.astype(jnp.float32)])
 
-    return Coefficient(coef, lambda kept, _: kept, adapt) if target else constant(coef)
+    return Coefficient((coef, 1.0), lambda kept: kept[0] * kept[1], adapt) if target else constant(coef)
 
 
 def decayed(params: PyTree) -> PyTree:
@@ -127,7 +126,7 @@ def make_optimizer(
 ) -> Optimizer:
     """AdamW behind global-norm clipping (0: none); `more` are the coefficients of the objective.
 
-    A non-finite gradient changes nothing, moves no schedule on and is counted in the state's `total_notfinite`.
+    A non-finite gradient changes nothing, moves no coefficient and is counted in the state's `total_notfinite`.
     The warm-up waits: the rate stays where it is after an update with a metric above its bound in hold (0: none).
     """
     warmup = count_warmup(total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
@@ -136,10 +135,10 @@ def make_optimizer(
     def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
         out = [metrics[name] > bound for name, bound in (hold or {}).items() if bound]
         held = jnp.any(jnp.stack(out)) & (kept < warmup) if out else False
-        return jnp.where(held | ~jnp.isfinite(metrics["grad_norm"]), kept, kept + 1)
+        return jnp.where(held, kept, kept + 1)
 
     chain = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     chain.append(optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed))
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
-    learning_rate_now = Coefficient(0.0, lambda kept, step: rate(kept), adapt)
+    learning_rate_now = Coefficient(0.0, rate, adapt)
     return Optimizer(transform, {"learning_rate": learning_rate_now} | (more or {}))

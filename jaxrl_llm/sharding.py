@@ -25,6 +25,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(query|key|value)/bias$", P(None, "tensor")),  # [L, out]
     (r"(output|down)/kernel$", P(None, "tensor", "fsdp")),  # [L, in, D]
     (r"norm/scale$", P()),
+    (r"readout/(kernel|bias)$", P()),  # a critic's [D, 1] and [1]
 )
 
 

@@ -51,7 +51,7 @@ def at_the_end(rewards: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
     return np.where(last, rewards[..., None], 0.0).astype(np.float32)
 
 
-def with_overlong(channels: dict[str, np.ndarray], rollouts: Rollouts, tokens: int) -> dict[str, np.ndarray]:
+def with_overlong(channels: dict[str, np.ndarray], rollouts: Rollouts, *, tokens: int) -> dict[str, np.ndarray]:
     """Channels [B, G] with DAPO's soft penalty (arXiv 2503.14476) "overlong", and in their total.
 
     It falls from 0, `tokens` before the limit of a completion, to -1 at it; tokens = 0: there is none.

@@ -72,4 +72,4 @@ class TrainState:
     step: Array  # int32 scalar, optimiser updates made (a skipped one included)
     params: PyTree
     opt_state: PyTree
-    kept: PyTree  # a number for each coefficient (`optim.Coefficient`)
+    kept: PyTree  # what each coefficient keeps of the updates so far (`optim.Coefficient`)

@@ -45,6 +45,8 @@ def train(config: Config, workdir: Path) -> None:
     mesh = sharding.make_mesh(**config.mesh)
     checks.check_batch_fits_mesh(config, mesh, config.prompts_per_update)
     folder = hf.find(config.model.path)
+    critic_folder = hf.find(config.critic.path, "critic.path") if "critic" in config and config.critic.path else folder
+    teacher_folder = hf.find(config.teacher.path, "teacher.path") if "teacher" in config else None
     model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
     tokenizer = hf.load_tokenizer(folder)
     dataset = data.load(config, tokenizer)
@@ -79,13 +81,18 @@ def train(config: Config, workdir: Path) -> None:
     score = update.make_score(model, sampling, mesh, config.microbatch)
     score_entropy = update.make_score(model, sampling, mesh, config.microbatch, entropy=True)
     ref_params = None if config.kl.placement == "none" else jax.tree.map(jnp.copy, params)
-    teacher = make_teacher(config, model, sampling, mesh) if "teacher_logprobs" in asked else None
-    critic, value_state = make_critic(config, folder, mesh, make_update_step) if "values" in asked else (None, None)
+    teacher = critic = value_state = None
+    if teacher_folder:
+        teacher = make_teacher(config, teacher_folder, model.cfg, tokenizer, sampling, mesh)
+    if "critic" in config:
+        critic, value_state = make_critic(config, critic_folder, model.cfg, mesh, make_update_step)
 
     # The run so far.
     collate = partial(data.make_prompts, dataset, pad_id=tokenizer.pad_token_id)
     prompt_iterator = data.iterate(len(dataset.rows), config.prompts_per_step, config.seed, collate)
     began_with = {"model.path": hf.fingerprint(folder), "data.source": dataset.fingerprint()}
+    if teacher_folder:
+        began_with["teacher.path"] = hf.fingerprint(teacher_folder)
     checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
     moving_ref = bool(config.kl.refresh_every)
     start, kept = checkpoints.resume((state, value_state, ref_params if moving_ref else None), prompt_iterator)
@@ -135,15 +142,16 @@ def train(config: Config, workdir: Path) -> None:
         scored = clerk.submit(ready, (ref, old, of_teacher, values))
 
         # Rewards, advantages.
-        texts, channels = sampled.judged
-        channels = signals.with_overlong(channels, sampled.rollouts, config.reward.overlong_tokens)
+        texts, channels = sampled.judged()
+        with_overlong = partial(signals.with_overlong, tokens=config.reward.overlong_tokens)
+        channels = with_overlong(channels, sampled.rollouts)
         penalty = np.zeros(sampled.rollouts.loss_mask.shape, np.float32)
         if config.kl.placement == "reward":
-            coef = optimizer.coefficients["kl/coef"].value(state.kept["kl/coef"], state.step)
+            coef = optimizer.coefficients["kl/coef"].value(state.kept["kl/coef"])
             penalty = sharding.to_host(coef * estimate_kl(old, ref)) * sampled.rollouts.loss_mask
         known = signals.of_rewards(channels, penalty, sampled.rollouts.loss_mask, config.reward.functions)
         if sampled.greedy:
-            known["greedy_rewards"] = sampled.greedy_rewards
+            known["greedy_rewards"] = with_overlong(sampled.greedy.judged()[1], sampled.greedy.rollouts)["total"][:, 0]
         known = sharding.shard_batch(known, mesh)
         known |= {"values": values, "logprobs": old, "teacher_logprobs": of_teacher}
         if critic:

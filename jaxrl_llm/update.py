@@ -77,12 +77,12 @@ def completion_logprobs(
 def completion_values(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
     """A critic's value [B, G, C] of the text before every completion token, 0 on padding.
 
-    params: {"decoder": as `model` takes them, "value": {"kernel": [D, 1], "bias": [1]}}.
+    params: {"decoder": as `model` takes them, "readout": {"kernel": [D, 1], "bias": [1]}}.
     """
     states, _, slots = completion_states(model, params["decoder"], batch)
-    value = params["value"]
+    readout = params["readout"]
     flat = states.reshape(-1, states.shape[-1]).astype(jnp.float32)
-    values = jnp.matmul(flat, value["kernel"], precision=jax.lax.Precision.HIGHEST) + value["bias"][None]
+    values = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
     return _in_order(values.reshape(slots.shape), slots, batch)
 
 
@@ -201,7 +201,7 @@ def make_update_step(
         batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], place), batch)
         weights = aggregate(batch.loss_mask)
         shares = aggregation_weights(batch.loss_mask, mode="token_mean")
-        coefs = {name: c.value(state.kept[name], state.step) for name, c in optimizer.coefficients.items()}
+        coefs = {name: c.value(state.kept[name]) for name, c in optimizer.coefficients.items()}
 
         def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
             per_token, metrics = objective(params, part, coefs)
@@ -228,7 +228,11 @@ def make_update_step(
             length = jnp.sum(batch.loss_mask) / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
             reward = jnp.maximum(jnp.mean(jnp.abs(batch.rewards)), 1e-6)
             metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
-        kept = {name: c.adapt(state.kept[name], metrics) for name, c in optimizer.coefficients.items()}
+        learned = jnp.isfinite(metrics["grad_norm"]) & jnp.any(batch.loss_mask)
+        kept = {
+            name: jnp.where(learned, c.adapt(state.kept[name], metrics), state.kept[name])
+            for name, c in optimizer.coefficients.items()
+        }
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state, kept), metrics
 
@@ -249,7 +253,7 @@ def reduce(name: str, values: Array, shares: Array) -> jax.Array:
 def init_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
     """A TrainState at step 0, the optimiser's part made already sharded, and the shardings of the whole."""
     init = optimizer.transform.init
-    kept = {name: jnp.float32(c.start) for name, c in optimizer.coefficients.items()}
+    kept = {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}
     shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, init(p), kept), params)
     placed = sharding.shardings(shapes, mesh)
     opt_state = jax.jit(init, out_shardings=placed.opt_state)(params)

@@ -24,12 +24,12 @@ def sampled(number: int, signal: list[bool]) -> Sampled:
     rollouts = Rollouts(completions, mask, mask, completions.astype(np.float32), np.zeros((B, G), bool))
     total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)
     texts = [[str(m)] * G for m in marks]
-    return Sampled(prompts, rollouts, lambda *_: (texts, {"total": total, "mark": np.repeat(marks[:, None], G, 1)}))
+    return Sampled(prompts, rollouts, lambda: (texts, {"total": total, "mark": np.repeat(marks[:, None], G, 1)}))
 
 
 def marks(whole: Sampled) -> list[int]:
     """Which group stands at each place, after checking that all of it does."""
-    texts, channels = whole.judged
+    texts, channels = whole.judged()
     found = [row["mark"] for row in whole.prompts.rows]
     assert [t[0] for t in texts] == [str(m) for m in found]
     for array in (whole.prompts.tokens, whole.rollouts.completions, whole.rollouts.logprobs, channels["mark"]):
@@ -83,7 +83,7 @@ def test_rewards_lie_on_the_last_trained_token_and_the_overlong_penalty_grows_to
     np.testing.assert_array_equal(signals.at_the_end(np.array([[2.0, 5.0]]), mask), [[[0, 2, 0], [0, 0, 0]]])
     real = np.arange(10) < np.array([5, 6, 7, 8, 10])[None, :, None]
     rollouts = Rollouts(real, real, real, real, real)
-    channels = signals.with_overlong({"total": np.ones((1, 5), np.float32)}, rollouts, 4)
+    channels = signals.with_overlong({"total": np.ones((1, 5), np.float32)}, rollouts, tokens=4)
     np.testing.assert_allclose(channels["overlong"], [[0, 0, -0.25, -0.5, -1]])
     np.testing.assert_allclose(channels["total"], [[1, 1, 0.75, 0.5, 0]])
-    assert signals.with_overlong({"total": 1}, rollouts, 0) == {"total": 1}
+    assert signals.with_overlong({"total": 1}, rollouts, tokens=0) == {"total": 1}

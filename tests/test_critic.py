@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import critic, losses, optim, sharding, update
+from jaxrl_llm import checks, critic, losses, optim, sharding, update
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Batch
 
 
@@ -61,7 +62,7 @@ def critic_update(shape=(1, 1, 1), microbatch=0, filler=0.0):
     mesh = sharding.make_mesh(*shape)
     model, params = tiny.model_and_params()
     model = type(model)(model.cfg, mesh)
-    params = {"decoder": params, "value": {"kernel": jnp.full((32, 1), 0.1), "bias": jnp.zeros(1)}}
+    params = {"decoder": params, "readout": {"kernel": jnp.full((32, 1), 0.1), "bias": jnp.zeros(1)}}
     params = jax.device_put(params, sharding.shardings(params, mesh))
     optimizer = optim.make_optimizer(
         10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
@@ -92,7 +93,7 @@ def test_what_stands_at_an_environments_tokens_changes_nothing_of_a_critics_upda
 
 def test_values_see_the_tokens_before_theirs_and_no_other():
     model, params = tiny.model_and_params()
-    params = {"decoder": params, "value": {"kernel": jnp.full((32, 1), 0.1), "bias": jnp.zeros(1)}}
+    params = {"decoder": params, "readout": {"kernel": jnp.full((32, 1), 0.1), "bias": jnp.zeros(1)}}
     batch = tiny.batch()
     values = jax.jit(partial(update.completion_values, model))
     before = values(params, batch)
@@ -111,3 +112,10 @@ def test_targets_are_lambda_returns_over_the_trained_tokens():
     mask = np.array([[[True, False, True]]])
     found = critic.lambda_returns(rewards * mask, np.full((1, 1, 3), 0.3, np.float32), mask, gamma=0.9, lam=1.0)
     np.testing.assert_allclose(found, [[[0.9, 0.0, 1.0]]], rtol=1e-6)
+
+
+def test_another_model_that_cannot_read_what_the_policy_writes_is_refused():
+    checks.check_other_model("critic.path", tiny.CONFIG, tiny.CONFIG)
+    for what, of in (("vocabulary", {"vocab_size": 16}), ("positions", {"max_positions": 8})):
+        with pytest.raises(UserError, match=rf"config.teacher.path: .*{what}"):
+            checks.check_other_model("teacher.path", replace(tiny.CONFIG, **of), tiny.CONFIG)

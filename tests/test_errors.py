@@ -106,32 +106,46 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("advantage.normalise=all", "config.advantage.normalise is 'all' | 'group', 'batch', 'none'"),
     "an unknown loss": ("loss.name=ppo_clap", "config.loss.name 'ppo_clap' | did you mean ppo_clip?"),
     "an argument that the loss does not take":
-        ("loss.name=cross_entropy", "config.loss.clip_ | cross_entropy takes nothing"),
+        ("loss.name=topr", "config.loss.clip_ | topr takes nothing"),
     "a rollout that is no multiple of an update":
         ("prompts_per_step=12", "config.prompts_per_step = 12 | config.prompts_per_update = 8 | make it one"),
     "a microbatch that does not divide the update":
         ("microbatch=3", "config.microbatch = 3 | 8 prompts | give a divisor"),
     "a group of one with grpo": ("group_size=1", "config.group_size = 1 | 'grpo' | 2 or more"),
     "k1 in the loss": ("kl.placement=loss kl.estimator=k1", "config.kl: k1 in the loss | use k2 or k3 | 'reward'"),
+    "a helper for a loss": ("loss.name=ratio_of", "config.loss.name 'ratio_of' does not exist; there is cispo, gmpo"),
+    "a KL horizon of less than an update": ("kl.target=0.1 kl.horizon=3", "config.kl.horizon = 3 | 16 sequences"),
+    "an end of a constant coefficient": ("kl.end=0.1", "config.kl.end = 0.1 | 'constant' | set it to 0.0"),
+    "a mix of a reference that never moves": ("kl.mix=0.5", "config.kl.mix = 0.5 | refresh_every is 0 | set it to 1.0"),
+    "a reference that would move after the end":
+        ("kl.refresh_every=9", "config.kl.refresh_every = 9 | the run has 1 steps"),
+    "an entropy step without a target": ("entropy.step=0.1", "config.entropy.step = 0.1 | entropy.target is 0"),
+    "a lower bound of no mask": ("correction.low=0.5", "config.correction.low = 0.5 | set it to 0.0"),
+    "a warm-up that waits and is none":
+        ("hold.update_size=0.1", "config.hold.update_size = 0.1 | there is no warm-up to hold"),
+    "a division by the deviation of equal rewards":
+        ("advantage.epsilon=0.", "config.advantage.epsilon = 0 | give more, like 1e-4"),
+    "a negative clip": ("loss.clip_low=-0.1", "config.loss.clip_low is -0.1 | at least 0"),
+    "rewards of no weight": ("reward.weights=(0.,0.)", "config.reward.weights are all 0 | give one function a weight"),
     "k3 by the ratio in the reward":
-        ("kl.placement=reward kl.weighted=true", "config.kl.weighted is for k3 in the loss | set it to False"),
+        ("kl.placement=reward kl.weighted=true", "config.kl.weighted = True | k3 in the loss | set it to False"),
     "a KL target with a schedule of its own":
         ("kl.placement=reward kl.target=0.1 kl.decay=linear", "config.kl.target moves the coefficient | 'constant'"),
     "a reference that moves and has no use":
-        ("kl.placement=none kl.coef=0. kl.refresh_every=5", "config.kl.refresh_every = 5 | placement is 'none'"),
+        ("kl.placement=none kl.coef=0. kl.refresh_every=1", "config.kl.refresh_every = 1 | placement is 'none'"),
     "a warm-up that waits for a KL penalty which is not there":
-        ("kl.placement=none kl.coef=0. hold.kl_to_reward=0.1", "config.hold.kl_to_reward | set it to 0"),
+        ("kl.placement=none kl.coef=0. hold.kl_to_reward=0.1", "config.hold.kl_to_reward = 0.1 | set it to 0"),
     "an entropy target that nothing moves towards":
-        ("entropy.target=0.5", "config.entropy.step = 0 | give a step"),
+        ("entropy.target=0.5 entropy.step=0.1", "config.entropy.target = 0.5 | most = 0.0: give both"),
     "an off-policy mask where nothing is off-policy":
-        ("mask.off_policy=0.1", "config.mask.off_policy: with one update | set it to 0"),
+        ("mask.off_policy=0.1", "config.mask.off_policy = 0.1 | with one update | set it to 0.0"),
     "a bound below the upper clip": ("loss.delta=1.1", "config.loss.delta = 1.1 | above 1 + clip_high | 0 for none"),
     "importance weights of which none is kept":
         ("correction.action=mask correction.low=2. correction.high=1.", "config.correction.low = 2.0 | high = 1.0"),
     "an over-long penalty of more than a completion":
         ("reward.overlong_tokens=999", "config.reward.overlong_tokens = 999 | lower it"),
     "a KL coefficient without a place":
-        ("kl.placement=none kl.coef=0.1", "config.kl.coef = 0.1 | placement is 'none' | set coef to 0"),
+        ("kl.placement=none kl.coef=0.1", "config.kl.coef = 0.1 | placement is 'none' | set it to 0.0"),
     "a warm-up as long as the run":
         ("optim.warmup_steps=1", "optim.warmup_steps = 1 | 1 optimiser steps | lower it or raise num_steps"),
     "both ways of saying the warm-up":
@@ -236,9 +250,17 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
     "with advantages of tokens for a loss of sequences":
         ("c.loss = ConfigDict(dict(name='gmpo')); c.advantage = ConfigDict(dict(name='reinforce_pp'))",
          "config.loss.name = 'gmpo' wants an advantage a completion | 'reinforce_pp'"),
+    "with an overlong penalty that nobody looks at":
+        ("c.advantage = ConfigDict(dict(name='gdpo')); c.reward.overlong_tokens = 2",
+         "config.reward.overlong_tokens = 2 | 'gdpo' does not look at it | set it to 0"),
+    "with groups chosen by a reward that nobody looks at":
+        ("c.advantage = ConfigDict(dict(name='distillation')); c.teacher = ConfigDict(dict(path='x')); "
+         "c.rollout.resample_rounds = 1", "config.rollout.resample_rounds = 1 | looks at no reward"),
+    "with our estimator by its dotted name and groups of one":
+        ("c.advantage.name = 'jaxrl_llm.advantages.grpo'; c.group_size = 1", "config.group_size = 1 | 2 or more"),
     "with dynamic sampling and groups of one":
         ("c.group_size = 1; c.rollout.resample_rounds = 1; c.advantage = ConfigDict(dict(name='remax'))",
-         "config.rollout.resample_rounds: a group of 1 | set it to 0"),
+         "config.rollout.resample_rounds = 1 | a group of 1 | set it to 0"),
     "with a wrong type of an argument":
         ("c.loss = ConfigDict(dict(name='ppo_clip', clip_low='a'))", "config.loss.clip_low is 'a' (str) | give float"),
 })  # fmt: skip

@@ -138,6 +138,25 @@ def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
+def test_every_config_trains_on_a_mesh(file, tmp_path):
+    """Two steps with two updates each where the algorithm allows it."""
+    extra = ["--config.num_steps=2", "--config.eval.every=2", "--config.optim.warmup_steps=0"]
+    if file.stem == "sft":
+        pytest.skip("no reinforcement learning")
+    if file.stem == "distillation":
+        extra.append("--config.teacher.path=jaxrl_llm/assets/arithmetic")
+    if file.stem == "ppo":
+        extra += ["--config.critic.warmup_steps=1", "--config.critic.optim.warmup_steps=0"]
+    if 'name="reinforce"' in file.read_text():
+        extra += ["--config.epochs=1", "--config.prompts_per_update=8"]
+    result = run(tmp_path / "run", *TINY, *extra, config=f"configs/{file.name}")
+    assert result.returncode == 0, result.stderr
+    assert all(record["grad_norm"] > 0 or record["groups/no_signal"] == 1 for record in records(tmp_path / "run")[2:])
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
 def test_a_run_killed_at_many_random_moments_resumes_bit_for_bit(whole, tmp_path):
     workdir, kills = tmp_path / "run", 0
     for i, step in enumerate(sorted(random.choices(range(5), k=6))):

@@ -44,23 +44,23 @@ NAMES = {
 SHARD_BYTES = 5 * 2**30
 
 
-def find(path: str) -> Path:
+def find(path: str, field: str = "model.path") -> Path:
     """The local folder of a checkpoint: `path` itself, or a hub id downloaded to the hub's cache.
 
-    Raises: UserError, if it is neither.
+    Raises: UserError, naming the field, if it is neither.
     """
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file():
         return folder
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise UserError(f"model.path {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
+        raise UserError(f"{field} {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
     from huggingface_hub import snapshot_download  # slow to import, and needed for hub ids alone
 
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
         return Path(snapshot_download(path, allow_patterns=wanted))
     except Exception as error:  # offline, unknown, gated: the hub has many kinds, all for the user
-        raise UserError(f"model.path {path!r} is no local folder, and the hub says: {_reason(error)}") from error
+        raise UserError(f"{field} {path!r} is no local folder, and the hub says: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,168 @@
+"""Choices of an algorithm that do not go together, and settings that would do nothing."""
+
+from __future__ import annotations
+
+from jaxrl_llm import advantages, losses, rewards
+from jaxrl_llm.config import Field, arguments, flatten, needs, own_name, resolve
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.structs import Config
+
+# Of arguments of our own losses and estimators.
+RANGES = {
+    "epsilon": Field(float, low=0),
+    "gamma": Field(float, low=0, high=1),
+    "lam": Field(float, low=0, high=1),
+    "k": Field(int, low=1),
+    "clip_low": Field(float, low=0),
+    "clip_high": Field(float, low=0),
+    "delta": Field(float, low=0),
+    "tau_positive": Field(float, low=0, above=True),
+    "tau_negative": Field(float, low=0, above=True),
+    "k_positive": Field(float, low=0),
+    "k_negative": Field(float, low=0),
+    "lambda_positive": Field(float, low=0),
+    "lambda_negative": Field(float, low=0),
+}
+
+
+def check_algorithm(config: Config, updates: int) -> None:
+    """Everything below; updates: optimiser steps on a rollout. Raises: UserError, naming the field."""
+    estimator = resolve(config.advantage.name, advantages, "config.advantage.name")
+    loss = resolve(config.loss.name, losses, "config.loss.name")
+    for section, function, module in (("advantage", estimator, advantages), ("loss", loss, losses)):
+        for name, value in arguments(config[section]).items():
+            if own_name(function, module) and name in RANGES and (problem := RANGES[name].problem(value)):
+                raise UserError(f"config.{section}.{name} {problem}")
+    asked = needs(estimator)
+    check_rewards(config, asked)
+    check_advantage(config, own_name(estimator, advantages), asked)
+    check_loss(config, own_name(loss, losses), own_name(estimator, advantages), updates)
+    loss(**arguments(config.loss))  # which may raise
+    check_kl(config, asked, updates)
+    check_idle(config, asked, updates)
+
+
+def check_rewards(config: Config, asked: tuple[str, ...]) -> None:
+    """Every reward function exists and has a weight, and they reward something if it is asked for."""
+    names, weights = config.reward.functions, config.reward.weights
+    if not names or len(names) != len(weights):
+        raise UserError(f"config.reward has {len(names)} functions and {len(weights)} weights: give each function one")
+    for name, weight in zip(names, weights, strict=True):
+        if problem := Field(float).problem(weight):
+            raise UserError(f"config.reward.weights: {name}'s {problem}")
+        if problem := Field(str).problem(name):
+            raise UserError(f"config.reward.functions: one {problem}")
+        if names.count(name) > 1:
+            raise UserError(f"config.reward.functions has {name!r} {names.count(name)} times: give it once")
+        resolve(name, rewards, "config.reward.functions")
+    if not any(weights) and _rewarded(asked):
+        raise UserError("config.reward.weights are all 0: nothing would be rewarded; give one function a weight")
+    tokens, limit = config.reward.overlong_tokens, config.rollout.max_completion_tokens
+    if tokens > limit:
+        raise UserError(f"config.reward.overlong_tokens = {tokens} is more than a completion's {limit}: lower it")
+
+
+def check_advantage(config: Config, name: str, asked: tuple[str, ...]) -> None:
+    """An estimator gets what it asks for, and nothing is made that it does not ask for."""
+    given = config.advantage.name
+    for signal in asked:
+        if signal not in advantages.SIGNALS:
+            raise UserError(
+                f"config.advantage.name = {given!r} asks for {signal!r}: there is {', '.join(advantages.SIGNALS)}"
+            )
+    if config.group_size < 2 and name in advantages.OF_A_GROUP:
+        raise UserError(f"config.group_size = 1: advantage {given!r} compares the members of a group; give 2 or more")
+    if name == "pass_at_k" and config.advantage.k > config.group_size:
+        raise UserError(f"config.advantage.k = {config.advantage.k}: give 1 to group_size = {config.group_size}")
+    of = arguments(config.advantage)
+    if name and of.get("epsilon") == 0 and of.get("normalise") != "none":
+        raise UserError("config.advantage.epsilon = 0: equal rewards would be divided by 0; give more, like 1e-4")
+    examples = {"critic": "configs/ppo.py", "teacher": "configs/distillation.py"}
+    for signal, section in (("values", "critic"), ("teacher_logprobs", "teacher")):
+        if signal in asked and section not in config:
+            raise UserError(
+                f"config.{section} is missing: advantage {given!r} asks for {signal}; see {examples[section]}"
+            )
+        if section in config and signal not in asked:
+            raise UserError(f"config.{section} would be of no use: advantage {given!r} does not ask for its {signal}")
+    if "teacher" in config and not config.teacher.path:
+        raise UserError("config.teacher.path = '': give the teacher's folder or hub id")
+
+
+def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
+    """The loss fits the advantages and the number of updates on a rollout."""
+    if loss in losses.WITHOUT_RATIO and updates > 1:
+        raise UserError(
+            f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} updates on a rollout: "
+            "set epochs = 1 and prompts_per_update = prompts_per_step, or another loss"
+        )
+    if loss in losses.OF_A_SEQUENCE and advantage in advantages.OF_A_TOKEN:
+        raise UserError(f"config.loss.name = {loss!r} wants an advantage a completion, {advantage!r} gives one a token")
+    e, c = config.entropy, config.correction
+    if e.target and not (e.step and e.most >= e.coef and e.most):
+        raise UserError(
+            f"config.entropy.target = {e.target}, but the coefficient cannot move towards it with step = {e.step} and "
+            f"most = {e.most}: give both, most not below coef"
+        )
+    if c.action == "mask" and c.low >= c.high:
+        raise UserError(f"config.correction.low = {c.low} is not below high = {c.high}: no weight would be kept")
+
+
+def check_kl(config: Config, asked: tuple[str, ...], updates: int) -> None:
+    """One place for the penalty, and an estimator that does something there."""
+    k = config.kl
+    if k.placement == "loss" and k.estimator == "k1":
+        raise UserError(
+            "config.kl: k1 in the loss does nothing (its on-policy gradient has mean zero): "
+            "use k2 or k3 there, or placement = 'reward'"
+        )
+    if k.placement == "reward" and not {"rewards", "token_rewards"} & set(asked):
+        raise UserError(
+            f"config.kl.placement = 'reward': advantage {config.advantage.name!r} does not look at it; "
+            "set 'loss' or 'none'"
+        )
+    if k.target and (k.decay != "constant" or not k.coef):
+        raise UserError(
+            "config.kl.target moves the coefficient by itself: set kl.decay to 'constant' and kl.coef above 0"
+        )
+    sequences = config.prompts_per_update * config.group_size
+    if k.target and k.horizon < sequences:
+        raise UserError(
+            f"config.kl.horizon = {k.horizon} is less than an update's {sequences} sequences: the coefficient would "
+            "jump; give more, like 10000"
+        )
+
+
+def check_idle(config: Config, asked: tuple[str, ...], updates: int) -> None:
+    """No setting is there that does nothing."""
+    k, advantage = config.kl, config.advantage.name
+    no_place, no_warmup = k.placement == "none", not (config.optim.warmup_steps or config.optim.warmup_ratio)
+    on_policy = updates == 1 and config.model.dtype == "float32"
+    unseen = not {"rewards", "token_rewards"} & set(asked)
+    rules = (
+        ("kl.coef", 0.0, no_place, "kl.placement is 'none'"),
+        ("kl.target", 0.0, no_place, "kl.placement is 'none'"),
+        ("kl.refresh_every", 0, no_place, "kl.placement is 'none'"),
+        ("kl.refresh_every", 0, k.refresh_every > config.num_steps, f"the run has {config.num_steps} steps"),
+        ("kl.mix", 1.0, not k.refresh_every, "kl.refresh_every is 0"),
+        ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),
+        ("kl.weighted", False, (k.placement, k.estimator) != ("loss", "k3"), "it is for k3 in the loss"),
+        ("entropy.step", 0.0, not config.entropy.target, "entropy.target is 0"),
+        ("entropy.most", 0.0, not config.entropy.target, "entropy.target is 0"),
+        ("correction.low", 0.0, config.correction.action != "mask", "correction.action is not 'mask'"),
+        ("hold.kl_to_reward", 0.0, no_place, "kl.placement is 'none'"),
+        ("hold.kl_to_reward", 0.0, no_warmup, "there is no warm-up to hold"),
+        ("hold.update_size", 0.0, no_warmup, "there is no warm-up to hold"),
+        ("mask.off_policy", 0.0, on_policy, "with one update on a rollout nothing is off-policy"),
+        ("reward.overlong_tokens", 0, unseen, f"advantage {advantage!r} does not look at it"),
+        ("rollout.resample_rounds", 0, not _rewarded(asked), f"advantage {advantage!r} looks at no reward"),
+        ("rollout.resample_rounds", 0, config.group_size == 1, "a group of 1 never has a signal"),
+    )  # fmt: skip
+    flat = flatten(config)
+    for field, unset, idle, why in rules:
+        if idle and flat[field] != unset:
+            raise UserError(f"config.{field} = {flat[field]} does nothing: {why}; set it to {unset}")
+
+
+def _rewarded(asked: tuple[str, ...]) -> bool:
+    return bool({"rewards", "token_rewards", "channels"} & set(asked))
