@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import checks, critic, losses, optim, sharding, update
+from jaxrl_llm import checks, critic, losses, sharding, update
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Batch
 
@@ -64,10 +64,7 @@ def critic_update(shape=(1, 1, 1), microbatch=0, filler=0.0):
     model = type(model)(model.cfg, mesh)
     params = {"decoder": params, "readout": {"kernel": jnp.full((32, 1), 0.1), "bias": jnp.zeros(1)}}
     params = jax.device_put(params, sharding.shardings(params, mesh))
-    optimizer = optim.make_optimizer(
-        10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
-        clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-3,
-    )  # fmt: skip
+    optimizer = tiny.optimizer()
     state, placed = update.init_state(params, optimizer, mesh)
     step = update.make_update_step(
         critic.value_objective(model, clip=0.2), optimizer, mesh, placed, microbatch=microbatch,

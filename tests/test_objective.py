@@ -46,11 +46,7 @@ def one_update(shape, microbatch, loss, terms, monkeypatch, filler=None):
         named = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "chosen")
         batch = replace(batch, **{name: fill(getattr(batch, name)).astype(np.float32) for name in named})
     mesh = sharding.make_mesh(*shape)
-    optimizer = optim.make_optimizer(
-        10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0, clip_norm=1.0,
-        weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-3,
-        more={"kl/coef": optim.constant(0.1), "entropy/coef": optim.constant(0.01)},
-    )  # fmt: skip
+    optimizer = tiny.optimizer(more={"kl/coef": optim.constant(0.1), "entropy/coef": optim.constant(0.01)})
     params = {"table": jnp.asarray(random_batch(5, b=8)[0], jnp.float32)}
     state, placed = update.init_state(params, optimizer, mesh)
     step = update.make_update_step(
@@ -219,11 +215,7 @@ def test_an_adaptive_entropy_coefficient_grows_below_its_target_within_its_bound
 
 
 def rate_after(metrics, hold, steps=3):
-    optimizer = optim.make_optimizer(
-        20, learning_rate=1.0, warmup_steps=9, warmup_ratio=0.0, decay="constant", end=0.0,
-        clip_norm=0.0, weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8, hold=hold,
-    )  # fmt: skip
-    rate = optimizer.coefficients["learning_rate"]
+    rate = tiny.optimizer(learning_rate=1.0, warmup_steps=9, hold=hold).coefficients["learning_rate"]
     kept = jnp.float32(rate.start)
     for _ in range(steps):
         kept = rate.adapt(kept, {k: jnp.float32(v) for k, v in metrics.items()})
@@ -244,10 +236,7 @@ def test_the_kl_to_reward_ratio_is_that_of_the_penalty_of_a_completion_to_the_ta
     batch = replace(tiny.batch(), rewards=np.full((tiny.B, tiny.G), -0.5, np.float32))
     mesh = sharding.make_mesh(1, 1, 1)
     model, params = tiny.model_and_params()
-    optimizer = optim.make_optimizer(
-        10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0, clip_norm=1.0,
-        weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8, more={"kl/coef": optim.constant(0.1)},
-    )  # fmt: skip
+    optimizer = tiny.optimizer(more={"kl/coef": optim.constant(0.1)})
     state, placed = update.init_state(params, optimizer, mesh)
     objective = update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=kl.k3)
     step = update.make_update_step(
@@ -271,10 +260,7 @@ def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
     mesh = sharding.make_mesh(1, 1, 1)
     model, params = tiny.model_and_params()
     adaptive = optim.kl_coefficient(9, 32, coef=0.1, decay="constant", end=0.0, target=1.0, horizon=100)
-    optimizer = optim.make_optimizer(
-        10, learning_rate=1e-3, warmup_steps=5, warmup_ratio=0.0, decay="constant", end=0.0, clip_norm=1.0,
-        weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8, more={"kl/coef": adaptive},
-    )  # fmt: skip
+    optimizer = tiny.optimizer(warmup_steps=5, more={"kl/coef": adaptive})
     state, placed = update.init_state(params, optimizer, mesh)
     step = update.make_update_step(
         update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=kl.k3), optimizer, mesh, placed, microbatch=0,

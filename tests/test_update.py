@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import losses, optim, sharding, update
+from jaxrl_llm import losses, sharding, update
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch
@@ -158,10 +158,7 @@ def test_state_is_initialised_sharded_and_stays_so():
     mesh = sharding.make_mesh(1, 4, 2)
     model, params = tiny.model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
-    optimizer = optim.make_optimizer(
-        10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
-        clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8,
-    )  # fmt: skip
+    optimizer = tiny.optimizer()
     state, placed = update.init_state(params, optimizer, mesh)
     step = update.make_update_step(
         update.policy_objective(model, losses.ppo_clip(), Sampling()), optimizer, mesh, placed,
@@ -178,10 +175,7 @@ def test_state_is_initialised_sharded_and_stays_so():
 
 def test_a_non_finite_gradient_changes_no_parameter_and_is_counted():
     mesh, (model, params) = sharding.make_mesh(*ONE), tiny.model_and_params()
-    optimizer = optim.make_optimizer(
-        10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
-        clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8,
-    )  # fmt: skip
+    optimizer = tiny.optimizer()
     kept = jax.tree.map(np.array, params)
     state, placed = update.init_state(params, optimizer, mesh)
     step = update.make_update_step(

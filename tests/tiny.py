@@ -52,22 +52,26 @@ def batch(pad: str = "left") -> Batch:
     )  # fmt: skip
 
 
+def optimizer(**changes) -> optim.Optimizer:
+    """Ten steps of AdamW; eps at the size of the gradients: Adam's first step would blow rounding up to its sign."""
+    usual = dict(
+        learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0, clip_norm=1.0,
+        weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-3,
+    )  # fmt: skip
+    return optim.make_optimizer(10, **usual | changes)
+
+
 @cache
 def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, mode: str = "token_mean"):
     """Parameters and metrics after one optimiser step on the whole `batch()`, on the host."""
     mesh = sharding.make_mesh(*shape)
     _, params = model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
-    # eps at the size of the gradients: Adam's first step would blow rounding up to its sign
-    optimizer = optim.make_optimizer(
-        10, learning_rate=1e-3, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
-        clip_norm=1.0, weight_decay=0.1, b1=0.9, b2=0.95, eps=1e-3,
-        more={"kl/coef": optim.constant(0.1)},
-    )  # fmt: skip
+    adamw = optimizer(weight_decay=0.1, more={"kl/coef": optim.constant(0.1)})
     model = Decoder(CONFIG, mesh)
     objective = update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=k3)
-    state, placed = update.init_state(params, optimizer, mesh)
+    state, placed = update.init_state(params, adamw, mesh)
     aggregate = partial(losses.aggregation_weights, mode=mode, constant_length=C if mode == "constant" else 0)
-    step = update.make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
+    step = update.make_update_step(objective, adamw, mesh, placed, microbatch=microbatch, aggregate=aggregate)
     state, metrics = step(state, sharding.shard_batch(batch(), mesh), jnp.arange(B))
     return sharding.to_host(state.params), sharding.to_host(metrics)
