@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -95,7 +95,4 @@ def _put(sampled: Sampled, at: np.ndarray, fresh: Sampled, found: np.ndarray) ->
     judged = rows(texts, new_texts), {name: array(x, new_channels[name]) for name, x in channels.items()}
     a, b = sampled.prompts, fresh.prompts
     prompts = Prompts(array(a.tokens, b.tokens), array(a.mask, b.mask), rows(a.rows, b.rows))
-    rollouts = {
-        f.name: array(getattr(sampled.rollouts, f.name), getattr(fresh.rollouts, f.name)) for f in fields(Rollouts)
-    }
-    return Sampled(prompts, Rollouts(**rollouts), lambda: judged)
+    return Sampled(prompts, jax.tree.map(array, sampled.rollouts, fresh.rollouts), lambda: judged)

@@ -38,7 +38,7 @@ def check_algorithm(config: Config, updates: int) -> None:
     check_advantage(config, own_name(estimator, advantages), asked)
     check_loss(config, own_name(loss, losses), own_name(estimator, advantages), updates)
     loss(**arguments(config.loss))  # which may raise
-    check_kl(config, asked, updates)
+    check_kl(config, asked)
     check_idle(config, asked, updates)
 
 
@@ -108,7 +108,7 @@ def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
         raise UserError(f"config.correction.low = {c.low} is not below high = {c.high}: no weight would be kept")
 
 
-def check_kl(config: Config, asked: tuple[str, ...], updates: int) -> None:
+def check_kl(config: Config, asked: tuple[str, ...]) -> None:
     """One place for the penalty, and an estimator that does something there."""
     k = config.kl
     if k.placement == "loss" and k.estimator == "k1":

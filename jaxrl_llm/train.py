@@ -152,7 +152,8 @@ def train(config: Config, workdir: Path) -> None:
         known = signals.of_rewards(channels, penalty, sampled.rollouts.loss_mask, config.reward.functions)
         if sampled.greedy:
             known["greedy_rewards"] = with_overlong(sampled.greedy.judged()[1], sampled.greedy.rollouts)["total"][:, 0]
-        known = sharding.shard_batch(known, mesh)
+        wanted = {"loss_mask", *asked} | ({"token_rewards"} if critic else set())
+        known = sharding.shard_batch({name: x for name, x in known.items() if name in wanted}, mesh)
         known |= {"values": values, "logprobs": old, "teacher_logprobs": of_teacher}
         if critic:
             batch = replace(
