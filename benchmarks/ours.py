@@ -74,7 +74,10 @@ def step_function(workload: Workload, folder: Path, remat: str, microbatch: int,
         compiled = compilations.seconds
         clock = [time.perf_counter()]
         ids = np.asarray(workload.prompt_ids(step), np.int32)
-        prompts, asked = Prompts(ids, np.ones_like(ids, bool), []), np.asarray(workload.lengths(step))
+        prompts, asked = (
+            Prompts(ids, np.ones_like(ids, bool), [], np.arange(len(ids))),
+            np.asarray(workload.lengths(step)),
+        )
         key = jax.random.fold_in(jax.random.key(0), step)
         rollouts = engine.generate(prompts, key, group_size=workload.group, sampling=sampling, budget=asked)
         engine.release()

@@ -22,7 +22,7 @@ from rich.table import Table
 from safetensors.numpy import save_file
 
 from benchmarks.workloads import WORKLOADS, Workload, write
-from jaxrl_llm.models import hf, qwen2
+from jaxrl_llm.models import export, qwen2
 from jaxrl_llm.models.decoder import Decoder
 
 HERE = Path(__file__).parent
@@ -51,7 +51,7 @@ def make_model(workload: Workload, models: Path = BENCH / "models") -> Path:
     if not (folder / "model.safetensors").exists():
         write(workload, folder)
         model = Decoder(qwen2.decoder_config(workload.model_config(), "float32", "none"))
-        tensors = dict(hf.exported(model.init(jax.random.key(0)), np.float32))
+        tensors = dict(export.tensors(model.init(jax.random.key(0)), np.float32))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

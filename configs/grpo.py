@@ -84,14 +84,17 @@ def get_config() -> ConfigDict:
     c.mask.top_entropy = 1.0  # the share of tokens, those of highest entropy, that the policy loss counts
     c.mask.off_policy = 0.0  # completions of A < 0 whose mean log(pi_sampler / pi) is above are left out; 0: none
 
-    # Weights for tokens that another engine drew: token | sequence | geometric, none | truncate | mask
-    c.correction = ConfigDict(dict(level="token", action="none", low=0.0, high=2.0))
+    # Weights for tokens that another engine or older weights drew: token | sequence | geometric, and
+    # none | truncate | mask | auto, which is truncate where there are such tokens
+    c.correction = ConfigDict(dict(level="token", action="auto", low=0.0, high=2.0))
 
     c.rollout = ConfigDict()
     c.rollout.max_completion_tokens = 12
     c.rollout.temperature = 1.0  # what is sampled is what is scored, for these three too
     c.rollout.top_k = 0  # 0: off
     c.rollout.top_p = 1.0  # 1: off
+    c.rollout.engine = "jax"  # | vllm: configs/grpo_vllm.py
+    c.rollout.max_lag = 0  # steps that sampling may be ahead of learning; 0: one after the other
     c.rollout.resample_rounds = 0  # of fresh prompts at most, for groups whose members all earn the same (DAPO)
 
     c.optim = ConfigDict()

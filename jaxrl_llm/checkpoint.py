@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,15 @@ FREE = (
     "checkpoint.",
     "log.",
     "eval.every",
+    "rollout.managed",
+    "rollout.python",
+    "rollout.server",
+    "rollout.push",
+    "rollout.weights_dir",
+    "rollout.concurrency",
+    "rollout.timeout",
+    "rollout.patience",
+    "rollout.canary_gap",
 )
 
 
@@ -106,20 +116,31 @@ class Checkpoints:
         )
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
-    def save(self, step: int, state: PyTree, iterator: grain.DatasetIterator, accuracy: float | None) -> None:
-        """Saves a step; returns as soon as the arrays are copied, and they may be donated."""
-        host = {"iterator": iterator.get_state(), "began_with": self._began_with}
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host))
-        self._manager.save(step, args=items, metrics=None if accuracy is None else {"accuracy": accuracy})
+    def save(
+        self, step: int, state: PyTree, iterator: grain.DatasetIterator, accuracy: float | None,
+        waiting: Sequence[tuple[dict[str, Any], dict[str, Any]]] = (),
+    ) -> None:  # fmt: skip
+        """Saves a step; returns as soon as the arrays are copied, and they may be donated.
 
-    def resume(self, state: PyTree, iterator: grain.DatasetIterator) -> tuple[int, PyTree]:
-        """The newest complete step and its state, placed as `state` is, the iterator set; (0, state) if there is none.
+        waiting: arrays and metrics of each batch that was sampled and is not yet learned from.
+        """
+        metrics = [{name: float(x) for name, x in of_batch.items()} for _, of_batch in waiting]
+        host = {"iterator": iterator.get_state(), "began_with": self._began_with, "waiting": metrics}
+        items = {"state": ocp.args.StandardSave(state), "host": ocp.args.JsonSave(host)}
+        if waiting:
+            items["waiting"] = ocp.args.StandardSave([arrays for arrays, _ in waiting])
+        accuracies = None if accuracy is None else {"accuracy": accuracy}
+        self._manager.save(step, args=ocp.args.Composite(**items), metrics=accuracies)
 
+    def resume(self, state: PyTree, iterator: grain.DatasetIterator) -> tuple[int, PyTree, list[tuple[dict, dict]]]:
+        """The newest complete step, its state, placed as `state` is, and what was `waiting`; the iterator is set.
+
+        (0, state, []) if there is none.
         Raises: UserError, if the run began from another model or the files cannot be read.
         """
         step = self._manager.latest_step()
         if step is None:
-            return 0, state
+            return 0, state, []
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         wanted = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
         host = self._read(step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
@@ -131,7 +152,10 @@ class Checkpoints:
                 )
         restored = self._read(step, wanted)
         iterator.set_state(restored["host"]["iterator"])
-        return step, restored["state"]
+        metrics, arrays = host["waiting"], []
+        if metrics:
+            arrays = self._read(step, ocp.args.Composite(waiting=ocp.args.StandardRestore()))["waiting"]
+        return step, restored["state"], list(zip(arrays, metrics, strict=True))
 
     def _read(self, step: int, wanted: ocp.args.Composite) -> Any:
         try:

@@ -10,11 +10,11 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl_llm import advantages, losses, optim, rewards, tasks
-from jaxrl_llm.combinations import check_algorithm
-from jaxrl_llm.config import check_fields, needs, resolve
+from jaxrl_llm.combinations import check_algorithm, check_rollout
+from jaxrl_llm.config import check_fields, flatten, needs, resolve
 from jaxrl_llm.data import FILES, Dataset
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.fields import CRITIC, SFT, TEACHER, TRAIN
+from jaxrl_llm.fields import CRITIC, SFT, TEACHER, TRAIN, VLLM
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.structs import Config
 
@@ -38,6 +38,8 @@ def check_train(config: Config) -> Totals:
     """
     critic = "critic" in config
     fields = TRAIN | (CRITIC if critic else {}) | (TEACHER if "teacher" in config else {})
+    if ("rollout.engine", "vllm") in flatten(config).items():
+        fields |= VLLM
     check_fields(config, fields, {"advantage": advantages, "loss": losses})
     check_shared(config, config.prompts_per_update)
     if config.prompts_per_step % config.prompts_per_update:
@@ -47,6 +49,7 @@ def check_train(config: Config) -> Totals:
         )
     updates = config.prompts_per_step // config.prompts_per_update * config.epochs
     check_algorithm(config, updates)
+    check_rollout(config)
     waited = config.critic.warmup_steps if critic else 0
     if waited >= config.num_steps:
         raise UserError(f"config.critic.warmup_steps = {waited} but num_steps is {config.num_steps}: lower it")

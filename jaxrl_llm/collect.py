@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeAlias
 
 import jax
@@ -34,32 +34,57 @@ class Sampled:
         return np.ptp(self.judged()[1]["total"], axis=1) == 0
 
 
-def make_collect(
-    config: Config, engine: Engine, sampling: Sampling, prompts: Iterator[Prompts], tokenizer: Any, score: Score,
-    *, greedy: bool,
-) -> Callable[[Array], tuple[Sampled, dict[str, Any]]]:  # fmt: skip
-    """`collect(key)` -> the next prompts sampled, and metrics; greedy: each prompt's greedy completion too."""
+class Collector:
+    """Samples what the next prompts say, and lets it be judged."""
 
-    def judge(batch: Prompts, rollouts: Rollouts) -> Judged:
-        texts, ids = data.decode(tokenizer, rollouts.completions, rollouts.completion_mask)
-        return texts, score(batch.rows, texts, ids)
+    def __init__(
+        self, config: Config, engine: Engine, sampling: Sampling, prompts: Iterator[Prompts],
+        collate: Callable[[Any], Prompts], tokenizer: Any, score: Score, *, greedy: bool,
+    ):  # fmt: skip
+        """collate(numbers) -> those rows of the data set; greedy: each prompt's greedy completion is drawn too."""
+        self._config, self._engine, self._sampling, self._prompts = config, engine, sampling, prompts
+        self._collate, self._tokenizer, self._score, self._greedy = collate, tokenizer, score, greedy
 
-    def draw(batch: Prompts, key: Array, group_size: int, sampling: Sampling) -> Sampled:
-        rollouts = engine.generate(batch, key, group_size=group_size, sampling=sampling)
-        trained = rollouts.loss_mask & ~(rollouts.truncated[..., None] & config.mask.truncated)
-        return Sampled(batch, replace(rollouts, loss_mask=trained), cache(partial(judge, batch, rollouts)))
+    def collect(self, key: Array) -> tuple[Sampled, dict[str, Any]]:
+        """The next prompts sampled, and metrics."""
+        config, metrics = self._config, {}
 
-    def collect(key: Array) -> tuple[Sampled, dict[str, Any]]:
-        sampled, metrics = draw(next(prompts), key, config.group_size, sampling), {}
+        def draw(key: Array) -> Sampled:
+            return self._draw(next(self._prompts), key, config.group_size, self._sampling)
+
+        sampled = draw(key)
         if config.rollout.resample_rounds:
             metrics = {"groups/no_signal_sampled": sampled.no_signal.mean()}
-            more = lambda i: draw(next(prompts), jax.random.fold_in(key, i), config.group_size, sampling)  # noqa: E731
+            more = lambda i: draw(jax.random.fold_in(key, i))  # noqa: E731
             sampled, metrics["groups/replaced"] = refill(sampled, more, config.rollout.resample_rounds)
-        if greedy:
-            sampled = replace(sampled, greedy=draw(sampled.prompts, key, 1, Sampling(temperature=0)))
+        if self._greedy:
+            sampled = replace(sampled, greedy=self._draw(sampled.prompts, key, 1, Sampling(temperature=0)))
         return sampled, metrics
 
-    return collect
+    def keep(self, sampled: Sampled) -> dict[str, Any]:
+        """What a checkpoint needs of a batch that is not yet learned from: arrays."""
+        greedy = {"greedy": sampled.greedy.rollouts} if sampled.greedy else {}
+        return {"numbers": sampled.prompts.numbers, "rollouts": sampled.rollouts} | greedy
+
+    def again(self, kept: dict[str, Any]) -> Sampled:
+        """The batch that `keep` was given, to be judged anew; its records may have become dicts."""
+        prompts = self._collate(kept["numbers"])
+        rollouts, *greedy = (Rollouts(**kept[name]) for name in ("rollouts", "greedy") if name in kept)
+        sampled = self._judged(prompts, rollouts)
+        return replace(sampled, greedy=self._judged(prompts, greedy[0])) if greedy else sampled
+
+    def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Sampled:
+        rollouts = self._engine.generate(prompts, key, group_size=group_size, sampling=sampling)
+        trained = rollouts.loss_mask & ~(rollouts.truncated[..., None] & self._config.mask.truncated)
+        return self._judged(prompts, replace(rollouts, loss_mask=trained))
+
+    def _judged(self, prompts: Prompts, rollouts: Rollouts) -> Sampled:
+        @cache
+        def judge() -> Judged:
+            texts, ids = data.decode(self._tokenizer, rollouts.completions, rollouts.completion_mask)
+            return texts, self._score(prompts.rows, texts, ids)
+
+        return Sampled(prompts, rollouts, judge)
 
 
 def refill(sampled: Sampled, draw: Callable[[int], Sampled], rounds: int) -> tuple[Sampled, int]:
@@ -94,5 +119,6 @@ def _put(sampled: Sampled, at: np.ndarray, fresh: Sampled, found: np.ndarray) ->
     (texts, channels), (new_texts, new_channels) = sampled.judged(), fresh.judged()
     judged = rows(texts, new_texts), {name: array(x, new_channels[name]) for name, x in channels.items()}
     a, b = sampled.prompts, fresh.prompts
-    prompts = Prompts(array(a.tokens, b.tokens), array(a.mask, b.mask), rows(a.rows, b.rows))
+    tokens, mask, numbers = (array(getattr(a, x), getattr(b, x)) for x in ("tokens", "mask", "numbers"))
+    prompts = Prompts(tokens, mask, rows(a.rows, b.rows), numbers)
     return Sampled(prompts, jax.tree.map(array, sampled.rollouts, fresh.rollouts), lambda: judged)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from jaxrl_llm import advantages, losses, rewards
 from jaxrl_llm.config import Field, arguments, flatten, needs, own_name, resolve
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.serve_vllm import LOOPBACK, check_python
 from jaxrl_llm.structs import Config
 
 # Of arguments of our own losses and estimators.
@@ -133,11 +136,46 @@ def check_kl(config: Config, asked: tuple[str, ...]) -> None:
         )
 
 
+def check_rollout(config: Config) -> None:
+    """Servers are there or made, and reach the weights."""
+    r = config.rollout
+    if r.engine != "vllm":
+        return
+    if r.managed == bool(r.servers):
+        raise UserError(
+            f"config.rollout.managed = {r.managed} and rollout.servers = {r.servers}: give servers, or let the run "
+            "start one of its own with managed = True and servers = ()"
+        )
+    for name in ("servers", "server_args"):
+        for value in r[name]:
+            if problem := Field(str).problem(value):
+                raise UserError(f"config.rollout.{name}: one {problem}")
+    for server in r.servers:
+        url = urlsplit(server)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise UserError(f"config.rollout.servers: {server!r} is no address: give one like 'http://127.0.0.1:8000'")
+        if r.push == "file" and url.hostname not in LOOPBACK:
+            raise UserError(
+                f"config.rollout.push = 'file': {server} may be another host, which cannot see the file: "
+                "set push = 'http' and push_address to this host's address"
+            )
+    if len(set(r.servers)) < len(r.servers):
+        raise UserError(f"config.rollout.servers = {r.servers} names one twice: give each once")
+    if (r.push == "http") != bool(r.push_address) or r.push_address in ("0.0.0.0", "::"):
+        raise UserError(
+            f"config.rollout.push = {r.push!r} and push_address = {r.push_address!r}: 'http' needs this host's address "
+            "as the servers reach it, the others none"
+        )
+    if r.managed:
+        check_python(r.python, "config.rollout.python")
+
+
 def check_idle(config: Config, asked: tuple[str, ...], updates: int) -> None:
     """No setting is there that does nothing."""
     k, advantage = config.kl, config.advantage.name
     no_place, no_warmup = k.placement == "none", not (config.optim.warmup_steps or config.optim.warmup_ratio)
-    on_policy = updates == 1 and config.model.dtype == "float32"
+    own, lag = config.rollout.engine == "jax", config.rollout.max_lag
+    on_policy = updates == 1 and config.model.dtype == "float32" and own and not lag
     unseen = not {"rewards", "token_rewards"} & set(asked)
     rules = (
         ("kl.coef", 0.0, no_place, "kl.placement is 'none'"),
@@ -154,6 +192,7 @@ def check_idle(config: Config, asked: tuple[str, ...], updates: int) -> None:
         ("hold.kl_to_reward", 0.0, no_warmup, "there is no warm-up to hold"),
         ("hold.update_size", 0.0, no_warmup, "there is no warm-up to hold"),
         ("mask.off_policy", 0.0, on_policy, "with one update on a rollout nothing is off-policy"),
+        ("rollout.max_lag", 0, lag >= config.num_steps, f"the run has {config.num_steps} steps"),
         ("reward.overlong_tokens", 0, unseen, f"advantage {advantage!r} does not look at it"),
         ("rollout.resample_rounds", 0, not _rewarded(asked), f"advantage {advantage!r} looks at no reward"),
         ("rollout.resample_rounds", 0, config.group_size == 1, "a group of 1 never has a signal"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import difflib
 import importlib
@@ -16,11 +15,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 
-from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm.errors import Parser, UserError, describe
 from jaxrl_llm.structs import Config
 
 
@@ -48,13 +47,6 @@ class Field:
         if self.high is not None and value > self.high:
             return f"is {value}: give a value of at most {self.high}"
         return None
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line in one line, as for everything else."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
 
 
 def parse_arguments(program: str, description: str, argv: list[str] | None = None) -> tuple[Config, Path]:

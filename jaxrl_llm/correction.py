@@ -18,18 +18,22 @@ Correction: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Metrics]]
 def make_correction(
     *,
     level: Literal["token", "sequence", "geometric"] = "token",
-    action: Literal["none", "truncate", "mask"] = "none",
+    action: Literal["auto", "none", "truncate", "mask"] = "none",
     low: float = 0.0,
     high: float = 2.0,
+    off_policy: bool = False,
 ) -> Correction:
     """`correct(trainer, sampler, mask)` -> weights [B, G, C] of the policy loss, and metrics of the mismatch.
 
     trainer and sampler [B, G, C]: log-probabilities of the same policy as each computes them. With d their
     difference, w = exp(d) at each token (level "token"), exp(sum d) of the sequence ("sequence"), or exp(mean d)
     ("geometric"). action "truncate": min(w, high) (arXiv 2505.24298); "mask": w within [low, high], 0 outside
-    (IcePop, arXiv 2510.18855); "none": 1, and the metrics are of w. Sums and means are over the mask.
+    (IcePop, arXiv 2510.18855); "none": 1, and the metrics are of w; "auto": "truncate" if off_policy,
+    which is said of samples by another engine or by older weights, else "none". Sums and means are over the mask.
     correction/kl is k3 of KL(sampler || trainer).
     """
+    if action == "auto":
+        action = "truncate" if off_policy else "none"
 
     def correct(trainer: Array, sampler: Array, mask: Array) -> tuple[Array, Metrics]:
         d = jnp.where(mask, jax.lax.stop_gradient(trainer) - sampler, 0.0)

@@ -191,7 +191,7 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
         length = len(dataset.ids[i])
         tokens[b, dataset.width - length :] = dataset.ids[i]
         mask[b, dataset.width - length :] = True
-    return Prompts(tokens, mask, [dataset.rows[i] for i in indices])
+    return Prompts(tokens, mask, [dataset.rows[i] for i in indices], np.asarray(indices, np.int32))
 
 
 def iterate(size: int, batch: int, seed: int, collate: Callable[[Sequence[int]], Any]) -> grain.DatasetIterator:

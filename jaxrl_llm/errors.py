@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,6 +11,13 @@ from typing import NoReturn
 
 class UserError(Exception):
     """Wrong config, data, checkpoint or reward: one line that names it and the remedy."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line, as for everything else."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
 
 
 def describe(error: Exception, within: str = "") -> str:

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxrl_llm import checks, data, rewards, sharding, tasks
 from jaxrl_llm.compiling import keep_compilations
-from jaxrl_llm.config import Field, Parser, resolve
-from jaxrl_llm.errors import UserError, run_main
+from jaxrl_llm.config import Field, resolve
+from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.metrics import banner
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import Engine

@@ -149,6 +149,7 @@ class Log:
 
 
 def summary(
+    step: int,
     rollouts: Rollouts,
     channels: dict[str, np.ndarray],
     penalty: np.ndarray,
@@ -174,6 +175,9 @@ def summary(
     lengths = rollouts.completion_mask.sum(axis=-1)
     record |= {"completion/length": lengths.mean(), "completion/length_max": lengths.max()}
     record |= {"completion/truncated": rollouts.truncated.mean()}
+    if rollouts.loss_mask.any():
+        lags = step - 1 - rollouts.versions[rollouts.loss_mask]
+        record |= {"rollout/lag": lags.mean(), "rollout/lag_p95": np.percentile(lags, 95)}
     first, last = updates[0], updates[-1]
     record |= {name: np.mean([u[name] for u in updates]) for name in first}
     record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "correction/"))}

@@ -19,7 +19,7 @@ from jaxrl_llm.config import parse_arguments
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.evaluate import evaluate
 from jaxrl_llm.metrics import Log, Timer, banner
-from jaxrl_llm.models import fresh, hf
+from jaxrl_llm.models import export, fresh, hf
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch, Config
@@ -73,7 +73,7 @@ def finetune(config: Config, workdir: Path) -> None:
     batches = data.iterate(len(kept), config.prompts_per_step, config.seed, collate)
     began_with = {"model.path": hf.fingerprint(folder), "data.source": dataset.fingerprint()}
     checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
-    start, state = checkpoints.resume(state, batches)
+    start, state, _ = checkpoints.resume(state, batches)
     open_workdir(workdir, config)
     table = checks.table(config, totals, mesh, model.cfg, dataset, start)
     banner(
@@ -106,7 +106,7 @@ def finetune(config: Config, workdir: Path) -> None:
             checkpoints.save(step, state, batches, record.get("eval/accuracy"))
     checkpoints.close()
     if step >= config.num_steps:
-        hf.save(workdir / "hf", state.params, folder)
+        export.save(workdir / "hf", state.params, folder)
     log.close(step, compilations)
 
 

@@ -29,6 +29,7 @@ class Prompts:
     tokens: np.ndarray  # [B, P] int32
     mask: np.ndarray  # [B, P] bool, True on real tokens (left- or right-padded)
     rows: list[dict[str, Any]]  # B data rows, with every column the reward may ask for
+    numbers: np.ndarray  # [B] int32, where those rows stand in the data set
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +42,7 @@ class Rollouts:
     loss_mask: Array  # [B, G, C] bool, sampled by the policy (trained on)
     logprobs: Array  # [B, G, C] float32, of the distribution actually sampled
     truncated: Array  # [B, G] bool, the limit came before a stop token
+    versions: Array  # [B, G, C] int32, the step after which the weights that sampled a token were pushed
 
 
 @jax.tree_util.register_dataclass

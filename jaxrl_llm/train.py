@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 
 from jaxrl_llm import checks, data, kl, losses, optim, rewards, sharding, signals, update
 from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
-from jaxrl_llm.collect import Sampled, make_collect
+from jaxrl_llm.collect import Collector, Sampled
 from jaxrl_llm.compiling import Compilations, keep_compilations
 from jaxrl_llm.config import arguments, parse_arguments, resolve
 from jaxrl_llm.correction import high_entropy, make_correction
@@ -24,16 +25,19 @@ from jaxrl_llm.critic import explained_variance, make_critic
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.evaluate import evaluate
 from jaxrl_llm.metrics import Log, Timer, banner, summary
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import export, hf
 from jaxrl_llm.packing import pack
+from jaxrl_llm.rollout import vllm
+from jaxrl_llm.rollout.ahead import Ahead
+from jaxrl_llm.rollout.canary import Canary
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Array, Batch, Config
 from jaxrl_llm.teacher import make_teacher
 
 
-def train(config: Config, workdir: Path) -> None:
-    """Runs, or resumes, the run of `config` in `workdir`.
+def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
+    """Runs, or resumes, the run of `config` in `workdir`; what it started is stopped `at_the_end`.
 
     Raises: UserError, for what a person can put right.
     """
@@ -53,21 +57,20 @@ def train(config: Config, workdir: Path) -> None:
     held_out = data.load_held_out(config, tokenizer) if config.eval.every else dataset
     checks.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     checks.check_positions(config, model.cfg, dataset, held_out)
+    stops: dict[str, Any] = dict(stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id)
     params = hf.load_params(folder, model, mesh)
 
     # The functions of a step.
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
-    engine = Sampler(
-        model, mesh, max_completion_tokens=config.rollout.max_completion_tokens,
-        stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    lag = config.rollout.max_lag
     judge = rewards.make_score({f: resolve(f, rewards) for f in config.reward.functions}, config.reward.weights)
     asked, estimate_advantages = signals.make_estimate(config)
     estimate_kl = resolve(config.kl.estimator, kl)
     objective = update.policy_objective(
         model, resolve(config.loss.name, losses)(**arguments(config.loss)), sampling,
         kl=estimate_kl if config.kl.placement == "loss" else None, kl_weighted=config.kl.weighted,
-        correct=make_correction(**config.correction), off_policy=config.mask.off_policy,
+        correct=make_correction(off_policy=lag > 0 or config.rollout.engine != "jax", **config.correction),
+        off_policy=config.mask.off_policy,
     )  # fmt: skip
     hold = {"kl/to_reward": config.hold.kl_to_reward, "update_size": config.hold.update_size}
     more = objective_coefficients(config, totals)
@@ -95,7 +98,8 @@ def train(config: Config, workdir: Path) -> None:
         began_with["teacher.path"] = hf.fingerprint(teacher_folder)
     checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
     moving_ref = bool(config.kl.refresh_every)
-    start, kept = checkpoints.resume((state, value_state, ref_params if moving_ref else None), prompt_iterator)
+    kept = state, value_state, ref_params if moving_ref else None
+    start, kept, waiting = checkpoints.resume(kept, prompt_iterator)
     state, value_state, ref_params = kept if moving_ref else (*kept[:2], ref_params)
     open_workdir(workdir, config)
     banner(
@@ -104,17 +108,36 @@ def train(config: Config, workdir: Path) -> None:
     )
     log = Log(workdir, config.to_dict(), start=start)
     seed = jax.random.key(config.seed)
-    collect = make_collect(
-        config, engine, sampling, prompt_iterator, tokenizer, judge, greedy="greedy_rewards" in asked
+    canary = None
+    if config.rollout.engine == "vllm":
+        width = max(dataset.width, held_out.width)
+        engine = at_the_end.enter_context(closing(vllm.start(config, workdir, folder, model.cfg, width, **stops)))
+        canary = Canary(engine, model, mesh, collate, bound=config.rollout.canary_gap)
+    else:
+        engine = Sampler(model, mesh, max_completion_tokens=config.rollout.max_completion_tokens, **stops)
+    collector = Collector(
+        config, engine, sampling, prompt_iterator, collate, tokenizer, judge, greedy="greedy_rewards" in asked
     )
+
+    def sample_for(step: int) -> tuple[Sampled, dict[str, Any]]:
+        made = collector.collect(jax.random.fold_in(seed, step))
+        if not lag:
+            engine.release()
+        return made
+
+    def push(params: Any, step: int) -> dict[str, Any]:
+        engine.update_weights(params, step)
+        return canary(params) if canary else {}
 
     def accuracy() -> float:
         judge, batch = config.eval.function, config.prompts_per_step
         return float(evaluate(engine, held_out, judge, tokenizer, batch=batch, key=seed)[0].mean())
 
-    engine.update_weights(state.params)
+    ahead = at_the_end.enter_context(closing(Ahead(sample_for, lag=lag, last=config.num_steps)))
+    pushed = ahead.do(push, state.params, start)
     if start == 0 and config.eval.every:
-        log.step(0, {"eval/accuracy": accuracy()})
+        log.step(0, {"eval/accuracy": ahead.do(accuracy).result()})
+    ahead.begin(start, [(collector.again(arrays), metrics) for arrays, metrics in waiting])
     clerk = ThreadPoolExecutor(max_workers=1)  # waits for a step's numbers and writes them while the next one runs
     updated: Future[float] | None = None  # when the updates of the step before were done
     written: Future[None] | None = None
@@ -122,8 +145,7 @@ def train(config: Config, workdir: Path) -> None:
     while step < config.num_steps and not stop.asked:
         step += 1
         timer = Timer()
-        sampled, measured = collect(jax.random.fold_in(seed, step))
-        engine.release()
+        sampled, measured = ahead.next()
         timer.lap("rollout", since=max(timer.began, updated.result() if updated else 0.0))
 
         # What the device scores, while the host computes rewards.
@@ -133,7 +155,7 @@ def train(config: Config, workdir: Path) -> None:
             ref = score(ref_params, batch)
         several = totals.updates_per_rollout > 1  # else the update's own log-probabilities are the old ones
         if several or config.kl.placement == "reward" or "logprobs" in asked:
-            old = batch.sampler_logprobs if engine.exact else score(state.params, batch)
+            old = batch.sampler_logprobs if engine.exact and not lag else score(state.params, batch)
         of_teacher = teacher(batch) if teacher else None
         if config.mask.top_entropy < 1:
             entropy = score_entropy(state.params, batch)
@@ -165,6 +187,7 @@ def train(config: Config, workdir: Path) -> None:
         )  # fmt: skip
         timer.lap("reward")
 
+        measured = measured | pushed.result()  # and from here on the engine needs the old parameters no more
         updates = []
         for rows in minibatches(config, step):
             of_policy, of_critic = {}, {}
@@ -174,7 +197,7 @@ def train(config: Config, workdir: Path) -> None:
                 state, of_policy = update_step(state, batch, rows)
             updates.append(of_policy | {f"critic/{name}": x for name, x in of_critic.items()})
         updated = clerk.submit(ready, updates)
-        engine.update_weights(state.params)
+        pushed = ahead.do(push, state.params, step)
         if moving_ref and step % config.kl.refresh_every == 0:
             ref_params = kl.mixed(ref_params, state.params, config.kl.mix)
         measured |= {"updates/skipped": state.opt_state.total_notfinite + 0}  # the state is given to the next update
@@ -184,7 +207,7 @@ def train(config: Config, workdir: Path) -> None:
 
         last = step == config.num_steps
         score_now = config.eval.every and (step % config.eval.every == 0 or last)
-        judged = {"eval/accuracy": accuracy()} if score_now else {}
+        judged = {"eval/accuracy": ahead.do(accuracy).result()} if score_now else {}
         shown = config.log.completions_every and step % config.log.completions_every == 0
         sample = (sampled.prompts.rows, texts, channels["total"]) if shown else None
         if written:
@@ -196,13 +219,16 @@ def train(config: Config, workdir: Path) -> None:
         if step % config.checkpoint.every == 0 or judged or last or stop.asked:
             written.result()  # what the log says of a step is there before its checkpoint
             kept = (state, value_state, ref_params if moving_ref else None)
-            checkpoints.save(step, kept, prompt_iterator, judged.get("eval/accuracy"))
+            waiting = [(collector.keep(of_batch), metrics) for of_batch, metrics in ahead.waiting()]
+            checkpoints.save(step, kept, prompt_iterator, judged.get("eval/accuracy"), waiting)
+        ahead.learned(step)
+    pushed.result()
     clerk.shutdown()
     if written:
         written.result()
     checkpoints.close()
     if step >= config.num_steps:
-        hf.save(workdir / "hf", state.params, folder)
+        export.save(workdir / "hf", state.params, folder)
     log.close(step, compilations)
 
 
@@ -257,14 +283,15 @@ def write_step(
     timer.lap("score", since=timer.at["rollout"], at=scored)
     timer.lap("update", since=max(scored, timer.at["reward"]), at=updated)
     updates, measured = sharding.to_host(on_device)
-    log.step(step, summary(sampled.rollouts, *earned, updates, timer) | measured | judged)
+    log.step(step, summary(step, sampled.rollouts, *earned, updates, timer) | measured | judged)
     if sample:
         log.completions(step, *sample)
 
 
 def main() -> None:
     config, workdir = parse_arguments("jaxrl_llm.train", "Reinforcement learning: GRPO, PPO and their kin.")
-    train(config, workdir)
+    with ExitStack() as at_the_end:
+        train(config, workdir, at_the_end)
 
 
 if __name__ == "__main__":

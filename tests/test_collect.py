@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import signals
-from jaxrl_llm.collect import Sampled, make_collect, refill
+from jaxrl_llm.collect import Collector, Sampled, refill
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Prompts, Rollouts
 
@@ -20,8 +20,8 @@ def sampled(number: int, signal: list[bool]) -> Sampled:
     marks = number * 10 + np.arange(B)
     completions = np.broadcast_to(marks[:, None, None], (B, G, C)).astype(np.int32)
     mask = np.ones((B, G, C), bool)
-    prompts = Prompts(marks[:, None].astype(np.int32), np.ones((B, 1), bool), [{"mark": int(m)} for m in marks])
-    rollouts = Rollouts(completions, mask, mask, completions.astype(np.float32), np.zeros((B, G), bool))
+    prompts = Prompts(marks[:, None].astype(np.int32), np.ones((B, 1), bool), [{"mark": int(m)} for m in marks], marks)
+    rollouts = Rollouts(completions, mask, mask, completions.astype(np.float32), np.zeros((B, G), bool), completions)
     total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)
     texts = [[str(m)] * G for m in marks]
     return Sampled(prompts, rollouts, lambda: (texts, {"total": total, "mark": np.repeat(marks[:, None], G, 1)}))
@@ -63,17 +63,18 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
 
     def generate(prompts: Prompts, key: object, **_: object) -> Rollouts:
         mask = np.ones((B, G, C), bool)
-        return Rollouts(np.zeros((B, G, C), np.int32), mask, mask, np.zeros((B, G, C), np.float32), cut)
+        none = np.zeros((B, G, C), np.int32)
+        return Rollouts(none, mask, mask, none.astype(np.float32), cut, none)
 
     for left_out in (False, True):
         config = SimpleNamespace(
             group_size=G, mask=SimpleNamespace(truncated=left_out), rollout=SimpleNamespace(resample_rounds=0)
         )
-        collect = make_collect(
+        collector = Collector(
             config, SimpleNamespace(generate=generate), Sampling(), iter([sampled(0, [True] * B).prompts]), None, None,
-            greedy=False,
+            None, greedy=False,
         )  # fmt: skip
-        whole, _ = collect(jax.random.key(0))
+        whole, _ = collector.collect(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
         np.testing.assert_array_equal(whole.rollouts.loss_mask[..., 0], ~(cut & left_out))
 
@@ -82,7 +83,7 @@ def test_rewards_lie_on_the_last_trained_token_and_the_overlong_penalty_grows_to
     mask = np.array([[[True, True, False], [False, False, False]]])
     np.testing.assert_array_equal(signals.at_the_end(np.array([[2.0, 5.0]]), mask), [[[0, 2, 0], [0, 0, 0]]])
     real = np.arange(10) < np.array([5, 6, 7, 8, 10])[None, :, None]
-    rollouts = Rollouts(real, real, real, real, real)
+    rollouts = Rollouts(real, real, real, real, real, real)
     channels = signals.with_overlong({"total": np.ones((1, 5), np.float32)}, rollouts, tokens=4)
     np.testing.assert_allclose(channels["overlong"], [[0, 0, -0.25, -0.5, -1]])
     np.testing.assert_allclose(channels["total"], [[1, 1, 0.75, 0.5, 0]])

@@ -29,7 +29,7 @@ def test_fifty_ragged_steps_compile_few_programs_and_the_last_ten_almost_none(mo
     sampler = sampler_module.Sampler(model, mesh, max_completion_tokens=LIMIT, stop_ids=(), pad_id=0)
     sampler.update_weights(params)
     score = update.make_score(model, Sampling(), mesh, 0)
-    prompts = Prompts(*tiny.prompts(), [])
+    prompts = Prompts(*tiny.prompts(), [], np.arange(tiny.B))
     before_last_ten = 0
     for step in range(50):
         if step == 40:

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm import sharding, update
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import export, hf
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.sampling import Sampling
@@ -97,7 +97,7 @@ def check_greedy(folder, model, params, arrays, mesh):
         (arrays["tokens_right"], arrays["mask_right"], arrays["greedy_left"]),
         (arrays["prompts"], ones, arrays["greedy_prompts"]),
     ):
-        prompts, greedy = Prompts(tokens, mask, []), Sampling(temperature=0)
+        prompts, greedy = Prompts(tokens, mask, [], np.arange(len(tokens))), Sampling(temperature=0)
         rollouts = sampler.generate(prompts, jax.random.key(0), group_size=2, sampling=greedy)
         stopped = np.isin(expected, stops)
         for member in range(2):
@@ -260,7 +260,7 @@ def test_dtype_and_remat_are_those_asked_for(folder):
 
 def test_load_save_load_is_identical(loaded, mesh, tmp_path):
     saved = tmp_path / "saved"
-    hf.save(saved, loaded.params, loaded.folder)
+    export.save(saved, loaded.params, loaded.folder)
     before, after = tensors_of(loaded.folder), tensors_of(saved)
     assert after.keys() == before.keys()
     for name, tensor in before.items():
@@ -273,7 +273,7 @@ def test_load_save_load_is_identical(loaded, mesh, tmp_path):
 
 def test_a_saved_folder_has_the_parameters_given_and_not_the_source_s(loaded, mesh, tmp_path):
     trained = perturbed(loaded.params)
-    hf.save(tmp_path / "saved", trained, loaded.folder)
+    export.save(tmp_path / "saved", trained, loaded.folder)
     assert_trees_equal(load(tmp_path / "saved", mesh)[1], trained)
 
 
@@ -282,7 +282,7 @@ def test_a_saved_folder_has_the_other_files_of_the_source_and_no_stale_index(loa
     others = {"config.json", "generation_config.json", "merges.txt", "tokenizer.model", "chat_template.jinja"}
     for name in others - {"config.json", "generation_config.json"}:
         (source / name).write_text(name)
-    hf.save(tmp_path / "saved", loaded.params, source)
+    export.save(tmp_path / "saved", loaded.params, source)
     assert {file.name for file in (tmp_path / "saved").iterdir()} == others | {"model.safetensors"}
     for name in others:
         assert (tmp_path / "saved" / name).read_bytes() == (source / name).read_bytes()
@@ -292,17 +292,17 @@ def test_saving_replaces_an_earlier_folder_and_leaves_nothing_beside_it(loaded, 
     for left_by_a_kill in ("saved", "saved.partial"):
         (tmp_path / left_by_a_kill).mkdir()
         (tmp_path / left_by_a_kill / "old.safetensors").write_text("old")
-    hf.save(tmp_path / "saved", loaded.params, loaded.folder)
+    export.save(tmp_path / "saved", loaded.params, loaded.folder)
     assert [file.name for file in tmp_path.iterdir()] == ["saved"]
     assert not (tmp_path / "saved" / "old.safetensors").exists()
 
 
 def test_a_sharded_save_reloads_equal_and_its_index_is_right(loaded, mesh, tmp_path, monkeypatch):
     limit = 20_000
-    monkeypatch.setattr(hf, "SHARD_BYTES", limit)
+    monkeypatch.setattr(export, "SHARD_BYTES", limit)
     saved = tmp_path / "saved"
     trained = perturbed(loaded.params)
-    hf.save(saved, trained, loaded.folder)
+    export.save(saved, trained, loaded.folder)
     assert_trees_equal(load(saved, mesh)[1], trained)
 
     index = json.loads((saved / "model.safetensors.index.json").read_text())
@@ -331,7 +331,7 @@ def test_a_bfloat16_checkpoint_is_computed_in_float32_and_written_back_in_bfloat
     query = stored["model.layers.1.self_attn.q_proj.weight"].astype(np.float32)
     np.testing.assert_array_equal(params["layers"]["attention"]["query"]["kernel"][1], query.T)
 
-    hf.save(tmp_path / "saved", params, folder)
+    export.save(tmp_path / "saved", params, folder)
     written = tensors_of(tmp_path / "saved")
     assert {tensor.dtype for tensor in written.values()} == {np.dtype(ml_dtypes.bfloat16)}
     assert {name: x.tobytes() for name, x in written.items()} == {name: x.tobytes() for name, x in stored.items()}
@@ -579,14 +579,14 @@ def test_fresh_weights_give_the_greedy_completions_of_transformers(live, mesh):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("limit", [hf.SHARD_BYTES, 20_000], ids=["one file", "shards"])
+@pytest.mark.parametrize("limit", [export.SHARD_BYTES, 20_000], ids=["one file", "shards"])
 def test_transformers_loads_a_saved_folder_and_computes_the_same(
     live, make_references, mesh, tmp_path, monkeypatch, limit
 ):
-    monkeypatch.setattr(hf, "SHARD_BYTES", limit)
+    monkeypatch.setattr(export, "SHARD_BYTES", limit)
     saved = tmp_path / "saved"
     trained = perturbed(live.params)
-    hf.save(saved, trained, live.folder)
+    export.save(saved, trained, live.folder)
     reloaded = make_references.load(saved)
     arrays = make_references.reference(reloaded, FRESH[live.name])
     assert np.abs(arrays["logits_left"] - live.stored["logits_left"]).max() > 100 * TOLERANCE  # it was trained

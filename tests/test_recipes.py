@@ -52,10 +52,10 @@ def write_qwen(folder: Path) -> None:
 def write_weights(folder: Path) -> None:
     import jax
 
-    from jaxrl_llm.models import hf
+    from jaxrl_llm.models import export, hf
 
     model = hf.load_model(folder)
-    hf.save(folder.with_name("qwen"), model.init(jax.random.key(0)), folder)
+    export.save(folder.with_name("qwen"), model.init(jax.random.key(0)), folder)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,9 @@ def sample(sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, m
     sampler = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=0)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
     tokens, mask = prompts or tiny.prompts()
-    return sampler.generate(Prompts(tokens, mask, []), jax.random.key(key), group_size=group, sampling=sampling)
+    return sampler.generate(
+        Prompts(tokens, mask, [], np.arange(tiny.B)), jax.random.key(key), group_size=group, sampling=sampling
+    )
 
 
 @pytest.mark.parametrize("sampling", KINDS, ids=str)
@@ -184,7 +186,11 @@ def ragged(monkeypatch, *, halve: bool, first_cache: int, mesh=(1, 1, 1)):
 
     monkeypatch.setattr(sampler, "_reseat", reseat)
     rollouts = sampler.generate(
-        Prompts(*tiny.prompts(), []), jax.random.key(5), group_size=tiny.G, sampling=Sampling(), budget=BUDGETS
+        Prompts(*tiny.prompts(), [], np.arange(tiny.B)),
+        jax.random.key(5),
+        group_size=tiny.G,
+        sampling=Sampling(),
+        budget=BUDGETS,
     )
     return rollouts, shapes
 

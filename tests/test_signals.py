@@ -40,7 +40,7 @@ def test_advantages_reach_every_trained_token_and_no_other():
 
 
 def test_a_summary_says_task_and_kl_apart_and_takes_each_metric_from_the_right_update():
-    rollouts = Rollouts(MASK, MASK, MASK, PENALTY, np.array([[True, False]]))
+    rollouts = Rollouts(MASK, MASK, MASK, PENALTY, np.array([[True, False]]), 1 * MASK)
     updates = [
         {
             "loss/total": 1.0,
@@ -59,13 +59,14 @@ def test_a_summary_says_task_and_kl_apart_and_takes_each_metric_from_the_right_u
     ]
     timer = metrics.Timer()
     timer.lap("rollout")
-    record = metrics.summary(rollouts, CHANNELS, PENALTY, updates, timer)
+    record = metrics.summary(3, rollouts, CHANNELS, PENALTY, updates, timer)
     assert record["reward/mean"] == pytest.approx(0.75)
     assert record["reward/kl"] == pytest.approx(-(-0.2 + 0.4) / 2)
     assert record["reward/kl_pays"] == pytest.approx(0.5)
     assert (record["reward/a"], record["groups/no_signal"]) == (1.0, 0.0)
     assert (record["completion/length"], record["completion/truncated"]) == (2.0, 0.5)
     assert (record["loss/total"], record["sampler/gap_max"], record["learning_rate"]) == (2.0, 0.1, 0.2)
+    assert (record["rollout/lag"], record["rollout/lag_p95"]) == (1.0, 1.0)
     assert record["correction/ess"] == pytest.approx(0.5)
     assert "correction/square" not in record
-    assert "reward/kl" not in metrics.summary(rollouts, CHANNELS, 0 * PENALTY, updates, timer)
+    assert "reward/kl" not in metrics.summary(3, rollouts, CHANNELS, 0 * PENALTY, updates, timer)

@@ -1,12 +1,10 @@
-"""Hugging Face folders in and out: config.json, safetensors, tokenizer."""
+"""Hugging Face folders read: config.json, safetensors, tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import UserError
@@ -41,7 +38,6 @@ NAMES = {
     "layers/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
     "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
 }
-SHARD_BYTES = 5 * 2**30
 
 
 def find(path: str, field: str = "model.path") -> Path:
@@ -184,7 +180,7 @@ def _index(folder: Path) -> dict[str, Any]:
     return where
 
 
-def _tensors(name: str, layers: int) -> list[str]:
+def tensor_names(name: str, layers: int) -> list[str]:
     form = NAMES[name]
     return [form.format(i) for i in range(layers)] if "{}" in form else [form]
 
@@ -195,7 +191,7 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, layers: 
         name = sharding.path_name(path)
         shape = leaf.shape[1:] if "{}" in NAMES[name] else leaf.shape
         shape = shape[::-1] if name.endswith("kernel") else shape
-        for tensor in _tensors(name, layers):
+        for tensor in tensor_names(name, layers):
             if tensor not in where:
                 raise UserError(f"{folder}: no tensor {tensor}, which config.json asks for: use one checkpoint's files")
             found = tuple(where[tensor].get_slice(tensor).get_shape())
@@ -236,60 +232,3 @@ def fingerprint(folder: Path) -> str:
             handle.seek(max(size - 2**20, 0))
             digest.update(handle.read(2**20))
     return digest.hexdigest()
-
-
-def save(folder: Path, params: PyTree, source: Path) -> None:
-    """Writes a folder that `transformers` loads: weights in `source`'s dtype, its other files as they are.
-
-    `folder` is never half-written: the new one is complete before it takes the place of the old.
-    """
-    dtype = stored_dtype(source)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
-            shutil.copy(file, partial)
-    weight_map: dict[str, Path] = {}
-    shard: dict[str, np.ndarray] = {}
-    files: list[Path] = []
-
-    def flush() -> None:  # one shard in memory at a time; its name waits for their number
-        files.append(partial / f"{len(files)}.safetensors")
-        save_file(shard, files[-1], metadata={"format": "pt"})
-        files[-1].chmod(0o644)  # like the other files; safetensors makes it the owner's alone
-        weight_map.update(dict.fromkeys(shard, files[-1]))
-        shard.clear()
-
-    for name, tensor in exported(params, dtype):
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
-            flush()
-        shard[name] = tensor
-    flush()
-    if len(files) == 1:
-        files[0].rename(partial / "model.safetensors")
-    else:
-        final = {file: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files, 1)}
-        index = {
-            "metadata": {"total_size": sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize},
-            "weight_map": {name: final[file] for name, file in weight_map.items()},
-        }
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        for file, name in final.items():
-            file.rename(partial / name)
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def exported(params: PyTree, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Each tensor of a Hugging Face checkpoint, by its name there."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = sharding.path_name(path)
-        array = np.asarray(jax.device_get(leaf)).astype(dtype)
-        parts = list(array) if "{}" in NAMES[name] else [array]
-        for tensor, part in zip(_tensors(name, len(parts)), parts, strict=True):
-            yield tensor, np.ascontiguousarray(part.T if name.endswith("kernel") else part)

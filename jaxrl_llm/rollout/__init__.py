@@ -19,8 +19,8 @@ class Engine(Protocol):
         """group_size completions of each prompt, on the host; the stop token belongs to the completion."""
         ...
 
-    def update_weights(self, params: PyTree) -> None:
-        """From here on, samples come from these parameters."""
+    def update_weights(self, params: PyTree, version: int = 0) -> None:
+        """From here on, samples come from these parameters, and say that they are of this version."""
         ...
 
     def release(self) -> None:

@@ -56,6 +56,7 @@ class Sampler:
         self._devices = mesh.shape["data"] * mesh.shape["fsdp"]
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
+        self._version = 0
         placed = sharding.shardings(model.shapes(), mesh, leave_out="fsdp")
         dtype = jnp.dtype(model.cfg.dtype)
 
@@ -74,9 +75,10 @@ class Sampler:
         )
         self._reseat = jax.jit(partial(reseat, mesh=mesh, devices=self._devices), static_argnames="capacity")
 
-    def update_weights(self, params: PyTree) -> None:
+    def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Gathers over fsdp, in the dtype of the arithmetic, once here instead of for every token."""
         self.release()  # the old copy need not live beside the new
+        self._version = version
         self._params = self._place(params)
 
     def release(self) -> None:
@@ -111,7 +113,8 @@ class Sampler:
         shape = (-1, group_size, most)
         mask = (np.arange(most) < length[:, None]).reshape(shape)
         stopped = np.isin(tokens[np.arange(total), length - 1], self._stops).reshape(-1, group_size)
-        return Rollouts(tokens.reshape(shape), mask, mask, logprobs.reshape(shape), truncated=~stopped)
+        versions = np.full(mask.shape, self._version, np.int32)
+        return Rollouts(tokens.reshape(shape), mask, mask, logprobs.reshape(shape), ~stopped, versions)
 
 
 def _as_used(dtype: jnp.dtype, path: Any, leaf: Array) -> Array:

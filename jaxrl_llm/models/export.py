@@ -1,0 +1,97 @@
+"""Parameters as the tensors of a Hugging Face checkpoint, and folders of them written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxrl_llm import sharding
+from jaxrl_llm.models.hf import NAMES, stored_dtype, tensor_names
+from jaxrl_llm.structs import PyTree
+
+SHARD_BYTES = 5 * 2**30
+TIED = {"model.embed_tokens.weight": "lm_head.weight"}  # what a head shares, if it is not one of its own
+
+
+def save(folder: Path, params: PyTree, source: Path) -> None:
+    """Writes a folder that `transformers` loads: weights in `source`'s dtype, its other files as they are.
+
+    `folder` is never half-written: the new one is complete before it takes the place of the old.
+    """
+    dtype = stored_dtype(source)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
+            shutil.copy(file, partial)
+    weight_map: dict[str, Path] = {}
+    shard: dict[str, np.ndarray] = {}
+    files: list[Path] = []
+
+    def flush() -> None:  # one shard in memory at a time; its name waits for their number
+        files.append(partial / f"{len(files)}.safetensors")
+        save_file(shard, files[-1], metadata={"format": "pt"})
+        files[-1].chmod(0o644)  # like the other files; safetensors makes it the owner's alone
+        weight_map.update(dict.fromkeys(shard, files[-1]))
+        shard.clear()
+
+    for name, tensor in tensors(params, dtype):
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        shard[name] = tensor
+    flush()
+    if len(files) == 1:
+        files[0].rename(partial / "model.safetensors")
+    else:
+        final = {file: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files, 1)}
+        index = {
+            "metadata": {"total_size": sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize},
+            "weight_map": {name: final[file] for name, file in weight_map.items()},
+        }
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        for file, name in final.items():
+            file.rename(partial / name)
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def tensors(params: PyTree, dtype: Any, *, untied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+    """Each tensor of a Hugging Face checkpoint, by its name there, fetched from the devices one at a time.
+
+    untied: a head that is tied to the embedding comes as a tensor of its own too.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = sharding.path_name(path)
+        parts = leaf if "{}" in NAMES[name] else leaf[None]
+        for i, tensor in enumerate(tensor_names(name, len(parts))):
+            part = np.asarray(jax.device_get(parts[i])).astype(dtype, copy=False)
+            part = np.ascontiguousarray(part.T if name.endswith("kernel") else part)
+            yield tensor, part
+            if untied and tensor in TIED and "head" not in params:
+                yield TIED[tensor], part
+
+
+def shapes(params: PyTree, *, untied: bool = False) -> dict[str, tuple[int, ...]]:
+    """The shape of each of those tensors, in their order."""
+    made = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = sharding.path_name(path)
+        stacked = "{}" in NAMES[name]
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        for tensor in tensor_names(name, leaf.shape[0] if stacked else 1):
+            made[tensor] = tuple(reversed(shape)) if name.endswith("kernel") else tuple(shape)
+            if untied and tensor in TIED and "head" not in params:
+                made[TIED[tensor]] = made[tensor]
+    return made

@@ -1,0 +1,258 @@
+"""Completions from vLLM servers: the Engine protocol over HTTP, whatever happens to a server meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import cycle, islice
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any, TypeVar
+
+import httpx
+import jax
+import numpy as np
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import export
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.rollout import weights
+from jaxrl_llm.rollout.managed import Managed
+from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.structs import Config, Prompts, PyTree, Rollouts
+
+WAITS = (0.5, 5.0)  # seconds before the second try, doubled for each one after, up to the last
+SETTINGS = {  # what a server must have been started with, for its numbers to mean what ours do
+    "logprobs_mode": ("processed_logprobs", "its log-probabilities would not be of the distribution sampled"),
+    "generation_config": ("vllm", "the model folder's generation_config.json would change the sampling"),
+}
+T = TypeVar("T")
+
+
+class Unavailable(Exception):
+    """No answer, or one that a restart, a push or another try may mend."""
+
+
+def start(
+    config: Config,
+    workdir: Path,
+    folder: Path,
+    model: DecoderConfig,
+    width: int,
+    *,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+) -> VllmEngine:
+    """The engine of a config whose rollout.engine is "vllm", and its server if it is to have one of its own.
+
+    width: the longest prompt's tokens. Raises: UserError.
+    """
+    r, managed = config.rollout, None
+    if r.managed:
+        managed = Managed(
+            r.python, folder, dtype=config.model.dtype, max_model_len=width + r.max_completion_tokens,
+            log=workdir / "vllm.log", extra=r.server_args,
+        )  # fmt: skip
+    where = f"{socket.gethostname()} {workdir.absolute()}"  # the same when the run is resumed
+    return VllmEngine(
+        (managed.url,) if managed else r.servers, run=hashlib.sha256(where.encode()).hexdigest()[:12],
+        push=r.push, weights_dir=r.weights_dir, push_address=r.push_address, tied_head=model.tied_head,
+        dtype=config.model.dtype, max_completion_tokens=r.max_completion_tokens, max_prompt_tokens=width,
+        stop_ids=stop_ids, pad_id=pad_id, concurrency=r.concurrency, timeout=r.timeout, patience=r.patience,
+        managed=managed,
+    )  # fmt: skip
+
+
+class VllmEngine:
+    """Samples from vLLM servers and pushes weights into them, each of which is this run's alone.
+
+    Every token comes with the version of the weights that made it, as the server says. A server that is away,
+    was started again or lost its weights gets them again, and its requests are repeated, for `patience` seconds.
+    """
+
+    exact = False
+
+    def __init__(
+        self, servers: tuple[str, ...], *, run: str, push: str, weights_dir: str, push_address: str, tied_head: bool,
+        dtype: str, max_completion_tokens: int, max_prompt_tokens: int, stop_ids: tuple[int, ...], pad_id: int,
+        concurrency: int, timeout: float, patience: float, managed: Managed | None = None,
+    ):  # fmt: skip
+        """run: what tells this run from others; dtype: of the weights pushed. Raises: UserError, as `weights.Offer`."""
+        self._servers = tuple(server.rstrip("/") for server in servers)
+        self._run, self._dtype = f"jaxrl_llm:{run}:", dtype
+        self._push = weights.reload if push == "reload" else weights.pull
+        self._offer = weights.Offer(
+            Path(weights_dir) / f"jaxrl_llm-{run}", dtype, untied=push == "reload" and tied_head,
+            address=push_address if push == "http" else "",
+        )  # fmt: skip
+        self._length, self._width = max_completion_tokens, max_prompt_tokens
+        self._stops, self._pad = stop_ids, pad_id
+        self._patience, self._managed = patience, managed
+        at_once = concurrency * len(servers)
+        limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
+        self._client = httpx.Client(timeout=httpx.Timeout(timeout, connect=5.0, pool=None), limits=limits)
+        self._pool = ThreadPoolExecutor(at_once)
+        self._locks = {server: Lock() for server in self._servers}
+        self._ready: set[str] = set()  # servers that this process has checked since they started
+        self._tensors: dict[str, list[int]] = {}
+        self._version, self._closed = 0, Event()
+
+    def generate(
+        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, length: int | None = None
+    ) -> Rollouts:
+        """group_size completions of each prompt, on the host; length: tokens of one at most, if not as in a run."""
+        seeds = np.asarray(jax.random.randint(key, (len(prompts.tokens),), 0, 2**31 - 1 - group_size))
+        body = {
+            "n": group_size, "max_tokens": min(length or self._length, self._length), "logprobs": 0,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "stop_token_ids": list(self._stops), "detokenize": False,
+        }  # fmt: skip
+        requests = [
+            {"token_ids": row[mask].tolist(), "sampling_params": body | {"seed": int(seed)}}
+            for row, mask, seed in zip(prompts.tokens, prompts.mask, seeds, strict=True)
+        ]
+        jobs = [self._pool.submit(self._group, b, request) for b, request in enumerate(requests)]
+        shape = (len(jobs), group_size, self._length)
+        tokens, logprobs = np.full(shape, self._pad, np.int32), np.zeros(shape, np.float32)
+        versions = np.full(shape, self._version, np.int32)
+        mask, truncated = np.zeros(shape, bool), np.zeros(shape[:2], bool)
+        for b, job in enumerate(jobs):
+            for choice in job.result():
+                at = b, choice["index"], slice(len(choice["token_ids"]))
+                tokens[at], mask[at] = choice["token_ids"], True
+                logprobs[at] = [token["logprob"] for token in choice["logprobs"]["content"]]
+                versions[at] = [v for start, end, v in self._spans(choice) for _ in range(start, end)]
+                truncated[at[:2]] = choice["finish_reason"] == "length"
+        return Rollouts(tokens, mask, mask, logprobs, truncated, versions)
+
+    def _group(self, b: int, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices of prompt b's group, from one server or, if that is away, the next."""
+
+        def once(server: str) -> list[dict[str, Any]]:
+            choices = self.request(server, "POST", "/inference/v1/generate", request)["choices"]
+            for choice in choices:
+                if choice["finish_reason"] not in ("stop", "length"):
+                    raise Unavailable(f"a completion ended with {choice['finish_reason']!r}")
+                if any(version != self._version for *_, version in self._spans(choice)):
+                    raise Unavailable("a completion came from other weights than the last pushed")
+            if len(choices) != request["sampling_params"]["n"]:
+                raise Unavailable(f"{len(choices)} completions came")
+            return choices
+
+        return self._persist(once, islice(cycle(self._servers), b % len(self._servers), None))
+
+    def _spans(self, choice: dict[str, Any]) -> list[tuple[int, int, int]]:
+        """First token, last + 1 and version of the weights; -1: none of this run's. Raises: UserError, if another's."""
+        return [(x["start"], x["end"], self._number(x["version"])) for x in choice["weight_versions"] or ()]
+
+    def _number(self, tag: str) -> int:
+        if tag.startswith("jaxrl_llm:") and not tag.startswith(self._run):
+            raise UserError(
+                f"the vLLM server serves another run ({tag}): start a server for each run; if that one is over, free "
+                """it: curl -X POST SERVER/update_weight_version -H 'content-type: application/json' """
+                """-d '{"new_version": "default"}'"""
+            )
+        return int(tag.removeprefix(self._run)) if tag.startswith(self._run) else -1
+
+    def update_weights(self, params: PyTree, version: int = 0) -> None:
+        """From here on, samples come from these parameters; returns when every server has them."""
+        self._version = version
+        self._tensors = {name: list(shape) for name, shape in export.shapes(params).items()}
+        self._offer.write(params)
+        jobs = [self._pool.submit(self._persist, self._bring, cycle([server])) for server in self._servers]
+        for job in jobs:
+            job.result()
+
+    def release(self) -> None:
+        """The servers' memory is their own."""
+
+    def close(self) -> None:
+        """Stops asking, frees the servers for another run, and stops one that is ours."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for server in self._servers if not self._managed else ():
+            with suppress(Unavailable, UserError):
+                self.request(server, "POST", "/update_weight_version", {"new_version": "default"}, timeout=5)
+        if self._managed:
+            self._managed.stop()
+        self._client.close()
+        self._offer.close()
+
+    def _persist(self, action: Callable[[str], T], servers: Iterable[str]) -> T:
+        """action(server); while it raises Unavailable, again on the next of endless `servers`, until patience ends."""
+        end, wait = 0.0, WAITS[0]
+        for server in servers:
+            try:
+                if end:
+                    self._bring(server)
+                return action(server)
+            except Unavailable as error:
+                end = end or time.monotonic() + self._patience
+                if self._managed:
+                    self._managed.check()
+                if time.monotonic() > end or self._closed.wait(wait):
+                    where = f"see {self._managed.log}" if self._managed else "look at its log and start it again"
+                    raise UserError(
+                        f"vLLM at {server}: {error}, for {self._patience:g} s: {where}; the same command resumes"
+                    ) from None
+                wait = min(2 * wait, WAITS[1])
+        raise AssertionError("servers is endless")
+
+    def _bring(self, server: str) -> None:
+        """Puts the current weights into a server that has not got them."""
+        post = lambda path, body=None: self.request(server, "POST", path, body)  # noqa: E731
+        with self._locks[server]:
+            has = self._number(self.request(server, "GET", "/weight_info")["weight_version"])
+            if has < 0:
+                self._ready.discard(server)  # it was started again
+            if server not in self._ready:
+                self._check(server)
+                post("/resume")  # where a trainer was killed in the middle of a push
+                if self._push is weights.pull:
+                    with suppress(Unavailable):  # there is no such push
+                        post("/finish_weight_update")
+                    post("/init_weight_transfer_engine", {"init_info": {"tensors": self._tensors}})
+            if has != self._version or server not in self._ready:
+                self._push(post, self._offer, f"{self._run}{self._version}")
+            self._ready.add(server)
+
+    def _check(self, server: str) -> None:
+        """Raises: UserError, if a server was started in a way that would make its samples something else."""
+        told = self.request(server, "GET", "/server_info?config_format=json")["vllm_config"]
+        model, backend = told["model_config"], (told["weight_transfer_config"] or {}).get("backend")
+        for name, (wanted, otherwise) in SETTINGS.items():
+            if model[name] != wanted:
+                raise UserError(f"vLLM at {server} has {name} {model[name]!r}: start it with {wanted!r}: {otherwise}")
+        if self._push is weights.pull and backend != "pull":
+            raise UserError(
+                f"vLLM at {server} has the weight-transfer backend {backend!r}: start it with "
+                "python -m jaxrl_llm.serve_vllm, or set config.rollout.push = 'reload'"
+            )
+        if self._length + self._width > model["max_model_len"]:
+            raise UserError(
+                f"vLLM at {server} takes {model['max_model_len']} tokens, prompt and completion may have "
+                f"{self._width} + {self._length}: start it with a larger --max-model-len"
+            )
+        if model["dtype"] != f"torch.{self._dtype}":
+            raise UserError(
+                f"vLLM at {server} computes in {model['dtype']}, config.model.dtype is {self._dtype!r}: make them one"
+            )
+
+    def request(self, server: str, method: str, path: str, body: Any = None, **options: Any) -> Any:
+        """The JSON answer. Raises: Unavailable, or UserError for a refusal that would come again."""
+        try:
+            answer = self._client.request(method, server + path, json=body, **options)
+        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
+            raise Unavailable(f"{type(error).__name__} {error} at {path}") from None
+        said = " ".join(answer.text[:400].split())
+        if answer.status_code == 404 and path != "/inference/v1/generate":
+            raise UserError(f"vLLM at {server} has no {path}: start it with python -m jaxrl_llm.serve_vllm")
+        if "refused: " in said or 400 <= answer.status_code < 500:
+            raise UserError(f"vLLM at {server} refuses {path}: {said}")
+        if answer.status_code != 200:
+            raise Unavailable(f"{answer.status_code} {said} at {path}")
+        return answer.json() if answer.content else None

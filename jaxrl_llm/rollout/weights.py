@@ -1,0 +1,154 @@
+"""A policy's weights on offer to vLLM servers: one safetensors file in shared memory, by its path or over HTTP."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shutil
+import struct
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import export
+from jaxrl_llm.structs import PyTree
+
+DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
+FILE = "model.safetensors"
+
+
+class Offer:
+    """One version at a time, in a folder of the run's own, until the next one or `close`.
+
+    It stays there after a push, so that a server that was started again can have it again.
+    """
+
+    def __init__(self, folder: Path, dtype: Any, *, untied: bool, address: str = ""):
+        """dtype: what the tensors are cast to; untied: a tied head is written too; address: serve it there by HTTP.
+
+        Raises: UserError, if the folder cannot be made or the address is not ours.
+        """
+        self.folder, self._dtype, self._untied = folder, np.dtype(dtype), untied
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"config.rollout.weights_dir: {error}: give a folder that can be written") from None
+        self._server = serve(folder / FILE, address) if address else None
+
+    def write(self, params: PyTree) -> None:
+        """The weights in the place of those before, a tensor at a time: the devices hold no second copy.
+
+        Raises: UserError, if a tensor is not finite or there is no room.
+        """
+        file = self.folder / FILE
+        file.unlink(missing_ok=True)
+        shapes = export.shapes(params, untied=self._untied).values()
+        size = sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
+        free = shutil.disk_usage(self.folder).free
+        if size > free:
+            raise UserError(
+                f"config.rollout.weights_dir = {str(self.folder.parent)!r} has {free / 1e9:.1f} GB left, the weights "
+                f"take {size / 1e9:.1f} GB: make room (docker's --shm-size), or give another folder"
+            )
+        with file.open("wb") as out:
+            write_stream(out, params, self._dtype, untied=self._untied)
+
+    @property
+    def source(self) -> dict[str, str]:
+        """What a server is told: where the file is."""
+        return self._server.source if self._server else {"path": str(self.folder / FILE)}
+
+    def close(self) -> None:
+        if self._server:
+            self._server.shutdown()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def write_stream(file: BinaryIO, params: PyTree, dtype: Any, *, untied: bool = False) -> None:
+    """Writes params as one safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes in order.
+
+    The library writes a file only from all of its tensors at once; this needs one at a time.
+    Raises: UserError, naming a tensor that is not finite.
+    """
+    header, offset, kind = {}, 0, np.dtype(dtype)
+    for name, shape in export.shapes(params, untied=untied).items():
+        size = math.prod(shape) * kind.itemsize
+        header[name] = {"dtype": DTYPES[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name, tensor in export.tensors(params, dtype, untied=untied):
+        if not np.isfinite(tensor).all():
+            raise UserError(
+                f"the policy's {name} is not finite and was not pushed: resume from the last checkpoint "
+                "with a lower optim.learning_rate"
+            )
+        file.write(tensor.reshape(-1).view(np.uint8).data)
+
+
+class serve:
+    """One file over HTTP to whoever has the token, and nothing else."""
+
+    def __init__(self, file: Path, address: str):
+        token = secrets.token_urlsafe(32)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                given = self.headers.get("Authorization", "")
+                if self.path != "/weights" or not secrets.compare_digest(given, f"Bearer {token}"):
+                    self.send_error(403)
+                    return
+                with file.open("rb") as source:
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(file.stat().st_size))
+                    self.end_headers()
+                    shutil.copyfileobj(source, self.wfile, 2**22)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        try:
+            self._server = ThreadingHTTPServer((address, 0), Handler)
+        except OSError as error:
+            raise UserError(
+                f"config.rollout.push_address = {address!r}: {error}: give this host's address as the servers reach it"
+            ) from None
+        Thread(target=self._server.serve_forever, daemon=True).start()
+        self.source = {"url": f"http://{address}:{self._server.server_port}/weights", "token": token}
+
+    def shutdown(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def pull(post: Callable[..., Any], offer: Offer, tag: str) -> None:
+    """Makes a server take the offer between two of its steps; whatever fails, its old weights serve on.
+
+    post(path, body) -> the server's JSON answer, raising for a refusal.
+    """
+    post("/pause?mode=keep")
+    try:
+        post("/start_weight_update")
+        post("/update_weights", {"update_info": offer.source})
+        post("/finish_weight_update", {"weight_version": tag})
+    finally:
+        post("/resume")
+
+
+def reload(post: Callable[..., Any], offer: Offer, tag: str) -> None:
+    """The same for a server without our backend, which must see the folder; a failure in the middle ends its engine."""
+    post("/pause?mode=keep")
+    try:
+        post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(offer.folder)}})
+        post("/reset_prefix_cache")
+        post("/update_weight_version", {"new_version": tag})
+    finally:
+        post("/resume")
