@@ -1,6 +1,7 @@
 """One GRPO step of this project, TRL and Tunix, and vLLM's sampling, on the same work: `python -m benchmarks.step`.
 
-Every trainer runs in an environment of its own, made on the first run in .bench/ from benchmarks/environments.txt.
+Every trainer runs in an environment of its own, made on the first run: in .bench/ from benchmarks/environments.txt,
+and vLLM's in .vllm by launch/vllm_cpu.sh.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def environment(name: str) -> Path:
     """The Python of a trainer's environment, installed if it is not there yet."""
     if name == "ours":
         return Path(sys.executable)
+    if name == "vllm":
+        subprocess.run([HERE.parent / "launch" / "vllm_cpu.sh", "--install"], check=True)
+        return HERE.parent / ".vllm" / "bin" / "python"
     folder = BENCH / "environments" / name
     python = folder / "bin" / "python"
     if not (folder / "done").exists():

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxrl_llm.checkpoint import cut_back
+from jaxrl_llm.health import rules
 from jaxrl_llm.structs import Rollouts
 
 # Label in the console line, key in metrics.jsonl, format. A key that a run has not got is left out.
@@ -62,8 +63,11 @@ class Log:
     def __init__(self, workdir: Path, config: dict[str, Any], *, start: int):
         num_steps: int = config["num_steps"]
         self._workdir, self._num_steps, self._start = workdir, num_steps, start
-        for name in ("metrics.jsonl", "completions.jsonl"):
+        for name in ("metrics.jsonl", "completions.jsonl", "health.jsonl"):
             cut_back(workdir / name, start if start else -1)  # step 0 is written again
+        before = (workdir / "metrics.jsonl").read_text().splitlines() if (workdir / "metrics.jsonl").exists() else []
+        self._history = [json.loads(line) for line in before[-rules.WINDOW :]]
+        self._found = {found.id for found in rules.findings(self._history)}
         self._metrics = (workdir / "metrics.jsonl").open("a", encoding="utf-8")
         self._completions = (workdir / "completions.jsonl").open("a", encoding="utf-8")
         self._board = self._wandb = None
@@ -101,8 +105,20 @@ class Log:
         if self._wandb:
             self._wandb.log(record, step=step)
         self.console.print(self._line(step, record), markup=False)
+        self._check_health(record)
         if self._progress:
             self._progress.update(self._bar, completed=step, left=self._left(step))
+
+    def _check_health(self, record: dict[str, Any]) -> None:
+        """What the rules find goes to health.jsonl at every step, and to the console when it begins."""
+        self._history = [*self._history, record][-rules.WINDOW :]
+        found = rules.findings(self._history)
+        for finding in found:
+            with (self._workdir / "health.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": record["step"]} | finding.record()) + "\n")
+            if finding.id not in self._found:
+                self.console.print(f"    {finding.line()}", markup=False)
+        self._found = {finding.id for finding in found}
 
     def completions(self, step: int, rows: list[dict[str, Any]], texts: list[list[str]], rewards: np.ndarray) -> None:
         """A group of every batch into completions.jsonl, and its first member on the console."""

@@ -32,11 +32,11 @@ FIXED = (
 ENVIRONMENT = dict(
     VLLM_SERVER_DEV_MODE="1",  # without it there is no route to push weights by
     VLLM_NO_USAGE_STATS="1",
-    HF_HUB_OFFLINE="1",
 )
 ON_A_CPU = dict(
     VLLM_CPU_KVCACHE_SPACE="1",  # GiB; otherwise a share of all memory
     VLLM_CPU_OMP_THREADS_BIND="nobind",  # a trainer may be on these cores too
+    TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),  # 15 s of compiling at a start
 )
 TERMINATE = 20.0  # seconds that vLLM has to end by itself
 PR_SET_PDEATHSIG = 1

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxrl_llm
-from jaxrl_llm import evaluate, sft, train
+from jaxrl_llm import evaluate, serve_vllm, sft, train
 from jaxrl_llm.config import parse_arguments
 from jaxrl_llm.errors import run_main
 
@@ -202,6 +202,40 @@ def test_a_config_is_refused_for(refuse: Refuse, argv: str, words: str) -> None:
 })  # fmt: skip
 def test_a_command_is_refused_for(refuse: Refuse, argv: list[str], words: str) -> None:
     refuse(train, argv, words)
+
+
+VLLM = "rollout.managed=false rollout.servers=http://127.0.0.1:9 "
+
+
+@table("argv words", {
+    "a server of its own and those of others":
+        ("rollout.servers=http://a", "rollout.managed = True | ('http://a',) | servers = ()"),
+    "no server at all": ("rollout.managed=false", "rollout.managed = False | servers = () | give servers"),
+    "a server that is no address": (VLLM + "rollout.servers=a:8000", "'a:8000' is no address | http://127.0.0.1:8000"),
+    "a server twice": (VLLM + "rollout.servers=('http://127.0.0.1:1','http://127.0.0.1:1')", "names one twice"),
+    "a file for another host":
+        (VLLM + "rollout.servers=http://far:8000", "rollout.push = 'file' | http://far:8000 | set push = 'http'"),
+    "weights over HTTP from nowhere": (VLLM + "rollout.push=http", "push = 'http' and push_address = '' | address"),
+    "weights over HTTP from everywhere":
+        (VLLM + "rollout.push=http rollout.push_address=0.0.0.0", "push_address = '0.0.0.0' | as the servers reach it"),
+    "an interpreter without vLLM": (f"rollout.python={sys.executable}", "rollout.python | has no vLLM | launch/"),
+    "an interpreter that is not there": ("rollout.python=nowhere", "config.rollout.python 'nowhere' has no vLLM"),
+    "a request that may take no time": ("rollout.timeout=0.", "config.rollout.timeout is 0.0 | above 0"),
+    "a lag longer than the run": ("rollout.max_lag=1", "rollout.max_lag = 1 | the run has 1 steps | set it to 0"),
+})  # fmt: skip
+def test_a_config_with_vllm_is_refused_for(refuse: Refuse, argv: str, words: str) -> None:
+    refuse(train, ["--config", str(CONFIGS / "grpo_vllm.py"), "--workdir", "run", *fields(f"{TINY} {argv}")], words)
+
+
+def test_a_public_server_and_one_without_vllm_are_refused(refuse: Refuse) -> None:
+    refuse(serve_vllm, ["--model", "m", "--host", "0.0.0.0"], "--host 0.0.0.0 | --api-key does not guard | --public")
+    refuse(serve_vllm, ["--model", "m", "--python", sys.executable], "--python | has no vLLM | launch/vllm_cpu.sh")
+
+
+def test_a_server_that_is_not_there_stops_the_run_after_its_patience(refuse: Refuse) -> None:
+    argv = ["--config", str(CONFIGS / "grpo_vllm.py"), "--workdir", "run", *fields(f"{TINY} {VLLM} {SMALL}")]
+    argv += fields("rollout.patience=0.5 prompts_per_step=8 rollout.weights_dir=.")
+    refuse(train, argv, "vLLM at http://127.0.0.1:9: ConnectError | for 0.5 s | start it again", started=True)
 
 
 def test_wandb_is_refused_where_it_is_not_installed(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,11 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
         ("configs/ppo.py", ["--config.critic.warmup_steps=2", "--config.critic.optim.warmup_steps=2",
                             "--config.kl.refresh_every=2", "--config.kl.mix=0.5", "--config.kl.target=0.01"],
          "critic/explained_variance"),
+        ("configs/remax.py", ["--config.rollout.max_lag=2", "--config.checkpoint.every=1", "--config.epochs=1",
+                               "--config.prompts_per_update=8"],
+         "rollout/lag"),
     ],
-    ids=["dynamic sampling", "a critic, a moving reference and an adaptive coefficient"],
+    ids=["dynamic sampling", "a critic, a moving reference and an adaptive coefficient", "batches sampled ahead"],
 )  # fmt: skip
 def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
     arguments = [*TINY, *extra, "--config.eval.every=0"]

@@ -1,0 +1,19 @@
+"""The same with rollouts from vLLM on one GPU and the trainer on another (nothing in here was measured yet).
+
+CUDA_VISIBLE_DEVICES=1 launch/vllm_gpu.sh --model Qwen/Qwen2.5-0.5B-Instruct --dtype bfloat16 --max-model-len 1024
+CUDA_VISIBLE_DEVICES=0 EXTRA=cuda launch/local.sh --config configs/recipes/qwen2_5_0_5b_gsm8k_vllm.py
+"""
+
+import grpo_vllm  # configs/grpo_vllm.py, where the fields of such a rollout are explained
+import qwen2_5_0_5b_gsm8k  # the run without vLLM
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = qwen2_5_0_5b_gsm8k.get_config()
+    length, c.rollout = c.rollout.max_completion_tokens, grpo_vllm.get_config().rollout
+    c.rollout.max_completion_tokens = length
+    c.rollout.managed, c.rollout.servers = False, ("http://127.0.0.1:8000",)
+    c.rollout.max_lag = 1  # the next batch is sampled while this one is learned
+    c.rollout.canary_gap = 0.5  # bfloat16 on both sides rounds differently
+    return c

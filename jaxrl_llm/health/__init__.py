@@ -1,0 +1,1 @@
+"""What a run's own numbers say about its health."""

@@ -1,0 +1,101 @@
+"""Health rules: pure functions from a run's records so far to what is wrong, why, and what to do about it.
+
+A rule gets the records of metrics.jsonl, oldest first, and returns what it saw, or None. docs/health.md has the
+list; a bound without a source there was calibrated on the runs it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+Record: TypeAlias = dict[str, Any]
+WINDOW = 16  # records that a rule may look back
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a rule saw."""
+
+    id: str
+    severity: str  # "look" or "bad"
+    evidence: str
+    cause: str
+    fix: str
+    reference: str
+
+    def line(self) -> str:
+        return f"health {self.id} ({self.severity}): {self.evidence}: {self.cause}; {self.fix} [{self.reference}]"
+
+    record = asdict
+
+
+def findings(history: Sequence[Record]) -> list[Finding]:
+    """What all rules see in the latest records."""
+    latest = [{name: x for name, x in record.items() if x is not None} for record in history[-WINDOW:]]
+    return [found for rule in RULES if latest and (found := rule(latest))]
+
+
+def mismatch(history: Sequence[Record]) -> Finding | None:
+    """F7: sampler and trainer compute different distributions, beyond what the correction can carry."""
+    r = history[-1]
+    if not {"correction/kl", "correction/mean", "correction/ess", "rollout/lag_p95"} <= r.keys():
+        return None
+    kl, mean, ess, stale = r["correction/kl"], r["correction/mean"], r["correction/ess"], r["rollout/lag_p95"] > 0
+    signs = [f"KL(sampler || trainer) {kl:.1e}"] if kl > 1e-3 and not stale else []  # older weights are to differ
+    signs += [f"mean weight {mean:.2f}"] if not 0.5 <= mean <= 2 else []
+    signs += [f"effective sample size {ess:.0%}"] if ess < 0.3 else []
+    if not signs:
+        return None
+    bad = kl > 1e-2 or not 0.5 <= mean <= 2 or ess < 0.3
+    return Finding(
+        "F7", "bad" if bad else "look", ", ".join(signs),
+        "the weights that sampled are too old" if stale else "the engine does not compute what the trainer computes",
+        "lower rollout.max_lag or optim.learning_rate" if stale
+        else "set correction.action = 'truncate', and model.dtype to the server's",
+        "arXiv 2505.24298, 2510.18855",
+    )  # fmt: skip
+
+
+def stale_push(history: Sequence[Record]) -> Finding | None:
+    """F23: after a push the servers answer as the weights before it."""
+    last = [r for r in history if "canary/before" in r][-3:]
+    if len(last) < 3 or not all(r["canary/gap"] >= r["canary/before"] > 0 for r in last):
+        return None
+    if max(r["canary/gap"] for r in last) < 1e-5:  # the weights hardly move
+        return None
+    r = last[-1]
+    return Finding(
+        "F23", "bad", f"canary gap {r['canary/gap']:.1e}, to the weights before {r['canary/before']:.1e}",
+        "pushed weights did not arrive", "start the servers again and resume", "TRL #5312",
+    )  # fmt: skip
+
+
+def drift(history: Sequence[Record]) -> Finding | None:
+    """F24: the mismatch grows although the weights stand still."""
+    still = [r for r in history if r.get("update_norm", 0.0) == 0.0 and "sampler/gap_mean" in r]
+    if len(still) < 8 or len(still) < len(history):
+        return None
+    first, last = (sum(r["sampler/gap_mean"] for r in part) / 4 for part in (still[:4], still[-4:]))
+    if last <= 3 * first or last < 1e-5:
+        return None
+    return Finding(
+        "F24", "bad", f"mean gap {first:.1e} to {last:.1e} with weights that did not change",
+        "the engine drifts", "start the server again and resume", "measured here",
+    )  # fmt: skip
+
+
+def staleness(history: Sequence[Record]) -> Finding | None:
+    """F30: samples are older than the correction bears."""
+    r = history[-1]
+    lag, weight = r.get("rollout/lag_p95", 0), r.get("correction/mean", 1.0)
+    if not lag or abs(weight - 1) <= 0.1:
+        return None
+    return Finding(
+        "F30", "look", f"95 % of the tokens are at most {lag:g} updates old, their mean weight is {weight:.2f}",
+        "rollouts are too far off-policy", "lower rollout.max_lag", "arXiv 2505.24298",
+    )  # fmt: skip
+
+
+RULES: tuple[Callable[[Sequence[Record]], Finding | None], ...] = (mismatch, stale_push, drift, staleness)

@@ -1,0 +1,184 @@
+"""Sampling ahead: which weights make which batch, what a restart finds, and what a push is checked against."""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file
+
+from jaxrl_llm import sharding
+from jaxrl_llm.correction import make_correction
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import export, hf
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rollout import weights
+from jaxrl_llm.rollout.ahead import Ahead
+from jaxrl_llm.rollout.canary import Canary
+from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.structs import Prompts
+
+ARITHMETIC = Path(hf.__file__).parent.parent / "assets" / "arithmetic"
+
+
+class Recorder:
+    """A run of `steps` steps; `versions` are the weights that each step's batch was sampled with."""
+
+    def __init__(self, lag: int, steps: int):
+        self.version, self.steps = 0, steps
+        self.ahead = Ahead(lambda step: (step, self.version), lag=lag, last=steps)
+
+    def give(self, version: int) -> None:
+        self.version = version
+
+    def run(self, start: int = 0, made: tuple = (), stop: int | None = None) -> list[tuple[int, int]]:
+        self.ahead.do(self.give, start)
+        self.ahead.begin(start, made)
+        seen = []
+        for step in range(start + 1, (stop or self.steps) + 1):
+            seen.append(self.ahead.next())
+            self.ahead.do(self.give, step)
+            self.waiting = self.ahead.waiting()
+            self.ahead.learned(step)
+        return seen
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_the_batch_of_a_step_is_made_by_the_weights_of_lag_steps_before(lag):
+    assert Recorder(lag, 6).run() == [(step, max(0, step - 1 - lag)) for step in range(1, 7)]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_a_run_that_was_stopped_goes_on_with_the_batches_that_were_waiting(lag):
+    before = Recorder(lag, 8)
+    seen = before.run(stop=4)
+    assert len(before.waiting) == lag
+    assert seen + Recorder(lag, 8).run(4, tuple(before.waiting)) == Recorder(lag, 8).run()
+
+
+def test_the_next_batch_is_sampled_while_this_one_is_learned():
+    began = threading.Event()
+    ahead = Ahead(lambda step: step == 2 and began.set(), lag=1, last=3)
+    ahead.begin(0, ())
+    ahead.next()
+    assert began.wait(timeout=10)  # nothing has been learned yet
+
+
+def test_an_error_of_the_sampler_ends_the_run():
+    ahead = Ahead(lambda step: 1 / 0, lag=1, last=3)
+    ahead.begin(0, ())
+    with pytest.raises(ZeroDivisionError):
+        ahead.next()
+
+
+@pytest.mark.parametrize(("off_policy", "weight"), [(True, 2.0), (False, 1.0)])
+def test_automatic_correction_weighs_what_older_weights_or_another_engine_drew(off_policy, weight):
+    mask = np.ones((1, 1, 2), bool)
+    correct = make_correction(action="auto", off_policy=off_policy)
+    used, _ = correct(jnp.zeros((1, 1, 2)), jnp.full((1, 1, 2), -3.0), mask)
+    np.testing.assert_array_equal(used, weight)
+
+
+@pytest.fixture(scope="module")
+def params():
+    model = hf.load_model(ARITHMETIC)
+    return hf.load_params(ARITHMETIC, model, sharding.make_mesh(1, 2, 2))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_weights_are_offered_as_the_checkpoint_they_came_from(params, dtype, tmp_path):
+    offer = weights.Offer(tmp_path / "offer", dtype, untied=True)
+    offer.write(params)
+    found, want = load_file(offer.source["path"]), load_file(ARITHMETIC / "model.safetensors")
+    want["lm_head.weight"] = want["model.embed_tokens.weight"]
+    assert set(found) == set(want)
+    for name, tensor in want.items():
+        np.testing.assert_array_equal(found[name].astype(np.float32), tensor.astype(dtype).astype(np.float32))
+    offer.close()
+    assert not (tmp_path / "offer").exists()
+
+
+def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_path, monkeypatch):
+    offer = weights.Offer(tmp_path / "offer", np.float32, untied=False)
+    broken = jax.tree.map(lambda x: x, params)
+    broken["norm"]["scale"] = broken["norm"]["scale"].at[3].set(np.nan)
+    with pytest.raises(UserError, match=r"model\.norm\.weight is not finite"):
+        offer.write(broken)
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: type("", (), {"free": 1000}))
+    with pytest.raises(UserError, match=r"rollout\.weights_dir .* make room"):
+        offer.write(params)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"rollout\.weights_dir"):
+        weights.Offer(tmp_path / "file" / "offer", np.float32, untied=False)
+    with pytest.raises(UserError, match=r"rollout\.push_address = '192\.0\.2\.1'"):
+        weights.Offer(tmp_path / "offer", np.float32, untied=False, address="192.0.2.1")
+
+
+def test_weights_over_http_are_for_the_bearer_of_the_token_and_nothing_else_is_served(params, tmp_path):
+    offer = weights.Offer(tmp_path / "offer", np.float32, untied=False, address="127.0.0.1")
+    offer.write(params)
+    url, token = offer.source["url"], offer.source["token"]
+
+    def get(url: str, token: str) -> bytes:
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.read()
+
+    assert get(url, token) == (tmp_path / "offer" / weights.FILE).read_bytes()
+    for wrong in ((url, "x"), (url + "/../../etc/passwd", token), (url.replace("weights", ""), token)):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            get(*wrong)
+    offer.close()
+
+
+class Server:
+    """The in-JAX sampler in the place of servers: what it was pushed is what `meddle` makes of it."""
+
+    def __init__(self, model: Decoder, mesh: jax.sharding.Mesh):
+        self.sampler = Sampler(model, mesh, max_completion_tokens=tiny.C, stop_ids=(1,), pad_id=0)
+
+    def generate(self, *args, length: int, **kwargs):
+        return self.sampler.generate(*args, **kwargs)
+
+
+@pytest.mark.parametrize("meddle", ["stale", "garbled"])
+def test_the_canary_tells_a_push_that_arrived_from_one_that_did_not(meddle: str):
+    mesh = sharding.make_mesh(2, 1, 1)
+    model, params = tiny.model_and_params()
+    params = jax.device_put(params, sharding.shardings(params, mesh))
+    nudge: Callable = lambda by, tree: jax.tree.map(lambda x: x * (1 + by), tree)  # noqa: E731
+    server = Server(model, mesh)
+    tokens, mask = tiny.prompts()
+    collate = lambda numbers: Prompts(tokens[: len(numbers)], mask[: len(numbers)], [], numbers)  # noqa: E731
+    canary = Canary(server, model, mesh, collate, bound=1e-3)
+    server.sampler.update_weights(params)
+    assert canary(params)["canary/gap"] < 1e-4
+    learned = nudge(0.01, params)
+    server.sampler.update_weights(learned)
+    told = canary(learned)
+    assert told["canary/gap"] < 1e-4
+    assert told.get("canary/before", 1.0) > 1e-3
+    more = nudge(0.01, learned)
+    if meddle == "garbled":
+        server.sampler.update_weights(nudge(-0.5, params))
+    words = "still have the weights before" if meddle == "stale" else "have other weights"
+    with pytest.raises(UserError, match=words):
+        canary(more)
+
+
+def test_exported_tensors_are_as_long_as_their_shapes_say(params):
+    shapes = export.shapes(params, untied=True)
+    made = {name: tensor.shape for name, tensor in export.tensors(params, np.float32, untied=True)}
+    assert list(made) == list(shapes)
+    assert made == shapes
+    assert partial(export.shapes, untied=False)(params).keys() == shapes.keys() - {"lm_head.weight"}

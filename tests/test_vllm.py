@@ -1,0 +1,430 @@
+"""Real vLLM servers: sampled from, fed, killed, cut off and hung. They need launch/vllm_cpu.sh --install."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_train import ROOT, records, run, start, wait_for_step
+
+from jaxrl_llm import data, sharding, update
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf
+from jaxrl_llm.rollout import weights
+from jaxrl_llm.rollout.managed import Managed
+from jaxrl_llm.rollout.vllm import VllmEngine
+from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.structs import Batch, PyTree, Rollouts
+
+pytestmark = pytest.mark.vllm
+PYTHON = str(ROOT / ".vllm" / "bin" / "python")
+FOLDER = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
+ARGUMENTS = (
+    "--enforce-eager",
+    "--no-enable-chunked-prefill",
+    "--max-num-batched-tokens",
+    "8192",
+    "--max-num-seqs",
+    "256",
+)
+LENGTH, B, G = 12, 64, 8
+KEY = jax.random.key(3)
+TINY = [
+    "--config.prompts_per_step=16", "--config.prompts_per_update=16", "--config.group_size=4", "--config.eval.every=0",
+    "--config.checkpoint.every=2", "--config.log.tensorboard=false", "--config.optim.warmup_steps=1",
+]  # fmt: skip
+
+
+def processes(group: int) -> dict[int, str]:
+    """Command line by process id of a process group, zombies left out."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, of_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state != "Z":
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def pick(group: int, what: str) -> int:
+    """The API server, the engine or the worker of a vLLM server."""
+    names = {"engine": "EngineCore", "worker": "Worker"}
+    return group if what == "API server" else next(p for p, n in processes(group).items() if names[what] in n)
+
+
+@contextmanager
+def serving(log: Path, *extra: str, dtype: str = "float32") -> Iterator[Managed]:
+    server = Managed(PYTHON, FOLDER, dtype=dtype, max_model_len=32, log=log, extra=(*ARGUMENTS, *extra))
+    try:
+        yield server
+    finally:
+        group = vllm_group(server)
+        server.stop()
+        assert not processes(group), "a process outlived its server"
+
+
+def vllm_group(server: Managed) -> int:
+    """The process group of vLLM now; it is another one after every start."""
+    deadline = time.monotonic() + 60
+    while not (found := children(server._process.pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found[-1]
+
+
+@contextmanager
+def connected(server: Managed, tmp_path: Path, run: str = "test", **changes) -> Iterator[VllmEngine]:
+    usual = dict(
+        run=run, push="file", weights_dir=str(tmp_path), push_address="", tied_head=True, dtype="float32",
+        max_completion_tokens=LENGTH, max_prompt_tokens=8, stop_ids=STOPS, pad_id=PAD, concurrency=64, timeout=120.0,
+        patience=200.0,
+    )  # fmt: skip
+    engine = VllmEngine((server.url,), **usual | changes)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+MODEL, TOKENIZER = hf.load_model(FOLDER), hf.load_tokenizer(FOLDER)
+STOPS, PAD = hf.stop_ids(FOLDER, TOKENIZER), TOKENIZER.pad_token_id
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Managed]:
+    with serving(tmp_path_factory.mktemp("server") / "vllm.log") as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def params() -> PyTree:
+    return hf.load_params(FOLDER, MODEL, sharding.make_mesh(1, 2, 2))
+
+
+def nudged(params: PyTree, by: float) -> PyTree:
+    return jax.tree.map(lambda x: x + by * jax.random.normal(jax.random.key(1), x.shape), params)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    dataset = data.tokenise(data.load_rows("arithmetic.held_out"), TOKENIZER, max_prompt_tokens=8, overlong="error")
+    return data.make_prompts(dataset, range(B), PAD)
+
+
+def gap(params: PyTree, prompts, rollouts: Rollouts, sampling: Sampling | None = None) -> float:
+    """The largest difference to the trainer's log-probabilities."""
+    batch = Batch(prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
+    score = update.make_score(MODEL, sampling or Sampling(), sharding.make_mesh(1, 2, 2), 0)
+    return float(np.abs(np.asarray(score(params, batch)) - rollouts.logprobs)[rollouts.loss_mask].max())
+
+
+def sample(engine: VllmEngine, prompts, key=KEY, sampling: Sampling | None = None, group_size: int = G) -> Rollouts:
+    return engine.generate(prompts, key, group_size=group_size, sampling=sampling or Sampling())
+
+
+def same(a: Rollouts, b: Rollouts) -> float:
+    """The share of completions that are alike; a batch's make-up moves rounding, and that now and then a token."""
+    return float((a.completions == b.completions).all(axis=-1).mean())
+
+
+def test_what_is_sampled_is_what_the_trainer_scores_whatever_was_pushed(server, params, prompts, tmp_path):
+    with connected(server, tmp_path) as engine:
+        for version, by in enumerate((0.0, 0.02, 0.0), 1):
+            pushed = nudged(params, by)
+            engine.update_weights(pushed, version)
+            for sampling in (Sampling(), Sampling(0.7), Sampling(1.3, top_k=5), Sampling(1.0, top_p=0.8)):
+                rollouts = sample(engine, prompts, sampling=sampling)
+                assert gap(pushed, prompts, rollouts, sampling) < 1e-4
+                assert (rollouts.versions[rollouts.loss_mask] == version).all()
+        assert len({tuple(x) for x in rollouts.completions.reshape(-1, LENGTH).tolist()}) > B
+        last = np.take_along_axis(rollouts.completions, rollouts.completion_mask.sum(-1, keepdims=True) - 1, -1)[..., 0]
+        np.testing.assert_array_equal(np.isin(last, STOPS), ~rollouts.truncated)
+        again, other = sample(engine, prompts), sample(engine, prompts, jax.random.key(4))
+        assert same(again, sample(engine, prompts)) > 0.98
+        assert same(again, other) < 0.9
+
+
+@pytest.mark.parametrize("way", ["http", "reload"])
+def test_weights_get_there_by_another_way_too(server, params, prompts, tmp_path, way):
+    with connected(server, tmp_path, push=way, push_address="127.0.0.1" if way == "http" else "") as engine:
+        pushed = nudged(params, 0.03)
+        engine.update_weights(pushed, 5)
+        rollouts = sample(engine, prompts)
+        assert gap(pushed, prompts, rollouts) < 1e-4
+        assert (rollouts.versions == 5).all()
+
+
+def spoil(tensors: dict[str, np.ndarray], how: str) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    if how == "missing":
+        del tensors[name]
+    elif how == "unknown":
+        tensors["model.extra.weight"] = tensors[name]
+    elif how == "of another shape":
+        tensors[name] = np.ascontiguousarray(tensors[name].T)
+    else:
+        tensors[name][3, 5] = np.nan
+
+
+@pytest.mark.parametrize("how", ["missing", "unknown", "of another shape", "NaN", "cut in half"])
+def test_a_push_with_a_tensor_that_is_wrong_changes_nothing(server, params, prompts, tmp_path, how):
+    with connected(server, tmp_path) as engine:
+        engine.update_weights(params, 3)
+        before, file = sample(engine, prompts), tmp_path / "bad.safetensors"
+        tensors = load_file(FOLDER / "model.safetensors")
+        if how == "cut in half":
+            whole = (FOLDER / "model.safetensors").read_bytes()
+            file.write_bytes(whole[: len(whole) // 2])
+        else:
+            spoil(tensors, how)
+            save_file(tensors, file)
+        post = lambda path, body=None: httpx.post(server.url + path, json=body, timeout=60)  # noqa: E731
+        post("/pause?mode=keep")
+        post("/start_weight_update")
+        answer = post("/update_weights", {"update_info": {"path": str(file)}})
+        post("/resume")
+        assert answer.status_code == 500
+        assert how == "cut in half" or "refused: " in answer.text, answer.text
+        assert httpx.get(server.url + "/weight_info").json()["weight_version"].endswith(":3")
+        after = sample(engine, prompts)
+        assert same(before, after) > 0.98
+        assert gap(params, prompts, after) < 1e-4
+        engine.update_weights(nudged(params, 0.02), 4)
+        assert gap(nudged(params, 0.02), prompts, sample(engine, prompts)) < 1e-4
+
+
+def test_a_push_whose_connection_breaks_is_repeated(server, params, prompts, tmp_path, monkeypatch):
+    whole, cuts = weights.shutil.copyfileobj, []
+
+    def half(source, sink, length):
+        if cuts:
+            return whole(source, sink, length)
+        cuts.append(1)
+        size = os.fstat(source.fileno()).st_size
+        sink.write(source.read(size // 2))
+        sink.flush()
+        sink.close()
+
+    monkeypatch.setattr(weights.shutil, "copyfileobj", half)
+    with connected(server, tmp_path, push="http", push_address="127.0.0.1") as engine:
+        pushed = nudged(params, 0.01)
+        engine.update_weights(pushed, 8)
+        assert cuts
+        assert gap(pushed, prompts, sample(engine, prompts)) < 1e-4
+
+
+def test_a_second_run_on_the_same_server_is_refused_until_the_first_has_ended(server, params, prompts, tmp_path):
+    with connected(server, tmp_path, run="one") as engine, connected(server, tmp_path, run="two") as other:
+        engine.update_weights(params, 1)
+        with pytest.raises(UserError, match=r"serves another run \(jaxrl_llm:one:1\): start a server for each run"):
+            other.update_weights(params, 1)
+        assert gap(params, prompts, sample(engine, prompts)) < 1e-4
+    with connected(server, tmp_path, run="two") as other:
+        other.update_weights(params, 1)
+        assert gap(params, prompts, sample(other, prompts)) < 1e-4
+
+
+def test_a_run_that_was_killed_in_the_middle_of_a_push_goes_on_with_the_server_it_left(
+    server, params, prompts, tmp_path
+):
+    for path in ("/pause?mode=keep", "/start_weight_update"):
+        httpx.post(server.url + path, timeout=60)
+    with connected(server, tmp_path) as engine:
+        engine.update_weights(params, 2)
+        assert gap(params, prompts, sample(engine, prompts)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(max_completion_tokens=64), "takes 32 tokens, prompt and completion may have 8 . 64"),
+        (dict(dtype="bfloat16"), r"computes in torch.float32, config.model.dtype is 'bfloat16'"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_refused(server, params, tmp_path, changes, words):
+    with connected(server, tmp_path, **changes) as engine, pytest.raises(UserError, match=words):
+        engine.update_weights(params, 1)
+
+
+@pytest.mark.parametrize("what", ["API server", "engine", "worker"])
+def test_a_server_killed_in_the_middle_of_requests_comes_back_and_loses_none(server, params, prompts, tmp_path, what):
+    with connected(server, tmp_path) as engine:
+        engine.update_weights(nudged(params, 0.01), 6)
+        whole, group = sample(engine, prompts), vllm_group(server)
+        threading.Timer(0.15, os.kill, (pick(group, what), signal.SIGKILL)).start()
+        rollouts = sample(engine, prompts)
+        assert vllm_group(server) != group, "it was not started again"
+        assert not processes(group)
+        assert same(rollouts, whole) > 0.95
+        assert gap(nudged(params, 0.01), prompts, rollouts) < 1e-4
+        assert (rollouts.versions == 6).all()
+
+
+@pytest.mark.parametrize("what", ["API server", "engine", "worker"])
+def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(server, params, prompts, tmp_path, what):
+    with connected(server, tmp_path) as engine:
+        engine.update_weights(params, 1)
+        group, killed = vllm_group(server), []
+
+        def kill_then(post: Callable) -> Callable:
+            def call(path: str, body: object = None) -> object:
+                if path == "/update_weights" and not killed:
+                    os.kill(pick(group, what), signal.SIGKILL)
+                    killed.append(what)
+                return post(path, body)
+
+            return call
+
+        engine._push = lambda post, offer, tag: weights.pull(kill_then(post), offer, tag)
+        pushed = nudged(params, 0.02)
+        engine.update_weights(pushed, 2)
+        assert killed
+        assert vllm_group(server) != group
+        rollouts = sample(engine, prompts)
+        assert gap(pushed, prompts, rollouts) < 1e-4
+        assert (rollouts.versions == 2).all()
+
+
+def test_a_server_that_hangs_for_a_minute_is_waited_for(server, params, prompts, tmp_path):
+    with connected(server, tmp_path, timeout=15.0) as engine:
+        engine.update_weights(params, 9)
+        group = vllm_group(server)
+        stopped = list(processes(group))
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        threading.Timer(60, lambda: [os.kill(pid, signal.SIGCONT) for pid in stopped]).start()
+        began = time.monotonic()
+        assert gap(params, prompts, sample(engine, prompts)) < 1e-4
+        assert time.monotonic() - began > 55
+        assert vllm_group(server) == group
+
+
+def test_a_server_whose_weights_somebody_took_away_gets_them_again(server, params, prompts, tmp_path):
+    with connected(server, tmp_path) as engine:
+        engine.update_weights(params, 4)
+        httpx.post(server.url + "/update_weight_version", json={"new_version": "default"})
+        rollouts = sample(engine, prompts)
+        assert (rollouts.versions == 4).all()
+        httpx.post(server.url + "/update_weight_version", json={"new_version": "jaxrl_llm:another:4"})
+        with pytest.raises(UserError, match="serves another run"):
+            sample(engine, prompts)
+        httpx.post(server.url + "/update_weight_version", json={"new_version": "default"})
+
+
+def test_nothing_of_a_server_outlives_its_keeper_or_its_trainer(tmp_path):
+    """The keeper (serve_vllm) killed; and its standard input closed, as when the trainer that holds it is killed."""
+    for how in ("killed", "closed"):
+        server = Managed(PYTHON, FOLDER, dtype="float32", max_model_len=32, log=tmp_path / "log", extra=ARGUMENTS)
+        group = vllm_group(server)
+        deadline = time.monotonic() + 120
+        while not any("EngineCore" in name for name in processes(group).values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        if how == "killed":
+            server._process.kill()
+        else:
+            server._process.stdin.close()
+        while processes(group) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not processes(group), how
+        server._process.wait()
+
+
+@pytest.mark.parametrize(
+    ("extra", "dtype", "bound"),
+    [(("--tensor-parallel-size", "2"), "float32", 1e-4), ((), "bfloat16", 0.2)],
+    ids=["tensor parallel 2", "bfloat16"],
+)
+def test_weights_are_sliced_and_cast_for_the_server(params, prompts, tmp_path, monkeypatch, extra, dtype, bound):
+    if extra:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    with (
+        serving(tmp_path / "log", *extra, dtype=dtype) as server,
+        connected(server, tmp_path, dtype=dtype) as engine,
+    ):
+        pushed = nudged(params, 0.02)
+        engine.update_weights(pushed, 1)
+        rollouts = sample(engine, prompts)
+        assert gap(pushed, prompts, rollouts) < bound
+        assert gap(params, prompts, rollouts) > 2 * bound
+
+
+def test_a_run_over_a_server_of_its_own_learns_without_torch_and_leaves_nothing(tmp_path):
+    """As README's command, asked at its end what it imported."""
+    code = (
+        "import sys; from jaxrl_llm import train; sys.argv = sys.argv[1:]; train.main(); "
+        "print('imported', sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'vllm'}))"
+    )
+    argv = ["train", "--config", "configs/grpo_vllm.py", "--workdir", str(tmp_path / "run"), *TINY[3:]]
+    argv += ["--config.num_steps=12", "--config.optim.learning_rate=3e-4", "--config.eval.problems=200"]
+    argv += ["--config.eval.every=12"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=600,
+        env=os.environ | {"XLA_FLAGS": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "imported []" in done.stdout
+    first, *steps = records(tmp_path / "run")
+    assert max(s["sampler/gap_max"] for s in steps) < 1e-4
+    assert max(s["canary/gap"] for s in steps) < 1e-4
+    assert [s["rollout/lag"] for s in steps] == [0.0] * 12
+    assert steps[-1]["eval/accuracy"] > first["eval/accuracy"]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("jaxrl_llm-")]
+
+
+def test_a_run_killed_with_its_server_resumes_ahead_of_learning(tmp_path):
+    extra = [*TINY, "--config.num_steps=8", "--config.rollout.max_lag=1"]
+    process = start(tmp_path / "run", *extra, config="configs/grpo_vllm.py")
+    wait_for_step(tmp_path / "run", 5, process)
+    keepers = [pid for pid in children(process.pid) if "serve_vllm" in Path(f"/proc/{pid}/cmdline").read_text()]
+    group = children(keepers[0])[-1]
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 60
+    while processes(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes(group)
+    result = run(tmp_path / "run", *extra, config="configs/grpo_vllm.py")
+    assert result.returncode == 0, result.stderr
+    steps = records(tmp_path / "run")
+    assert [s["step"] for s in steps] == list(range(1, 9))
+    assert [s["rollout/lag"] for s in steps] == [0.0] + [1.0] * 7
+    assert min(s["correction/ess"] for s in steps) > 0.5
+
+
+def test_a_run_killed_while_its_server_lives_on_resumes_with_it(server, tmp_path):
+    extra = [
+        *TINY, "--config.num_steps=8", "--config.rollout.managed=false", f"--config.rollout.servers={server.url}",
+        "--config.rollout.push=http", "--config.rollout.push_address=127.0.0.1",
+    ]  # fmt: skip
+    process = start(tmp_path / "run", *extra, config="configs/grpo_vllm.py")
+    wait_for_step(tmp_path / "run", 4, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    result = run(tmp_path / "other", *extra, config="configs/grpo_vllm.py")
+    assert result.returncode == 2
+    assert "serves another run" in result.stderr
+    result = run(tmp_path / "run", *extra, config="configs/grpo_vllm.py")
+    assert result.returncode == 0, result.stderr
+    assert [s["step"] for s in records(tmp_path / "run")] == list(range(1, 9))
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["rollout"]["engine"] == "vllm"
+    assert httpx.get(server.url + "/weight_info").json()["weight_version"] == "default"
