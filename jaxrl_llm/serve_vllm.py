@@ -8,7 +8,6 @@ nor torch.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import subprocess
@@ -16,9 +15,9 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from jaxrl_llm.errors import Parser, UserError, run_main
@@ -39,7 +38,6 @@ ON_A_CPU = dict(
     TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),  # 15 s of compiling at a start
 )
 TERMINATE = 20.0  # seconds that vLLM has to end by itself
-PR_SET_PDEATHSIG = 1
 
 
 def check_python(python: str, name: str) -> None:
@@ -54,7 +52,7 @@ def check_python(python: str, name: str) -> None:
 
 
 def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subprocess.Popen[bytes]:
-    """vLLM, in a process group of its own; it ends should this process be killed."""
+    """vLLM, in a process group of its own."""
     command = [
         args.python, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", args.model,
         "--host", args.host, "--port", str(args.port), "--dtype", args.dtype, *FIXED,
@@ -66,16 +64,15 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
     with args.log.open("ab") as log:
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=partial(_end_with_parent, os.getpid()),
+            start_new_session=True,
         )  # fmt: skip
 
 
-def _end_with_parent(parent: int) -> None:
-    """Linux: SIGTERM for this process when its parent ends, even by kill -9."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
+def guard(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    """A process that kills vLLM's group when this process is gone, even by kill -9: its standard input ends then."""
+    code = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
+    command = [sys.executable, "-I", "-c", code, str(process.pid)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -89,6 +86,18 @@ def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         time.sleep(0.25)
 
 
+def wait_for_the_end(process: subprocess.Popen[bytes], url: str) -> None:
+    """Returns when it has ended, or says that its engine is dead: then it may live on and answer nothing."""
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        except urllib.error.HTTPError:
+            return
+        except OSError:  # it is busy, or hangs, and may come back
+            pass
+        time.sleep(1)
+
+
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the whole group: workers outlive a server that is merely killed."""
     process.terminate()
@@ -97,6 +106,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _end(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stopping takes its time, and is to be whole
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(0)
 
 
 def _end_at_eof() -> None:
@@ -119,25 +134,32 @@ def main() -> None:
     parser.add_argument("--public", action="store_true", help="allow an address that others can reach")
     parser.add_argument("--with-parent", action="store_true", help="end when standard input closes")
     args = parser.parse_args(argv[:cut])
+    extra = argv[cut + 1 :]
+    if mine := [word for word in extra if word.split("=")[0] in ("--host", "--port", "--model", "--dtype")]:
+        raise UserError(f"{mine[0]} belongs before the --: it is an argument of this command")
     if args.host not in LOOPBACK and not args.public:
         raise UserError(
             f"--host {args.host}: whoever reaches the server can replace its weights, and --api-key does not guard "
             "those routes; keep 127.0.0.1, or say --public on a network that is yours alone"
         )
     check_python(args.python, "--python")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for asked in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(asked, _end)
     if args.with_parent:
         threading.Thread(target=_end_at_eof, daemon=True).start()
-    url = f"http://{args.host}:{args.port}"
+    url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm-vllm-", ignore_cleanup_errors=True) as temporary:
         while True:
-            process = start(args, argv[cut + 1 :], temporary)
+            process = start(args, extra, temporary)
+            watch = guard(process)
             try:
                 wait(process, url, args.log)
                 print(f"vLLM answers at {url}; its log is {args.log}", flush=True)
-                process.wait()
+                wait_for_the_end(process, url)
             finally:
                 stop(process)
+                watch.kill()
+                watch.wait()
             print(f"vLLM ended with exit code {process.returncode}: it is started again", flush=True)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ import numpy as np
 
 from jaxrl_llm import checks, data, kl, losses, optim, rewards, sharding, signals, update
 from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
+from jaxrl_llm.clerk import Clerk
 from jaxrl_llm.collect import Collector, Sampled
 from jaxrl_llm.compiling import Compilations, keep_compilations
 from jaxrl_llm.config import arguments, parse_arguments, resolve
@@ -24,7 +24,7 @@ from jaxrl_llm.correction import high_entropy, make_correction
 from jaxrl_llm.critic import explained_variance, make_critic
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.evaluate import evaluate
-from jaxrl_llm.metrics import Log, Timer, banner, summary
+from jaxrl_llm.metrics import Log, Timer, banner
 from jaxrl_llm.models import export, hf
 from jaxrl_llm.packing import pack
 from jaxrl_llm.rollout import vllm
@@ -138,9 +138,8 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     if start == 0 and config.eval.every:
         log.step(0, {"eval/accuracy": ahead.do(accuracy).result()})
     ahead.begin(start, [(collector.again(arrays), metrics) for arrays, metrics in waiting])
-    clerk = ThreadPoolExecutor(max_workers=1)  # waits for a step's numbers and writes them while the next one runs
+    clerk = at_the_end.enter_context(closing(Clerk(log)))
     updated: Future[float] | None = None  # when the updates of the step before were done
-    written: Future[None] | None = None
     step = start
     while step < config.num_steps and not stop.asked:
         step += 1
@@ -161,7 +160,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
             entropy = score_entropy(state.params, batch)
             batch = replace(batch, chosen=high_entropy(entropy, batch.loss_mask, share=config.mask.top_entropy))
         values = critic.score(value_state.params, batch) if critic else None
-        scored = clerk.submit(ready, (ref, old, of_teacher, values))
+        scored = clerk.watch((ref, old, of_teacher, values))
 
         # Rewards, advantages.
         texts, channels = sampled.judged()
@@ -196,7 +195,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
             if not critic or step > config.critic.warmup_steps:
                 state, of_policy = update_step(state, batch, rows)
             updates.append(of_policy | {f"critic/{name}": x for name, x in of_critic.items()})
-        updated = clerk.submit(ready, updates)
+        updated = clerk.watch(updates)
         pushed = ahead.do(push, state.params, step)
         if moving_ref and step % config.kl.refresh_every == 0:
             ref_params = kl.mixed(ref_params, state.params, config.kl.mix)
@@ -210,22 +209,16 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
         judged = {"eval/accuracy": ahead.do(accuracy).result()} if score_now else {}
         shown = config.log.completions_every and step % config.log.completions_every == 0
         sample = (sampled.prompts.rows, texts, channels["total"]) if shown else None
-        if written:
-            written.result()  # a line that could not be written ends the run here
-        written = clerk.submit(
-            write_step, log, step, timer, (scored, updated), (updates, measured), sampled, (channels, penalty), judged,
-            sample,
-        )  # fmt: skip
+        clerk.write(step, timer, (scored, updated), (updates, measured), sampled, (channels, penalty), judged, sample)
         if step % config.checkpoint.every == 0 or judged or last or stop.asked:
-            written.result()  # what the log says of a step is there before its checkpoint
+            clerk.finish()  # what the log says of a step is there before its checkpoint
             kept = (state, value_state, ref_params if moving_ref else None)
             waiting = [(collector.keep(of_batch), metrics) for of_batch, metrics in ahead.waiting()]
             checkpoints.save(step, kept, prompt_iterator, judged.get("eval/accuracy"), waiting)
-        ahead.learned(step)
+        if not stop.asked:
+            ahead.learned(step)
     pushed.result()
-    clerk.shutdown()
-    if written:
-        written.result()
+    clerk.finish()
     checkpoints.close()
     if step >= config.num_steps:
         export.save(workdir / "hf", state.params, folder)
@@ -259,33 +252,6 @@ def minibatches(config: Config, step: int) -> Iterator[Array]:
         if epoch:
             np.random.default_rng((config.seed, step, epoch)).shuffle(rows)
         yield from jnp.asarray(rows.reshape(-1, config.prompts_per_update))
-
-
-def ready(arrays: Any) -> float:
-    """When the arrays were there."""
-    jax.block_until_ready(arrays)
-    return time.perf_counter()
-
-
-def write_step(
-    log: Log,
-    step: int,
-    timer: Timer,
-    done: tuple[Future[float], Future[float]],
-    on_device: tuple[list[dict[str, Any]], dict[str, Any]],
-    sampled: Sampled,
-    earned: tuple[dict[str, np.ndarray], np.ndarray],
-    judged: dict[str, Any],
-    sample: tuple | None,
-) -> None:
-    """Waits for the numbers of a step and writes its line; done: when it was scored, and updated."""
-    scored, updated = (future.result() for future in done)
-    timer.lap("score", since=timer.at["rollout"], at=scored)
-    timer.lap("update", since=max(scored, timer.at["reward"]), at=updated)
-    updates, measured = sharding.to_host(on_device)
-    log.step(step, summary(step, sampled.rollouts, *earned, updates, timer) | measured | judged)
-    if sample:
-        log.completions(step, *sample)
 
 
 def main() -> None:

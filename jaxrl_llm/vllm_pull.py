@@ -30,9 +30,10 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """tensors: {name: shape} of every tensor that a push must hold, no more and no fewer."""
+    """tensors: {name: shape} of every tensor that a push must hold; model: fields of its config.json."""
 
     tensors: dict[str, list[int]]
+    model: dict[str, Any]
 
 
 @dataclass
@@ -53,6 +54,9 @@ class Pull(WeightTransferEngine[Init, Update]):
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: Init) -> None:
+        for name, wanted in init_info.model.items():
+            if (found := getattr(self.model_config.hf_config, name)) != wanted:
+                raise ValueError(f"refused: the server's model has {name} {found}, not {wanted}: serve the run's model")
         self.tensors = {name: tuple(shape) for name, shape in init_info.tensors.items()}
 
     def start_weight_update(self) -> None:

@@ -229,6 +229,7 @@ def test_a_config_with_vllm_is_refused_for(refuse: Refuse, argv: str, words: str
 
 def test_a_public_server_and_one_without_vllm_are_refused(refuse: Refuse) -> None:
     refuse(serve_vllm, ["--model", "m", "--host", "0.0.0.0"], "--host 0.0.0.0 | --api-key does not guard | --public")
+    refuse(serve_vllm, ["--model", "m", "--", "--host=0.0.0.0"], "--host=0.0.0.0 belongs before the --")
     refuse(serve_vllm, ["--model", "m", "--python", sys.executable], "--python | has no vLLM | launch/vllm_cpu.sh")
 
 

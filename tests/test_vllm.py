@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import jax
@@ -84,17 +86,30 @@ def serving(log: Path, *extra: str, dtype: str = "float32") -> Iterator[Managed]
 
 def vllm_group(server: Managed) -> int:
     """The process group of vLLM now; it is another one after every start."""
-    deadline = time.monotonic() + 60
-    while not (found := children(server._process.pid)):
-        assert time.monotonic() < deadline
+    return wait_for(lambda: vllm_of(server._process.pid))
+
+
+def vllm_of(keeper: int) -> int | None:
+    """The API server that a serve_vllm process started."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in children(keeper)}
+    return next(
+        (pid for pid, file in commands.items() if file.exists() and "vllm.entrypoints" in file.read_text()), None
+    )
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
+    """What a condition comes to, when it is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
-    return found[-1]
+    return found
 
 
 @contextmanager
 def connected(server: Managed, tmp_path: Path, run: str = "test", **changes) -> Iterator[VllmEngine]:
     usual = dict(
-        run=run, push="file", weights_dir=str(tmp_path), push_address="", tied_head=True, dtype="float32",
+        run=run, push="file", weights_dir=str(tmp_path), push_address="", model=MODEL.cfg, dtype="float32",
         max_completion_tokens=LENGTH, max_prompt_tokens=8, stop_ids=STOPS, pad_id=PAD, concurrency=64, timeout=120.0,
         patience=200.0,
     )  # fmt: skip
@@ -130,11 +145,11 @@ def prompts():
     return data.make_prompts(dataset, range(B), PAD)
 
 
-def gap(params: PyTree, prompts, rollouts: Rollouts, sampling: Sampling | None = None) -> float:
-    """The largest difference to the trainer's log-probabilities."""
+def gap(params: PyTree, prompts, rollouts: Rollouts, sampling: Sampling | None = None, of: Callable = np.max) -> float:
+    """The largest difference to the trainer's log-probabilities, or what `of` makes of all of them."""
     batch = Batch(prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
     score = update.make_score(MODEL, sampling or Sampling(), sharding.make_mesh(1, 2, 2), 0)
-    return float(np.abs(np.asarray(score(params, batch)) - rollouts.logprobs)[rollouts.loss_mask].max())
+    return float(of(np.abs(np.asarray(score(params, batch)) - rollouts.logprobs)[rollouts.loss_mask]))
 
 
 def sample(engine: VllmEngine, prompts, key=KEY, sampling: Sampling | None = None, group_size: int = G) -> Rollouts:
@@ -257,6 +272,7 @@ def test_a_run_that_was_killed_in_the_middle_of_a_push_goes_on_with_the_server_i
     ("changes", "words"),
     [
         (dict(max_completion_tokens=64), "takes 32 tokens, prompt and completion may have 8 . 64"),
+        (dict(model=replace(MODEL.cfg, layers=3)), "the server's model has num_hidden_layers 4, not 3"),
         (dict(dtype="bfloat16"), r"computes in torch.float32, config.model.dtype is 'bfloat16'"),
     ],
 )
@@ -330,28 +346,23 @@ def test_a_server_whose_weights_somebody_took_away_gets_them_again(server, param
         httpx.post(server.url + "/update_weight_version", json={"new_version": "default"})
 
 
-def test_nothing_of_a_server_outlives_its_keeper_or_its_trainer(tmp_path):
-    """The keeper (serve_vllm) killed; and its standard input closed, as when the trainer that holds it is killed."""
-    for how in ("killed", "closed"):
-        server = Managed(PYTHON, FOLDER, dtype="float32", max_model_len=32, log=tmp_path / "log", extra=ARGUMENTS)
-        group = vllm_group(server)
-        deadline = time.monotonic() + 120
-        while not any("EngineCore" in name for name in processes(group).values()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        if how == "killed":
-            server._process.kill()
-        else:
-            server._process.stdin.close()
-        while processes(group) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not processes(group), how
-        server._process.wait()
+@pytest.mark.parametrize("how", ["killed", "left by its trainer"])
+def test_nothing_of_a_server_outlives_its_keeper(tmp_path, how):
+    """Its keeper is serve_vllm; when a trainer is killed, the standard input it holds closes."""
+    server = Managed(PYTHON, FOLDER, dtype="float32", max_model_len=32, log=tmp_path / "log", extra=ARGUMENTS)
+    group = vllm_group(server)
+    wait_for(lambda: any("EngineCore" in name for name in processes(group).values()))
+    if how == "killed":
+        server._process.kill()
+    else:
+        server._process.stdin.close()
+    wait_for(lambda: not processes(group))
+    server._process.wait()
 
 
 @pytest.mark.parametrize(
     ("extra", "dtype", "bound"),
-    [(("--tensor-parallel-size", "2"), "float32", 1e-4), ((), "bfloat16", 0.2)],
+    [(("--tensor-parallel-size", "2"), "float32", 1e-4), ((), "bfloat16", 0.05)],
     ids=["tensor parallel 2", "bfloat16"],
 )
 def test_weights_are_sliced_and_cast_for_the_server(params, prompts, tmp_path, monkeypatch, extra, dtype, bound):
@@ -364,15 +375,15 @@ def test_weights_are_sliced_and_cast_for_the_server(params, prompts, tmp_path, m
         pushed = nudged(params, 0.02)
         engine.update_weights(pushed, 1)
         rollouts = sample(engine, prompts)
-        assert gap(pushed, prompts, rollouts) < bound
-        assert gap(params, prompts, rollouts) > 2 * bound
+        right, wrong = (gap(tree, prompts, rollouts, of=np.mean) for tree in (pushed, params))
+        assert right < bound < wrong / 3, (right, wrong)
 
 
 def test_a_run_over_a_server_of_its_own_learns_without_torch_and_leaves_nothing(tmp_path):
-    """As README's command, asked at its end what it imported."""
+    """In a process where an import of torch or vllm fails, as in an environment without them."""
     code = (
-        "import sys; from jaxrl_llm import train; sys.argv = sys.argv[1:]; train.main(); "
-        "print('imported', sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'vllm'}))"
+        "import sys; sys.modules['torch'] = sys.modules['vllm'] = None; "
+        "from jaxrl_llm import train; sys.argv = sys.argv[1:]; train.main()"
     )
     argv = ["train", "--config", "configs/grpo_vllm.py", "--workdir", str(tmp_path / "run"), *TINY[3:]]
     argv += ["--config.num_steps=12", "--config.optim.learning_rate=3e-4", "--config.eval.problems=200"]
@@ -382,7 +393,6 @@ def test_a_run_over_a_server_of_its_own_learns_without_torch_and_leaves_nothing(
         env=os.environ | {"XLA_FLAGS": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "imported []" in done.stdout
     first, *steps = records(tmp_path / "run")
     assert max(s["sampler/gap_max"] for s in steps) < 1e-4
     assert max(s["canary/gap"] for s in steps) < 1e-4
@@ -396,13 +406,10 @@ def test_a_run_killed_with_its_server_resumes_ahead_of_learning(tmp_path):
     process = start(tmp_path / "run", *extra, config="configs/grpo_vllm.py")
     wait_for_step(tmp_path / "run", 5, process)
     keepers = [pid for pid in children(process.pid) if "serve_vllm" in Path(f"/proc/{pid}/cmdline").read_text()]
-    group = children(keepers[0])[-1]
+    group = vllm_of(keepers[0])
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 60
-    while processes(group) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes(group)
+    wait_for(lambda: not processes(group))
     result = run(tmp_path / "run", *extra, config="configs/grpo_vllm.py")
     assert result.returncode == 0, result.stderr
     steps = records(tmp_path / "run")

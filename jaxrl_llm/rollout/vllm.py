@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from threading import Event, Lock
@@ -30,6 +31,10 @@ SETTINGS = {  # what a server must have been started with, for its numbers to me
     "logprobs_mode": ("processed_logprobs", "its log-probabilities would not be of the distribution sampled"),
     "generation_config": ("vllm", "the model folder's generation_config.json would change the sampling"),
 }
+SHAPE = {  # what a server's model must have as ours has it: in config.json, and in DecoderConfig
+    "hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads", "vocab_size": "vocab_size",
+    "num_key_value_heads": "kv_heads", "intermediate_size": "mlp_width", "tie_word_embeddings": "tied_head",
+}  # fmt: skip
 T = TypeVar("T")
 
 
@@ -60,7 +65,7 @@ def start(
     where = f"{socket.gethostname()} {workdir.absolute()}"  # the same when the run is resumed
     return VllmEngine(
         (managed.url,) if managed else r.servers, run=hashlib.sha256(where.encode()).hexdigest()[:12],
-        push=r.push, weights_dir=r.weights_dir, push_address=r.push_address, tied_head=model.tied_head,
+        push=r.push, weights_dir=r.weights_dir, push_address=r.push_address, model=model,
         dtype=config.model.dtype, max_completion_tokens=r.max_completion_tokens, max_prompt_tokens=width,
         stop_ids=stop_ids, pad_id=pad_id, concurrency=r.concurrency, timeout=r.timeout, patience=r.patience,
         managed=managed,
@@ -77,18 +82,21 @@ class VllmEngine:
     exact = False
 
     def __init__(
-        self, servers: tuple[str, ...], *, run: str, push: str, weights_dir: str, push_address: str, tied_head: bool,
-        dtype: str, max_completion_tokens: int, max_prompt_tokens: int, stop_ids: tuple[int, ...], pad_id: int,
-        concurrency: int, timeout: float, patience: float, managed: Managed | None = None,
+        self, servers: tuple[str, ...], *, run: str, model: DecoderConfig, push: str, weights_dir: str,
+        push_address: str, dtype: str, max_completion_tokens: int, max_prompt_tokens: int,
+        stop_ids: tuple[int, ...], pad_id: int, concurrency: int, timeout: float, patience: float,
+        managed: Managed | None = None,
     ):  # fmt: skip
         """run: what tells this run from others; dtype: of the weights pushed. Raises: UserError, as `weights.Offer`."""
         self._servers = tuple(server.rstrip("/") for server in servers)
         self._run, self._dtype = f"jaxrl_llm:{run}:", dtype
-        self._push = weights.reload if push == "reload" else weights.pull
+        self._pulls = push != "reload"  # the server has our backend
+        self._push = weights.pull if self._pulls else weights.reload
         self._offer = weights.Offer(
-            Path(weights_dir) / f"jaxrl_llm-{run}", dtype, untied=push == "reload" and tied_head,
+            Path(weights_dir) / f"jaxrl_llm-{run}", dtype, untied=model.tied_head and not self._pulls,
             address=push_address if push == "http" else "",
         )  # fmt: skip
+        self._model = {ours: getattr(model, name) for ours, name in SHAPE.items()}
         self._length, self._width = max_completion_tokens, max_prompt_tokens
         self._stops, self._pad = stop_ids, pad_id
         self._patience, self._managed = patience, managed
@@ -147,7 +155,9 @@ class VllmEngine:
 
     def _spans(self, choice: dict[str, Any]) -> list[tuple[int, int, int]]:
         """First token, last + 1 and version of the weights; -1: none of this run's. Raises: UserError, if another's."""
-        return [(x["start"], x["end"], self._number(x["version"])) for x in choice["weight_versions"] or ()]
+        if not (spans := choice.get("weight_versions")):
+            raise UserError("the vLLM server does not say which weights made a token: take vLLM 0.32 or newer")
+        return [(x["start"], x["end"], self._number(x["version"])) for x in spans]
 
     def _number(self, tag: str) -> int:
         if tag.startswith("jaxrl_llm:") and not tag.startswith(self._run):
@@ -174,7 +184,7 @@ class VllmEngine:
         """Stops asking, frees the servers for another run, and stops one that is ours."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for server in self._servers if not self._managed else ():
+        for server in self._ready if not self._managed else ():
             with suppress(Unavailable, UserError):
                 self.request(server, "POST", "/update_weight_version", {"new_version": "default"}, timeout=5)
         if self._managed:
@@ -212,10 +222,12 @@ class VllmEngine:
             if server not in self._ready:
                 self._check(server)
                 post("/resume")  # where a trainer was killed in the middle of a push
-                if self._push is weights.pull:
+                if self._pulls:
                     with suppress(Unavailable):  # there is no such push
                         post("/finish_weight_update")
-                    post("/init_weight_transfer_engine", {"init_info": {"tensors": self._tensors}})
+                    post(
+                        "/init_weight_transfer_engine", {"init_info": {"tensors": self._tensors, "model": self._model}}
+                    )
             if has != self._version or server not in self._ready:
                 self._push(post, self._offer, f"{self._run}{self._version}")
             self._ready.add(server)
@@ -227,7 +239,7 @@ class VllmEngine:
         for name, (wanted, otherwise) in SETTINGS.items():
             if model[name] != wanted:
                 raise UserError(f"vLLM at {server} has {name} {model[name]!r}: start it with {wanted!r}: {otherwise}")
-        if self._push is weights.pull and backend != "pull":
+        if self._pulls and backend != "pull":
             raise UserError(
                 f"vLLM at {server} has the weight-transfer backend {backend!r}: start it with "
                 "python -m jaxrl_llm.serve_vllm, or set config.rollout.push = 'reload'"
@@ -244,15 +256,19 @@ class VllmEngine:
 
     def request(self, server: str, method: str, path: str, body: Any = None, **options: Any) -> Any:
         """The JSON answer. Raises: Unavailable, or UserError for a refusal that would come again."""
+        send = partial(self._client.request, method, server + path, json=body, **options)
         try:
-            answer = self._client.request(method, server + path, json=body, **options)
+            try:
+                answer = send()
+            except httpx.RemoteProtocolError:  # a connection kept from before, which the server has closed since
+                answer = send()
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
             raise Unavailable(f"{type(error).__name__} {error} at {path}") from None
+        if answer.status_code == 200:
+            return answer.json() if answer.content else None
         said = " ".join(answer.text[:400].split())
-        if answer.status_code == 404 and path != "/inference/v1/generate":
+        if answer.status_code == 404:
             raise UserError(f"vLLM at {server} has no {path}: start it with python -m jaxrl_llm.serve_vllm")
-        if "refused: " in said or 400 <= answer.status_code < 500:
+        if "refused: " in said or answer.status_code < 500:
             raise UserError(f"vLLM at {server} refuses {path}: {said}")
-        if answer.status_code != 200:
-            raise Unavailable(f"{answer.status_code} {said} at {path}")
-        return answer.json() if answer.content else None
+        raise Unavailable(f"{answer.status_code} {said} at {path}")
