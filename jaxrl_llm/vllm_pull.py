@@ -75,7 +75,17 @@ class Pull(WeightTransferEngine[Init, Update]):
 
 
 class Extension:
-    """Nothing but the reason why vLLM's workers import this module."""
+    """Part of each of vLLM's workers, and the reason why they import this module."""
+
+    _weight_update_active: bool  # the worker's own
+
+    def forget_push(self) -> None:
+        """A push that its trainer did not live to finish is over; there need not be one.
+
+        Asking vLLM to finish it would fail where there is none, and with tensor parallelism a call that fails leaves
+        an answer behind that later calls take for theirs.
+        """
+        self._weight_update_active = False
 
 
 @contextmanager

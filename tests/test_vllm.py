@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,12 @@ def vllm_of(keeper: int) -> int | None:
     )
 
 
+def healthy(server: Managed) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(server.url + "/health").status_code == 200
+    return False
+
+
 def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
     """What a condition comes to, when it is something."""
     deadline = time.monotonic() + seconds
@@ -127,6 +133,7 @@ STOPS, PAD = hf.stop_ids(FOLDER, TOKENIZER), TOKENIZER.pad_token_id
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Managed]:
     with serving(tmp_path_factory.mktemp("server") / "vllm.log") as live:
+        wait_for(lambda: healthy(live))
         yield live
 
 

@@ -223,8 +223,7 @@ class VllmEngine:
                 self._check(server)
                 post("/resume")  # where a trainer was killed in the middle of a push
                 if self._pulls:
-                    with suppress(Unavailable):  # there is no such push
-                        post("/finish_weight_update")
+                    post("/collective_rpc", {"method": "forget_push"})
                     post(
                         "/init_weight_transfer_engine", {"init_info": {"tensors": self._tensors, "model": self._model}}
                     )
