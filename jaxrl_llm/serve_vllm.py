@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,7 +38,7 @@ ON_A_CPU = dict(
     VLLM_CPU_OMP_THREADS_BIND="nobind",  # a trainer may be on these cores too
     TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),  # 15 s of compiling at a start
 )
-TERMINATE = 20.0  # seconds that vLLM has to end by itself
+TERMINATE = 10.0  # seconds that vLLM has to end by itself
 
 
 def check_python(python: str, name: str) -> None:
@@ -58,9 +59,7 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
         "--host", args.host, "--port", str(args.port), "--dtype", args.dtype, *FIXED,
         *(("--max-model-len", str(args.max_model_len)) if args.max_model_len else ()), *extra,
     ]  # fmt: skip
-    here = str(Path(__file__).parent.parent)
-    path = os.pathsep.join(x for x in (here, os.environ.get("PYTHONPATH")) if x)
-    environment = ON_A_CPU | os.environ | ENVIRONMENT | {"PYTHONPATH": path, "TMPDIR": temporary}
+    environment = ON_A_CPU | os.environ | ENVIRONMENT | {"PYTHONPATH": python_path(), "TMPDIR": temporary}
     with args.log.open("ab") as log:
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -69,10 +68,16 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
 
 
 def guard(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-    """A process that kills vLLM's group when this process is gone, even by kill -9: its standard input ends then."""
-    code = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
-    command = [sys.executable, "-I", "-c", code, str(process.pid)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    """A process that ends vLLM when this process is gone, even by kill -9: its standard input ends then."""
+    code = "import sys; from jaxrl_llm.serve_vllm import end; sys.stdin.read(); end(int(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(process.pid)]
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def python_path() -> str:
+    """With this package in it, which need not be installed."""
+    return os.pathsep.join(x for x in (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")) if x)
 
 
 def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -98,14 +103,19 @@ def wait_for_the_end(process: subprocess.Popen[bytes], url: str) -> None:
         time.sleep(1)
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the whole group: workers outlive a server that is merely killed."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(TERMINATE)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def end(group: int, reap: Callable[[], object] = lambda: None) -> None:
+    """Ends a whole process group, whose workers outlive a server that is merely killed.
+
+    They are asked first, for they have shared memory to give back.
+    """
+    with suppress(ProcessLookupError):  # there is none left
+        os.killpg(group, signal.SIGTERM)
+        deadline = time.monotonic() + TERMINATE
+        while time.monotonic() < deadline:
+            reap()
+            os.killpg(group, 0)
+            time.sleep(0.1)
+        os.killpg(group, signal.SIGKILL)
 
 
 def _end(number: int, frame: object) -> None:
@@ -157,7 +167,8 @@ def main() -> None:
                 print(f"vLLM answers at {url}; its log is {args.log}", flush=True)
                 wait_for_the_end(process, url)
             finally:
-                stop(process)
+                end(process.pid, process.poll)
+                process.wait()
                 watch.kill()
                 watch.wait()
             print(f"vLLM ended with exit code {process.returncode}: it is started again", flush=True)
