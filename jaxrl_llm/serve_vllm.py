@@ -106,8 +106,9 @@ def wait_for_the_end(process: subprocess.Popen[bytes], url: str) -> None:
 def end(group: int, reap: Callable[[], object] = lambda: None) -> None:
     """Ends a whole process group, whose workers outlive a server that is merely killed.
 
-    They are asked first, for they have shared memory to give back.
+    They are asked first. What they leave in shared memory, as some do that were killed, is removed.
     """
+    left = shared_memory(group)
     with suppress(ProcessLookupError):  # there is none left
         os.killpg(group, signal.SIGTERM)
         deadline = time.monotonic() + TERMINATE
@@ -116,6 +117,21 @@ def end(group: int, reap: Callable[[], object] = lambda: None) -> None:
             os.killpg(group, 0)
             time.sleep(0.1)
         os.killpg(group, signal.SIGKILL)
+    for file in left:
+        file.unlink(missing_ok=True)
+
+
+def shared_memory(group: int) -> set[Path]:
+    """The files in shared memory that processes of a group have mapped. Linux; elsewhere none are found."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+                mapped = (
+                    line.split()[-1] for line in (process / "maps").read_text().splitlines() if "/dev/shm/" in line
+                )
+                found |= {Path(name) for name in mapped if name.startswith("/dev/shm/")}
+    return found
 
 
 def _end(number: int, frame: object) -> None:

@@ -366,7 +366,7 @@ def test_nothing_of_a_server_outlives_its_keeper(tmp_path, how):
         server._process.stdin.close()
     wait_for(lambda: not processes(group))
     server._process.wait()
-    wait_for(lambda: set(os.listdir("/dev/shm")) <= before, seconds=20)
+    wait_for(lambda: set(os.listdir("/dev/shm")) <= before, seconds=30)
 
 
 @pytest.mark.parametrize(
