@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ ON_A_CPU = dict(
     VLLM_CPU_OMP_THREADS_BIND="nobind",  # a trainer may be on these cores too
     TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),  # 15 s of compiling at a start
 )
+SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.|vllm_|__KMP_)[^/\s]*$", re.MULTILINE)  # not the weights a trainer offers
 TERMINATE = 10.0  # seconds that vLLM has to end by itself
 
 
@@ -114,6 +116,7 @@ def end(group: int, reap: Callable[[], object] = lambda: None) -> None:
         deadline = time.monotonic() + TERMINATE
         while time.monotonic() < deadline:
             reap()
+            left |= shared_memory(group)
             os.killpg(group, 0)
             time.sleep(0.1)
         os.killpg(group, signal.SIGKILL)
@@ -122,15 +125,12 @@ def end(group: int, reap: Callable[[], object] = lambda: None) -> None:
 
 
 def shared_memory(group: int) -> set[Path]:
-    """The files in shared memory that processes of a group have mapped. Linux; elsewhere none are found."""
+    """Files that Python, vLLM and OpenMP made in shared memory for processes of a group. Linux; else none are found."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
             if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
-                mapped = (
-                    line.split()[-1] for line in (process / "maps").read_text().splitlines() if "/dev/shm/" in line
-                )
-                found |= {Path(name) for name in mapped if name.startswith("/dev/shm/")}
+                found |= {Path(name) for name in SHARED.findall((process / "maps").read_text())}
     return found
 
 
