@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,14 @@ def check_python(python: str, name: str) -> None:
         raise UserError(f"{name} {python!r} has no vLLM: launch/vllm_cpu.sh and launch/vllm_gpu.sh install one")
 
 
+def check_port(host: str, port: int) -> None:
+    """Raises: UserError, if it cannot be listened at."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise UserError(f"--port {port} of --host {host}: {error.strerror}: give another") from None
+
+
 def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subprocess.Popen[bytes]:
     """vLLM, in a process group of its own."""
     command = [
@@ -94,23 +103,26 @@ def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def wait_for_the_end(process: subprocess.Popen[bytes], url: str) -> None:
-    """Returns when it has ended, or says that its engine is dead: then it may live on and answer nothing."""
+    """Returns when it has ended, says that its engine is dead, or has closed its door: then it may live on for ever."""
     while process.poll() is None:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
         except urllib.error.HTTPError:
             return
-        except OSError:  # it is busy, or hangs, and may come back
-            pass
+        except OSError as error:
+            if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
+                return
+            # otherwise it is busy, or hangs, and may come back
         time.sleep(1)
 
 
-def end(group: int, reap: Callable[[], object] = lambda: None) -> None:
+def end(group: int, reap: Callable[[], object] = lambda: None, made: frozenset[Path] = frozenset()) -> None:
     """Ends a whole process group, whose workers outlive a server that is merely killed.
 
-    They are asked first. What they leave in shared memory, as some do that were killed, is removed.
+    They are asked first. What they leave in shared memory, as some do that were killed, is removed, and with it
+    `made`, what processes had there that may be gone by now.
     """
-    left = shared_memory(group)
+    left = made | shared_memory(group)
     with suppress(ProcessLookupError):  # there is none left
         os.killpg(group, signal.SIGTERM)
         deadline = time.monotonic() + TERMINATE
@@ -124,14 +136,14 @@ def end(group: int, reap: Callable[[], object] = lambda: None) -> None:
         file.unlink(missing_ok=True)
 
 
-def shared_memory(group: int) -> set[Path]:
+def shared_memory(group: int) -> frozenset[Path]:
     """Files that Python, vLLM and OpenMP made in shared memory for processes of a group. Linux; else none are found."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
             if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
                 found |= {Path(name) for name in SHARED.findall((process / "maps").read_text())}
-    return found
+    return frozenset(found)
 
 
 def _end(number: int, frame: object) -> None:
@@ -169,6 +181,7 @@ def main() -> None:
             "those routes; keep 127.0.0.1, or say --public on a network that is yours alone"
         )
     check_python(args.python, "--python")
+    check_port(args.host, args.port)
     for asked in (signal.SIGTERM, signal.SIGINT):
         signal.signal(asked, _end)
     if args.with_parent:
@@ -176,14 +189,15 @@ def main() -> None:
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm-vllm-", ignore_cleanup_errors=True) as temporary:
         while True:
-            process = start(args, extra, temporary)
+            process, made = start(args, extra, temporary), frozenset()
             watch = guard(process)
             try:
                 wait(process, url, args.log)
+                made = shared_memory(process.pid)
                 print(f"vLLM answers at {url}; its log is {args.log}", flush=True)
                 wait_for_the_end(process, url)
             finally:
-                end(process.pid, process.poll)
+                end(process.pid, process.poll, made)
                 process.wait()
                 watch.kill()
                 watch.wait()

@@ -108,6 +108,19 @@ def test_weights_are_offered_as_the_checkpoint_they_came_from(params, dtype, tmp
     assert not (tmp_path / "offer").exists()
 
 
+def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_of_a_live_one_are_not(tmp_path):
+    killed, foreign, alive = (tmp_path / f"jaxrl_llm-{name * 12}" for name in "abc")
+    for folder in (killed, foreign, tmp_path / "jaxrl_llm-main"):
+        folder.mkdir()
+        (folder / weights.FILE).touch()
+    (foreign / "notes").touch()
+    offers = [weights.Offer(folder, np.float32, untied=False) for folder in (alive, tmp_path / "offer")]
+    assert {folder.name for folder in tmp_path.iterdir()} == {alive.name, foreign.name, "jaxrl_llm-main", "offer"}
+    assert (tmp_path / "jaxrl_llm-main" / weights.FILE).exists()
+    for offer in offers:
+        offer.close()
+
+
 def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_path, monkeypatch):
     offer = weights.Offer(tmp_path / "offer", np.float32, untied=False)
     broken = jax.tree.map(lambda x: x, params)

@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -227,10 +228,16 @@ def test_a_config_with_vllm_is_refused_for(refuse: Refuse, argv: str, words: str
     refuse(train, ["--config", str(CONFIGS / "grpo_vllm.py"), "--workdir", "run", *fields(f"{TINY} {argv}")], words)
 
 
-def test_a_public_server_and_one_without_vllm_are_refused(refuse: Refuse) -> None:
+def test_a_public_server_one_without_vllm_and_one_without_a_port_are_refused(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuse(serve_vllm, ["--model", "m", "--host", "0.0.0.0"], "--host 0.0.0.0 | --api-key does not guard | --public")
     refuse(serve_vllm, ["--model", "m", "--", "--host=0.0.0.0"], "--host=0.0.0.0 belongs before the --")
     refuse(serve_vllm, ["--model", "m", "--python", sys.executable], "--python | has no vLLM | launch/vllm_cpu.sh")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(serve_vllm, "check_python", lambda *_: None)
+        port = str(taken.getsockname()[1])
+        refuse(serve_vllm, ["--model", "m", "--port", port], f"--port {port} of --host 127.0.0.1 | in use | another")
 
 
 def test_a_server_that_is_not_there_stops_the_run_after_its_patience(refuse: Refuse) -> None:

@@ -93,7 +93,7 @@ class VllmEngine:
         self._pulls = push != "reload"  # the server has our backend
         self._push = weights.pull if self._pulls else weights.reload
         self._offer = weights.Offer(
-            Path(weights_dir) / f"jaxrl_llm-{run}", dtype, untied=model.tied_head and not self._pulls,
+            Path(weights_dir) / f"{weights.NAME}{run}", dtype, untied=model.tied_head and not self._pulls,
             address=push_address if push == "http" else "",
         )  # fmt: skip
         self._model = {ours: getattr(model, name) for ours, name in SHAPE.items()}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 import secrets
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -22,6 +25,7 @@ from jaxrl_llm.structs import PyTree
 
 DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
 FILE = "model.safetensors"
+NAME = "jaxrl_llm-"  # and 12 hexadecimal digits of a run
 
 
 class Offer:
@@ -40,6 +44,10 @@ class Offer:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"config.rollout.weights_dir: {error}: give a folder that can be written") from None
+        self._lock = os.open(folder, os.O_RDONLY)
+        with suppress(OSError):  # not every file system locks folders; there, nothing is swept
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        sweep(folder.parent)
         self._server = serve(folder / FILE, address) if address else None
 
     def write(self, params: PyTree) -> None:
@@ -69,6 +77,20 @@ class Offer:
         if self._server:
             self._server.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def sweep(parent: Path) -> None:
+    """Removes the weights of runs that were killed: their locks are free."""
+    for folder in parent.glob(NAME + "[0-9a-f]" * 12):
+        with suppress(OSError):  # it is another user's, or a run is alive, or there is more in it than weights
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (folder / FILE).unlink(missing_ok=True)
+                folder.rmdir()
+            finally:
+                os.close(lock)
 
 
 def write_stream(file: BinaryIO, params: PyTree, dtype: Any, *, untied: bool = False) -> None:

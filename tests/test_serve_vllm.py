@@ -1,0 +1,68 @@
+"""What becomes of a vLLM server, told from its process and its door; tests/test_vllm.py asks real ones."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from jaxrl_llm import serve_vllm
+
+SERVER = """
+import http.server, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(int({code})); self.end_headers()
+server = http.server.HTTPServer(("127.0.0.1", {port}), Handler)
+server.timeout = 60
+for _ in range({answers}): server.handle_request()
+server.server_close()
+time.sleep(60)
+"""
+
+
+@contextmanager
+def watched(code: int, answers: int) -> Iterator[tuple[subprocess.Popen[bytes], Future[None]]]:
+    """A server that gives some answers, then closes its door and lives on, and what watches it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", SERVER.format(port=port, code=code, answers=answers)]
+    process = subprocess.Popen(command, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with socket.socket() as door:
+                if door.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.02)
+        with ThreadPoolExecutor(1) as pool:
+            yield process, pool.submit(serve_vllm.wait_for_the_end, process, url)
+            process.kill()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("code", "answers"), [(200, 3), (503, 100)])
+def test_a_server_that_closes_its_door_or_says_its_engine_is_dead_has_ended_though_its_process_lives(code, answers):
+    with watched(code, answers) as (process, watch):
+        watch.result(timeout=15)
+        assert process.poll() is None
+
+
+def test_a_server_that_hangs_has_not_ended_and_one_whose_process_is_gone_has():
+    with watched(200, 100) as (process, watch):
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            watch.result(timeout=7)  # longer than a question to it may take
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        watch.result(timeout=15)
