@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -109,16 +112,22 @@ def test_weights_are_offered_as_the_checkpoint_they_came_from(params, dtype, tmp
 
 
 def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_of_a_live_one_are_not(tmp_path):
-    killed, foreign, alive = (tmp_path / f"jaxrl_llm-{name * 12}" for name in "abc")
-    for folder in (killed, foreign, tmp_path / "jaxrl_llm-main"):
-        folder.mkdir()
-        (folder / weights.FILE).touch()
-    (foreign / "notes").touch()
-    offers = [weights.Offer(folder, np.float32, untied=False) for folder in (alive, tmp_path / "offer")]
-    assert {folder.name for folder in tmp_path.iterdir()} == {alive.name, foreign.name, "jaxrl_llm-main", "offer"}
-    assert (tmp_path / "jaxrl_llm-main" / weights.FILE).exists()
+    killed, foreign, alive, last = (tmp_path / f"jaxrl_llm-{name * 12}" for name in "abcd")
+    script = (
+        "import os, sys; from pathlib import Path; from jaxrl_llm.rollout.weights import Offer; "
+        "offer = Offer(Path(sys.argv[1]), 'float32', untied=False); (offer.folder / 'model.safetensors').touch(); "
+        "os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(killed)]).returncode == -signal.SIGKILL
+    foreign.mkdir()
+    (foreign / weights.FILE).touch()
+    assert (killed / weights.FILE).exists()
+    offers = [weights.Offer(folder, np.float32, untied=False) for folder in (alive, last)]
+    assert set(tmp_path.iterdir()) == {alive, foreign, last}
+    assert (foreign / weights.FILE).exists()
     for offer in offers:
         offer.close()
+    assert set(tmp_path.iterdir()) == {foreign}
 
 
 def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_path, monkeypatch):

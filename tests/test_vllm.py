@@ -113,13 +113,13 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 @contextmanager
-def connected(server: Managed, tmp_path: Path, run: str = "test", **changes) -> Iterator[VllmEngine]:
+def connected(*servers: Managed, tmp_path: Path, run: str = "test", **changes) -> Iterator[VllmEngine]:
     usual = dict(
         run=run, push="file", weights_dir=str(tmp_path), push_address="", model=MODEL.cfg, dtype="float32",
         max_completion_tokens=LENGTH, max_prompt_tokens=8, stop_ids=STOPS, pad_id=PAD, concurrency=64, timeout=120.0,
         patience=200.0,
     )  # fmt: skip
-    engine = VllmEngine((server.url,), **usual | changes)
+    engine = VllmEngine(tuple(server.url for server in servers), **usual | changes)
     try:
         yield engine
     finally:
@@ -169,7 +169,7 @@ def same(a: Rollouts, b: Rollouts) -> float:
 
 
 def test_what_is_sampled_is_what_the_trainer_scores_whatever_was_pushed(server, params, prompts, tmp_path):
-    with connected(server, tmp_path) as engine:
+    with connected(server, tmp_path=tmp_path) as engine:
         for version, by in enumerate((0.0, 0.02, 0.0), 1):
             pushed = nudged(params, by)
             engine.update_weights(pushed, version)
@@ -187,7 +187,7 @@ def test_what_is_sampled_is_what_the_trainer_scores_whatever_was_pushed(server, 
 
 @pytest.mark.parametrize("way", ["http", "reload"])
 def test_weights_get_there_by_another_way_too(server, params, prompts, tmp_path, way):
-    with connected(server, tmp_path, push=way, push_address="127.0.0.1" if way == "http" else "") as engine:
+    with connected(server, tmp_path=tmp_path, push=way, push_address="127.0.0.1" if way == "http" else "") as engine:
         pushed = nudged(params, 0.03)
         engine.update_weights(pushed, 5)
         rollouts = sample(engine, prompts)
@@ -209,7 +209,7 @@ def spoil(tensors: dict[str, np.ndarray], how: str) -> None:
 
 @pytest.mark.parametrize("how", ["missing", "unknown", "of another shape", "NaN", "cut in half"])
 def test_a_push_with_a_tensor_that_is_wrong_changes_nothing(server, params, prompts, tmp_path, how):
-    with connected(server, tmp_path) as engine:
+    with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 3)
         before, file = sample(engine, prompts), tmp_path / "bad.safetensors"
         tensors = load_file(FOLDER / "model.safetensors")
@@ -247,7 +247,7 @@ def test_a_push_whose_connection_breaks_is_repeated(server, params, prompts, tmp
         sink.close()
 
     monkeypatch.setattr(weights.shutil, "copyfileobj", half)
-    with connected(server, tmp_path, push="http", push_address="127.0.0.1") as engine:
+    with connected(server, tmp_path=tmp_path, push="http", push_address="127.0.0.1") as engine:
         pushed = nudged(params, 0.01)
         engine.update_weights(pushed, 8)
         assert cuts
@@ -255,12 +255,15 @@ def test_a_push_whose_connection_breaks_is_repeated(server, params, prompts, tmp
 
 
 def test_a_second_run_on_the_same_server_is_refused_until_the_first_has_ended(server, params, prompts, tmp_path):
-    with connected(server, tmp_path, run="one") as engine, connected(server, tmp_path, run="two") as other:
+    with (
+        connected(server, tmp_path=tmp_path, run="one") as engine,
+        connected(server, tmp_path=tmp_path, run="two") as other,
+    ):
         engine.update_weights(params, 1)
         with pytest.raises(UserError, match=r"serves another run \(jaxrl_llm:one:1\): start a server for each run"):
             other.update_weights(params, 1)
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
-    with connected(server, tmp_path, run="two") as other:
+    with connected(server, tmp_path=tmp_path, run="two") as other:
         other.update_weights(params, 1)
         assert gap(params, prompts, sample(other, prompts)) < 1e-4
 
@@ -270,7 +273,7 @@ def test_a_run_that_was_killed_in_the_middle_of_a_push_goes_on_with_the_server_i
 ):
     for path in ("/pause?mode=keep", "/start_weight_update"):
         httpx.post(server.url + path, timeout=60)
-    with connected(server, tmp_path) as engine:
+    with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 2)
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
 
@@ -284,13 +287,13 @@ def test_a_run_that_was_killed_in_the_middle_of_a_push_goes_on_with_the_server_i
     ],
 )
 def test_a_server_that_was_started_otherwise_is_refused(server, params, tmp_path, changes, words):
-    with connected(server, tmp_path, **changes) as engine, pytest.raises(UserError, match=words):
+    with connected(server, tmp_path=tmp_path, **changes) as engine, pytest.raises(UserError, match=words):
         engine.update_weights(params, 1)
 
 
 @pytest.mark.parametrize("what", ["API server", "engine", "worker"])
 def test_a_server_killed_in_the_middle_of_requests_comes_back_and_loses_none(server, params, prompts, tmp_path, what):
-    with connected(server, tmp_path) as engine:
+    with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(nudged(params, 0.01), 6)
         whole, group = sample(engine, prompts), vllm_group(server)
         threading.Timer(0.15, os.kill, (pick(group, what), signal.SIGKILL)).start()
@@ -302,9 +305,36 @@ def test_a_server_killed_in_the_middle_of_requests_comes_back_and_loses_none(ser
         assert (rollouts.versions == 6).all()
 
 
+def test_two_servers_share_the_requests_and_one_serves_on_when_the_other_dies(server, params, prompts, tmp_path):
+    pushed, answered = nudged(params, 0.01), []
+    with serving(tmp_path / "vllm.log") as other:
+        wait_for(lambda: healthy(other))
+        with connected(server, other, tmp_path=tmp_path) as engine:
+            request = engine.request
+
+            def noted(url: str, method: str, path: str, *body: object, **options: Any) -> Any:
+                answer = request(url, method, path, *body, **options)
+                answered.extend([url] if path == "/inference/v1/generate" else [])
+                return answer
+
+            engine.request = noted
+            engine.update_weights(pushed, 3)
+            assert gap(pushed, prompts, sample(engine, prompts)) < 1e-4
+            assert [answered.count(url) for url in (server.url, other.url)] == [B / 2, B / 2]
+            answered.clear()
+            os.killpg(vllm_group(other), signal.SIGKILL)
+            rollouts = sample(engine, prompts)
+            assert gap(pushed, prompts, rollouts) < 1e-4
+            assert (rollouts.versions == 3).all()
+            assert answered.count(server.url) == B  # the other takes longer than that to come back
+            engine.update_weights(params, 4)
+            assert gap(params, prompts, sample(engine, prompts)) < 1e-4
+            assert answered.count(other.url) == B / 2, "it was started again, and had the next weights"
+
+
 @pytest.mark.parametrize("what", ["API server", "engine", "worker"])
 def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(server, params, prompts, tmp_path, what):
-    with connected(server, tmp_path) as engine:
+    with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 1)
         group, killed = vllm_group(server), []
 
@@ -328,7 +358,7 @@ def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(server, 
 
 
 def test_a_server_that_hangs_for_a_minute_is_waited_for(server, params, prompts, tmp_path):
-    with connected(server, tmp_path, timeout=15.0) as engine:
+    with connected(server, tmp_path=tmp_path, timeout=15.0) as engine:
         engine.update_weights(params, 9)
         group = vllm_group(server)
         stopped = list(processes(group))
@@ -342,7 +372,7 @@ def test_a_server_that_hangs_for_a_minute_is_waited_for(server, params, prompts,
 
 
 def test_a_server_whose_weights_somebody_took_away_gets_them_again(server, params, prompts, tmp_path):
-    with connected(server, tmp_path) as engine:
+    with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 4)
         httpx.post(server.url + "/update_weight_version", json={"new_version": "default"})
         rollouts = sample(engine, prompts)
@@ -380,7 +410,7 @@ def test_weights_are_sliced_and_cast_for_the_server(params, prompts, tmp_path, m
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with (
         serving(tmp_path / "log", *extra, dtype=dtype) as server,
-        connected(server, tmp_path, dtype=dtype) as engine,
+        connected(server, tmp_path=tmp_path, dtype=dtype) as engine,
     ):
         pushed = nudged(params, 0.02)
         engine.update_weights(pushed, 1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 import secrets
 import shutil
 import struct
@@ -18,13 +16,14 @@ from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
+from filelock import FileLock
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import export
 from jaxrl_llm.structs import PyTree
 
 DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
-FILE = "model.safetensors"
+FILE, LOCK = "model.safetensors", "lock"
 NAME = "jaxrl_llm-"  # and 12 hexadecimal digits of a run
 
 
@@ -44,10 +43,10 @@ class Offer:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"config.rollout.weights_dir: {error}: give a folder that can be written") from None
-        self._lock = os.open(folder, os.O_RDONLY)
-        with suppress(OSError):  # not every file system locks folders; there, nothing is swept
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         sweep(folder.parent)
+        self._lock = FileLock(folder / LOCK, blocking=False, thread_local=False)
+        with suppress(OSError):  # a trainer that hangs may have it still
+            self._lock.acquire()
         self._server = serve(folder / FILE, address) if address else None
 
     def write(self, params: PyTree) -> None:
@@ -76,21 +75,18 @@ class Offer:
     def close(self) -> None:
         if self._server:
             self._server.shutdown()
+        self._lock.release()
         shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
 
 
 def sweep(parent: Path) -> None:
-    """Removes the weights of runs that were killed: their locks are free."""
-    for folder in parent.glob(NAME + "[0-9a-f]" * 12):
-        with suppress(OSError):  # it is another user's, or a run is alive, or there is more in it than weights
-            lock = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                (folder / FILE).unlink(missing_ok=True)
-                folder.rmdir()
-            finally:
-                os.close(lock)
+    """Removes the weights of runs that were killed: their locks are there, and free."""
+    for lock in parent.glob(f"{NAME}{'[0-9a-f]' * 12}/{LOCK}"):
+        with suppress(OSError):  # it is another user's, or its run is alive
+            with FileLock(lock, blocking=False):
+                (lock.parent / FILE).unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
+            lock.parent.rmdir()
 
 
 def write_stream(file: BinaryIO, params: PyTree, dtype: Any, *, untied: bool = False) -> None:
