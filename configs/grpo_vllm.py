@@ -1,6 +1,10 @@
 """GRPO with rollouts from a vLLM server on this machine's CPU, which the run starts, feeds and stops by itself.
 
-launch/vllm_cpu.sh
+launch/vllm_cpu.sh                                            # installs vLLM first, in .vllm
+python -m jaxrl_llm.train --config configs/grpo_vllm.py
+
+Measured, as for configs/grpo.py: 11.0 % before, 99.9 %, 100.0 % and 100.0 % after (seeds 0, 1 and 2), in 357, 267 and
+282 seconds of steps on two CPU cores that the server shares, the first beside other work.
 """
 
 import grpo  # configs/grpo.py, where every other field is explained

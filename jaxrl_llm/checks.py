@@ -132,6 +132,16 @@ def check_batch_fits_mesh(config: Config, mesh: Mesh, prompts_per_update: int) -
             )
 
 
+def check_one_at_a_time(config: Config, mesh: Mesh) -> None:
+    """Raises: UserError, if two threads would run programs over several accelerators, which may wait for each other."""
+    own, lag = config.rollout.engine == "jax", config.rollout.max_lag
+    if own and lag and mesh.size > 1 and mesh.devices.flat[0].platform != "cpu":
+        raise UserError(
+            f"config.rollout.max_lag = {lag}: the in-JAX engine cannot sample while {mesh.size} devices learn: "
+            "set it to 0, or rollout.engine to 'vllm'"
+        )
+
+
 def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -> None:
     """The tokenizer belongs to the model. Raises: UserError, if it makes a token that the model does not have."""
     largest = max(max(tokens) for dataset in datasets for tokens in dataset.ids)

@@ -139,6 +139,11 @@ def check_kl(config: Config, asked: tuple[str, ...]) -> None:
 def check_rollout(config: Config) -> None:
     """Servers are there or made, and reach the weights."""
     r = config.rollout
+    if r.max_lag and r.resample_rounds:
+        raise UserError(
+            f"config.rollout.max_lag = {r.max_lag} and resample_rounds = {r.resample_rounds}: rewards find the groups "
+            "without signal, and are not judged where batches are sampled ahead: set one of them to 0"
+        )
     if r.engine != "vllm":
         return
     if r.managed == bool(r.servers):

@@ -19,8 +19,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxrl_llm.errors import Parser, UserError, run_main
@@ -41,7 +41,10 @@ ON_A_CPU = dict(
     TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),  # 15 s of compiling at a start
 )
 SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.|vllm_|__KMP_)[^/\s]*$", re.MULTILINE)  # not the weights a trainer offers
-TERMINATE = 10.0  # seconds that vLLM has to end by itself
+TERMINATE, KILLED = 10.0, 5.0  # seconds that vLLM has to end by itself, and to be gone when killed
+WAITS = (1.0, 60.0)  # seconds after a start that failed, doubled for each one more, up to the last
+STOPS = (signal.SIGTERM, signal.SIGINT)
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before our own server
 
 
 def check_python(python: str, name: str) -> None:
@@ -86,6 +89,26 @@ def guard(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
 
 
+@contextmanager
+def running(
+    args: argparse.Namespace, extra: list[str], temporary: str
+) -> Iterator[tuple[subprocess.Popen[bytes], set[Path]]]:
+    """vLLM with its guard, and the end of both; and a set for files in shared memory to be removed then."""
+    process, watch, made = None, None, set()
+    try:
+        with undisturbed():
+            process = start(args, extra, temporary)
+            watch = guard(process)
+        yield process, made
+    finally:
+        if process:
+            end(process.pid, process.poll, made)
+            process.wait()
+        if watch:
+            watch.kill()
+            watch.wait()
+
+
 def python_path() -> str:
     """With this package in it, which need not be installed."""
     return os.pathsep.join(x for x in (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")) if x)
@@ -94,7 +117,7 @@ def python_path() -> str:
 def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     """Returns when the server answers. Raises: UserError, if it ends before."""
     while True:
-        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+        with suppress(OSError), DIRECT.open(f"{url}/health", timeout=5):
             return
         if process.poll() is not None:
             said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line][-1:]
@@ -106,7 +129,7 @@ def wait_for_the_end(process: subprocess.Popen[bytes], url: str) -> None:
     """Returns when it has ended, says that its engine is dead, or has closed its door: then it may live on for ever."""
     while process.poll() is None:
         try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            DIRECT.open(f"{url}/health", timeout=5).close()
         except urllib.error.HTTPError:
             return
         except OSError as error:
@@ -116,39 +139,54 @@ def wait_for_the_end(process: subprocess.Popen[bytes], url: str) -> None:
         time.sleep(1)
 
 
-def end(group: int, reap: Callable[[], object] = lambda: None, made: frozenset[Path] = frozenset()) -> None:
+def end(group: int, reap: Callable[[], object] = lambda: None, made: Iterable[Path] = ()) -> None:
     """Ends a whole process group, whose workers outlive a server that is merely killed.
 
     They are asked first. What they leave in shared memory, as some do that were killed, is removed, and with it
     `made`, what processes had there that may be gone by now.
     """
-    left = made | shared_memory(group)
+    left = {*made, *shared_memory(group)}
     with suppress(ProcessLookupError):  # there is none left
-        os.killpg(group, signal.SIGTERM)
-        deadline = time.monotonic() + TERMINATE
-        while time.monotonic() < deadline:
-            reap()
-            left |= shared_memory(group)
-            os.killpg(group, 0)
-            time.sleep(0.1)
-        os.killpg(group, signal.SIGKILL)
+        for number, seconds in ((signal.SIGTERM, TERMINATE), (signal.SIGKILL, KILLED)):
+            os.killpg(group, number)
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                reap()
+                left |= shared_memory(group)
+                os.killpg(group, 0)
+                time.sleep(0.1)
     for file in left:
         file.unlink(missing_ok=True)
 
 
-def shared_memory(group: int) -> frozenset[Path]:
+def shared_memory(group: int) -> set[Path]:
     """Files that Python, vLLM and OpenMP made in shared memory for processes of a group. Linux; else none are found."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
             if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
                 found |= {Path(name) for name in SHARED.findall((process / "maps").read_text())}
-    return frozenset(found)
+    return found
 
 
-def _end(number: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stopping takes its time, and is to be whole
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A signal to stop waits until this is over."""
+    came: list[object] = []
+    for asked in STOPS:
+        signal.signal(asked, lambda *of: came.append(of))
+    try:
+        yield
+    finally:
+        for asked in STOPS:
+            signal.signal(asked, _end)
+        if came:
+            _end()
+
+
+def _end(*of: object) -> None:
+    for asked in STOPS:
+        signal.signal(asked, signal.SIG_IGN)  # stopping takes its time, and is to be whole
     sys.exit(0)
 
 
@@ -182,26 +220,28 @@ def main() -> None:
         )
     check_python(args.python, "--python")
     check_port(args.host, args.port)
-    for asked in (signal.SIGTERM, signal.SIGINT):
+    for asked in STOPS:
         signal.signal(asked, _end)
     if args.with_parent:
         threading.Thread(target=_end_at_eof, daemon=True).start()
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm-vllm-", ignore_cleanup_errors=True) as temporary:
+        answered, pause = False, WAITS[0]
         while True:
-            process, made = start(args, extra, temporary), frozenset()
-            watch = guard(process)
             try:
-                wait(process, url, args.log)
-                made = shared_memory(process.pid)
-                print(f"vLLM answers at {url}; its log is {args.log}", flush=True)
-                wait_for_the_end(process, url)
-            finally:
-                end(process.pid, process.poll, made)
-                process.wait()
-                watch.kill()
-                watch.wait()
-            print(f"vLLM ended with exit code {process.returncode}: it is started again", flush=True)
+                with running(args, extra, temporary) as (process, made):
+                    wait(process, url, args.log)
+                    answered, pause = True, WAITS[0]
+                    made.update(shared_memory(process.pid))
+                    print(f"vLLM answers at {url}; its log is {args.log}", flush=True)
+                    wait_for_the_end(process, url)
+                print(f"vLLM ended with exit code {process.returncode}: it is started again", flush=True)
+            except UserError as error:
+                if not answered:  # ever: something is wrong with it
+                    raise
+                print(f"{error}: it is started again in {pause:g} s", flush=True)
+                time.sleep(pause)
+                pause = min(2 * pause, WAITS[1])
 
 
 if __name__ == "__main__":

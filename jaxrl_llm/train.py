@@ -32,7 +32,7 @@ from jaxrl_llm.rollout.ahead import Ahead
 from jaxrl_llm.rollout.canary import Canary
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.structs import Array, Batch, Config
+from jaxrl_llm.structs import Array, Batch, Config, Rollouts
 from jaxrl_llm.teacher import make_teacher
 
 
@@ -48,6 +48,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     check_workdir(workdir, config)
     mesh = sharding.make_mesh(**config.mesh)
     checks.check_batch_fits_mesh(config, mesh, config.prompts_per_update)
+    checks.check_one_at_a_time(config, mesh)
     folder = hf.find(config.model.path)
     critic_folder = hf.find(config.critic.path, "critic.path") if "critic" in config and config.critic.path else folder
     teacher_folder = hf.find(config.teacher.path, "teacher.path") if "teacher" in config else None
@@ -125,18 +126,23 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
             engine.release()
         return made
 
-    def push(params: Any, step: int) -> dict[str, Any]:
+    def push(params: Any, step: int) -> Rollouts | None:
         engine.update_weights(params, step)
-        return canary(params) if canary else {}
+        return canary.ask() if canary else None
+
+    def arrived() -> dict[str, Any]:
+        answer = pushed.result()
+        return canary.check(answer, state.params) if canary and answer else {}
 
     def accuracy() -> float:
+        pushed.result()  # and then here, not in the thread of the pushes, where a reward could not set an alarm
         judge, batch = config.eval.function, config.prompts_per_step
         return float(evaluate(engine, held_out, judge, tokenizer, batch=batch, key=seed)[0].mean())
 
     ahead = at_the_end.enter_context(closing(Ahead(sample_for, lag=lag, last=config.num_steps)))
     pushed = ahead.do(push, state.params, start)
     if start == 0 and config.eval.every:
-        log.step(0, {"eval/accuracy": ahead.do(accuracy).result()})
+        log.step(0, {"eval/accuracy": accuracy()})
     ahead.begin(start, [(collector.again(arrays), metrics) for arrays, metrics in waiting])
     clerk = at_the_end.enter_context(closing(Clerk(log)))
     updated: Future[float] | None = None  # when the updates of the step before were done
@@ -186,7 +192,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
         )  # fmt: skip
         timer.lap("reward")
 
-        measured = measured | pushed.result()  # and from here on the engine needs the old parameters no more
+        measured = measured | arrived()  # and from here on the engine needs the old parameters no more
         updates = []
         for rows in minibatches(config, step):
             of_policy, of_critic = {}, {}
@@ -196,17 +202,17 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
                 state, of_policy = update_step(state, batch, rows)
             updates.append(of_policy | {f"critic/{name}": x for name, x in of_critic.items()})
         updated = clerk.watch(updates)
-        pushed = ahead.do(push, state.params, step)
         if moving_ref and step % config.kl.refresh_every == 0:
             ref_params = kl.mixed(ref_params, state.params, config.kl.mix)
         measured |= {"updates/skipped": state.opt_state.total_notfinite + 0}  # the state is given to the next update
         if critic:
             explained = explained_variance(batch.values, batch.returns, batch.loss_mask)
             measured |= {"critic/explained_variance": explained}
+        pushed = ahead.do(push, state.params, step)  # last: it may run programs of its own
 
         last = step == config.num_steps
         score_now = config.eval.every and (step % config.eval.every == 0 or last)
-        judged = {"eval/accuracy": ahead.do(accuracy).result()} if score_now else {}
+        judged = {"eval/accuracy": accuracy()} if score_now else {}
         shown = config.log.completions_every and step % config.log.completions_every == 0
         sample = (sampled.prompts.rows, texts, channels["total"]) if shown else None
         clerk.write(step, timer, (scored, updated), (updates, measured), sampled, (channels, penalty), judged, sample)
@@ -217,7 +223,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
             checkpoints.save(step, kept, prompt_iterator, judged.get("eval/accuracy"), waiting)
         if not stop.asked:
             ahead.learned(step)
-    pushed.result()
+    arrived()
     clerk.finish()
     checkpoints.close()
     if step >= config.num_steps:

@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 SHARED_MEMORY = "/dev/shm"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # weights and their token go through no proxy
 
 
 @dataclass
@@ -95,11 +96,12 @@ def _local(update: Update) -> Iterator[str]:
         yield update.path
         return
     request = urllib.request.Request(update.url, headers={"Authorization": f"Bearer {update.token}"})
-    with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None) as kept:
-        with urllib.request.urlopen(request, timeout=update.timeout) as response:
+    # Without a name, so that it goes with its worker.
+    with tempfile.TemporaryFile(dir=SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None) as kept:
+        with DIRECT.open(request, timeout=update.timeout) as response:
             shutil.copyfileobj(response, kept, 2**22)
         kept.flush()
-        yield kept.name
+        yield f"/proc/self/fd/{kept.fileno()}"
 
 
 def check(file: Any, tensors: dict[str, tuple[int, ...]]) -> None:

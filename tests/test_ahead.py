@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ import pytest
 import tiny
 from safetensors.numpy import load_file
 
-from jaxrl_llm import sharding
+from jaxrl_llm import checks, sharding
 from jaxrl_llm.correction import make_correction
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import export, hf
@@ -82,6 +85,36 @@ def test_an_error_of_the_sampler_ends_the_run():
     ahead.begin(0, ())
     with pytest.raises(ZeroDivisionError):
         ahead.next()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_nothing_is_sampled_after_a_push_that_failed_whose_error_it_is_that_is_told(lag):
+    sampled = []
+    ahead = Ahead(sampled.append, lag=lag, last=9)
+    ahead.do(lambda: 1 / 0)
+    ahead.begin(0, ())
+    with pytest.raises(ZeroDivisionError):
+        ahead.next()
+    assert not sampled
+
+
+def test_without_a_lag_the_caller_samples_when_the_pushes_are_done():
+    done = []
+    ahead = Ahead(lambda step: (step, threading.current_thread(), tuple(done)), lag=0, last=9)
+    ahead.do(lambda: time.sleep(0.2) or done.append("push"))
+    ahead.begin(0, ())
+    assert ahead.next() == (1, threading.current_thread(), ("push",))
+
+
+@pytest.mark.parametrize(
+    ("platform", "size", "lag", "refused"),
+    [("tpu", 4, 1, True), ("tpu", 1, 1, False), ("tpu", 4, 0, False), ("cpu", 4, 1, False)],
+)
+def test_two_threads_with_programs_over_several_accelerators_are_refused(platform, size, lag, refused):
+    mesh = SimpleNamespace(size=size, devices=np.array([SimpleNamespace(platform=platform)] * size))
+    config = SimpleNamespace(rollout=SimpleNamespace(engine="jax", max_lag=lag))
+    with pytest.raises(UserError, match="max_lag = 1") if refused else nullcontext():
+        checks.check_one_at_a_time(config, mesh)
 
 
 @pytest.mark.parametrize(("off_policy", "weight"), [(True, 2.0), (False, 1.0)])
@@ -184,10 +217,10 @@ def test_the_canary_tells_a_push_that_arrived_from_one_that_did_not(meddle: str)
     collate = lambda numbers: Prompts(tokens[: len(numbers)], mask[: len(numbers)], [], numbers)  # noqa: E731
     canary = Canary(server, model, mesh, collate, bound=1e-3)
     server.sampler.update_weights(params)
-    assert canary(params)["canary/gap"] < 1e-4
+    assert canary.check(canary.ask(), params)["canary/gap"] < 1e-4
     learned = nudge(0.01, params)
     server.sampler.update_weights(learned)
-    told = canary(learned)
+    told = canary.check(canary.ask(), learned)
     assert told["canary/gap"] < 1e-4
     assert told.get("canary/before", 1.0) > 1e-3
     more = nudge(0.01, learned)
@@ -195,7 +228,7 @@ def test_the_canary_tells_a_push_that_arrived_from_one_that_did_not(meddle: str)
         server.sampler.update_weights(nudge(-0.5, params))
     words = "still have the weights before" if meddle == "stale" else "have other weights"
     with pytest.raises(UserError, match=words):
-        canary(more)
+        canary.check(canary.ask(), more)
 
 
 def test_exported_tensors_are_as_long_as_their_shapes_say(params):

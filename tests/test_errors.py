@@ -222,6 +222,8 @@ VLLM = "rollout.managed=false rollout.servers=http://127.0.0.1:9 "
     "an interpreter without vLLM": (f"rollout.python={sys.executable}", "rollout.python | has no vLLM | launch/"),
     "an interpreter that is not there": ("rollout.python=nowhere", "config.rollout.python 'nowhere' has no vLLM"),
     "a request that may take no time": ("rollout.timeout=0.", "config.rollout.timeout is 0.0 | above 0"),
+    "groups refilled while batches are sampled ahead":
+        ("rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3", "max_lag = 1 and resample_rounds = 1 | to 0"),
     "a lag longer than the run": ("rollout.max_lag=1", "rollout.max_lag = 1 | the run has 1 steps | set it to 0"),
 })  # fmt: skip
 def test_a_config_with_vllm_is_refused_for(refuse: Refuse, argv: str, words: str) -> None:

@@ -66,3 +66,46 @@ def test_a_server_that_hangs_has_not_ended_and_one_whose_process_is_gone_has():
         process.send_signal(signal.SIGCONT)
         process.kill()
         watch.result(timeout=15)
+
+
+KEPT = """#!{python}
+import http.server, pathlib, sys, time
+if sys.argv[1] == "-c": sys.exit(0)  # is there a vLLM in this environment?
+count = pathlib.Path(sys.argv[0]).with_name("starts")
+start = int(count.read_text()) + 1 if count.exists() else 1
+count.write_text(str(start))
+if start in {failing}:
+    sys.exit("MemoryError: another one is still there")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
+end = time.monotonic() + (1 if start == 1 else 60)
+server.timeout = 0.1
+while time.monotonic() < end: server.handle_request()
+"""
+
+
+@pytest.mark.parametrize(("failing", "code"), [((2, 3), 0), ((1,), 2)])
+def test_a_server_that_answered_once_is_started_until_it_answers_again_and_one_that_never_did_is_not(
+    tmp_path, failing, code
+):
+    python = tmp_path / "python"
+    python.write_text(KEPT.format(python=sys.executable, failing=failing))
+    python.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jaxrl_llm.serve_vllm", "--model", "m", "--python", str(python)]
+    command += ["--port", str(port), "--log", str(tmp_path / "log")]
+    keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    told = []
+    for line in keeper.stdout:
+        told.append(line)
+        if "answers" in line and len(told) > 1:
+            keeper.terminate()
+    assert keeper.wait(timeout=30) == code
+    events = ["answers", "exit code 0", "MemoryError", "MemoryError", "answers"] if code == 0 else []
+    assert len(told) == len(events)
+    assert all(event in line for event, line in zip(events, told, strict=True))
+    with socket.socket() as door:
+        assert door.connect_ex(("127.0.0.1", port)), "its server lives on"

@@ -39,6 +39,11 @@ def records(workdir: Path) -> list[dict]:
     return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "tokens_per_second"} for r in lines]
 
 
+def beginning(workdir: Path, lines: int = 3) -> str:
+    """Of the log, wall-clock time and all: what a run that is resumed leaves as it is."""
+    return "".join((workdir / "metrics.jsonl").read_text().splitlines(keepends=True)[:lines])
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """An uninterrupted run."""
@@ -106,8 +111,10 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
     assert kill_after(process, random.uniform(0, 0.3))
     with (workdir / "metrics.jsonl").open("a") as log:
         log.write('{"step": 5, "rew')  # a line that the kill tore
+    before = beginning(workdir)
     result = run(workdir, *TINY)
     assert result.returncode == 0, result.stderr
+    assert beginning(workdir) == before, "it began anew"
     assert records(workdir) == records(whole)
     assert completions(workdir) == completions(whole)
     weights = [(w / "hf" / "model.safetensors").read_bytes() for w in (workdir, whole)]
@@ -133,11 +140,23 @@ def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
     process = start(tmp_path / "killed", *arguments, config=config)
     wait_for_step(tmp_path / "killed", 5, process)
     assert kill_after(process, random.uniform(0, 0.1))
+    before = beginning(tmp_path / "killed", 2)
     assert run(tmp_path / "killed", *arguments, config=config).returncode == 0
+    assert beginning(tmp_path / "killed", 2) == before, "it began anew"
     assert records(tmp_path / "killed") == records(tmp_path / "whole")
     assert any(record.get(sign) for record in records(tmp_path / "whole"))
     weights = [(tmp_path / w / "hf" / "model.safetensors").read_bytes() for w in ("killed", "whole")]
     assert weights[0] == weights[1]
+
+
+def test_rewards_are_judged_where_they_may_set_an_alarm(tmp_path):
+    """In the main thread of the process, as math-verify's time limits need it: while sampling, learning, evaluating."""
+    extra = ["--config.rollout.resample_rounds=1", "--config.num_steps=2", "--config.eval.every=1"]
+    extra += ["--config.eval.function=tests.tiny.alarmed", "--config.optim.warmup_steps=0"]
+    extra += ["--config.reward.functions=('arithmetic.accuracy','tests.tiny.alarmed')", "--config.reward.weights=1.,0."]
+    result = run(tmp_path / "run", *TINY, *extra, config="configs/dapo.py")
+    assert result.returncode == 0, result.stderr
+    assert [record["eval/accuracy"] for record in records(tmp_path / "run")] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_train import ROOT, records, run, start, wait_for_step
+from test_train import ROOT, beginning, records, run, start, wait_for_step
 
 from jaxrl_llm import data, sharding, update
 from jaxrl_llm.errors import UserError
@@ -371,6 +372,50 @@ def test_a_server_that_hangs_for_a_minute_is_waited_for(server, params, prompts,
         assert vllm_group(server) == group
 
 
+def test_a_server_that_hangs_in_the_middle_of_a_push_gets_it_when_it_is_back(server, params, prompts, tmp_path):
+    with connected(server, tmp_path=tmp_path, timeout=8.0) as engine:
+        engine.update_weights(nudged(params, 0.02), 1)
+        group, stopped = vllm_group(server), []
+
+        def stop_then(post: Callable) -> Callable:
+            def call(path: str, body: object = None) -> object:
+                if path == "/update_weights" and not stopped:
+                    stopped.extend(processes(group))
+                    for pid in stopped:
+                        os.kill(pid, signal.SIGSTOP)
+                    threading.Timer(20, lambda: [os.kill(pid, signal.SIGCONT) for pid in stopped]).start()
+                return post(path, body)
+
+            return call
+
+        engine._push = lambda post, offer, tag: weights.pull(stop_then(post), offer, tag)
+        engine.update_weights(params, 2)
+        assert stopped
+        assert vllm_group(server) == group
+        assert gap(params, prompts, sample(engine, prompts)) < 1e-4
+
+
+def test_a_run_that_ends_in_the_middle_of_its_requests_ends_soon_and_frees_its_server(
+    server, params, prompts, tmp_path
+):
+    endless = replace(prompts, tokens=np.tile(prompts.tokens, (40, 1)), mask=np.tile(prompts.mask, (40, 1)))
+    with connected(server, tmp_path=tmp_path) as engine:
+        engine.update_weights(params, 7)
+
+        def ask() -> None:
+            with suppress(UserError, CancelledError):
+                sample(engine, endless)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        time.sleep(1)
+        began = time.monotonic()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert time.monotonic() - began < 20
+    assert httpx.get(server.url + "/weight_info").json()["weight_version"] == "default"
+
+
 def test_a_server_whose_weights_somebody_took_away_gets_them_again(server, params, prompts, tmp_path):
     with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 4)
@@ -450,8 +495,10 @@ def test_a_run_killed_with_its_server_resumes_ahead_of_learning(tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_for(lambda: not processes(group))
+    before = beginning(tmp_path / "run")
     result = run(tmp_path / "run", *extra, config="configs/grpo_vllm.py")
     assert result.returncode == 0, result.stderr
+    assert beginning(tmp_path / "run") == before, "it began anew"
     steps = records(tmp_path / "run")
     assert [s["step"] for s in steps] == list(range(1, 9))
     assert [s["rollout/lag"] for s in steps] == [0.0] + [1.0] * 7
@@ -470,8 +517,10 @@ def test_a_run_killed_while_its_server_lives_on_resumes_with_it(server, tmp_path
     result = run(tmp_path / "other", *extra, config="configs/grpo_vllm.py")
     assert result.returncode == 2
     assert "serves another run" in result.stderr
+    before = beginning(tmp_path / "run")
     result = run(tmp_path / "run", *extra, config="configs/grpo_vllm.py")
     assert result.returncode == 0, result.stderr
+    assert beginning(tmp_path / "run") == before, "it began anew"
     assert [s["step"] for s in records(tmp_path / "run")] == list(range(1, 9))
     assert json.loads((tmp_path / "run" / "config.json").read_text())["rollout"]["engine"] == "vllm"
     assert httpx.get(server.url + "/weight_info").json()["weight_version"] == "default"

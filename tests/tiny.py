@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from functools import cache, partial
 
 import jax
@@ -20,6 +21,12 @@ CONFIG = DecoderConfig(
     rope_theta=1e4, norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
 )  # fmt: skip
 B, G, P, C = 8, 4, 6, 5
+
+
+def alarmed(completions: list, **_: object) -> list[float]:
+    """A reward that sets an alarm, as a time limit does; Python refuses that outside of the main thread."""
+    signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+    return [1.0] * len(completions)
 
 
 def model_and_params(config: DecoderConfig = CONFIG, scale: float = 5.0) -> tuple[Decoder, PyTree]:

@@ -1,10 +1,11 @@
-"""Sampling ahead of learning: one thread that samples, and is given new weights, in a fixed order."""
+"""Sampling ahead of learning: one thread that is given new weights, and samples, in a fixed order."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -17,38 +18,38 @@ class Ahead(Generic[T]):
 
     The batch of step s is sampled with the weights after step s - 1 - lag (at the start of a run: the first ones),
     however long sampling or learning takes: which weights make which batch is a matter of counting, not of timing.
+    With lag 0 the caller's own thread samples. What was ordered after something that failed is not begun.
     """
 
     def __init__(self, sample: Callable[[int], T], *, lag: int, last: int):
         """sample(step) -> its batch; last: the step after which none is sampled."""
         self._sample, self._lag, self._last = sample, lag, last
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._batches: deque[Future[T]] = deque()
+        self._batches: deque[Callable[[], T]] = deque()
+        self._failed: BaseException | None = None
 
     def begin(self, start: int, made: Iterable[T]) -> None:
         """After step `start`: the batches `made` before a restart are there already, the others follow."""
         for batch in made:
-            future: Future[T] = Future()
-            future.set_result(batch)
-            self._batches.append(future)
+            self._batches.append(partial(_same, batch))
         for step in range(start + 1 + len(self._batches), start + 2 + self._lag):
             self._order(step)
 
     def next(self) -> T:
         """The batch of the next step, when it is there."""
-        return self._batches.popleft().result()
+        return self._batches.popleft()()
 
     def learned(self, step: int) -> None:
         """One more may be sampled, with what the thread was given to do until now."""
         self._order(step + 1 + self._lag)
 
     def do(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Runs a function in that thread, after all that was ordered before."""
-        return self._thread.submit(function, *args, **kwargs)
+        """Runs a function in that thread, after all that was ordered before. Its result raises what failed there."""
+        return self._thread.submit(self._run, partial(function, *args, **kwargs))
 
     def waiting(self) -> list[T]:
         """The batches that are sampled and not yet learned from, when all ordered ones are there."""
-        return [future.result() for future in self._batches]
+        return [batch() for batch in self._batches]
 
     def close(self) -> None:
         """Nothing more is begun."""
@@ -56,4 +57,21 @@ class Ahead(Generic[T]):
 
     def _order(self, step: int) -> None:
         if step <= self._last:
-            self._batches.append(self._thread.submit(self._sample, step))
+            self._batches.append(self.do(self._sample, step).result if self._lag else partial(self._here, step))
+
+    def _here(self, step: int) -> T:
+        self.do(_same, None).result()  # when all ordered before is done
+        return self._sample(step)
+
+    def _run(self, function: Callable[[], R]) -> R:
+        if self._failed:
+            raise self._failed
+        try:
+            return function()
+        except BaseException as error:
+            self._failed = error
+            raise
+
+
+def _same(x: R) -> R:
+    return x

@@ -43,11 +43,17 @@ class Canary:
         self._prompts = collate(range(devices * -(-PROMPTS // devices)))
         self._last: tuple[Rollouts, np.ndarray] | None = None
 
-    def __call__(self, params: PyTree) -> dict[str, Any]:
-        """Metrics of the weights just pushed. Raises: UserError with the evidence, if the servers have others."""
-        answer = self._engine.generate(
+    def ask(self) -> Rollouts:
+        """What the servers answer."""
+        return self._engine.generate(
             self._prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0), length=TOKENS
         )
+
+    def check(self, answer: Rollouts, params: PyTree) -> dict[str, Any]:
+        """Metrics of an answer by the weights last pushed. Raises: UserError, if the servers have others.
+
+        Of the thread that computes all else: of two programs at a time with collectives each may wait for the other.
+        """
         prompts = self._prompts
         batch = Batch(prompts.tokens, prompts.mask, answer.completions, answer.completion_mask, answer.loss_mask)
         ours = sharding.to_host(self._score(params, sharding.shard_batch(batch, self._mesh)))

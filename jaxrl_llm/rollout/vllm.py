@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from jaxrl_llm.rollout.managed import Managed
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Config, Prompts, PyTree, Rollouts
 
+SOON = 10.0  # seconds in which a server that is well says what it has
 WAITS = (0.5, 5.0)  # seconds before the second try, doubled for each one after, up to the last
 SETTINGS = {  # what a server must have been started with, for its numbers to mean what ours do
     "logprobs_mode": ("processed_logprobs", "its log-probabilities would not be of the distribution sampled"),
@@ -63,13 +64,25 @@ def start(
             log=workdir / "vllm.log", extra=r.server_args,
         )  # fmt: skip
     where = f"{socket.gethostname()} {workdir.absolute()}"  # the same when the run is resumed
-    return VllmEngine(
-        (managed.url,) if managed else r.servers, run=hashlib.sha256(where.encode()).hexdigest()[:12],
-        push=r.push, weights_dir=r.weights_dir, push_address=r.push_address, model=model,
-        dtype=config.model.dtype, max_completion_tokens=r.max_completion_tokens, max_prompt_tokens=width,
-        stop_ids=stop_ids, pad_id=pad_id, concurrency=r.concurrency, timeout=r.timeout, patience=r.patience,
-        managed=managed,
-    )  # fmt: skip
+    try:
+        return VllmEngine(
+            (managed.url,) if managed else r.servers, run=hashlib.sha256(where.encode()).hexdigest()[:12],
+            push=r.push, weights_dir=r.weights_dir, push_address=r.push_address, model=model,
+            dtype=config.model.dtype, max_completion_tokens=r.max_completion_tokens, max_prompt_tokens=width,
+            stop_ids=stop_ids, pad_id=pad_id, concurrency=r.concurrency, timeout=r.timeout, patience=r.patience,
+            managed=managed,
+        )  # fmt: skip
+    except UserError:
+        if managed:
+            managed.stop()
+        raise
+
+
+def _all(jobs: Sequence[Future[T]]) -> list[T]:
+    """Their results. Raises: what the first to fail raises, without waiting for those before it."""
+    for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
+        job.result()
+    return [job.result() for job in jobs]
 
 
 class VllmEngine:
@@ -98,11 +111,11 @@ class VllmEngine:
         )  # fmt: skip
         self._model = {ours: getattr(model, name) for ours, name in SHAPE.items()}
         self._length, self._width = max_completion_tokens, max_prompt_tokens
-        self._stops, self._pad = stop_ids, pad_id
-        self._patience, self._managed = patience, managed
+        self._stops, self._pad, self._patience, self._managed = stop_ids, pad_id, patience, managed
         at_once = concurrency * len(servers)
         limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
-        self._client = httpx.Client(timeout=httpx.Timeout(timeout, connect=5.0, pool=None), limits=limits)
+        times = httpx.Timeout(timeout, connect=5.0, pool=None)
+        self._client = httpx.Client(timeout=times, limits=limits, trust_env=False)  # through no proxy
         self._pool = ThreadPoolExecutor(at_once)
         self._locks = {server: Lock() for server in self._servers}
         self._ready: set[str] = set()  # servers that this process has checked since they started
@@ -123,13 +136,13 @@ class VllmEngine:
             {"token_ids": row[mask].tolist(), "sampling_params": body | {"seed": int(seed)}}
             for row, mask, seed in zip(prompts.tokens, prompts.mask, seeds, strict=True)
         ]
-        jobs = [self._pool.submit(self._group, b, request) for b, request in enumerate(requests)]
-        shape = (len(jobs), group_size, self._length)
+        groups = _all([self._pool.submit(self._group, b, request) for b, request in enumerate(requests)])
+        shape = (len(groups), group_size, self._length)
         tokens, logprobs = np.full(shape, self._pad, np.int32), np.zeros(shape, np.float32)
         versions = np.full(shape, self._version, np.int32)
         mask, truncated = np.zeros(shape, bool), np.zeros(shape[:2], bool)
-        for b, job in enumerate(jobs):
-            for choice in job.result():
+        for b, group in enumerate(groups):
+            for choice in group:
                 at = b, choice["index"], slice(len(choice["token_ids"]))
                 tokens[at], mask[at] = choice["token_ids"], True
                 logprobs[at] = [token["logprob"] for token in choice["logprobs"]["content"]]
@@ -170,12 +183,10 @@ class VllmEngine:
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """From here on, samples come from these parameters; returns when every server has them."""
-        self._version = version
         self._tensors = {name: list(shape) for name, shape in export.shapes(params).items()}
         self._offer.write(params)
-        jobs = [self._pool.submit(self._persist, self._bring, cycle([server])) for server in self._servers]
-        for job in jobs:
-            job.result()
+        self._version = version
+        _all([self._pool.submit(self._persist, self._bring, cycle([server])) for server in self._servers])
 
     def release(self) -> None:
         """The servers' memory is their own."""
@@ -184,9 +195,11 @@ class VllmEngine:
         """Stops asking, frees the servers for another run, and stops one that is ours."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for server in self._ready if not self._managed else ():
-            with suppress(Unavailable, UserError):
-                self.request(server, "POST", "/update_weight_version", {"new_version": "default"}, timeout=5)
+        for server in () if self._managed else self._servers:
+            with suppress(Unavailable, UserError), self._alone(server):
+                if self._has(server) >= 0:
+                    self.request(server, "POST", "/abort_requests", {}, timeout=SOON)
+                    self.request(server, "POST", "/update_weight_version", {"new_version": "default"}, timeout=SOON)
         if self._managed:
             self._managed.stop()
         self._client.close()
@@ -194,7 +207,7 @@ class VllmEngine:
 
     def _persist(self, action: Callable[[str], T], servers: Iterable[str]) -> T:
         """action(server); while it raises Unavailable, again on the next of endless `servers`, until patience ends."""
-        end, wait = 0.0, WAITS[0]
+        end, pause = 0.0, WAITS[0]
         for server in servers:
             try:
                 if end:
@@ -204,32 +217,46 @@ class VllmEngine:
                 end = end or time.monotonic() + self._patience
                 if self._managed:
                     self._managed.check()
-                if time.monotonic() > end or self._closed.wait(wait):
+                if time.monotonic() > end or self._closed.wait(pause):
                     where = f"see {self._managed.log}" if self._managed else "look at its log and start it again"
                     raise UserError(
                         f"vLLM at {server}: {error}, for {self._patience:g} s: {where}; the same command resumes"
                     ) from None
-                wait = min(2 * wait, WAITS[1])
+                pause = min(2 * pause, WAITS[1])
         raise AssertionError("servers is endless")
 
     def _bring(self, server: str) -> None:
         """Puts the current weights into a server that has not got them."""
         post = lambda path, body=None: self.request(server, "POST", path, body)  # noqa: E731
-        with self._locks[server]:
-            has = self._number(self.request(server, "GET", "/weight_info")["weight_version"])
-            if has < 0:
-                self._ready.discard(server)  # it was started again
-            if server not in self._ready:
+        with self._alone(server):
+            has = self._has(server)
+            fresh = has < 0 or server not in self._ready  # it was started again, or has half a push
+            if has == self._version and not fresh:
+                return
+            self._ready.discard(server)
+            if fresh:
                 self._check(server)
                 post("/resume")  # where a trainer was killed in the middle of a push
                 if self._pulls:
                     post("/collective_rpc", {"method": "forget_push"})
-                    post(
-                        "/init_weight_transfer_engine", {"init_info": {"tensors": self._tensors, "model": self._model}}
-                    )
-            if has != self._version or server not in self._ready:
-                self._push(post, self._offer, f"{self._run}{self._version}")
+                    init = {"tensors": self._tensors, "model": self._model}
+                    post("/init_weight_transfer_engine", {"init_info": init})
+            self._push(post, self._offer, f"{self._run}{self._version}")
             self._ready.add(server)
+
+    @contextmanager
+    def _alone(self, server: str) -> Iterator[None]:
+        """Raises: Unavailable, if another thread does not finish with the server soon."""
+        if not self._locks[server].acquire(timeout=SOON):
+            raise Unavailable("another request waits for it")
+        try:
+            yield
+        finally:
+            self._locks[server].release()
+
+    def _has(self, server: str) -> int:
+        """The version of the weights that it says it has; -1: none of this run's."""
+        return self._number(self.request(server, "GET", "/weight_info", timeout=SOON)["weight_version"])
 
     def _check(self, server: str) -> None:
         """Raises: UserError, if a server was started in a way that would make its samples something else."""

@@ -39,11 +39,11 @@ class Offer:
         Raises: UserError, if the folder cannot be made or the address is not ours.
         """
         self.folder, self._dtype, self._untied = folder, np.dtype(dtype), untied
+        sweep(folder.parent)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"config.rollout.weights_dir: {error}: give a folder that can be written") from None
-        sweep(folder.parent)
         self._lock = FileLock(folder / LOCK, blocking=False, thread_local=False)
         with suppress(OSError):  # a trainer that hangs may have it still
             self._lock.acquire()
