@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 import tiny
 
 from jaxrl_llm import sharding, update
@@ -22,6 +23,7 @@ from jaxrl_llm.structs import Batch, Prompts
 LIMIT = 32
 
 
+@pytest.mark.slow
 def test_fifty_ragged_steps_compile_few_programs_and_the_last_ten_almost_none(monkeypatch):
     monkeypatch.setattr(sampler_module, "FIRST_CACHE", 8)
     compilations, mesh = Compilations(), sharding.make_mesh(1, 1, 1)

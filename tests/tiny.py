@@ -24,7 +24,7 @@ B, G, P, C = 8, 4, 6, 5
 
 
 def alarmed(completions: list, **_: object) -> list[float]:
-    """A reward that sets an alarm, as a time limit does; Python refuses that outside of the main thread."""
+    """A reward that sets an alarm, as math-verify's time limit does; Python refuses that outside of the main thread."""
     signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
     return [1.0] * len(completions)
 
