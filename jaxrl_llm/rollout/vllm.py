@@ -118,7 +118,7 @@ class VllmEngine:
         self._client = httpx.Client(timeout=times, limits=limits, trust_env=False)  # through no proxy
         self._pool = ThreadPoolExecutor(at_once)
         self._locks = {server: Lock() for server in self._servers}
-        self._ready: set[str] = set()  # servers that this process has checked since they started
+        self._ready: set[str] = set()  # servers that this process has checked and fed since they started
         self._tensors: dict[str, list[int]] = {}
         self._version, self._closed = 0, Event()
 
