@@ -41,7 +41,9 @@ def completion_states(model: Decoder, params: PyTree, batch: Batch) -> tuple[jax
     prompt_hidden, hidden = model.forward(params, batch.prompts, batch.prompt_mask, tokens, positions, members)
     before = jnp.pad(hidden, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
     first = last_state(prompt_hidden, batch.prompt_mask)[:, None, None]
-    return jnp.where((positions == 0)[..., None], first, before), tokens, slots
+    # Through float32, because the gradient of `first` is a sum over the group.
+    states = jnp.where((positions == 0)[..., None], first.astype(jnp.float32), before.astype(jnp.float32))
+    return states.astype(hidden.dtype), tokens, slots
 
 
 def _in_order(x: Array, slots: Array, batch: Batch) -> jax.Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,26 +103,28 @@ class Ends(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
-        self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=init, dtype=jnp.dtype(cfg.dtype), rngs=rngs)
+        self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=init, rngs=rngs)  # rows in the table's dtype
         self.norm = _norm(cfg, cfg.width, rngs=rngs)
         if not cfg.tied_head:
             self.head = _linear(cfg, cfg.width, cfg.vocab_size, rngs=rngs)
 
 
-def _linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.Linear:
-    init = nnx.initializers.normal(0.02)
-    return nnx.Linear(
-        din, dout, use_bias=use_bias, kernel_init=init, dtype=jnp.dtype(cfg.dtype), precision=cfg.precision, rngs=rngs,
-        dot_general=_flat_dot,
-    )  # fmt: skip
+class Linear(nnx.Linear):
+    """x [..., D] -> [..., E]."""
+
+    def __call__(self, x: Array) -> jax.Array:
+        # One axis of tokens: over several, XLA copies both factors of the kernel's gradient transposed.
+        flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
+        y = jnp.matmul(flat, self.kernel[...].astype(self.dtype), precision=self.precision)
+        if self.bias is not None:
+            # The bias is rounded as the engines round it, but added in float32: its gradient is a sum over all tokens.
+            y = (y.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)
+        return y.reshape(*x.shape[:-1], -1)
 
 
-def _flat_dot(x: Array, kernel: Array, dims: Any, precision: Any = None, **_: Any) -> jax.Array:
-    """x [..., D] times kernel [D, E], over one axis of tokens.
-
-    The kernel's gradient then contracts one axis: over several, XLA first copies both sides transposed.
-    """
-    return jnp.matmul(x.reshape(-1, x.shape[-1]), kernel, precision=precision).reshape(*x.shape[:-1], -1)
+def _linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> Linear:
+    init, dtype = nnx.initializers.normal(0.02), jnp.dtype(cfg.dtype)
+    return Linear(din, dout, use_bias=use_bias, kernel_init=init, dtype=dtype, precision=cfg.precision, rngs=rngs)
 
 
 def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:

@@ -159,7 +159,8 @@ class Decoder:
         return x, collected
 
     def _embed(self, params: PyTree, tokens: Array) -> jax.Array:
-        x = self._ends(params).embed(tokens)
+        # Rows are taken before they are cast: the gradient adds up thousands of rows of a frequent token, in float32.
+        x = self._ends(params).embed(tokens).astype(self.cfg.dtype)
         if self.mesh is None:
             return x
         # Left to itself the compiler would split the width as the embedding is, and give every device all prompts.

@@ -1,0 +1,75 @@
+"""What bfloat16 must not change: gradients beyond its rounding, and the ratio of a policy to itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import sharding, update
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.structs import Batch
+
+CONFIG = DecoderConfig(
+    vocab_size=32, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp_width=64, max_positions=64,
+    rope_theta=1e4, norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
+)  # fmt: skip
+FAMILIES = {
+    "qwen2, tied": dict(tied_head=True, qkv_bias=True, qk_norm=False),
+    "qwen3, untied": dict(tied_head=False, qkv_bias=False, qk_norm=True),
+}
+
+
+def random_batch(b: int, g: int, p: int, c: int) -> Batch:
+    rng = np.random.default_rng(0)
+    completions = rng.integers(0, CONFIG.vocab_size, (b, g, c)).astype(np.int32)
+    mask = np.ones(completions.shape, bool)
+    return Batch(
+        rng.integers(0, CONFIG.vocab_size, (b, p)).astype(np.int32), np.ones((b, p), bool), completions, mask, mask
+    )
+
+
+def sharp(model: Decoder) -> dict:
+    """Parameters whose softmax is far from flat; norms stay as they are."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x if sharding.path_name(path).endswith("scale") else 3 * x, model.init(jax.random.key(0))
+    )
+
+
+@cache
+def gradient_errors(family: str) -> dict[str, float]:
+    """By parameter: |bfloat16 gradient - float32 gradient| / |float32 gradient|."""
+    batch = random_batch(64, 8, 8, 16)
+    batch.completions[:, :, ::2] = 7  # 4,096 times
+
+    def gradients(dtype: str) -> dict:
+        model = Decoder(replace(CONFIG, dtype=dtype, **FAMILIES[family]))
+
+        def loss(params: dict) -> jax.Array:
+            return -jnp.mean(update.completion_logprobs(model, params, batch, Sampling())[0])
+
+        return jax.jit(jax.grad(loss))(sharp(model))
+
+    exact, rounded = gradients("float32"), gradients("bfloat16")
+    error = jax.tree.map(lambda x, y: float(jnp.linalg.norm(x - y) / jnp.linalg.norm(x)),
+                         *(jax.tree.map(jnp.ravel, g) for g in (exact, rounded)))  # fmt: skip
+    return {sharding.path_name(path): e for path, e in jax.tree_util.tree_leaves_with_path(error)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_gradient_in_bfloat16_is_that_of_float32_though_one_token_stands_4096_times_in_the_batch(family):
+    for name, error in gradient_errors(family).items():
+        assert error < 0.02, name
+
+
+def test_gradients_of_the_embedding_and_the_biases_are_sums_over_all_tokens_and_as_exact_as_those_of_kernels():
+    found = gradient_errors("qwen2, tied")
+    kernels = max(error for name, error in found.items() if name.endswith("kernel"))
+    for name in ("embed/embedding", "layers/attention/value/bias", "layers/attention/query/bias"):
+        assert found[name] < 1.2 * kernels, name
