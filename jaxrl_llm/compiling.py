@@ -11,6 +11,11 @@ from pathlib import Path
 import jax
 
 M_ARENA_MAX = -8  # of glibc's malloc.h
+
+# Compiler options of programs that give log-probabilities. By itself XLA leaves out roundings to bfloat16 between
+# operations that it fuses. It fuses otherwise in sampling, scoring and updating, and the three differ by 1e-2.
+ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
+
 HEAPS = 4  # that all threads share; glibc would take 8 a core, and keep in each what the compiler freed
 
 

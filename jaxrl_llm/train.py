@@ -82,8 +82,10 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
         aggregate=partial(losses.aggregation_weights, **config.aggregate),
     )  # fmt: skip
     update_step = make_update_step(objective, optimizer, state_shardings=placed)
-    score = update.make_score(model, sampling, mesh, config.microbatch)
-    score_entropy = update.make_score(model, sampling, mesh, config.microbatch, entropy=True)
+    # As many prompts at a time as in the update: products of other shapes may round otherwise, which shows in a ratio.
+    at_once = config.microbatch or config.prompts_per_update
+    score = update.make_score(model, sampling, mesh, at_once)
+    score_entropy = update.make_score(model, sampling, mesh, at_once, entropy=True)
     ref_params = None if config.kl.placement == "none" else jax.tree.map(jnp.copy, params)
     teacher = critic = value_state = None
     if teacher_folder:

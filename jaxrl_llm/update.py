@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import jax
@@ -11,6 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
+from jaxrl_llm.compiling import ROUND_AS_WRITTEN
 from jaxrl_llm.correction import Correction, make_correction, stay_on_policy
 from jaxrl_llm.kl import k3
 from jaxrl_llm.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
@@ -114,7 +116,7 @@ def _parts(prompts: int, microbatch: int) -> int:
 def by_parts(per_token: Callable[[PyTree, Batch], Array], mesh: Mesh, microbatch: int) -> Score:
     """`per_token(params, batch) -> [B, G, C]`, jitted, so many prompts at a time (0: all at once)."""
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
     def score(params: PyTree, batch: Batch) -> jax.Array:
         parts = _split(batch, _parts(batch.prompts.shape[0], microbatch))
         scored = jax.lax.map(lambda part: per_token(params, part), parts)
@@ -238,7 +240,9 @@ def make_update_step(
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state, kept), metrics
 
-    return jax.jit(update_step, donate_argnums=0, out_shardings=(state_shardings, None))
+    return jax.jit(
+        update_step, donate_argnums=0, out_shardings=(state_shardings, None), compiler_options=ROUND_AS_WRITTEN
+    )
 
 
 REDUCTIONS = {"_max": jnp.max, "_min": jnp.min}

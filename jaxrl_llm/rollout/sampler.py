@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
+from jaxrl_llm.compiling import ROUND_AS_WRITTEN
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.rollout.seats import half, move
@@ -68,11 +69,12 @@ class Sampler:
         fixed = dict(stop_ids=stop_ids, devices=self._devices)
         self._start = jax.jit(
             partial(start, model, length=max_completion_tokens, pad_id=pad_id, **fixed),
-            static_argnames=("group", "sampling"),
-        )
+            static_argnames=("group", "sampling"), compiler_options=ROUND_AS_WRITTEN,
+        )  # fmt: skip
         self._run = jax.jit(
-            partial(run, model, **fixed), static_argnames=("group", "batch", "sampling"), donate_argnums=1
-        )
+            partial(run, model, **fixed),
+            static_argnames=("group", "batch", "sampling"), donate_argnums=1, compiler_options=ROUND_AS_WRITTEN,
+        )  # fmt: skip
         self._reseat = jax.jit(partial(reseat, mesh=mesh, devices=self._devices), static_argnames="capacity")
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
