@@ -58,6 +58,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     held_out = data.load_held_out(config, tokenizer) if config.eval.every else dataset
     checks.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     checks.check_positions(config, model.cfg, dataset, held_out)
+    checks.check_sampling(config, model.cfg)
     stops: dict[str, Any] = dict(stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id)
     params = hf.load_params(folder, model, mesh)
 

@@ -120,6 +120,33 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "a mix of a reference that never moves": ("kl.mix=0.5", "config.kl.mix = 0.5 | refresh_every is 0 | set it to 1.0"),
     "a reference that would move after the end":
         ("kl.refresh_every=9", "config.kl.refresh_every = 9 | the run has 1 steps"),
+    "a horizon without a KL target": ("kl.horizon=9000", "config.kl.horizon = 9000 | kl.target is 0 | set it to 10000"),
+    "an estimator of no KL":
+        ("kl.placement=none kl.coef=0. kl.estimator=k2", "config.kl.estimator = 'k2' | placement is 'none' | to 'k3'"),
+    "a schedule of no KL":
+        ("kl.placement=none kl.coef=0. kl.decay=linear", "config.kl.decay = 'linear' | set it to 'constant'"),
+    "a warm-up that waits for a KL penalty of nothing":
+        ("kl.coef=0. hold.kl_to_reward=0.1 num_steps=9 optim.warmup_steps=1", "hold.kl_to_reward = 0.1 | kl.coef is 0"),
+    "an end of a constant rate":
+        ("optim.decay=constant optim.end=1e-6", "config.optim.end = 1e-06 | optim.decay is 'constant' | set it to 0.0"),
+    "the best checkpoints of a run that is not judged":
+        ("checkpoint.keep_best=3", "config.checkpoint.keep_best = 3 | eval.every is 0 | set it to 0"),
+    "a level of no correction":
+        ("correction.action=none correction.level=sequence",
+         "config.correction.level = 'sequence' | correction.action is 'none' | set it to 'token'"),
+    "a bound of no correction":
+        ("correction.action=none correction.high=5.", "correction.high = 5.0 | action is 'none' | set it to 2.0"),
+    "a correction of what the very policy sampled":
+        ("correction.action=truncate", "config.correction.action = 'truncate' | this very policy samples | to 'auto'"),
+    "a bound where the very policy samples":
+        ("correction.high=5.", "config.correction.high = 5.0 | correction.action = 'auto' weighs nothing"),
+    "a level where the very policy samples":
+        ("model.dtype=bfloat16 correction.level=geometric", "config.correction.level = 'geometric' | weighs nothing"),
+    "older weights and no correction":
+        ("rollout.max_lag=1 num_steps=3 correction.action=none",
+         "config.correction.action = 'none' with rollout.max_lag = 1 | 'ppo_clip' | set action = 'auto', or max_lag"),
+    "a group that is always the same": ("rollout.top_k=1", "config.rollout.top_k = 1: | greedy | give 2 or more, or 0"),
+    "a top-k that keeps all": ("rollout.top_k=18", "config.rollout.top_k = 18 does nothing | 18 tokens | set it to 0"),
     "an entropy step without a target": ("entropy.step=0.1", "config.entropy.step = 0.1 | entropy.target is 0"),
     "a lower bound of no mask": ("correction.low=0.5", "config.correction.low = 0.5 | set it to 0.0"),
     "a warm-up that waits and is none":
@@ -221,6 +248,10 @@ VLLM = "rollout.managed=false rollout.servers=http://127.0.0.1:9 "
         (VLLM + "rollout.push=http rollout.push_address=0.0.0.0", "push_address = '0.0.0.0' | as the servers reach it"),
     "an interpreter without vLLM": (f"rollout.python={sys.executable}", "rollout.python | has no vLLM | launch/"),
     "an interpreter that is not there": ("rollout.python=nowhere", "config.rollout.python 'nowhere' has no vLLM"),
+    "an interpreter for somebody else's server":
+        (VLLM + "rollout.python=mine", "config.rollout.python = 'mine' | rollout.managed is False"),
+    "arguments for somebody else's server":
+        (VLLM + "rollout.server_args=('--seed=1',)", "rollout.server_args = ('--seed=1',) | rollout.managed is False"),
     "a request that may take no time": ("rollout.timeout=0.", "config.rollout.timeout is 0.0 | above 0"),
     "groups refilled while batches are sampled ahead":
         ("rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3", "max_lag = 1 and resample_rounds = 1 | to 0"),
@@ -294,6 +325,22 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
     "with advantages of tokens for a loss of sequences":
         ("c.loss = ConfigDict(dict(name='gmpo')); c.advantage = ConfigDict(dict(name='reinforce_pp'))",
          "config.loss.name = 'gmpo' wants an advantage a completion | 'reinforce_pp'"),
+    "with REINFORCE on older samples and no correction":
+        ("c.loss = ConfigDict(dict(name='reinforce')); c.rollout.max_lag = 1; c.correction.action = 'none'",
+         "config.correction.action = 'none' with rollout.max_lag = 1 | 'reinforce'"),
+    "with a ratio of sequences and a mean of tokens":
+        ("c.loss = ConfigDict(dict(name='gspo'))",
+         "config.aggregate.mode = 'token_mean' | 'gspo' | set 'sequence_mean', or 'sequence_sum'"),
+    "with ratios of sequences for tokens and a mean of tokens":
+        ("c.loss = ConfigDict(dict(name='gspo', level='token'))", "config.aggregate.mode = 'token_mean' | 'gspo'"),
+    "with a geometric mean and a mean of tokens":
+        ("c.loss = ConfigDict(dict(name='gmpo'))", "config.aggregate.mode = 'token_mean' | 'gmpo'"),
+    "with a ratio of sequences and chosen tokens":
+        ("c.loss = ConfigDict(dict(name='gspo')); c.aggregate.mode = 'sequence_mean'; c.mask.top_entropy = 0.2",
+         "config.mask.top_entropy = 0.2 | 'gspo' | set it to 1.0, or take loss gspo with level = 'token'"),
+    "with a geometric mean and chosen tokens":
+        ("c.loss = ConfigDict(dict(name='gmpo')); c.aggregate.mode = 'sequence_mean'; c.mask.top_entropy = 0.2",
+         "config.mask.top_entropy = 0.2 | 'gmpo'"),
     "with an overlong penalty that nobody looks at":
         ("c.advantage = ConfigDict(dict(name='gdpo')); c.reward.overlong_tokens = 2",
          "config.reward.overlong_tokens = 2 | 'gdpo' does not look at it | set it to 0"),
@@ -557,6 +604,10 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_or_another_model(
     "key heads that do not divide the heads":
         ("model.num_key_value_heads=3", "config.model.num_key_value_heads = 3 | give a divisor"),
     "a field of another trainer": ("group_size=8", "no field group_size"),
+    "an end of a constant rate": ("optim.decay=constant optim.end=1e-6", "config.optim.end = 1e-06 | to 0.0"),
+    "the best checkpoints of a run that is not judged": ("checkpoint.keep_best=2", "keep_best = 2 | eval.every is 0"),
+    "the size of a model that is there":
+        (f"model.path={MODEL} model.hidden_size=64", "config.model.hidden_size = 64 | model.path names a model"),
 })  # fmt: skip
 def test_fine_tuning_of_a_new_model_is_refused_for(place: Path, refuse: Refuse, argv: str, words: str) -> None:
     rows = [json.dumps(row | {"completion": row["answer"]}) for row in SUMS]
