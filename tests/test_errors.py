@@ -8,11 +8,13 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -277,6 +279,17 @@ def test_a_server_that_is_not_there_stops_the_run_after_its_patience(refuse: Ref
     argv = ["--config", str(CONFIGS / "grpo_vllm.py"), "--workdir", "run", *fields(f"{TINY} {VLLM} {SMALL}")]
     argv += fields("rollout.patience=0.5 prompts_per_step=8 rollout.weights_dir=.")
     refuse(train, argv, "vLLM at http://127.0.0.1:9: ConnectError | for 0.5 s | start it again", started=True)
+
+
+@pytest.mark.parametrize(("program", "config"), [(train, "grpo"), (sft, "sft")])
+def test_determinism_is_refused_where_it_would_come_too_late(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, program: ModuleType, config: str
+) -> None:
+    jax.devices()
+    argv = ["--config", str(CONFIGS / f"{config}.py"), "--workdir", "run", "--config.deterministic=true"]
+    refuse(program, argv, "config.deterministic = True comes too late | a process of its own | XLA_FLAGS=--xla_gpu_")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")  # it was there before
+    refuse(program, [*argv, "--config.model.path=./nowhere"], "model.path './nowhere'")
 
 
 def test_wandb_is_refused_where_it_is_not_installed(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,6 +589,53 @@ def test_a_run_stops_for_a_reward_that_asks_for_a_column_which_is_not_there(plac
     (place / "mine.py").write_text("def f(completions, solution):\n    return [1.0] * len(completions)\n")
     argv = command(f"reward.weights=1. reward.functions=mine.f {SMALL}")
     refuse(train, argv, "reward mine.f asks for column 'solution' | there is answer, ", started=True)
+
+
+NOT_FINITE = """
+def f(*, clip_low, clip_high, delta):
+    return lambda logprobs, batch: (logprobs * float("nan"), {})
+"""
+
+
+@table("argv words saved", {
+    "and every step is saved": ("checkpoint.every=1", "/run/checkpoints/1: begin a new run", True),
+    "and no step is saved": ("checkpoint.every=9", "there is no checkpoint: begin a new run", False),
+})  # fmt: skip
+def test_a_run_stops_where_no_gradient_is_finite(
+    place: Path, refuse: Refuse, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    argv: str, words: str, saved: bool,
+) -> None:  # fmt: skip
+    (place / "mine.py").write_text(NOT_FINITE)
+    more = f"loss.name=mine.f {SMALL} num_steps=9 optim.decay=constant {argv}"
+    words = f"step 2: 2 updates in a row were skipped | grad_norm, | {words} | max_skipped"
+    refuse(train, command(f"{more} health.max_skipped=2"), words, started=True)
+    if saved:  # it is whole, and the run may go on, if that is wanted
+        for _ in range(300):
+            time.sleep(0 if (place / "run" / "checkpoints" / "1").is_dir() else 0.1)
+        again = command(f"{more} health.max_skipped=0 num_steps=3")
+        monkeypatch.setattr(sys, "argv", ["train", *again])
+        train.main()
+        records = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [record["updates/skipped_in_a_row"] for record in records] == [1, 2, 3]
+
+
+def test_fine_tuning_stops_where_no_gradient_is_finite_and_warned_of_the_rate(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place / "answers.jsonl").write_text("".join(json.dumps(r | {"completion": r["answer"]}) + "\n" for r in SUMS))
+    argv = fields(
+        "data.source=answers.jsonl eval.every=0 prompts_per_step=8 num_steps=9 optim.warmup_steps=0 mesh.fsdp=1 "
+        "model.hidden_size=32 model.num_hidden_layers=1 optim.learning_rate=1e30 health.max_skipped=3 "
+        "log.tensorboard=false"
+    )
+    monkeypatch.setattr(sys, "argv", ["sft", "--config", str(CONFIGS / "sft.py"), "--workdir", "run", *argv])
+    with pytest.raises(SystemExit) as stopped:
+        run_main(sft.main)
+    said = capfd.readouterr()
+    assert stopped.value.code == 2
+    assert "\nwarning: optim.learning_rate = 1e+30 is 0.02 or more, which may ruin a model of width 32" in said.out
+    assert "3 updates in a row were skipped" in said.err
+    assert said.err.count("\n") == 1
 
 
 def test_a_run_is_not_resumed_from_a_torn_checkpoint_or_another_model(
