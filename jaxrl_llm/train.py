@@ -118,7 +118,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     if config.rollout.engine == "vllm":
         width = max(dataset.width, held_out.width)
         engine = at_the_end.enter_context(closing(vllm.start(config, workdir, folder, model.cfg, width, **stops)))
-        canary = Canary(engine, model, mesh, collate, bound=config.rollout.canary_gap)
+        canary = Canary(engine, model, mesh, collate, rows=len(dataset.rows), bound=config.rollout.canary_gap)
     else:
         engine = Sampler(model, mesh, max_completion_tokens=config.rollout.max_completion_tokens, **stops)
     collector = Collector(

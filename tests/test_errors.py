@@ -292,6 +292,16 @@ def test_determinism_is_refused_where_it_would_come_too_late(
     refuse(program, [*argv, "--config.model.path=./nowhere"], "model.path './nowhere'")
 
 
+@pytest.mark.parametrize("program", [train, sft, evaluate])
+def test_more_processes_than_one_are_refused(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, program: ModuleType
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    sft_argv = ["--config", str(CONFIGS / "sft.py"), "--workdir", "run"]
+    argv = {train: command(), sft: sft_argv, evaluate: ["--task=arithmetic", f"--model={MODEL}"]}[program]
+    refuse(program, argv, "JAX runs in 2 processes | start it on a single host, once")
+
+
 def test_wandb_is_refused_where_it_is_not_installed(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     refuse(train, command("log.wandb_project=lab"), "config.log.wandb_project | pip install wandb")
