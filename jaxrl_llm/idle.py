@@ -9,11 +9,12 @@ from jaxrl_llm.config import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Config
 
-PYTHON, SERVER_ARGS = (  # configs/grpo_vllm.py has them too, for a server of the run's own
-    ".vllm/bin/python",
-    ("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--max-num-seqs", "512"),
-)
-SIZES = (  # of a new model, in configs/sft.py
+# As the complete configs have them: of a server of the run's own, and the sizes of a new model.
+PYTHON = ".vllm/bin/python"
+SERVER_ARGS = (
+    "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--max-num-seqs", "512",
+)  # fmt: skip
+SIZES = (
     ("hidden_size", 128), ("num_hidden_layers", 4), ("num_attention_heads", 4), ("num_key_value_heads", 2),
     ("intermediate_size", 384),
 )  # fmt: skip
