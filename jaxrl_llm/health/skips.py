@@ -26,7 +26,7 @@ def check_skipped(step: int, record: dict[str, Any], *, most: int, latest: Calla
     count = max(int(x) for name, x in record.items() if name.endswith(IN_A_ROW))
     if not most or count < most:
         return
-    names = sorted(name for name, x in record.items() if not math.isfinite(x) and not name.endswith("_min"))
+    names = sorted(name for name, x in record.items() if not math.isfinite(x) and not name.endswith(("_min", "_max")))
     last = f"the last checkpoint is {folder}" if (folder := latest()) else "there is no checkpoint"
     raise UserError(
         f"step {step}: {count} updates in a row were skipped, their gradients not being finite "
