@@ -16,6 +16,8 @@ import jaxrl_llm
 def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0  # of the order of prompts and of sampling
+    # On a GPU: only operations that repeat bit for bit, as all do on a CPU. What that costs in speed is not measured.
+    c.deterministic = False
     c.num_steps = 100  # rollouts of prompts_per_step prompts each
 
     # The batch. Sequences per optimiser step = prompts_per_update x group_size.
@@ -54,7 +56,8 @@ def get_config() -> ConfigDict:
     # A function of jaxrl_llm.advantages, or my.module.function, and its arguments; normalise: group | batch | none
     c.advantage = ConfigDict(dict(name="grpo", normalise="group", epsilon=1e-4))
 
-    # A function of jaxrl_llm.losses, or my.module.function, and its arguments
+    # A function of jaxrl_llm.losses, or my.module.function, and its arguments. With one update on a rollout, as here,
+    # the ratio is 1 and nothing is clipped.
     c.loss = ConfigDict(dict(name="ppo_clip", clip_low=0.2, clip_high=0.2, delta=0.0))
 
     c.aggregate = ConfigDict()
@@ -115,10 +118,13 @@ def get_config() -> ConfigDict:
 
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))  # -1: all devices left
 
+    c.health = ConfigDict()
+    c.health.max_skipped = 10  # updates in a row with a gradient that is not finite end the run; 0: never
+
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 25  # steps; also at every evaluation, at SIGTERM and at the end
     c.checkpoint.keep = 2  # the latest so many
-    c.checkpoint.keep_best = 1  # and the best so many by evaluation
+    c.checkpoint.keep_best = 1  # and the best so many by evaluation, if there is any
 
     c.log = ConfigDict()
     c.log.completions_every = 25  # steps between samples shown and kept in completions.jsonl; 0: none

@@ -20,7 +20,8 @@ def get_config() -> ConfigDict:
     c.critic.path = ""  # a folder or hub id to start from; "": the policy's
     c.critic.gamma = 1.0  # of its targets, the lambda-returns
     c.critic.lam = 1.0
-    c.critic.clip = 0.2  # how far a value may move in an update before its loss is clipped; 0: any
+    # How far a value may move on a rollout before its loss is clipped; 0: any. With one update, as here, none is.
+    c.critic.clip = 0.2
     c.critic.warmup_steps = 5  # steps in which the critic alone learns
     c.critic.optim = c.optim.copy_and_resolve_references()
     c.critic.optim.learning_rate = 3e-4

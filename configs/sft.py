@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0  # of the first parameters and the order of examples
+    c.deterministic = False  # on a GPU: only operations that repeat bit for bit
     c.num_steps = 1500  # optimiser steps
     c.prompts_per_step = 256  # examples in one
     c.microbatch = 0  # examples at a time in memory (0: all); never changes the gradient
@@ -56,6 +57,8 @@ def get_config() -> ConfigDict:
     c.optim.eps = 1e-8
 
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
+
+    c.health = ConfigDict(dict(max_skipped=10))  # updates in a row with a gradient that is not finite; 0: any number
 
     c.checkpoint = ConfigDict(dict(every=200, keep=1, keep_best=0))
 

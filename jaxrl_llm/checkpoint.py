@@ -24,6 +24,8 @@ from jaxrl_llm.structs import Config, PyTree
 # are there to be changed (num_steps), or are checked by what they hold (model.path).
 FREE = (
     "num_steps",
+    "deterministic",
+    "health.",
     "microbatch",
     "mesh.",
     "model.path",
@@ -131,6 +133,11 @@ class Checkpoints:
             items["waiting"] = ocp.args.StandardSave([arrays for arrays, _ in waiting])
         accuracies = None if accuracy is None else {"accuracy": accuracy}
         self._manager.save(step, args=ocp.args.Composite(**items), metrics=accuracies)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint, which may still be on its way to the disk."""
+        step = self._manager.latest_step()
+        return None if step is None else Path(self._manager.directory) / str(step)
 
     def resume(self, state: PyTree, iterator: grain.DatasetIterator) -> tuple[int, PyTree, list[tuple[dict, dict]]]:
         """The newest complete step, its state, placed as `state` is, and what was `waiting`; the iterator is set.

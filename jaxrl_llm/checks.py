@@ -15,6 +15,7 @@ from jaxrl_llm.config import check_fields, flatten, needs, resolve
 from jaxrl_llm.data import FILES, Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.fields import CRITIC, SFT, TEACHER, TRAIN, VLLM
+from jaxrl_llm.idle import check_idle_of_both
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.structs import Config
 
@@ -109,6 +110,7 @@ def check_shared(config: Config, prompts_per_update: int) -> None:
             raise UserError(f"config.{field}.source = {source!r}: a file must be {' or '.join(FILES)}")
         if not source.endswith(FILES):
             resolve(source, tasks, f"config.{field}.source")
+    check_idle_of_both(config)
     if config.data.convert:
         resolve(config.data.convert, tasks, "config.data.convert")
     if config.eval.every:
@@ -150,6 +152,15 @@ def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -
         raise UserError(
             f"{tokenizer.name_or_path}: the tokenizer makes token {largest}, but config.json has a vocabulary of "
             f"{model.vocab_size}: use one checkpoint's files"
+        )
+
+
+def check_sampling(config: Config, model: DecoderConfig) -> None:
+    """Raises: UserError, if top-k leaves no token out."""
+    if config.rollout.top_k >= model.vocab_size:
+        raise UserError(
+            f"config.rollout.top_k = {config.rollout.top_k} does nothing: the model's vocabulary has "
+            f"{model.vocab_size} tokens; set it to 0"
         )
 
 

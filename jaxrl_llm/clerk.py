@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,8 +18,9 @@ from jaxrl_llm.metrics import Log, Timer, summary
 class Clerk:
     """One thread with a log, so that lines are written in order and the loop waits for none of them."""
 
-    def __init__(self, log: Log):
-        self._log, self._thread = log, ThreadPoolExecutor(max_workers=1)
+    def __init__(self, log: Log, check: Callable[[int, dict[str, Any]], None]):
+        """check(step, record) raises for a record after which the run must stop."""
+        self._log, self._check, self._thread = log, check, ThreadPoolExecutor(max_workers=1)
         self._written: Future[None] | None = None
 
     def watch(self, arrays: Any) -> Future[float]:
@@ -26,9 +28,12 @@ class Clerk:
         return self._thread.submit(_ready, arrays)
 
     def write(self, *of_step: Any) -> None:
-        """The line of a step, as `_write` takes it. Raises: what the line before could not be written for."""
+        """The line of a step, as `_write` takes it. Raises: what the line before could not be written for.
+
+        So does `check` of the step before: it never waits for this one.
+        """
         self.finish()
-        self._written = self._thread.submit(_write, self._log, *of_step)
+        self._written = self._thread.submit(_write, self._log, self._check, *of_step)
 
     def finish(self) -> None:
         """Returns when every line is written. Raises: what one could not be written for."""
@@ -46,6 +51,7 @@ def _ready(arrays: Any) -> float:
 
 def _write(
     log: Log,
+    check: Callable[[int, dict[str, Any]], None],
     step: int,
     timer: Timer,
     done: tuple[Future[float], Future[float]],
@@ -60,6 +66,8 @@ def _write(
     timer.lap("score", since=timer.at["rollout"], at=scored)
     timer.lap("update", since=max(scored, timer.at["reward"]), at=updated)
     updates, measured = sharding.to_host(on_device)
-    log.step(step, summary(step, sampled.rollouts, *earned, updates, timer) | measured | judged)
+    record = summary(step, sampled.rollouts, *earned, updates, timer) | measured | judged
+    log.step(step, record)
     if sample:
         log.completions(step, *sample)
+    check(step, record)

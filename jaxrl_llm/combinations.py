@@ -1,14 +1,17 @@
-"""Choices of an algorithm that do not go together, and settings that would do nothing."""
+"""Choices of an algorithm that do not go together."""
 
 from __future__ import annotations
 
 from urllib.parse import urlsplit
 
 from jaxrl_llm import advantages, losses, rewards
-from jaxrl_llm.config import Field, arguments, flatten, needs, own_name, resolve
+from jaxrl_llm.config import Field, arguments, needs, own_name, resolve
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.idle import check_idle, looks_at_rewards
 from jaxrl_llm.serve_vllm import LOOPBACK, check_python
 from jaxrl_llm.structs import Config
+
+OF_A_SEQUENCE = ("gspo", "gmpo")  # losses with one ratio for a completion
 
 # Of arguments of our own losses and estimators.
 RANGES = {
@@ -40,6 +43,7 @@ def check_algorithm(config: Config, updates: int) -> None:
     check_rewards(config, asked)
     check_advantage(config, own_name(estimator, advantages), asked)
     check_loss(config, own_name(loss, losses), own_name(estimator, advantages), updates)
+    check_ratio_of_a_sequence(config, own_name(loss, losses))
     loss(**arguments(config.loss))  # which may raise
     check_kl(config, asked)
     check_idle(config, asked, updates)
@@ -58,7 +62,7 @@ def check_rewards(config: Config, asked: tuple[str, ...]) -> None:
         if names.count(name) > 1:
             raise UserError(f"config.reward.functions has {name!r} {names.count(name)} times: give it once")
         resolve(name, rewards, "config.reward.functions")
-    if not any(weights) and _rewarded(asked):
+    if not any(weights) and looks_at_rewards(asked):
         raise UserError("config.reward.weights are all 0: nothing would be rewarded; give one function a weight")
     tokens, limit = config.reward.overlong_tokens, config.rollout.max_completion_tokens
     if tokens > limit:
@@ -109,6 +113,28 @@ def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
         )
     if c.action == "mask" and c.low >= c.high:
         raise UserError(f"config.correction.low = {c.low} is not below high = {c.high}: no weight would be kept")
+    if loss and config.rollout.max_lag and c.action == "none":  # a loss of the user's may correct by itself
+        raise UserError(
+            f"config.correction.action = 'none' with rollout.max_lag = {config.rollout.max_lag}: loss {loss!r} knows "
+            "the policy at the start of the step, not the older one that sampled: set action = 'auto', or max_lag = 0"
+        )
+
+
+def check_ratio_of_a_sequence(config: Config, loss: str) -> None:
+    """A loss with one ratio for a completion counts completions, not tokens."""
+    if loss not in OF_A_SEQUENCE:
+        return
+    if config.aggregate.mode == "token_mean":
+        raise UserError(
+            f"config.aggregate.mode = 'token_mean': loss {loss!r} has one ratio for a completion, which would count by "
+            "its length: set 'sequence_mean', or 'sequence_sum' for a completion that counts by its length (LUSPO)"
+        )
+    of_a_token = arguments(config.loss).get("level") == "token"
+    if config.mask.top_entropy < 1 and not of_a_token:
+        raise UserError(
+            f"config.mask.top_entropy = {config.mask.top_entropy}: the gradient of loss {loss!r}'s ratio reaches every "
+            "token of a completion, chosen or not: set it to 1.0, or take loss gspo with level = 'token'"
+        )
 
 
 def check_kl(config: Config, asked: tuple[str, ...]) -> None:
@@ -137,8 +163,13 @@ def check_kl(config: Config, asked: tuple[str, ...]) -> None:
 
 
 def check_rollout(config: Config) -> None:
-    """Servers are there or made, and reach the weights."""
+    """Members of a group differ; servers are there or made, and reach the weights."""
     r = config.rollout
+    if r.top_k == 1:
+        raise UserError(
+            "config.rollout.top_k = 1: every completion would be the greedy one, with nothing to learn from; "
+            "give 2 or more, or 0 for all tokens"
+        )
     if r.max_lag and r.resample_rounds:
         raise UserError(
             f"config.rollout.max_lag = {r.max_lag} and resample_rounds = {r.resample_rounds}: rewards find the groups "
@@ -173,40 +204,3 @@ def check_rollout(config: Config) -> None:
         )
     if r.managed:
         check_python(r.python, "config.rollout.python")
-
-
-def check_idle(config: Config, asked: tuple[str, ...], updates: int) -> None:
-    """No setting is there that does nothing."""
-    k, advantage = config.kl, config.advantage.name
-    no_place, no_warmup = k.placement == "none", not (config.optim.warmup_steps or config.optim.warmup_ratio)
-    own, lag = config.rollout.engine == "jax", config.rollout.max_lag
-    on_policy = updates == 1 and config.model.dtype == "float32" and own and not lag
-    unseen = not {"rewards", "token_rewards"} & set(asked)
-    rules = (
-        ("kl.coef", 0.0, no_place, "kl.placement is 'none'"),
-        ("kl.target", 0.0, no_place, "kl.placement is 'none'"),
-        ("kl.refresh_every", 0, no_place, "kl.placement is 'none'"),
-        ("kl.refresh_every", 0, k.refresh_every > config.num_steps, f"the run has {config.num_steps} steps"),
-        ("kl.mix", 1.0, not k.refresh_every, "kl.refresh_every is 0"),
-        ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),
-        ("kl.weighted", False, (k.placement, k.estimator) != ("loss", "k3"), "it is for k3 in the loss"),
-        ("entropy.step", 0.0, not config.entropy.target, "entropy.target is 0"),
-        ("entropy.most", 0.0, not config.entropy.target, "entropy.target is 0"),
-        ("correction.low", 0.0, config.correction.action != "mask", "correction.action is not 'mask'"),
-        ("hold.kl_to_reward", 0.0, no_place, "kl.placement is 'none'"),
-        ("hold.kl_to_reward", 0.0, no_warmup, "there is no warm-up to hold"),
-        ("hold.update_size", 0.0, no_warmup, "there is no warm-up to hold"),
-        ("mask.off_policy", 0.0, on_policy, "with one update on a rollout nothing is off-policy"),
-        ("rollout.max_lag", 0, lag >= config.num_steps, f"the run has {config.num_steps} steps"),
-        ("reward.overlong_tokens", 0, unseen, f"advantage {advantage!r} does not look at it"),
-        ("rollout.resample_rounds", 0, not _rewarded(asked), f"advantage {advantage!r} looks at no reward"),
-        ("rollout.resample_rounds", 0, config.group_size == 1, "a group of 1 never has a signal"),
-    )  # fmt: skip
-    flat = flatten(config)
-    for field, unset, idle, why in rules:
-        if idle and flat[field] != unset:
-            raise UserError(f"config.{field} = {flat[field]} does nothing: {why}; set it to {unset}")
-
-
-def _rewarded(asked: tuple[str, ...]) -> bool:
-    return bool({"rewards", "token_rewards", "channels"} & set(asked))

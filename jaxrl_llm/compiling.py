@@ -9,7 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+from jax._src import xla_bridge  # nothing public says whether JAX has its devices
 
+from jaxrl_llm.errors import UserError
+
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 M_ARENA_MAX = -8  # of glibc's malloc.h
 
 # Compiler options of programs that give log-probabilities. By itself XLA leaves out roundings to bfloat16 between
@@ -34,6 +38,22 @@ def keep_compilations() -> str:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     where = jax.config.values["jax_compilation_cache_dir"]
     return where.replace(str(Path.home()), "~") if where else "off"
+
+
+def compute_deterministically() -> None:
+    """Has XLA take only operations that repeat bit for bit, on a GPU.
+
+    Raises: UserError, where JAX has found its devices, since XLA reads its flags just before.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if DETERMINISTIC in flags:
+        return
+    if xla_bridge.backends_are_initialized():
+        raise UserError(
+            "config.deterministic = True comes too late, JAX has found its devices: run the command in a process of "
+            f"its own, or set XLA_FLAGS={DETERMINISTIC} before JAX is used"
+        )
+    os.environ["XLA_FLAGS"] = " ".join([*flags, DETERMINISTIC])
 
 
 class Compilations:

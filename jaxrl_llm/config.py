@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ml_collections import ConfigDict
 
 from jaxrl_llm.errors import Parser, UserError, describe
+from jaxrl_llm.modules import importing_from, own_file
 from jaxrl_llm.structs import Config
 
 
@@ -52,6 +53,7 @@ class Field:
 def parse_arguments(program: str, description: str, argv: list[str] | None = None) -> tuple[Config, Path]:
     """The command line of a trainer -> the locked config with its overrides, and the workdir.
 
+    From here on, functions that the config names may be in modules beside the config file, too.
     Raises: UserError, for a config file that cannot be run and an override that does not fit.
     """
     parser = Parser(
@@ -65,6 +67,7 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
                         "(default: runs/<config>-<date>-<time>)")  # fmt: skip
     known, rest = parser.parse_known_args(argv)
     config = load(Path(known.config))
+    sys.path += [folder for folder in map(str, _folders(Path(known.config))) if folder not in sys.path]
     for argument in rest:
         match = re.fullmatch(r"--config\.([\w.]+)=(.*)", argument, re.DOTALL)
         if not match:
@@ -75,22 +78,27 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
 
 
 def load(path: Path) -> Config:
-    """The ConfigDict that `get_config()` of a Python file returns."""
+    """The ConfigDict that `get_config()` of a Python file returns.
+
+    The file may import modules beside it and in the folder above it, whatever was imported before.
+    """
     if not path.is_file():
         raise UserError(f"--config {path}: no such file; give one, e.g. configs/grpo.py")
-    folder = path.resolve().parent
-    before = list(sys.path)
-    sys.path[:0] = [str(folder), str(folder.parent)]  # a delta imports the complete file beside or above it
     try:
-        get_config = runpy.run_path(str(path)).get("get_config", lambda: None)
-        config = get_config()
+        with importing_from(*_folders(path)):
+            get_config = runpy.run_path(str(path)).get("get_config", lambda: None)
+            config = get_config()
     except Exception as error:
         raise UserError(f"{path} cannot be run: {describe(error, str(path))}: put the file right") from error
-    finally:
-        sys.path[:] = before
     if not isinstance(config, ConfigDict):
         raise UserError(f"{path} gives no config: define get_config(), returning an ml_collections.ConfigDict")
     return config
+
+
+def _folders(path: Path) -> tuple[Path, Path]:
+    """Where a delta's complete file may be: beside it, or in the folder above."""
+    folder = path.resolve().parent
+    return folder, folder.parent
 
 
 def override(config: Config, name: str, text: str) -> None:
@@ -205,22 +213,24 @@ def needs(function: Callable[..., Any]) -> tuple[str, ...]:
 def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., Any]:
     """The function `name`: of `module` ("grpo"), of a module in it ("arithmetic.accuracy"), or anywhere ("my.mod.f").
 
-    Raises: UserError, naming what there is.
+    Raises: UserError, naming what there is, or both functions that a name could mean.
     """
     path, _, attribute = name.rpartition(".")
     inner, found = None, None
     if not path and name in _functions(module):
         found = getattr(module, name)
     if path:
-        for parent in (f"{module.__name__}.{path}", path):
-            try:
-                inner = importlib.import_module(parent)
-            except Exception as error:  # whatever the module does; unless it is not there at all
-                if isinstance(error, ModuleNotFoundError) and f"{parent}.".startswith(f"{error.name}."):
-                    continue
-                raise UserError(f"{what} {name!r}: importing {parent} failed: {describe(error)}") from error
-            found = getattr(inner, attribute, None)
-            break
+        ours = f"{module.__name__}.{path}"
+        inner = _imported(ours, what, name)
+        file = own_file(path, attribute) if inner else None
+        if file and hasattr(inner, attribute):
+            raise UserError(
+                f"{what} {name!r} could be ours or that of {file}: "
+                f"write '{ours}.{attribute}' for ours, or rename your file"
+            )
+        if file or not inner:
+            inner = _imported(path, what, name)
+        found = getattr(inner, attribute, None)
     if callable(found):
         return found
     offered = [f"{path}.{other}" for other in _functions(inner)] if inner else _offered(module)
@@ -228,6 +238,16 @@ def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., 
     hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(offered)}, or a dotted name of your own"
     missing = f": there is no module {path}" if path and not inner else ""
     raise UserError(f"{what} {name!r} does not exist{missing}; {hint}")
+
+
+def _imported(module: str, what: str, name: str) -> ModuleType | None:
+    """A module, or None if it is not there at all."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # whatever the module does
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            return None
+        raise UserError(f"{what} {name!r}: importing {module} failed: {describe(error)}") from error
 
 
 def _offered(module: ModuleType) -> list[str]:

@@ -20,6 +20,7 @@ OPTIM = {
 }
 SHARED = {
     "seed": Field(int, low=0, high=2**31 - 1),
+    "deterministic": Field(bool),
     "num_steps": Field(int, low=1),
     "prompts_per_step": Field(int, low=1),
     "microbatch": Field(int, low=0),
@@ -41,6 +42,7 @@ SHARED = {
     "mesh.data": Field(int, low=-1),
     "mesh.fsdp": Field(int, low=-1),
     "mesh.tensor": Field(int, low=-1),
+    "health.max_skipped": Field(int, low=0),
     "checkpoint.every": Field(int, low=1),
     "checkpoint.keep": Field(int, low=1),
     "checkpoint.keep_best": Field(int, low=0),

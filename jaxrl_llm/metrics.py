@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,14 +205,18 @@ def summary(
     return record | {"time/step": timer.whole, "tokens_per_second": lengths.sum() / timer.whole}
 
 
-def banner(title: str, rows: list[tuple[str, Any]], console: Console | None = None) -> None:
-    """A title and aligned pairs."""
+def banner(
+    title: str, rows: list[tuple[str, Any]], console: Console | None = None, *, lines: Sequence[str] = ()
+) -> None:
+    """A title, aligned pairs, and lines of text below them."""
     console = console or Console(highlight=False, soft_wrap=True)
     console.print(title, markup=False, style="bold")
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         console.print(f"  {name:<{width}}  {value:,}" if isinstance(value, int) else f"  {name:<{width}}  {value}",
                       markup=False)  # fmt: skip
+    for line in lines:
+        console.print(line, markup=False)
 
 
 def _plain(value: Any) -> float | int | None:

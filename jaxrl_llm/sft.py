@@ -14,10 +14,11 @@ import numpy as np
 
 from jaxrl_llm import checks, data, losses, optim, sharding, update
 from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
-from jaxrl_llm.compiling import Compilations, keep_compilations
+from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
 from jaxrl_llm.config import parse_arguments
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.evaluate import evaluate
+from jaxrl_llm.health import settings, skips
 from jaxrl_llm.metrics import Log, Timer, banner
 from jaxrl_llm.models import export, fresh, hf
 from jaxrl_llm.rollout.sampler import Sampler
@@ -33,6 +34,8 @@ def finetune(config: Config, workdir: Path) -> None:
     stop, compilations = StopSignal(), Compilations()
     cache = keep_compilations()
     totals = checks.check_sft(config)
+    if config.deterministic:
+        compute_deterministically()
     check_workdir(workdir, config)
     mesh = sharding.make_mesh(**config.mesh)
     checks.check_batch_fits_mesh(config, mesh, config.prompts_per_step)
@@ -79,6 +82,7 @@ def finetune(config: Config, workdir: Path) -> None:
     banner(
         f"jaxrl_llm.sft: {workdir}",
         [*table, ("over-long completions dropped", len(answers) - len(kept)), ("compiled code", cache)],
+        lines=settings.warnings(config, totals, model.cfg, mesh.devices.flat[0].platform),
     )
     log = Log(workdir, config.to_dict(), start=start)
     rows = jnp.arange(config.prompts_per_step)
@@ -92,7 +96,7 @@ def finetune(config: Config, workdir: Path) -> None:
         measured = sharding.to_host(measured)
         timer.lap("update")
         tokens = batch.completion_mask.sum()
-        record = measured | {"loss/sft": measured["loss/total"], "updates/skipped": state.opt_state.total_notfinite}
+        record = measured | {"loss/sft": measured["loss/total"]} | sharding.to_host(skips.skipped(state))
         record |= {"time/step": timer.seconds["update"], "time/update": timer.seconds["update"]}
         record |= {"tokens_per_second": tokens / timer.seconds["update"]}
         last = step == config.num_steps
@@ -102,6 +106,7 @@ def finetune(config: Config, workdir: Path) -> None:
             scores, _ = evaluate(examinee, held_out, judge, tokenizer, batch=size, key=seed)
             record |= {"eval/accuracy": float(scores.mean())}
         log.step(step, record)
+        skips.check_skipped(step, record, most=config.health.max_skipped, latest=checkpoints.latest)
         if step % config.checkpoint.every == 0 or "eval/accuracy" in record or last or stop.asked:
             checkpoints.save(step, state, batches, record.get("eval/accuracy"))
     checkpoints.close()

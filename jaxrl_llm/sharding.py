@@ -54,7 +54,15 @@ def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
 
 
 def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
-    """A mesh with Auto axes (the compiler propagates shardings) over the first devices."""
+    """A mesh with Auto axes (the compiler propagates shardings) over the first devices.
+
+    Raises: UserError, if JAX runs in more processes than this one.
+    """
+    if jax.process_count() > 1:
+        raise UserError(
+            f"JAX runs in {jax.process_count()} processes, on several hosts perhaps, and this program can only be one: "
+            "start it on a single host, once"
+        )
     shape = mesh_shape(data, fsdp, tensor, jax.device_count())
     devices = jax.devices()[: math.prod(shape)]
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

@@ -18,12 +18,13 @@ from jaxrl_llm import checks, data, kl, losses, optim, rewards, sharding, signal
 from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
 from jaxrl_llm.clerk import Clerk
 from jaxrl_llm.collect import Collector, Sampled
-from jaxrl_llm.compiling import Compilations, keep_compilations
+from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
 from jaxrl_llm.config import arguments, parse_arguments, resolve
 from jaxrl_llm.correction import high_entropy, make_correction
 from jaxrl_llm.critic import explained_variance, make_critic
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.evaluate import evaluate
+from jaxrl_llm.health import settings, skips
 from jaxrl_llm.metrics import Log, Timer, banner
 from jaxrl_llm.models import export, hf
 from jaxrl_llm.packing import pack
@@ -45,6 +46,8 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     cache = keep_compilations()
     # What can be wrong is found first: config, workdir, mesh, model, data. Nothing is written until then.
     totals = checks.check_train(config)
+    if config.deterministic:
+        compute_deterministically()
     check_workdir(workdir, config)
     mesh = sharding.make_mesh(**config.mesh)
     checks.check_batch_fits_mesh(config, mesh, config.prompts_per_update)
@@ -58,6 +61,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     held_out = data.load_held_out(config, tokenizer) if config.eval.every else dataset
     checks.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     checks.check_positions(config, model.cfg, dataset, held_out)
+    checks.check_sampling(config, model.cfg)
     stops: dict[str, Any] = dict(stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id)
     params = hf.load_params(folder, model, mesh)
 
@@ -108,6 +112,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     banner(
         f"jaxrl_llm.train: {workdir}",
         [*checks.table(config, totals, mesh, model.cfg, dataset, start), ("compiled code", cache)],
+        lines=settings.warnings(config, totals, model.cfg, mesh.devices.flat[0].platform),
     )
     log = Log(workdir, config.to_dict(), start=start)
     seed = jax.random.key(config.seed)
@@ -115,7 +120,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     if config.rollout.engine == "vllm":
         width = max(dataset.width, held_out.width)
         engine = at_the_end.enter_context(closing(vllm.start(config, workdir, folder, model.cfg, width, **stops)))
-        canary = Canary(engine, model, mesh, collate, bound=config.rollout.canary_gap)
+        canary = Canary(engine, model, mesh, collate, rows=len(dataset.rows), bound=config.rollout.canary_gap)
     else:
         engine = Sampler(model, mesh, max_completion_tokens=config.rollout.max_completion_tokens, **stops)
     collector = Collector(
@@ -146,7 +151,8 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     if start == 0 and config.eval.every:
         log.step(0, {"eval/accuracy": accuracy()})
     ahead.begin(start, [(collector.again(arrays), metrics) for arrays, metrics in waiting])
-    clerk = at_the_end.enter_context(closing(Clerk(log)))
+    check = partial(skips.check_skipped, most=config.health.max_skipped, latest=checkpoints.latest)
+    clerk = at_the_end.enter_context(closing(Clerk(log, check)))
     updated: Future[float] | None = None  # when the updates of the step before were done
     step = start
     while step < config.num_steps and not stop.asked:
@@ -206,8 +212,9 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
         updated = clerk.watch(updates)
         if moving_ref and step % config.kl.refresh_every == 0:
             ref_params = kl.mixed(ref_params, state.params, config.kl.mix)
-        measured |= {"updates/skipped": state.opt_state.total_notfinite + 0}  # the state is given to the next update
+        measured |= skips.skipped(state)
         if critic:
+            measured |= {f"critic/{name}": count for name, count in skips.skipped(value_state).items()}
             explained = explained_variance(batch.values, batch.returns, batch.loss_mask)
             measured |= {"critic/explained_variance": explained}
         pushed = ahead.do(push, state.params, step)  # last: it may run programs of its own

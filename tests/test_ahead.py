@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -215,7 +216,7 @@ def test_the_canary_tells_a_push_that_arrived_from_one_that_did_not(meddle: str)
     server = Server(model, mesh)
     tokens, mask = tiny.prompts()
     collate = lambda numbers: Prompts(tokens[: len(numbers)], mask[: len(numbers)], [], numbers)  # noqa: E731
-    canary = Canary(server, model, mesh, collate, bound=1e-3)
+    canary = Canary(server, model, mesh, collate, rows=len(tokens), bound=1e-3)
     server.sampler.update_weights(params)
     assert canary.check(canary.ask(), params)["canary/gap"] < 1e-4
     learned = nudge(0.01, params)
@@ -229,6 +230,59 @@ def test_the_canary_tells_a_push_that_arrived_from_one_that_did_not(meddle: str)
     words = "still have the weights before" if meddle == "stale" else "have other weights"
     with pytest.raises(UserError, match=words):
         canary.check(canary.ask(), more)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_the_canary_asks_the_same_rows_again_where_the_data_set_has_few(rows: int):
+    asked: list[int] = []
+    Canary(None, None, sharding.make_mesh(2, 2, 1), asked.extend, rows=rows, bound=1e-3)
+    assert len(asked) == 4
+    assert set(asked) == set(range(min(rows, 4)))
+
+
+@pytest.mark.parametrize("push", [weights.pull, weights.reload])
+def test_a_push_says_by_name_that_the_servers_caches_are_dropped(push: Callable):
+    asked = []
+    push(lambda path, body=None: asked.append(path), SimpleNamespace(source={}, folder="x"), "tag")
+    assert asked[0].partition("?")[0] == "/pause"
+    assert set(asked[0].partition("?")[2].split("&")) == {"mode=keep", "clear_cache=true"}
+    assert asked[-1] == "/resume"
+
+
+def open_to_all(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def of_another(folder: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a folder away")
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, -1)
+
+
+def linked(folder: Path) -> None:
+    (folder.parent / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("make", [open_to_all, of_another, linked])
+def test_a_weights_folder_that_others_may_write_into_is_refused(make: Callable, tmp_path: Path):
+    folder = tmp_path / f"{weights.NAME}{'a' * 12}"
+    make(folder)
+    with pytest.raises(UserError, match=r"rollout\.weights_dir: .*aaaa is there already, is of user .*: remove it"):
+        weights.Offer(folder, np.float32, untied=False)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", [open_to_all, of_another])
+def test_what_others_left_beside_the_weights_is_not_touched(make: Callable, tmp_path: Path):
+    folder = tmp_path / f"{weights.NAME}{'a' * 12}"
+    make(folder)
+    for name in (weights.LOCK, weights.FILE):
+        (folder / name).touch()
+    weights.Offer(tmp_path / f"{weights.NAME}{'b' * 12}", np.float32, untied=False).close()
+    assert {file.name for file in folder.iterdir()} == {weights.LOCK, weights.FILE}
 
 
 def test_exported_tensors_are_as_long_as_their_shapes_say(params):

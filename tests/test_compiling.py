@@ -51,6 +51,19 @@ def test_fifty_ragged_steps_compile_few_programs_and_the_last_ten_almost_none(mo
     assert programs.total() - before_last_ten <= 6, programs
 
 
+def test_determinism_is_a_flag_that_xla_knows_and_has_before_it_finds_its_devices():
+    code = """if True:
+        import os
+        os.environ["XLA_FLAGS"] = "--xla_cpu_enable_fast_math=false"
+        import jax
+        from jaxrl_llm.compiling import compute_deterministically
+        compute_deterministically()
+        print(jax.numpy.ones(2) + 1, os.environ["XLA_FLAGS"])  # XLA ends a process that gives it an unknown flag
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[2. 2.] --xla_cpu_enable_fast_math=false --xla_gpu_deterministic_ops=true\n", done.stderr
+
+
 def test_compiled_programs_are_kept_in_the_users_cache_folder_unless_told_otherwise(tmp_path):
     code = """if True:
         import jax

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm import checks, config
+from jaxrl_llm.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for path in (ROOT / "configs").glob("*.py") if path.stem not in ("sft", "grpo_vllm"))
@@ -35,3 +36,41 @@ def test_a_config_passes_the_checks_names_its_command_and_is_measured(file):
     assert f'"{file.stem}"' in (ROOT / "benchmarks" / "algorithms.py").read_text()
     measured = (ROOT / "docs" / "algorithms.md").read_text().split("## Measured")[1].split("\n## ")[0]
     assert f"| `{file.stem}` |" in measured
+
+
+def checked(name: str, **changes: object) -> checks.Totals:
+    c = config.load(ROOT / "configs" / f"{name}.py")
+    for field, value in changes.items():
+        config.override(c, field.replace("__", "."), str(value))
+    return (checks.check_sft if name == "sft" else checks.check_train)(c.lock())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("grpo", dict(eval__every=0)),
+        ("grpo", dict(optim__decay="constant")),
+        ("grpo", dict(correction__action="none")),
+        ("grpo", dict(correction__action="auto", rollout__max_lag=2, correction__level="sequence")),
+        ("grpo", dict(correction__action="truncate", model__dtype="bfloat16", correction__high="3.0")),
+        ("grpo", dict(kl__placement="none", kl__coef="0.0")),
+        ("reinforce", dict(rollout__max_lag=1)),
+        ("gspo_token", dict(mask__top_entropy=0.5)),
+        ("luspo", dict(rollout__max_lag=1)),
+        ("sft", dict(eval__every=0)),
+        ("sft", dict(model__path="somewhere")),
+    ],
+)
+def test_a_setting_that_does_something_or_was_left_as_it_is_passes(name, changes):
+    checked(name, **changes)
+
+
+def test_what_is_left_as_it_is_in_the_config_with_a_server_may_stay_with_servers_of_others():
+    c = config.load(ROOT / "configs" / "grpo_vllm.py")
+    c.rollout.managed, c.rollout.servers = False, ("http://127.0.0.1:8000",)
+    checks.check_train(c.lock())
+
+
+def test_a_critics_constant_rate_has_no_end():
+    with pytest.raises(UserError, match=r"config.critic.optim.end = 1e-05 does nothing: critic.optim.decay is"):
+        checked("ppo", critic__optim__decay="constant", critic__optim__end="1e-5")

@@ -8,11 +8,13 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -120,6 +122,33 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "a mix of a reference that never moves": ("kl.mix=0.5", "config.kl.mix = 0.5 | refresh_every is 0 | set it to 1.0"),
     "a reference that would move after the end":
         ("kl.refresh_every=9", "config.kl.refresh_every = 9 | the run has 1 steps"),
+    "a horizon without a KL target": ("kl.horizon=9000", "config.kl.horizon = 9000 | kl.target is 0 | set it to 10000"),
+    "an estimator of no KL":
+        ("kl.placement=none kl.coef=0. kl.estimator=k2", "config.kl.estimator = 'k2' | placement is 'none' | to 'k3'"),
+    "a schedule of no KL":
+        ("kl.placement=none kl.coef=0. kl.decay=linear", "config.kl.decay = 'linear' | set it to 'constant'"),
+    "a warm-up that waits for a KL penalty of nothing":
+        ("kl.coef=0. hold.kl_to_reward=0.1 num_steps=9 optim.warmup_steps=1", "hold.kl_to_reward = 0.1 | kl.coef is 0"),
+    "an end of a constant rate":
+        ("optim.decay=constant optim.end=1e-6", "config.optim.end = 1e-06 | optim.decay is 'constant' | set it to 0.0"),
+    "the best checkpoints of a run that is not judged":
+        ("checkpoint.keep_best=3", "config.checkpoint.keep_best = 3 | eval.every is 0 | set it to 0"),
+    "a level of no correction":
+        ("correction.action=none correction.level=sequence",
+         "config.correction.level = 'sequence' | correction.action is 'none' | set it to 'token'"),
+    "a bound of no correction":
+        ("correction.action=none correction.high=5.", "correction.high = 5.0 | action is 'none' | set it to 2.0"),
+    "a correction of what the very policy sampled":
+        ("correction.action=truncate", "config.correction.action = 'truncate' | this very policy samples | to 'auto'"),
+    "a bound where the very policy samples":
+        ("correction.high=5.", "config.correction.high = 5.0 | correction.action = 'auto' weighs nothing"),
+    "a level where the very policy samples":
+        ("model.dtype=bfloat16 correction.level=geometric", "config.correction.level = 'geometric' | weighs nothing"),
+    "older weights and no correction":
+        ("rollout.max_lag=1 num_steps=3 correction.action=none",
+         "config.correction.action = 'none' with rollout.max_lag = 1 | 'ppo_clip' | set action = 'auto', or max_lag"),
+    "a group that is always the same": ("rollout.top_k=1", "config.rollout.top_k = 1: | greedy | give 2 or more, or 0"),
+    "a top-k that keeps all": ("rollout.top_k=18", "config.rollout.top_k = 18 does nothing | 18 tokens | set it to 0"),
     "an entropy step without a target": ("entropy.step=0.1", "config.entropy.step = 0.1 | entropy.target is 0"),
     "a lower bound of no mask": ("correction.low=0.5", "config.correction.low = 0.5 | set it to 0.0"),
     "a warm-up that waits and is none":
@@ -221,6 +250,10 @@ VLLM = "rollout.managed=false rollout.servers=http://127.0.0.1:9 "
         (VLLM + "rollout.push=http rollout.push_address=0.0.0.0", "push_address = '0.0.0.0' | as the servers reach it"),
     "an interpreter without vLLM": (f"rollout.python={sys.executable}", "rollout.python | has no vLLM | launch/"),
     "an interpreter that is not there": ("rollout.python=nowhere", "config.rollout.python 'nowhere' has no vLLM"),
+    "an interpreter for somebody else's server":
+        (VLLM + "rollout.python=mine", "config.rollout.python = 'mine' | rollout.managed is False"),
+    "arguments for somebody else's server":
+        (VLLM + "rollout.server_args=('--seed=1',)", "rollout.server_args = ('--seed=1',) | rollout.managed is False"),
     "a request that may take no time": ("rollout.timeout=0.", "config.rollout.timeout is 0.0 | above 0"),
     "groups refilled while batches are sampled ahead":
         ("rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3", "max_lag = 1 and resample_rounds = 1 | to 0"),
@@ -246,6 +279,27 @@ def test_a_server_that_is_not_there_stops_the_run_after_its_patience(refuse: Ref
     argv = ["--config", str(CONFIGS / "grpo_vllm.py"), "--workdir", "run", *fields(f"{TINY} {VLLM} {SMALL}")]
     argv += fields("rollout.patience=0.5 prompts_per_step=8 rollout.weights_dir=.")
     refuse(train, argv, "vLLM at http://127.0.0.1:9: ConnectError | for 0.5 s | start it again", started=True)
+
+
+@pytest.mark.parametrize(("program", "config"), [(train, "grpo"), (sft, "sft")])
+def test_determinism_is_refused_where_it_would_come_too_late(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, program: ModuleType, config: str
+) -> None:
+    jax.devices()
+    argv = ["--config", str(CONFIGS / f"{config}.py"), "--workdir", "run", "--config.deterministic=true"]
+    refuse(program, argv, "config.deterministic = True comes too late | a process of its own | XLA_FLAGS=--xla_gpu_")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")  # it was there before
+    refuse(program, [*argv, "--config.model.path=./nowhere"], "model.path './nowhere'")
+
+
+@pytest.mark.parametrize("program", [train, sft, evaluate])
+def test_more_processes_than_one_are_refused(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, program: ModuleType
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    sft_argv = ["--config", str(CONFIGS / "sft.py"), "--workdir", "run"]
+    argv = {train: command(), sft: sft_argv, evaluate: ["--task=arithmetic", f"--model={MODEL}"]}[program]
+    refuse(program, argv, "JAX runs in 2 processes | start it on a single host, once")
 
 
 def test_wandb_is_refused_where_it_is_not_installed(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +348,22 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
     "with advantages of tokens for a loss of sequences":
         ("c.loss = ConfigDict(dict(name='gmpo')); c.advantage = ConfigDict(dict(name='reinforce_pp'))",
          "config.loss.name = 'gmpo' wants an advantage a completion | 'reinforce_pp'"),
+    "with REINFORCE on older samples and no correction":
+        ("c.loss = ConfigDict(dict(name='reinforce')); c.rollout.max_lag = 1; c.correction.action = 'none'",
+         "config.correction.action = 'none' with rollout.max_lag = 1 | 'reinforce'"),
+    "with a ratio of sequences and a mean of tokens":
+        ("c.loss = ConfigDict(dict(name='gspo'))",
+         "config.aggregate.mode = 'token_mean' | 'gspo' | set 'sequence_mean', or 'sequence_sum'"),
+    "with ratios of sequences for tokens and a mean of tokens":
+        ("c.loss = ConfigDict(dict(name='gspo', level='token'))", "config.aggregate.mode = 'token_mean' | 'gspo'"),
+    "with a geometric mean and a mean of tokens":
+        ("c.loss = ConfigDict(dict(name='gmpo'))", "config.aggregate.mode = 'token_mean' | 'gmpo'"),
+    "with a ratio of sequences and chosen tokens":
+        ("c.loss = ConfigDict(dict(name='gspo')); c.aggregate.mode = 'sequence_mean'; c.mask.top_entropy = 0.2",
+         "config.mask.top_entropy = 0.2 | 'gspo' | set it to 1.0, or take loss gspo with level = 'token'"),
+    "with a geometric mean and chosen tokens":
+        ("c.loss = ConfigDict(dict(name='gmpo')); c.aggregate.mode = 'sequence_mean'; c.mask.top_entropy = 0.2",
+         "config.mask.top_entropy = 0.2 | 'gmpo'"),
     "with an overlong penalty that nobody looks at":
         ("c.advantage = ConfigDict(dict(name='gdpo')); c.reward.overlong_tokens = 2",
          "config.reward.overlong_tokens = 2 | 'gdpo' does not look at it | set it to 0"),
@@ -531,6 +601,53 @@ def test_a_run_stops_for_a_reward_that_asks_for_a_column_which_is_not_there(plac
     refuse(train, argv, "reward mine.f asks for column 'solution' | there is answer, ", started=True)
 
 
+NOT_FINITE = """
+def f(*, clip_low, clip_high, delta):
+    return lambda logprobs, batch: (logprobs * float("nan"), {})
+"""
+
+
+@table("argv words saved", {
+    "and every step is saved": ("checkpoint.every=1", "/run/checkpoints/1: begin a new run", True),
+    "and no step is saved": ("checkpoint.every=9", "there is no checkpoint: begin a new run", False),
+})  # fmt: skip
+def test_a_run_stops_where_no_gradient_is_finite(
+    place: Path, refuse: Refuse, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    argv: str, words: str, saved: bool,
+) -> None:  # fmt: skip
+    (place / "mine.py").write_text(NOT_FINITE)
+    more = f"loss.name=mine.f {SMALL} num_steps=9 optim.decay=constant {argv}"
+    words = f"step 2: 2 updates in a row were skipped | grad_norm, | {words} | max_skipped"
+    refuse(train, command(f"{more} health.max_skipped=2"), words, started=True)
+    if saved:  # it is whole, and the run may go on, if that is wanted
+        for _ in range(300):
+            time.sleep(0 if (place / "run" / "checkpoints" / "1").is_dir() else 0.1)
+        again = command(f"{more} health.max_skipped=0 num_steps=3")
+        monkeypatch.setattr(sys, "argv", ["train", *again])
+        train.main()
+        records = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [record["updates/skipped_in_a_row"] for record in records] == [1, 2, 3]
+
+
+def test_fine_tuning_stops_where_no_gradient_is_finite_and_warned_of_the_rate(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place / "answers.jsonl").write_text("".join(json.dumps(r | {"completion": r["answer"]}) + "\n" for r in SUMS))
+    argv = fields(
+        "data.source=answers.jsonl eval.every=0 prompts_per_step=8 num_steps=9 optim.warmup_steps=0 mesh.fsdp=1 "
+        "model.hidden_size=32 model.num_hidden_layers=1 optim.learning_rate=1e30 health.max_skipped=3 "
+        "log.tensorboard=false"
+    )
+    monkeypatch.setattr(sys, "argv", ["sft", "--config", str(CONFIGS / "sft.py"), "--workdir", "run", *argv])
+    with pytest.raises(SystemExit) as stopped:
+        run_main(sft.main)
+    said = capfd.readouterr()
+    assert stopped.value.code == 2
+    assert "\nwarning: optim.learning_rate = 1e+30 is 0.02 or more, which may ruin a model of width 32" in said.out
+    assert "3 updates in a row were skipped" in said.err
+    assert said.err.count("\n") == 1
+
+
 def test_a_run_is_not_resumed_from_a_torn_checkpoint_or_another_model(
     place: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,6 +674,10 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_or_another_model(
     "key heads that do not divide the heads":
         ("model.num_key_value_heads=3", "config.model.num_key_value_heads = 3 | give a divisor"),
     "a field of another trainer": ("group_size=8", "no field group_size"),
+    "an end of a constant rate": ("optim.decay=constant optim.end=1e-6", "config.optim.end = 1e-06 | to 0.0"),
+    "the best checkpoints of a run that is not judged": ("checkpoint.keep_best=2", "keep_best = 2 | eval.every is 0"),
+    "the size of a model that is there":
+        (f"model.path={MODEL} model.hidden_size=64", "config.model.hidden_size = 64 | model.path names a model"),
 })  # fmt: skip
 def test_fine_tuning_of_a_new_model_is_refused_for(place: Path, refuse: Refuse, argv: str, words: str) -> None:
     rows = [json.dumps(row | {"completion": row["answer"]}) for row in SUMS]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
+from jaxrl_llm.health.skips import check_skipped
 from jaxrl_llm.metrics import Log
 
 HEALTHY = {
@@ -60,3 +64,16 @@ def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path: Path
     assert [(line["step"], line["id"]) for line in kept] == [(2, "F7"), (3, "F7"), (5, "F7")]
     Log(tmp_path, config, start=3)
     assert len((tmp_path / "health.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("most", "policy", "critic", "stops"), [(3, 3, 0, True), (3, 2, 2, False), (3, 0, 4, True), (0, 99, 99, False)]
+)
+def test_updates_skipped_in_a_row_stop_a_run_be_they_the_policys_or_the_critics(most, policy, critic, stops):
+    record = {
+        "updates/skipped_in_a_row": policy, "critic/updates/skipped_in_a_row": critic, "updates/skipped": 100,
+        "grad_norm": np.float32("nan"), "loss/total": 1.0,
+    }  # fmt: skip
+    words = rf"step 7: {max(policy, critic)} updates in a row .* \(grad_norm\), .* last checkpoint is runs/x/5"
+    with pytest.raises(UserError, match=words) if stops else nullcontext():
+        check_skipped(7, record, most=most, latest=lambda: Path("runs/x/5"))

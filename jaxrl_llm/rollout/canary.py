@@ -34,13 +34,14 @@ class Canary:
         mesh: Mesh,
         collate: Callable[[Sequence[int]], Prompts],
         *,
+        rows: int,
         bound: float,
     ):
-        """collate(numbers) -> those rows of the data set; bound: of canary/gap."""
+        """collate(numbers) -> those of the data set's rows; bound: of canary/gap."""
         self._engine, self._mesh, self._bound = engine, mesh, bound
         self._score = make_score(model, Sampling(), mesh, microbatch=0)
         devices = mesh.shape["data"] * mesh.shape["fsdp"]
-        self._prompts = collate(range(devices * -(-PROMPTS // devices)))
+        self._prompts = collate([number % rows for number in range(devices * -(-PROMPTS // devices))])
         self._last: tuple[Rollouts, np.ndarray] | None = None
 
     def ask(self) -> Rollouts:

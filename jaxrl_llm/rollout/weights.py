@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 import shutil
+import stat
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +27,8 @@ from jaxrl_llm.structs import PyTree
 DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
 FILE, LOCK = "model.safetensors", "lock"
 NAME = "jaxrl_llm-"  # and 12 hexadecimal digits of a run
+# Requests are kept; what their old weights left in the caches is dropped, whatever vLLM does when it is not told.
+PAUSE = "/pause?mode=keep&clear_cache=true"
 
 
 class Offer:
@@ -36,7 +40,7 @@ class Offer:
     def __init__(self, folder: Path, dtype: Any, *, untied: bool, address: str = ""):
         """dtype: what the tensors are cast to; untied: a tied head is written too; address: serve it there by HTTP.
 
-        Raises: UserError, if the folder cannot be made or the address is not ours.
+        Raises: UserError, if the folder cannot be made or others can write into it, or the address is not ours.
         """
         self.folder, self._dtype, self._untied = folder, np.dtype(dtype), untied
         sweep(folder.parent)
@@ -44,6 +48,13 @@ class Offer:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"config.rollout.weights_dir: {error}: give a folder that can be written") from None
+        if not is_private(folder):
+            about = folder.lstat()
+            raise UserError(
+                f"config.rollout.weights_dir: {folder} is there already, is of user {about.st_uid} and has mode "
+                f"{stat.S_IMODE(about.st_mode):o}, so that others could exchange the weights: remove it, or give "
+                "another folder"
+            )
         self._lock = FileLock(folder / LOCK, blocking=False, thread_local=False)
         with suppress(OSError):  # a trainer that hangs may have it still
             self._lock.acquire()
@@ -79,10 +90,18 @@ class Offer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def is_private(folder: Path) -> bool:
+    """Whether it is a folder of this user's, and no link to one, that nobody else can look into."""
+    about = folder.lstat()
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077
+
+
 def sweep(parent: Path) -> None:
     """Removes the weights of runs that were killed: their locks are there, and free."""
     for lock in parent.glob(f"{NAME}{'[0-9a-f]' * 12}/{LOCK}"):
-        with suppress(OSError):  # it is another user's, or its run is alive
+        if not is_private(lock.parent):  # opening a lock there could harm what it links to
+            continue
+        with suppress(OSError):  # its run is alive
             with FileLock(lock, blocking=False):
                 (lock.parent / FILE).unlink(missing_ok=True)
             lock.unlink(missing_ok=True)
@@ -152,7 +171,7 @@ def pull(post: Callable[..., Any], offer: Offer, tag: str) -> None:
 
     post(path, body) -> the server's JSON answer, raising for a refusal.
     """
-    post("/pause?mode=keep")
+    post(PAUSE)
     try:
         post("/start_weight_update")
         post("/update_weights", {"update_info": offer.source})
@@ -163,7 +182,7 @@ def pull(post: Callable[..., Any], offer: Offer, tag: str) -> None:
 
 def reload(post: Callable[..., Any], offer: Offer, tag: str) -> None:
     """The same for a server without our backend, which must see the folder; a failure in the middle ends its engine."""
-    post("/pause?mode=keep")
+    post(PAUSE)
     try:
         post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(offer.folder)}})
         post("/reset_prefix_cache")

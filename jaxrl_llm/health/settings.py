@@ -1,0 +1,66 @@
+"""What a run's settings alone give reason to expect, said before its first step."""
+
+from __future__ import annotations
+
+import inspect
+
+from jaxrl_llm import losses
+from jaxrl_llm.checks import Totals
+from jaxrl_llm.config import arguments, own_name, resolve
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.structs import Config
+
+# From this rate on a model of this width was ruined: Qwen3-0.6B by full fine-tuning at 5e-5, while 1e-6 was stable.
+# The embedded model of width 128 bears 4e-4, swings at 1e-3 and is ruined by 3e-3 (docs/health.md): as Adam's rate
+# for a matrix should, the bound falls with the width (arXiv 2203.03466).
+RATE, WIDTH = 5e-5, 1024
+SUPERVISED = 10  # times as much for a target that stands still: sft, and a critic. configs/sft.py has 2e-3 at 128
+UPDATES, UPDATES_WITH_CRITIC = 4, 16  # on a rollout, at most
+
+
+def warnings(config: Config, totals: Totals, model: DecoderConfig, platform: str) -> list[str]:
+    """Lines for the console: "warning: ..." for what may ruin a run, "note: ..." for what has no effect.
+
+    platform: of the devices, "cpu", "gpu" or "tpu".
+    """
+    rl = "loss" in config
+    lines = _rate("optim", config.optim.learning_rate, model.width, 1 if rl else SUPERVISED)
+    if "critic" in config:
+        lines += _rate("critic.optim", config.critic.optim.learning_rate, model.width, SUPERVISED)
+    bound, updates = UPDATES_WITH_CRITIC if "critic" in config else UPDATES, totals.updates_per_rollout
+    if updates > bound:
+        lines.append(
+            f"warning: {updates:,} updates on a rollout, more than {bound}: the policy may leave what was sampled, and "
+            "collapse; raise prompts_per_update, or lower epochs"
+        )
+    if rl and updates == 1 and (changed := _changed(config)):
+        lines.append(
+            f"note: with one update on a rollout the ratio is 1, so that {', '.join(changed)} has no effect: "
+            "lower prompts_per_update or raise epochs for more of them"
+        )
+    if not config.eval.every and config.checkpoint.keep_best:
+        lines.append("note: checkpoint.keep_best keeps nothing: eval.every is 0, and nothing says which is best")
+    if config.deterministic and platform != "gpu":
+        lines.append(f"note: deterministic = True has no effect on a {platform}: it is for GPUs")
+    return lines
+
+
+def _rate(section: str, rate: float, width: int, factor: int) -> list[str]:
+    bound = factor * RATE * WIDTH / width
+    if rate < bound:
+        return []
+    return [
+        f"warning: {section}.learning_rate = {rate:g} is {bound:.1g} or more, which may ruin a model of width {width}: "
+        "lower it if the reward or the accuracy falls"
+    ]
+
+
+def _changed(config: Config) -> list[str]:
+    """Arguments of a loss of ours that bound or bend its ratio, and are not what they are by default."""
+    loss = resolve(config.loss.name, losses)
+    defaults = inspect.signature(loss).parameters if own_name(loss, losses) else {}
+    return [
+        f"loss.{name} = {value!r}"
+        for name, value in arguments(config.loss).items()
+        if name in defaults and name != "level" and value != defaults[name].default
+    ]

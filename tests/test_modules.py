@@ -1,0 +1,129 @@
+"""A user's own modules: imported anew for each config, and never taken for ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm import rewards, tasks
+from jaxrl_llm.config import load, parse_arguments, resolve
+from jaxrl_llm.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+DELTA = "import grpo\n\ndef get_config():\n    return grpo.get_config()\n"
+
+
+def a_config(seed: int) -> str:
+    return f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict(dict(seed={seed}))\n"
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
+def test_each_folder_gives_its_own_complete_file_to_its_delta(tmp_path):
+    for seed, name in enumerate("ab"):
+        (tmp_path / name / "recipes").mkdir(parents=True)
+        (tmp_path / name / "grpo.py").write_text(a_config(seed))
+        for delta in (tmp_path / name / "delta.py", tmp_path / name / "recipes" / "delta.py"):
+            delta.write_text(DELTA)
+    for seed, name in enumerate("ab"):
+        assert load(tmp_path / name / "delta.py").seed == seed
+        assert load(tmp_path / name / "recipes" / "delta.py").seed == seed
+    assert "grpo" not in sys.modules
+
+
+def test_a_module_that_was_imported_before_is_not_given_to_a_delta_and_is_there_again_afterwards(tmp_path, monkeypatch):
+    for seed, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "grpo.py").write_text(a_config(seed))
+        (tmp_path / name / "delta.py").write_text(DELTA)
+    monkeypatch.syspath_prepend(tmp_path / "a")
+    before = __import__("grpo")
+    assert load(tmp_path / "b" / "delta.py").seed == 1
+    assert sys.modules.pop("grpo") is before
+
+
+def test_loading_a_config_leaves_what_is_installed_and_this_package_as_they_were(tmp_path):
+    (tmp_path / "json").mkdir()
+    (tmp_path / "c.py").write_text("import colorsys\n" + a_config(0))
+    sys.modules.pop("colorsys", None)
+    before = dict(sys.modules)
+    load(tmp_path / "c.py")
+    load(ROOT / "configs" / "ppo.py")
+    assert "colorsys" in sys.modules
+    assert {name for name, module in before.items() if sys.modules.get(name) is not module} == set()
+
+
+def own(folder: Path, text: str = "def accuracy(completions, **_):\n    return [7.0]\n") -> Path:
+    (folder / "maths.py").write_text(text)
+    return folder / "maths.py"
+
+
+def test_a_name_that_ours_and_the_users_own_module_both_have_is_refused_without_running_theirs(tmp_path, monkeypatch):
+    file = own(tmp_path, "1 / 0\ndef accuracy(): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    both = f"reward 'maths.accuracy' could be ours or that of {file}: write 'jaxrl_llm.rewards.maths.accuracy' for ours"
+    with pytest.raises(UserError, match=both):
+        resolve("maths.accuracy", rewards, "reward")
+    ours = resolve("jaxrl_llm.rewards.maths.accuracy", rewards)
+    assert ours.__module__ == "jaxrl_llm.rewards.maths"
+    assert resolve("maths.is_boxed", rewards).__module__ == "jaxrl_llm.rewards.maths"  # theirs has none
+    for text in ("from os import (\n    getpid as accuracy,\n)\n", "from lab import *\n", "def accuracy(:\n"):
+        file.write_text(text)
+        with pytest.raises(UserError, match="could be ours or that of"):
+            resolve("maths.accuracy", rewards, "reward")
+
+
+def test_a_function_that_only_the_users_module_has_is_found_there(tmp_path, monkeypatch):
+    own(tmp_path, "def shorter(completions, **_):\n    return [7.0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert resolve("maths.shorter", rewards)([]) == [7.0]
+    sys.modules.pop("maths")
+
+
+def test_a_folder_a_config_and_an_installed_module_of_the_same_name_are_no_functions(tmp_path, monkeypatch):
+    (tmp_path / "arithmetic").mkdir()
+    (tmp_path / "gsm8k.py").write_text("def get_config():\n    c = {}\n    c['convert'] = 'gsm8k.convert'\n")
+    installed = tmp_path / "site"
+    installed.mkdir()
+    own(installed)
+    monkeypatch.setattr("jaxrl_llm.modules.INSTALLED", (str(installed),))
+    for folder in (tmp_path, installed):
+        monkeypatch.syspath_prepend(folder)
+    assert resolve("arithmetic.accuracy", rewards).__module__ == "jaxrl_llm.rewards.arithmetic"
+    assert resolve("gsm8k.convert", tasks).__module__ == "jaxrl_llm.tasks.gsm8k"
+    assert resolve("maths.accuracy", rewards).__module__ == "jaxrl_llm.rewards.maths"
+
+
+def test_a_reward_beside_the_config_is_found_from_any_working_directory(tmp_path):
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "nearby.py").write_text("def shorter(completions, **_):\n    return [7.0]\n")
+    (tmp_path / "lab" / "c.py").write_text("import nearby\n" + a_config(0))
+    parse_arguments("test", "", ["--config", str(tmp_path / "lab" / "c.py")])
+    assert "nearby" not in sys.modules
+    assert resolve("nearby.shorter", rewards)([]) == [7.0]
+    sys.modules.pop("nearby")
+
+
+@pytest.mark.parametrize("place", ["the working directory", "the config's folder"])
+def test_a_users_maths_is_not_replaced_by_ours(tmp_path, place):
+    (tmp_path / "lab").mkdir()
+    own(tmp_path if place == "the working directory" else tmp_path / "lab")
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
+    (tmp_path / "lab" / "delta.py").write_text(
+        f"import sys\nsys.path.append({str(ROOT / 'configs')!r})\nimport grpo\n\ndef get_config():\n"
+        "    c = grpo.get_config()\n    c.data.source, c.eval.every = 'sums.jsonl', 0\n"
+        "    c.reward.functions, c.reward.weights = ('maths.accuracy',), (1.0,)\n    return c\n"
+    )
+    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", "lab/delta.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith("error: config.reward.functions 'maths.accuracy' could be ours or that of ")
+    assert not (tmp_path / "runs").exists()

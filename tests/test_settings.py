@@ -1,0 +1,92 @@
+"""What is said of a run's settings before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+
+from jaxrl_llm import checks, config
+from jaxrl_llm.health.settings import warnings
+
+ROOT = Path(__file__).parent.parent
+SMALL = replace(tiny.CONFIG, width=128)  # as the model inside the package
+QWEN = replace(tiny.CONFIG, width=896)  # Qwen2.5-0.5B
+
+
+def said(name: str, model=SMALL, platform="cpu", **changes: object) -> list[str]:
+    c = config.load(ROOT / "configs" / f"{name}.py")
+    for field, value in changes.items():
+        config.override(c, field.replace("__", "."), str(value))
+    if "teacher" in c:
+        c.teacher.path = "somewhere"
+    check = checks.check_sft if name == "sft" else checks.check_train
+    return warnings(c, check(c.lock()), model, platform)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
+def test_nothing_is_said_of_the_configs_that_come_with_the_package(file, monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.combinations.check_python", lambda python, name: None)
+    assert said(file.stem) == []
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_nothing_is_said_of_the_recipes(file):
+    assert said(f"recipes/{file.stem}", QWEN, "gpu") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "rate", "warned"),
+    [
+        ("grpo", SMALL, 1.0, True),
+        ("grpo", SMALL, 3e-3, True),  # ruined it, measured
+        ("grpo", SMALL, 1e-4, False),
+        ("grpo", replace(SMALL, width=1024), 5e-5, True),  # ruined Qwen3-0.6B, published
+        ("grpo", QWEN, 1e-4, True),
+        ("grpo", QWEN, 1e-6, False),
+        ("grpo", QWEN, 1e-5, False),
+        ("sft", SMALL, 1.0, True),
+        ("sft", QWEN, 1e-4, False),
+        ("sft", QWEN, 1e-3, True),
+    ],
+)
+def test_a_rate_is_high_by_the_models_width_and_by_what_is_learned(name, model, rate, warned):
+    lines = said(name, model, optim__learning_rate=rate)
+    assert [line.startswith(f"warning: optim.learning_rate = {rate:g} is ") for line in lines] == [True] * warned
+
+
+def test_a_critics_rate_is_looked_at_too():
+    (line,) = said("ppo", critic__optim__learning_rate=1.0)
+    assert line.startswith("warning: critic.optim.learning_rate = 1 is 0.004 or more")
+
+
+@pytest.mark.parametrize(
+    ("name", "each", "epochs", "words"),
+    [
+        ("grpo", 1, 40, "warning: 2,560 updates on a rollout, more than 4: "),
+        ("grpo", 16, 2, "warning: 8 updates on a rollout, more than 4: "),
+        ("grpo", 16, 1, ""),
+        ("ppo", 64, 4, ""),
+        ("ppo", 16, 2, "warning: 32 updates on a rollout, more than 16: "),
+    ],
+)
+def test_many_updates_on_a_rollout_are_warned_of(name, each, epochs, words):
+    lines = said(name, prompts_per_update=each, epochs=epochs)
+    assert [line[: len(words)] for line in lines] == [words] * bool(words)
+
+
+def test_a_clip_that_clips_nothing_is_noted_where_it_was_changed():
+    (line,) = said("grpo", loss__clip_high=0.28)
+    assert line.startswith("note: with one update on a rollout the ratio is 1, so that loss.clip_high = 0.28 has no")
+    assert said("dapo") == []  # it has several, and the same clip
+    assert said("gspo", prompts_per_update=64) == []  # its clips are the loss's own
+    assert said("gspo", prompts_per_update=64, loss__level="token") == []  # which has an effect on a gradient
+
+
+def test_what_has_no_effect_without_evaluation_or_a_gpu_is_noted():
+    assert said("grpo", eval__every=0)[0].startswith("note: checkpoint.keep_best keeps nothing: eval.every is 0")
+    assert said("grpo", eval__every=0, checkpoint__keep_best=0) == []
+    assert said("grpo", deterministic=True) == ["note: deterministic = True has no effect on a cpu: it is for GPUs"]
+    assert said("sft", platform="gpu", deterministic=True) == []
