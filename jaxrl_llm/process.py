@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import pickle
 import signal
@@ -57,7 +58,7 @@ class Process:
         UserError, as the function did; RuntimeError, for any other exception of the function.
         """
         try:
-            if not self.connection.poll(seconds):
+            if not self.connection.poll(None if seconds == math.inf else max(0.0, seconds)):
                 raise TimeoutError
             error, value = pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionError):
@@ -146,7 +147,7 @@ class Pool:
                 process = self._processes[place] = Process(self._prepare)
                 process.answer(end - time.monotonic())
             process.ask(self._function, *item)
-            return process.answer(max(0.0, min(each, end - time.monotonic())))
+            return process.answer(min(each, end - time.monotonic()))
         except (TimeoutError, ChildProcessError):
             if process:
                 process.close()

@@ -80,12 +80,11 @@ class Score:
         return {name: judge(name, *batch) for name in self._names}
 
     def _ask_processes(self, rows: list[dict[str, Any]], *completions: Any) -> dict[str, list[float]]:
-        end = time.monotonic() + self._timeout
         try:
+            while self._starting:  # no limit: this process has imported the same before
+                self._answer(self._starting.pop(), math.inf, len(rows))
+            end = time.monotonic() + self._timeout
             for name, process in self._processes.items():
-                if name in self._starting:
-                    self._answer(name, end, len(rows))
-                    self._starting.remove(name)
                 try:
                     process.ask(judge, name, rows, *completions)
                 except ChildProcessError as error:
@@ -99,7 +98,7 @@ class Score:
 
     def _answer(self, name: str, end: float, count: int) -> Any:
         try:
-            return self._processes[name].answer(max(0.0, end - time.monotonic()))
+            return self._processes[name].answer(end - time.monotonic())
         except ChildProcessError as error:
             raise self._ended(name, error) from None
         except TimeoutError:
