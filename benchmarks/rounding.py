@@ -27,7 +27,7 @@ LOSSES = {"gspo": (losses.gspo(), "sequence_mean"), "ppo_clip": (losses.ppo_clip
 
 
 def measure(dtype: str, length: int, scored: int) -> dict[str, float]:
-    """Metrics of each loss completions of `length` tokens, scored `scored` prompts at a time."""
+    """What each loss clips of completions of `length` tokens, with so many prompts `scored` at a time."""
     mesh = sharding.make_mesh(1, 1, 1)
     folder = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
     model = hf.load_model(folder, mesh, dtype=dtype, remat="dots")

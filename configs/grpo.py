@@ -51,6 +51,9 @@ def get_config() -> ConfigDict:
     )  # ours, or my.module.function with TRL's signature
     c.reward.weights = (1.0, 0.0)  # a weight of 0 logs a channel and rewards nothing
 
+    # Seconds for one batch of one function, eval.function too; a run stops where it takes longer. 0: no limit, and the
+    # function runs in the trainer's own process, for debuggers and functions that need JAX's devices (docs/rewards.md)
+    c.reward.timeout = 600.0
     c.reward.overlong_tokens = 0  # the last so many tokens before the limit cost from 0 to 1 (DAPO); 0: none do
 
     # A function of jaxrl_llm.advantages, or my.module.function, and its arguments; normalise: group | batch | none

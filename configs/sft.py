@@ -40,6 +40,8 @@ def get_config() -> ConfigDict:
     c.eval.problems = 1000
     c.eval.function = "arithmetic.accuracy"
 
+    c.reward = ConfigDict(dict(timeout=600.0))  # seconds for one batch of eval.function
+
     c.aggregate = ConfigDict(dict(mode="token_mean", constant_length=0))
 
     c.rollout = ConfigDict(dict(max_completion_tokens=12))  # longer examples are dropped and counted

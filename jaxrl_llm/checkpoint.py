@@ -34,6 +34,7 @@ FREE = (
     "checkpoint.",
     "log.",
     "eval.every",
+    "reward.timeout",
     "rollout.managed",
     "rollout.python",
     "rollout.server",

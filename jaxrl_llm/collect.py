@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, TypeAlias
 
 import jax
@@ -25,7 +24,7 @@ class Sampled:
 
     prompts: Prompts
     rollouts: Rollouts
-    judged: Callable[[], Judged]  # when first asked, so that the device may score meanwhile
+    judged: Callable[[], Judged]  # waits for it, so that the device may score meanwhile
     greedy: Sampled | None = None  # the same prompts' greedy completions, a group of 1
 
     @property
@@ -79,12 +78,11 @@ class Collector:
         return self._judged(prompts, replace(rollouts, loss_mask=trained))
 
     def _judged(self, prompts: Prompts, rollouts: Rollouts) -> Sampled:
-        @cache
         def judge() -> Judged:
             texts, ids = data.decode(self._tokenizer, rollouts.completions, rollouts.completion_mask)
             return texts, self._score(prompts.rows, texts, ids)
 
-        return Sampled(prompts, rollouts, judge)
+        return Sampled(prompts, rollouts, self._score.ahead(judge))
 
 
 def refill(sampled: Sampled, draw: Callable[[int], Sampled], rounds: int) -> tuple[Sampled, int]:

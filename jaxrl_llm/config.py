@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 
 from jaxrl_llm.errors import Parser, UserError, describe
 from jaxrl_llm.modules import importing_from, own_file
-from jaxrl_llm.structs import Config
+
+if TYPE_CHECKING:  # it imports jax, which the processes of rewards do without
+    from jaxrl_llm.structs import Config
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from math import comb
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxrl_llm import checks, data, rewards, sharding, tasks
 from jaxrl_llm.compiling import keep_compilations
 from jaxrl_llm.config import Field, resolve
 from jaxrl_llm.errors import Parser, UserError, run_main
+from jaxrl_llm.fields import TRAIN
 from jaxrl_llm.metrics import banner
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import Engine
@@ -26,13 +28,14 @@ LIMITS = {
     "max_completion_tokens": Field(int, low=1),
     "batch": Field(int, low=1),
     "seed": Field(int, low=0, high=2**31 - 1),
+    "timeout": TRAIN["reward.timeout"],
 }
 
 
 def evaluate(
     engine: Engine,
     dataset: data.Dataset,
-    function: str,
+    score: rewards.Score,
     tokenizer: Any,
     *,
     batch: int,
@@ -41,7 +44,6 @@ def evaluate(
     temperature: float = 0.0,
 ) -> tuple[np.ndarray, list[list[str]]]:
     """Scores [N, G] and texts of G = samples completions for each of the N problems of a data set."""
-    score = rewards.make_score({function: resolve(function, rewards, "eval.function")}, (1.0,))
     scores, texts = [], []
     for i, prompts in enumerate(data.batches(dataset, batch, tokenizer.pad_token_id)):
         rollouts = engine.generate(
@@ -74,6 +76,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="problems at a time (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="as in the run's config")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds in which the function judges a batch; "
+                        "0: no limit (default: %(default)s)")  # fmt: skip
     args = parser.parse_args()
     for name, field in LIMITS.items():
         value = getattr(args, name)
@@ -109,10 +113,11 @@ def main() -> None:
     )  # fmt: skip
     engine.update_weights(hf.load_params(folder, model, mesh))
     batch = -(-args.batch // mesh.devices.size) * mesh.devices.size
-    scores, _ = evaluate(
-        engine, dataset, function, tokenizer, batch=batch, key=jax.random.key(args.seed), samples=args.samples,
-        temperature=args.temperature,
-    )  # fmt: skip
+    with closing(rewards.Score((function,), (1.0,), args.timeout, field="--timeout")) as score:
+        scores, _ = evaluate(
+            engine, dataset, score, tokenizer, batch=batch, key=jax.random.key(args.seed), samples=args.samples,
+            temperature=args.temperature,
+        )  # fmt: skip
     powers = [2**i for i in range(1, args.samples.bit_length()) if 2**i <= args.samples]
     lines: list[tuple[str, Any]] = [("problems", len(rows)), ("accuracy", f"{scores.mean():.1%}")]
     banner(f"{args.model} on {args.task}", lines + [(f"pass@{k}", f"{pass_at(k, scores):.1%}") for k in powers])

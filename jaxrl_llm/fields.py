@@ -36,6 +36,7 @@ SHARED = {
     "eval.source": Field(str),
     "eval.function": Field(str),
     "eval.problems": Field(int, low=1),
+    "reward.timeout": Field(float, low=0, high=1e6),
     "aggregate.mode": Field(str, choices=("token_mean", "sequence_mean", "sequence_sum", "constant")),
     "aggregate.constant_length": Field(int, low=0),
     **{f"optim.{name}": field for name, field in OPTIM.items()},

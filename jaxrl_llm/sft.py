@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import checks, data, losses, optim, sharding, update
+from jaxrl_llm import checks, data, losses, optim, rewards, sharding, update
 from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
 from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
 from jaxrl_llm.config import parse_arguments
@@ -102,8 +103,10 @@ def finetune(config: Config, workdir: Path) -> None:
         last = step == config.num_steps
         if config.eval.every and (step % config.eval.every == 0 or last):
             examinee.update_weights(state.params)
-            judge, size = config.eval.function, config.prompts_per_step
-            scores, _ = evaluate(examinee, held_out, judge, tokenizer, batch=size, key=seed)
+            size, limit = config.prompts_per_step, config.reward.timeout
+            examine = rewards.Score((config.eval.function,), (1.0,), limit, field="config.reward.timeout")
+            with closing(examine):
+                scores, _ = evaluate(examinee, held_out, examine, tokenizer, batch=size, key=seed)
             record |= {"eval/accuracy": float(scores.mean())}
         log.step(step, record)
         skips.check_skipped(step, record, most=config.health.max_skipped, latest=checkpoints.latest)

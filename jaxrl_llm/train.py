@@ -68,7 +68,10 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     # The functions of a step.
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
     lag = config.rollout.max_lag
-    judge = rewards.make_score({f: resolve(f, rewards) for f in config.reward.functions}, config.reward.weights)
+    begin_score = partial(rewards.Score, timeout=config.reward.timeout, field="config.reward.timeout")
+    judge = at_the_end.enter_context(closing(begin_score(config.reward.functions, config.reward.weights)))
+    exam = (config.eval.function,) if config.eval.every else ()
+    examine = at_the_end.enter_context(closing(begin_score(exam, (1.0,))))
     asked, estimate_advantages = signals.make_estimate(config)
     estimate_kl = resolve(config.kl.estimator, kl)
     objective = update.policy_objective(
@@ -143,8 +146,8 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
 
     def accuracy() -> float:
         pushed.result()  # and then here, not in the thread of the pushes, where a reward could not set an alarm
-        judge, batch = config.eval.function, config.prompts_per_step
-        return float(evaluate(engine, held_out, judge, tokenizer, batch=batch, key=seed)[0].mean())
+        scores, _ = evaluate(engine, held_out, examine, tokenizer, batch=config.prompts_per_step, key=seed)
+        return float(scores.mean())
 
     ahead = at_the_end.enter_context(closing(Ahead(sample_for, lag=lag, last=config.num_steps)))
     pushed = ahead.do(push, state.params, start)

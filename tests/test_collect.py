@@ -72,7 +72,7 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
         )
         collector = Collector(
             config, SimpleNamespace(generate=generate), Sampling(), iter([sampled(0, [True] * B).prompts]), None, None,
-            None, greedy=False,
+            SimpleNamespace(ahead=lambda judge: judge), greedy=False,
         )  # fmt: skip
         whole, _ = collector.collect(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()

@@ -588,10 +588,13 @@ def test_a_reward_module_is_refused(place: Path, refuse: Refuse, text: str, word
         ("return ['good'] * 16", "returned 'good' for row {'answer': | return a finite number, or None"),
     "that returns too few numbers": ("return [1.0]", "returned list of 1 for 16 completions | one number each"),
     "that returns one number for all": ("return 1.0", "returned 1.0 for 16 completions | return a list"),
+    "that takes too long":
+        ("__import__('time').sleep(60)", "took longer than config.reward.timeout = 2 seconds | 16 completions | raise"),
+    "that ends its process": ("raise SystemExit(3)", "ended its process (exit code 3) | config.reward.timeout = 0"),
 })  # fmt: skip
 def test_a_run_stops_for_a_reward(place: Path, refuse: Refuse, body: str, words: str) -> None:
     (place / "mine.py").write_text(f"def f(completions, answer):\n    {body}\n")
-    argv = command(f"reward.weights=1. reward.functions=mine.f {SMALL}")
+    argv = command(f"reward.weights=1. reward.functions=mine.f reward.timeout=2. {SMALL}")
     refuse(train, argv, f"reward mine.f | {words}", started=True)
 
 
