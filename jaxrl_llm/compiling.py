@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 
+from jaxrl_llm import cache
+
 M_ARENA_MAX = -8  # of glibc's malloc.h
 HEAPS = 4  # that all threads share; glibc would take 8 a core, and keep in each what the compiler freed
 
@@ -23,8 +25,7 @@ def keep_compilations() -> str:
     if platform.libc_ver()[0] == "glibc" and "MALLOC_ARENA_MAX" not in os.environ:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "jaxrl_llm" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache.home() / "xla"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     where = jax.config.values["jax_compilation_cache_dir"]

@@ -171,7 +171,7 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("eval.every=1 eval.source=countdown.exam", "config.eval.source 'countdown.exam' | did you mean countdown."),
     "an unknown judge": ("eval.every=1 eval.function=lab.xyz", "config.eval.function 'lab.xyz' | there is"),
     "a data file of another kind":
-        ("data.source=my/rows.csv", "config.data.source = 'my/rows.csv' | .jsonl or .parquet"),
+        ("data.source=my/rows.xlsx", "config.data.source = 'my/rows.xlsx' | .jsonl or .parquet"),
     "a missing data file":
         ("data.source=rows.jsonl", "data file rows.jsonl does not exist | give the path of one"),
     "a missing Parquet file":
@@ -531,19 +531,31 @@ def test_a_run_stops_for_a_reward_that_asks_for_a_column_which_is_not_there(plac
     refuse(train, argv, "reward mine.f asks for column 'solution' | there is answer, ", started=True)
 
 
-def test_a_run_is_not_resumed_from_a_torn_checkpoint_or_another_model(
+def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model(
     place: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(MODEL, place / "model")
-    run = f"model.path=./model kl.placement=none kl.coef=0. {SMALL}"
+    shutil.copy(place / "sums.jsonl", place / "exam.jsonl")
+    judged = "eval.every=1 eval.source=exam.jsonl eval.function=maths.accuracy"
+    run = f"model.path=./model kl.placement=none kl.coef=0. {SMALL} {judged}"
     monkeypatch.setattr(sys, "argv", ["train", *command(run)])
     train.main()
     shutil.copytree(place / "run", place / "torn")
     (place / "torn" / "checkpoints" / "1" / "host" / "metadata").write_text('{"data')
     words = "torn/checkpoints/1 cannot be read | move it away to go on from the one before it"
     refuse(train, command(f"{run} num_steps=2", workdir="torn"), words)
-    reweighed(lambda t: t.update({"model.norm.weight": 2 * t["model.norm.weight"]}))(place / "model")
+    for field, name in (("data.source", "sums.jsonl"), ("eval.source", "exam.jsonl")):
+        text = (place / name).read_text()
+        (place / name).write_text(text.replace('"answer": "14"', '"answer": "15"'))  # and the same prompts
+        words = f"config.{field} holds something else | put that back, or give another --workdir"
+        refuse(train, command(f"{run} num_steps=2"), words)
+        (place / name).write_text(text)
     words = "config.model.path holds something else | put that back, or give another --workdir"
+    template = (place / "model" / "chat_template.jinja").read_text()
+    (place / "model" / "chat_template.jinja").write_text("{{ bos_token }}" + template)  # which is nothing here
+    refuse(train, command(f"{run} num_steps=2"), words)
+    (place / "model" / "chat_template.jinja").write_text(template)
+    reweighed(lambda t: t.update({"model.norm.weight": 2 * t["model.norm.weight"]}))(place / "model")
     refuse(train, command(f"{run} num_steps=2"), words)
 
 

@@ -345,14 +345,18 @@ def test_a_stored_copy_of_a_tied_head_is_ignored(tmp_path, mesh):
     assert_trees_equal(after, before)
 
 
-def test_the_fingerprint_changes_with_a_weight_and_with_the_config(folder):
+def test_the_fingerprint_changes_with_a_weight_the_config_the_chat_template_and_the_stop_ids(folder):
     first = hf.fingerprint(folder)
     assert hf.fingerprint(folder) == first
     tensors = tensors_of(folder)
     rewrite(folder, model__norm__weight=tensors["model.norm.weight"] + 1)
     second = hf.fingerprint(folder)
     configure(folder, rms_norm_eps=1e-5)
-    assert len({first, second, hf.fingerprint(folder)}) == 3
+    third = hf.fingerprint(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    fourth = hf.fingerprint(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2, 3]}')
+    assert len({first, second, third, fourth, hf.fingerprint(folder)}) == 5
 
 
 # ---- on a mesh

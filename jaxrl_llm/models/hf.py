@@ -39,6 +39,12 @@ NAMES = {
     "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
 }
 
+# Files beside config.json and the weights that change what a model reads, writes, or stops at.
+SETTINGS = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
 
 def find(path: str, field: str = "model.path") -> Path:
     """The local folder of a checkpoint: `path` itself, or a hub id downloaded to the hub's cache.
@@ -223,8 +229,11 @@ def _read(where: dict[str, Any], name: str, shape: tuple[int, ...], index: Any) 
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash to tell models apart without reading all of them: config.json, each weight file's size and ends."""
+    """A hash to tell models apart without reading all of them: of a weight file, its size and ends."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name in SETTINGS:
+        if (folder / name).is_file():
+            digest.update(name.encode() + (folder / name).read_bytes())
     for file in weight_files(folder) if any(folder.glob("*.safetensors")) else []:
         size = file.stat().st_size
         with file.open("rb") as handle:
