@@ -59,7 +59,7 @@ def check_template(tokenizer: Any, source: str, template_args: Mapping[str, Any]
     """The tokenizer has a chat template that reads the arguments. Raises: UserError, naming those it does not read."""
     if not tokenizer.chat_template:
         raise UserError(f"{source} holds chats but the tokenizer has no chat template: use an instruct model, or text")
-    read = _read_by_template(tokenizer)
+    read = _read_by_template(tokenizer) if template_args else set()
     for name in template_args:
         if name not in read:
             raise UserError(
@@ -77,18 +77,20 @@ def beginning(tokenizer: Any) -> list[int]:
 def _read_by_template(tokenizer: Any) -> set[str]:
     """The arguments that the chat template reads: the variables that it does not set itself, and we do not give."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", tokenizer.get_chat_template())  # a tag of transformers
-    read = jinja2.meta.find_undeclared_variables(environment.parse(template))
-    given = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *tokenizer.special_tokens_map}
-    return read - given - set(environment.globals)
+    try:
+        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", tokenizer.get_chat_template())  # transformers' own tag
+        read = jinja2.meta.find_undeclared_variables(environment.parse(template))
+    except (ValueError, jinja2.TemplateSyntaxError) as error:
+        raise UserError(f"{tokenizer.name_or_path}: the chat template cannot be read ({error}): mend it") from error
+    given = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *environment.globals}
+    return {name for name in read - given if not name.endswith("_token")}  # such as bos_token
 
 
 def _key(tokenizer: Any, prompts: str, template_args: Mapping[str, Any]) -> str:
     """A hash of all that token ids depend on."""
-    template = tokenizer.chat_template and tokenizer.get_chat_template()
-    today = str(date.today()) if "strftime_now" in (template or "") else ""
+    today = str(date.today()) if "strftime_now" in str(tokenizer.chat_template) else ""
     versions = [FORMAT, *(version(name) for name in ("transformers", "tokenizers"))]
-    settings = [versions, template, dict(template_args), tokenizer.special_tokens_map, today]
+    settings = [versions, tokenizer.chat_template, dict(template_args), tokenizer.special_tokens_map, today]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     digest.update(prompts.encode())
@@ -98,7 +100,7 @@ def _key(tokenizer: Any, prompts: str, template_args: Mapping[str, Any]) -> str:
 def _chunks(count: int, source: str) -> Iterator[slice]:
     """Slices of `count` prompts; on a terminal a bar shows how far they have come."""
     console = Console(stderr=True)
-    shown = console.is_terminal and sys.stderr.isatty() and count >= SHOWN
+    shown = sys.stderr.isatty() and count >= SHOWN  # rich would also believe a notebook's FORCE_COLOR
     with Progress(console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task(f"token ids of {source}", total=count)
         for start in range(0, count, CHUNK):
