@@ -25,6 +25,7 @@ Chat: TypeAlias = list[dict[str, Any]]
 CHUNK = 4096  # prompts at a time: enough for the tokenizer's threads, little memory
 SHOWN = 10_000  # prompts from which on a bar shows the progress
 KEPT = 2**20  # characters of prompts from which on their token ids are kept in the user's cache folder
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # what JSON's escapes can say, and no tokenizer takes
 FORMAT = 1  # of what is kept; a change of this file that changes token ids raises it
 
 
@@ -117,11 +118,16 @@ def _render(source: str, number: int, prompt: str | Chat, tokenizer: Any, templa
             prompt, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun, **template_args
         )
     except Exception as error:  # the template's own refusals
-        raise UserError(f"{source} row {number}: the chat template does not take the prompt: {error}") from error
+        raise UserError(
+            f"{source} row {number}: the chat template does not take the prompt: {error}; mend the row, or leave it out"
+        ) from error
 
 
 def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int]) -> list[np.ndarray]:
     """Token ids of texts, nothing added; in the threads of the tokenizer, if it has some."""
+    for text, number in zip(texts, numbers, strict=True):
+        if not text.isascii() and HALF_A_PAIR.search(text):
+            raise UserError(f"{source} row {number}: {text[:200]!r} holds half of a character: mend the row")
     if tokenizer.is_fast:
         core = tokenizer.backend_tokenizer
         core.no_truncation()

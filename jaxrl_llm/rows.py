@@ -98,7 +98,7 @@ def _text(source: str, number: int, content: Any) -> Any:
         return content
     for part in content:
         if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
-            raise UserError(f"{source} row {number}: a message has the part {str(part)[:100]}: only text is supported")
+            raise UserError(f"{source} row {number}: a message has the part {str(part)[:80]}: give parts of text alone")
     return "".join(part["text"] for part in content)
 
 
@@ -149,17 +149,18 @@ def _read(path: Path) -> list[Row]:
     if ".csv" in path.suffixes:
         return _read_csv(path, content)
     if ".json" in path.suffixes and content.lstrip().startswith(b"["):
-        rows = _parse(path, "", content, "an array of JSON objects")
+        rows = _parse(path, "", content, "the file must be one array of JSON objects")
         return [_object(path, f" element {i}", row) for i, row in enumerate(rows, 1)]
     lines = enumerate(content.splitlines(), 1)
-    every = "every line must be one JSON object"
-    return [_object(path, f" line {i}", _parse(path, f" line {i}", line, every)) for i, line in lines if line.strip()]
+    wanted = "every line must be one JSON object"
+    wanted += ", or the file an array of them" if ".json" in path.suffixes else ""
+    return [_object(path, f" line {i}", _parse(path, f" line {i}", line, wanted)) for i, line in lines if line.strip()]
 
 
 def _parse(path: Path, where: str, text: bytes, wanted: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or brackets without end
         raise UserError(f"{path}{where}: {error}: {wanted}") from None
 
 
