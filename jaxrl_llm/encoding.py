@@ -59,7 +59,10 @@ def encode(
 def check_template(tokenizer: Any, source: str, template_args: Mapping[str, Any]) -> None:
     """The tokenizer has a chat template that reads the arguments. Raises: UserError, naming those it does not read."""
     if not tokenizer.chat_template:
-        raise UserError(f"{source} holds chats but the tokenizer has no chat template: use an instruct model, or text")
+        raise UserError(
+            f"{source} holds chats but the tokenizer has no chat template: use an instruct model, or text, or add a "
+            f"chat_template.jinja to {tokenizer.name_or_path}"
+        )
     read = _read_by_template(tokenizer) if template_args else set()
     for name in template_args:
         if name not in read:
@@ -119,7 +122,7 @@ def _render(source: str, number: int, prompt: str | Chat, tokenizer: Any, templa
         )
     except Exception as error:  # the template's own refusals
         raise UserError(
-            f"{source} row {number}: the chat template does not take the prompt: {error}; mend the row, or leave it out"
+            f"{source} row {number}: the chat template does not take the prompt: {error}; mend one of them"
         ) from error
 
 
