@@ -177,11 +177,13 @@ def table(
     """The start-up banner's rows: what the batch words come to, and where the run stands."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
+    few = len(dataset.rows) < config.prompts_per_step
     path = config.model.path.removeprefix(f"{Path.cwd()}/") or "new"
     return [
         ("model", f"{path} ({shape})"),
         ("mesh", f"{axes} on {mesh.devices.flat[0].device_kind}"),
         ("prompts", f"{_count(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
+        *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
         *([("problems", _count(held_out, "eval.convert"))] if config.eval.every else []),
         ("sequences per step", totals.sequences_per_step),
         ("sequences per optimiser step", totals.sequences_per_update),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from math import comb
 from typing import Any
@@ -63,16 +64,16 @@ def pass_at(k: int, scores: np.ndarray) -> float:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    value = json.loads(text) if text.lstrip().startswith("{") else None
     if not isinstance(value, dict):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object: give one like '{{\"enable_thinking\": false}}'")
     return value
 
 
 def main() -> None:
     parser = Parser(prog="python -m jaxrl_llm.evaluate", description=__doc__)
     parser.add_argument("--model", required=True, help="a Hugging Face folder or hub id; a run's is WORKDIR/hf")
-    parser.add_argument("--task", required=True, help="a task (arithmetic, countdown), or a .jsonl/.parquet file")
+    parser.add_argument("--task", required=True, help="a task (arithmetic, countdown), or a file of rows")
     parser.add_argument("--function", help="the reward function that judges (default: TASK.accuracy)")
     parser.add_argument("--convert", default="", help="function row -> row for files, e.g. gsm8k.convert")
     parser.add_argument("--chat-template-args", type=_arguments, default={}, metavar="JSON",

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from test_recipes import write_qwen
 
-from jaxrl_llm import data
+from jaxrl_llm import checks, data, sharding
 from jaxrl_llm.config import load
 from jaxrl_llm.encoding import encode
 from jaxrl_llm.errors import UserError
@@ -170,6 +170,29 @@ def test_a_convert_function_may_drop_rows_which_are_counted_and_leave_the_number
     (place / "x.jsonl").write_bytes(row(prompt="ab"))
     with pytest.raises(UserError, match=r"x.jsonl: mine.odd returned None for all 1 rows: set eval.convert to another"):
         load_rows("x.jsonl", "mine.odd", "eval.convert")
+
+
+def test_the_banner_counts_what_was_dropped_and_says_when_rows_are_fewer_than_a_step(tokenizer):
+    config = load(ROOT / "configs" / "grpo.py")
+    model = hf.load_model(Path(config.model.path)).cfg
+    mesh, totals = sharding.make_mesh(1, 1, 1), checks.check_train(config)
+
+    def shown(count: int, refused: int) -> list:
+        ids = [np.arange(3, dtype=np.int32)] * count
+        made = data.Dataset(ids, [{"prompt": "a"}] * count, 4, 3, list(range(count)), refused)
+        return [
+            row
+            for row in checks.table(config, totals, mesh, model, made, made, 0)
+            if row[0] in ("prompts", "problems", "")
+        ]
+
+    assert shown(9000, 12) == [
+        ("prompts", "9,000 of at most 3 tokens, 12 dropped by data.convert, 4 over-long dropped"),
+        ("problems", "9,000 of at most 3 tokens, 12 dropped by eval.convert"),
+    ]
+    assert [name for name, _ in shown(63, 0)] == ["prompts", "", "problems"]
+    config.eval.every = 0
+    assert shown(64, 0) == [("prompts", "64 of at most 3 tokens, 4 over-long dropped")]
 
 
 def test_verl_rows_give_maths_and_countdown_what_they_ask_for(place):
