@@ -33,14 +33,16 @@ def get_config() -> ConfigDict:
     c.model.remat = "dots"  # recomputed in the backward pass: none | dots | full
 
     c.data = ConfigDict()
-    c.data.source = "arithmetic.train"  # a task, a .jsonl or .parquet file, or my.module.function
-    c.data.convert = ""  # function row -> row with a column "prompt", e.g. gsm8k.convert
+    c.data.source = "arithmetic.train"  # a task, a .jsonl, .json, .csv or .parquet file, or my.module.function
+    c.data.convert = ""  # function row -> row with a column "prompt", or None to drop it; e.g. gsm8k.convert
     c.data.max_prompt_tokens = 16  # longer prompts are never cut
     c.data.overlong = "drop"  # but dropped and counted (drop), or refused (error)
+    c.data.chat_template_args = ConfigDict()  # of the model's chat template, e.g. enable_thinking = False
 
     c.eval = ConfigDict()
     c.eval.every = 10  # steps between evaluations, one before the first and one at the end; 0: none
     c.eval.source = "arithmetic.held_out"
+    c.eval.convert = ""  # as data.convert, for these rows
     c.eval.problems = 1000  # the first so many, answered greedily
     c.eval.function = "arithmetic.accuracy"  # the reward function that judges
 

@@ -33,10 +33,12 @@ def get_config() -> ConfigDict:
     c.data.completion_column = "completion"  # the text to be learned
     c.data.max_prompt_tokens = 16
     c.data.overlong = "drop"
+    c.data.chat_template_args = ConfigDict()
 
     c.eval = ConfigDict()
     c.eval.every = 250
     c.eval.source = "arithmetic.held_out"
+    c.eval.convert = ""
     c.eval.problems = 1000
     c.eval.function = "arithmetic.accuracy"
 

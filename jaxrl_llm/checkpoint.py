@@ -153,11 +153,12 @@ class Checkpoints:
         wanted = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
         host = self._read(step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
         for field, found in self._began_with.items():
-            if host["began_with"][field] != found:
+            if host["began_with"].get(field, found) != found:  # what it did not have then, it may have now
                 raise UserError(
                     f"config.{field} holds something else than when this run began: "
                     "put that back, or give another --workdir"
                 )
+        self._began_with = host["began_with"] | self._began_with
         restored = self._read(step, wanted)
         iterator.set_state(restored["host"]["iterator"])
         metrics, arrays = host["waiting"], []

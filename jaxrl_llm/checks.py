@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 from jaxrl_llm import advantages, losses, optim, rewards, tasks
 from jaxrl_llm.combinations import check_algorithm, check_rollout
 from jaxrl_llm.config import check_fields, flatten, needs, resolve
-from jaxrl_llm.data import FILES, Dataset
+from jaxrl_llm.data import Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.fields import CRITIC, SFT, TEACHER, TRAIN, VLLM
 from jaxrl_llm.idle import check_idle_of_both
 from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.rows import check_source
 from jaxrl_llm.structs import Config
 
 
@@ -106,13 +107,10 @@ def check_shared(config: Config, prompts_per_update: int) -> None:
         raise UserError(f"config.aggregate.constant_length is not used by mode {config.aggregate.mode!r}: set it to 0")
     sources = {"data": config.data.source} | ({"eval": config.eval.source} if config.eval.every else {})
     for field, source in sources.items():
-        if "/" in source and not source.endswith(FILES):
-            raise UserError(f"config.{field}.source = {source!r}: a file must be {' or '.join(FILES)}")
-        if not source.endswith(FILES):
-            resolve(source, tasks, f"config.{field}.source")
+        check_source(f"config.{field}.source", source)
+        if config[field].convert:
+            resolve(config[field].convert, tasks, f"config.{field}.convert")
     check_idle_of_both(config)
-    if config.data.convert:
-        resolve(config.data.convert, tasks, "config.data.convert")
     if config.eval.every:
         resolve(config.eval.function, rewards, "config.eval.function")
     if config.log.wandb_project and not find_spec("wandb"):
@@ -146,7 +144,7 @@ def check_one_at_a_time(config: Config, mesh: Mesh) -> None:
 
 def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -> None:
     """The tokenizer belongs to the model. Raises: UserError, if it makes a token that the model does not have."""
-    largest = max(max(tokens) for dataset in datasets for tokens in dataset.ids)
+    largest = max(int(tokens.max()) for dataset in datasets for tokens in dataset.ids)
     largest = max(largest, tokenizer.pad_token_id, tokenizer.eos_token_id or 0)
     if largest >= model.vocab_size:
         raise UserError(
@@ -185,16 +183,19 @@ def check_positions(config: Config, model: DecoderConfig, *datasets: Dataset) ->
 
 
 def table(
-    config: Config, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset, start: int
+    config: Config, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset, held_out: Dataset, start: int
 ) -> list[tuple[str, Any]]:
     """The start-up banner's rows: what the batch words come to, and where the run stands."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
+    few = len(dataset.rows) < config.prompts_per_step
     path = config.model.path.removeprefix(f"{Path.cwd()}/") or "new"
     return [
         ("model", f"{path} ({shape})"),
         ("mesh", f"{axes} on {mesh.devices.flat[0].device_kind}"),
-        ("prompts", f"{len(dataset.rows):,} of at most {dataset.width} tokens, {dataset.dropped:,} over-long dropped"),
+        ("prompts", f"{_count(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
+        *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
+        *([("problems", _count(held_out, "eval.convert"))] if config.eval.every else []),
         ("sequences per step", totals.sequences_per_step),
         ("sequences per optimiser step", totals.sequences_per_update),
         ("optimiser steps per rollout", totals.updates_per_rollout),
@@ -203,6 +204,11 @@ def table(
         ("completion tokens, at most", totals.completion_tokens),
         ("begins", f"after step {start} of {config.num_steps}, resumed" if start else "anew"),
     ]
+
+
+def _count(dataset: Dataset, convert: str) -> str:
+    refused = f", {dataset.refused:,} dropped by {convert}" if dataset.refused else ""
+    return f"{len(dataset.rows):,} of at most {dataset.width} tokens{refused}"
 
 
 def _warmup(section: Config, total: int, name: str = "optim") -> int:

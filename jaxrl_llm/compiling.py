@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 from jax._src import xla_bridge  # nothing public says whether JAX has its devices
 
+from jaxrl_llm import cache
 from jaxrl_llm.errors import UserError
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
@@ -32,8 +33,7 @@ def keep_compilations() -> str:
     if platform.libc_ver()[0] == "glibc" and "MALLOC_ARENA_MAX" not in os.environ:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "jaxrl_llm" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache.home() / "xla"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     where = jax.config.values["jax_compilation_cache_dir"]

@@ -25,6 +25,8 @@ from jaxrl_llm.modules import importing_from, own_file
 if TYPE_CHECKING:  # it imports jax, which the processes of rewards do without
     from jaxrl_llm.structs import Config
 
+OPEN = ("data.chat_template_args",)  # sections whose fields are the user's own
+
 
 @dataclass(frozen=True)
 class Field:
@@ -111,6 +113,9 @@ def override(config: Config, name: str, text: str) -> None:
         node = node.get(part) if isinstance(node, ConfigDict) else None
         if not isinstance(node, ConfigDict):
             raise UserError(f"config has no section {'.'.join(sections[: i + 1])}{_meant(name, config)}")
+    if ".".join(sections) in OPEN and last not in node:
+        node[last] = _literal(text)
+        return
     if last not in node:
         raise UserError(f"config has no field {name}{_meant(name, config)}")
     old = node[last]
@@ -122,10 +127,7 @@ def override(config: Config, name: str, text: str) -> None:
 def _parse(name: str, old: Any, text: str) -> Any:
     if isinstance(old, str):
         return text
-    try:
-        value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError):
-        value = text
+    value = _literal(text)
     if isinstance(old, tuple) and isinstance(value, (str, int, float, list)):
         value = tuple(value) if isinstance(value, list) else (value,)
     if isinstance(old, float) and type(value) is int:
@@ -135,11 +137,21 @@ def _parse(name: str, old: Any, text: str) -> Any:
     return value
 
 
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    except (ValueError, SyntaxError):
+        return text
+
+
 def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
-    """{"optim.learning_rate": 1e-5, ...}"""
+    """{"optim.learning_rate": 1e-5, ...}; a section of the user's own fields is one dict."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else {prefix + key: value})
+        if isinstance(value, ConfigDict) and prefix + key not in OPEN:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value.to_dict() if isinstance(value, ConfigDict) else value
     return flat
 
 

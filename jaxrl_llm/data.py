@@ -1,158 +1,104 @@
-"""From problems to token ids: files and tasks in, a checkpointable Grain iterator of prompts out."""
+"""The prompts of a run: a tokenised data set, and a checkpointable Grain iterator over it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import unicodedata
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grain
 import numpy as np
 
-from jaxrl_llm import tasks
-from jaxrl_llm.config import resolve
-from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm import encoding
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rows import Row, load_rows
 from jaxrl_llm.structs import Config, Prompts
-
-Row = dict[str, Any]
-FILES = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Tokenised prompts with their rows, none longer than the limit."""
 
-    ids: list[list[int]]
+    ids: list[np.ndarray]  # int32
     rows: list[Row]
     dropped: int  # over-long prompts left out
     width: int  # P: tokens of the longest prompt
     numbers: list[int]  # each row's number in its source, from 1
+    refused: int = 0  # rows that the convert function dropped
 
     def fingerprint(self) -> str:
-        """A hash of the token ids, in order."""
-        return hashlib.sha256(json.dumps(self.ids).encode()).hexdigest()
+        """A hash of the token ids and of all columns of the rows, in order."""
+        digest = hashlib.sha256(np.array([len(tokens) for tokens in self.ids]).tobytes())
+        digest.update(np.concatenate(self.ids).tobytes())
+        for row in self.rows:
+            digest.update(_canonical(row).encode())
+        return digest.hexdigest()
 
 
 def load(config: Config, tokenizer: Any) -> Dataset:
-    """The prompts to learn from, as the `data` section says."""
-    rows = load_rows(config.data.source, config.data.convert)
-    limits = dict(max_prompt_tokens=config.data.max_prompt_tokens, overlong=config.data.overlong)
-    return tokenise(rows, tokenizer, **limits, source=config.data.source)
+    """The prompts to learn from, as the `data` section says. Raises: UserError."""
+    d = config.data
+    args = d.chat_template_args.to_dict()
+    dataset = read(
+        d.source, tokenizer, convert=d.convert, max_prompt_tokens=d.max_prompt_tokens, overlong=d.overlong,
+        template_args=args,
+    )  # fmt: skip
+    check_template_args_used("config.data.chat_template_args", args, dataset)
+    return dataset
 
 
 def load_held_out(config: Config, tokenizer: Any) -> Dataset:
-    """The prompts to be judged by, as the `eval` section says; an over-long one is an error: the exam stays whole."""
-    rows = load_rows(config.eval.source, config.data.convert)[: config.eval.problems]
-    limits = dict(max_prompt_tokens=config.data.max_prompt_tokens, overlong="error")
-    return tokenise(rows, tokenizer, **limits, source=config.eval.source)
+    """The prompts to be judged by, as the `eval` section says; an over-long one is an error: none is left out."""
+    e, d = config.eval, config.data
+    return read(
+        e.source, tokenizer, convert=e.convert, field="eval.convert", problems=e.problems,
+        max_prompt_tokens=d.max_prompt_tokens, overlong="error", template_args=d.chat_template_args.to_dict(),
+    )  # fmt: skip
 
 
-def load_rows(source: str, convert: str = "") -> list[Row]:
-    """Rows of a task ("arithmetic.train"), a function of yours ("my.module.rows"), or a .jsonl or .parquet file.
-
-    convert names a function row -> row that makes the column "prompt" (of `jaxrl_llm.tasks`, or dotted).
-    Raises: UserError, naming the file, the line or row, and what is wrong with it.
-    """
-    path = Path(source)
-    if path.suffix in FILES and not path.exists():
-        raise UserError(f"data file {path} does not exist: give the path of one that does")
-    if path.suffix == ".jsonl":
-        rows = _read_jsonl(path)
-    elif path.suffix == ".parquet":
-        rows = _read_parquet(path)
-    else:
-        rows = _made(source)
-    if not rows:
-        raise UserError(f"{source} holds no rows: give a data source that has some")
-    if convert:
-        rows = [_convert(source, convert, i, row) for i, row in enumerate(rows, 1)]
-    for i, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise UserError(f"{source} row {i} is {row!r}: make every row a dict of columns")
-        if "prompt" not in row:
-            raise UserError(f"{source} row {i} has no column 'prompt' ({_there(row)}): rename one, or set data.convert")
-        if not _is_prompt(row["prompt"]):
-            raise UserError(
-                f"{source} row {i}: prompt is {row['prompt']!r}: give text, or a list of messages with role and content"
-            )
-    return rows
+def read(
+    source: str, tokenizer: Any, *, convert: str, max_prompt_tokens: int, overlong: str,
+    field: str = "data.convert", problems: int | None = None, template_args: Mapping[str, Any] | None = None,
+) -> Dataset:  # fmt: skip
+    """The first `problems` rows of a source (None: all), tokenised; `field` is where `convert` was named."""
+    found = load_rows(source, convert, field)
+    rows, numbers = found.rows[:problems], found.numbers[:problems]
+    made = tokenise(
+        rows, tokenizer, max_prompt_tokens=max_prompt_tokens, overlong=overlong, source=source, numbers=numbers,
+        template_args=template_args,
+    )  # fmt: skip
+    return replace(made, refused=found.dropped)
 
 
-def _made(source: str) -> list[Row]:
-    function = resolve(source, tasks, "data source")
-    try:
-        return list(function())
-    except Exception as error:  # their own code
-        raise UserError(f"data source {source} raised {describe(error)}") from error
-
-
-def _is_prompt(prompt: Any) -> bool:
-    chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
-    return bool(prompt) and (chat or isinstance(prompt, str))
-
-
-def _there(row: Row) -> str:
-    return f"there is {', '.join(sorted(row))}"
-
-
-def _read_jsonl(path: Path) -> list[Row]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): give a file of yours") from None
-    return [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _parse(path: Path, number: int, line: bytes) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:  # no JSON, or no UTF-8
-        raise UserError(f"{path} line {number}: {error}: every line must be one JSON object") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{path} line {number} is {type(row).__name__}: every line must be one JSON object")
-    return row
-
-
-def _read_parquet(path: Path) -> list[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} cannot be read as Parquet ({error}): give a Parquet file") from None
-
-
-def _convert(source: str, convert: str, number: int, row: Row) -> Row:
-    function = resolve(convert, tasks, "data.convert")
-    try:
-        return function(row)
-    except KeyError as error:
-        raise UserError(f"{source} row {number} has no column {error} for {convert} ({_there(row)}): add it") from error
-    except Exception as error:  # their own code
-        raise UserError(f"{source} row {number}: {convert} raised {describe(error)}") from error
+def check_template_args_used(field: str, template_args: Mapping[str, Any], dataset: Dataset) -> None:
+    """Raises: UserError, naming the field, if there are arguments of a chat template and no chat."""
+    if template_args and all(isinstance(row["prompt"], str) for row in dataset.rows):
+        raise UserError(f"{field} = {dict(template_args)} does nothing: all prompts are text; leave it empty")
 
 
 def tokenise(
-    rows: Sequence[Row], tokenizer: Any, *, max_prompt_tokens: int, overlong: str, source: str = "data"
-) -> Dataset:
-    """Chats through the tokenizer's template, ending with the generation prompt; text as it is.
+    rows: Sequence[Row], tokenizer: Any, *, max_prompt_tokens: int, overlong: str, source: str = "data",
+    numbers: Sequence[int] = (), template_args: Mapping[str, Any] | None = None,
+) -> Dataset:  # fmt: skip
+    """Chats through the tokenizer's template with its arguments; text as it is, after the tokenizer's begin token.
 
     overlong: what becomes of a prompt above the limit, "drop" (counted) or "error"; nothing is cut.
+    numbers: where each row stands in its source, from 1.
     Raises: UserError, naming `source`, for a missing template, an over-long prompt, or when none is left.
     """
-    texts = [_text(source, number, row["prompt"], tokenizer) for number, row in enumerate(rows, 1)]
-    ids = encode(texts, tokenizer, source)
+    numbers = list(numbers or range(1, len(rows) + 1))
+    prompts = [row["prompt"] for row in rows]
+    ids = encoding.encode(prompts, tokenizer, source, numbers=numbers, template_args=template_args)
+    if begin := encoding.beginning(tokenizer):
+        ids = [_begun(begin, t) if isinstance(p, str) else t for p, t in zip(prompts, ids, strict=True)]
     fits = [0 < len(tokens) <= max_prompt_tokens for tokens in ids]
     if overlong == "error" and not all(fits):
         i = fits.index(False)
         raise UserError(
-            f"{source} row {i + 1}: the prompt has {len(ids[i])} tokens, max_prompt_tokens is {max_prompt_tokens}: "
-            "raise it, or drop the row (data.overlong = 'drop' does)"
+            f"{source} row {numbers[i]}: the prompt has {len(ids[i])} tokens, max_prompt_tokens is "
+            f"{max_prompt_tokens}: raise it, or drop the row (data.overlong = 'drop' does)"
         )
     kept = [i for i, fit in enumerate(fits) if fit]
     if not kept:
@@ -160,27 +106,39 @@ def tokenise(
         raise UserError(f"all {len(rows)} prompts of {source} are longer than {limit}: raise it")
     ids = [ids[i] for i in kept]
     width = max(len(tokens) for tokens in ids)
-    return Dataset(ids, [rows[i] for i in kept], len(rows) - len(kept), width, [i + 1 for i in kept])
+    return Dataset(ids, [rows[i] for i in kept], len(rows) - len(kept), width, [numbers[i] for i in kept])
 
 
-def encode(texts: list[str], tokenizer: Any, source: str) -> list[list[int]]:
-    """Token ids of texts, nothing added. Raises: UserError, for a text of which the tokenizer loses something."""
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    for text, back in zip(texts, tokenizer.batch_decode(ids), strict=True):
-        if len("".join(back.split())) < len("".join(unicodedata.normalize("NFC", text).split())):
-            raise UserError(f"{source}: the model's tokenizer cannot write {text[:200]!r}, only {back[:200]!r}")
-    return ids
+def _begun(begin: list[int], tokens: np.ndarray) -> np.ndarray:
+    """Token ids that begin with `begin`, whether or not the text did already."""
+    given = tokens[: len(begin)].tolist() == begin
+    return tokens if given else np.concatenate([np.array(begin, np.int32), tokens])
 
 
-def _text(source: str, number: int, prompt: Any, tokenizer: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    if not tokenizer.chat_template:
-        raise UserError(f"{source} holds chats but the tokenizer has no chat template: use an instruct model, or text")
+def _canonical(row: Row) -> str:
+    """A row as text: the same for an equal row in any process, with its columns in any order."""
     try:
-        return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # the template's own refusals
-        raise UserError(f"{source} row {number}: the chat template does not take the prompt: {error}") from error
+        return json.dumps(row, sort_keys=True, default=_plain)
+    except TypeError:  # keys that JSON has not, or of several types
+        return json.dumps(_with_text_keys(row), sort_keys=True, default=lambda value: _with_text_keys(_plain(value)))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has not, as something that it has; without memory addresses and the order of a set."""
+    if hasattr(value, "tolist"):  # NumPy's arrays and numbers
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_canonical, value))
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        return [type(value).__qualname__, vars(value)]
+    named = isinstance(value, type) or type(value).__repr__ is object.__repr__
+    return getattr(value, "__qualname__", type(value).__qualname__) if named else repr(value)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {repr(key): _with_text_keys(x) for key, x in value.items()}
+    return [_with_text_keys(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
 def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Prompts:

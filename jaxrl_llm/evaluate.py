@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from contextlib import closing
 from math import comb
 from typing import Any
@@ -18,6 +20,7 @@ from jaxrl_llm.metrics import banner
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rows import FILES
 from jaxrl_llm.sampling import Sampling
 
 LIMITS = {
@@ -62,12 +65,21 @@ def pass_at(k: int, scores: np.ndarray) -> float:
     return float(np.mean([1 - comb(size - int(c), k) / comb(size, k) for c in (scores >= 1).sum(axis=1)]))
 
 
+def _arguments(text: str) -> dict[str, Any]:
+    value = json.loads(text) if text.lstrip().startswith("{") else None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object: give one like '{{\"enable_thinking\": false}}'")
+    return value
+
+
 def main() -> None:
     parser = Parser(prog="python -m jaxrl_llm.evaluate", description=__doc__)
     parser.add_argument("--model", required=True, help="a Hugging Face folder or hub id; a run's is WORKDIR/hf")
-    parser.add_argument("--task", required=True, help="a task (arithmetic, countdown), or a .jsonl/.parquet file")
+    parser.add_argument("--task", required=True, help="a task (arithmetic, countdown), or a file of rows")
     parser.add_argument("--function", help="the reward function that judges (default: TASK.accuracy)")
     parser.add_argument("--convert", default="", help="function row -> row for files, e.g. gsm8k.convert")
+    parser.add_argument("--chat-template-args", type=_arguments, default={}, metavar="JSON",
+                        help="of the chat template, e.g. '{\"enable_thinking\": false}'")  # fmt: skip
     parser.add_argument("--problems", type=int, default=1000, help="how many problems (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=1, help="completions of each; above 1 prints pass@k")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
@@ -83,7 +95,7 @@ def main() -> None:
         value = getattr(args, name)
         if value is not None and (problem := field.problem(value)):
             raise UserError(f"--{name.replace('_', '-')} {problem}")
-    is_file = args.task.endswith(data.FILES)
+    is_file = args.task.endswith(FILES)
     if is_file and not args.function:
         raise UserError("--task is a file: name the judge with --function, e.g. maths.accuracy")
     if args.samples > 1 and args.temperature <= 0:
@@ -97,9 +109,12 @@ def main() -> None:
     folder = hf.find(args.model)
     mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
     model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
-    rows = data.load_rows(args.task if is_file else f"{args.task}.held_out", args.convert)[: args.problems]
-    limits = dict(max_prompt_tokens=args.max_prompt_tokens, overlong="error")
-    dataset = data.tokenise(rows, tokenizer, **limits, source=args.task)
+    dataset = data.read(
+        args.task if is_file else f"{args.task}.held_out", tokenizer, convert=args.convert, field="--convert",
+        problems=args.problems, max_prompt_tokens=args.max_prompt_tokens, overlong="error",
+        template_args=args.chat_template_args,
+    )  # fmt: skip
+    data.check_template_args_used("--chat-template-args", args.chat_template_args, dataset)
     checks.check_vocabulary(model.cfg, tokenizer, dataset)
     room = model.cfg.max_positions - dataset.width
     length = args.max_completion_tokens or min(512, room)
@@ -119,7 +134,7 @@ def main() -> None:
             temperature=args.temperature,
         )  # fmt: skip
     powers = [2**i for i in range(1, args.samples.bit_length()) if 2**i <= args.samples]
-    lines: list[tuple[str, Any]] = [("problems", len(rows)), ("accuracy", f"{scores.mean():.1%}")]
+    lines: list[tuple[str, Any]] = [("problems", len(dataset.rows)), ("accuracy", f"{scores.mean():.1%}")]
     banner(f"{args.model} on {args.task}", lines + [(f"pass@{k}", f"{pass_at(k, scores):.1%}") for k in powers])
 
 

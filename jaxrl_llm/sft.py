@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import checks, data, losses, optim, rewards, sharding, update
+from jaxrl_llm import checks, data, encoding, losses, optim, rewards, sharding, update
 from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
 from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
 from jaxrl_llm.config import parse_arguments
@@ -23,6 +23,7 @@ from jaxrl_llm.health import settings, skips
 from jaxrl_llm.metrics import Log, Timer, banner
 from jaxrl_llm.models import export, fresh, hf
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rows import load_rows
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch, Config
 
@@ -45,7 +46,7 @@ def finetune(config: Config, workdir: Path) -> None:
     else:
         made = TemporaryDirectory()  # the run's own copy is WORKDIR/hf; gone at the end
         folder = Path(made.name)
-        rows = data.load_rows(config.data.source, config.data.convert)
+        rows = load_rows(config.data.source, config.data.convert).rows
         fresh.write_folder(folder, config.model, rows, config.data.completion_column)
     model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
     tokenizer = hf.load_tokenizer(folder)
@@ -76,10 +77,12 @@ def finetune(config: Config, workdir: Path) -> None:
     collate = partial(make_batch, dataset, answers, kept, config.rollout.max_completion_tokens, tokenizer.pad_token_id)
     batches = data.iterate(len(kept), config.prompts_per_step, config.seed, collate)
     began_with = {"model.path": hf.fingerprint(folder), "data.source": dataset.fingerprint()}
+    if config.eval.every:
+        began_with["eval.source"] = held_out.fingerprint()
     checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
     start, state, _ = checkpoints.resume(state, batches)
     open_workdir(workdir, config)
-    table = checks.table(config, totals, mesh, model.cfg, dataset, start)
+    table = checks.table(config, totals, mesh, model.cfg, dataset, held_out, start)
     banner(
         f"jaxrl_llm.sft: {workdir}",
         [*table, ("over-long completions dropped", len(answers) - len(kept)), ("compiled code", cache)],
@@ -126,8 +129,9 @@ def tokenise_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> l
             raise UserError(f"{config.data.source} row {number}: {column!r} is {row.get(column)!r}: make it text")
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token: name its eos_token in tokenizer_config.json")
-    ids = data.encode([row[column] for row in dataset.rows], tokenizer, config.data.source)
-    ids = [[*tokens, tokenizer.eos_token_id] for tokens in ids]
+    texts = [row[column] for row in dataset.rows]
+    ids = encoding.encode(texts, tokenizer, config.data.source, numbers=dataset.numbers)
+    ids = [[*tokens.tolist(), tokenizer.eos_token_id] for tokens in ids]
     if all(len(tokens) > limit for tokens in ids):
         raise UserError(f"all completions are longer than rollout.max_completion_tokens = {limit}: raise it")
     return [tokens if len(tokens) <= limit else [] for tokens in ids]

@@ -104,6 +104,8 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     collate = partial(data.make_prompts, dataset, pad_id=tokenizer.pad_token_id)
     prompt_iterator = data.iterate(len(dataset.rows), config.prompts_per_step, config.seed, collate)
     began_with = {"model.path": hf.fingerprint(folder), "data.source": dataset.fingerprint()}
+    if config.eval.every:
+        began_with["eval.source"] = held_out.fingerprint()
     if teacher_folder:
         began_with["teacher.path"] = hf.fingerprint(teacher_folder)
     checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
@@ -114,7 +116,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     open_workdir(workdir, config)
     banner(
         f"jaxrl_llm.train: {workdir}",
-        [*checks.table(config, totals, mesh, model.cfg, dataset, start), ("compiled code", cache)],
+        [*checks.table(config, totals, mesh, model.cfg, dataset, held_out, start), ("compiled code", cache)],
         lines=settings.warnings(config, totals, model.cfg, mesh.devices.flat[0].platform),
     )
     log = Log(workdir, config.to_dict(), start=start)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import time
+from copy import deepcopy
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +18,10 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm import data, rewards
 from jaxrl_llm.config import load, resolve
+from jaxrl_llm.encoding import encode
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import fresh, hf
+from jaxrl_llm.rows import load_rows
 from jaxrl_llm.tasks import arithmetic, countdown, gsm8k
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +71,7 @@ def test_jsonl_and_parquet_give_the_same_rows(tmp_path):
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
-    assert data.load_rows(str(tmp_path / "x.jsonl")) == data.load_rows(str(tmp_path / "x.parquet")) == rows
+    assert load_rows(str(tmp_path / "x.jsonl")).rows == load_rows(str(tmp_path / "x.parquet")).rows == rows
 
 
 def test_gsm8k_rows_become_chats_with_the_result_alone_as_answer():
@@ -90,15 +97,15 @@ def test_a_new_tokenizer_keeps_newlines_and_refuses_what_it_has_no_token_for(tmp
     rows = [{"prompt": "a\n\nb", "completion": "c"}]
     fresh.write_folder(tmp_path, dict.fromkeys(fresh.SIZES, 8), rows, "completion")
     tokenizer = hf.load_tokenizer(tmp_path)
-    (ids,) = data.encode(["a\n\nb"], tokenizer, "here")
+    (ids,) = encode(["a\n\nb"], tokenizer, "here")
     assert tokenizer.decode(ids) == "a\n\nb"
-    with pytest.raises(UserError, match=r"here: the model's tokenizer cannot write 'a\*b', only 'ab'"):
-        data.encode(["ab", "a*b"], tokenizer, "here")
+    with pytest.raises(UserError, match=r"here row 2: the model's tokenizer cannot write 'a\*b', only 'ab'"):
+        encode(["ab", "a*b"], tokenizer, "here")
 
 
 def test_the_embedded_models_folder_is_the_one_that_the_sft_config_writes(tmp_path):
     config = load(ROOT / "configs" / "sft.py")
-    rows = data.load_rows(config.data.source)
+    rows = load_rows(config.data.source).rows
     fresh.write_folder(tmp_path, config.model, rows, config.data.completion_column)
     for file in tmp_path.iterdir():
         assert file.read_bytes() == (EMBEDDED / file.name).read_bytes(), file.name
@@ -110,6 +117,50 @@ def test_held_out_problems_are_never_dropped(tokenizer, tmp_path):
     config.data.max_prompt_tokens, config.eval.source = 3, str(tmp_path / "exam.jsonl")
     with pytest.raises(UserError, match="row 2: the prompt has 5 tokens"):
         data.load_held_out(config, tokenizer)
+
+
+def dataset_of(tokenizer, **columns):
+    rows = [{"prompt": "1+1", **columns}, {"prompt": "2+2", "answer": "4"}]
+    return data.tokenise(rows, tokenizer, max_prompt_tokens=9, overlong="error")
+
+
+class Odd:
+    """What a function of rows may put into one."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+COLUMNS = [
+    {"answer": "2"}, {"answer": "3"}, {"answer": 2}, {"answer": 2.5}, {"answer": math.nan}, {"answer": None}, {},
+    {"answer": np.arange(3)}, {"answer": np.arange(4)}, {"answer": np.float32(0.1)}, {"answer": [1, [2, {"a": None}]]},
+    {"answer": datetime(2026, 1, 2)}, {"answer": datetime(2026, 1, 3)}, {"answer": date(2026, 1, 2)},
+    {"answer": Decimal("1.50")}, {"answer": b"2"}, {"answer": {1, "a"}}, {"answer": {(1, 2): "x", "y": 1}},
+    {"answer": Odd(1)}, {"answer": Odd(2)}, {"answer": np.arange(2000)},
+    {"answer": np.arange(2000) * (np.arange(2000) != 900)},
+    {"reply": "2"}, {"answer": "2", "difficulty": 1}, {"answer": str.lower}, {"answer": Odd},
+]  # fmt: skip
+
+
+def test_the_fingerprint_tells_apart_all_that_a_reward_can_see(tokenizer):
+    found = [dataset_of(tokenizer, **columns).fingerprint() for columns in COLUMNS]
+    assert len(set(found)) == len(COLUMNS)
+    assert found == [dataset_of(tokenizer, **deepcopy(columns)).fingerprint() for columns in COLUMNS]
+
+
+def test_the_fingerprint_knows_the_order_of_rows_and_not_that_of_columns(tokenizer):
+    one, two = {"prompt": "1+1", "answer": "2", "id": 1}, {"prompt": "2+2", "answer": "4", "id": 2}
+    made = lambda *rows: data.tokenise(rows, tokenizer, max_prompt_tokens=9, overlong="drop").fingerprint()  # noqa: E731
+    assert made(one, two) == made(dict(reversed(one.items())), two)
+    assert made(one, two) != made(two, one)
+
+
+def test_the_fingerprint_of_100_000_rows_is_soon_made():
+    ids = [np.arange(i, i + 165, dtype=np.int32) for i in range(100_000)]
+    rows = [{"prompt": [{"role": "user", "content": "word " * 140}], "answer": str(i)} for i in range(100_000)]
+    dataset, before = data.Dataset(ids, rows, 0, 165, list(range(100_000))), time.process_time()
+    dataset.fingerprint()
+    assert time.process_time() - before < 4  # 0.9 s on two idle cores
 
 
 def test_prompts_are_padded_on_the_left(tokenizer):

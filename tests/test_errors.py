@@ -200,7 +200,13 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("eval.every=1 eval.source=countdown.exam", "config.eval.source 'countdown.exam' | did you mean countdown."),
     "an unknown judge": ("eval.every=1 eval.function=lab.xyz", "config.eval.function 'lab.xyz' | there is"),
     "a data file of another kind":
-        ("data.source=my/rows.csv", "config.data.source = 'my/rows.csv' | .jsonl or .parquet"),
+        ("data.source=my/rows.xlsx", "config.data.source = 'my/rows.xlsx' | .jsonl or .parquet"),
+    "a data set of the hub":
+        ("data.source=openai/gsm8k", "config.data.source = 'openai/gsm8k' | hf download openai/gsm8k"),
+    "an argument that the chat template does not read":
+        ("data.chat_template_args.enable_thinking=false", "the chat template does not read 'enable_thinking'"),
+    "an unknown conversion of the problems":
+        ("eval.every=1 eval.convert=gsm8k.covert", "config.eval.convert 'gsm8k.covert' | mean gsm8k.convert?"),
     "a missing data file":
         ("data.source=rows.jsonl", "data file rows.jsonl does not exist | give the path of one"),
     "a missing Parquet file":
@@ -323,6 +329,11 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
 @table("change words", {
     "without a field": ("del c.seed", "config.seed is missing | add it to the config file"),
     "without a section": ("del c.optim", "config.optim.learning_rate is missing"),
+    "without a section of one's own fields":
+        ("del c.data.chat_template_args", "config.data.chat_template_args is missing | add it"),
+    "with a number for a section of one's own fields":
+        ("del c.data.chat_template_args; c.data.chat_template_args = 1",
+         "config.data.chat_template_args is 1 (int): give dict"),
     "without the name of a function": ("del c.loss.name", "config.loss.name is missing"),
     "with a number for the name of a function":
         ("c.loss = ConfigDict(dict(name=1))", "config.loss.name is 1 | give str"),
@@ -651,19 +662,31 @@ def test_fine_tuning_stops_where_no_gradient_is_finite_and_warned_of_the_rate(
     assert said.err.count("\n") == 1
 
 
-def test_a_run_is_not_resumed_from_a_torn_checkpoint_or_another_model(
+def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model(
     place: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(MODEL, place / "model")
-    run = f"model.path=./model kl.placement=none kl.coef=0. {SMALL}"
+    shutil.copy(place / "sums.jsonl", place / "exam.jsonl")
+    judged = "eval.every=1 eval.source=exam.jsonl eval.function=maths.accuracy"
+    run = f"model.path=./model kl.placement=none kl.coef=0. {SMALL} {judged}"
     monkeypatch.setattr(sys, "argv", ["train", *command(run)])
     train.main()
     shutil.copytree(place / "run", place / "torn")
     (place / "torn" / "checkpoints" / "1" / "host" / "metadata").write_text('{"data')
     words = "torn/checkpoints/1 cannot be read | move it away to go on from the one before it"
     refuse(train, command(f"{run} num_steps=2", workdir="torn"), words)
-    reweighed(lambda t: t.update({"model.norm.weight": 2 * t["model.norm.weight"]}))(place / "model")
+    for field, name in (("data.source", "sums.jsonl"), ("eval.source", "exam.jsonl")):
+        text = (place / name).read_text()
+        (place / name).write_text(text.replace('"answer": "14"', '"answer": "15"'))  # and the same prompts
+        words = f"config.{field} holds something else | put that back, or give another --workdir"
+        refuse(train, command(f"{run} num_steps=2"), words)
+        (place / name).write_text(text)
     words = "config.model.path holds something else | put that back, or give another --workdir"
+    template = (place / "model" / "chat_template.jinja").read_text()
+    (place / "model" / "chat_template.jinja").write_text("{{ bos_token }}" + template)  # which is nothing here
+    refuse(train, command(f"{run} num_steps=2"), words)
+    (place / "model" / "chat_template.jinja").write_text(template)
+    reweighed(lambda t: t.update({"model.norm.weight": 2 * t["model.norm.weight"]}))(place / "model")
     refuse(train, command(f"{run} num_steps=2"), words)
 
 
@@ -700,6 +723,10 @@ def test_fine_tuning_of_a_new_model_is_refused_for(place: Path, refuse: Refuse, 
     "a temperature below 0": ("--task=arithmetic --temperature=-1", "--temperature is -1.0 | at least 0"),
     "a word for a number": ("--task=arithmetic --batch=all", "--batch | 'all' | --help"),
     "an unknown argument": ("--task=arithmetic --tempo=1", "unrecognized arguments: --tempo=1 | --help"),
+    "template arguments that are no object":
+        ("--task=arithmetic --chat-template-args=[1]", "--chat-template-args: '[1]' is no JSON object | give one like"),
+    "an argument that the chat template does not read":
+        ('--task=arithmetic --chat-template-args={"x":1}', "chat template does not read 'x' | it reads no argument"),
     "an over-long prompt":
         ("--task=sums.jsonl --function=maths.accuracy --max-prompt-tokens=2",
          "sums.jsonl row 1 | max_prompt_tokens is 2"),

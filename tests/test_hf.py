@@ -19,8 +19,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
+from test_recipes import write_qwen
+from tokenizers import Tokenizer
 
-from jaxrl_llm import sharding, update
+from jaxrl_llm import data, sharding, update
+from jaxrl_llm.encoding import encode
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import export, hf
 from jaxrl_llm.models.decoder import Decoder
@@ -228,6 +231,13 @@ def test_a_folder_without_generation_config_stops_by_config_json(folder):
     assert hf.stop_ids(folder, NO_TOKENIZER) == (9,)
 
 
+@pytest.mark.parametrize("value", ["2", [1, "2"], 2.0, [None]])
+def test_a_stop_id_that_is_no_number_is_named(folder, value):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    line = error_of(hf.stop_ids, folder, NO_TOKENIZER)
+    assert f"generation_config.json: eos_token_id is {value!r}: give a token's number" in line
+
+
 def test_no_stop_id_anywhere_is_an_error(folder):
     (folder / "generation_config.json").unlink()
     configure(folder, eos_token_id=...)
@@ -321,11 +331,13 @@ def test_the_sharded_reference_really_is_sharded():
     assert (REFERENCES / "qwen3_untied" / "model.safetensors.index.json").is_file()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_a_bfloat16_checkpoint_is_computed_in_float32_and_written_back_in_bfloat16(folder, mesh, tmp_path, key):
-    stored = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors_of(folder).items()}
+def test_a_checkpoint_of_16_bits_is_computed_in_float32_and_written_back_as_it_was(folder, mesh, tmp_path, key, dtype):
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    stored = {name: tensor.astype(kind) for name, tensor in tensors_of(folder).items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    configure(folder, **{"dtype": ..., key: "bfloat16"})
+    configure(folder, **{"dtype": ..., key: dtype})
     _, params = load(folder, mesh)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
     query = stored["model.layers.1.self_attn.q_proj.weight"].astype(np.float32)
@@ -333,7 +345,7 @@ def test_a_bfloat16_checkpoint_is_computed_in_float32_and_written_back_in_bfloat
 
     export.save(tmp_path / "saved", params, folder)
     written = tensors_of(tmp_path / "saved")
-    assert {tensor.dtype for tensor in written.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    assert {tensor.dtype for tensor in written.values()} == {kind}
     assert {name: x.tobytes() for name, x in written.items()} == {name: x.tobytes() for name, x in stored.items()}
 
 
@@ -345,14 +357,18 @@ def test_a_stored_copy_of_a_tied_head_is_ignored(tmp_path, mesh):
     assert_trees_equal(after, before)
 
 
-def test_the_fingerprint_changes_with_a_weight_and_with_the_config(folder):
+def test_the_fingerprint_changes_with_a_weight_the_config_the_chat_template_and_the_stop_ids(folder):
     first = hf.fingerprint(folder)
     assert hf.fingerprint(folder) == first
     tensors = tensors_of(folder)
     rewrite(folder, model__norm__weight=tensors["model.norm.weight"] + 1)
     second = hf.fingerprint(folder)
     configure(folder, rms_norm_eps=1e-5)
-    assert len({first, second, hf.fingerprint(folder)}) == 3
+    third = hf.fingerprint(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    fourth = hf.fingerprint(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2, 3]}')
+    assert len({first, second, third, fourth, hf.fingerprint(folder)}) == 5
 
 
 # ---- on a mesh
@@ -472,7 +488,16 @@ def test_a_config_of_another_architecture_names_those_supported(folder, family):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_parameters": ..., "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        (
+            {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "take the rope scaling out",
+        ),
+        ({"rope_parameters": ..., "rope_scaling": 2.0}, "the rope settings are 2.0: restore the file"),
+        ({"hidden_size": "32"}, "hidden_size is '32', which is no number: restore the file"),
+        ({"vocab_size": None}, "no 'vocab_size'"),
         ({"use_sliding_window": True}, "use_sliding_window is true"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has sliding_attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported; use the checkpoint"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rms_norm_eps": ...}, "no 'rms_norm_eps'"),
@@ -527,6 +552,11 @@ def test_a_folder_without_safetensors_is_an_error(folder, mesh):
     assert "no model.safetensors" in line
 
 
+def test_shards_without_their_index_are_told_from_other_formats(sharded_folder, mesh):
+    (sharded_folder / "model.safetensors.index.json").unlink()
+    assert "no model.safetensors.index.json, which says where each tensor is" in error_of(load, sharded_folder, mesh)
+
+
 def test_a_missing_shard_named_by_the_index_is_named(sharded_folder, mesh):
     shard = sorted(sharded_folder.glob("*.safetensors"))[2]
     shard.unlink()
@@ -544,6 +574,65 @@ def test_a_folder_without_a_tokenizer_is_an_error(folder):
     line = error_of(hf.load_tokenizer, folder)
     assert str(folder) in line
     assert "restore tokenizer.json" in line
+
+
+# ---- tokenizers
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    """Qwen2's config.json and a byte-level tokenizer, of fewer tokens than the model has."""
+    write_qwen(tmp_path)
+    return tmp_path
+
+
+def settle(folder, name, **changes):
+    settings = json.loads((folder / name).read_text()) | changes
+    (folder / name).write_text(json.dumps({k: v for k, v in settings.items() if v is not ...}))
+
+
+def test_a_tokenizer_that_is_not_qwens_splits_text_as_its_tokenizer_json_says(qwen):
+    digits = {"type": "Digits", "individual_digits": False}
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
+    begin = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    post = {"type": "TemplateProcessing", "single": begin, "pair": begin, "special_tokens": {
+        "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}}  # fmt: skip
+    pre = {"type": "Sequence", "pretokenizers": [digits, bytes_]}
+    settle(qwen, "tokenizer.json", pre_tokenizer=pre, post_processor=post)
+    settle(qwen, "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast", bos_token="<|endoftext|>")
+    raw, loaded = Tokenizer.from_file(str(qwen / "tokenizer.json")), hf.load_tokenizer(qwen)
+    for text in ("3 apples and 1234 eggs", " 12 * 5 = 60\n"):
+        assert loaded(text)["input_ids"] == raw.encode(text).ids
+        assert loaded(text)["input_ids"][0] == 0
+
+
+@pytest.mark.parametrize(("changes", "pad"), [
+    ({}, "<|endoftext|>"), ({"pad_token": None}, "<|im_end|>"), ({"pad_token": "<|im_end|>"}, "<|im_end|>"),
+    ({"pad_token": None, "eos_token": None}, "<|endoftext|>"),
+])  # fmt: skip
+def test_any_token_serves_as_padding(qwen, changes, pad):
+    settle(qwen, "tokenizer_config.json", **changes)
+    tokenizer = hf.load_tokenizer(qwen)
+    assert (tokenizer.pad_token, hf.stop_ids(qwen, tokenizer)) == (pad, (0, 2))
+
+
+def test_a_token_that_the_model_has_and_the_tokenizer_has_not_decodes_to_nothing(qwen):
+    tokenizer, model = hf.load_tokenizer(qwen), hf.load_model(qwen)
+    assert len(tokenizer) < model.cfg.vocab_size
+    (three,) = tokenizer("3", add_special_tokens=False)["input_ids"]
+    completions = np.array([[[three, model.cfg.vocab_size - 1, three]]])
+    assert data.decode(tokenizer, completions, np.ones_like(completions, bool))[0] == [["33"]]
+
+
+@pytest.mark.parametrize("place", ["jinja", "tokenizer_config.json", "named"])
+def test_a_chat_template_is_found_wherever_it_is_kept(qwen, place):
+    text = (qwen / "chat_template.jinja").read_text()
+    if place != "jinja":
+        (qwen / "chat_template.jinja").unlink()
+        named = [{"name": "default", "template": text}, {"name": "tool_use", "template": "?"}]
+        settle(qwen, "tokenizer_config.json", chat_template=named if place == "named" else text)
+    (ids,) = encode([[{"role": "user", "content": "3 apples"}]], hf.load_tokenizer(qwen), "here")
+    assert hf.load_tokenizer(qwen).decode(ids.tolist()).endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
 # ---- transformers itself

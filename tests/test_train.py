@@ -274,7 +274,7 @@ def test_the_trained_folder_says_the_same_in_transformers_as_in_the_sampler(whol
 
     folder, mesh = whole / "hf", sharding.make_mesh(1, 1, 1)
     model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
-    rows = data.load_rows("arithmetic.held_out")[:200]
+    rows = data.load_rows("arithmetic.held_out").rows[:200]
     dataset = data.tokenise(rows, tokenizer, max_prompt_tokens=16, overlong="error")
     prompts = data.make_prompts(dataset, range(len(rows)), tokenizer.pad_token_id)
     engine = Sampler(

@@ -31,6 +31,7 @@ from jaxrl_llm.rollout.managed import Managed
 from jaxrl_llm.rollout.vllm import VllmEngine
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch, PyTree, Rollouts
+from jaxrl_llm.tasks import arithmetic
 
 pytestmark = pytest.mark.vllm
 PYTHON = str(ROOT / ".vllm" / "bin" / "python")
@@ -149,7 +150,7 @@ def nudged(params: PyTree, by: float) -> PyTree:
 
 @pytest.fixture(scope="module")
 def prompts():
-    dataset = data.tokenise(data.load_rows("arithmetic.held_out"), TOKENIZER, max_prompt_tokens=8, overlong="error")
+    dataset = data.tokenise(arithmetic.held_out(), TOKENIZER, max_prompt_tokens=8, overlong="error")
     return data.make_prompts(dataset, range(B), PAD)
 
 

@@ -38,7 +38,7 @@ def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, An
     texts = [str(row.get(column, "")) for row in rows]
     for row in rows:
         prompt = row["prompt"]
-        texts += [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+        texts += [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
     # Bytes in Qwen's own notation and no merges: transformers makes a Qwen2Tokenizer out of any tokenizer
     # beside a Qwen2 config.json, with a pre-tokenizer and a decoder of its own; for this one they change nothing.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -39,6 +39,12 @@ NAMES = {
     "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
 }
 
+# Files beside config.json and the weights that change what a model reads, writes, or stops at.
+SETTINGS = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
 
 def find(path: str, field: str = "model.path") -> Path:
     """The local folder of a checkpoint: `path` itself, or a hub id downloaded to the hub's cache.
@@ -82,6 +88,11 @@ def load_model(folder: Path, mesh: Mesh | None = None, *, dtype: str = "float32"
         raise UserError(
             f"{folder / 'config.json'}: model_type {family!r} is not supported; there is {', '.join(known)}"
         )
+    if hf.get("quantization_config"):
+        raise UserError(
+            f"{folder / 'config.json'}: quantization_config: quantised weights are not supported; "
+            "use the checkpoint that they were made from"
+        )
     stored_dtype(folder)
     module = importlib.import_module(f"jaxrl_llm.models.{family}")
     return Decoder(module.decoder_config(hf, dtype, remat), mesh)
@@ -103,11 +114,16 @@ def families() -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer. Raises: UserError, if it has none or an incomplete one."""
-    from transformers import AutoTokenizer
+    """The folder's tokenizer, just as its tokenizer.json says. Raises: UserError, if it has none or an incomplete one.
 
+    For a Qwen config.json AutoTokenizer takes vocabulary and merges alone, and splits text by Qwen's own rules:
+    other token ids than those a model was trained with that has another tokenizer, such as a distilled one.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = kind.from_pretrained(str(folder))
     except Exception as error:  # transformers raises many kinds here, all about the files
         raise UserError(f"{folder}: no tokenizer can be loaded ({_reason(error)}): restore tokenizer.json") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):  # what transformers makes out of no files
@@ -126,7 +142,10 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             value = read_config(folder, name).get("eos_token_id")
-            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(x) is int for x in values):
+                raise UserError(f"{folder / name}: eos_token_id is {value!r}: give a token's number, or a list of them")
+            ids.update(values)
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     if not ids:
@@ -159,6 +178,8 @@ def weight_files(folder: Path) -> list[Path]:
     listing = "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
+    if not (folder / listing).is_file() and any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} holds no {listing}, which says where each tensor is: fetch it again")
     if not (folder / listing).is_file():
         raise UserError(f"{folder} holds no model.safetensors: convert the checkpoint to safetensors first")
     files = [folder / name for name in sorted(set(read_config(folder, listing).get("weight_map", {}).values()))]
@@ -223,8 +244,11 @@ def _read(where: dict[str, Any], name: str, shape: tuple[int, ...], index: Any) 
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash to tell models apart without reading all of them: config.json, each weight file's size and ends."""
+    """A hash to tell models apart without reading all of them: of a weight file, its size and ends."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name in SETTINGS:
+        if (folder / name).is_file():
+            digest.update(name.encode() + (folder / name).read_bytes())
     for file in weight_files(folder) if any(folder.glob("*.safetensors")) else []:
         size = file.stat().st_size
         with file.open("rb") as handle:

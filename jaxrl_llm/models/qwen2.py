@@ -7,14 +7,25 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.blocks import DecoderConfig
 
+NUMBERS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta",
+)  # fmt: skip
+
 
 def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
     """The decoder that a Hugging Face config.json of this family describes.
 
     Raises: UserError, naming a key that is missing or asks for what is not built.
     """
+    hf = {name: value for name, value in hf.items() if value is not None}  # null is as good as missing
+    for name in NUMBERS:
+        if not isinstance(hf.get(name, 0), (int, float)):
+            raise UserError(f"config.json: {name} is {hf[name]!r}, which is no number: restore the file")
     if hf.get("use_sliding_window"):
         raise UserError("config.json: use_sliding_window is true: sliding-window attention is not supported")
+    if other := set(hf.get("layer_types") or ()) - {"full_attention"}:
+        raise UserError(f"config.json: layer_types has {', '.join(sorted(other))}: only full_attention is supported")
     if hf.get("hidden_act", "silu") != "silu":
         raise UserError(f"config.json: hidden_act is {hf['hidden_act']!r}: only 'silu' is supported")
     try:
@@ -42,7 +53,12 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
 def rope_theta(hf: dict[str, Any]) -> float:
     """The rotary base, from where either generation of config.json keeps it."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"config.json: the rope settings are {rope!r}: restore the file")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise UserError(f"config.json: rope type {kind!r} is not supported: only 'default' is")
+        raise UserError(
+            f"config.json: rope type {kind!r} is not supported, only 'default' is: take the rope scaling out, and stay "
+            "within the positions that the model was first trained with"
+        )
     return float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0)))

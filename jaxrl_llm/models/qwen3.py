@@ -18,5 +18,5 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
     if hf.get("attention_bias"):
         raise UserError("config.json: attention_bias is true: only Qwen3 without attention biases is supported")
     shared = qwen2.decoder_config(hf, dtype, remat)
-    head_dim = hf.get("head_dim", 128)  # the family's default; not width / heads
+    head_dim = hf.get("head_dim") or 128  # the family's default; not width / heads
     return dataclasses.replace(shared, head_dim=head_dim, qkv_bias=False, qk_norm=True)

@@ -214,10 +214,9 @@ def _arguments(
 ) -> dict[str, Any]:
     """What the function asks for by name, or everything if it takes **kwargs."""
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
-    chats = [isinstance(row["prompt"], list) for row in rows]
-    said = [[{"role": "assistant", "content": t}] if chat else t for t, chat in zip(texts, chats, strict=True)]
-    prompts = columns.pop("prompt")
-    offered = columns | {"prompts": prompts, "completions": said, "completion_ids": ids}
+    prompts, said = zip(*(_said(row["prompt"], text) for row, text in zip(rows, texts, strict=True)), strict=True)
+    columns.pop("prompt")
+    offered = columns | {"prompts": list(prompts), "completions": list(said), "completion_ids": ids}
     wanted = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in wanted.values()):
         chosen = offered
@@ -229,6 +228,16 @@ def _arguments(
             there = ", ".join(sorted(offered))
             raise UserError(f"reward {name} asks for column {key!r}, which the data does not have; there is {there}")
     return chosen
+
+
+def _said(prompt: Any, text: str) -> tuple[Any, Any]:
+    """Prompt and completion as TRL gives them: an answer that the prompt began is part of the completion."""
+    if isinstance(prompt, str):
+        return prompt, text
+    if prompt[-1]["role"] == "assistant":
+        *prompt, begun = prompt
+        text = begun["content"] + text
+    return prompt, [{"role": "assistant", "content": text}]
 
 
 def _culprit(
