@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import math
 import os
-import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from jaxrl_llm import disk
 from jaxrl_llm.config import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Config, PyTree
@@ -74,15 +78,15 @@ def _is_ours(file: Path) -> bool:
     """What launch/tpu_vm.sh keeps in a workdir, and what a run killed before its config.json leaves there."""
     if file.name == "checkpoints":
         return file.is_dir() and not any(file.iterdir())
-    return file.name.startswith(("launch.", "config.json.partial"))
+    return file.name.startswith(("launch.", "config.json.partial")) or file.name == disk.LOCK
 
 
 def open_workdir(workdir: Path, config: Config) -> None:
-    """Makes the workdir and writes the resolved config.json into it."""
-    workdir.mkdir(parents=True, exist_ok=True)
+    """Writes the resolved config.json into the workdir. Raises: UserError, if the disk does not take it."""
     partial = workdir / "config.json.partial"
-    partial.write_text(_resolved(config))
-    os.replace(partial, workdir / "config.json")
+    with disk.writing(workdir):
+        partial.write_text(_resolved(config))
+        os.replace(partial, workdir / "config.json")
 
 
 def _resolved(config: Config) -> str:
@@ -104,36 +108,69 @@ def cut_back(file: Path, step: int) -> None:
     os.replace(partial, file)
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a folder of `Checkpoints` holds a complete one."""
+    return folder.is_dir() and bool(ocp.utils.checkpoint_steps(folder))
+
+
 class Checkpoints:
     """Policy, optimiser, data iterator and step, saved in the background; a torn save never counts."""
 
     def __init__(self, folder: Path, began_with: dict[str, str], config: Config):
         """config: the `checkpoint` section; began_with: hashes by field of what the run must find as it was."""
         self._began_with = began_with
+        self._most = config.keep + config.keep_best + 1  # on the disk at once: those kept, and the one being written
+        by = itemgetter("accuracy")
         policies: list[Any] = [LatestN(config.keep)]
         if config.keep_best:
-            by = itemgetter("accuracy")
             policies.append(BestN(get_metric_fn=by, n=config.keep_best, keep_checkpoints_without_metrics=False))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy(policies), cleanup_tmp_directories=True
-        )
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+            best_fn=by,  # without it no accuracy is stored, and a resumed run would not know which one is the best
+            preservation_policy=AnyPreservationPolicy(policies), cleanup_tmp_directories=True,
+        )  # fmt: skip
+        quieten_orbax()
+        self._folder = folder.absolute()
+        with self._saving():
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
+
+    def check_room(self, state: PyTree) -> None:
+        """Raises: UserError, if the disk has no room for as many checkpoints of `state` as the run will hold."""
+        one = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        more = max(self._most - len(self._manager.all_steps()), 1)
+        if one * more > disk.free(self._folder):
+            raise UserError(
+                f"{self._folder} has room for {disk.gigabytes(disk.free(self._folder))}, but {more} checkpoints of "
+                f"{disk.gigabytes(one)} need {disk.gigabytes(one * more)}: make room, lower checkpoint.keep, or give "
+                "another --workdir"
+            )
 
     def save(
-        self, step: int, state: PyTree, iterator: grain.DatasetIterator, accuracy: float | None,
+        self, step: int, state: PyTree, position: dict[str, Any], accuracy: float | None,
         waiting: Sequence[tuple[dict[str, Any], dict[str, Any]]] = (),
     ) -> None:  # fmt: skip
         """Saves a step; returns as soon as the arrays are copied, and they may be donated.
 
-        waiting: arrays and metrics of each batch that was sampled and is not yet learned from.
+        position: the state of the data iterator; waiting: arrays and metrics of each batch that was sampled and is
+        not yet learned from. Raises: UserError, if the save before this one failed.
         """
         metrics = [{name: float(x) for name, x in of_batch.items()} for _, of_batch in waiting]
-        host = {"iterator": iterator.get_state(), "began_with": self._began_with, "waiting": metrics}
+        host = {"iterator": position, "began_with": self._began_with, "waiting": metrics}
         items = {"state": ocp.args.StandardSave(state), "host": ocp.args.JsonSave(host)}
         if waiting:
             items["waiting"] = ocp.args.StandardSave([arrays for arrays, _ in waiting])
         accuracies = None if accuracy is None else {"accuracy": accuracy}
-        self._manager.save(step, args=ocp.args.Composite(**items), metrics=accuracies)
+        with self._saving():
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=accuracies)
+
+    def check(self) -> None:
+        """Raises: UserError, if the last save has failed. It does not wait for one that is still going on."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when all that was saved is on the disk. Raises: UserError, if a save failed."""
+        with self._saving():
+            self._manager.wait_until_finished()
 
     def latest(self) -> Path | None:
         """The newest checkpoint, which may still be on its way to the disk."""
@@ -143,15 +180,15 @@ class Checkpoints:
     def resume(self, state: PyTree, iterator: grain.DatasetIterator) -> tuple[int, PyTree, list[tuple[dict, dict]]]:
         """The newest complete step, its state, placed as `state` is, and what was `waiting`; the iterator is set.
 
-        (0, state, []) if there is none.
+        state: shapes and shardings are enough. (0, None, []) if there is no checkpoint.
         Raises: UserError, if the run began from another model or the files cannot be read.
         """
         step = self._manager.latest_step()
         if step is None:
-            return 0, state, []
+            return 0, None, []
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         wanted = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
-        host = self._read(step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        host = read(self._manager, step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
         for field, found in self._began_with.items():
             if host["began_with"].get(field, found) != found:  # what it did not have then, it may have now
                 raise UserError(
@@ -159,37 +196,55 @@ class Checkpoints:
                     "put that back, or give another --workdir"
                 )
         self._began_with = host["began_with"] | self._began_with
-        restored = self._read(step, wanted)
+        restored = read(self._manager, step, wanted)
         iterator.set_state(restored["host"]["iterator"])
         metrics, arrays = host["waiting"], []
         if metrics:
-            arrays = self._read(step, ocp.args.Composite(waiting=ocp.args.StandardRestore()))["waiting"]
+            arrays = read(self._manager, step, ocp.args.Composite(waiting=ocp.args.StandardRestore()))["waiting"]
         return step, restored["state"], list(zip(arrays, metrics, strict=True))
 
-    def _read(self, step: int, wanted: ocp.args.Composite) -> Any:
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
         try:
-            return self._manager.restore(step, args=wanted)
-        except jax.errors.JaxRuntimeError:  # of the devices, such as their memory
+            yield
+        except jax.errors.JaxRuntimeError:  # of the devices
             raise
-        except Exception as error:  # of the files: Orbax raises many kinds
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise UserError(
-                f"checkpoint {self._manager.directory / str(step)} cannot be read ({reason[:200]}): "
-                "restore it, or move it away to go on from the one before it"
-            ) from error
+        except Exception as error:  # of the disk: Orbax raises many kinds
+            raise UserError(disk.cannot_write(self._folder, _reason(error))) from error
 
     def close(self) -> None:
-        """Waits until all that was saved is on disk."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Waits until all that was saved is on the disk. Raises: UserError, if a save failed."""
+        with closing(self._manager):
+            self.wait()
 
 
-class StopSignal:
-    """SIGTERM, from here on, asks for a checkpoint and a clean end after the step in hand."""
+def read(manager: ocp.CheckpointManager, step: int, wanted: ocp.args.Composite) -> Any:
+    """The wanted items of a checkpoint. Raises: UserError, if its files cannot be read."""
+    try:
+        return manager.restore(step, args=wanted)
+    except jax.errors.JaxRuntimeError:  # of the devices, such as their memory
+        raise
+    except Exception as error:  # of the files: Orbax raises many kinds
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            f"checkpoint {manager.directory / str(step)} cannot be read ({reason[:200]}): "
+            "restore it, or move it away to go on from the one before it"
+        ) from error
 
-    def __init__(self) -> None:
-        self.asked = False
-        signal.signal(signal.SIGTERM, self._ask)
 
-    def _ask(self, number: int, frame: Any) -> None:
-        self.asked = True
+def _reason(error: Exception) -> str:
+    """What an error of Orbax says is the matter: the system's own words, where they are in it."""
+    said = " ".join(str(error).split())
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES):
+        if os.strerror(number) in said:
+            return os.strerror(number)
+    return said[:200] or type(error).__name__
+
+
+def quieten_orbax() -> None:
+    """Orbax logs tracebacks of what it raises too; one line of ours says the same."""
+    logging.getLogger("absl").addFilter(_not_of_orbax)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname

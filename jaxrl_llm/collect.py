@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import data
+from jaxrl_llm.packing import pack
 from jaxrl_llm.rewards import Score
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.structs import Array, Config, Prompts, Rollouts
+from jaxrl_llm.structs import Array, Batch, Config, Prompts, Rollouts
 
 Judged: TypeAlias = tuple[list[list[str]], dict[str, np.ndarray]]  # B x G texts, and channels [B, G]
 
@@ -120,3 +122,21 @@ def _put(sampled: Sampled, at: np.ndarray, fresh: Sampled, found: np.ndarray) ->
     tokens, mask, numbers = (array(getattr(a, x), getattr(b, x)) for x in ("tokens", "mask", "numbers"))
     prompts = Prompts(tokens, mask, rows(a.rows, b.rows), numbers)
     return Sampled(prompts, jax.tree.map(array, sampled.rollouts, fresh.rollouts), lambda: judged)
+
+
+def to_batch(sampled: Sampled, length: int) -> Batch:
+    """What was sampled, packed into lanes of at least `length` tokens, on the host."""
+    prompts, rollouts = sampled.prompts, sampled.rollouts
+    return Batch(
+        prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
+        sampler_logprobs=rollouts.logprobs, slots=pack(rollouts.completion_mask.sum(axis=-1), length),
+    )  # fmt: skip
+
+
+def minibatches(config: Config, step: int) -> Iterator[Array]:
+    """Rows of each update of a step: the first epoch in order, later ones shuffled by (seed, step, epoch)."""
+    for epoch in range(config.epochs):
+        rows = np.arange(config.prompts_per_step)
+        if epoch:
+            np.random.default_rng((config.seed, step, epoch)).shuffle(rows)
+        yield from jnp.asarray(rows.reshape(-1, config.prompts_per_update))

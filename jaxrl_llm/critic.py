@@ -25,13 +25,15 @@ class Critic:
 
     score: Callable[[PyTree, Batch], Array]  # (params, batch) -> values [B, G, C]
     targets: Callable[[Array, Array, Array], Array]  # (token_rewards, values, loss_mask) -> returns [B, G, C]
-    update_step: Callable[[TrainState, Batch, Array], tuple[TrainState, losses.Metrics]]
+    update_step: jax.stages.Wrapped  # (state, batch, rows) -> state, metrics
+    shapes: TrainState  # of its state, with their shardings
+    start: Callable[[], TrainState]  # its state at step 0
 
 
 def make_critic(
     config: Config, folder: Path, policy: DecoderConfig, mesh: Mesh, make_update_step: Callable[..., Any]
-) -> tuple[Critic, TrainState]:
-    """The critic of a config, and its state at step 0, from the model in `folder`.
+) -> Critic:
+    """The critic of a config, which starts as the model in `folder`.
 
     Raises: UserError, for a model that cannot be loaded, or cannot read what the policy writes.
     """
@@ -39,19 +41,22 @@ def make_critic(
     whole = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
     checks.check_other_model("critic.path", whole.cfg, policy)
     model = Decoder(replace(whole.cfg, tied_head=True), mesh)  # it has no use for a head
-    loaded = hf.load_params(folder, whole, mesh)
-    params = {
-        "decoder": {name: loaded[name] for name in model.shapes()},
-        "readout": {"kernel": jnp.zeros((model.cfg.width, 1)), "bias": jnp.zeros(1)},
-    }
-    params = jax.device_put(params, sharding.shardings(params, mesh))
+
+    def params(decoder: PyTree) -> PyTree:
+        readout = {"kernel": jnp.zeros((model.cfg.width, 1)), "bias": jnp.zeros(1)}
+        return {"decoder": {name: decoder[name] for name in model.shapes()}, "readout": readout}
+
+    def start() -> TrainState:
+        made = params(hf.load_params(folder, whole, mesh))
+        return update.init_state(jax.device_put(made, sharding.shardings(made, mesh)), optimizer, mesh)[0]
+
     optimizer = optim.make_optimizer(checks.critic_updates(config), **c.optim)
-    state, placed = update.init_state(params, optimizer, mesh)
+    shapes, placed = update.abstract_state(jax.eval_shape(params, whole.shapes()), optimizer, mesh)
     update_step = make_update_step(value_objective(model, clip=c.clip), optimizer, state_shardings=placed)
 
     targets = jax.jit(partial(lambda_returns, gamma=c.gamma, lam=c.lam))
     score = update.by_parts(partial(update.completion_values, model), mesh, config.microbatch)
-    return Critic(score, targets, update_step), state
+    return Critic(score, targets, update_step, shapes, start)
 
 
 def lambda_returns(token_rewards: Array, values: Array, loss_mask: Array, *, gamma: float, lam: float) -> jax.Array:

@@ -33,11 +33,22 @@ def describe(error: Exception, within: str = "") -> str:
     return f"{said} ({frame.filename}:{frame.lineno})"
 
 
+def report(error: BaseException) -> int:
+    """Says on stderr what ended the program, a `UserError` in one line, and returns the exit code."""
+    if not isinstance(error, UserError):
+        traceback.print_exception(error)
+        return 1
+    before = error.__context__ if isinstance(error.__context__, UserError) and not error.__suppress_context__ else None
+    for one in (before, error):  # what ended the run, and then what could not be closed after it
+        if one:
+            print(f"error: {' '.join(str(one).split())}", file=sys.stderr)
+    return 2
+
+
 def run_main(main: Callable[[], None]) -> NoReturn:
     """Runs an entry point; a `UserError` becomes one line on stderr and exit code 2."""
     try:
         main()
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(report(error))
     sys.exit(0)

@@ -1,15 +1,18 @@
-"""Accuracy on held-out problems: `python -m jaxrl_llm.evaluate --model DIR --task NAME`."""
+"""Accuracy on held-out problems: `python -m jaxrl_llm.evaluate --model DIR --task NAME`, or `--run WORKDIR`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from math import comb
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl_llm import checks, data, rewards, sharding, tasks
 from jaxrl_llm.compiling import keep_compilations
@@ -21,7 +24,9 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rows import FILES
+from jaxrl_llm.runs import Run
 from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.structs import Config
 
 LIMITS = {
     "problems": Field(int, low=1),
@@ -33,6 +38,17 @@ LIMITS = {
     "seed": Field(int, low=0, high=2**31 - 1),
     "timeout": TRAIN["reward.timeout"],
 }
+
+
+def evaluates(config: Config, step: int) -> bool:
+    """Whether a run evaluates after `step`: every `eval.every` steps and after the last one."""
+    return config.eval.every > 0 and (step % config.eval.every == 0 or step == config.num_steps)
+
+
+def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
+    """Problems at a time: what makes up so many sequences, no more than there are, the same number on each device."""
+    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    return -(-min(sequences, problems) // devices) * devices
 
 
 def evaluate(
@@ -73,69 +89,111 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = Parser(prog="python -m jaxrl_llm.evaluate", description=__doc__)
-    parser.add_argument("--model", required=True, help="a Hugging Face folder or hub id; a run's is WORKDIR/hf")
-    parser.add_argument("--task", required=True, help="a task (arithmetic, countdown), or a file of rows")
-    parser.add_argument("--function", help="the reward function that judges (default: TASK.accuracy)")
-    parser.add_argument("--convert", default="", help="function row -> row for files, e.g. gsm8k.convert")
-    parser.add_argument("--chat-template-args", type=_arguments, default={}, metavar="JSON",
-                        help="of the chat template, e.g. '{\"enable_thinking\": false}'")  # fmt: skip
-    parser.add_argument("--problems", type=int, default=1000, help="how many problems (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=1, help="completions of each; above 1 prints pass@k")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
-    parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer ones are an error")
-    parser.add_argument("--max-completion-tokens", type=int, help="default: 512, or what the model's positions leave")
-    parser.add_argument("--batch", type=int, default=128, help="problems at a time (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="as in the run's config")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds in which the function judges a batch; "
-                        "0: no limit (default: %(default)s)")  # fmt: skip
-    args = parser.parse_args()
-    for name, field in LIMITS.items():
-        value = getattr(args, name)
-        if value is not None and (problem := field.problem(value)):
-            raise UserError(f"--{name.replace('_', '-')} {problem}")
-    is_file = args.task.endswith(FILES)
-    if is_file and not args.function:
-        raise UserError("--task is a file: name the judge with --function, e.g. maths.accuracy")
-    if args.samples > 1 and args.temperature <= 0:
-        raise UserError("--samples above 1 needs --temperature above 0: greedy samples are all the same")
-    if not is_file:
-        resolve(f"{args.task}.held_out", tasks, "--task")
-    function = args.function or f"{args.task}.accuracy"
-    resolve(function, rewards, "--function")
-
+    args = parse()
     keep_compilations()
-    folder = hf.find(args.model)
-    mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
-    model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
-    dataset = data.read(
-        args.task if is_file else f"{args.task}.held_out", tokenizer, convert=args.convert, field="--convert",
-        problems=args.problems, max_prompt_tokens=args.max_prompt_tokens, overlong="error",
-        template_args=args.chat_template_args,
-    )  # fmt: skip
-    data.check_template_args_used("--chat-template-args", args.chat_template_args, dataset)
-    checks.check_vocabulary(model.cfg, tokenizer, dataset)
-    room = model.cfg.max_positions - dataset.width
-    length = args.max_completion_tokens or min(512, room)
-    if not 0 < length <= room:
-        raise UserError(
-            f"--max-completion-tokens {length}: after prompts of {dataset.width} at most {room} fit the model"
-        )
-    engine = Sampler(
-        model, mesh, max_completion_tokens=length,
-        stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    engine.update_weights(hf.load_params(folder, model, mesh))
-    batch = -(-args.batch // mesh.devices.size) * mesh.devices.size
-    with closing(rewards.Score((function,), (1.0,), args.timeout, field="--timeout")) as score:
+    run = Run(args.run) if args.run else None
+    defaults = of_run(run.config, args) if run else of_model(args)
+    for name, value in defaults.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    resolve(args.function, rewards, "--function")
+    mesh = sharding.make_mesh(**(run.config.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
+    with ExitStack() as opened:
+        step = run.find(args.step) if run else 0
+        folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model)
+        model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
+        stops = hf.stop_ids(folder, tokenizer)
+        dataset = data.read(
+            args.source, tokenizer, convert=args.convert, field="--convert", problems=args.problems,
+            max_prompt_tokens=args.max_prompt_tokens, overlong="error", template_args=args.chat_template_args,
+        )  # fmt: skip
+        data.check_template_args_used("--chat-template-args", args.chat_template_args, dataset)
+        checks.check_vocabulary(model.cfg, tokenizer, dataset)
+        room = model.cfg.max_positions - dataset.width
+        length = args.max_completion_tokens or min(512, room)
+        if not 0 < length <= room:
+            raise UserError(
+                f"--max-completion-tokens {length}: after prompts of {dataset.width} at most {room} fit the model"
+            )
+        engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=tokenizer.pad_token_id)
+        place = partial(sharding.shardings, mesh=mesh)
+        engine.update_weights(run.params(step, place) if run else hf.load_params(folder, model, mesh))
+    batch = whole_batches(args.batch, len(dataset.rows), mesh)
+    with closing(rewards.Score((args.function,), (1.0,), args.timeout, field="--timeout")) as score:
         scores, _ = evaluate(
             engine, dataset, score, tokenizer, batch=batch, key=jax.random.key(args.seed), samples=args.samples,
             temperature=args.temperature,
         )  # fmt: skip
     powers = [2**i for i in range(1, args.samples.bit_length()) if 2**i <= args.samples]
     lines: list[tuple[str, Any]] = [("problems", len(dataset.rows)), ("accuracy", f"{scores.mean():.1%}")]
-    banner(f"{args.model} on {args.task}", lines + [(f"pass@{k}", f"{pass_at(k, scores):.1%}") for k in powers])
+    what = f"step {step} of {args.run}" if run else args.model
+    banner(
+        f"{what} on {args.task or args.source}", lines + [(f"pass@{k}", f"{pass_at(k, scores):.1%}") for k in powers]
+    )
+
+
+def parse() -> argparse.Namespace:
+    """The command line. Raises: UserError."""
+    parser = Parser(prog="python -m jaxrl_llm.evaluate", description=__doc__)
+    add = parser.add_argument
+    add("--model", help="a Hugging Face folder or hub id")
+    add("--run", type=Path, metavar="WORKDIR", help="a run: its checkpoint, and all that is not given here")
+    add("--step", default="last", help="the run's checkpoint: a number, best or last (default)")
+    add("--task", help="a task (arithmetic, countdown), or a file of rows")
+    add("--function", help="the reward function that judges (default: TASK.accuracy)")
+    add("--convert", help="function row -> row for files, e.g. gsm8k.convert")
+    add("--chat-template-args", type=_arguments, metavar="JSON",
+        help="of the chat template, e.g. '{\"enable_thinking\": false}'")  # fmt: skip
+    add("--problems", type=int, help="how many problems (default: 1000)")
+    add("--samples", type=int, default=1, help="completions of each; above 1 prints pass@k")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    add("--max-prompt-tokens", type=int, help="longer ones are an error (default: 512)")
+    add("--max-completion-tokens", type=int, help="default: 512, or what the model's positions leave")
+    add("--batch", type=int, help="problems at a time (default: 128, of a run what one of its rollouts samples)")
+    add("--dtype", choices=("float32", "bfloat16"), help="of activations (default: float32)")
+    add("--seed", type=int, default=0)
+    add("--timeout", type=float, default=600.0, help="seconds in which the function judges a batch; "
+        "0: no limit (default: %(default)s)")  # fmt: skip
+    args = parser.parse_args()
+    for name, field in LIMITS.items():
+        value = getattr(args, name)
+        if value is not None and (problem := field.problem(value)):
+            raise UserError(f"--{name.replace('_', '-')} {problem}")
+    if bool(args.model) == bool(args.run):
+        raise UserError("give either --model, a folder or hub id, or --run, the workdir of a run")
+    if args.samples > 1 and args.temperature <= 0:
+        raise UserError("--samples above 1 needs --temperature above 0: greedy samples are all the same")
+    if args.model and not args.task:
+        raise UserError("--task is missing: give a task (arithmetic, countdown), or a file of rows")
+    if args.task:
+        args.source = args.task if args.task.endswith(FILES) else f"{args.task}.held_out"
+        if args.source == args.task and args.model and not args.function:
+            raise UserError("--task is a file: name the judge with --function, e.g. maths.accuracy")
+        if args.source != args.task:
+            resolve(args.source, tasks, "--task")
+    return args
+
+
+def of_model(args: argparse.Namespace) -> dict[str, Any]:
+    """What is not given on the command line, for a model's folder."""
+    return {
+        "function": f"{args.task}.accuracy", "convert": "", "problems": 1000, "max_prompt_tokens": 512,
+        "batch": 128, "dtype": "float32", "chat_template_args": {},
+    }  # fmt: skip
+
+
+def of_run(config: Config, args: argparse.Namespace) -> dict[str, Any]:
+    """The same for a run: as it evaluates itself."""
+    group = config.group_size if "group_size" in config else 1
+    own_task = args.task and not args.task.endswith(FILES)
+    return {
+        "source": config.eval.source, "function": f"{args.task}.accuracy" if own_task else config.eval.function,
+        "convert": "" if args.task else config.eval.convert, "problems": config.eval.problems,
+        "max_prompt_tokens": config.data.max_prompt_tokens,
+        "chat_template_args": config.data.chat_template_args.to_dict(),
+        "max_completion_tokens": config.rollout.max_completion_tokens,
+        "batch": max(config.prompts_per_step * group // args.samples, 1), "dtype": config.model.dtype,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

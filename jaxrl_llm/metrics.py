@@ -6,9 +6,11 @@ import atexit
 import hashlib
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jaxrl_llm import disk
+from jaxrl_llm.board import Board
 from jaxrl_llm.checkpoint import cut_back
 from jaxrl_llm.health import rules
 from jaxrl_llm.structs import Rollouts
@@ -64,18 +68,18 @@ class Log:
     def __init__(self, workdir: Path, config: dict[str, Any], *, start: int):
         num_steps: int = config["num_steps"]
         self._workdir, self._num_steps, self._start = workdir, num_steps, start
-        for name in ("metrics.jsonl", "completions.jsonl", "health.jsonl"):
-            cut_back(workdir / name, start if start else -1)  # step 0 is written again
+        with disk.writing(workdir):
+            for name in ("metrics.jsonl", "completions.jsonl", "health.jsonl"):
+                cut_back(workdir / name, start if start else -1)  # step 0 is written again
         before = (workdir / "metrics.jsonl").read_text().splitlines() if (workdir / "metrics.jsonl").exists() else []
         self._history = [json.loads(line) for line in before[-rules.WINDOW :]]
         self._found = {found.id for found in rules.findings(self._history)}
-        self._metrics = (workdir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._completions = (workdir / "completions.jsonl").open("a", encoding="utf-8")
         self._board = self._wandb = None
-        if config["log"]["tensorboard"]:
-            from tensorboardX import SummaryWriter
-
-            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1 if start else 0)
+        with disk.writing(workdir):
+            self._metrics = (workdir / "metrics.jsonl").open("a", encoding="utf-8")
+            self._completions = (workdir / "completions.jsonl").open("a", encoding="utf-8")
+            if config["log"]["tensorboard"]:
+                self._board = Board(workdir / "tensorboard", start)
         if config["log"]["wandb_project"]:
             import wandb  # pyright: ignore[reportMissingImports]
 
@@ -94,18 +98,19 @@ class Log:
         self._began = time.perf_counter()
 
     def step(self, step: int, record: dict[str, Any]) -> None:
-        """One object in metrics.jsonl, one line on the console; the file has it before this returns."""
+        """One object in metrics.jsonl, one line on the console; the file has it before this returns.
+
+        Raises: UserError, if the disk does not take it.
+        """
         record = {"step": step} | {k: _plain(v) for k, v in record.items()}
-        self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
-        self._metrics.flush()
-        if self._board:
-            for name, value in record.items():
-                if name != "step" and value is not None:
-                    self._board.add_scalar(name, value, step)
-            self._board.flush()  # a kill -9 must not take events with it
+        with disk.writing(self._workdir):
+            self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+            self._metrics.flush()
+            if self._board:
+                self._board.write(step, {k: v for k, v in record.items() if k != "step" and v is not None})
         if self._wandb:
             self._wandb.log(record, step=step)
-        self.console.print(self._line(step, record), markup=False)
+        self._print(self._line(step, record))
         self._check_health(record)
         if self._progress:
             self._progress.update(self._bar, completed=step, left=self._left(step))
@@ -115,38 +120,66 @@ class Log:
         self._history = [*self._history, record][-rules.WINDOW :]
         found = rules.findings(self._history)
         for finding in found:
-            with (self._workdir / "health.jsonl").open("a", encoding="utf-8") as file:
+            with disk.writing(self._workdir), (self._workdir / "health.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": record["step"]} | finding.record()) + "\n")
             if finding.id not in self._found:
-                self.console.print(f"    {finding.line()}", markup=False)
+                self._print(f"    {finding.line()}")
         self._found = {finding.id for finding in found}
 
     def completions(self, step: int, rows: list[dict[str, Any]], texts: list[list[str]], rewards: np.ndarray) -> None:
         """A group of every batch into completions.jsonl, and its first member on the console."""
         sample = {"step": step, "prompt": rows[0]["prompt"], "completions": texts[0], "rewards": rewards[0].tolist()}
-        self._completions.write(json.dumps(sample, ensure_ascii=False) + "\n")
-        self._completions.flush()
+        with disk.writing(self._workdir):
+            self._completions.write(json.dumps(sample, ensure_ascii=False) + "\n")
+            self._completions.flush()
         prompt = rows[0]["prompt"]
         asked = prompt[-1]["content"] if isinstance(prompt, list) else prompt
         for text, reward in list(zip(texts[0], rewards[0], strict=True))[:2]:
-            self.console.print(f"    {_short(asked)} -> {_short(text)}  (reward {reward:g})", markup=False)
+            self._print(f"    {_short(asked)} -> {_short(text)}  (reward {reward:g})")
 
-    def close(self, step: int, compilations: object) -> None:
-        """Flushes and closes every sink, and says what was compiled and how the run ended after `step`."""
-        if self._progress:
-            self._progress.stop()
-        if self._board:
-            self._board.close()
-        if self._wandb:
-            self._wandb.finish()
+    def lacks_evaluation(self, step: int) -> bool:
+        """Nothing after `step` is logged, and its record has no evaluation."""
+        return all(record["step"] < step or "eval/accuracy" not in record for record in self._history[-1:])
+
+    def add_evaluation(self, step: int, accuracy: float) -> None:
+        """Writes the record of `step` with its evaluation, in the place of one without."""
         self._metrics.close()
-        self._completions.close()
-        self.console.print(f"compiled: {compilations}", markup=False)
-        if step < self._num_steps:
-            end = f"stopped by SIGTERM after step {step}: the same command with --workdir {self._workdir} goes on"
+        with disk.writing(self._workdir):
+            for name in ("metrics.jsonl", "health.jsonl"):
+                cut_back(self._workdir / name, step - 1)
+            self._metrics = (self._workdir / "metrics.jsonl").open("a", encoding="utf-8")
+        before = self._history.pop() if self._history else {}
+        self.step(step, before | {"eval/accuracy": accuracy})
+
+    def end(self, step: int, compilations: object, stopped: str = "") -> None:
+        """Says what was compiled and how the run ended after `step`; stopped: by which signal, and after how long."""
+        self._print(f"compiled: {compilations}")
+        if stopped:
+            end = f"stopped by {stopped}, after step {step}: the same command with --workdir {self._workdir} goes on"
         else:
             end = f"done: the trained model, as transformers and vLLM load it, is {self._workdir / 'hf'}"
-        self.console.print(end, markup=False)
+        self._print(end)
+
+    def close(self) -> None:
+        """Closes every sink. Each line was flushed when it was written."""
+        if self._progress:
+            self._progress.stop()
+        if self._wandb:
+            self._wandb.finish()
+        with suppress(OSError):  # the rest of a line that a full disk has refused already
+            self._metrics.close()
+        with suppress(OSError):
+            self._completions.close()
+        if self._board:
+            self._board.close()
+
+    def _print(self, text: str) -> None:
+        try:
+            self.console.print(text, markup=False)
+        except (OSError, SystemExit):  # nobody reads any more; SystemExit is what rich makes of a closed pipe
+            self.console.quiet = True
+            if callable(signal.getsignal(signal.SIGHUP)):
+                signal.raise_signal(signal.SIGHUP)  # the end of the run, as with a closed terminal
 
     def _line(self, step: int, record: dict[str, Any]) -> str:
         parts = [f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"]
@@ -221,7 +254,7 @@ def banner(
 
 def _plain(value: Any) -> float | int | None:
     """A number that JSON has; None for one that it has not."""
-    if isinstance(value, int):
+    if value is None or isinstance(value, int):
         return value
     return float(value) if math.isfinite(value) else None
 

@@ -11,7 +11,7 @@ import optax
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import path_name
-from jaxrl_llm.structs import Array, PyTree
+from jaxrl_llm.structs import Array, Config, PyTree
 
 Schedule: TypeAlias = Callable[[Array], Array]
 
@@ -101,6 +101,17 @@ def entropy_coefficient(*, coef: float, target: float, step: float, most: float)
         return jnp.stack([jnp.clip(kept[0] + jnp.where(low, step, -step), 0.0, most), low.astype(jnp.float32)])
 
     return Coefficient((coef, 1.0), lambda kept: kept[0] * kept[1], adapt) if target else constant(coef)
+
+
+def objective_coefficients(config: Config, total_steps: int, sequences: int) -> dict[str, Coefficient]:
+    """Coefficients of the terms that a config's objective, or its reward, has; sequences: those of an update."""
+    made = {}
+    if config.kl.placement != "none":
+        by = {name: config.kl[name] for name in ("coef", "decay", "end", "target", "horizon")}
+        made["kl/coef"] = kl_coefficient(total_steps, sequences, **by)
+    if config.entropy.coef or config.entropy.target:
+        made["entropy/coef"] = entropy_coefficient(**config.entropy)
+    return made
 
 
 def decayed(params: PyTree) -> PyTree:

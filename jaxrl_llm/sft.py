@@ -3,51 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import checks, data, encoding, losses, optim, rewards, sharding, update
-from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
+from jaxrl_llm import checks, data, disk, encoding, losses, optim, rewards, sharding, update
+from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, open_workdir
 from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
 from jaxrl_llm.config import parse_arguments
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.evaluate import evaluate
+from jaxrl_llm.evaluate import evaluate, evaluates, whole_batches
 from jaxrl_llm.health import settings, skips
 from jaxrl_llm.metrics import Log, Timer, banner
-from jaxrl_llm.models import export, fresh, hf
+from jaxrl_llm.models import export, hf
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rows import load_rows
+from jaxrl_llm.runs import model_folder
 from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.structs import Batch, Config
+from jaxrl_llm.stop import SECONDS, Stop
+from jaxrl_llm.structs import Batch, Config, PyTree
 
 
-def finetune(config: Config, workdir: Path) -> None:
+def finetune(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> None:
     """Runs, or resumes, the run of `config` in `workdir`; an example is a prompt with one completion (G = 1).
 
-    Raises: UserError, for what a person can put right.
+    `opened` and `stop` are as in `train.train`. Raises: UserError, for what a person can put right.
     """
-    stop, compilations = StopSignal(), Compilations()
+    compilations = Compilations()
     cache = keep_compilations()
     totals = checks.check_sft(config)
     if config.deterministic:
         compute_deterministically()
     check_workdir(workdir, config)
+    opened.enter_context(disk.locked(workdir))
     mesh = sharding.make_mesh(**config.mesh)
     checks.check_batch_fits_mesh(config, mesh, config.prompts_per_step)
-    if config.model.path:
-        folder = hf.find(config.model.path)
-    else:
-        made = TemporaryDirectory()  # the run's own copy is WORKDIR/hf; gone at the end
-        folder = Path(made.name)
-        rows = load_rows(config.data.source, config.data.convert).rows
-        fresh.write_folder(folder, config.model, rows, config.data.completion_column)
+    folder = opened.enter_context(model_folder(config))
     model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
     tokenizer = hf.load_tokenizer(folder)
     dataset = data.load(config, tokenizer)
@@ -55,18 +50,21 @@ def finetune(config: Config, workdir: Path) -> None:
     checks.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     checks.check_positions(config, model.cfg, dataset, held_out)
     answers = tokenise_answers(dataset, tokenizer, config)
-    if config.model.path:
-        params = hf.load_params(folder, model, mesh)
-    else:
+
+    def first_params() -> PyTree:
+        if config.model.path:
+            return hf.load_params(folder, model, mesh)
         init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes(), mesh))
-        params = init(jax.random.key(config.seed))
+        return init(jax.random.key(config.seed))
+
+    params = None if has_checkpoint(workdir / "checkpoints") else first_params()
 
     examinee = Sampler(
         model, mesh, max_completion_tokens=config.rollout.max_completion_tokens,
         stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
     )  # fmt: skip
     optimizer = optim.make_optimizer(totals.updates, **config.optim)
-    state, placed = update.init_state(params, optimizer, mesh)
+    shapes, placed = update.abstract_state(model.shapes(), optimizer, mesh)
     update_step = update.make_update_step(
         update.policy_objective(model, losses.cross_entropy(), Sampling()),
         optimizer, mesh, placed, microbatch=config.microbatch,
@@ -80,7 +78,11 @@ def finetune(config: Config, workdir: Path) -> None:
     if config.eval.every:
         began_with["eval.source"] = held_out.fingerprint()
     checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
-    start, state, _ = checkpoints.resume(state, batches)
+    opened.enter_context(closing(checkpoints))
+    checkpoints.check_room(shapes)
+    start, state, _ = checkpoints.resume(shapes, batches)
+    state = state or update.init_state(params or first_params(), optimizer, mesh)[0]
+    del params
     open_workdir(workdir, config)
     table = checks.table(config, totals, mesh, model.cfg, dataset, held_out, start)
     banner(
@@ -89,36 +91,66 @@ def finetune(config: Config, workdir: Path) -> None:
         lines=settings.warnings(config, totals, model.cfg, mesh.devices.flat[0].platform),
     )
     log = Log(workdir, config.to_dict(), start=start)
+    opened.enter_context(closing(log))
     rows = jnp.arange(config.prompts_per_step)
-    seed = jax.random.key(config.seed)
-    step = start
-    while step < config.num_steps and not stop.asked:
-        step += 1
+    learned = saved = start  # steps that are in the state, and those that are in a checkpoint too
+    position = batches.get_state()  # after the last batch learned from
+    unwritten: dict[str, Any] = {}  # the log record of step `learned`, if its evaluation is not done
+
+    exam = (config.eval.function,) if config.eval.every else ()
+    examine = rewards.Score(exam, (1.0,), config.reward.timeout, field="config.reward.timeout")
+    opened.enter_context(closing(examine))
+
+    def accuracy() -> float:
+        examinee.update_weights(state.params)
+        size, key = whole_batches(config.prompts_per_step, len(held_out.rows), mesh), jax.random.key(config.seed)
+        return float(evaluate(examinee, held_out, examine, tokenizer, batch=size, key=key)[0].mean())
+
+    def finish() -> None:
+        """What a signal leaves to do."""
+        if unwritten:
+            log.step(learned, unwritten)
+        if saved < learned:
+            checkpoints.save(learned, state, position, None)
+        checkpoints.wait()
+        if learned and stop.seconds < SECONDS / 2:
+            export.save(workdir / "hf", state.params, folder)
+        log.end(learned, compilations, f"{stop.name} ({stop.seconds:.1f} s of {SECONDS:.0f} s used)")
+
+    stop.finish = finish
+    if start and evaluates(config, start) and log.lacks_evaluation(start):  # a signal cut it off
+        late = accuracy()
+        with stop.later():
+            log.add_evaluation(start, late)
+    for step in range(start + 1, config.num_steps + 1):
         timer = Timer()
         batch = next(batches)
-        state, measured = update_step(state, sharding.shard_batch(batch, mesh), rows)
-        measured = sharding.to_host(measured)
-        timer.lap("update")
-        tokens = batch.completion_mask.sum()
-        record = measured | {"loss/sft": measured["loss/total"]} | sharding.to_host(skips.skipped(state))
-        record |= {"time/step": timer.seconds["update"], "time/update": timer.seconds["update"]}
-        record |= {"tokens_per_second": tokens / timer.seconds["update"]}
+        on_device = sharding.shard_batch(batch, mesh)
+        update_step.lower(state, on_device, rows).compile()  # here, where a signal need not wait for it
+        with stop.later():
+            state, measured = update_step(state, on_device, rows)
+            measured = sharding.to_host(measured)
+            timer.lap("update")
+            tokens = batch.completion_mask.sum()
+            record = measured | {"loss/sft": measured["loss/total"]} | sharding.to_host(skips.skipped(state))
+            record |= {"time/step": timer.seconds["update"], "time/update": timer.seconds["update"]}
+            record |= {"tokens_per_second": tokens / timer.seconds["update"]}
+            learned, position, unwritten = step, batches.get_state(), record
         last = step == config.num_steps
-        if config.eval.every and (step % config.eval.every == 0 or last):
-            examinee.update_weights(state.params)
-            size, limit = config.prompts_per_step, config.reward.timeout
-            examine = rewards.Score((config.eval.function,), (1.0,), limit, field="config.reward.timeout")
-            with closing(examine):
-                scores, _ = evaluate(examinee, held_out, examine, tokenizer, batch=size, key=seed)
-            record |= {"eval/accuracy": float(scores.mean())}
-        log.step(step, record)
-        skips.check_skipped(step, record, most=config.health.max_skipped, latest=checkpoints.latest)
-        if step % config.checkpoint.every == 0 or "eval/accuracy" in record or last or stop.asked:
-            checkpoints.save(step, state, batches, record.get("eval/accuracy"))
-    checkpoints.close()
-    if step >= config.num_steps:
+        if evaluates(config, step):
+            record |= {"eval/accuracy": accuracy()}
+        with stop.later():
+            log.step(step, record)
+            unwritten = {}
+            skips.check_skipped(step, record, most=config.health.max_skipped, latest=checkpoints.latest)
+            checkpoints.check()
+            if step % config.checkpoint.every == 0 or "eval/accuracy" in record or last:
+                checkpoints.save(step, state, position, record.get("eval/accuracy"))
+                saved = step
+    with stop.later():
+        checkpoints.wait()
         export.save(workdir / "hf", state.params, folder)
-    log.close(step, compilations)
+        log.end(learned, compilations)
 
 
 def tokenise_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[list[int]]:
@@ -153,7 +185,8 @@ def make_batch(
 
 def main() -> None:
     config, workdir = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.")
-    finetune(config, workdir)
+    with ExitStack() as opened, Stop(opened) as stop:
+        finetune(config, workdir, opened, stop)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -14,41 +14,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import checks, data, kl, losses, optim, rewards, sharding, signals, update
-from jaxrl_llm.checkpoint import Checkpoints, StopSignal, check_workdir, open_workdir
+from jaxrl_llm import checks, data, disk, kl, losses, optim, rewards, sharding, signals, update
+from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, open_workdir
 from jaxrl_llm.clerk import Clerk
-from jaxrl_llm.collect import Collector, Sampled
+from jaxrl_llm.collect import Collector, Sampled, minibatches, to_batch
 from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
 from jaxrl_llm.config import arguments, parse_arguments, resolve
 from jaxrl_llm.correction import high_entropy, make_correction
 from jaxrl_llm.critic import explained_variance, make_critic
 from jaxrl_llm.errors import run_main
-from jaxrl_llm.evaluate import evaluate
+from jaxrl_llm.evaluate import evaluate, evaluates, whole_batches
 from jaxrl_llm.health import settings, skips
 from jaxrl_llm.metrics import Log, Timer, banner
 from jaxrl_llm.models import export, hf
-from jaxrl_llm.packing import pack
 from jaxrl_llm.rollout import vllm
 from jaxrl_llm.rollout.ahead import Ahead
 from jaxrl_llm.rollout.canary import Canary
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.structs import Array, Batch, Config, Rollouts
+from jaxrl_llm.stop import SECONDS, Stop
+from jaxrl_llm.structs import Config, Rollouts
 from jaxrl_llm.teacher import make_teacher
 
 
-def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
-    """Runs, or resumes, the run of `config` in `workdir`; what it started is stopped `at_the_end`.
+def train(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> None:
+    """Runs, or resumes, the run of `config` in `workdir`; a signal ends it wherever no `stop.later()` is open.
 
+    What it opens is put on `opened`, to be closed in reverse order: the lock last, the checkpoints before it.
     Raises: UserError, for what a person can put right.
     """
-    stop, compilations = StopSignal(), Compilations()
+    compilations = Compilations()
     cache = keep_compilations()
     # What can be wrong is found first: config, workdir, mesh, model, data. Nothing is written until then.
     totals = checks.check_train(config)
     if config.deterministic:
         compute_deterministically()
     check_workdir(workdir, config)
+    opened.enter_context(disk.locked(workdir))
     mesh = sharding.make_mesh(**config.mesh)
     checks.check_batch_fits_mesh(config, mesh, config.prompts_per_update)
     checks.check_one_at_a_time(config, mesh)
@@ -63,15 +65,16 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     checks.check_positions(config, model.cfg, dataset, held_out)
     checks.check_sampling(config, model.cfg)
     stops: dict[str, Any] = dict(stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id)
-    params = hf.load_params(folder, model, mesh)
+    load = partial(hf.load_params, folder, model, mesh)
+    params = None if has_checkpoint(workdir / "checkpoints") else load()  # nothing is held twice when a run resumes
 
     # The functions of a step.
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
     lag = config.rollout.max_lag
     begin_score = partial(rewards.Score, timeout=config.reward.timeout, field="config.reward.timeout")
-    judge = at_the_end.enter_context(closing(begin_score(config.reward.functions, config.reward.weights)))
+    judge = opened.enter_context(closing(begin_score(config.reward.functions, config.reward.weights)))
     exam = (config.eval.function,) if config.eval.every else ()
-    examine = at_the_end.enter_context(closing(begin_score(exam, (1.0,))))
+    examine = opened.enter_context(closing(begin_score(exam, (1.0,))))
     asked, estimate_advantages = signals.make_estimate(config)
     estimate_kl = resolve(config.kl.estimator, kl)
     objective = update.policy_objective(
@@ -81,9 +84,9 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
         off_policy=config.mask.off_policy,
     )  # fmt: skip
     hold = {"kl/to_reward": config.hold.kl_to_reward, "update_size": config.hold.update_size}
-    more = objective_coefficients(config, totals)
+    more = optim.objective_coefficients(config, totals.updates, totals.sequences_per_update)
     optimizer = optim.make_optimizer(totals.updates, hold=hold, more=more, **config.optim)
-    state, placed = update.init_state(params, optimizer, mesh)
+    shapes, placed = update.abstract_state(model.shapes(), optimizer, mesh)
     make_update_step = partial(
         update.make_update_step, mesh=mesh, microbatch=config.microbatch,
         aggregate=partial(losses.aggregation_weights, **config.aggregate),
@@ -93,12 +96,11 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     at_once = config.microbatch or config.prompts_per_update
     score = update.make_score(model, sampling, mesh, at_once)
     score_entropy = update.make_score(model, sampling, mesh, at_once, entropy=True)
-    ref_params = None if config.kl.placement == "none" else jax.tree.map(jnp.copy, params)
-    teacher = critic = value_state = None
+    teacher = critic = None
     if teacher_folder:
         teacher = make_teacher(config, teacher_folder, model.cfg, tokenizer, sampling, mesh)
     if "critic" in config:
-        critic, value_state = make_critic(config, critic_folder, model.cfg, mesh, make_update_step)
+        critic = make_critic(config, critic_folder, model.cfg, mesh, make_update_step)
 
     # The run so far.
     collate = partial(data.make_prompts, dataset, pad_id=tokenizer.pad_token_id)
@@ -109,10 +111,20 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
     if teacher_folder:
         began_with["teacher.path"] = hf.fingerprint(teacher_folder)
     checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
+    opened.enter_context(closing(checkpoints))
     moving_ref = bool(config.kl.refresh_every)
-    kept = state, value_state, ref_params if moving_ref else None
+    kept = shapes, critic.shapes if critic else None, shapes.params if moving_ref else None
+    checkpoints.check_room(kept)
     start, kept, waiting = checkpoints.resume(kept, prompt_iterator)
-    state, value_state, ref_params = kept if moving_ref else (*kept[:2], ref_params)
+    if kept:
+        state, value_state, ref_params = kept
+        if config.kl.placement != "none" and not moving_ref:
+            ref_params = load()
+    else:
+        state, _ = update.init_state(params or load(), optimizer, mesh)
+        value_state = critic.start() if critic else None
+        ref_params = None if config.kl.placement == "none" else jax.tree.map(jnp.copy, state.params)
+    del params
     open_workdir(workdir, config)
     banner(
         f"jaxrl_llm.train: {workdir}",
@@ -120,11 +132,12 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
         lines=settings.warnings(config, totals, model.cfg, mesh.devices.flat[0].platform),
     )
     log = Log(workdir, config.to_dict(), start=start)
+    opened.enter_context(closing(log))
     seed = jax.random.key(config.seed)
     canary = None
     if config.rollout.engine == "vllm":
         width = max(dataset.width, held_out.width)
-        engine = at_the_end.enter_context(closing(vllm.start(config, workdir, folder, model.cfg, width, **stops)))
+        engine = opened.enter_context(closing(vllm.start(config, workdir, folder, model.cfg, width, **stops)))
         canary = Canary(engine, model, mesh, collate, rows=len(dataset.rows), bound=config.rollout.canary_gap)
     else:
         engine = Sampler(model, mesh, max_completion_tokens=config.rollout.max_completion_tokens, **stops)
@@ -132,11 +145,12 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
         config, engine, sampling, prompt_iterator, collate, tokenizer, judge, greedy="greedy_rewards" in asked
     )
 
-    def sample_for(step: int) -> tuple[Sampled, dict[str, Any]]:
+    def sample_for(step: int) -> tuple[Sampled, dict[str, Any], dict[str, Any]]:
+        """A batch, metrics, and where the data iterator is after it."""
         made = collector.collect(jax.random.fold_in(seed, step))
         if not lag:
             engine.release()
-        return made
+        return *made, prompt_iterator.get_state()
 
     def push(params: Any, step: int) -> Rollouts | None:
         engine.update_weights(params, step)
@@ -148,22 +162,47 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
 
     def accuracy() -> float:
         pushed.result()  # and then here, not in the thread of the pushes, where a reward could not set an alarm
-        scores, _ = evaluate(engine, held_out, examine, tokenizer, batch=config.prompts_per_step, key=seed)
-        return float(scores.mean())
+        batch = whole_batches(totals.sequences_per_step, len(held_out.rows), mesh)
+        return float(evaluate(engine, held_out, examine, tokenizer, batch=batch, key=seed)[0].mean())
 
-    ahead = at_the_end.enter_context(closing(Ahead(sample_for, lag=lag, last=config.num_steps)))
-    pushed = ahead.do(push, state.params, start)
-    if start == 0 and config.eval.every:
-        log.step(0, {"eval/accuracy": accuracy()})
-    ahead.begin(start, [(collector.again(arrays), metrics) for arrays, metrics in waiting])
+    def save(accuracy: float | None = None, *, seconds: float | None = None) -> None:
+        """The state after step `learned`, and what is sampled ahead of it, which may take so many seconds."""
+        nonlocal saved
+        clerk.finish()  # what the log says of a step is there before its checkpoint
+        batches = ahead.waiting(seconds)
+        kept = (state, value_state, ref_params if moving_ref else None)
+        waiting = [(collector.keep(of_batch), metrics) for of_batch, metrics, _ in batches]
+        checkpoints.save(learned, kept, batches[-1][-1] if batches else position, accuracy, waiting)
+        saved = learned
+
+    def finish() -> None:
+        """What a signal leaves to do: the line of the last step if its evaluation was cut off, and its checkpoint."""
+        if unwritten:
+            unwritten({}, None)
+        if saved < learned:
+            save(seconds=max(SECONDS / 2 - stop.seconds, 0))
+        checkpoints.wait()
+        if learned and stop.seconds < SECONDS / 2:  # it is less than a checkpoint, and never half-written
+            export.save(workdir / "hf", state.params, folder)
+        log.end(learned, compilations, f"{stop.name} ({stop.seconds:.1f} s of {SECONDS:.0f} s used)")
+
+    ahead = opened.enter_context(closing(Ahead(sample_for, lag=lag, last=config.num_steps)))
     check = partial(skips.check_skipped, most=config.health.max_skipped, latest=checkpoints.latest)
-    clerk = at_the_end.enter_context(closing(Clerk(log, check)))
+    clerk = opened.enter_context(closing(Clerk(log, check)))
+    learned = saved = start  # steps that are in the state, and those that are in a checkpoint too
+    position = prompt_iterator.get_state()  # after the last batch learned from
+    unwritten: Callable[[dict, tuple | None], None] | None = None  # writes the log line of step `learned`
+    stop.finish = finish
+    pushed = ahead.do(push, state.params, start)
+    if evaluates(config, start) and log.lacks_evaluation(start):  # the first one, or one that a signal cut off
+        late = accuracy()
+        with stop.later():
+            log.add_evaluation(start, late)
+    ahead.begin(start, [(collector.again(arrays), metrics, position) for arrays, metrics in waiting])
     updated: Future[float] | None = None  # when the updates of the step before were done
-    step = start
-    while step < config.num_steps and not stop.asked:
-        step += 1
+    for step in range(start + 1, config.num_steps + 1):
         timer = Timer()
-        sampled, measured = ahead.next()
+        sampled, measured, sampled_to = ahead.next()
         timer.lap("rollout", since=max(timer.began, updated.result() if updated else 0.0))
 
         # What the device scores, while the host computes rewards.
@@ -178,7 +217,7 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
         if config.mask.top_entropy < 1:
             entropy = score_entropy(state.params, batch)
             batch = replace(batch, chosen=high_entropy(entropy, batch.loss_mask, share=config.mask.top_entropy))
-        values = critic.score(value_state.params, batch) if critic else None
+        values = critic.score(value_state.params, batch) if critic and value_state else None
         scored = clerk.watch((ref, old, of_teacher, values))
 
         # Rewards, advantages.
@@ -206,78 +245,58 @@ def train(config: Config, workdir: Path, at_the_end: ExitStack) -> None:
         timer.lap("reward")
 
         measured = measured | arrived()  # and from here on the engine needs the old parameters no more
+        several_rows = list(minibatches(config, step))
+        policy_learns = not critic or step > config.critic.warmup_steps
+        if critic:  # compiled here, where a signal need not wait for it
+            critic.update_step.lower(value_state, batch, several_rows[0]).compile()
+        if policy_learns:
+            update_step.lower(state, batch, several_rows[0]).compile()
         updates = []
-        for rows in minibatches(config, step):
-            of_policy, of_critic = {}, {}
-            if critic:
-                value_state, of_critic = critic.update_step(value_state, batch, rows)
-            if not critic or step > config.critic.warmup_steps:
-                state, of_policy = update_step(state, batch, rows)
-            updates.append(of_policy | {f"critic/{name}": x for name, x in of_critic.items()})
-        updated = clerk.watch(updates)
-        if moving_ref and step % config.kl.refresh_every == 0:
-            ref_params = kl.mixed(ref_params, state.params, config.kl.mix)
-        measured |= skips.skipped(state)
-        if critic:
-            measured |= {f"critic/{name}": count for name, count in skips.skipped(value_state).items()}
-            explained = explained_variance(batch.values, batch.returns, batch.loss_mask)
-            measured |= {"critic/explained_variance": explained}
-        pushed = ahead.do(push, state.params, step)  # last: it may run programs of its own
+        with stop.later():
+            for rows in several_rows:
+                of_policy, of_critic = {}, {}
+                if critic:
+                    value_state, of_critic = critic.update_step(value_state, batch, rows)
+                if policy_learns:
+                    state, of_policy = update_step(state, batch, rows)
+                updates.append(of_policy | {f"critic/{name}": x for name, x in of_critic.items()})
+            updated = clerk.watch(updates)
+            if moving_ref and step % config.kl.refresh_every == 0:
+                ref_params = kl.mixed(ref_params, state.params, config.kl.mix)
+            measured |= skips.skipped(state)
+            if critic and value_state:
+                measured |= {f"critic/{name}": count for name, count in skips.skipped(value_state).items()}
+                explained = explained_variance(batch.values, batch.returns, batch.loss_mask)
+                measured |= {"critic/explained_variance": explained}
+            ahead.used()
+            learned, position = step, sampled_to
+            timed, on_device = (scored, updated), (updates, measured)
+            unwritten = partial(clerk.write, step, timer, timed, on_device, sampled, (channels, penalty))
+            pushed = ahead.do(push, state.params, step)  # last: it may run programs of its own
 
         last = step == config.num_steps
-        score_now = config.eval.every and (step % config.eval.every == 0 or last)
-        judged = {"eval/accuracy": accuracy()} if score_now else {}
+        judged = {"eval/accuracy": accuracy()} if evaluates(config, step) else {}
         shown = config.log.completions_every and step % config.log.completions_every == 0
         sample = (sampled.prompts.rows, texts, channels["total"]) if shown else None
-        clerk.write(step, timer, (scored, updated), (updates, measured), sampled, (channels, penalty), judged, sample)
-        if step % config.checkpoint.every == 0 or judged or last or stop.asked:
-            clerk.finish()  # what the log says of a step is there before its checkpoint
-            kept = (state, value_state, ref_params if moving_ref else None)
-            waiting = [(collector.keep(of_batch), metrics) for of_batch, metrics in ahead.waiting()]
-            checkpoints.save(step, kept, prompt_iterator, judged.get("eval/accuracy"), waiting)
-        if not stop.asked:
+        with stop.later():
+            unwritten(judged, sample)
+            unwritten = None
+            checkpoints.check()
+            if step % config.checkpoint.every == 0 or judged or last:
+                save(judged.get("eval/accuracy"))
             ahead.learned(step)
     arrived()
-    clerk.finish()
-    checkpoints.close()
-    if step >= config.num_steps:
+    with stop.later():
+        clerk.finish()
+        checkpoints.wait()
         export.save(workdir / "hf", state.params, folder)
-    log.close(step, compilations)
-
-
-def objective_coefficients(config: Config, totals: checks.Totals) -> dict[str, optim.Coefficient]:
-    """Of the terms that the objective, or the reward, has."""
-    made = {}
-    if config.kl.placement != "none":
-        by = {name: config.kl[name] for name in ("coef", "decay", "end", "target", "horizon")}
-        made["kl/coef"] = optim.kl_coefficient(totals.updates, totals.sequences_per_update, **by)
-    if config.entropy.coef or config.entropy.target:
-        made["entropy/coef"] = optim.entropy_coefficient(**config.entropy)
-    return made
-
-
-def to_batch(sampled: Sampled, length: int) -> Batch:
-    """What was sampled, packed into lanes of at least `length` tokens, on the host."""
-    prompts, rollouts = sampled.prompts, sampled.rollouts
-    return Batch(
-        prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
-        sampler_logprobs=rollouts.logprobs, slots=pack(rollouts.completion_mask.sum(axis=-1), length),
-    )  # fmt: skip
-
-
-def minibatches(config: Config, step: int) -> Iterator[Array]:
-    """Rows of each update of a step: the first epoch in order, later ones shuffled by (seed, step, epoch)."""
-    for epoch in range(config.epochs):
-        rows = np.arange(config.prompts_per_step)
-        if epoch:
-            np.random.default_rng((config.seed, step, epoch)).shuffle(rows)
-        yield from jnp.asarray(rows.reshape(-1, config.prompts_per_update))
+        log.end(learned, compilations)
 
 
 def main() -> None:
     config, workdir = parse_arguments("jaxrl_llm.train", "Reinforcement learning: GRPO, PPO and their kin.")
-    with ExitStack() as at_the_end:
-        train(config, workdir, at_the_end)
+    with ExitStack() as opened, Stop(opened) as stop:
+        train(config, workdir, opened, stop)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def make_update_step(
     *,
     microbatch: int,
     aggregate: Callable[[Array], Array],
-) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
+) -> jax.stages.Wrapped:
     """`update_step(state, batch, rows) -> state, metrics`: one optimiser step on batch[rows].
 
     Jitted over the mesh, the state donated, micro-batches of `microbatch` prompts (0: all
@@ -256,12 +256,19 @@ def reduce(name: str, values: Array, shares: Array) -> jax.Array:
     return jnp.sum(jnp.where(shares > 0, values * shares, 0.0))
 
 
-def init_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
-    """A TrainState at step 0, the optimiser's part made already sharded, and the shardings of the whole."""
+def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
+    """A TrainState of shapes, dtypes and shardings alone, and the shardings; params: shapes are enough."""
     init = optimizer.transform.init
-    kept = {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}
+    kept = {name: jnp.float32(c.start) for name, c in optimizer.coefficients.items()}
     shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, init(p), kept), params)
     placed = sharding.shardings(shapes, mesh)
-    opt_state = jax.jit(init, out_shardings=placed.opt_state)(params)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed), placed
+
+
+def init_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
+    """A TrainState at step 0, the optimiser's part made already sharded, and the shardings of the whole."""
+    _, placed = abstract_state(params, optimizer, mesh)
+    kept = {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}
+    opt_state = jax.jit(optimizer.transform.init, out_shardings=placed.opt_state)(params)
     step, kept = jax.device_put((jnp.int32(0), kept), (placed.step, placed.kept))
     return TrainState(step, params, opt_state, kept), placed

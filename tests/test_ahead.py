@@ -54,6 +54,7 @@ class Recorder:
         seen = []
         for step in range(start + 1, (stop or self.steps) + 1):
             seen.append(self.ahead.next())
+            self.ahead.used()
             self.ahead.do(self.give, step)
             self.waiting = self.ahead.waiting()
             self.ahead.learned(step)

@@ -713,7 +713,8 @@ def test_fine_tuning_of_a_new_model_is_refused_for(place: Path, refuse: Refuse, 
 
 
 @table("argv words", {
-    "no task": ("", "required: --task"),
+    "no task": ("", "--task is missing | a task"),
+    "a model and a run": ("--task=arithmetic --run=run", "--model | or --run"),
     "an unknown task": ("--task=arithmetik", "--task 'arithmetik | did you mean arithmetic."),
     "a file without a judge": ("--task=sums.jsonl", "--task is a file | --function"),
     "an unknown judge":

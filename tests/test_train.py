@@ -207,7 +207,7 @@ def test_sigterm_before_the_first_step_and_on_a_finished_run_exits_0(whole, tmp_
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
-    assert {r["step"] for r in records(tmp_path / "run")} <= {0}
+    assert not list(tmp_path.glob("run/checkpoints/*"))  # it ends where it is, here while it loads
     again = start(whole, *TINY)
     time.sleep(6)
     again.send_signal(signal.SIGTERM)

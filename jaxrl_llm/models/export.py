@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxrl_llm import sharding
+from jaxrl_llm import disk, sharding
 from jaxrl_llm.models.hf import NAMES, stored_dtype, tensor_names
 from jaxrl_llm.structs import PyTree
 
@@ -24,8 +25,14 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
     """Writes a folder that `transformers` loads: weights in `source`'s dtype, its other files as they are.
 
     `folder` is never half-written: the new one is complete before it takes the place of the old.
+    Raises: UserError, if the disk does not take it.
     """
     dtype = stored_dtype(source)
+    with disk.writing(folder):
+        _save(folder, params, source, dtype)
+
+
+def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -38,7 +45,10 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
 
     def flush() -> None:  # one shard in memory at a time; its name waits for their number
         files.append(partial / f"{len(files)}.safetensors")
-        save_file(shard, files[-1], metadata={"format": "pt"})
+        try:
+            save_file(shard, files[-1], metadata={"format": "pt"})
+        except SafetensorError as error:  # its kind of an OSError
+            raise OSError(str(error)) from error
         files[-1].chmod(0o644)  # like the other files; safetensors makes it the owner's alone
         weight_map.update(dict.fromkeys(shard, files[-1]))
         shard.clear()

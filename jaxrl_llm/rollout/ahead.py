@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from itertools import takewhile
 from typing import Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -25,19 +26,26 @@ class Ahead(Generic[T]):
         """sample(step) -> its batch; last: the step after which none is sampled."""
         self._sample, self._lag, self._last = sample, lag, last
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._batches: deque[Callable[[], T]] = deque()
+        self._batches: deque[Future[T] | int] = deque()  # a number is a step that the caller's thread samples for
         self._failed: BaseException | None = None
 
     def begin(self, start: int, made: Iterable[T]) -> None:
         """After step `start`: the batches `made` before a restart are there already, the others follow."""
         for batch in made:
-            self._batches.append(partial(_same, batch))
+            there: Future[T] = Future()
+            there.set_result(batch)
+            self._batches.append(there)
         for step in range(start + 1 + len(self._batches), start + 2 + self._lag):
             self._order(step)
 
     def next(self) -> T:
-        """The batch of the next step, when it is there."""
-        return self._batches.popleft()()
+        """The batch of the next step, when it is there. It is the next one's until it is `used`."""
+        batch = self._batches[0]
+        return self._here(batch) if isinstance(batch, int) else batch.result()
+
+    def used(self) -> None:
+        """The next batch is that of the step after."""
+        self._batches.popleft()
 
     def learned(self, step: int) -> None:
         """One more may be sampled, with what the thread was given to do until now."""
@@ -47,9 +55,14 @@ class Ahead(Generic[T]):
         """Runs a function in that thread, after all that was ordered before. Its result raises what failed there."""
         return self._thread.submit(self._run, partial(function, *args, **kwargs))
 
-    def waiting(self) -> list[T]:
-        """The batches that are sampled and not yet learned from, when all ordered ones are there."""
-        return [batch() for batch in self._batches]
+    def waiting(self, seconds: float | None = None) -> list[T]:
+        """The batches that are not yet used, when all ordered ones are there, or those there after so many seconds.
+
+        One that failed, and those after it, are left out: `next` raises what it failed with.
+        """
+        ordered = [batch for batch in self._batches if not isinstance(batch, int)]
+        done, _ = wait(ordered, seconds)
+        return [batch.result() for batch in takewhile(lambda x: x in done and not x.exception(), ordered)]
 
     def close(self) -> None:
         """Nothing more is begun."""
@@ -57,7 +70,7 @@ class Ahead(Generic[T]):
 
     def _order(self, step: int) -> None:
         if step <= self._last:
-            self._batches.append(self.do(self._sample, step).result if self._lag else partial(self._here, step))
+            self._batches.append(self.do(self._sample, step) if self._lag else step)
 
     def _here(self, step: int) -> T:
         self.do(_same, None).result()  # when all ordered before is done

@@ -1,0 +1,222 @@
+"""Signals, the lock and the disk, each by itself: no model, no device."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from ml_collections import ConfigDict
+
+from jaxrl_llm import data, disk
+from jaxrl_llm.checkpoint import Checkpoints, has_checkpoint
+from jaxrl_llm.errors import UserError
+
+PROGRAM = """
+import hashlib, multiprocessing, sys, time
+from contextlib import ExitStack
+from jaxrl_llm.stop import Stop
+
+def long_call():  # releases the lock of the interpreter, and runs no signal handler
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+
+def say(text):
+    print(text, flush=True)
+
+def finish():
+    say("finish")
+    if "hangs" in sys.argv:
+        long_call()
+
+if __name__ == "__main__":
+    if "child" in sys.argv:
+        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+        child.start()
+        say(child.pid)
+    with ExitStack() as opened, Stop(opened) as stop:
+        stop.finish = finish
+        opened.callback(say, "closed last")
+        opened.callback(say, "closed first")
+        if "later" in sys.argv:
+            with stop.later():
+                say("ready")
+                time.sleep(0.5)
+                say("state changed")
+                if "fails" in sys.argv:
+                    raise ValueError("own error")
+        else:
+            say("ready")
+        long_call()
+"""
+
+
+def start(tmp_path: Path, *words: str, before: str = "ready") -> subprocess.Popen[str]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, str(tmp_path / "program.py"), *words], start_new_session=True, **pipes)
+    process.said = []  # type: ignore[attr-defined]
+    while before not in process.said:  # type: ignore[attr-defined]
+        process.said.append(process.stdout.readline().strip())  # type: ignore[attr-defined, union-attr]
+    return process
+
+
+def end(process: subprocess.Popen[str], seconds: float = 5) -> tuple[int, list[str], str]:
+    out, error = process.communicate(timeout=seconds)
+    return process.returncode, out.splitlines(), error
+
+
+def alive(pid: int) -> bool:
+    """A process that has ended stays a zombie until its parent asks for its exit code."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_run_in_the_middle_of_a_long_call(tmp_path, number):
+    process = start(tmp_path)
+    process.send_signal(number)
+    assert end(process) == (0, ["finish", "closed first", "closed last"], "")
+
+
+def test_a_signal_waits_while_the_state_changes(tmp_path):
+    process = start(tmp_path, "later")
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[:2] == (0, ["state changed", "finish", "closed first", "closed last"])
+
+
+def test_after_an_error_while_the_state_changes_nothing_of_it_is_saved(tmp_path):
+    process = start(tmp_path, "later", "fails")
+    process.send_signal(signal.SIGTERM)
+    code, said, error = end(process)
+    assert (code, said) == (1, ["state changed", "closed first", "closed last"])
+    assert "own error" in error
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once_and_leaves_no_process(tmp_path, number):
+    process = start(tmp_path, "hangs", "child")
+    child = int(process.said[0])  # type: ignore[attr-defined]
+    process.send_signal(number)
+    assert process.stdout.readline() == "finish\n"  # type: ignore[union-attr]
+    process.send_signal(number)
+    code, said, error = end(process, 2)
+    assert (code, error) == (128 + number, "")
+    assert "closed last" not in said
+    time.sleep(0.2)
+    assert not alive(child)
+
+
+def test_a_signal_that_is_ignored_stays_ignored_as_nohup_wants_it(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    process = start(tmp_path)
+    signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+
+
+def test_a_workdir_has_one_run_at_a_time_and_a_killed_one_does_not_hold_it(tmp_path):
+    workdir = tmp_path / "a" / "run"
+    code = f"""
+import time; from pathlib import Path; from jaxrl_llm.disk import locked
+with locked(Path({str(workdir)!r})):
+    print("locked", flush=True); time.sleep(60)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "locked\n"  # type: ignore[union-attr]
+    with (
+        pytest.raises(UserError, match=r"--workdir .*/a/run is in use by another run: .* give another"),
+        disk.locked(workdir),
+    ):
+        pass
+    assert [file.name for file in workdir.iterdir()] == ["lock"]
+    holder.kill()
+    holder.communicate()
+    with disk.locked(workdir):
+        (workdir / "config.json").touch()
+    assert [file.name for file in workdir.iterdir()] == ["config.json"]
+
+
+def test_a_workdir_that_stays_empty_is_not_left_behind(tmp_path):
+    with disk.locked(tmp_path / "a" / "run"):
+        assert (tmp_path / "a" / "run").is_dir()
+    assert not (tmp_path / "a").exists()
+
+
+KEEP = ConfigDict(dict(keep=1, keep_best=1))
+STATE = {"a": jnp.arange(2**20, dtype=jnp.float32) ** 0.5}
+
+
+def iterator():
+    return data.iterate(10, 2, 0, list)
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def full():
+    """Makes every file stop at so many bytes, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def check_for_ten_seconds(checkpoints: Checkpoints) -> None:
+    """As at every step: it does not wait for the save."""
+    for _ in range(100):
+        checkpoints.check()
+        time.sleep(0.1)
+
+
+def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed(tmp_path, full, capfd):
+    folder = tmp_path / "run" / "checkpoints"
+    checkpoints = Checkpoints(folder, {}, KEEP)
+    checkpoints.save(1, STATE, iterator().get_state(), None)
+    checkpoints.wait()
+    full(2**18)
+    checkpoints.save(2, STATE, iterator().get_state(), None)
+    with pytest.raises(UserError, match=r"checkpoints cannot be written \(File too large; .* GB free there\): make"):
+        check_for_ten_seconds(checkpoints)
+    full(resource.RLIM_INFINITY)
+    checkpoints.close()
+    assert capfd.readouterr().err == ""
+    again = Checkpoints(folder, {}, KEEP)
+    step, state, _ = again.resume(STATE, iterator())
+    assert step == 1
+    assert (state["a"] == STATE["a"]).all()
+    again.save(2, STATE, iterator().get_state(), None)
+    again.close()
+    assert steps(folder) == ["2"]
+
+
+def test_the_best_checkpoint_stays_when_the_run_is_resumed(tmp_path):
+    for step, accuracy in enumerate([0.1, 0.9, 0.2, 0.3], 1):
+        checkpoints = Checkpoints(tmp_path, {}, KEEP)
+        checkpoints.save(step, STATE, iterator().get_state(), accuracy)
+        checkpoints.close()
+    assert steps(tmp_path) == ["2", "4"]
+
+
+def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkeypatch):
+    assert not has_checkpoint(tmp_path)
+    checkpoints = Checkpoints(tmp_path, {}, KEEP)
+    size = STATE["a"].nbytes
+    monkeypatch.setattr(disk, "free", lambda folder: 3 * size)
+    checkpoints.check_room(STATE)
+    monkeypatch.setattr(disk, "free", lambda folder: 3 * size - 1)
+    with pytest.raises(UserError, match=r"has room for 0.01 GB, but 3 checkpoints of 0.00 GB need 0.01 GB: make room"):
+        checkpoints.check_room(STATE)
+    checkpoints.save(1, STATE, iterator().get_state(), None)
+    checkpoints.wait()
+    checkpoints.check_room(STATE)  # one of them is there
+    checkpoints.close()
+    assert has_checkpoint(tmp_path)
