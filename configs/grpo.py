@@ -116,7 +116,7 @@ def get_config() -> ConfigDict:
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))  # -1: all devices left
 
     c.checkpoint = ConfigDict()
-    c.checkpoint.every = 25  # steps; also at every evaluation, at SIGTERM and at the end
+    c.checkpoint.every = 25  # steps; also at every evaluation, at SIGTERM or Ctrl-C, and at the end
     c.checkpoint.keep = 2  # the latest so many
     c.checkpoint.keep_best = 1  # and the best so many by evaluation
 

@@ -161,7 +161,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, workdir: Path, config: str, *extra:
     [
         ("configs/grpo.py", ["--config.kl.placement=none", "--config.kl.coef=0."]),
         ("configs/grpo.py", []),
-        ("configs/grpo.py", ["--config.kl.refresh_every=2"]),
+        pytest.param("configs/grpo.py", ["--config.kl.refresh_every=2"], marks=pytest.mark.slow),
         ("configs/ppo.py", ["--config.critic.warmup_steps=0", "--config.critic.optim.warmup_steps=0"]),
     ],
     ids=["no reference", "a reference", "a moving reference", "a critic"],
