@@ -89,7 +89,8 @@ def orphans(session: int) -> list[int]:
 
 
 def records(workdir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    *whole, _ = (workdir / "metrics.jsonl").read_text().split("\n")  # a full disk tears the last line
+    lines = [json.loads(line) for line in whole]
     return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "tokens_per_second"} for r in lines]
 
 
@@ -97,7 +98,7 @@ def state(workdir: Path) -> tuple[int, int]:
     """The last step logged, and the last one with a checkpoint."""
     log = workdir / "metrics.jsonl"
     steps = [path.name for path in workdir.glob("checkpoints/*") if path.name.isdigit()]
-    logged = records(workdir)[-1]["step"] if log.is_file() and log.read_text() else 0
+    logged = records(workdir)[-1]["step"] if log.is_file() and "\n" in log.read_text() else 0
     return logged, max(map(int, steps), default=0)
 
 
