@@ -127,7 +127,7 @@ def get_config() -> ConfigDict:
     c.health.max_skipped = 10  # updates in a row with a gradient that is not finite end the run; 0: never
 
     c.checkpoint = ConfigDict()
-    c.checkpoint.every = 25  # steps; also at every evaluation, at SIGTERM and at the end
+    c.checkpoint.every = 25  # steps; also at every evaluation, at SIGTERM or Ctrl-C, and at the end
     c.checkpoint.keep = 2  # the latest so many
     c.checkpoint.keep_best = 1  # and the best so many by evaluation, if there is any
 

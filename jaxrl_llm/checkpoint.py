@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from operator import itemgetter
@@ -207,14 +208,14 @@ class Checkpoints:
     def _saving(self) -> Iterator[None]:
         try:
             yield
-        except jax.errors.JaxRuntimeError:  # of the devices
+        except (jax.errors.JaxRuntimeError, UserError):  # of the devices, and what is said already
             raise
         except Exception as error:  # of the disk: Orbax raises many kinds
             raise UserError(disk.cannot_write(self._folder, _reason(error))) from error
 
     def close(self) -> None:
         """Waits until all that was saved is on the disk. Raises: UserError, if a save failed."""
-        with closing(self._manager):
+        with self._saving(), closing(self._manager):
             self.wait()
 
 
@@ -242,9 +243,17 @@ def _reason(error: Exception) -> str:
 
 
 def quieten_orbax() -> None:
-    """Orbax logs tracebacks of what it raises too; one line of ours says the same."""
-    logging.getLogger("absl").addFilter(_not_of_orbax)
+    """What it raises it also says in tracebacks: in two logs, and in threads of tensorstore. One line of ours does."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_not_of_orbax)
+    sys.unraisablehook = _not_of_tensorstore
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
+    return "orbax" not in record.pathname and "exception was never retrieved" not in record.getMessage()
+
+
+def _not_of_tensorstore(said: sys.UnraisableHookArgs) -> None:
+    """Its writes that end after the first one of a save has failed find no event loop."""
+    if str(said.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(said)

@@ -38,10 +38,14 @@ def report(error: BaseException) -> int:
     if not isinstance(error, UserError):
         traceback.print_exception(error)
         return 1
-    before = error.__context__ if isinstance(error.__context__, UserError) and not error.__suppress_context__ else None
-    for one in (before, error):  # what ended the run, and then what could not be closed after it
-        if one:
-            print(f"error: {' '.join(str(one).split())}", file=sys.stderr)
+    lines: list[str] = []  # what ended the run, then what could not be closed after it
+    one: BaseException | None = error
+    while one:
+        line = f"error: {' '.join(str(one).split())}"
+        if isinstance(one, UserError) and line not in lines:
+            lines.insert(0, line)
+        one = one.__context__ if not one.__suppress_context__ or one.__cause__ else None
+    print("\n".join(lines), file=sys.stderr)
     return 2
 
 

@@ -1,0 +1,204 @@
+"""Whole runs that meet a fault: what they say, what they leave, and what the same command makes of it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+import pytest
+from test_train import ROOT, TINY, command, log_of, records
+
+from jaxrl_llm import evaluate, export, train
+
+MINE = """
+import gc, time, jax
+import orbax.checkpoint as ocp
+
+calls, bytes_alive = 0, []
+
+def fails_at_the_third(prompts, completions, **columns):
+    global calls
+    calls += 1
+    if calls == 3:
+        raise ValueError("own fault")
+    return [0.0 for _ in completions]
+
+def measures(prompts, completions, **columns):
+    gc.collect()
+    bytes_alive.append(sum(x.nbytes for x in jax.live_arrays()))
+    return [float(len(c) % 2) for c in completions]
+
+def saves_slowly():  # as a large model on a slow disk
+    real = ocp.CheckpointManager._finalize
+    def slow(*args):
+        time.sleep(1)
+        real(*args)
+        time.sleep(1)
+    ocp.CheckpointManager._finalize = slow
+"""
+SHORT = [
+    "--config.num_steps=4", "--config.eval.every=0", "--config.checkpoint.every=1", "--config.mesh.data=1",
+    "--config.epochs=1", "--config.prompts_per_update=8", "--config.microbatch=0", "--config.optim.warmup_steps=0",
+]  # fmt: skip
+FAILS = ["--config.reward.functions=mine.fails_at_the_third", "--config.reward.weights=1."]
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A user's own module."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def start(workdir: Path, *extra: str) -> subprocess.Popen[str]:
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command(workdir, *TINY, *SHORT, *extra), cwd=ROOT, start_new_session=True, **pipes)
+
+
+def until(process: subprocess.Popen[str], word: str) -> None:
+    assert any(word in line for line in process.stdout or ())
+
+
+def fill(file: Path) -> None:
+    """Takes all the room there is."""
+    with file.open("wb", buffering=0) as out, suppress(OSError):
+        while True:
+            out.write(bytes(2**16))
+
+
+def checkpoints(workdir: Path) -> list[str]:
+    return sorted(path.name for path in (workdir / "checkpoints").iterdir())
+
+
+def test_an_error_right_after_a_save_leaves_that_checkpoint_whole(mine):
+    program = "import mine, sys; mine.saves_slowly(); from jaxrl_llm import train, errors; errors.run_main(train.main)"
+    argv = [*command(mine / "run", *TINY, *SHORT, *FAILS)[3:]]
+    result = subprocess.run([sys.executable, "-c", program, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: reward mine.fails_at_the_third raised ValueError: own fault")
+    assert result.stderr.count("\n") == 1
+    assert checkpoints(mine / "run") == ["1", "2"]
+
+
+def test_a_second_start_is_refused_and_the_first_run_goes_on(tmp_path):
+    first = start(tmp_path / "run", "--config.num_steps=500")
+    until(first, "step   1/500")
+    second = start(tmp_path / "run", "--config.num_steps=500")
+    out, error = second.communicate(timeout=120)
+    assert (second.returncode, out) == (2, "")
+    assert error == f"error: --workdir {tmp_path / 'run'} is in use by another run: wait for its end, or give another\n"
+    assert first.poll() is None
+    first.send_signal(signal.SIGINT)
+    out, error = first.communicate(timeout=60)
+    assert (first.returncode, error) == (0, "")
+    last = records(tmp_path / "run")[-1]["step"]
+    assert "stopped by Ctrl-C (" in out
+    assert f"of 30 s used), after step {last}: the same command with --workdir {tmp_path / 'run'} goes on" in out
+    assert checkpoints(tmp_path / "run")[-1] == str(last) or str(last) in checkpoints(tmp_path / "run")
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_a_closed_pipe_ends_the_run_with_a_checkpoint(tmp_path):
+    process = start(tmp_path / "run", "--config.num_steps=500")
+    until(process, "step   1/500")
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert process.stderr.read() == ""
+    assert str(records(tmp_path / "run")[-1]["step"]) in checkpoints(tmp_path / "run")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on_when_there_is_room(tmp_path):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(workdir)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no mounts here")
+    try:
+        process = start(workdir, "--config.num_steps=500")
+        until(process, "step   2/500")
+        fill(workdir / "filler")
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert error.count("\n") == 1
+        assert "cannot be written (No space left on device; 0.00 GB free there): make room" in error
+        (workdir / "filler").unlink()
+        before = log_of(workdir)
+        last = max(int(name) for name in checkpoints(workdir) if name.isdigit())
+        result = subprocess.run(
+            command(workdir, *TINY, *SHORT, f"--config.num_steps={last + 1}"), cwd=ROOT, capture_output=True, text=True
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+        kept = [line for line in before.splitlines() if line.endswith("}") and json.loads(line)["step"] <= last]
+        assert log_of(workdir).splitlines()[: len(kept)] == kept
+        assert all(name.isdigit() for name in checkpoints(workdir))
+    finally:
+        subprocess.run(["umount", str(workdir)], check=True)
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, program, *argv: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", *argv])
+    program.main()
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, workdir: Path, config: str, *extra: str) -> None:
+    run_here(monkeypatch, train, *command(workdir, *TINY, *SHORT, *extra, config=str(ROOT / config))[3:])
+
+
+@pytest.mark.parametrize(
+    ("config", "extra"),
+    [
+        ("configs/grpo.py", ["--config.kl.placement=none", "--config.kl.coef=0."]),
+        ("configs/grpo.py", []),
+        pytest.param("configs/grpo.py", ["--config.kl.refresh_every=2"], marks=pytest.mark.slow),
+        ("configs/ppo.py", ["--config.critic.warmup_steps=0", "--config.critic.optim.warmup_steps=0"]),
+    ],
+    ids=["no reference", "a reference", "a moving reference", "a critic"],
+)
+def test_a_resumed_run_holds_no_more_than_a_fresh_one(mine, monkeypatch, config, extra):
+    measured = [
+        *extra,
+        "--config.checkpoint.every=2",
+        "--config.reward.functions=mine.measures",
+        "--config.reward.weights=1.",
+    ]
+    alive = []
+    for gone in ("", "4"):  # measured in step 4, a step after what was saved or restored in step 2
+        if gone:
+            subprocess.run(["rm", "-r", str(mine / "run" / "checkpoints" / gone)], check=True)
+        sys.modules.pop("mine", None)
+        gc.collect()
+        before = sum(x.nbytes for x in jax.live_arrays())
+        trained(monkeypatch, mine / "run", config, *measured)
+        alive.append(sys.modules["mine"].bytes_alive[-1] - before)
+    fresh, resumed = alive
+    print(f"{fresh:,} bytes alive in step 4 of a fresh run, {resumed:,} of a resumed one")
+    assert resumed <= 1.01 * fresh
+
+
+def test_any_checkpoint_is_exported_and_evaluated(monkeypatch, tmp_path, capsys):
+    run, accuracy = tmp_path / "run", []
+    trained(monkeypatch, run, "configs/grpo.py", "--config.eval.every=2", "--config.eval.problems=32")
+    logged = {r["step"]: r["eval/accuracy"] for r in records(run) if "eval/accuracy" in r}
+    capsys.readouterr()
+    run_here(monkeypatch, export, str(run), "--to", str(tmp_path / "last"))
+    assert (tmp_path / "last/model.safetensors").read_bytes() == (run / "hf/model.safetensors").read_bytes()
+    for step in ("4", "best"):
+        run_here(monkeypatch, evaluate, "--run", str(run), "--step", step)
+        accuracy.append(capsys.readouterr().out.split("accuracy")[1].split()[0])
+    assert accuracy == [f"{logged[4]:.1%}", f"{max(logged[2], logged[4]):.1%}"]
+    with pytest.raises(Exception, match=r"no such checkpoint; there is .*4 \(.*\), best, last"):
+        run_here(monkeypatch, export, str(run), "--step", "1", "--to", str(tmp_path / "other"))
+    with pytest.raises(Exception, match="is there already and not empty: give a new folder"):
+        run_here(monkeypatch, export, str(run), "--to", str(tmp_path / "last"))
