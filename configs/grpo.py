@@ -19,6 +19,7 @@ def get_config() -> ConfigDict:
     # On a GPU: only operations that repeat bit for bit, as all do on a CPU. What that costs in speed is not measured.
     c.deterministic = False
     c.num_steps = 100  # rollouts of prompts_per_step prompts each
+    c.schedule_steps = 0  # steps that warm-up and decay are laid out for; 0: num_steps. A resumed run keeps its own
 
     # The batch. Sequences per optimiser step = prompts_per_update x group_size.
     c.prompts_per_step = 64  # B: prompts in a rollout

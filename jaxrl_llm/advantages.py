@@ -35,7 +35,8 @@ def grpo(rewards: Array, *, normalise: Literal["group", "batch", "none"] = "grou
     """Group-relative advantages (arXiv 2402.03300): A = (r - mean_group r) / (std r + epsilon).
 
     G >= 2. normalise: "group" divides by each group's own deviation, "batch" by that of all B x G
-    rewards (arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv 2503.20783).
+    rewards (arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv 2503.20783). A group without signal has A = 0.
+    A KL penalty in the reward needs "none": the deviation of a group without signal would be that of the penalty.
     """
     centred = _centred(rewards)
     if normalise == "none":
@@ -70,7 +71,7 @@ def opo(rewards: Array, loss_mask: Array) -> jax.Array:
     """Optimal baseline by length (arXiv 2505.23585): A = r - sum_group l r / sum_group l, l the trained tokens."""
     lengths = jnp.sum(loss_mask, axis=-1).astype(rewards.dtype)
     baseline = jnp.sum(lengths * rewards, axis=1, keepdims=True)
-    return rewards - baseline / jnp.maximum(jnp.sum(lengths, axis=1, keepdims=True), 1)
+    return _zero_without_signal(rewards - baseline / jnp.maximum(jnp.sum(lengths, axis=1, keepdims=True), 1), rewards)
 
 
 def gdpo(channels: dict[str, Array], weights: dict[str, float], *, epsilon: float = 1e-4) -> jax.Array:
@@ -143,7 +144,12 @@ def _whiten(x: Array, mask: Array, epsilon: float) -> jax.Array:
 
 
 def _centred(rewards: Array) -> jax.Array:
-    return rewards - jnp.mean(rewards, axis=1, keepdims=True)
+    return _zero_without_signal(rewards - jnp.mean(rewards, axis=1, keepdims=True), rewards)
+
+
+def _zero_without_signal(advantages: Array, rewards: Array) -> jax.Array:
+    """Exactly 0 where a group's rewards are equal: a mean is off by rounding, which a division would blow up."""
+    return jnp.where(jnp.max(rewards, axis=1, keepdims=True) > jnp.min(rewards, axis=1, keepdims=True), advantages, 0.0)
 
 
 def _all_from(n: Array, g: int, k: int) -> jax.Array:

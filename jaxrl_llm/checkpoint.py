@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,18 @@ def check_workdir(workdir: Path, config: Config) -> None:
                 f"config.{name} is {now.get(name)!r}, but the run in {workdir} has {before.get(name)!r}: "
                 "give another --workdir, or the run's own config"
             )
+
+
+def schedule_of(workdir: Path, config: Config) -> int:
+    """Steps that the schedules of a run are laid out for: a resumed run keeps those it began with.
+
+    config.schedule_steps if it is set, else those in the workdir's config.json, else config.num_steps.
+    """
+    if config.schedule_steps or not (workdir / "config.json").is_file():
+        return config.schedule_steps or config.num_steps
+    with suppress(ValueError, KeyError, TypeError):  # `check_workdir` says what is wrong with the file
+        return json.loads((workdir / "config.json").read_text())["schedule_steps"]
+    return config.num_steps
 
 
 def _is_ours(file: Path) -> bool:

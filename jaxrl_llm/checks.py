@@ -29,6 +29,7 @@ class Totals:
     sequences_per_update: int
     updates_per_rollout: int
     updates: int
+    scheduled_updates: int  # that the schedules are laid out for
     warmup_steps: int
     completion_tokens: int  # of the whole run, at most
 
@@ -53,27 +54,45 @@ def check_train(config: Config) -> Totals:
     check_algorithm(config, updates)
     check_rollout(config)
     waited = config.critic.warmup_steps if critic else 0
-    if waited >= config.num_steps:
+    if waited >= min(config.num_steps, scheduled_steps(config)):
         raise UserError(f"config.critic.warmup_steps = {waited} but num_steps is {config.num_steps}: lower it")
     if critic:
         _warmup(config.critic.optim, critic_updates(config), "critic.optim")
-    of_policy = updates * (config.num_steps - waited)
+        check_schedule(config, config.critic.optim, "critic.optim")
+    check_schedule(config, config.optim, "optim")
+    scheduled = updates * (scheduled_steps(config) - waited)
     greedy = "greedy_rewards" in needs(resolve(config.advantage.name, advantages))
     completions = config.group_size * (1 + config.rollout.resample_rounds) + greedy  # of a prompt
     return Totals(
         sequences_per_step=config.prompts_per_step * config.group_size,
         sequences_per_update=config.prompts_per_update * config.group_size,
         updates_per_rollout=updates,
-        updates=of_policy,
-        warmup_steps=_warmup(config.optim, of_policy),
+        updates=updates * (config.num_steps - waited),
+        scheduled_updates=scheduled,
+        warmup_steps=_warmup(config.optim, scheduled),
         completion_tokens=config.num_steps * config.prompts_per_step * completions
         * config.rollout.max_completion_tokens,
     )  # fmt: skip
 
 
 def critic_updates(config: Config) -> int:
-    """Optimiser steps of the critic, which also learns while the policy waits for it."""
-    return config.prompts_per_step // config.prompts_per_update * config.epochs * config.num_steps
+    """Optimiser steps that the critic's schedule is laid out for; it also learns while the policy waits for it."""
+    return config.prompts_per_step // config.prompts_per_update * config.epochs * scheduled_steps(config)
+
+
+def scheduled_steps(config: Config) -> int:
+    """Steps that the schedules are laid out for."""
+    return config.schedule_steps or config.num_steps
+
+
+def check_schedule(config: Config, section: Config, name: str) -> None:
+    """Raises: UserError, if steps after the end of the schedule would learn nothing."""
+    if config.num_steps > scheduled_steps(config) and section.decay != "constant" and not section.end:
+        raise UserError(
+            f"config.num_steps = {config.num_steps}: the schedule of {name} ends at rate 0 after "
+            f"{config.schedule_steps} steps, and later ones would learn nothing: lower num_steps, or begin a new run "
+            "with model.path = WORKDIR/hf"
+        )
 
 
 def check_sft(config: Config) -> Totals:
@@ -90,8 +109,10 @@ def check_sft(config: Config) -> Totals:
     if new and heads % kv_heads:
         raise UserError(f"config.model.num_key_value_heads = {kv_heads} does not divide {heads} heads: give a divisor")
     tokens = config.num_steps * config.prompts_per_step * config.rollout.max_completion_tokens
-    steps = config.num_steps
-    return Totals(config.prompts_per_step, config.prompts_per_step, 1, steps, _warmup(config.optim, steps), tokens)
+    check_schedule(config, config.optim, "optim")
+    scheduled, sequences = scheduled_steps(config), config.prompts_per_step
+    warmup = _warmup(config.optim, scheduled)
+    return Totals(sequences, sequences, 1, config.num_steps, scheduled, warmup, tokens)
 
 
 def check_shared(config: Config, prompts_per_update: int) -> None:

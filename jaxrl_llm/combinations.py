@@ -150,6 +150,12 @@ def check_kl(config: Config, asked: tuple[str, ...]) -> None:
             f"config.kl.placement = 'reward': advantage {config.advantage.name!r} does not look at it; "
             "set 'loss' or 'none'"
         )
+    own = own_name(resolve(config.advantage.name, advantages), advantages)
+    if k.placement == "reward" and own == "grpo" and arguments(config.advantage).get("normalise") != "none":
+        raise UserError(
+            "config.advantage.normalise divides by a deviation that the KL penalty is part of: where the task gives no "
+            "signal, the penalty alone would make full-size advantages; set it to 'none', or kl.placement to 'loss'"
+        )
     if k.target and (k.decay != "constant" or not k.coef):
         raise UserError(
             "config.kl.target moves the coefficient by itself: set kl.decay to 'constant' and kl.coef above 0"

@@ -22,6 +22,7 @@ SHARED = {
     "seed": Field(int, low=0, high=2**31 - 1),
     "deterministic": Field(bool),
     "num_steps": Field(int, low=1),
+    "schedule_steps": Field(int, low=0),
     "prompts_per_step": Field(int, low=1),
     "microbatch": Field(int, low=0),
     "model.path": Field(str),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import checks, data, disk, encoding, losses, optim, rewards, sharding, update
-from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, open_workdir
+from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, open_workdir, schedule_of
 from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
 from jaxrl_llm.config import parse_arguments
 from jaxrl_llm.errors import UserError, run_main
@@ -35,6 +35,7 @@ def finetune(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> No
     """
     compilations = Compilations()
     cache = keep_compilations()
+    config.schedule_steps = schedule_of(workdir, config)
     totals = checks.check_sft(config)
     if config.deterministic:
         compute_deterministically()
@@ -63,7 +64,7 @@ def finetune(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> No
         model, mesh, max_completion_tokens=config.rollout.max_completion_tokens,
         stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    optimizer = optim.make_optimizer(totals.updates, **config.optim)
+    optimizer = optim.make_optimizer(totals.scheduled_updates, **config.optim)
     shapes, placed = update.abstract_state(model.shapes(), optimizer, mesh)
     update_step = update.make_update_step(
         update.policy_objective(model, losses.cross_entropy(), Sampling()),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import checks, data, disk, kl, losses, optim, rewards, sharding, signals, update
-from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, open_workdir
+from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, open_workdir, schedule_of
 from jaxrl_llm.clerk import Clerk
 from jaxrl_llm.collect import Collector, Sampled, minibatches, to_batch
 from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
@@ -46,6 +46,7 @@ def train(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> None:
     compilations = Compilations()
     cache = keep_compilations()
     # What can be wrong is found first: config, workdir, mesh, model, data. Nothing is written until then.
+    config.schedule_steps = schedule_of(workdir, config)
     totals = checks.check_train(config)
     if config.deterministic:
         compute_deterministically()
@@ -84,8 +85,8 @@ def train(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> None:
         off_policy=config.mask.off_policy,
     )  # fmt: skip
     hold = {"kl/to_reward": config.hold.kl_to_reward, "update_size": config.hold.update_size}
-    more = optim.objective_coefficients(config, totals.updates, totals.sequences_per_update)
-    optimizer = optim.make_optimizer(totals.updates, hold=hold, more=more, **config.optim)
+    more = optim.objective_coefficients(config, totals.scheduled_updates, totals.sequences_per_update)
+    optimizer = optim.make_optimizer(totals.scheduled_updates, hold=hold, more=more, **config.optim)
     shapes, placed = update.abstract_state(model.shapes(), optimizer, mesh)
     make_update_step = partial(
         update.make_update_step, mesh=mesh, microbatch=config.microbatch,
@@ -96,11 +97,8 @@ def train(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> None:
     at_once = config.microbatch or config.prompts_per_update
     score = update.make_score(model, sampling, mesh, at_once)
     score_entropy = update.make_score(model, sampling, mesh, at_once, entropy=True)
-    teacher = critic = None
-    if teacher_folder:
-        teacher = make_teacher(config, teacher_folder, model.cfg, tokenizer, sampling, mesh)
-    if "critic" in config:
-        critic = make_critic(config, critic_folder, model.cfg, mesh, make_update_step)
+    teacher = make_teacher(config, teacher_folder, model.cfg, tokenizer, sampling, mesh) if teacher_folder else None
+    critic = make_critic(config, critic_folder, model.cfg, mesh, make_update_step) if "critic" in config else None
 
     # The run so far.
     collate = partial(data.make_prompts, dataset, pad_id=tokenizer.pad_token_id)
@@ -110,8 +108,7 @@ def train(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> None:
         began_with["eval.source"] = held_out.fingerprint()
     if teacher_folder:
         began_with["teacher.path"] = hf.fingerprint(teacher_folder)
-    checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
-    opened.enter_context(closing(checkpoints))
+    checkpoints = opened.enter_context(closing(Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)))
     moving_ref = bool(config.kl.refresh_every)
     kept = shapes, critic.shapes if critic else None, shapes.params if moving_ref else None
     checkpoints.check_room(kept)

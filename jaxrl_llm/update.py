@@ -224,7 +224,10 @@ def make_update_step(
             grads, parts = jax.lax.scan(accumulate, zeros, _split((batch, weights, shares), count))
             metrics = {name: REDUCTIONS.get(name[-4:], jnp.sum)(x) for name, x in parts.items()}
 
-        updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+        # Without a trained token the optimiser's momentum would still move the parameters: skip it, as for a NaN.
+        trained = jnp.any(batch.loss_mask)
+        usable = jax.tree.map(lambda g: jnp.where(trained, g, jnp.nan), grads)
+        updates, opt_state = optimizer.transform.update(usable, state.opt_state, state.params)
         updates = jax.tree.map(lambda x: coefs["learning_rate"] * x, updates)
         metrics |= coefs | {"grad_norm": optax.global_norm(grads), "update_norm": optax.global_norm(updates)}
         metrics |= {"update_size": metrics["update_norm"] / optax.global_norm(state.params)}
@@ -232,7 +235,7 @@ def make_update_step(
             length = jnp.sum(batch.loss_mask) / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
             reward = jnp.maximum(jnp.mean(jnp.abs(batch.rewards)), 1e-6)
             metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
-        learned = jnp.isfinite(metrics["grad_norm"]) & jnp.any(batch.loss_mask)
+        learned = jnp.isfinite(metrics["grad_norm"]) & trained
         kept = {
             name: jnp.where(learned, c.adapt(state.kept[name], metrics), state.kept[name])
             for name, c in optimizer.coefficients.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from jaxrl_llm import losses
-from jaxrl_llm.checks import Totals
+from jaxrl_llm.checks import Totals, scheduled_steps
 from jaxrl_llm.config import arguments, own_name, resolve
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.structs import Config
@@ -33,6 +33,11 @@ def warnings(config: Config, totals: Totals, model: DecoderConfig, platform: str
             f"warning: {updates:,} updates on a rollout, more than {bound}: the policy may leave what was sampled, and "
             "collapse; raise prompts_per_update, or lower epochs"
         )
+    if config.num_steps != scheduled_steps(config):
+        lines.append(
+            f"note: warm-up and decay are laid out for {config.schedule_steps} steps, as the run began, and it now has "
+            f"{config.num_steps}" + _after_the_schedule(config)
+        )
     if rl and updates == 1 and (changed := _changed(config)):
         lines.append(
             f"note: with one update on a rollout the ratio is 1, so that {', '.join(changed)} has no effect: "
@@ -43,6 +48,14 @@ def warnings(config: Config, totals: Totals, model: DecoderConfig, platform: str
     if config.deterministic and platform != "gpu":
         lines.append(f"note: deterministic = True has no effect on a {platform}: it is for GPUs")
     return lines
+
+
+def _after_the_schedule(config: Config) -> str:
+    """What the rate is once the schedule has ended, if it does."""
+    if config.num_steps < config.schedule_steps:
+        return ""
+    rate = config.optim.learning_rate if config.optim.decay == "constant" else config.optim.end
+    return f": the steps after them have the learning rate {rate:g}"
 
 
 def _rate(section: str, rate: float, width: int, factor: int) -> list[str]:

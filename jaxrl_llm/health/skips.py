@@ -1,4 +1,4 @@
-"""Updates that were skipped because their gradient was not finite: counted, and too many in a row end the run."""
+"""Updates that were skipped, for a gradient that is not finite or without a trained token: too many end the run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def check_skipped(step: int, record: dict[str, Any], *, most: int, latest: Calla
         return
     names = sorted(name for name, x in record.items() if not math.isfinite(x) and not name.endswith(("_min", "_max")))
     last = f"the last checkpoint is {folder}" if (folder := latest()) else "there is no checkpoint"
+    why = f"their gradients are not finite ({', '.join(names[:5])})" if names else "no token in them is trained"
+    lower = "a lower optim.learning_rate or with model.dtype = 'float32'"
+    longer = "other limits: config.mask and rollout.max_completion_tokens decide which tokens are trained"
     raise UserError(
-        f"step {step}: {count} updates in a row were skipped, their gradients not being finite "
-        f"({', '.join(names[:5])}), so that the model stands still; {last}: begin a new run with a lower "
-        "optim.learning_rate or with model.dtype = 'float32', or raise config.health.max_skipped (0: never stop)"
+        f"step {step}: {count} updates in a row were skipped, because {why}, and the model stands still; {last}: begin "
+        f"a new run with {lower if names else longer}, or raise config.health.max_skipped (0: never stop)"
     )
