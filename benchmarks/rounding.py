@@ -22,29 +22,33 @@ from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch, Prompts
 
-PROMPTS, GROUP, OF_AN_UPDATE = 32, 8, 8
+GROUP, OF_AN_UPDATE = 8, 16
 LOSSES = {"gspo": (losses.gspo(), "sequence_mean"), "ppo_clip": (losses.ppo_clip(), "token_mean")}
 
 
-def measure(dtype: str, length: int, scored: int) -> dict[str, float]:
-    """What each loss clips of completions of `length` tokens, with so many prompts `scored` at a time."""
+def measure(dtype: str, length: int, *, prompts: int, scored: int) -> tuple[dict[str, float], float, float]:
+    """Clipped shares by loss, and the largest and the mean gap between sampler and trainer.
+
+    prompts: in the batch; scored: so many of them at a time.
+    """
     mesh = sharding.make_mesh(1, 1, 1)
     folder = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
     model = hf.load_model(folder, mesh, dtype=dtype, remat="dots")
     params = hf.load_params(folder, model, mesh)
     rng = np.random.default_rng(0)
-    tokens = rng.integers(2, model.cfg.vocab_size, (PROMPTS, 8)).astype(np.int32)
-    prompts = Prompts(tokens, np.ones(tokens.shape, bool), [{}] * PROMPTS, np.arange(PROMPTS))
+    tokens = rng.integers(2, model.cfg.vocab_size, (prompts, 8)).astype(np.int32)
+    given = Prompts(tokens, np.ones(tokens.shape, bool), [{}] * prompts, np.arange(prompts))
     engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=(-1,), pad_id=0)  # no token ends one early
     engine.update_weights(params)
-    drawn = engine.generate(prompts, jax.random.key(0), group_size=GROUP, sampling=Sampling())
+    drawn = engine.generate(given, jax.random.key(0), group_size=GROUP, sampling=Sampling())
     mask = drawn.loss_mask
-    advantages = np.broadcast_to(rng.normal(size=(PROMPTS, GROUP, 1)), mask.shape).astype(np.float32)
-    batch = Batch(tokens, prompts.mask, drawn.completions, mask, mask, advantages, sampler_logprobs=drawn.logprobs)
+    advantages = np.broadcast_to(rng.normal(size=(prompts, GROUP, 1)), mask.shape).astype(np.float32)
+    batch = Batch(tokens, given.mask, drawn.completions, mask, mask, advantages, sampler_logprobs=drawn.logprobs)
     batch = sharding.shard_batch(batch, mesh)
     old = update.make_score(model, Sampling(), mesh, microbatch=scored)(params, batch)
+    gaps = np.abs(np.asarray(old) - drawn.logprobs)
     batch = replace(batch, old_logprobs=old)
-    found = {}
+    clipped = {}
     for name, (loss_fn, mode) in LOSSES.items():
         adamw = optim.make_optimizer(
             1, learning_rate=1e-12, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0, clip_norm=1.0,
@@ -54,25 +58,26 @@ def measure(dtype: str, length: int, scored: int) -> dict[str, float]:
         aggregate = partial(losses.aggregation_weights, mode=mode)
         objective = update.policy_objective(model, loss_fn, Sampling())
         step = update.make_update_step(objective, adamw, mesh, placed, microbatch=0, aggregate=aggregate)
-        clipped = []
-        for rows in np.arange(PROMPTS).reshape(-1, OF_AN_UPDATE):
+        shares = []
+        for rows in np.arange(prompts).reshape(-1, OF_AN_UPDATE):
             state, metrics = step(state, batch, jnp.asarray(rows))
-            clipped.append(float(metrics["clip/fraction"]))
-        found[name] = float(np.mean(clipped))
-        found["gap"] = float(metrics["sampler/gap_max"])
-    return found
+            shares.append(float(metrics["clip/fraction"]))
+        clipped[name] = float(np.mean(shares))
+    return clipped, float(gaps.max()), float(gaps.mean())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--lengths", type=int, nargs="+", default=(10, 100, 1000))
+    parser.add_argument("--prompts", type=int, default=32, help=f"in the batch, a multiple of {OF_AN_UPDATE}")
     parser.add_argument("--scored", type=int, default=OF_AN_UPDATE, help="prompts at a time; train takes an update's")
     args = parser.parse_args()
-    print(f"{args.dtype}: tokens  clipped by gspo  by ppo_clip  largest gap of sampler and trainer")
+    print(f"{args.dtype}: tokens  clipped by gspo  by ppo_clip  gap of sampler and trainer: largest     mean")
     for length in args.lengths:
-        found = measure(args.dtype, length, args.scored)
-        print(f"{length:>16,}  {found['gspo']:>15.2%}  {found['ppo_clip']:>11.2%}  {found['gap']:.1e}", flush=True)
+        clipped, largest, mean = measure(args.dtype, length, prompts=args.prompts, scored=args.scored)
+        gaps = f"{largest:>35.1e}  {mean:.1e}"
+        print(f"{length:>16,}  {clipped['gspo']:>15.2%}  {clipped['ppo_clip']:>11.2%}{gaps}", flush=True)
 
 
 if __name__ == "__main__":

@@ -75,16 +75,13 @@ def check_workdir(workdir: Path, config: Config) -> None:
             )
 
 
-def schedule_of(workdir: Path, config: Config) -> int:
-    """Steps that the schedules of a run are laid out for: a resumed run keeps those it began with.
-
-    config.schedule_steps if it is set, else those in the workdir's config.json, else config.num_steps.
-    """
-    if config.schedule_steps or not (workdir / "config.json").is_file():
-        return config.schedule_steps or config.num_steps
-    with suppress(ValueError, KeyError, TypeError):  # `check_workdir` says what is wrong with the file
-        return json.loads((workdir / "config.json").read_text())["schedule_steps"]
-    return config.num_steps
+def keep_schedule(workdir: Path, config: Config) -> None:
+    """Sets config.schedule_steps where it is 0: to what the run in the workdir began with, else to config.num_steps."""
+    if "schedule_steps" not in config or config.schedule_steps != 0:
+        return  # missing, of a wrong type, or said: `check_fields` and `check_workdir` judge it
+    config.schedule_steps = config.num_steps
+    with suppress(OSError, ValueError, KeyError, TypeError):  # no run, or `check_workdir` says what is wrong with it
+        config.schedule_steps = json.loads((workdir / "config.json").read_text())["schedule_steps"]
 
 
 def _is_ours(file: Path) -> bool:

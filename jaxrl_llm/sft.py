@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import checks, data, disk, encoding, losses, optim, rewards, sharding, update
-from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, open_workdir, schedule_of
+from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
 from jaxrl_llm.config import parse_arguments
 from jaxrl_llm.errors import UserError, run_main
@@ -35,7 +35,7 @@ def finetune(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> No
     """
     compilations = Compilations()
     cache = keep_compilations()
-    config.schedule_steps = schedule_of(workdir, config)
+    keep_schedule(workdir, config)
     totals = checks.check_sft(config)
     if config.deterministic:
         compute_deterministically()

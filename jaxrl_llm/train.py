@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import checks, data, disk, kl, losses, optim, rewards, sharding, signals, update
-from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, open_workdir, schedule_of
+from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.clerk import Clerk
 from jaxrl_llm.collect import Collector, Sampled, minibatches, to_batch
 from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
@@ -46,7 +46,7 @@ def train(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> None:
     compilations = Compilations()
     cache = keep_compilations()
     # What can be wrong is found first: config, workdir, mesh, model, data. Nothing is written until then.
-    config.schedule_steps = schedule_of(workdir, config)
+    keep_schedule(workdir, config)
     totals = checks.check_train(config)
     if config.deterministic:
         compute_deterministically()

@@ -229,3 +229,20 @@ def test_distillation_is_the_gap_to_the_teacher_and_its_gradient_that_of_the_rev
     reverse_kl = jax.grad(lambda x: (jax.nn.softmax(x) * (jax.nn.log_softmax(x) - log_q)).sum())(logits)
     np.testing.assert_allclose(mean, reverse_kl, atol=1e-9)
     np.testing.assert_allclose(advantages.distillation(np.log([0.5]), np.log([0.25])), np.log([2.0]))
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1.0])
+def test_groups_without_a_signal_have_no_advantage_at_all(reward):
+    """In float32 a mean is off by rounding: divided by a deviation of rounding it would be as large as a signal."""
+    with jax.enable_x64(False):
+        rewards, mask = np.full((16, 7), reward, np.float32), np.ones((16, 7, 3), bool)
+        channels = {"right": rewards, "short": 0.3 * rewards}
+        for found in (
+            advantages.grpo(rewards, epsilon=1e-8),
+            advantages.grpo(rewards, normalise="batch", epsilon=1e-8),
+            advantages.rloo(rewards),
+            advantages.opo(rewards, mask),
+            advantages.gdpo(channels, {"right": 1.0, "short": 0.5}),
+            advantages.reinforce_pp_baseline(rewards, mask),
+        ):
+            assert not np.asarray(found).any()

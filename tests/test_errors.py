@@ -115,6 +115,10 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "a microbatch that does not divide the update":
         ("microbatch=3", "config.microbatch = 3 | 8 prompts | give a divisor"),
     "a group of one with grpo": ("group_size=1", "config.group_size = 1 | 'grpo' | 2 or more"),
+    "a penalty in the reward, divided by its own deviation":
+        ("kl.placement=reward kl.estimator=k1", "config.advantage.normalise | 'none', or kl.placement to 'loss'"),
+    "more steps than a schedule that ends at 0":
+        ("schedule_steps=1 num_steps=2", "config.num_steps = 2 | after 1 steps"),
     "k1 in the loss": ("kl.placement=loss kl.estimator=k1", "config.kl: k1 in the loss | use k2 or k3 | 'reward'"),
     "a helper for a loss": ("loss.name=ratio_of", "config.loss.name 'ratio_of' does not exist; there is cispo, gmpo"),
     "a KL horizon of less than an update": ("kl.target=0.1 kl.horizon=3", "config.kl.horizon = 3 | 16 sequences"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 import tiny
 
 from jaxrl_llm import checks, config
+from jaxrl_llm.checkpoint import keep_schedule, open_workdir
 from jaxrl_llm.health.settings import warnings
+from jaxrl_llm.optim import make_optimizer
 
 ROOT = Path(__file__).parent.parent
 SMALL = replace(tiny.CONFIG, width=128)  # as the model inside the package
@@ -90,3 +93,21 @@ def test_what_has_no_effect_without_evaluation_or_a_gpu_is_noted():
     assert said("grpo", eval__every=0, checkpoint__keep_best=0) == []
     assert said("grpo", deterministic=True) == ["note: deterministic = True has no effect on a cpu: it is for GPUs"]
     assert said("sft", platform="gpu", deterministic=True) == []
+
+
+def test_a_run_that_is_resumed_with_more_steps_keeps_its_schedule_and_says_so(tmp_path):
+    """The rate at the seam, and after it, is that of the run as it began."""
+    fixed = dict(optim__end=1e-6, num_steps=100)
+    begun, longer = (config.load(ROOT / "configs" / "grpo.py") for _ in range(2))
+    for c, steps in ((begun, 100), (longer, 300)):
+        for field, value in (fixed | {"num_steps": steps}).items():
+            config.override(c, field.replace("__", "."), str(value))
+        keep_schedule(tmp_path, c.lock())
+        open_workdir(tmp_path, c)
+    before, after = checks.check_train(begun), checks.check_train(longer)
+    assert (after.updates, after.scheduled_updates, after.warmup_steps) == (300, 100, before.warmup_steps)
+    rates = [make_optimizer(t.scheduled_updates, **begun.optim).coefficients["learning_rate"] for t in (before, after)]
+    for step in (0, 50, 99, 100, 250):
+        assert rates[0].value(jnp.float32(step)) == rates[1].value(jnp.float32(step))
+    [line] = warnings(longer, after, SMALL, "cpu")
+    assert "laid out for 100 steps" in line and "it now has 300" in line and "the learning rate 1e-06" in line

@@ -193,6 +193,23 @@ def test_a_non_finite_gradient_changes_no_parameter_and_is_counted():
     assert not np.array_equal(kept["embed"]["embedding"], state.params["embed"]["embedding"])
 
 
+def test_an_update_without_a_trained_token_is_skipped_though_the_optimiser_has_momentum():
+    mesh, (model, params) = sharding.make_mesh(*ONE), tiny.model_and_params()
+    state, placed = update.init_state(params, optimizer := tiny.optimizer(weight_decay=0.1), mesh)
+    step = update.make_update_step(
+        update.policy_objective(model, losses.ppo_clip(), Sampling()), optimizer, mesh, placed,
+        microbatch=0, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
+    )  # fmt: skip
+    good, rows = tiny.batch(), jnp.arange(tiny.B)
+    state, _ = step(state, sharding.shard_batch(good, mesh), rows)
+    before, moments = jax.tree.map(np.array, (state.params, state.opt_state.inner_state))
+    nothing = dataclasses.replace(good, loss_mask=np.zeros_like(good.loss_mask))
+    state, metrics = step(state, sharding.shard_batch(nothing, mesh), rows)
+    jax.tree.map(np.testing.assert_array_equal, (before, moments), (state.params, state.opt_state.inner_state))
+    assert int(state.opt_state.total_notfinite) == 1
+    assert metrics["update_norm"] == 0
+
+
 def test_the_first_on_policy_update_has_ratio_one_and_the_reinforce_gradient():
     model, params = tiny.model_and_params()
     batch = dataclasses.replace(tiny.batch(), old_logprobs=None, ref_logprobs=None)
