@@ -162,9 +162,11 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "a negative clip": ("loss.clip_low=-0.1", "config.loss.clip_low is -0.1 | at least 0"),
     "rewards of no weight": ("reward.weights=(0.,0.)", "config.reward.weights are all 0 | give one function a weight"),
     "k3 by the ratio in the reward":
-        ("kl.placement=reward kl.weighted=true", "config.kl.weighted = True | k3 in the loss | set it to False"),
+        ("kl.placement=reward kl.weighted=true advantage.normalise=none",
+         "config.kl.weighted = True | k3 in the loss | set it to False"),
     "a KL target with a schedule of its own":
-        ("kl.placement=reward kl.target=0.1 kl.decay=linear", "config.kl.target moves the coefficient | 'constant'"),
+        ("kl.placement=reward kl.target=0.1 kl.decay=linear advantage.normalise=none",
+         "config.kl.target moves the coefficient | 'constant'"),
     "a reference that moves and has no use":
         ("kl.placement=none kl.coef=0. kl.refresh_every=1", "config.kl.refresh_every = 1 | placement is 'none'"),
     "a warm-up that waits for a KL penalty which is not there":
@@ -672,7 +674,7 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model
     shutil.copytree(MODEL, place / "model")
     shutil.copy(place / "sums.jsonl", place / "exam.jsonl")
     judged = "eval.every=1 eval.source=exam.jsonl eval.function=maths.accuracy"
-    run = f"model.path=./model kl.placement=none kl.coef=0. {SMALL} {judged}"
+    run = f"model.path=./model kl.placement=none kl.coef=0. {SMALL} {judged} optim.decay=constant"
     monkeypatch.setattr(sys, "argv", ["train", *command(run)])
     train.main()
     shutil.copytree(place / "run", place / "torn")

@@ -18,7 +18,7 @@ from jaxrl_llm.config import load
 from jaxrl_llm.encoding import encode
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
-from jaxrl_llm.rewards import make_score
+from jaxrl_llm.rewards import call
 from jaxrl_llm.rows import check_source, load_rows
 from jaxrl_llm.tasks import verl
 
@@ -221,8 +221,7 @@ def test_rewards_see_an_answer_whole_that_the_prompt_began():
         return [0.0] * len(completions)
 
     begun = [*ASKED, {"role": "assistant", "content": "<think>"}]
-    score = make_score({"judge": judge}, (1.0,))
-    score([{"prompt": begun}, {"prompt": ASKED}], [["2"], ["2"]], [[[1]], [[1]]])
+    call("judge", judge, [{"prompt": begun}, {"prompt": ASKED}], ["2", "2"], [[1], [1]])
     assert seen["prompts"] == [ASKED, ASKED]
     assert [c[0]["content"] for c in seen["completions"]] == ["<think>2", "2"]
     assert len(begun) == 2
