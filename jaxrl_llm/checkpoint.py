@@ -220,7 +220,7 @@ class Checkpoints:
         except (jax.errors.JaxRuntimeError, UserError):  # of the devices, and what is said already
             raise
         except Exception as error:  # of the disk: Orbax raises many kinds
-            raise UserError(disk.cannot_write(self._folder, _reason(error))) from error
+            raise UserError(disk.cannot_write(self._folder.parent, _reason(error))) from error
 
     def close(self) -> None:
         """Waits until all that was saved is on the disk. Raises: UserError, if a save failed."""
