@@ -159,10 +159,14 @@ def trained(monkeypatch: pytest.MonkeyPatch, workdir: Path, config: str, *extra:
 @pytest.mark.parametrize(
     ("config", "extra"),
     [
-        ("configs/grpo.py", ["--config.kl.placement=none", "--config.kl.coef=0."]),
+        pytest.param("configs/grpo.py", ["--config.kl.placement=none", "--config.kl.coef=0."], marks=pytest.mark.slow),
         ("configs/grpo.py", []),
         pytest.param("configs/grpo.py", ["--config.kl.refresh_every=2"], marks=pytest.mark.slow),
-        ("configs/ppo.py", ["--config.critic.warmup_steps=0", "--config.critic.optim.warmup_steps=0"]),
+        pytest.param(
+            "configs/ppo.py",
+            ["--config.critic.warmup_steps=0", "--config.critic.optim.warmup_steps=0"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["no reference", "a reference", "a moving reference", "a critic"],
 )

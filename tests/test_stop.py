@@ -184,7 +184,7 @@ def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed
     checkpoints.wait()
     full(2**18)
     checkpoints.save(2, STATE, iterator().get_state(), None)
-    with pytest.raises(UserError, match=r"checkpoints cannot be written \(File too large; .* GB free there\): make"):
+    with pytest.raises(UserError, match=r" cannot be written \(File too large; .* GB free there\): make"):
         check_for_ten_seconds(checkpoints)
     full(resource.RLIM_INFINITY)
     checkpoints.close()
