@@ -80,6 +80,7 @@ def checkpoints(workdir: Path) -> list[str]:
     return sorted(path.name for path in (workdir / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_an_error_right_after_a_save_leaves_that_checkpoint_whole(mine):
     program = "import mine, sys; mine.saves_slowly(); from jaxrl_llm import train, errors; errors.run_main(train.main)"
     argv = [*command(mine / "run", *TINY, *SHORT, *FAILS)[3:]]
@@ -109,6 +110,7 @@ def test_a_second_start_is_refused_and_the_first_run_goes_on(tmp_path):
     assert not (tmp_path / "run" / "lock").exists()
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_the_run_with_a_checkpoint(tmp_path):
     process = start(tmp_path / "run", "--config.num_steps=500")
     until(process, "step   1/500")
@@ -156,17 +158,14 @@ def trained(monkeypatch: pytest.MonkeyPatch, workdir: Path, config: str, *extra:
     run_here(monkeypatch, train, *command(workdir, *TINY, *SHORT, *extra, config=str(ROOT / config))[3:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "extra"),
     [
-        pytest.param("configs/grpo.py", ["--config.kl.placement=none", "--config.kl.coef=0."], marks=pytest.mark.slow),
+        ("configs/grpo.py", ["--config.kl.placement=none", "--config.kl.coef=0."]),
         ("configs/grpo.py", []),
-        pytest.param("configs/grpo.py", ["--config.kl.refresh_every=2"], marks=pytest.mark.slow),
-        pytest.param(
-            "configs/ppo.py",
-            ["--config.critic.warmup_steps=0", "--config.critic.optim.warmup_steps=0"],
-            marks=pytest.mark.slow,
-        ),
+        ("configs/grpo.py", ["--config.kl.refresh_every=2"]),
+        ("configs/ppo.py", ["--config.critic.warmup_steps=0", "--config.critic.optim.warmup_steps=0"]),
     ],
     ids=["no reference", "a reference", "a moving reference", "a critic"],
 )
