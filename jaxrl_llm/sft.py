@@ -116,7 +116,7 @@ def finetune(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> No
         checkpoints.wait()
         if learned and stop.seconds < SECONDS / 2:
             export.save(workdir / "hf", state.params, folder)
-        log.end(learned, compilations, f"{stop.name} ({stop.seconds:.1f} s of {SECONDS:.0f} s used)")
+        log.end(learned, compilations, stop.used())
 
     stop.finish = finish
     if start and evaluates(config, start) and log.lacks_evaluation(start):  # a signal cut it off

@@ -64,6 +64,11 @@ class Stop:
         """Since the signal."""
         return time.monotonic() - self._began
 
+    def used(self) -> str:
+        """The signal, and how long the end has taken: for the last line, after which no hint comes any more."""
+        self._hint.cancel()
+        return f"{self.name} ({self.seconds:.1f} s of {SECONDS:.0f} s used)"
+
     def _take(self) -> None:
         if self.name:
             Event().wait()  # for ever: the other thread ends the process
@@ -85,10 +90,11 @@ class Stop:
                 _exit(128 + came[0])
             self._began = time.monotonic()
             self.name = NAMES[signal.Signals(came[0])]
+            hint = f"{self.name}: the run saves a checkpoint and ends; a second signal ends it now"
+            self._hint = Timer(1.0, _say, [hint])
+            self._hint.daemon = True
+            self._hint.start()
             Thread(target=self._end, daemon=True).start()
-            hint = Timer(1.0, _say, [f"{self.name}: the run saves a checkpoint and ends; a second signal ends it now"])
-            hint.daemon = True
-            hint.start()
         os.close(read)
 
     def _end(self) -> NoReturn:

@@ -181,7 +181,7 @@ def train(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> None:
         checkpoints.wait()
         if learned and stop.seconds < SECONDS / 2:  # it is less than a checkpoint, and never half-written
             export.save(workdir / "hf", state.params, folder)
-        log.end(learned, compilations, f"{stop.name} ({stop.seconds:.1f} s of {SECONDS:.0f} s used)")
+        log.end(learned, compilations, stop.used())
 
     ahead = opened.enter_context(closing(Ahead(sample_for, lag=lag, last=config.num_steps)))
     check = partial(skips.check_skipped, most=config.health.max_skipped, latest=checkpoints.latest)
