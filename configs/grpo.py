@@ -125,7 +125,7 @@ def get_config() -> ConfigDict:
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))  # -1: all devices left
 
     c.health = ConfigDict()
-    c.health.max_skipped = 10  # updates in a row with a gradient that is not finite end the run; 0: never
+    c.health.max_skipped = 10  # updates skipped in a row (no finite gradient or trained token) end the run; 0: never
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 25  # steps; also at every evaluation, at SIGTERM or Ctrl-C, and at the end

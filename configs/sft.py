@@ -63,7 +63,7 @@ def get_config() -> ConfigDict:
 
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
 
-    c.health = ConfigDict(dict(max_skipped=10))  # updates in a row with a gradient that is not finite; 0: any number
+    c.health = ConfigDict(dict(max_skipped=10))  # updates skipped in a row end the run; 0: never
 
     c.checkpoint = ConfigDict(dict(every=200, keep=1, keep_best=0))
 
