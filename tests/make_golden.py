@@ -1,0 +1,84 @@
+"""Three steps of tiny runs whose numbers are kept: `python tests/make_golden.py` makes them again, in tests/references/golden/.
+
+They change when the mathematics, the sampling or the order of a step does: then on purpose, in a commit that says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+ROOT = Path(__file__).parent.parent
+FOLDER = Path(__file__).parent / "references" / "golden"
+MODEL = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
+TINY = (
+    "num_steps=3", "optim.warmup_steps=1", "optim.decay=constant", "prompts_per_step=8", "prompts_per_update=4",
+    "group_size=4", "eval.every=0", "checkpoint.keep_best=0", "log.completions_every=1", "log.tensorboard=false",
+    "mesh.data=2", "mesh.fsdp=1",
+)  # fmt: skip
+RUNS: dict[str, tuple[str, ...]] = {
+    "grpo": ("epochs=2", "microbatch=2"),
+    "ppo": (
+        "group_size=1", "critic.warmup_steps=1", "critic.optim.warmup_steps=0", "kl.target=0.01", "epochs=2",
+        "reward.overlong_tokens=4",
+    ),
+    "dapo": ("epochs=1",),
+    "distillation": ("teacher.path=TEACHER", "prompts_per_update=8"),
+    "top_entropy": ("epochs=2",),
+    "lag": ("rollout.max_lag=1", "kl.refresh_every=2", "kl.mix=0.5"),
+    "reinforce_pp": ("prompts_per_update=8",),
+    "remax": ("prompts_per_update=8", "mask.truncated=true"),
+}  # fmt: skip
+CONFIGS = {"lag": "grpo"}
+ROUNDING = ("time/", "tokens_per_second", "sampler/gap")  # of the clock, or nothing but rounding
+
+
+def make_teacher(folder: Path) -> None:
+    """The embedded model with larger numbers: it knows the same tokens, and is surer of what it says."""
+    shutil.copytree(MODEL, folder)
+    file = folder / "model.safetensors"
+    save_file({name: x * np.float32(1.05) for name, x in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def measure(name: str, folder: Path) -> dict[str, Any]:
+    """A run's records, one sample of each step, and the norm of each of its tensors at the end."""
+    teacher, workdir = folder / "teacher", folder / name
+    if not teacher.exists():
+        make_teacher(teacher)
+    fields = [f"--config.{field.replace('TEACHER', str(teacher))}" for field in (*TINY, *RUNS[name])]
+    config = ROOT / "configs" / f"{CONFIGS.get(name, name)}.py"
+    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", str(config), "--workdir", str(workdir), *fields]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    samples = [json.loads(line)["completions"] for line in (workdir / "completions.jsonl").read_text().splitlines()]
+    weights = load_file(workdir / "hf" / "model.safetensors")
+    return {
+        "records": [{k: v for k, v in record.items() if not k.startswith(ROUNDING)} for record in records],
+        "samples": samples,
+        "norms": {key: float(np.linalg.norm(x.astype(np.float64))) for key, x in sorted(weights.items())},
+    }
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in sys.argv[1:] or RUNS:
+            made = {"jax": jax.__version__} | measure(name, Path(folder))
+            (FOLDER / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")
+            print(name)
+
+
+if __name__ == "__main__":
+    main()
