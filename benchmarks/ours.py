@@ -79,7 +79,7 @@ def step_function(workload: Workload, folder: Path, remat: str, microbatch: int,
             np.asarray(workload.lengths(step)),
         )
         key = jax.random.fold_in(jax.random.key(0), step)
-        rollouts = engine.generate(prompts, key, group_size=workload.group, sampling=sampling, budget=asked)
+        rollouts = engine.generate(prompts, key, group_size=workload.group, sampling=sampling, max_tokens=asked)
         engine.release()
         clock.append(time.perf_counter())
         lengths = rollouts.completion_mask.sum(axis=-1)

@@ -8,13 +8,12 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import grain
 import jax
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
@@ -123,8 +122,15 @@ def has_checkpoint(folder: Path) -> bool:
     return folder.is_dir() and bool(ocp.utils.checkpoint_steps(folder))
 
 
+class Pending(NamedTuple):
+    """What a checkpoint keeps of where samples come from: after it, the same ones follow."""
+
+    position: dict[str, Any]  # of the data iterator, after the last batch here
+    batches: list[tuple[dict[str, Any], dict[str, Any]]]  # arrays and metrics of each that is not yet learned from
+
+
 class Checkpoints:
-    """Policy, optimiser, data iterator and step, saved in the background; a torn save never counts."""
+    """The states that learn, the data iterator and the step, saved in the background; a torn save never counts."""
 
     def __init__(self, folder: Path, began_with: dict[str, str], config: Config):
         """config: the `checkpoint` section; began_with: hashes by field of what the run must find as it was."""
@@ -154,20 +160,16 @@ class Checkpoints:
                 "another --workdir"
             )
 
-    def save(
-        self, step: int, state: PyTree, position: dict[str, Any], accuracy: float | None,
-        waiting: Sequence[tuple[dict[str, Any], dict[str, Any]]] = (),
-    ) -> None:  # fmt: skip
+    def save(self, step: int, states: PyTree, pending: Pending, accuracy: float | None) -> None:
         """Saves a step; returns as soon as the arrays are copied, and they may be donated.
 
-        position: the state of the data iterator; waiting: arrays and metrics of each batch that was sampled and is
-        not yet learned from. Raises: UserError, if the save before this one failed.
+        Raises: UserError, if the save before this one failed.
         """
-        metrics = [{name: float(x) for name, x in of_batch.items()} for _, of_batch in waiting]
-        host = {"iterator": position, "began_with": self._began_with, "waiting": metrics}
-        items = {"state": ocp.args.StandardSave(state), "host": ocp.args.JsonSave(host)}
-        if waiting:
-            items["waiting"] = ocp.args.StandardSave([arrays for arrays, _ in waiting])
+        metrics = [{name: float(x) for name, x in of_batch.items()} for _, of_batch in pending.batches]
+        host = {"iterator": pending.position, "began_with": self._began_with, "waiting": metrics}
+        items = {"state": ocp.args.StandardSave(states), "host": ocp.args.JsonSave(host)}
+        if pending.batches:
+            items["waiting"] = ocp.args.StandardSave([arrays for arrays, _ in pending.batches])
         accuracies = None if accuracy is None else {"accuracy": accuracy}
         with self._saving():
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=accuracies)
@@ -187,31 +189,41 @@ class Checkpoints:
         step = self._manager.latest_step()
         return None if step is None else Path(self._manager.directory) / str(step)
 
-    def resume(self, state: PyTree, iterator: grain.DatasetIterator) -> tuple[int, PyTree, list[tuple[dict, dict]]]:
-        """The newest complete step, its state, placed as `state` is, and what was `waiting`; the iterator is set.
-
-        state: shapes and shardings are enough. (0, None, []) if there is no checkpoint.
-        Raises: UserError, if the run began from another model or the files cannot be read.
-        """
+    def check_beginning(self) -> int:
+        """The newest complete step, 0 if there is none. Raises: UserError, if the run began from something else."""
         step = self._manager.latest_step()
         if step is None:
-            return 0, None, []
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
-        host = read(self._manager, step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+            return 0
+        before = read(self._manager, step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]["began_with"]
         for field, found in self._began_with.items():
-            if host["began_with"].get(field, found) != found:  # what it did not have then, it may have now
+            if before.get(field, found) != found:  # what it did not have then, it may have now
                 raise UserError(
                     f"config.{field} holds something else than when this run began: "
                     "put that back, or give another --workdir"
                 )
-        self._began_with = host["began_with"] | self._began_with
+        self._began_with = before | self._began_with
+        return step
+
+    def resume(self, states: PyTree, before: int | None = None) -> tuple[int, PyTree, Pending | None]:
+        """The newest complete step, its states, placed as `states` are, and what was pending.
+
+        states: shapes and shardings are enough. before: only a step below that, and later checkpoints are deleted: the
+        run will make them again. (0, None, None) if there is no checkpoint. Raises: UserError, if it cannot be read.
+        """
+        if before is not None:
+            self.wait()
+            for later in [step for step in self._manager.all_steps() if step >= before]:
+                self._manager.delete(later)
+        step = self._manager.latest_step()
+        if step is None:
+            return 0, None, None
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, states)
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
         restored = read(self._manager, step, wanted)
-        iterator.set_state(restored["host"]["iterator"])
-        metrics, arrays = host["waiting"], []
+        metrics, arrays = restored["host"]["waiting"], []
         if metrics:
             arrays = read(self._manager, step, ocp.args.Composite(waiting=ocp.args.StandardRestore()))["waiting"]
-        return step, restored["state"], list(zip(arrays, metrics, strict=True))
+        return step, restored["state"], Pending(restored["host"]["iterator"], list(zip(arrays, metrics, strict=True)))
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from jaxrl_llm.structs import Config
 class Totals:
     """What the batch words come to."""
 
+    prompts_per_update: int
     sequences_per_step: int
     sequences_per_update: int
     updates_per_rollout: int
@@ -64,6 +65,7 @@ def check_train(config: Config) -> Totals:
     greedy = "greedy_rewards" in needs(resolve(config.advantage.name, advantages))
     completions = config.group_size * (1 + config.rollout.resample_rounds) + greedy  # of a prompt
     return Totals(
+        prompts_per_update=config.prompts_per_update,
         sequences_per_step=config.prompts_per_step * config.group_size,
         sequences_per_update=config.prompts_per_update * config.group_size,
         updates_per_rollout=updates,
@@ -112,7 +114,7 @@ def check_sft(config: Config) -> Totals:
     check_schedule(config, config.optim, "optim")
     scheduled, sequences = scheduled_steps(config), config.prompts_per_step
     warmup = _warmup(config.optim, scheduled)
-    return Totals(sequences, sequences, 1, config.num_steps, scheduled, warmup, tokens)
+    return Totals(sequences, sequences, sequences, 1, config.num_steps, scheduled, warmup, tokens)
 
 
 def check_shared(config: Config, prompts_per_update: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -15,24 +15,35 @@ from jaxrl_llm.packing import pack
 from jaxrl_llm.rewards import Score
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.structs import Array, Batch, Config, Prompts, Rollouts
+from jaxrl_llm.structs import Array, Batch, Config, Prompts, Rewards, Rollouts
 
 Judged: TypeAlias = tuple[list[list[str]], dict[str, np.ndarray]]  # B x G texts, and channels [B, G]
 
 
 @dataclass(frozen=True)
-class Sampled:
+class Samples:
     """Prompts and what was sampled for them, on the host."""
 
     prompts: Prompts
     rollouts: Rollouts
     judged: Callable[[], Judged]  # waits for it, so that the device may score meanwhile
-    greedy: Sampled | None = None  # the same prompts' greedy completions, a group of 1
+    greedy: Samples | None = None  # the same prompts' greedy completions, a group of 1
+    metrics: dict[str, Any] = field(default_factory=dict)  # of how they were sampled
+    position: dict[str, Any] = field(default_factory=dict)  # of the data iterator after them
 
     @property
     def no_signal(self) -> np.ndarray:
         """Groups [B] whose members all earned the same, which teaches nothing."""
         return np.ptp(self.judged()[1]["total"], axis=1) == 0
+
+    def rewards(self) -> Rewards:
+        """What the reward functions say. Waits for them."""
+        channels = dict(self.judged()[1])
+        rewards = Rewards(channels.pop("total"), channels)
+        if not self.greedy:
+            return rewards
+        greedy, lengths = self.greedy.judged()[1]["total"], self.greedy.rollouts.completion_mask.sum(axis=-1)
+        return replace(rewards, greedy=greedy, greedy_lengths=lengths)
 
 
 class Collector:
@@ -46,65 +57,64 @@ class Collector:
         self._config, self._engine, self._sampling, self._prompts = config, engine, sampling, prompts
         self._collate, self._tokenizer, self._score, self._greedy = collate, tokenizer, score, greedy
 
-    def collect(self, key: Array) -> tuple[Sampled, dict[str, Any]]:
-        """The next prompts sampled, and metrics."""
+    def collect(self, key: Array) -> Samples:
+        """The next prompts sampled."""
         config, metrics = self._config, {}
 
-        def draw(key: Array) -> Sampled:
+        def draw(key: Array) -> Samples:
             return self._draw(next(self._prompts), key, config.group_size, self._sampling)
 
-        sampled = draw(key)
+        samples = draw(key)
         if config.rollout.resample_rounds:
-            metrics = {"groups/no_signal_sampled": sampled.no_signal.mean()}
+            metrics = {"groups/no_signal_sampled": samples.no_signal.mean()}
             more = lambda i: draw(jax.random.fold_in(key, i))  # noqa: E731
-            sampled, metrics["groups/replaced"] = refill(sampled, more, config.rollout.resample_rounds)
-        if self._greedy:
-            sampled = replace(sampled, greedy=self._draw(sampled.prompts, key, 1, Sampling(temperature=0)))
-        return sampled, metrics
+            samples, metrics["groups/replaced"] = refill(samples, more, config.rollout.resample_rounds)
+        greedy = self._draw(samples.prompts, key, 1, Sampling(temperature=0)) if self._greedy else None
+        return replace(samples, greedy=greedy, metrics=metrics)
 
-    def keep(self, sampled: Sampled) -> dict[str, Any]:
+    def keep(self, samples: Samples) -> dict[str, Any]:
         """What a checkpoint needs of a batch that is not yet learned from: arrays."""
-        greedy = {"greedy": sampled.greedy.rollouts} if sampled.greedy else {}
-        return {"numbers": sampled.prompts.numbers, "rollouts": sampled.rollouts} | greedy
+        greedy = {"greedy": samples.greedy.rollouts} if samples.greedy else {}
+        return {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
 
-    def again(self, kept: dict[str, Any]) -> Sampled:
+    def again(self, kept: dict[str, Any], metrics: dict[str, Any]) -> Samples:
         """The batch that `keep` was given, to be judged anew; its records may have become dicts."""
         prompts = self._collate(kept["numbers"])
         rollouts, *greedy = (Rollouts(**kept[name]) for name in ("rollouts", "greedy") if name in kept)
-        sampled = self._judged(prompts, rollouts)
-        return replace(sampled, greedy=self._judged(prompts, greedy[0])) if greedy else sampled
+        samples = replace(self._judged(prompts, rollouts), metrics=metrics)
+        return replace(samples, greedy=self._judged(prompts, greedy[0])) if greedy else samples
 
-    def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Sampled:
+    def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
         rollouts = self._engine.generate(prompts, key, group_size=group_size, sampling=sampling)
         trained = rollouts.loss_mask & ~(rollouts.truncated[..., None] & self._config.mask.truncated)
         return self._judged(prompts, replace(rollouts, loss_mask=trained))
 
-    def _judged(self, prompts: Prompts, rollouts: Rollouts) -> Sampled:
+    def _judged(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
         def judge() -> Judged:
             texts, ids = data.decode(self._tokenizer, rollouts.completions, rollouts.completion_mask)
             return texts, self._score(prompts.rows, texts, ids)
 
-        return Sampled(prompts, rollouts, self._score.ahead(judge))
+        return Samples(prompts, rollouts, self._score.ahead(judge))
 
 
-def refill(sampled: Sampled, draw: Callable[[int], Sampled], rounds: int) -> tuple[Sampled, int]:
+def refill(samples: Samples, draw: Callable[[int], Samples], rounds: int) -> tuple[Samples, int]:
     """Puts groups of `draw(1)`, `draw(2)` ... in the place of those without signal, and counts the replaced.
 
     It ends when every group has a signal, or after so many rounds; what a round samples beyond need is dropped.
     """
     replaced = 0
     for i in range(1, rounds + 1):
-        lacking = np.flatnonzero(sampled.no_signal)
+        lacking = np.flatnonzero(samples.no_signal)
         if not len(lacking):
             break
         fresh = draw(i)
         found = np.flatnonzero(~fresh.no_signal)[: len(lacking)]
-        sampled = _put(sampled, lacking[: len(found)], fresh, found)
+        samples = _put(samples, lacking[: len(found)], fresh, found)
         replaced += len(found)
-    return sampled, replaced
+    return samples, replaced
 
 
-def _put(sampled: Sampled, at: np.ndarray, fresh: Sampled, found: np.ndarray) -> Sampled:
+def _put(samples: Samples, at: np.ndarray, fresh: Samples, found: np.ndarray) -> Samples:
     """Groups `found` of fresh in the places `at`."""
     put = dict(zip(at.tolist(), found.tolist(), strict=True))
 
@@ -116,20 +126,21 @@ def _put(sampled: Sampled, at: np.ndarray, fresh: Sampled, found: np.ndarray) ->
     def rows(old: list, new: list) -> list:
         return [new[put[i]] if i in put else row for i, row in enumerate(old)]
 
-    (texts, channels), (new_texts, new_channels) = sampled.judged(), fresh.judged()
+    (texts, channels), (new_texts, new_channels) = samples.judged(), fresh.judged()
     judged = rows(texts, new_texts), {name: array(x, new_channels[name]) for name, x in channels.items()}
-    a, b = sampled.prompts, fresh.prompts
+    a, b = samples.prompts, fresh.prompts
     tokens, mask, numbers = (array(getattr(a, x), getattr(b, x)) for x in ("tokens", "mask", "numbers"))
     prompts = Prompts(tokens, mask, rows(a.rows, b.rows), numbers)
-    return Sampled(prompts, jax.tree.map(array, sampled.rollouts, fresh.rollouts), lambda: judged)
+    return Samples(prompts, jax.tree.map(array, samples.rollouts, fresh.rollouts), lambda: judged)
 
 
-def to_batch(sampled: Sampled, length: int) -> Batch:
-    """What was sampled, packed into lanes of at least `length` tokens, on the host."""
-    prompts, rollouts = sampled.prompts, sampled.rollouts
+def to_batch(samples: Samples) -> Batch:
+    """What was sampled, packed into lanes, on the host."""
+    prompts, rollouts = samples.prompts, samples.rollouts
+    slots = pack(rollouts.completion_mask.sum(axis=-1), rollouts.completions.shape[-1])
     return Batch(
         prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
-        sampler_logprobs=rollouts.logprobs, slots=pack(rollouts.completion_mask.sum(axis=-1), length),
+        sampler_logprobs=rollouts.logprobs, slots=slots,
     )  # fmt: skip
 
 

@@ -224,6 +224,11 @@ def needs(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
 
 
+def keywords(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of a function's keyword-only arguments: what it takes from the config."""
+    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+
+
 def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., Any]:
     """The function `name`: of `module` ("grpo"), of a module in it ("arithmetic.accuracy"), or anywhere ("my.mod.f").
 

@@ -3,66 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm import advantages, checks, losses, optim, sharding, update
+from jaxrl_llm import checks, losses, optim, sharding, update
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.structs import Array, Batch, Config, PyTree, TrainState
-
-
-@dataclass(frozen=True)
-class Critic:
-    """What the training loop does with a critic; its TrainState is held by the loop, as the policy's is."""
-
-    score: Callable[[PyTree, Batch], Array]  # (params, batch) -> values [B, G, C]
-    targets: Callable[[Array, Array, Array], Array]  # (token_rewards, values, loss_mask) -> returns [B, G, C]
-    update_step: jax.stages.Wrapped  # (state, batch, rows) -> state, metrics
-    shapes: TrainState  # of its state, with their shardings
-    start: Callable[[], TrainState]  # its state at step 0
+from jaxrl_llm.scoring import Scorer
+from jaxrl_llm.structs import Array, Batch, Config, PyTree
+from jaxrl_llm.update import Learner
 
 
 def make_critic(
-    config: Config, folder: Path, policy: DecoderConfig, mesh: Mesh, make_update_step: Callable[..., Any]
-) -> Critic:
-    """The critic of a config, which starts as the model in `folder`.
+    config: Config, folder: Path, policy: DecoderConfig, mesh: Mesh, aggregate: Callable[[Array], Array]
+) -> tuple[Learner, Scorer]:
+    """The critic of a config, which starts as the model in `folder` with a readout of zeros.
 
-    Raises: UserError, for a model that cannot be loaded, or cannot read what the policy writes.
+    aggregate: as the policy's. Raises: UserError, for a model that cannot be loaded, or cannot read what the policy
+    writes.
     """
-    c = config.critic
     whole = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
     checks.check_other_model("critic.path", whole.cfg, policy)
     model = Decoder(replace(whole.cfg, tied_head=True), mesh)  # it has no use for a head
 
-    def params(decoder: PyTree) -> PyTree:
+    def with_readout(decoder: PyTree) -> PyTree:
         readout = {"kernel": jnp.zeros((model.cfg.width, 1)), "bias": jnp.zeros(1)}
         return {"decoder": {name: decoder[name] for name in model.shapes()}, "readout": readout}
 
-    def start() -> TrainState:
-        made = params(hf.load_params(folder, whole, mesh))
-        return update.init_state(jax.device_put(made, sharding.shardings(made, mesh)), optimizer, mesh)[0]
+    def params() -> PyTree:
+        made = with_readout(hf.load_params(folder, whole, mesh))
+        return jax.device_put(made, sharding.shardings(made, mesh))
 
-    optimizer = optim.make_optimizer(checks.critic_updates(config), **c.optim)
-    shapes, placed = update.abstract_state(jax.eval_shape(params, whole.shapes()), optimizer, mesh)
-    update_step = make_update_step(value_objective(model, clip=c.clip), optimizer, state_shardings=placed)
-
-    targets = jax.jit(partial(lambda_returns, gamma=c.gamma, lam=c.lam))
+    learner = update.make_learner(
+        value_objective(model, clip=config.critic.clip),
+        optim.make_optimizer(checks.critic_updates(config), **config.critic.optim),
+        jax.eval_shape(with_readout, whole.shapes()), params, mesh, microbatch=config.microbatch, aggregate=aggregate,
+    )  # fmt: skip
     score = update.by_parts(partial(update.completion_values, model), mesh, config.microbatch)
-    return Critic(score, targets, update_step, shapes, start)
-
-
-def lambda_returns(token_rewards: Array, values: Array, loss_mask: Array, *, gamma: float, lam: float) -> jax.Array:
-    """What a critic is to learn [B, G, C]: V + its generalised advantage, 0 where nothing is trained."""
-    ahead = advantages.gae(token_rewards, values, loss_mask, gamma=gamma, lam=lam, normalise=False)
-    return ahead + jnp.where(loss_mask, values, 0.0)
+    return replace(learner, prefix="critic/"), Scorer(
+        ("values",), lambda states, batch: {"values": score(states["critic"].params, batch)}
+    )
 
 
 def value_objective(model: Decoder, *, clip: float) -> update.Objective:
@@ -83,15 +69,3 @@ def value_objective(model: Decoder, *, clip: float) -> update.Objective:
         return 0.5 * error, metrics
 
     return objective
-
-
-def explained_variance(values: Array, returns: Array, loss_mask: Array) -> jax.Array:
-    """1 - Var(returns - values) / Var(returns) over the trained tokens: 1 is perfect, 0 no better than their mean."""
-
-    def variance(x: Array) -> jax.Array:
-        count = jnp.maximum(jnp.sum(loss_mask), 1)
-        mean = jnp.sum(jnp.where(loss_mask, x, 0.0)) / count
-        return jnp.sum(jnp.where(loss_mask, jnp.square(x - mean), 0.0)) / count
-
-    spread = variance(returns)
-    return jnp.where(spread > 0, 1 - variance(returns - values) / jnp.maximum(spread, 1e-30), 0.0)

@@ -19,7 +19,7 @@ from jaxrl_llm.compiling import keep_compilations
 from jaxrl_llm.config import Field, resolve
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.fields import TRAIN
-from jaxrl_llm.metrics import banner
+from jaxrl_llm.log import banner
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.sampler import Sampler
@@ -38,11 +38,6 @@ LIMITS = {
     "seed": Field(int, low=0, high=2**31 - 1),
     "timeout": TRAIN["reward.timeout"],
 }
-
-
-def evaluates(config: Config, step: int) -> bool:
-    """Whether a run evaluates after `step`: every `eval.every` steps and after the last one."""
-    return config.eval.every > 0 and (step % config.eval.every == 0 or step == config.num_steps)
 
 
 def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:

@@ -57,20 +57,17 @@ class Run:
 
     def params(self, step: int, place: Callable[[PyTree], PyTree] | None = None) -> PyTree:
         """The policy's parameters alone, float32; place(shapes) -> their shardings, or NumPy arrays without it."""
-        state = self._manager.item_metadata(step)["state"].tree
-        policy = state if isinstance(state, dict) else state[0]  # of sft, and of train
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), policy["params"])
-        whole = jax.tree.map(lambda _: ocp.PLACEHOLDER, state)  # what is not read
-        part = whole if isinstance(state, dict) else whole[0]
+        states = self._manager.item_metadata(step)["state"].tree
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states["policy"]["params"])
+        whole = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # what is not read
         if place:
             how = jax.tree.map(lambda x, at: ocp.ArrayRestoreArgs(sharding=at, dtype=x.dtype), shapes, place(shapes))
         else:
             how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
         args = jax.tree.map(lambda _: ocp.RestoreArgs(), whole)
-        part["params"], (args if isinstance(state, dict) else args[0])["params"] = shapes, how
+        whole["policy"]["params"], args["policy"]["params"] = shapes, how
         wanted = ocp.args.Composite(state=ocp.args.PyTreeRestore(whole, restore_args=args))
-        found = checkpoint.read(self._manager, step, wanted)["state"]
-        return (found if isinstance(state, dict) else found[0])["params"]
+        return checkpoint.read(self._manager, step, wanted)["state"]["policy"]["params"]
 
     @contextmanager
     def model_folder(self, step: int) -> Iterator[Path]:
@@ -90,7 +87,7 @@ class Run:
 @contextmanager
 def model_folder(config: Config) -> Iterator[Path]:
     """The Hugging Face folder that a run begins from; that of a new model is made here, and gone at the end."""
-    if config.model.path:
+    if config.model.path or "hidden_size" not in config.model:  # a size of a new model
         yield hf.find(config.model.path)
         return
     with TemporaryDirectory() as made:

@@ -2,156 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import checks, data, disk, encoding, losses, optim, rewards, sharding, update
-from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
-from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
+from jaxrl_llm import checks, data, encoding, losses, optim, sharding, update
+from jaxrl_llm.build import Given, load, make_examination, open_lasting
+from jaxrl_llm.checkpoint import Pending
 from jaxrl_llm.config import parse_arguments
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.evaluate import evaluate, evaluates, whole_batches
-from jaxrl_llm.health import settings, skips
-from jaxrl_llm.metrics import Log, Timer, banner
-from jaxrl_llm.models import export, hf
+from jaxrl_llm.record import Record
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.runs import model_folder
+from jaxrl_llm.run import Run, Unstoppable
 from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.stop import SECONDS, Stop
+from jaxrl_llm.scoring import States
+from jaxrl_llm.stop import Stop
 from jaxrl_llm.structs import Batch, Config, PyTree
+from jaxrl_llm.train import train
 
 
-def finetune(config: Config, workdir: Path, opened: ExitStack, stop: Stop) -> None:
-    """Runs, or resumes, the run of `config` in `workdir`; an example is a prompt with one completion (G = 1).
+def sft_step(run: Run, states: States, step: int) -> tuple[States, Record]:
+    """One update on the next examples. The states given are donated."""
+    timer = run.log.timer()
+    examples = run.actor.next()
+    batch = sharding.shard_batch(examples, run.mesh)
+    policy, (rows,) = run.learners["policy"], run.minibatches(step)
+    policy.compile(states["policy"], batch, rows)  # may take minutes, so outside of `later`
+    with run.stop.later():
+        state, metrics = policy.update(states["policy"], batch, rows)
+        states, updates = {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
+        updated = run.log.watch(updates)
+        record = Record(step, timer, int(examples.completion_mask.sum()), updates, policy.skipped(state), updated)
+        run.commit(states, record)
+        run.actor.push(state.params, step)
+    return states, record
 
-    `opened` and `stop` are as in `train.train`. Raises: UserError, for what a person can put right.
-    """
-    compilations = Compilations()
-    cache = keep_compilations()
-    keep_schedule(workdir, config)
-    totals = checks.check_sft(config)
-    if config.deterministic:
-        compute_deterministically()
-    check_workdir(workdir, config)
-    opened.enter_context(disk.locked(workdir))
-    mesh = sharding.make_mesh(**config.mesh)
-    checks.check_batch_fits_mesh(config, mesh, config.prompts_per_step)
-    folder = opened.enter_context(model_folder(config))
-    model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
-    tokenizer = hf.load_tokenizer(folder)
-    dataset = data.load(config, tokenizer)
-    held_out = data.load_held_out(config, tokenizer) if config.eval.every else dataset
-    checks.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
-    checks.check_positions(config, model.cfg, dataset, held_out)
-    answers = tokenise_answers(dataset, tokenizer, config)
+
+class Examples:
+    """Batches of examples, as a run asks for them. There is no engine whose weights would matter."""
+
+    def __init__(self, iterator: grain.DatasetIterator):
+        self._iterator = iterator
+        self._beginning = self._position = self._current = iterator.get_state()
+
+    def reset(self, step: int, params: PyTree, pending: Pending | None = None) -> None:
+        """Goes on as `pending` says; without it, at the start of the data."""
+        self._position = pending.position if pending else self._beginning
+        self._iterator.set_state(self._position)
+
+    def next(self) -> Batch:
+        """The next examples, on the host."""
+        batch = next(self._iterator)
+        self._current = self._iterator.get_state()
+        return batch
+
+    def finish_push(self, params: PyTree) -> dict[str, Any]:
+        """Nothing is to be waited for."""
+        return {}
+
+    def push(self, params: PyTree, step: int) -> None:
+        """The next examples have been learned from."""
+        self._position = self._current
+
+    def advance(self, step: int) -> None:
+        """The iterator reads ahead by itself."""
+
+    def pending(self, seconds: float | None = None) -> Pending:
+        """Where the iterator is after what was learned from."""
+        return Pending(self._position, [])
+
+
+@contextmanager
+def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[Run]:
+    """The run of an `sft` config, as `build.build` gives that of a `train` config. Raises: UserError."""
+    with ExitStack() as opened, Stop(opened) if signals else nullcontext(Unstoppable()) as stop:
+        yield make_run(load(config, workdir, opened, checks.check_sft), stop)
+
+
+def make_run(given: Given, stop: Stop | Unstoppable) -> Run:
+    """A run of `sft`; an example is a prompt with one completion (G = 1). Raises: UserError."""
+    config, model, mesh, tokenizer = given.config, given.model, given.mesh, given.tokenizer
+    answers = tokenise_answers(given.dataset, tokenizer, config)
+    kept = [i for i, answer in enumerate(answers) if answer]
+    length = config.rollout.max_completion_tokens
+    collate = partial(make_batch, given.dataset, answers, kept, length, tokenizer.pad_token_id)
+    iterator = data.iterate(len(kept), config.prompts_per_step, config.seed, collate)
 
     def first_params() -> PyTree:
         if config.model.path:
-            return hf.load_params(folder, model, mesh)
+            return given.params()
         init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes(), mesh))
         return init(jax.random.key(config.seed))
 
-    params = None if has_checkpoint(workdir / "checkpoints") else first_params()
-
-    examinee = Sampler(
-        model, mesh, max_completion_tokens=config.rollout.max_completion_tokens,
-        stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    optimizer = optim.make_optimizer(totals.scheduled_updates, **config.optim)
-    shapes, placed = update.abstract_state(model.shapes(), optimizer, mesh)
-    update_step = update.make_update_step(
+    policy = update.make_learner(
         update.policy_objective(model, losses.cross_entropy(), Sampling()),
-        optimizer, mesh, placed, microbatch=config.microbatch,
-        aggregate=partial(losses.aggregation_weights, **config.aggregate),
+        optim.make_optimizer(given.totals.scheduled_updates, **config.optim), model.shapes(), first_params, mesh,
+        microbatch=config.microbatch, aggregate=partial(losses.aggregation_weights, **config.aggregate),
+    )  # fmt: skip
+    shapes: States = {"policy": policy.shapes}
+    lasting = open_lasting(given, shapes, [("over-long completions dropped", len(answers) - len(kept))])
+    engine = Sampler(
+        model, mesh, max_completion_tokens=length, stop_ids=given.stop_ids,
+        pad_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    examine = make_examination(given)
+
+    def accuracy(states: States) -> float:
+        engine.update_weights(states["policy"].params)
+        found = examine(engine)
+        engine.release()
+        return found
+
+    return Run(
+        config=config, mesh=mesh, actor=Examples(iterator), scorers={}, learners={"policy": policy}, shapes=shapes,
+        stop=stop, assign_credit=lambda batch, *_: (batch, {}), reference=None,
+        minibatches=lambda step: [jnp.arange(config.prompts_per_step)],
+        accuracy=accuracy, export=given.export, compilations=given.compilations, **lasting,
     )  # fmt: skip
 
-    kept = [i for i, answer in enumerate(answers) if answer]
-    collate = partial(make_batch, dataset, answers, kept, config.rollout.max_completion_tokens, tokenizer.pad_token_id)
-    batches = data.iterate(len(kept), config.prompts_per_step, config.seed, collate)
-    began_with = {"model.path": hf.fingerprint(folder), "data.source": dataset.fingerprint()}
-    if config.eval.every:
-        began_with["eval.source"] = held_out.fingerprint()
-    checkpoints = Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)
-    opened.enter_context(closing(checkpoints))
-    checkpoints.check_room(shapes)
-    start, state, _ = checkpoints.resume(shapes, batches)
-    state = state or update.init_state(params or first_params(), optimizer, mesh)[0]
-    del params
-    open_workdir(workdir, config)
-    table = checks.table(config, totals, mesh, model.cfg, dataset, held_out, start)
-    banner(
-        f"jaxrl_llm.sft: {workdir}",
-        [*table, ("over-long completions dropped", len(answers) - len(kept)), ("compiled code", cache)],
-        lines=settings.warnings(config, totals, model.cfg, mesh.devices.flat[0].platform),
-    )
-    log = Log(workdir, config.to_dict(), start=start)
-    opened.enter_context(closing(log))
-    rows = jnp.arange(config.prompts_per_step)
-    learned = saved = start  # steps that are in the state, and those that are in a checkpoint too
-    position = batches.get_state()  # after the last batch learned from
-    unwritten: dict[str, Any] = {}  # the log record of step `learned`, if its evaluation is not done
 
-    exam = (config.eval.function,) if config.eval.every else ()
-    examine = rewards.Score(exam, (1.0,), config.reward.timeout, field="config.reward.timeout")
-    opened.enter_context(closing(examine))
-
-    def accuracy() -> float:
-        examinee.update_weights(state.params)
-        size, key = whole_batches(config.prompts_per_step, len(held_out.rows), mesh), jax.random.key(config.seed)
-        return float(evaluate(examinee, held_out, examine, tokenizer, batch=size, key=key)[0].mean())
-
-    def finish() -> None:
-        """What a signal leaves to do."""
-        if unwritten:
-            log.step(learned, unwritten)
-        if saved < learned:
-            checkpoints.save(learned, state, position, None)
-        checkpoints.wait()
-        if learned and stop.seconds < SECONDS / 2:
-            export.save(workdir / "hf", state.params, folder)
-        log.end(learned, compilations, stop.used())
-
-    stop.finish = finish
-    if start and evaluates(config, start) and log.lacks_evaluation(start):  # a signal cut it off
-        late = accuracy()
-        with stop.later():
-            log.add_evaluation(start, late)
-    for step in range(start + 1, config.num_steps + 1):
-        timer = Timer()
-        batch = next(batches)
-        on_device = sharding.shard_batch(batch, mesh)
-        update_step.lower(state, on_device, rows).compile()  # here, where a signal need not wait for it
-        with stop.later():
-            state, measured = update_step(state, on_device, rows)
-            measured = sharding.to_host(measured)
-            timer.lap("update")
-            tokens = batch.completion_mask.sum()
-            record = measured | {"loss/sft": measured["loss/total"]} | sharding.to_host(skips.skipped(state))
-            record |= {"time/step": timer.seconds["update"], "time/update": timer.seconds["update"]}
-            record |= {"tokens_per_second": tokens / timer.seconds["update"]}
-            learned, position, unwritten = step, batches.get_state(), record
-        last = step == config.num_steps
-        if evaluates(config, step):
-            record |= {"eval/accuracy": accuracy()}
-        with stop.later():
-            log.step(step, record)
-            unwritten = {}
-            skips.check_skipped(step, record, most=config.health.max_skipped, latest=checkpoints.latest)
-            checkpoints.check()
-            if step % config.checkpoint.every == 0 or "eval/accuracy" in record or last:
-                checkpoints.save(step, state, position, record.get("eval/accuracy"))
-                saved = step
-    with stop.later():
-        checkpoints.wait()
-        export.save(workdir / "hf", state.params, folder)
-        log.end(learned, compilations)
+def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
+    """Fine-tunes in this process, as `train.steps` trains."""
+    with build(config, workdir, signals=signals) as run:
+        yield from train(run, sft_step)
 
 
 def tokenise_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[list[int]]:
@@ -186,8 +166,8 @@ def make_batch(
 
 def main() -> None:
     config, workdir = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.")
-    with ExitStack() as opened, Stop(opened) as stop:
-        finetune(config, workdir, opened, stop)
+    for _ in steps(config, workdir, signals=True):
+        pass
 
 
 if __name__ == "__main__":

@@ -47,6 +47,17 @@ class Rollouts:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Rewards:
+    """What completions earned, as the reward functions say."""
+
+    total: Array  # [B, G], the weighted sum of the channels
+    channels: dict[str, Array]  # {function: [B, G]}, NaN where it abstained
+    greedy: Array = None  # [B, 1], the total of each prompt's greedy completion, where an estimator asks for it
+    greedy_lengths: Array = None  # [B, 1], its tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Batch:
     """What an update needs. A field that a run has no use for is None."""
 

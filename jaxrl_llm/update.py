@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -21,8 +22,43 @@ from jaxrl_llm.optim import Optimizer
 from jaxrl_llm.sampling import Sampling, token_logprobs
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 
+
+@dataclass(frozen=True)
+class Learner:
+    """A model that learns; its TrainState is held by the loop."""
+
+    update_step: jax.stages.Wrapped  # (state, batch, rows) -> state, metrics; the state is donated
+    optimizer: Optimizer
+    shapes: TrainState  # shapes, dtypes and shardings of its state
+    init: Callable[[], TrainState]  # its state at step 0
+    prefix: str = ""  # of its metrics' names
+    frozen_steps: int = 0  # steps of the run in which it does not learn yet
+
+    def compile(self, state: TrainState, batch: Batch, rows: Array) -> None:
+        """Compiles the update for batches of this shape, if it is not yet."""
+        self.update_step.lower(state, batch, rows).compile()
+
+    def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
+        """One optimiser step on batch[rows]. The state given is donated."""
+        state, metrics = self.update_step(state, batch, rows)
+        return state, {f"{self.prefix}{name}": x for name, x in metrics.items()}
+
+    def skipped(self, state: TrainState) -> Metrics:
+        """Updates skipped so far, and in a row, for a gradient that is not finite or without a trained token.
+
+        Copies: the next update donates the state.
+        """
+        finite = state.opt_state
+        counts = {"updates/skipped": finite.total_notfinite + 0, "updates/skipped_in_a_row": finite.notfinite_count + 0}
+        return {f"{self.prefix}{name}": x for name, x in counts.items()}
+
+    def coefficients(self, state: TrainState) -> Metrics:
+        """What each coefficient is in the next update."""
+        return {name: c.value(state.kept[name]) for name, c in self.optimizer.coefficients.items()}
+
+
 Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, Metrics]]
-Score: TypeAlias = Callable[[PyTree, Batch], Array]
+Score: TypeAlias = Callable[[PyTree, Batch], PyTree]
 
 LOGITS_AT_ONCE = 2**25  # elements of the largest logits array that a device holds: 128 MiB in float32
 
@@ -113,22 +149,22 @@ def _parts(prompts: int, microbatch: int) -> int:
     return prompts // microbatch if microbatch else 1
 
 
-def by_parts(per_token: Callable[[PyTree, Batch], Array], mesh: Mesh, microbatch: int) -> Score:
-    """`per_token(params, batch) -> [B, G, C]`, jitted, so many prompts at a time (0: all at once)."""
+def by_parts(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, microbatch: int) -> Score:
+    """`per_token(params, batch)`, [B, G, C] or several of them, jitted, so many prompts at a time (0: all at once)."""
 
     @partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
-    def score(params: PyTree, batch: Batch) -> jax.Array:
+    def score(params: PyTree, batch: Batch) -> PyTree:
         parts = _split(batch, _parts(batch.prompts.shape[0], microbatch))
         scored = jax.lax.map(lambda part: per_token(params, part), parts)
-        joined = jnp.swapaxes(scored, 0, 1).reshape(batch.completions.shape)
+        joined = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(batch.completions.shape), scored)
         return jax.lax.with_sharding_constraint(joined, NamedSharding(mesh, sharding.BATCH))
 
     return score
 
 
-def make_score(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int, *, entropy: bool = False) -> Score:
-    """`score(params, batch)` -> log-probabilities [B, G, C], or entropies, without gradients."""
-    return by_parts(lambda params, x: completion_logprobs(model, params, x, sampling)[int(entropy)], mesh, microbatch)
+def make_score(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int) -> Score:
+    """`score(params, batch)` -> log-probabilities [B, G, C], without gradients."""
+    return by_parts(lambda params, x: completion_logprobs(model, params, x, sampling)[0], mesh, microbatch)
 
 
 def policy_objective(
@@ -181,6 +217,22 @@ def policy_objective(
         return loss, metrics
 
     return objective
+
+
+def make_learner(
+    objective: Objective,
+    optimizer: Optimizer,
+    shapes: PyTree,
+    params: Callable[[], PyTree],
+    mesh: Mesh,
+    *,
+    microbatch: int,
+    aggregate: Callable[[Array], Array],
+) -> Learner:
+    """A learner whose parameters have these shapes and begin as params(); the rest as `make_update_step` takes it."""
+    abstract, placed = abstract_state(shapes, optimizer, mesh)
+    step = make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
+    return Learner(step, optimizer, abstract, lambda: init_state(params(), optimizer, mesh)[0])
 
 
 def make_update_step(

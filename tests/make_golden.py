@@ -1,4 +1,4 @@
-"""Three steps of tiny runs whose numbers are kept: `python tests/make_golden.py` makes them again, in tests/references/golden/.
+"""Three steps of tiny runs, whose numbers are kept in references/golden/: `python tests/make_golden.py [NAMES]`.
 
 They change when the mathematics, the sampling or the order of a step does: then on purpose, in a commit that says why.
 """

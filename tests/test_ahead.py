@@ -204,7 +204,7 @@ class Server:
     def __init__(self, model: Decoder, mesh: jax.sharding.Mesh):
         self.sampler = Sampler(model, mesh, max_completion_tokens=tiny.C, stop_ids=(1,), pad_id=0)
 
-    def generate(self, *args, length: int, **kwargs):
+    def generate(self, *args, **kwargs):
         return self.sampler.generate(*args, **kwargs)
 
 

@@ -7,15 +7,14 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
-from jaxrl_llm import signals
-from jaxrl_llm.collect import Collector, Sampled, refill
+from jaxrl_llm.collect import Collector, Samples, refill
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Prompts, Rollouts
 
 B, G, C = 4, 2, 3
 
 
-def sampled(number: int, signal: list[bool]) -> Sampled:
+def sampled(number: int, signal: list[bool]) -> Samples:
     """Groups whose every entry is number * 10 + their place; those with a signal earn 0 and 1, the others 1 and 1."""
     marks = number * 10 + np.arange(B)
     completions = np.broadcast_to(marks[:, None, None], (B, G, C)).astype(np.int32)
@@ -24,10 +23,10 @@ def sampled(number: int, signal: list[bool]) -> Sampled:
     rollouts = Rollouts(completions, mask, mask, completions.astype(np.float32), np.zeros((B, G), bool), completions)
     total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)
     texts = [[str(m)] * G for m in marks]
-    return Sampled(prompts, rollouts, lambda: (texts, {"total": total, "mark": np.repeat(marks[:, None], G, 1)}))
+    return Samples(prompts, rollouts, lambda: (texts, {"total": total, "mark": np.repeat(marks[:, None], G, 1)}))
 
 
-def marks(whole: Sampled) -> list[int]:
+def marks(whole: Samples) -> list[int]:
     """Which group stands at each place, after checking that all of it does."""
     texts, channels = whole.judged()
     found = [row["mark"] for row in whole.prompts.rows]
@@ -48,7 +47,7 @@ def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_that_have_one
 def test_it_ends_at_the_bound_with_what_it_has_and_draws_nothing_it_does_not_need():
     drawn = []
 
-    def draw(i: int) -> Sampled:
+    def draw(i: int) -> Samples:
         drawn.append(i)
         return sampled(i, [True, False, False, False])
 
@@ -74,17 +73,6 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
             config, SimpleNamespace(generate=generate), Sampling(), iter([sampled(0, [True] * B).prompts]), None, None,
             SimpleNamespace(ahead=lambda judge: judge), greedy=False,
         )  # fmt: skip
-        whole, _ = collector.collect(jax.random.key(0))
+        whole = collector.collect(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
         np.testing.assert_array_equal(whole.rollouts.loss_mask[..., 0], ~(cut & left_out))
-
-
-def test_rewards_lie_on_the_last_trained_token_and_the_overlong_penalty_grows_to_one():
-    mask = np.array([[[True, True, False], [False, False, False]]])
-    np.testing.assert_array_equal(signals.at_the_end(np.array([[2.0, 5.0]]), mask), [[[0, 2, 0], [0, 0, 0]]])
-    real = np.arange(10) < np.array([5, 6, 7, 8, 10])[None, :, None]
-    rollouts = Rollouts(real, real, real, real, real, real)
-    channels = signals.with_overlong({"total": np.ones((1, 5), np.float32)}, rollouts, tokens=4)
-    np.testing.assert_allclose(channels["overlong"], [[0, 0, -0.25, -0.5, -1]])
-    np.testing.assert_allclose(channels["total"], [[1, 1, 0.75, 0.5, 0]])
-    assert signals.with_overlong({"total": 1}, rollouts, tokens=0) == {"total": 1}

@@ -39,7 +39,7 @@ def test_fifty_ragged_steps_compile_few_programs_and_the_last_ten_almost_none(mo
         lengths = np.random.default_rng(step).lognormal(np.log(7), 0.7, (tiny.B, tiny.G)).astype(int)
         key = jax.random.fold_in(jax.random.key(0), step)
         budget = lengths.clip(1, LIMIT)
-        rollouts = sampler.generate(prompts, key, group_size=tiny.G, sampling=Sampling(), budget=budget)
+        rollouts = sampler.generate(prompts, key, group_size=tiny.G, sampling=Sampling(), max_tokens=budget)
         batch = Batch(prompts.tokens, prompts.mask, *dataclasses.astuple(rollouts)[:3])
         batch = dataclasses.replace(batch, slots=pack(rollouts.completion_mask.sum(axis=-1), LIMIT))
         score(params, sharding.shard_batch(batch, mesh))

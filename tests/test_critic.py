@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import checks, critic, losses, sharding, update
+from jaxrl_llm import checks, credit, critic, losses, sharding, update
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Batch
 
@@ -51,10 +51,10 @@ def test_the_value_loss_by_hand(monkeypatch):
 
 def test_explained_variance_by_hand_and_without_what_an_environment_wrote():
     returns, mask = jnp.array([[[1.0, 0.0, 1.0, 9.0]]]), np.array([[[True, True, True, False]]])
-    assert critic.explained_variance(returns, returns, mask) == pytest.approx(1)
-    assert critic.explained_variance(jnp.zeros((1, 1, 4)), returns, mask) == pytest.approx(0)
-    assert critic.explained_variance(-returns, returns, mask) == pytest.approx(-3)
-    assert critic.explained_variance(returns, jnp.ones((1, 1, 4)), mask) == 0  # nothing to explain
+    assert credit.explained_variance(returns, returns, mask) == pytest.approx(1)
+    assert credit.explained_variance(jnp.zeros((1, 1, 4)), returns, mask) == pytest.approx(0)
+    assert credit.explained_variance(-returns, returns, mask) == pytest.approx(-3)
+    assert credit.explained_variance(returns, jnp.ones((1, 1, 4)), mask) == 0  # nothing to explain
 
 
 def critic_update(shape=(1, 1, 1), microbatch=0, filler=0.0):
@@ -107,7 +107,7 @@ def test_values_see_the_tokens_before_theirs_and_no_other():
 def test_targets_are_lambda_returns_over_the_trained_tokens():
     rewards = np.array([[[0.0, 5.0, 1.0]]], np.float32)
     mask = np.array([[[True, False, True]]])
-    found = critic.lambda_returns(rewards * mask, np.full((1, 1, 3), 0.3, np.float32), mask, gamma=0.9, lam=1.0)
+    found = credit.lambda_returns(rewards * mask, np.full((1, 1, 3), 0.3, np.float32), mask, gamma=0.9, lam=1.0)
     np.testing.assert_allclose(found, [[[0.9, 0.0, 1.0]]], rtol=1e-6)
 
 

@@ -190,7 +190,7 @@ def ragged(monkeypatch, *, halve: bool, first_cache: int, mesh=(1, 1, 1)):
         jax.random.key(5),
         group_size=tiny.G,
         sampling=Sampling(),
-        budget=BUDGETS,
+        max_tokens=BUDGETS,
     )
     return rollouts, shapes
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl_llm import data, disk
-from jaxrl_llm.checkpoint import Checkpoints, has_checkpoint
+from jaxrl_llm import disk
+from jaxrl_llm.checkpoint import Checkpoints, Pending, has_checkpoint
 from jaxrl_llm.errors import UserError
 
 PROGRAM = """
@@ -154,8 +154,7 @@ KEEP = ConfigDict(dict(keep=1, keep_best=1))
 STATE = {"a": jnp.arange(2**20, dtype=jnp.float32) ** 0.5}
 
 
-def iterator():
-    return data.iterate(10, 2, 0, list)
+PENDING = Pending({"next_index": 0}, [])
 
 
 def steps(folder: Path) -> list[str]:
@@ -180,20 +179,20 @@ def check_for_ten_seconds(checkpoints: Checkpoints) -> None:
 def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed(tmp_path, full, capfd):
     folder = tmp_path / "run" / "checkpoints"
     checkpoints = Checkpoints(folder, {}, KEEP)
-    checkpoints.save(1, STATE, iterator().get_state(), None)
+    checkpoints.save(1, STATE, PENDING, None)
     checkpoints.wait()
     full(2**18)
-    checkpoints.save(2, STATE, iterator().get_state(), None)
+    checkpoints.save(2, STATE, PENDING, None)
     with pytest.raises(UserError, match=r" cannot be written \(File too large; .* GB free there\): make"):
         check_for_ten_seconds(checkpoints)
     full(resource.RLIM_INFINITY)
     checkpoints.close()
     assert capfd.readouterr().err == ""
     again = Checkpoints(folder, {}, KEEP)
-    step, state, _ = again.resume(STATE, iterator())
+    step, state, _ = again.resume(STATE)
     assert step == 1
     assert (state["a"] == STATE["a"]).all()
-    again.save(2, STATE, iterator().get_state(), None)
+    again.save(2, STATE, PENDING, None)
     again.close()
     assert steps(folder) == ["2"]
 
@@ -201,7 +200,7 @@ def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed
 def test_the_best_checkpoint_stays_when_the_run_is_resumed(tmp_path):
     for step, accuracy in enumerate([0.1, 0.9, 0.2, 0.3], 1):
         checkpoints = Checkpoints(tmp_path, {}, KEEP)
-        checkpoints.save(step, STATE, iterator().get_state(), accuracy)
+        checkpoints.save(step, STATE, PENDING, accuracy)
         checkpoints.close()
     assert steps(tmp_path) == ["2", "4"]
 
@@ -215,7 +214,7 @@ def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkey
     monkeypatch.setattr(disk, "free", lambda folder: 3 * size - 1)
     with pytest.raises(UserError, match=r"has room for 0.01 GB, but 3 checkpoints of 0.00 GB need 0.01 GB: make room"):
         checkpoints.check_room(STATE)
-    checkpoints.save(1, STATE, iterator().get_state(), None)
+    checkpoints.save(1, STATE, PENDING, None)
     checkpoints.wait()
     checkpoints.check_room(STATE)  # one of them is there
     checkpoints.close()

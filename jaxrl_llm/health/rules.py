@@ -1,14 +1,17 @@
 """Health rules: pure functions from a run's records so far to what is wrong, why, and what to do about it.
 
-A rule gets the records of metrics.jsonl, oldest first, and returns what it saw, or None. docs/health.md has the
-list; a bound without a source there was calibrated on the runs it names.
+A rule gets the records of metrics.jsonl, oldest first, and returns what it saw, or None. Its keyword arguments are
+fields of `config.health`. docs/health.md has the list; a bound without a source there was calibrated on the runs it
+names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
+
+from jaxrl_llm.config import keywords
 
 Record: TypeAlias = dict[str, Any]
 WINDOW = 16  # records that a rule may look back
@@ -24,6 +27,7 @@ class Finding:
     cause: str
     fix: str
     reference: str
+    action: str = "warn"  # or "stop", which ends the run
 
     def line(self) -> str:
         return f"health {self.id} ({self.severity}): {self.evidence}: {self.cause}; {self.fix} [{self.reference}]"
@@ -31,10 +35,19 @@ class Finding:
     record = asdict
 
 
-def findings(history: Sequence[Record]) -> list[Finding]:
-    """What all rules see in the latest records."""
-    latest = [{name: x for name, x in record.items() if x is not None} for record in history[-WINDOW:]]
-    return [found for rule in RULES if latest and (found := rule(latest))]
+def findings(history: Sequence[Record], bounds: Mapping[str, Any]) -> list[Finding]:
+    """What all rules see in the latest records; bounds: the `health` section of a config."""
+    latest = [_known(record) for record in history[-WINDOW:]]
+    if not latest:
+        return []
+    found = [rule(latest, **{name: bounds[name] for name in keywords(rule)}) for rule in RULES]
+    return [finding for finding in found if finding]
+
+
+def _known(record: Record) -> Record:
+    """A record without what is not finite, which metrics.jsonl has as null; the names of that are in "not_finite"."""
+    names = sorted(name for name, x in record.items() if x is None)
+    return {name: x for name, x in record.items() if x is not None} | {"not_finite": names}
 
 
 def mismatch(history: Sequence[Record]) -> Finding | None:
@@ -98,4 +111,21 @@ def staleness(history: Sequence[Record]) -> Finding | None:
     )  # fmt: skip
 
 
-RULES: tuple[Callable[[Sequence[Record]], Finding | None], ...] = (mismatch, stale_push, drift, staleness)
+def skipped_updates(history: Sequence[Record], *, max_skipped: int) -> Finding | None:
+    """F27: updates are skipped, one after the other, and the model stands still."""
+    r = history[-1]
+    counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row")]
+    if not max_skipped or max(counts, default=0) < max_skipped:
+        return None
+    names = [name for name in r["not_finite"] if not name.endswith(("_min", "_max"))]
+    lower = "a lower optim.learning_rate or with model.dtype = 'float32'"
+    longer = "other limits: config.mask and rollout.max_completion_tokens decide which tokens are trained"
+    return Finding(
+        "F27", "bad", f"{max(counts)} updates in a row were skipped, and the model stands still",
+        f"their gradients are not finite ({', '.join(names[:5])})" if names else "no token in them is trained",
+        f"begin a new run with {lower if names else longer}, or raise config.health.max_skipped (0: never stop)",
+        "FAILURES F27", "stop",
+    )  # fmt: skip
+
+
+RULES: tuple[Callable[..., Finding | None], ...] = (mismatch, stale_push, drift, staleness, skipped_updates)

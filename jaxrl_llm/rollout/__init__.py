@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import jax
+import numpy as np
 
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
@@ -15,8 +16,14 @@ class Engine(Protocol):
 
     exact: bool  # its log-probabilities equal the trainer's to rounding
 
-    def generate(self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling) -> Rollouts:
-        """group_size completions of each prompt, on the host; the stop token belongs to the completion."""
+    def generate(
+        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling,
+        max_tokens: np.ndarray | None = None,
+    ) -> Rollouts:  # fmt: skip
+        """group_size completions of each prompt, on the host; the stop token belongs to the completion.
+
+        max_tokens [B, G]: of each completion at most, where that is less than the run's limit.
+        """
         ...
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:

@@ -64,9 +64,9 @@ class Ahead(Generic[T]):
         done, _ = wait(ordered, seconds)
         return [batch.result() for batch in takewhile(lambda x: x in done and not x.exception(), ordered)]
 
-    def close(self) -> None:
-        """Nothing more is begun."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    def close(self, *, wait: bool = False) -> None:
+        """Nothing more is begun; wait: and what was begun has ended."""
+        self._thread.shutdown(wait=wait, cancel_futures=True)
 
     def _order(self, step: int) -> None:
         if step <= self._last:

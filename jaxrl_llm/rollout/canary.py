@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.vllm import VllmEngine
+from jaxrl_llm.rollout import Engine
 from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch, Prompts, PyTree, Rollouts
 from jaxrl_llm.update import make_score
@@ -29,7 +29,7 @@ class Canary:
 
     def __init__(
         self,
-        engine: VllmEngine,
+        engine: Engine,
         model: Decoder,
         mesh: Mesh,
         collate: Callable[[Sequence[int]], Prompts],
@@ -46,8 +46,9 @@ class Canary:
 
     def ask(self) -> Rollouts:
         """What the servers answer."""
+        limit = np.full((len(self._prompts.tokens), 1), TOKENS)
         return self._engine.generate(
-            self._prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0), length=TOKENS
+            self._prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0), max_tokens=limit
         )
 
     def check(self, answer: Rollouts, params: PyTree) -> dict[str, Any]:

@@ -29,6 +29,19 @@ from jaxrl_llm.structs import Array, Prompts, PyTree, Rollouts
 FIRST_CACHE = 64  # completion tokens that the first cache holds; a full one is doubled
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """What is fixed while a batch is sampled, and in the programs compiled for it."""
+
+    batch: int  # prompts
+    group: int  # completions of each
+    sampling: Sampling
+    length: int  # the most tokens of a completion
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    devices: int  # that share the prompts
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Seats:
@@ -66,15 +79,8 @@ class Sampler:
             return model.unstack(jax.lax.with_sharding_constraint(cast, placed))
 
         self._place = jax.jit(as_used)
-        fixed = dict(stop_ids=stop_ids, devices=self._devices)
-        self._start = jax.jit(
-            partial(start, model, length=max_completion_tokens, pad_id=pad_id, **fixed),
-            static_argnames=("group", "sampling"), compiler_options=ROUND_AS_WRITTEN,
-        )  # fmt: skip
-        self._run = jax.jit(
-            partial(run, model, **fixed),
-            static_argnames=("group", "batch", "sampling"), donate_argnums=1, compiler_options=ROUND_AS_WRITTEN,
-        )  # fmt: skip
+        self._start = jax.jit(partial(start, model), static_argnums=0, compiler_options=ROUND_AS_WRITTEN)
+        self._run = jax.jit(partial(run, model), static_argnums=0, donate_argnums=2, compiler_options=ROUND_AS_WRITTEN)
         self._reseat = jax.jit(partial(reseat, mesh=mesh, devices=self._devices), static_argnames="capacity")
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
@@ -88,19 +94,19 @@ class Sampler:
         self._params = None
 
     def generate(
-        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, budget: np.ndarray | None = None
-    ) -> Rollouts:
-        """`group_size` completions of each prompt, on the host; budget [B, G]: tokens each may take at most."""
+        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling,
+        max_tokens: np.ndarray | None = None,
+    ) -> Rollouts:  # fmt: skip
+        """`group_size` completions of each prompt, on the host; max_tokens [B, G]: tokens each may take at most."""
         total, most = len(prompts.tokens) * group_size, self._length
-        budget = np.full(total, most) if budget is None else np.minimum(budget.reshape(-1), most)
-        batch = sharding.shard_batch((prompts.tokens, prompts.mask, budget.reshape(-1, group_size)), self._mesh)
-        seats = self._start(self._params, *batch, key, group=group_size, sampling=sampling)
+        limits = np.full(total, most) if max_tokens is None else np.minimum(max_tokens.reshape(-1), most)
+        batch = sharding.shard_batch((prompts.tokens, prompts.mask, limits.reshape(-1, group_size)), self._mesh)
+        fixed = Decoding(len(prompts.tokens), group_size, sampling, most, self._stops, self._pad, self._devices)
+        seats = self._start(fixed, self._params, *batch, key)
         tokens, logprobs = np.full((total, most), self._pad, np.int32), np.zeros((total, most), np.float32)
         length, t = np.ones(total, np.int32), jnp.int32(1)
         while True:
-            seats, t = self._run(
-                self._params, seats, t, key, batch=len(prompts.tokens), group=group_size, sampling=sampling
-            )
+            seats, t = self._run(fixed, self._params, seats, t, key)
             rows = (seats.member, seats.alive, seats.prompt, seats.tokens, seats.logprobs, seats.length)
             member, alive, prompt, *sampled = sharding.to_host(rows)
             taken = member < total
@@ -143,55 +149,32 @@ def _ended(token: Array, stop_ids: tuple[int, ...]) -> jax.Array:
 
 
 def start(
-    model: Decoder,
-    params: PyTree,
-    prompts: Array,
-    prompt_mask: Array,
-    budget: Array,
-    key: Array,
-    *,
-    group: int,
-    sampling: Sampling,
-    length: int,
-    stop_ids: tuple[int, ...],
-    pad_id: int,
-    devices: int,
+    model: Decoder, fixed: Decoding, params: PyTree, prompts: Array, prompt_mask: Array, budget: Array, key: Array
 ) -> Seats:
     """Prompts [B, P] prefilled, the first token of every completion sampled, all seated [B, G]."""
-    batch = prompts.shape[0]
+    batch, group, length, sampling = fixed.batch, fixed.group, fixed.length, fixed.sampling
     hidden, prefix = model.prefill(params, prompts, prompt_mask)
     logits = model.logits(params, last_state(hidden, prompt_mask))
     uniform = _uniform(key, 0, batch * group).reshape(batch, group, 2)
     each = jax.vmap(partial(choose, sampling=sampling), in_axes=(None, 1), out_axes=1)  # one copy of the logits
     token, logprob = each(logits, uniform)
-    tokens = jnp.full((batch, group, length), pad_id, jnp.int32).at[:, :, 0].set(token)
+    tokens = jnp.full((batch, group, length), fixed.pad_id, jnp.int32).at[:, :, 0].set(token)
     logprobs = jnp.zeros((batch, group, length), jnp.float32).at[:, :, 0].set(logprob)
     cfg = model.cfg
     shape = (batch, cfg.kv_heads, group, min(FIRST_CACHE, length), cfg.head_dim)
     cache = [KeyValue(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)) for _ in range(cfg.layers)]
     return Seats(
-        prompt=jnp.arange(batch, dtype=jnp.int32) % (batch // devices),
+        prompt=jnp.arange(batch, dtype=jnp.int32) % (batch // fixed.devices),
         member=jnp.arange(batch * group, dtype=jnp.int32).reshape(batch, group),
-        alive=~_ended(token, stop_ids) & (budget > 1),
+        alive=~_ended(token, fixed.stop_ids) & (budget > 1),
         budget=budget, tokens=tokens, logprobs=logprobs, length=jnp.ones((batch, group), jnp.int32),
         prompt_mask=prompt_mask, prefix=prefix, cache=cache,
     )  # fmt: skip
 
 
-def run(
-    model: Decoder,
-    params: PyTree,
-    seats: Seats,
-    t: Array,
-    key: Array,
-    *,
-    batch: int,
-    group: int,
-    sampling: Sampling,
-    stop_ids: tuple[int, ...],
-    devices: int,
-) -> tuple[Seats, Array]:
+def run(model: Decoder, fixed: Decoding, params: PyTree, seats: Seats, t: Array, key: Array) -> tuple[Seats, Array]:
     """Decodes from token t on, until the cache is full, all have ended, or half the seats would do."""
+    batch, devices = fixed.batch, fixed.devices
     n, w = seats.member.shape
     most = min(seats.tokens.shape[2], seats.cache[0].keys.shape[3] + 1)
     entries, width = half(n // devices, w)
@@ -206,14 +189,14 @@ def run(
     def step(state: tuple) -> tuple:
         t, token, alive, tokens, logprobs, length, cache = state
         hidden, cache = model.decode(params, token, t - 1, cache, seats.prefix, seats.prompt_mask)
-        uniform = jnp.take(_uniform(key, t, batch * group), seats.member, axis=0, mode="clip")
-        token, logprob = choose(model.logits(params, hidden), uniform, sampling)
+        uniform = jnp.take(_uniform(key, t, batch * fixed.group), seats.member, axis=0, mode="clip")
+        token, logprob = choose(model.logits(params, hidden), uniform, fixed.sampling)
         length = length + alive
         at_t = partial(jax.lax.dynamic_update_index_in_dim, index=t, axis=2)
         before = partial(jax.lax.dynamic_index_in_dim, index=t, axis=2, keepdims=False)
         tokens = at_t(tokens, jnp.where(alive, token, before(tokens)))
         logprobs = at_t(logprobs, jnp.where(alive, logprob, 0.0))
-        alive = alive & ~_ended(token, stop_ids) & (t + 1 < seats.budget)
+        alive = alive & ~_ended(token, fixed.stop_ids) & (t + 1 < seats.budget)
         return t + 1, token, alive, tokens, logprobs, length, cache
 
     token = jax.lax.dynamic_index_in_dim(seats.tokens, t - 1, axis=2, keepdims=False)

@@ -123,27 +123,31 @@ class VllmEngine:
         self._version, self._closed = 0, Event()
 
     def generate(
-        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, length: int | None = None
-    ) -> Rollouts:
-        """group_size completions of each prompt, on the host; length: tokens of one at most, if not as in a run."""
+        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling,
+        max_tokens: np.ndarray | None = None,
+    ) -> Rollouts:  # fmt: skip
+        """group_size completions of each prompt, on the host; max_tokens [B, G]: tokens each may take at most."""
         seeds = np.asarray(jax.random.randint(key, (len(prompts.tokens),), 0, 2**31 - 1 - group_size))
+        shape = (len(prompts.tokens), group_size, self._length)
+        limits = np.full(shape[:2], self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
         body = {
-            "n": group_size, "max_tokens": min(length or self._length, self._length), "logprobs": 0,
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "logprobs": 0, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
             "stop_token_ids": list(self._stops), "detokenize": False,
         }  # fmt: skip
-        requests = [
-            {"token_ids": row[mask].tolist(), "sampling_params": body | {"seed": int(seed)}}
-            for row, mask, seed in zip(prompts.tokens, prompts.mask, seeds, strict=True)
-        ]
-        groups = _all([self._pool.submit(self._group, b, request) for b, request in enumerate(requests)])
-        shape = (len(groups), group_size, self._length)
+
+        def request(b: int, members: np.ndarray, limit: int) -> dict[str, Any]:
+            mine = {"n": len(members), "max_tokens": limit, "seed": int(seeds[b] + members[0])}
+            return {"token_ids": prompts.tokens[b][prompts.mask[b]].tolist(), "sampling_params": body | mine}
+
+        # One request for all members of a group with the same limit: the server shares their prompt.
+        parts = [(b, np.flatnonzero(row == n), int(n)) for b, row in enumerate(limits) for n in np.unique(row)]
+        answers = _all([self._pool.submit(self._group, part[0], request(*part)) for part in parts])
         tokens, logprobs = np.full(shape, self._pad, np.int32), np.zeros(shape, np.float32)
         versions = np.full(shape, self._version, np.int32)
         mask, truncated = np.zeros(shape, bool), np.zeros(shape[:2], bool)
-        for b, group in enumerate(groups):
-            for choice in group:
-                at = b, choice["index"], slice(len(choice["token_ids"]))
+        for (b, members, _), choices in zip(parts, answers, strict=True):
+            for choice in choices:
+                at = b, members[choice["index"]], slice(len(choice["token_ids"]))
                 tokens[at], mask[at] = choice["token_ids"], True
                 logprobs[at] = [token["logprob"] for token in choice["logprobs"]["content"]]
                 versions[at] = [v for start, end, v in self._spans(choice) for _ in range(start, end)]

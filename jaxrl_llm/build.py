@@ -1,0 +1,240 @@
+"""Makes the parts of a run from its config: the one place that knows every room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm import advantages, checks, data, disk, kl, losses, optim, rewards, scoring, sharding, update
+from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
+from jaxrl_llm.collect import Collector, minibatches
+from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
+from jaxrl_llm.config import arguments, needs, resolve
+from jaxrl_llm.correction import make_correction
+from jaxrl_llm.credit import make_credit
+from jaxrl_llm.critic import make_critic
+from jaxrl_llm.evaluate import evaluate, whole_batches
+from jaxrl_llm.health import Health, settings
+from jaxrl_llm.log import Log, banner
+from jaxrl_llm.models import export, hf
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rollout import Engine, engines
+from jaxrl_llm.rollout.actor import Actor
+from jaxrl_llm.rollout.canary import Canary
+from jaxrl_llm.run import Run, Unstoppable
+from jaxrl_llm.runs import model_folder
+from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.scoring import States, make_scorers, make_teacher
+from jaxrl_llm.stop import Stop
+from jaxrl_llm.structs import Array, Config, PyTree
+from jaxrl_llm.update import Learner
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every run is made from, loaded and checked. Nothing is written until then."""
+
+    config: Config
+    workdir: Path
+    totals: checks.Totals
+    compilations: Compilations
+    cache: str  # where compiled programs are kept
+    mesh: Mesh
+    folder: Path  # of the model
+    model: Decoder
+    tokenizer: Any
+    dataset: data.Dataset
+    held_out: data.Dataset  # the problems to be judged by; the data set itself where a run has no evaluation
+    stop_ids: tuple[int, ...]
+    loaded: list[PyTree]  # the model's parameters, until somebody takes them
+    opened: ExitStack  # closes all that the run opens, in reverse order
+
+    def params(self) -> PyTree:
+        """The model's parameters as its folder has them, in memory of their own."""
+        return self.loaded.pop() if self.loaded else hf.load_params(self.folder, self.model, self.mesh)
+
+    def export(self, params: PyTree) -> None:
+        """Writes the policy as a Hugging Face folder."""
+        export.save(self.workdir / "hf", params, self.folder)
+
+
+@contextmanager
+def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[Run]:
+    """The run of `config` in `workdir`, closed on every way out, its checkpoints last but for the lock.
+
+    signals: those that end a process save and end the run too (`stop.Stop`).
+    Raises: UserError, for what a person can put right.
+    """
+    with ExitStack() as opened, Stop(opened) if signals else nullcontext(Unstoppable()) as stop:
+        yield make_run(load(config, workdir, opened, checks.check_train), stop)
+
+
+def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Config], checks.Totals]) -> Given:
+    """Checks config, workdir, mesh, model and data, in this order. Raises: UserError."""
+    compilations, cache = Compilations(), keep_compilations()
+    keep_schedule(workdir, config)
+    totals = check(config)
+    if config.deterministic:
+        compute_deterministically()
+    check_workdir(workdir, config)
+    opened.enter_context(disk.locked(workdir))
+    mesh = sharding.make_mesh(**config.mesh)
+    checks.check_batch_fits_mesh(config, mesh, totals.prompts_per_update)
+    folder = opened.enter_context(model_folder(config))
+    for section in ("critic", "teacher"):
+        if section in config and config[section].path:
+            hf.find(config[section].path, f"{section}.path")
+    model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
+    tokenizer = hf.load_tokenizer(folder)
+    dataset = data.load(config, tokenizer)
+    held_out = data.load_held_out(config, tokenizer) if config.eval.every else dataset
+    checks.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
+    checks.check_positions(config, model.cfg, dataset, held_out)
+    stop_ids = hf.stop_ids(folder, tokenizer)
+    # Wrong files are found before anything is written. A run that resumes has its parameters from the checkpoint.
+    begins = config.model.path and not has_checkpoint(workdir / "checkpoints")
+    loaded = [hf.load_params(folder, model, mesh)] if begins else []
+    return Given(
+        config, workdir, totals, compilations, cache, mesh, folder, model, tokenizer, dataset, held_out, stop_ids,
+        loaded, opened,
+    )  # fmt: skip
+
+
+def make_run(given: Given, stop: Stop | Unstoppable) -> Run:
+    """A run of `train`. Raises: UserError."""
+    config, mesh, model = given.config, given.mesh, given.model
+    checks.check_sampling(config, model.cfg)
+    checks.check_one_at_a_time(config, mesh)
+    sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
+    own = engines.in_trainer(config) and not config.rollout.max_lag  # the policy that learns is the one that samples
+    exact = own and config.model.dtype == "float32"
+    required = needs(resolve(config.advantage.name, advantages))
+    updates = given.totals.updates_per_rollout
+    aggregate = partial(losses.aggregation_weights, **config.aggregate)
+    scorers = make_scorers(config, model, mesh, required, updates=updates, exact=exact)
+    learners = {"policy": make_policy(given, sampling, aggregate, off_policy=not own)}
+    if "teacher" in config:
+        teacher = hf.find(config.teacher.path, "teacher.path")
+        scorers["teacher"] = make_teacher(config, teacher, model.cfg, given.tokenizer, sampling, mesh)
+    if "critic" in config:
+        critic = hf.find(config.critic.path, "critic.path") if config.critic.path else given.folder
+        learner, scorers["critic"] = make_critic(config, critic, model.cfg, mesh, aggregate)
+        learners = {"critic": learner} | learners  # in an update it learns before the policy does
+    shapes: States = {name: learner.shapes for name, learner in learners.items()}
+    if config.kl.refresh_every:
+        shapes["reference"] = shapes["policy"].params
+    models = [("models that score", scoring.table(scorers)), ("models that learn", table(learners))]
+    lasting = open_lasting(given, shapes, models)
+    actor = make_actor(given, sampling, greedy="greedy_rewards" in required)
+    examine = make_examination(given)
+
+    def accuracy(states: States) -> float:
+        actor.wait()
+        return examine(actor.engine)
+
+    return Run(
+        config=config, mesh=mesh, actor=actor, scorers=scorers, learners=learners, shapes=shapes, stop=stop,
+        assign_credit=make_credit(config, mesh, updates=updates),
+        minibatches=lambda step: list(minibatches(config, step)),
+        reference=given.params if config.kl.placement != "none" else None,
+        accuracy=accuracy, export=given.export, compilations=given.compilations, **lasting,
+    )  # fmt: skip
+
+
+def make_policy(given: Given, sampling: Sampling, aggregate: Callable[[Array], Array], *, off_policy: bool) -> Learner:
+    """The policy as a learner; off_policy: another engine or older weights may have sampled."""
+    config, totals = given.config, given.totals
+    objective = update.policy_objective(
+        given.model, resolve(config.loss.name, losses)(**arguments(config.loss)), sampling,
+        kl=resolve(config.kl.estimator, kl) if config.kl.placement == "loss" else None,
+        kl_weighted=config.kl.weighted, correct=make_correction(off_policy=off_policy, **config.correction),
+        off_policy=config.mask.off_policy,
+    )  # fmt: skip
+    hold = {"kl/to_reward": config.hold.kl_to_reward, "update_size": config.hold.update_size}
+    more = optim.objective_coefficients(config, totals.scheduled_updates, totals.sequences_per_update)
+    learner = update.make_learner(
+        objective, optim.make_optimizer(totals.scheduled_updates, hold=hold, more=more, **config.optim),
+        given.model.shapes(), given.params, given.mesh, microbatch=config.microbatch, aggregate=aggregate,
+    )  # fmt: skip
+    return replace(learner, frozen_steps=config.critic.warmup_steps if "critic" in config else 0)
+
+
+def table(learners: dict[str, Learner]) -> str:
+    """For the banner: which model learns, and from which step on."""
+    late = {
+        name: f" (from step {learner.frozen_steps + 1})" for name, learner in learners.items() if learner.frozen_steps
+    }
+    return ", ".join(f"{name}{late.get(name, '')}" for name in learners)
+
+
+def open_lasting(given: Given, shapes: States, rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """What a run leaves: checkpoints of `shapes`, its log and its health; the banner, with these rows, is printed.
+
+    Raises: UserError, if the run began from something else, or the disk has no room.
+    """
+    config, workdir, opened = given.config, given.workdir, given.opened
+    began_with = {"model.path": hf.fingerprint(given.folder), "data.source": given.dataset.fingerprint()}
+    if config.eval.every:
+        began_with["eval.source"] = given.held_out.fingerprint()
+    if "teacher" in config:
+        began_with["teacher.path"] = hf.fingerprint(hf.find(config.teacher.path, "teacher.path"))
+    checkpoints = opened.enter_context(closing(Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)))
+    checkpoints.check_room(shapes)
+    start = checkpoints.check_beginning()
+    open_workdir(workdir, config)
+    derived = checks.table(config, given.totals, given.mesh, given.model.cfg, given.dataset, given.held_out, start)
+    banner(
+        f"jaxrl_llm.{'train' if 'loss' in config else 'sft'}: {workdir}",
+        [*derived, *rows, ("compiled code", given.cache)],
+        lines=settings.warnings(config, given.totals, given.model.cfg, given.mesh.devices.flat[0].platform),
+    )
+    log = opened.enter_context(closing(Log(workdir, config)))
+    health = Health(workdir, config.health.to_dict(), log.say)
+    return dict(workdir=workdir, checkpoints=checkpoints, log=log, health=health)
+
+
+def make_actor(given: Given, sampling: Sampling, *, greedy: bool) -> Actor:
+    """The engine that the config names, and what draws from it; greedy: each prompt's greedy completion too."""
+    config, dataset, opened = given.config, given.dataset, given.opened
+    collate = partial(data.make_prompts, dataset, pad_id=given.tokenizer.pad_token_id)
+    iterator = data.iterate(len(dataset.rows), config.prompts_per_step, config.seed, collate)
+    judge = open_score(given, config.reward.functions, config.reward.weights)
+    engine: Engine = engines.start(given)
+    if close := getattr(engine, "close", None):
+        opened.callback(close)
+    weight_check = None
+    if not engines.in_trainer(config):
+        bound = config.rollout.canary_gap
+        weight_check = Canary(engine, given.model, given.mesh, collate, rows=len(dataset.rows), bound=bound)
+    collector = Collector(config, engine, sampling, iterator, collate, given.tokenizer, judge, greedy=greedy)
+    actor = Actor(
+        engine, collector, iterator, jax.random.key(config.seed), lag=config.rollout.max_lag, last=config.num_steps,
+        weight_check=weight_check,
+    )  # fmt: skip
+    return opened.enter_context(closing(actor))
+
+
+def make_examination(given: Given) -> Callable[[Engine], float]:
+    """`examine(engine)` -> accuracy on the held-out problems, answered greedily."""
+    config = given.config
+    score = open_score(given, (config.eval.function,) if config.eval.every else (), (1.0,))
+    batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
+    key = jax.random.key(config.seed)
+    return lambda engine: float(
+        evaluate(engine, given.held_out, score, given.tokenizer, batch=batch, key=key)[0].mean()
+    )
+
+
+def open_score(given: Given, functions: tuple[str, ...], weights: tuple[float, ...]) -> rewards.Score:
+    """What judges completions by these reward functions."""
+    timeout = given.config.reward.timeout
+    return given.opened.enter_context(
+        closing(rewards.Score(functions, weights, timeout=timeout, field="config.reward.timeout"))
+    )

@@ -1,0 +1,250 @@
+"""What a person sees: the banner, a line a step, and the files that keep them."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import math
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jaxrl_llm import disk
+from jaxrl_llm.board import Board
+from jaxrl_llm.checkpoint import cut_back
+from jaxrl_llm.collect import Samples
+from jaxrl_llm.record import Record, Timer
+from jaxrl_llm.structs import Config
+
+# Label in the console line, key in metrics.jsonl, format. A key that a run has not got is left out.
+COLUMNS = (
+    ("loss", "loss/sft", ".4f"),
+    ("reward", "reward/mean", ".3f"),
+    ("length", "completion/length", ".1f"),
+    ("kl", "kl/ref", ".1e"),
+    ("entropy", "entropy", ".3f"),
+    ("clip", "clip/fraction", ".3f"),
+    ("gap", "sampler/gap_max", ".0e"),
+    ("grad", "grad_norm", ".2f"),
+    ("accuracy", "eval/accuracy", ".1%"),
+)
+PHASES = ("rollout", "reward", "score", "update")
+
+
+class Log:
+    """Console, metrics.jsonl, completions.jsonl, TensorBoard and W&B of a run, written by one thread in order.
+
+    The thread waits for a step's numbers while the next step runs. Nothing is open before `begin`.
+    """
+
+    def __init__(self, workdir: Path, config: Config):
+        self._workdir, self._num_steps = workdir, config.num_steps
+        self._tensorboard, self._wandb_project = config.log.tensorboard, config.log.wandb_project
+        self._completions_every = config.log.completions_every if "completions_every" in config.log else 0
+        self._config = config.to_dict()
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._written: Future[dict[str, Any]] | None = None  # the record of the last `write`, when it is on the disk
+        self._watched: Future[float] | None = None
+        self._files: dict[str, TextIO] = {}
+        self._board = self._wandb = self._progress = None
+        terminal = sys.stdout.isatty()  # rich would also believe a notebook's FORCE_COLOR
+        self.console = Console(highlight=False, soft_wrap=True, force_terminal=terminal)
+        self._terminal = terminal
+
+    def begin(self, step: int) -> None:
+        """Goes on after `step`: later lines of the files are dropped, to be written again."""
+        self._close_files()
+        self._start, self._began = step, time.perf_counter()
+        for name in ("metrics", "completions"):
+            self._files[name] = self._opened(name, step if step else -1)  # step 0 is written again
+        self._written = None
+        with disk.writing(self._workdir):
+            if self._tensorboard:
+                self._board = Board(self._workdir / "tensorboard", step)
+        if self._wandb_project and not self._wandb:
+            self._wandb = self._open_wandb()
+        if self._terminal and not self._progress:
+            columns = (BarColumn(), TextColumn("{task.completed}/{task.total} steps"), TimeElapsedColumn())
+            self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=self.console)
+            self._bar = self._progress.add_task("", total=self._num_steps, completed=step, left="")
+            self._progress.start()
+            atexit.register(self._progress.stop)  # an error must not leave the cursor hidden
+
+    def timer(self) -> Timer:
+        """Of a step that begins now, or when the arrays watched last are there."""
+        return Timer(after=self._watched)
+
+    def watch(self, arrays: Any) -> Future[float]:
+        """When the arrays will have been there."""
+        self._watched = self._thread.submit(_ready, arrays)
+        return self._watched
+
+    def write(self, record: Record) -> None:
+        """Begins to write a record. Raises: UserError, if the one before it could not be written."""
+        self.finish()
+        self._written = self._thread.submit(self._write, record)
+
+    def finish(self) -> dict[str, Any] | None:
+        """The record last written since `begin`, when it is on the disk. Raises: UserError, if it cannot be written."""
+        return self._written.result() if self._written else None
+
+    def say(self, text: str) -> None:
+        """A line on the console; nobody need read it."""
+        try:
+            self.console.print(text, markup=False)
+        except (OSError, SystemExit):  # nobody reads any more; SystemExit is what rich makes of a closed pipe
+            self.console.quiet = True
+            if callable(signal.getsignal(signal.SIGHUP)):
+                signal.raise_signal(signal.SIGHUP)  # the end of the run, as with a closed terminal
+
+    def last(self, count: int) -> list[dict[str, Any]]:
+        """The last records in metrics.jsonl, at most so many."""
+        with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
+            return [json.loads(line) for line in deque(file, maxlen=count)]
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Nothing after `step` is written, and its record has no evaluation."""
+        return all(record["step"] < step or "eval/accuracy" not in record for record in self.last(1))
+
+    def add_evaluation(self, step: int, evaluation: dict[str, Any]) -> None:
+        """Writes the record of `step`, the last one if there is any, with its evaluation."""
+        before = self.last(1)
+        record = {"step": step} | (before[0] if before else {})
+        self._files["metrics"].close()
+        self._files["metrics"] = self._opened("metrics", step - 1)
+        self._written = self._thread.submit(self._write_plain, record | evaluation)
+        self.finish()
+
+    def end(self, step: int, compilations: object, stopped: str = "") -> None:
+        """Says what was compiled and how the run ended after `step`; stopped: by which signal, and after how long."""
+        self.say(f"compiled: {compilations}")
+        if stopped:
+            end = f"stopped by {stopped}, after step {step}: the same command with --workdir {self._workdir} goes on"
+        else:
+            end = f"done: the trained model, as transformers and vLLM load it, is {self._workdir / 'hf'}"
+        self.say(end)
+
+    def close(self) -> None:
+        """Closes every sink. Each line was flushed when it was written."""
+        self._thread.shutdown()
+        if self._progress:
+            self._progress.stop()
+        if self._wandb:
+            self._wandb.finish()
+        self._close_files()
+
+    def _opened(self, name: str, step: int) -> TextIO:
+        """A file for appending, without its lines after `step`."""
+        file = self._workdir / f"{name}.jsonl"
+        with disk.writing(self._workdir):
+            cut_back(file, step)
+            return file.open("a", encoding="utf-8")
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            with suppress(OSError):  # the rest of a line that a full disk has refused already
+                file.close()
+        if self._board:
+            self._board.close()
+        self._files, self._board = {}, None
+
+    def _open_wandb(self) -> Any:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        run_id = hashlib.sha256(str(self._workdir.absolute()).encode()).hexdigest()[:16]  # the same when resumed
+        where = dict(project=self._wandb_project, name=self._workdir.name, dir=str(self._workdir))
+        return wandb.init(**where, id=run_id, config=self._config, resume="allow")
+
+    def _write(self, record: Record) -> dict[str, Any]:
+        """In the thread: waits for the numbers of a step."""
+        written = self._write_plain({"step": record.step} | record.summary())
+        if record.samples and self._completions_every and record.step % self._completions_every == 0:
+            self._write_sample(record.step, record.samples, jax.device_get(record.rewards))
+        return written
+
+    def _write_plain(self, record: dict[str, Any]) -> dict[str, Any]:
+        """One object in metrics.jsonl, one line on the console; the file has it before this returns."""
+        record = {k: _plain(v) for k, v in record.items()}
+        step = record["step"]
+        self._append("metrics", record)
+        with disk.writing(self._workdir):
+            if self._board:
+                self._board.write(step, {k: v for k, v in record.items() if k != "step" and v is not None})
+        if self._wandb:
+            self._wandb.log(record, step=step)
+        self.say(self._line(step, record))
+        if self._progress:
+            self._progress.update(self._bar, completed=step, left=self._left(step))
+        return record
+
+    def _write_sample(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
+        """One group of the batch into completions.jsonl, and its first two members on the console."""
+        prompt, texts, rewards = samples.prompts.rows[0]["prompt"], samples.judged()[0][0], rewards[0]
+        self._append("completions", {"step": step, "prompt": prompt, "completions": texts, "rewards": rewards.tolist()})
+        asked = prompt[-1]["content"] if isinstance(prompt, list) else prompt
+        for text, reward in list(zip(texts, rewards, strict=True))[:2]:
+            self.say(f"    {_short(asked)} -> {_short(text)}  (reward {reward:g})")
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with disk.writing(self._workdir):
+            self._files[name].write(json.dumps(line, ensure_ascii=name == "metrics", allow_nan=False) + "\n")
+            self._files[name].flush()
+
+    def _line(self, step: int, record: dict[str, Any]) -> str:
+        parts = [f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"]
+        parts += [f"{label} {record[key]:{form}}" for label, key, form in COLUMNS if record.get(key) is not None]
+        phases = " ".join(f"{p} {record[f'time/{p}']:.2f}" for p in PHASES if f"time/{p}" in record)
+        if "time/step" in record:
+            parts.append(f"{record['time/step']:.2f}s ({phases})")
+            parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+        return "  ".join(parts) + ("" if self._progress else f"  {self._left(step)}")
+
+    def _left(self, step: int) -> str:
+        done = step - self._start
+        if done < 1:
+            return ""
+        left = (time.perf_counter() - self._began) / done * (self._num_steps - step)
+        return f"left {int(left // 60)}m{int(left % 60):02d}s"
+
+
+def banner(
+    title: str, rows: list[tuple[str, Any]], console: Console | None = None, *, lines: Sequence[str] = ()
+) -> None:
+    """A title, aligned pairs, and lines of text below them."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    console.print(title, markup=False, style="bold")
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        console.print(f"  {name:<{width}}  {value:,}" if isinstance(value, int) else f"  {name:<{width}}  {value}",
+                      markup=False)  # fmt: skip
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def _plain(value: Any) -> float | int | None:
+    """A number that JSON has; None for one that it has not."""
+    if value is None or isinstance(value, int):
+        return value
+    return float(value) if math.isfinite(value) else None
+
+
+def _short(text: str, length: int = 100) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _ready(arrays: Any) -> float:
+    jax.block_until_ready(arrays)
+    return time.perf_counter()

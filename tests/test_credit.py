@@ -1,0 +1,117 @@
+"""From rewards to advantages on every token, and what the log says of it: by hand."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from jaxrl_llm import credit, sharding
+from jaxrl_llm.record import Record, Timer, of_rollouts
+from jaxrl_llm.structs import Batch, Rewards, Rollouts
+
+MASK = np.array([[[True, True, True], [True, False, False]]])
+REWARDS = Rewards(
+    np.array([[1.0, 0.5]], np.float32),
+    {"a": np.array([[1.0, np.nan]], np.float32), "b": np.array([[0.0, 1.0]], np.float32)},
+)
+PENALTY = np.array([[[0.1, 0.0, -0.3], [0.4, 9.0, 9.0]]], np.float32)  # of k1, and anything where nothing is trained
+
+
+def total(rewards):
+    """An estimator that gives what it is given."""
+    return rewards
+
+
+def at_each_token(token_rewards):
+    return token_rewards
+
+
+def of_channel(channels):
+    return channels["a"]
+
+
+def assign(advantage: dict, *, placement: str = "none", updates: int = 1, rewards: Rewards = REWARDS, **changes):
+    """A batch of one group after credit, and the metrics."""
+    config = ConfigDict(
+        dict(
+            advantage=advantage, reward=dict(functions=("a", "b"), weights=(1.0, 0.5), overlong_tokens=0),
+            kl=dict(placement=placement, estimator="k1"), mask=dict(top_entropy=1.0),
+        )
+    )  # fmt: skip
+    config.update(changes)
+    scores = {"old_logprobs": PENALTY, "ref_logprobs": 0 * PENALTY}
+    batch = Batch(None, None, MASK, MASK, MASK)
+    made = credit.make_credit(config, sharding.make_mesh(1, 1, 1), updates=updates)
+    return made(batch, scores, rewards, {"kl/coef": np.float32(1.0)})
+
+
+def test_a_penalty_is_taken_off_the_reward_where_it_arose_and_none_counts_as_zero():
+    batch, metrics = assign({"name": "test_credit.total"}, placement="reward")
+    np.testing.assert_allclose(batch.advantages, [[[1.2] * 3, [0.1, 0.0, 0.0]]], rtol=1e-6)
+    np.testing.assert_allclose(batch.rewards, [[1.0, 0.5]])  # of the task
+    batch, _ = assign({"name": "test_credit.at_each_token"}, placement="reward")
+    np.testing.assert_allclose(batch.advantages, [[[-0.1, 0.0, 1.3], [0.1, 0.0, 0.0]]], atol=1e-6)
+    batch, _ = assign({"name": "test_credit.of_channel"})
+    np.testing.assert_array_equal(batch.advantages, [[[1.0] * 3, [0.0] * 3]])
+    assert metrics["reward/mean"] == pytest.approx(0.75)
+    assert metrics["reward/kl"] == pytest.approx(-(-0.2 + 0.4) / 2)
+    assert metrics["reward/kl_pays"] == pytest.approx(0.5)
+    assert (metrics["reward/a"], metrics["groups/no_signal"]) == (1.0, 0.0)
+    assert "reward/kl" not in assign({"name": "test_credit.total"})[1]
+
+
+def test_advantages_reach_every_trained_token_and_no_other():
+    batch, _ = assign(dict(name="grpo", normalise="none", epsilon=0.0))
+    np.testing.assert_allclose(batch.advantages, [[[0.25] * 3, [-0.25, 0.0, 0.0]]])
+    batch, _ = assign(dict(name="gdpo", epsilon=1e-4))
+    np.testing.assert_allclose(batch.advantages, [[[0.5**0.5] * 3, [-(0.5**0.5), 0.0, 0.0]]], atol=1e-3)
+
+
+def test_old_logprobs_are_kept_for_several_updates_and_those_of_a_single_one_are_its_own():
+    assert assign({"name": "test_credit.total"})[0].old_logprobs is None
+    np.testing.assert_array_equal(assign({"name": "test_credit.total"}, updates=2)[0].old_logprobs, PENALTY)
+
+
+def test_rewards_lie_on_the_last_trained_token_and_the_overlong_penalty_grows_to_one():
+    mask = np.array([[[True, True, False], [False, False, False]]])
+    np.testing.assert_array_equal(credit.at_the_end(np.array([[2.0, 5.0]]), mask), [[[0, 2, 0], [0, 0, 0]]])
+    lengths = np.array([[5, 6, 7, 8, 10]])
+    np.testing.assert_allclose(credit.overlong_penalty(lengths, 10, 4), [[0, 0, -0.25, -0.5, -1]])
+
+
+def test_the_overlong_penalty_is_a_channel_of_the_reward_and_of_greedy_completions_too():
+    rewards = Rewards(REWARDS.total, REWARDS.channels, np.array([[0.5]], np.float32), np.array([[2]]))
+    reward = dict(functions=("a", "b"), weights=(1.0, 0.5), overlong_tokens=2)
+    batch, metrics = assign({"name": "remax"}, rewards=rewards, reward=reward)
+    np.testing.assert_allclose(batch.rewards, [[0.0, 0.5]])
+    np.testing.assert_allclose(batch.advantages, [[[0.0] * 3, [0.5, 0.0, 0.0]]])  # the greedy one earned 0.5 - 0.5
+    assert metrics["reward/overlong"] == pytest.approx(-0.5)
+
+
+def test_a_record_takes_each_metric_from_the_right_update():
+    first = {"loss/total": 1.0, "sampler/gap_max": 0.1, "learning_rate": 0.1}
+    last = {"loss/total": 3.0, "sampler/gap_max": 0.9, "learning_rate": 0.2}
+    updates = [
+        first | {"correction/mean": 0.5, "correction/square": 0.5},
+        last | {"correction/mean": 0.9, "correction/square": 0.9},
+    ]
+    timer, updated = Timer(), Future()
+    timer.lap("reward")
+    updated.set_result(timer.began + 2.0)
+    metrics = {"reward/a": np.float32("nan"), "reward/mean": 0.5}
+    found = Record(3, timer, tokens=4, updates=updates, metrics=metrics, updated=updated).summary()
+    assert (found["loss/total"], found["sampler/gap_max"], found["learning_rate"]) == (2.0, 0.1, 0.2)
+    assert found["correction/ess"] == pytest.approx(0.5)
+    assert "correction/square" not in found
+    assert "reward/a" not in found  # its function abstained from all
+    assert found["tokens_per_second"] == pytest.approx(2.0)
+
+
+def test_a_record_says_how_long_completions_are_and_how_old_their_weights():
+    rollouts = Rollouts(MASK, MASK, MASK, PENALTY, np.array([[True, False]]), 1 * MASK)
+    record = of_rollouts(rollouts, 3)
+    assert (record["completion/length"], record["completion/truncated"]) == (2.0, 0.5)
+    assert (record["rollout/lag"], record["rollout/lag_p95"]) == (1.0, 1.0)
