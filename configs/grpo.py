@@ -102,9 +102,11 @@ def get_config() -> ConfigDict:
     c.rollout.temperature = 1.0  # what is sampled is what is scored, for these three too
     c.rollout.top_k = 0  # 0: off
     c.rollout.top_p = 1.0  # 1: off
-    c.rollout.engine = "jax"  # | vllm: configs/grpo_vllm.py
     c.rollout.max_lag = 0  # steps that sampling may be ahead of learning; 0: one after the other
     c.rollout.resample_rounds = 0  # of fresh prompts at most, for groups whose members all earn the same (DAPO)
+
+    # A function of jaxrl_llm.rollout.engines, or my.module.function, and its arguments: jax | vllm, as in grpo_vllm.py
+    c.engine = ConfigDict(dict(name="jax"))
 
     c.optim = ConfigDict()
     c.optim.learning_rate = 1e-4

@@ -13,19 +13,19 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.rollout.engine = "vllm"
-    c.rollout.managed = True  # a server of the run's own; False: those in `servers`
-    c.rollout.python = ".vllm/bin/python"  # of the environment that vLLM is installed in
+    c.engine = ConfigDict(dict(name="vllm"))
+    c.engine.managed = True  # a server of the run's own; False: those in `servers`
+    c.engine.python = ".vllm/bin/python"  # of the environment that vLLM is installed in
     # vLLM's own arguments for it; chunked prefill ends vLLM's CPU engine where requests have seeds
-    c.rollout.server_args = (
+    c.engine.server_args = (
         "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--max-num-seqs", "512",
     )  # fmt: skip
-    c.rollout.servers = ()  # addresses, like "http://127.0.0.1:8000", of python -m jaxrl_llm.serve_vllm
-    c.rollout.push = "file"  # how weights get there: file | http | reload (a server without our backend)
-    c.rollout.push_address = ""  # of this host as the servers reach it, for push = "http"
-    c.rollout.weights_dir = "/dev/shm"  # where the file is; it takes as much memory as the weights
-    c.rollout.concurrency = 64  # requests at a time to each server, a group each
-    c.rollout.timeout = 300.0  # seconds for one request, after which it is repeated
-    c.rollout.patience = 300.0  # seconds that a server may be away before the run stops
-    c.rollout.canary_gap = 1e-3  # the largest difference of a log-probability between server and trainer
+    c.engine.servers = ()  # addresses, like "http://127.0.0.1:8000", of python -m jaxrl_llm.serve_vllm
+    c.engine.push = "file"  # how weights get there: file | http | reload (a server without our backend)
+    c.engine.push_address = ""  # of this host as the servers reach it, for push = "http"
+    c.engine.weights_dir = "/dev/shm"  # where the file is; it takes as much memory as the weights
+    c.engine.concurrency = 64  # requests at a time to each server, a group each
+    c.engine.timeout = 300.0  # seconds for one request, after which it is repeated
+    c.engine.patience = 300.0  # seconds that a server may be away before the run stops
+    c.engine.max_gap = 1e-3  # the largest difference of a log-probability between server and trainer
     return c

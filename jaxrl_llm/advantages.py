@@ -21,6 +21,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.config import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
 SIGNALS = (
@@ -31,7 +32,9 @@ OF_A_GROUP = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k
 OF_A_TOKEN = ("reinforce_pp", "gae", "distillation")  # these differ within a completion
 
 
-def grpo(rewards: Array, *, normalise: Literal["group", "batch", "none"] = "group", epsilon: float = 1e-4) -> jax.Array:
+def grpo(
+    rewards: Array, *, normalise: Literal["group", "batch", "none"] = "group", epsilon: NotNegative = 1e-4
+) -> jax.Array:
     """Group-relative advantages (arXiv 2402.03300): A = (r - mean_group r) / (std r + epsilon).
 
     G >= 2. normalise: "group" divides by each group's own deviation, "batch" by that of all B x G
@@ -51,13 +54,15 @@ def rloo(rewards: Array) -> jax.Array:
     return _centred(rewards) * (g / (g - 1))
 
 
-def reinforce_pp(token_rewards: Array, loss_mask: Array, *, gamma: float = 1.0, epsilon: float = 1e-8) -> jax.Array:
+def reinforce_pp(
+    token_rewards: Array, loss_mask: Array, *, gamma: Share = 1.0, epsilon: NotNegative = 1e-8
+) -> jax.Array:
     """REINFORCE++ (arXiv 2501.03262): returns sum_{s >= t} gamma^(s - t) r_s, whitened over the batch's tokens."""
     zeros = jnp.zeros_like(token_rewards)
     return _whiten(gae(token_rewards, zeros, loss_mask, gamma=gamma, lam=1.0, normalise=False), loss_mask, epsilon)
 
 
-def reinforce_pp_baseline(rewards: Array, loss_mask: Array, *, epsilon: float = 1e-8) -> jax.Array:
+def reinforce_pp_baseline(rewards: Array, loss_mask: Array, *, epsilon: NotNegative = 1e-8) -> jax.Array:
     """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens."""
     return _whiten(jnp.broadcast_to(_centred(rewards)[..., None], loss_mask.shape), loss_mask, epsilon)
 
@@ -74,7 +79,7 @@ def opo(rewards: Array, loss_mask: Array) -> jax.Array:
     return _zero_without_signal(rewards - baseline / jnp.maximum(jnp.sum(lengths, axis=1, keepdims=True), 1), rewards)
 
 
-def gdpo(channels: dict[str, Array], weights: dict[str, float], *, epsilon: float = 1e-4) -> jax.Array:
+def gdpo(channels: dict[str, Array], weights: dict[str, float], *, epsilon: NotNegative = 1e-4) -> jax.Array:
     """Each channel normalised by itself (GDPO, arXiv 2601.05242), so that none drowns another. G >= 2.
 
     A = whitened over B x G of sum_n w_n (r_n - mean_group r_n) / (std_group r_n + epsilon).
@@ -84,7 +89,7 @@ def gdpo(channels: dict[str, Array], weights: dict[str, float], *, epsilon: floa
     return (total - jnp.mean(total)) / (jnp.std(total, ddof=1) + epsilon)
 
 
-def pass_at_k(rewards: Array, *, k: int, threshold: float = 0.5, epsilon: float = 1e-4) -> jax.Array:
+def pass_at_k(rewards: Array, *, k: AtLeastOne, threshold: float = 0.5, epsilon: NotNegative = 1e-4) -> jax.Array:
     """Advantages of being in a set of k that holds a success (arXiv 2508.10751), in closed form. 1 <= k <= G.
 
     With n of the G rewards below the threshold: R = 1 - C(n, k) / C(G, k), s = sqrt(R (1 - R)), and
@@ -101,8 +106,8 @@ def pass_at_k(rewards: Array, *, k: int, threshold: float = 0.5, epsilon: float 
 
 
 def gae(
-    token_rewards: Array, values: Array, loss_mask: Array, *, gamma: float = 1.0, lam: float = 1.0,
-    normalise: bool = True, epsilon: float = 1e-8,
+    token_rewards: Array, values: Array, loss_mask: Array, *, gamma: Share = 1.0, lam: Share = 1.0,
+    normalise: bool = True, epsilon: NotNegative = 1e-8,
 ) -> jax.Array:  # fmt: skip
     """Generalised advantage estimation (arXiv 1506.02438) [B, G, C] over the trained tokens alone.
 
@@ -132,7 +137,7 @@ def distillation(teacher_logprobs: Array, logprobs: Array) -> jax.Array:
     return teacher_logprobs - logprobs
 
 
-def _whiten(x: Array, mask: Array, epsilon: float) -> jax.Array:
+def _whiten(x: Array, mask: Array, epsilon: NotNegative) -> jax.Array:
     """(x - mean) / sqrt(variance + epsilon) over the entries of the mask, 0 elsewhere.
 
     Rounding must not become a deviation where all entries are equal: hence the second centring, and the root of both.

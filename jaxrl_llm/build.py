@@ -25,7 +25,7 @@ from jaxrl_llm.health import Health, settings
 from jaxrl_llm.log import Log, banner
 from jaxrl_llm.models import export, hf
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout import Engine, engines
+from jaxrl_llm.rollout import Engine, EngineInputs, engines
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.canary import Canary
 from jaxrl_llm.run import Run, Unstoppable
@@ -113,7 +113,9 @@ def make_run(given: Given, stop: Stop | Unstoppable) -> Run:
     checks.check_sampling(config, model.cfg)
     checks.check_one_at_a_time(config, mesh)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
-    own = engines.in_trainer(config) and not config.rollout.max_lag  # the policy that learns is the one that samples
+    own = (
+        engines.choose(config).in_trainer and not config.rollout.max_lag
+    )  # the policy that learns is the one that samples
     exact = own and config.model.dtype == "float32"
     required = needs(resolve(config.advantage.name, advantages))
     updates = given.totals.updates_per_rollout
@@ -206,19 +208,25 @@ def make_actor(given: Given, sampling: Sampling, *, greedy: bool) -> Actor:
     collate = partial(data.make_prompts, dataset, pad_id=given.tokenizer.pad_token_id)
     iterator = data.iterate(len(dataset.rows), config.prompts_per_step, config.seed, collate)
     judge = open_score(given, config.reward.functions, config.reward.weights)
-    engine: Engine = engines.start(given)
-    if close := getattr(engine, "close", None):
-        opened.callback(close)
+    engine = opened.enter_context(closing(engines.choose(config).start(engine_inputs(given))))
     weight_check = None
-    if not engines.in_trainer(config):
-        bound = config.rollout.canary_gap
-        weight_check = Canary(engine, given.model, given.mesh, collate, rows=len(dataset.rows), bound=bound)
+    if engine.max_gap is not None:
+        rows, bound = len(dataset.rows), engine.max_gap
+        weight_check = Canary(engine, given.model, given.mesh, collate, rows=rows, bound=bound)
     collector = Collector(config, engine, sampling, iterator, collate, given.tokenizer, judge, greedy=greedy)
     actor = Actor(
         engine, collector, iterator, jax.random.key(config.seed), lag=config.rollout.max_lag, last=config.num_steps,
         weight_check=weight_check,
     )  # fmt: skip
     return opened.enter_context(closing(actor))
+
+
+def engine_inputs(given: Given) -> EngineInputs:
+    """What an engine is told of a run."""
+    return EngineInputs(
+        given.model, given.mesh, given.folder, given.workdir, max(given.dataset.width, given.held_out.width),
+        given.config.rollout.max_completion_tokens, given.stop_ids, given.tokenizer.pad_token_id,
+    )  # fmt: skip
 
 
 def make_examination(given: Given) -> Callable[[Engine], float]:

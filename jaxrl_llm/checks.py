@@ -11,12 +11,13 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import advantages, losses, optim, rewards, tasks
 from jaxrl_llm.combinations import check_algorithm, check_rollout
-from jaxrl_llm.config import check_fields, flatten, needs, resolve
+from jaxrl_llm.config import check_fields, needs, resolve
 from jaxrl_llm.data import Dataset
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.fields import CRITIC, SFT, TEACHER, TRAIN, VLLM
+from jaxrl_llm.fields import CRITIC, SFT, TEACHER, TRAIN
 from jaxrl_llm.idle import check_idle_of_both
 from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.rollout import engines
 from jaxrl_llm.rows import check_source
 from jaxrl_llm.structs import Config
 
@@ -42,9 +43,7 @@ def check_train(config: Config) -> Totals:
     """
     critic = "critic" in config
     fields = TRAIN | (CRITIC if critic else {}) | (TEACHER if "teacher" in config else {})
-    if ("rollout.engine", "vllm") in flatten(config).items():
-        fields |= VLLM
-    check_fields(config, fields, {"advantage": advantages, "loss": losses})
+    check_fields(config, fields, {"advantage": advantages, "loss": losses, "engine": engines})
     check_shared(config, config.prompts_per_update)
     if config.prompts_per_step % config.prompts_per_update:
         raise UserError(
@@ -157,11 +156,11 @@ def check_batch_fits_mesh(config: Config, mesh: Mesh, prompts_per_update: int) -
 
 def check_one_at_a_time(config: Config, mesh: Mesh) -> None:
     """Raises: UserError, if two threads would run programs over several accelerators, which may wait for each other."""
-    own, lag = config.rollout.engine == "jax", config.rollout.max_lag
+    own, lag = engines.choose(config).in_trainer, config.rollout.max_lag
     if own and lag and mesh.size > 1 and mesh.devices.flat[0].platform != "cpu":
         raise UserError(
             f"config.rollout.max_lag = {lag}: the in-JAX engine cannot sample while {mesh.size} devices learn: "
-            "set it to 0, or rollout.engine to 'vllm'"
+            "set it to 0, or take an engine with devices of its own (docs/vllm.md)"
         )
 
 

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from jaxrl_llm import advantages, losses, rewards
 from jaxrl_llm.config import Field, arguments, needs, own_name, resolve
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.idle import check_idle, looks_at_rewards
-from jaxrl_llm.serve_vllm import LOOPBACK, check_python
+from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Config
 
 OF_A_SEQUENCE = ("gspo", "gmpo")  # losses with one ratio for a completion
-
-# Of arguments of our own losses and estimators.
-RANGES = {
-    "epsilon": Field(float, low=0),
-    "gamma": Field(float, low=0, high=1),
-    "lam": Field(float, low=0, high=1),
-    "k": Field(int, low=1),
-    "clip_low": Field(float, low=0),
-    "clip_high": Field(float, low=0),
-    "delta": Field(float, low=0),
-    "tau_positive": Field(float, low=0, above=True),
-    "tau_negative": Field(float, low=0, above=True),
-    "k_positive": Field(float, low=0),
-    "k_negative": Field(float, low=0),
-    "lambda_positive": Field(float, low=0),
-    "lambda_negative": Field(float, low=0),
-}
 
 
 def check_algorithm(config: Config, updates: int) -> None:
     """Everything below; updates: optimiser steps on a rollout. Raises: UserError, naming the field."""
     estimator = resolve(config.advantage.name, advantages, "config.advantage.name")
     loss = resolve(config.loss.name, losses, "config.loss.name")
-    for section, function, module in (("advantage", estimator, advantages), ("loss", loss, losses)):
-        for name, value in arguments(config[section]).items():
-            if own_name(function, module) and name in RANGES and (problem := RANGES[name].problem(value)):
-                raise UserError(f"config.{section}.{name} {problem}")
     asked = needs(estimator)
     check_rewards(config, asked)
     check_advantage(config, own_name(estimator, advantages), asked)
@@ -169,7 +146,7 @@ def check_kl(config: Config, asked: tuple[str, ...]) -> None:
 
 
 def check_rollout(config: Config) -> None:
-    """Members of a group differ; servers are there or made, and reach the weights."""
+    """Members of a group differ, and the engine's settings fit."""
     r = config.rollout
     if r.top_k == 1:
         raise UserError(
@@ -181,32 +158,4 @@ def check_rollout(config: Config) -> None:
             f"config.rollout.max_lag = {r.max_lag} and resample_rounds = {r.resample_rounds}: rewards find the groups "
             "without signal, and are not judged where batches are sampled ahead: set one of them to 0"
         )
-    if r.engine != "vllm":
-        return
-    if r.managed == bool(r.servers):
-        raise UserError(
-            f"config.rollout.managed = {r.managed} and rollout.servers = {r.servers}: give servers, or let the run "
-            "start one of its own with managed = True and servers = ()"
-        )
-    for name in ("servers", "server_args"):
-        for value in r[name]:
-            if problem := Field(str).problem(value):
-                raise UserError(f"config.rollout.{name}: one {problem}")
-    for server in r.servers:
-        url = urlsplit(server)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise UserError(f"config.rollout.servers: {server!r} is no address: give one like 'http://127.0.0.1:8000'")
-        if r.push == "file" and url.hostname not in LOOPBACK:
-            raise UserError(
-                f"config.rollout.push = 'file': {server} may be another host, which cannot see the file: "
-                "set push = 'http' and push_address to this host's address"
-            )
-    if len(set(r.servers)) < len(r.servers):
-        raise UserError(f"config.rollout.servers = {r.servers} names one twice: give each once")
-    if (r.push == "http") != bool(r.push_address) or r.push_address in ("0.0.0.0", "::"):
-        raise UserError(
-            f"config.rollout.push = {r.push!r} and push_address = {r.push_address!r}: 'http' needs this host's address "
-            "as the servers reach it, the others none"
-        )
-    if r.managed:
-        check_python(r.python, "config.rollout.python")
+    engines.choose(config).check()

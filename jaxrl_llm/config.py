@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 
@@ -24,6 +24,33 @@ from jaxrl_llm.modules import importing_from, own_file
 
 if TYPE_CHECKING:  # it imports jax, which the processes of rewards do without
     from jaxrl_llm.structs import Config
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number may be, as an annotation: Annotated[float, Range(low=0)]."""
+
+    low: float | None = None
+    high: float | None = None
+    above: bool = False  # the low end itself is not allowed
+
+
+NotNegative = Annotated[float, Range(low=0)]
+Positive = Annotated[float, Range(low=0, above=True)]
+Share = Annotated[float, Range(low=0, high=1)]
+AtLeastOne = Annotated[int, Range(low=1)]
+
+RENAMED = {  # fields by the names that they had
+    "rollout.engine": "engine.name",
+    "rollout.canary_gap": "engine.max_gap",
+    **{
+        f"rollout.{name}": f"engine.{name}"
+        for name in (
+            "managed", "python", "server_args", "servers", "push", "push_address", "weights_dir", "concurrency",
+            "timeout", "patience",
+        )
+    },
+}  # fmt: skip
 
 OPEN = ("data.chat_template_args",)  # sections whose fields are the user's own
 
@@ -37,6 +64,7 @@ class Field:
     high: float | None = None
     choices: tuple[str, ...] = ()
     above: bool = False  # the low end itself is not allowed
+    of: type | None = None  # what each value of a tuple is
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value, if anything."""
@@ -45,6 +73,9 @@ class Field:
             return f"is {value!r} ({type(value).__name__}): give {self.kind.__name__}"
         if isinstance(value, float) and not math.isfinite(value):
             return f"is {value}: give a finite number"
+        if self.of and isinstance(value, tuple):
+            problems = [problem for one in value if (problem := Field(self.of).problem(one))]
+            return f": one {problems[0]}" if problems else None
         if self.choices and value not in self.choices:
             return f"is {value!r}: give one of {', '.join(map(repr, self.choices))}"
         if self.low is not None and (value < self.low or (self.above and value == self.low)):
@@ -156,6 +187,8 @@ def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _meant(name: str, config: Config) -> str:
+    if name in RENAMED:
+        return f": it was renamed to {RENAMED[name]}"
     known = list(flatten(config))
     section, _, last = name.rpartition(".")
     close = _close(name, known) or [k for k in known if k.split(".")[-1] == last][:1]
@@ -185,6 +218,8 @@ def check_fields(config: Config, fields: dict[str, Field], named: dict[str, Modu
     flat = {name: value for name, value in flat.items() if name.split(".")[0] not in named}
     for name in flat:
         if name not in fields:
+            if name in RENAMED:
+                raise UserError(f"config.{name} is not a field: it was renamed to {RENAMED[name]}")
             close = _close(name, fields)
             raise UserError(f"config.{name} is not a field" + (f"; did you mean {close[0]}?" if close else ""))
     for name, field in fields.items():
@@ -197,20 +232,30 @@ def check_fields(config: Config, fields: dict[str, Field], named: dict[str, Modu
 def _check_arguments(section: str, name: str, function: Callable[..., Any], given: dict[str, Any]) -> None:
     """The keyword-only arguments of a function are given as it declares them, and no others."""
     try:
-        hints = get_type_hints(function)
+        hints = get_type_hints(function, include_extras=True)
     except NameError:  # a name that only type checkers import
         hints = {}
     taken = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     for key, value in given.items():
         if key not in taken:
             raise UserError(f"config.{section}.{key} is not an argument: {name} takes {', '.join(taken) or 'nothing'}")
-        choices = get_args(hints.get(key)) if get_origin(hints.get(key)) is Literal else ()
-        kind = str if choices else hints.get(key)
-        if kind in (bool, int, float, str) and (problem := Field(kind, choices=choices).problem(value)):
+        if (field := _field(hints.get(key))) and (problem := field.problem(value)):
             raise UserError(f"config.{section}.{key} {problem}")
     for key, parameter in taken.items():
         if parameter.default is parameter.empty and key not in given:
             raise UserError(f"config.{section}.{key} is missing: {name} needs it")
+
+
+def _field(hint: Any) -> Field | None:
+    """What an annotation allows; None if it says nothing that can be checked."""
+    if get_origin(hint) is Literal:
+        return Field(str, choices=get_args(hint))
+    if get_origin(hint) is tuple:
+        return Field(tuple, of=get_args(hint)[0])
+    if get_origin(hint) is Annotated:
+        kind, allowed = get_args(hint)
+        return Field(kind, low=allowed.low, high=allowed.high, above=allowed.above)
+    return Field(hint) if hint in (bool, int, float, str) else None
 
 
 def arguments(section: Config) -> dict[str, Any]:

@@ -84,7 +84,6 @@ TRAIN = SHARED | {
     "correction.action": Field(str, choices=("auto", "none", "truncate", "mask")),
     "correction.low": Field(float, low=0),
     "correction.high": Field(float, low=0, above=True),
-    "rollout.engine": Field(str, choices=("jax", "vllm")),
     "rollout.max_lag": Field(int, low=0),
     "rollout.resample_rounds": Field(int, low=0),
     "rollout.temperature": Field(float, low=0, above=True),
@@ -98,19 +97,6 @@ CRITIC = {  # of a run whose advantage estimator asks for values
     "critic.clip": Field(float, low=0),
     "critic.warmup_steps": Field(int, low=0),
     **{f"critic.optim.{name}": field for name, field in OPTIM.items()},
-}
-VLLM = {  # of a run with rollout.engine = "vllm"
-    "rollout.managed": Field(bool),
-    "rollout.python": Field(str),
-    "rollout.server_args": Field(tuple),
-    "rollout.servers": Field(tuple),
-    "rollout.push": Field(str, choices=("file", "http", "reload")),
-    "rollout.push_address": Field(str),
-    "rollout.weights_dir": Field(str),
-    "rollout.concurrency": Field(int, low=1),
-    "rollout.timeout": Field(float, low=0, above=True),
-    "rollout.patience": Field(float, low=0, above=True),
-    "rollout.canary_gap": Field(float, low=0, above=True),
 }
 TEACHER = {"teacher.path": Field(str)}  # of a run whose advantage estimator asks for a teacher's log-probabilities
 SFT = SHARED | {

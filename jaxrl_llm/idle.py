@@ -7,13 +7,10 @@ from typing import Any
 
 from jaxrl_llm.config import flatten
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Config
 
-# As the complete configs have them: of a server of the run's own, and the sizes of a new model.
-PYTHON = ".vllm/bin/python"
-SERVER_ARGS = (
-    "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--max-num-seqs", "512",
-)  # fmt: skip
+# The sizes of a new model, as configs/sft.py has them.
 SIZES = (
     ("hidden_size", 128), ("num_hidden_layers", 4), ("num_attention_heads", 4), ("num_key_value_heads", 2),
     ("intermediate_size", 384),
@@ -24,7 +21,9 @@ def check_idle(config: Config, asked: tuple[str, ...], updates: int) -> None:
     """No setting is there that does nothing. What is as in configs/grpo.py may stay."""
     k, r, c, advantage = config.kl, config.rollout, config.correction, config.advantage.name
     no_place, no_warmup = k.placement == "none", not (config.optim.warmup_steps or config.optim.warmup_ratio)
-    same_policy = r.engine == "jax" and not r.max_lag  # the weights that sample are those at the start of the step
+    same_policy = (
+        engines.choose(config).in_trainer and not r.max_lag
+    )  # the weights that sample are those at the start of the step
     exact = same_policy and config.model.dtype == "float32"
     unseen = not {"rewards", "token_rewards"} & set(asked)
     unweighed, why_not = c.action == "none", "correction.action is 'none'"
@@ -57,11 +56,6 @@ def check_idle(config: Config, asked: tuple[str, ...], updates: int) -> None:
         ("rollout.resample_rounds", 0, not looks_at_rewards(asked), f"advantage {advantage!r} looks at no reward"),
         ("rollout.resample_rounds", 0, config.group_size == 1, "a group of 1 never has a signal"),
     ))  # fmt: skip
-    if r.engine == "vllm":
-        _refuse_idle(config, (
-            ("rollout.python", PYTHON, not r.managed, "rollout.managed is False"),
-            ("rollout.server_args", SERVER_ARGS, not r.managed, "rollout.managed is False"),
-        ))  # fmt: skip
 
 
 def check_idle_of_both(config: Config) -> None:

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.config import NotNegative, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Array, Batch
 
@@ -25,7 +26,7 @@ OF_A_SEQUENCE = ("gmpo",)  # one advantage for a whole completion
 LARGEST = 20.0  # log-ratio: of what is beyond, exp and its gradient would soon not be finite
 
 
-def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2, delta: float = 0.0) -> LossFn:
+def ppo_clip(*, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, delta: NotNegative = 0.0) -> LossFn:
     """Clipped surrogate (arXiv 1707.06347; clip_high > clip_low as in DAPO, arXiv 2503.14476).
 
     -min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprobs - old_logprobs).
@@ -44,7 +45,7 @@ def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2, delta: float = 0.
 
 
 def gspo(
-    *, clip_low: float = 3e-4, clip_high: float = 4e-4, level: Literal["sequence", "token"] = "sequence"
+    *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4, level: Literal["sequence", "token"] = "sequence"
 ) -> LossFn:
     """Group sequence policy optimisation (arXiv 2507.18071): `ppo_clip` with a ratio of sequences.
 
@@ -63,7 +64,7 @@ def gspo(
     return loss_fn
 
 
-def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4) -> LossFn:
+def gmpo(*, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> LossFn:
     """Geometric-mean policy optimisation (arXiv 2507.20673): each token's ratio is clipped, then their mean taken.
 
     -A exp(mean_t l_t), l_t = min(l, clip(l, -clip_low, clip_high)) for A > 0, the max for A < 0, l the log-ratio.
@@ -91,7 +92,7 @@ def reinforce() -> LossFn:
     return loss_fn
 
 
-def cispo(*, clip_low: float = 1.0, clip_high: float = 4.0) -> LossFn:
+def cispo(*, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> LossFn:
     """Clipped importance weights (MiniMax-M1, arXiv 2506.13585): no token loses its gradient.
 
     -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs. As in the paper the bound is 1 + clip_high (TRL's
@@ -107,7 +108,7 @@ def cispo(*, clip_low: float = 1.0, clip_high: float = 4.0) -> LossFn:
     return loss_fn
 
 
-def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossFn:
+def sapo(*, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> LossFn:
     """Soft adaptive policy optimisation (arXiv 2511.20347): a sigmoid gate instead of a clip.
 
     -(4 / tau) sigmoid(tau (r - 1)) A, with tau_positive where A > 0 and tau_negative elsewhere.
@@ -122,7 +123,11 @@ def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossFn:
 
 
 def vespo(
-    *, k_positive: float = 2.0, lambda_positive: float = 3.0, k_negative: float = 3.0, lambda_negative: float = 2.0
+    *,
+    k_positive: NotNegative = 2.0,
+    lambda_positive: NotNegative = 3.0,
+    k_negative: NotNegative = 3.0,
+    lambda_negative: NotNegative = 2.0,
 ) -> LossFn:
     """Variational sequence-level soft policy optimisation (arXiv 2602.10693).
 

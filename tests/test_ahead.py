@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 from jaxrl_llm import checks, sharding
@@ -114,7 +115,7 @@ def test_without_a_lag_the_caller_samples_when_the_pushes_are_done():
 )
 def test_two_threads_with_programs_over_several_accelerators_are_refused(platform, size, lag, refused):
     mesh = SimpleNamespace(size=size, devices=np.array([SimpleNamespace(platform=platform)] * size))
-    config = SimpleNamespace(rollout=SimpleNamespace(engine="jax", max_lag=lag))
+    config = ConfigDict(dict(engine=dict(name="jax"), rollout=dict(max_lag=lag)))
     with pytest.raises(UserError, match="max_lag = 1") if refused else nullcontext():
         checks.check_one_at_a_time(config, mesh)
 

@@ -20,7 +20,7 @@ def test_a_recipe_passes_the_checks_and_names_its_command(file):
 
 
 def test_the_config_with_a_server_of_its_own_passes_the_checks(monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.combinations.check_python", lambda python, name: None)
+    monkeypatch.setattr("jaxrl_llm.rollout.engines.check_python", lambda python, name: None)
     checks.check_train(config.load(ROOT / "configs" / "grpo_vllm.py").lock())
 
 
@@ -67,7 +67,7 @@ def test_a_setting_that_does_something_or_was_left_as_it_is_passes(name, changes
 
 def test_what_is_left_as_it_is_in_the_config_with_a_server_may_stay_with_servers_of_others():
     c = config.load(ROOT / "configs" / "grpo_vllm.py")
-    c.rollout.managed, c.rollout.servers = False, ("http://127.0.0.1:8000",)
+    c.engine.managed, c.engine.servers = False, ("http://127.0.0.1:8000",)
     checks.check_train(c.lock())
 
 

@@ -246,27 +246,28 @@ def test_a_command_is_refused_for(refuse: Refuse, argv: list[str], words: str) -
     refuse(train, argv, words)
 
 
-VLLM = "rollout.managed=false rollout.servers=http://127.0.0.1:9 "
+VLLM = "engine.managed=false engine.servers=http://127.0.0.1:9 "
 
 
 @table("argv words", {
     "a server of its own and those of others":
-        ("rollout.servers=http://a", "rollout.managed = True | ('http://a',) | servers = ()"),
-    "no server at all": ("rollout.managed=false", "rollout.managed = False | servers = () | give servers"),
-    "a server that is no address": (VLLM + "rollout.servers=a:8000", "'a:8000' is no address | http://127.0.0.1:8000"),
-    "a server twice": (VLLM + "rollout.servers=('http://127.0.0.1:1','http://127.0.0.1:1')", "names one twice"),
+        ("engine.servers=http://a", "engine.managed = True | ('http://a',) | servers = ()"),
+    "no server at all": ("engine.managed=false", "engine.managed = False | servers = () | give servers"),
+    "a server that is no address": (VLLM + "engine.servers=a:8000", "'a:8000' is no address | http://127.0.0.1:8000"),
+    "a server twice": (VLLM + "engine.servers=('http://127.0.0.1:1','http://127.0.0.1:1')", "names one twice"),
     "a file for another host":
-        (VLLM + "rollout.servers=http://far:8000", "rollout.push = 'file' | http://far:8000 | set push = 'http'"),
-    "weights over HTTP from nowhere": (VLLM + "rollout.push=http", "push = 'http' and push_address = '' | address"),
+        (VLLM + "engine.servers=http://far:8000", "engine.push = 'file' | http://far:8000 | set push = 'http'"),
+    "weights over HTTP from nowhere": (VLLM + "engine.push=http", "push = 'http' and push_address = '' | address"),
     "weights over HTTP from everywhere":
-        (VLLM + "rollout.push=http rollout.push_address=0.0.0.0", "push_address = '0.0.0.0' | as the servers reach it"),
-    "an interpreter without vLLM": (f"rollout.python={sys.executable}", "rollout.python | has no vLLM | launch/"),
-    "an interpreter that is not there": ("rollout.python=nowhere", "config.rollout.python 'nowhere' has no vLLM"),
+        (VLLM + "engine.push=http engine.push_address=0.0.0.0", "push_address = '0.0.0.0' | as the servers reach it"),
+    "an interpreter without vLLM": (f"engine.python={sys.executable}", "engine.python | has no vLLM | launch/"),
+    "an interpreter that is not there": ("engine.python=nowhere", "config.engine.python 'nowhere' has no vLLM"),
     "an interpreter for somebody else's server":
-        (VLLM + "rollout.python=mine", "config.rollout.python = 'mine' | rollout.managed is False"),
+        (VLLM + "engine.python=mine", "config.engine.python = 'mine' | engine.managed is False"),
     "arguments for somebody else's server":
-        (VLLM + "rollout.server_args=('--seed=1',)", "rollout.server_args = ('--seed=1',) | rollout.managed is False"),
-    "a request that may take no time": ("rollout.timeout=0.", "config.rollout.timeout is 0.0 | above 0"),
+        (VLLM + "engine.server_args=('--seed=1',)", "engine.server_args = ('--seed=1',) | engine.managed is False"),
+    "a field by its old name": ("rollout.patience=9.", "no field rollout.patience | renamed to engine.patience"),
+    "a request that may take no time": ("engine.timeout=0.", "config.engine.timeout is 0.0 | above 0"),
     "groups refilled while batches are sampled ahead":
         ("rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3", "max_lag = 1 and resample_rounds = 1 | to 0"),
     "a lag longer than the run": ("rollout.max_lag=1", "rollout.max_lag = 1 | the run has 1 steps | set it to 0"),
@@ -289,7 +290,7 @@ def test_a_public_server_one_without_vllm_and_one_without_a_port_are_refused(
 
 def test_a_server_that_is_not_there_stops_the_run_after_its_patience(refuse: Refuse) -> None:
     argv = ["--config", str(CONFIGS / "grpo_vllm.py"), "--workdir", "run", *fields(f"{TINY} {VLLM} {SMALL}")]
-    argv += fields("rollout.patience=0.5 prompts_per_step=8 rollout.weights_dir=.")
+    argv += fields("engine.patience=0.5 prompts_per_step=8 engine.weights_dir=.")
     refuse(train, argv, "vLLM at http://127.0.0.1:9: ConnectError | for 0.5 s | start it again", started=True)
 
 

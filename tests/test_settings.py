@@ -31,7 +31,7 @@ def said(name: str, model=SMALL, platform="cpu", **changes: object) -> list[str]
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_nothing_is_said_of_the_configs_that_come_with_the_package(file, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.combinations.check_python", lambda python, name: None)
+    monkeypatch.setattr("jaxrl_llm.rollout.engines.check_python", lambda python, name: None)
     assert said(file.stem) == []
 
 

@@ -473,7 +473,7 @@ def test_a_run_over_a_server_of_its_own_learns_without_torch_and_leaves_nothing(
     )
     argv = ["train", "--config", "configs/grpo_vllm.py", "--workdir", str(tmp_path / "run"), *TINY[3:]]
     argv += ["--config.num_steps=12", "--config.optim.learning_rate=3e-4", "--config.eval.problems=200"]
-    argv += ["--config.eval.every=12", "--config.rollout.weights_dir=" + str(tmp_path / "weights")]
+    argv += ["--config.eval.every=12", "--config.engine.weights_dir=" + str(tmp_path / "weights")]
     done = subprocess.run(
         [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=600,
         env=os.environ | {"XLA_FLAGS": ""},
@@ -508,8 +508,8 @@ def test_a_run_killed_with_its_server_resumes_ahead_of_learning(tmp_path):
 
 def test_a_run_killed_while_its_server_lives_on_resumes_with_it(server, tmp_path):
     extra = [
-        *TINY, "--config.num_steps=8", "--config.rollout.managed=false", f"--config.rollout.servers={server.url}",
-        "--config.rollout.push=http", "--config.rollout.push_address=127.0.0.1",
+        *TINY, "--config.num_steps=8", "--config.engine.managed=false", f"--config.engine.servers={server.url}",
+        "--config.engine.push=http", "--config.engine.push_address=127.0.0.1",
     ]  # fmt: skip
     process = start(tmp_path / "run", *extra, config="configs/grpo_vllm.py")
     wait_for_step(tmp_path / "run", 4, process)

@@ -11,9 +11,8 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     c = qwen2_5_0_5b_gsm8k.get_config()
-    length, c.rollout = c.rollout.max_completion_tokens, grpo_vllm.get_config().rollout
-    c.rollout.max_completion_tokens = length
-    c.rollout.managed, c.rollout.servers = False, ("http://127.0.0.1:8000",)
+    c.engine = grpo_vllm.get_config().engine
+    c.engine.managed, c.engine.servers = False, ("http://127.0.0.1:8000",)
     c.rollout.max_lag = 1  # the next batch is sampled while this one is learned
-    c.rollout.canary_gap = 0.5  # bfloat16 on both sides rounds differently
+    c.engine.max_gap = 0.5  # bfloat16 on both sides rounds differently
     return c

@@ -71,7 +71,7 @@ class Canary:
             raise UserError(
                 f"after a push the servers' log-probability of token {t} of a greedy answer differs from the trainer's "
                 f"by {gaps.max():.2g} ({answer.logprobs[b, 0, t]:.4f}, not {ours[b, 0, t]:.4f}), more than "
-                f"config.rollout.canary_gap = {self._bound:g}: "
+                f"config.engine.max_gap = {self._bound:g}: "
                 + ("they still have the weights before" if stale else "they have other weights, or compute otherwise")
                 + "; start them again, and resume"
             )

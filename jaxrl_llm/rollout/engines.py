@@ -1,27 +1,92 @@
-"""The engines that a config may name."""
+"""The engines that a config may name: functions of the `engine` section that check it, and say how to start."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from functools import partial
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from jaxrl_llm.rollout import Engine, vllm
-from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.config import AtLeastOne, Positive, arguments, resolve
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollout import Engine, EngineChoice, EngineInputs, sampler
+from jaxrl_llm.rollout import vllm as servers_of_vllm
+from jaxrl_llm.serve_vllm import LOOPBACK, check_python
 from jaxrl_llm.structs import Config
 
-if TYPE_CHECKING:
-    from jaxrl_llm.build import Given
+__all__ = ["jax", "vllm"]  # what a config may name
+
+PYTHON = ".vllm/bin/python"  # where launch/vllm_cpu.sh and launch/vllm_gpu.sh install vLLM
+# Chunked prefill ends vLLM's CPU engine where requests have seeds.
+SERVER_ARGS = (
+    "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--max-num-seqs", "512",
+)  # fmt: skip
 
 
-def in_trainer(config: Config) -> bool:
-    """Whether the engine computes in the trainer's own process, with the trainer's own arithmetic."""
-    return config.rollout.engine == "jax"
+def choose(config: Config) -> EngineChoice:
+    """The engine that a config names. Raises: UserError, if its section does not fit."""
+    return resolve(config.engine.name, sys.modules[__name__], "config.engine.name")(**arguments(config.engine))
 
 
-def start(given: Given) -> Engine:
-    """The engine of a config. Raises: UserError."""
-    config = given.config
-    stops: dict[str, Any] = dict(stop_ids=given.stop_ids, pad_id=given.tokenizer.pad_token_id)
-    if in_trainer(config):
-        return Sampler(given.model, given.mesh, max_completion_tokens=config.rollout.max_completion_tokens, **stops)
-    width = max(given.dataset.width, given.held_out.width)
-    return vllm.start(config, given.workdir, given.folder, given.model.cfg, width, **stops)
+def jax() -> EngineChoice:
+    """The sampler in this process, on the devices and the mesh of the trainer."""
+
+    def start(given: EngineInputs) -> Engine:
+        limits: dict[str, Any] = dict(max_completion_tokens=given.max_completion_tokens)
+        return sampler.Sampler(given.model, given.mesh, **limits, stop_ids=given.stop_ids, pad_id=given.pad_id)
+
+    return EngineChoice(start, in_trainer=True)
+
+
+def vllm(
+    *,
+    managed: bool = True,
+    python: str = PYTHON,
+    server_args: tuple[str, ...] = SERVER_ARGS,
+    servers: tuple[str, ...] = (),
+    push: Literal["file", "http", "reload"] = "file",
+    push_address: str = "",
+    weights_dir: str = "/dev/shm",
+    concurrency: AtLeastOne = 64,
+    timeout: Positive = 300.0,
+    patience: Positive = 300.0,
+    max_gap: Positive = 1e-3,
+) -> EngineChoice:
+    """vLLM servers, of the run's own or elsewhere; configs/grpo_vllm.py says what each argument means."""
+    if managed == bool(servers):
+        raise UserError(
+            f"config.engine.managed = {managed} and engine.servers = {servers}: give servers, or let the run "
+            "start one of its own with managed = True and servers = ()"
+        )
+    for name, value, unset in (("python", python, PYTHON), ("server_args", server_args, SERVER_ARGS)):
+        if not managed and value != unset:
+            raise UserError(
+                f"config.engine.{name} = {value!r} does nothing: engine.managed is False; set it to {unset!r}"
+            )
+    check_addresses(servers, push, push_address)
+    check = partial(check_python, python, "config.engine.python") if managed else lambda: None
+    settings = dict(
+        managed=managed, python=python, server_args=server_args, servers=servers, push=push, concurrency=concurrency,
+        push_address=push_address, weights_dir=weights_dir, timeout=timeout, patience=patience, max_gap=max_gap,
+    )  # fmt: skip
+    return EngineChoice(partial(servers_of_vllm.start, **settings), check=check)
+
+
+def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> None:
+    """Servers have addresses, and reach the weights. Raises: UserError."""
+    for server in servers:
+        url = urlsplit(server)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise UserError(f"config.engine.servers: {server!r} is no address: give one like 'http://127.0.0.1:8000'")
+        if push == "file" and url.hostname not in LOOPBACK:
+            raise UserError(
+                f"config.engine.push = 'file': {server} may be another host, which cannot see the file: "
+                "set push = 'http' and push_address to this host's address"
+            )
+    if len(set(servers)) < len(servers):
+        raise UserError(f"config.engine.servers = {servers} names one twice: give each once")
+    if (push == "http") != bool(push_address) or push_address in ("0.0.0.0", "::"):
+        raise UserError(
+            f"config.engine.push = {push!r} and push_address = {push_address!r}: 'http' needs this host's address "
+            "as the servers reach it, the others none"
+        )

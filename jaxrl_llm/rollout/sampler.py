@@ -62,10 +62,11 @@ class Seats:
 class Sampler:
     """The in-JAX engine. Keys come from the caller: the same key gives the same completions."""
 
+    max_gap: float | None = None  # every step compares its log-probabilities with the trainer's
+
     def __init__(
         self, model: Decoder, mesh: Mesh, *, max_completion_tokens: int, stop_ids: tuple[int, ...], pad_id: int
     ):
-        self.exact = model.cfg.dtype == "float32"
         self._mesh = mesh
         self._devices = mesh.shape["data"] * mesh.shape["fsdp"]
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
@@ -92,6 +93,9 @@ class Sampler:
     def release(self) -> None:
         """Frees the gathered weights: while the policy learns, their memory is worth more than they are."""
         self._params = None
+
+    def close(self) -> None:
+        """It has started nothing."""
 
     def generate(
         self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling,

@@ -21,10 +21,10 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import export
 from jaxrl_llm.models.blocks import DecoderConfig
-from jaxrl_llm.rollout import weights
+from jaxrl_llm.rollout import EngineInputs, weights
 from jaxrl_llm.rollout.managed import Managed
 from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.structs import Config, Prompts, PyTree, Rollouts
+from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 SOON = 10.0  # seconds in which a server that is well says what it has
 WAITS = (0.5, 5.0)  # seconds before the second try, doubled for each one after, up to the last
@@ -44,38 +44,30 @@ class Unavailable(Exception):
 
 
 def start(
-    config: Config,
-    workdir: Path,
-    folder: Path,
-    model: DecoderConfig,
-    width: int,
-    *,
-    stop_ids: tuple[int, ...],
-    pad_id: int,
-) -> VllmEngine:
-    """The engine of a config whose rollout.engine is "vllm", and its server if it is to have one of its own.
-
-    width: the longest prompt's tokens. Raises: UserError.
-    """
-    r, managed = config.rollout, None
-    if r.managed:
-        managed = Managed(
-            r.python, folder, dtype=config.model.dtype, max_model_len=width + r.max_completion_tokens,
-            log=workdir / "vllm.log", extra=r.server_args,
+    given: EngineInputs, *, managed: bool, python: str, server_args: tuple[str, ...], servers: tuple[str, ...],
+    max_gap: float, **settings: Any,
+) -> VllmEngine:  # fmt: skip
+    """The engine, and its server if it is to have one of its own (`engines.vllm`). Raises: UserError."""
+    server, dtype = None, given.model.cfg.dtype
+    if managed:
+        server = Managed(
+            python, given.folder, dtype=dtype, max_model_len=given.max_prompt_tokens + given.max_completion_tokens,
+            log=given.workdir / "vllm.log", extra=server_args,
         )  # fmt: skip
-    where = f"{socket.gethostname()} {workdir.absolute()}"  # the same when the run is resumed
+    where = f"{socket.gethostname()} {given.workdir.absolute()}"  # the same when the run is resumed
     try:
-        return VllmEngine(
-            (managed.url,) if managed else r.servers, run=hashlib.sha256(where.encode()).hexdigest()[:12],
-            push=r.push, weights_dir=r.weights_dir, push_address=r.push_address, model=model,
-            dtype=config.model.dtype, max_completion_tokens=r.max_completion_tokens, max_prompt_tokens=width,
-            stop_ids=stop_ids, pad_id=pad_id, concurrency=r.concurrency, timeout=r.timeout, patience=r.patience,
-            managed=managed,
+        engine = VllmEngine(
+            (server.url,) if server else servers, run=hashlib.sha256(where.encode()).hexdigest()[:12],
+            model=given.model.cfg, dtype=dtype, max_completion_tokens=given.max_completion_tokens,
+            max_prompt_tokens=given.max_prompt_tokens, stop_ids=given.stop_ids, pad_id=given.pad_id, managed=server,
+            **settings,
         )  # fmt: skip
     except UserError:
-        if managed:
-            managed.stop()
+        if server:
+            server.stop()
         raise
+    engine.max_gap = max_gap
+    return engine
 
 
 def _all(jobs: Sequence[Future[T]]) -> list[T]:
@@ -92,7 +84,7 @@ class VllmEngine:
     was started again or lost its weights gets them again, and its requests are repeated, for `patience` seconds.
     """
 
-    exact = False
+    max_gap: float | None = None
 
     def __init__(
         self, servers: tuple[str, ...], *, run: str, model: DecoderConfig, push: str, weights_dir: str,
@@ -272,7 +264,7 @@ class VllmEngine:
         if self._pulls and backend != "pull":
             raise UserError(
                 f"vLLM at {server} has the weight-transfer backend {backend!r}: start it with "
-                "python -m jaxrl_llm.serve_vllm, or set config.rollout.push = 'reload'"
+                "python -m jaxrl_llm.serve_vllm, or set config.engine.push = 'reload'"
             )
         if self._length + self._width > model["max_model_len"]:
             raise UserError(

@@ -47,11 +47,11 @@ class Offer:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"config.rollout.weights_dir: {error}: give a folder that can be written") from None
+            raise UserError(f"config.engine.weights_dir: {error}: give a folder that can be written") from None
         if not is_private(folder):
             about = folder.lstat()
             raise UserError(
-                f"config.rollout.weights_dir: {folder} is there already, is of user {about.st_uid} and has mode "
+                f"config.engine.weights_dir: {folder} is there already, is of user {about.st_uid} and has mode "
                 f"{stat.S_IMODE(about.st_mode):o}, so that others could exchange the weights: remove it, or give "
                 "another folder"
             )
@@ -72,7 +72,7 @@ class Offer:
         free = shutil.disk_usage(self.folder).free
         if size > free:
             raise UserError(
-                f"config.rollout.weights_dir = {str(self.folder.parent)!r} has {free / 1e9:.1f} GB left, the weights "
+                f"config.engine.weights_dir = {str(self.folder.parent)!r} has {free / 1e9:.1f} GB left, the weights "
                 f"take {size / 1e9:.1f} GB: make room (docker's --shm-size), or give another folder"
             )
         with file.open("wb") as out:
@@ -156,7 +156,7 @@ class serve:
             self._server = ThreadingHTTPServer((address, 0), Handler)
         except OSError as error:
             raise UserError(
-                f"config.rollout.push_address = {address!r}: {error}: give this host's address as the servers reach it"
+                f"config.engine.push_address = {address!r}: {error}: give this host's address as the servers reach it"
             ) from None
         Thread(target=self._server.serve_forever, daemon=True).start()
         self.source = {"url": f"http://{address}:{self._server.server_port}/weights", "token": token}
