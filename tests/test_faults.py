@@ -129,7 +129,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on_when_there_is_room
         pytest.skip("no mounts here")
     try:
         process = start(workdir, "--config.num_steps=500")
-        until(process, "step   2/500")
+        until(process, "step   5/500")  # by then the checkpoint of step 2 is whole: that of step 4 waited for it
         fill(workdir / "filler")
         _, error = process.communicate(timeout=60)
         assert process.returncode == 2

@@ -1,0 +1,142 @@
+"""Training in this process: the records, what a caller may change, and going back to a checkpoint while a run lives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.build import build
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health import rules
+from jaxrl_llm.rollout import Engine, EngineChoice, EngineInputs
+from jaxrl_llm.structs import Prompts, Rollouts
+from jaxrl_llm.train import rl_step, steps, train
+
+ROOT = Path(__file__).parent.parent
+
+
+def tiny(**changes) -> ConfigDict:
+    """configs/grpo.py, made small."""
+    c = configs.load(ROOT / "configs" / "grpo.py")
+    small = {
+        "num_steps": 4, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "optim.warmup_steps": 1,
+        "optim.decay": "constant", "eval.every": 2, "eval.problems": 16, "checkpoint.every": 1, "checkpoint.keep": 9,
+        "log.tensorboard": False, "log.completions_every": 0, "mesh.fsdp": 1, "rollout.max_completion_tokens": 6,
+    }  # fmt: skip
+    c.update_from_flattened_dict(small | changes)
+    return c
+
+
+def numbers(records: list[dict]) -> list[dict]:
+    """Without wall-clock time."""
+    return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "tokens_per_second"} for r in records]
+
+
+def written(workdir: Path) -> list[dict]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    records = list(steps(tiny(), workdir))
+    assert records == written(workdir)
+    assert [r["step"] for r in records] == [0, 1, 2, 3, 4]
+    return workdir
+
+
+def test_steps_give_the_records_of_the_log_and_go_on_where_they_were_left(whole, tmp_path):
+    taken = []
+    for record in steps(tiny(), tmp_path / "run"):
+        taken.append(record)
+        if record["step"] == 2:
+            break  # the third step is learned by then, and logged
+    rest = list(steps(tiny(), tmp_path / "run"))
+    assert numbers(taken) == numbers(written(whole))[:3]
+    assert numbers(written(tmp_path / "run")) == numbers(written(whole))
+    assert rest[-1]["step"] == 4
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_run_that_goes_back_to_a_checkpoint_while_it_lives_has_the_numbers_of_one_that_did_not(lag, tmp_path):
+    config = tiny(**{"rollout.max_lag": lag, "kl.refresh_every": 2})
+    straight = list(steps(config, tmp_path / "straight"))
+    with build(tiny(**{"rollout.max_lag": lag, "kl.refresh_every": 2}), tmp_path / "back") as run:
+        going = train(run)
+        for record in going:
+            if record["step"] == 2:
+                break
+        assert run.step == 3
+        states, step = run.restore(before=2)
+        assert step == 1
+        assert int(states["policy"].step) == 1
+        again = list(train(run))
+    assert numbers(again)[-3:] == numbers(straight)[-3:]
+    assert numbers(written(tmp_path / "back")) == numbers(written(tmp_path / "straight"))
+
+
+def test_the_step_alone_is_a_function_of_the_run_the_states_and_its_number(whole, tmp_path):
+    with build(tiny(**{"eval.every": 0, "checkpoint.keep_best": 0}), tmp_path / "run") as run:
+        states, _ = run.restore()
+        states, record = rl_step(run, states, 1)
+        run.actor.advance(1)
+        summary = record.summary()
+    first = written(whole)[1]
+    assert summary["reward/mean"] == first["reward/mean"]
+    assert summary["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-6)
+
+
+def test_a_rule_may_stop_a_run_and_what_it_stops_at_is_not_saved(tmp_path, monkeypatch):
+    def at_three(history):
+        if history[-1]["step"] < 3:
+            return None
+        return rules.Finding("X", "bad", "it is step 3", "of a test", "begin anew", "none", "stop")
+
+    monkeypatch.setattr(rules, "RULES", (*rules.RULES, at_three))
+    with pytest.raises(UserError, match="it is step 3"):
+        list(steps(tiny(), tmp_path / "run"))
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2"]
+
+
+class Canned(Engine):
+    """Always the same completions."""
+
+    max_gap = None
+
+    def __init__(self, given: EngineInputs, token: int):
+        self._given, self._token = given, token
+
+    def generate(self, prompts: Prompts, key, *, group_size, sampling, max_tokens=None) -> Rollouts:
+        shape = (len(prompts.tokens), group_size, self._given.max_completion_tokens)
+        tokens, mask = np.full(shape, self._token, np.int32), np.ones(shape, bool)
+        mask[:, 1::2, 2:] = False
+        return Rollouts(tokens, mask, mask, np.where(mask, -1.0, 0.0).astype(np.float32),
+                        np.zeros(shape[:2], bool), np.zeros(shape, np.int32))  # fmt: skip
+
+    def update_weights(self, params, version=0) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def canned(*, token: int) -> EngineChoice:
+    return EngineChoice(lambda given: Canned(given, token))
+
+
+def test_an_engine_of_ones_own_is_named_in_the_config(tmp_path):
+    config = tiny(**{"num_steps": 2, "eval.every": 0, "checkpoint.keep_best": 0})
+    config.engine = ConfigDict(dict(name="test_steps.canned", token=5))
+    last = list(steps(config, tmp_path / "run"))[-1]
+    assert last["completion/length"] == 4.0
+    assert last["sampler/gap_max"] > 0.1  # it does not say what the policy would
+    assert jax.numpy.isfinite(last["grad_norm"])
