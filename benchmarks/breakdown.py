@@ -9,11 +9,12 @@ import argparse
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
-from benchmarks.ours import step_function
+from benchmarks.ours import one_run, step_function
 from benchmarks.step import make_model
 from benchmarks.workloads import WORKLOADS
 from jaxrl_llm.compiling import Compilations
@@ -28,7 +29,13 @@ def main() -> None:
     parser.add_argument("--remat", default="dots")
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
-    one_step = step_function(workload, make_model(workload), args.remat, args.microbatch, Compilations())
+    folder = make_model(workload)
+    with one_run(workload, folder, args.remat, args.microbatch) as run:
+        show(step_function(run, Compilations()))
+
+
+def show(one_step: Callable[[int], dict]) -> None:
+    """Seconds by kind of operation of one step, the second one."""
     one_step(0), one_step(1)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -1,27 +1,36 @@
-"""Times this project's GRPO step: `python benchmarks/ours.py MODEL_DIR --steps 5 --microbatch 2`."""
+"""Times this project's GRPO step, `train.rl_step`: `python benchmarks/ours.py MODEL_DIR --steps 5 --microbatch 2`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import resource
+import tempfile
 import time
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 
 from benchmarks.workloads import CLIP_NORM, KL_COEF, LEARNING_RATE, PAD, TEMPERATURE, Workload, read, reward
-from jaxrl_llm import advantages, kl, losses, optim, sharding, update
+from jaxrl_llm import config as configs
+from jaxrl_llm.build import build
+from jaxrl_llm.checkpoint import Pending
+from jaxrl_llm.collect import Samples
 from jaxrl_llm.compiling import Compilations, keep_compilations
 from jaxrl_llm.models import hf
-from jaxrl_llm.packing import pack
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.run import Run
 from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.structs import Batch, Prompts, Rollouts
+from jaxrl_llm.structs import Prompts, PyTree
+from jaxrl_llm.train import rl_step
+
+ROOT = Path(__file__).parent.parent
 
 
 def ceiling() -> float:
@@ -37,77 +46,109 @@ def ceiling() -> float:
     return 2 * 2048**3 / min(seconds) / 1e9
 
 
-def rewarded(rollouts: Rollouts) -> np.ndarray:
-    """Rewards [B, G]."""
-    lengths = rollouts.completion_mask.sum(axis=-1)
-    return np.array(
-        [
-            [reward(row[:n].tolist()) for row, n in zip(rows, ns, strict=True)]
-            for rows, ns in zip(rollouts.completions, lengths, strict=True)
-        ]
-    )
+class Prescribed:
+    """A run's actor, for prompts and lengths as a workload says."""
+
+    def __init__(self, workload: Workload, engine: Sampler):
+        self._workload, self._engine, self._step = workload, engine, 0
+
+    def reset(self, step: int, params: PyTree, pending: Pending | None = None) -> None:
+        """Begins with these weights."""
+        self._engine.update_weights(params)
+
+    def next(self) -> Samples:
+        """Samples of the next step."""
+        w, ids = self._workload, np.asarray(self._workload.prompt_ids(self._step), np.int32)
+        prompts = Prompts(ids, np.ones_like(ids, bool), [{}] * len(ids), np.arange(len(ids), dtype=np.int32))
+        lengths, key = np.asarray(w.lengths(self._step)), jax.random.fold_in(jax.random.key(0), self._step)
+        sampling = Sampling(TEMPERATURE)
+        rollouts = self._engine.generate(prompts, key, group_size=w.group, sampling=sampling, max_tokens=lengths)
+        self._engine.release()
+        np.testing.assert_array_equal(rollouts.completion_mask.sum(axis=-1), lengths)
+        return Samples(prompts, rollouts, lambda: ([], judged(rollouts.completions, lengths)))
+
+    def finish_push(self, params: PyTree) -> dict[str, Any]:
+        """The engine has a copy of its own."""
+        return {}
+
+    def push(self, params: PyTree, step: int) -> None:
+        """The next samples are of these weights."""
+        self._engine.update_weights(params, step)
+        self._step = step
+
+    def advance(self, step: int) -> None:
+        """Nothing is sampled ahead."""
+
+    def pending(self, seconds: float | None = None) -> Pending:
+        """Nothing is kept."""
+        return Pending({}, [])
 
 
-def step_function(workload: Workload, folder: Path, remat: str, microbatch: int, compilations: Compilations):
-    """`one_step(step) -> measurements`, of a trainer made from the model in `folder`."""
-    mesh = sharding.make_mesh(1, 1, 1)
-    model = hf.load_model(folder, mesh, dtype="float32", remat=remat)
-    params = hf.load_params(folder, model, mesh)
-    sampling = Sampling(TEMPERATURE)
-    engine = Sampler(model, mesh, max_completion_tokens=workload.completion_tokens, stop_ids=(), pad_id=PAD)
-    optimizer = optim.make_optimizer(
-        1000, learning_rate=LEARNING_RATE, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0,
-        clip_norm=CLIP_NORM, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
-        more={"kl/coef": optim.constant(KL_COEF)},
-    )  # fmt: skip
-    objective = update.policy_objective(model, losses.ppo_clip(), sampling, kl=kl.k3)
-    ref_params = jax.tree.map(jnp.copy, params)
-    state, placed = update.init_state(params, optimizer, mesh)
-    score = update.make_score(model, sampling, mesh, microbatch)
-    aggregate = partial(losses.aggregation_weights, mode="token_mean")
-    make = update.make_update_step
-    update_step = make(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
-    engine.update_weights(state.params)
+def judged(completions: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """Rewards [B, G] as a channel and as the total."""
+    rewards = [
+        [reward(row[:n].tolist()) for row, n in zip(rows, ns, strict=True)]
+        for rows, ns in zip(completions, lengths, strict=True)
+    ]
+    return dict.fromkeys(("benchmarks.ours.even", "total"), np.asarray(rewards, np.float32))
+
+
+def even(completions: list) -> list[float]:
+    """Named in the config; `judged` stands in for it, since completions here are no text."""
+    return [0.0] * len(completions)
+
+
+def rows() -> list[dict[str, str]]:
+    """Named in the config; `Prescribed` stands in for them."""
+    return [{"prompt": "0"}]
+
+
+def make_config(workload: Workload, folder: Path, remat: str, microbatch: int) -> ConfigDict:
+    """configs/grpo.py with the settings that every trainer has here."""
+    c = configs.load(ROOT / "configs" / "grpo.py")
+    c.update_from_flattened_dict({
+        "num_steps": 1000, "prompts_per_step": workload.prompts, "prompts_per_update": workload.prompts,
+        "group_size": workload.group, "microbatch": microbatch, "model.path": str(folder), "model.remat": remat,
+        "data.source": "benchmarks.ours.rows", "eval.every": 0, "reward.functions": ("benchmarks.ours.even",),
+        "reward.weights": (1.0,), "reward.timeout": 0.0, "kl.coef": KL_COEF, "checkpoint.keep_best": 0,
+        "rollout.max_completion_tokens": workload.completion_tokens, "rollout.temperature": TEMPERATURE,
+        "optim.learning_rate": LEARNING_RATE, "optim.warmup_steps": 0, "optim.decay": "constant",
+        "optim.clip_norm": CLIP_NORM, "optim.b2": 0.999, "mesh.fsdp": 1, "log.tensorboard": False,
+        "log.completions_every": 0,
+    })  # fmt: skip
+    if workload.group == 1:
+        c.advantage = ConfigDict(dict(name="reinforce_pp", gamma=1.0, epsilon=1e-8))
+    return c
+
+
+@contextmanager
+def one_run(workload: Workload, folder: Path, remat: str, microbatch: int) -> Iterator[Run]:
+    """The run of a workload, with a workdir that is gone at the end."""
+    config = make_config(workload, folder, remat, microbatch)
+    with tempfile.TemporaryDirectory() as workdir, build(config, Path(workdir)) as run:
+        model, limit = hf.load_model(folder, run.mesh, remat=remat), workload.completion_tokens
+        run.actor = Prescribed(workload, Sampler(model, run.mesh, max_completion_tokens=limit, stop_ids=(), pad_id=PAD))
+        yield run
+
+
+def step_function(run: Run, compilations: Compilations) -> Callable[[int], dict]:
+    """`one_step(step) -> measurements`."""
+    states, _ = run.restore()
 
     def one_step(step: int) -> dict:
-        nonlocal state
-        compiled = compilations.seconds
-        clock = [time.perf_counter()]
-        ids = np.asarray(workload.prompt_ids(step), np.int32)
-        prompts, asked = (
-            Prompts(ids, np.ones_like(ids, bool), [], np.arange(len(ids))),
-            np.asarray(workload.lengths(step)),
-        )
-        key = jax.random.fold_in(jax.random.key(0), step)
-        rollouts = engine.generate(prompts, key, group_size=workload.group, sampling=sampling, max_tokens=asked)
-        engine.release()
-        clock.append(time.perf_counter())
-        lengths = rollouts.completion_mask.sum(axis=-1)
-        np.testing.assert_array_equal(lengths, asked)
-        batch = Batch(
-            prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
-            sampler_logprobs=rollouts.logprobs, slots=pack(lengths, workload.completion_tokens),
-        )  # fmt: skip
-        batch = sharding.shard_batch(batch, mesh)
-        ref = score(ref_params, batch)
-        rewards = rewarded(rollouts)  # a group of one is compared with the batch
-        advantage = advantages.grpo(rewards) if workload.group > 1 else rewards - rewards.mean()
-        spread = np.where(rollouts.loss_mask, advantage[..., None], 0.0).astype(np.float32)
-        spread = sharding.shard_batch(spread, mesh)
-        ref.block_until_ready()
-        clock.append(time.perf_counter())
-        batch = replace(batch, advantages=spread, ref_logprobs=ref)
-        state, measured = update_step(state, batch, np.arange(workload.prompts))
-        engine.update_weights(state.params)
-        measured = sharding.to_host(measured)
-        clock.append(time.perf_counter())
+        nonlocal states
+        compiled, began = compilations.seconds, time.perf_counter()
+        states, record = rl_step(run, states, step + 1)
+        jax.block_until_ready((states, record.updates))
+        total = time.perf_counter() - began
+        measured = record.summary()
         assert np.isfinite(measured["loss/total"])
         assert measured["update_norm"] > 0
         assert measured["sampler/gap_max"] < 1e-4
         assert (measured["kl/ref"] > 1e-9) == (step > 0)
-        seconds = dict(zip(("rollout", "score", "update"), np.diff(clock), strict=True))
+        seconds = {phase: measured[f"time/{phase}"] for phase in ("rollout", "score", "update")}
         return seconds | {
-            "total": clock[-1] - clock[0], "tokens": int(lengths.sum()), "compile": compilations.seconds - compiled,
+            "total": total, "tokens": record.tokens, "compile": compilations.seconds - compiled,
             "gap": float(measured["sampler/gap_max"]),
         }  # fmt: skip
 
@@ -123,8 +164,9 @@ def main() -> None:
     args = parser.parse_args()
     keep_compilations()
     compilations = Compilations()
-    one_step = step_function(read(args.model), Path(args.model), args.remat, args.microbatch, compilations)
-    first, *steps = [one_step(step) for step in range(args.steps + 1)]
+    with one_run(read(args.model), Path(args.model), args.remat, args.microbatch) as run:
+        one_step = step_function(run, compilations)
+        first, *steps = [one_step(step) for step in range(args.steps + 1)]
     report = {name: [step[name] for step in steps] for name in first}
     report |= {"name": "jaxrl_llm", "version": {"jax": jax.__version__}, "warmup": first["total"]}
     report |= {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}

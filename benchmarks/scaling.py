@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ours import step_function
+from benchmarks.ours import one_run, step_function
 from benchmarks.step import PHASES, make_model
 from benchmarks.workloads import Workload
 from jaxrl_llm.compiling import Compilations
@@ -40,8 +40,9 @@ def medians(workload: Workload, steps: int) -> dict[str, float]:
     """Seconds of each phase of a step, in two micro-batches or more."""
     with tempfile.TemporaryDirectory() as folder:
         microbatch = max(32 // workload.group, 2)
-        one_step = step_function(workload, make_model(workload, Path(folder)), "dots", microbatch, Compilations())
-        measured = [one_step(step) for step in range(steps + 1)][1:]
+        with one_run(workload, make_model(workload, Path(folder)), "dots", microbatch) as run:
+            one_step = step_function(run, Compilations())
+            measured = [one_step(step) for step in range(steps + 1)][1:]
     return {phase: statistics.median(step[phase] for step in measured) for phase in PHASES}
 
 

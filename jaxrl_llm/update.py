@@ -28,9 +28,9 @@ class Learner:
     """A model that learns; its TrainState is held by the loop."""
 
     update_step: jax.stages.Wrapped  # (state, batch, rows) -> state, metrics; the state is donated
-    optimizer: Optimizer
     shapes: TrainState  # shapes, dtypes and shardings of its state
     init: Callable[[], TrainState]  # its state at step 0
+    coefficients: Callable[[TrainState], Metrics]  # what each coefficient is in the next update
     prefix: str = ""  # of its metrics' names
     frozen_steps: int = 0  # steps of the run in which it does not learn yet
 
@@ -52,9 +52,10 @@ class Learner:
         counts = {"updates/skipped": finite.total_notfinite + 0, "updates/skipped_in_a_row": finite.notfinite_count + 0}
         return {f"{self.prefix}{name}": x for name, x in counts.items()}
 
-    def coefficients(self, state: TrainState) -> Metrics:
-        """What each coefficient is in the next update."""
-        return {name: c.value(state.kept[name]) for name, c in self.optimizer.coefficients.items()}
+
+def coefficients(optimizer: Optimizer, kept: PyTree) -> Metrics:
+    """What each coefficient is, from what it keeps in a TrainState."""
+    return {name: c.value(kept[name]) for name, c in optimizer.coefficients.items()}
 
 
 Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, Metrics]]
@@ -232,7 +233,8 @@ def make_learner(
     """A learner whose parameters have these shapes and begin as params(); the rest as `make_update_step` takes it."""
     abstract, placed = abstract_state(shapes, optimizer, mesh)
     step = make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
-    return Learner(step, optimizer, abstract, lambda: init_state(params(), optimizer, mesh)[0])
+    now = jax.jit(lambda state: coefficients(optimizer, state.kept))
+    return Learner(step, abstract, lambda: init_state(params(), optimizer, mesh)[0], now)
 
 
 def make_update_step(
@@ -257,7 +259,7 @@ def make_update_step(
         batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], place), batch)
         weights = aggregate(batch.loss_mask)
         shares = aggregation_weights(batch.loss_mask, mode="token_mean")
-        coefs = {name: c.value(state.kept[name]) for name, c in optimizer.coefficients.items()}
+        coefs = coefficients(optimizer, state.kept)
 
         def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
             per_token, metrics = objective(params, part, coefs)
