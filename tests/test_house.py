@@ -10,7 +10,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "jaxrl_llm").rglob("*.py"))
 
 
-SECTIONS = ("optim.py:make_optimizer", "vllm.py:__init__")  # their arguments are the fields of a config's section
+SECTIONS = (
+    "optim.py:make_optimizer",
+    "engines.py:vllm",
+    "vllm.py:__init__",
+)  # their arguments are the fields of a config's section
 FUNCTIONS = [
     (file, node)
     for file in PACKAGE
