@@ -15,9 +15,8 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("golden")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "ppo" else []) for name in RUNS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_three_steps_have_the_numbers_that_they_had(name, folder):
     kept = json.loads((FOLDER / f"{name}.json").read_text())
     if kept.pop("jax") != jax.__version__:
