@@ -67,6 +67,7 @@ def qwen(tmp_path_factory) -> Path:
     return folder.with_name("qwen")
 
 
+@pytest.mark.slow
 def test_the_gsm8k_recipe_runs_end_to_end(qwen, tmp_path):
     rows = [{"question": q, "answer": a} for q, a in PROBLEMS]
     for split in ("train", "test"):

@@ -128,6 +128,7 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "extra", "sign"),
     [
@@ -135,9 +136,9 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
                              "--config.eval.function=tests.tiny.alarmed",
                              "--config.reward.functions=('arithmetic.accuracy','tests.tiny.alarmed')"],
          "groups/replaced"),
-        pytest.param("configs/ppo.py", ["--config.critic.warmup_steps=2", "--config.critic.optim.warmup_steps=2",
+        ("configs/ppo.py", ["--config.critic.warmup_steps=2", "--config.critic.optim.warmup_steps=2",
                             "--config.kl.refresh_every=2", "--config.kl.mix=0.5", "--config.kl.target=0.01"],
-         "critic/explained_variance", marks=pytest.mark.slow),
+         "critic/explained_variance"),
         ("configs/remax.py", ["--config.rollout.max_lag=2", "--config.checkpoint.every=1", "--config.epochs=1",
                                "--config.prompts_per_update=8"],
          "rollout/lag"),
@@ -227,6 +228,7 @@ def test_sigterm_saves_the_step_in_hand_and_exits_0(tmp_path):
     assert [path.name for path in (workdir / "checkpoints").iterdir()] == [str(last)]
 
 
+@pytest.mark.slow
 def test_one_update_and_several_log_what_they_should(tmp_path):
     """A single on-policy update has ratio 1 and needs no old log-probabilities; KL may sit in the reward."""
     result = run(

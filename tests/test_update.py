@@ -121,13 +121,20 @@ def assert_same_update(one, other):
 
 @pytest.mark.parametrize(
     ("mode", "microbatch"),
-    [("token_mean", 1), ("token_mean", 2), ("token_mean", 4), ("sequence_mean", 2), ("constant", 4)],
+    [
+        ("token_mean", 1),
+        ("sequence_mean", 2),
+        ("constant", 4),
+        *(pytest.param("token_mean", size, marks=pytest.mark.slow) for size in (2, 4)),
+    ],
 )
 def test_microbatch_changes_memory_and_nothing_else(mode, microbatch):
     assert_same_update(tiny.one_update(mode=mode), tiny.one_update(mode=mode, microbatch=microbatch))
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)])
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((8, 1, 1), (2, 4, 1), (1, 1, 8)))]
+)
 def test_the_mesh_changes_placement_and_nothing_else(shape):
     assert_same_update(tiny.one_update(), tiny.one_update(shape))
 
