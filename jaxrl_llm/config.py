@@ -39,6 +39,7 @@ NotNegative = Annotated[float, Range(low=0)]
 Positive = Annotated[float, Range(low=0, above=True)]
 Share = Annotated[float, Range(low=0, high=1)]
 AtLeastOne = Annotated[int, Range(low=1)]
+Count = Annotated[int, Range(low=0)]
 
 RENAMED = {  # fields by the names that they had
     "rollout.engine": "engine.name",
@@ -244,6 +245,13 @@ def _check_arguments(section: str, name: str, function: Callable[..., Any], give
     for key, parameter in taken.items():
         if parameter.default is parameter.empty and key not in given:
             raise UserError(f"config.{section}.{key} is missing: {name} needs it")
+
+
+def fields_of(section: str, function: Callable[..., Any], *, leave_out: tuple[str, ...] = ()) -> dict[str, Field]:
+    """The fields of a section that is the keyword arguments of a function, as their annotations say."""
+    hints = get_type_hints(function, include_extras=True)
+    found = {name: _field(hints[name]) for name in keywords(function) if name not in leave_out}
+    return {f"{section}.{name}": field for name, field in found.items() if field}
 
 
 def _field(hint: Any) -> Field | None:

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.config import NotNegative, Positive
 from jaxrl_llm.kl import k3
 from jaxrl_llm.losses import Metrics, ratio_of, sequence_mean
 from jaxrl_llm.structs import Array
@@ -19,8 +20,8 @@ def make_correction(
     *,
     level: Literal["token", "sequence", "geometric"] = "token",
     action: Literal["auto", "none", "truncate", "mask"] = "none",
-    low: float = 0.0,
-    high: float = 2.0,
+    low: NotNegative = 0.0,
+    high: Positive = 2.0,
     off_policy: bool = False,
 ) -> Correction:
     """`correct(trainer, sampler, mask)` -> weights [B, G, C] of the policy loss, and metrics of the mismatch.

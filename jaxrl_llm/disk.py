@@ -31,7 +31,9 @@ def locked(workdir: Path) -> Iterator[None]:
             problem = f"--workdir {workdir} is in use by another run: wait for its end, or give another"
             raise UserError(problem) from None
         except NotImplementedError:
-            pass  # some network file systems have no locks
+            print(
+                f"note: the file system of {workdir} has no locks: nothing stops a second run there, so start only one"
+            )
     try:
         yield
     finally:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from jaxrl_llm.config import Field
+from jaxrl_llm import losses, optim
+from jaxrl_llm.config import Field, fields_of
+from jaxrl_llm.correction import make_correction
+from jaxrl_llm.health.rules import RULES
 
-DECAYS = ("constant", "linear", "cosine")
 
-OPTIM = {
-    "learning_rate": Field(float, low=0, above=True),
-    "warmup_steps": Field(int, low=0),
-    "warmup_ratio": Field(float, low=0, high=1),
-    "decay": Field(str, choices=DECAYS),
-    "end": Field(float, low=0),
-    "clip_norm": Field(float, low=0),
-    "weight_decay": Field(float, low=0),
-    "b1": Field(float, low=0, high=0.9999),
-    "b2": Field(float, low=0, high=0.9999),
-    "eps": Field(float, low=0, above=True),
-}
+def optim_fields(section: str) -> dict[str, Field]:
+    """The fields of an optimiser's section."""
+    return fields_of(section, optim.make_optimizer, leave_out=("hold", "more"))
+
+
+# Of a section that is the arguments of one function, the function's annotations say what is allowed.
 SHARED = {
     "seed": Field(int, low=0, high=2**31 - 1),
     "deterministic": Field(bool),
@@ -40,13 +36,12 @@ SHARED = {
     "eval.function": Field(str),
     "eval.problems": Field(int, low=1),
     "reward.timeout": Field(float, low=0, high=1e6),
-    "aggregate.mode": Field(str, choices=("token_mean", "sequence_mean", "sequence_sum", "constant")),
-    "aggregate.constant_length": Field(int, low=0),
-    **{f"optim.{name}": field for name, field in OPTIM.items()},
+    **fields_of("aggregate", losses.aggregation_weights),
+    **optim_fields("optim"),
     "mesh.data": Field(int, low=-1),
     "mesh.fsdp": Field(int, low=-1),
     "mesh.tensor": Field(int, low=-1),
-    "health.max_skipped": Field(int, low=0),
+    **{name: field for rule in RULES for name, field in fields_of("health", rule).items()},
     "checkpoint.every": Field(int, low=1),
     "checkpoint.keep": Field(int, low=1),
     "checkpoint.keep_best": Field(int, low=0),
@@ -63,27 +58,17 @@ TRAIN = SHARED | {
     "reward.overlong_tokens": Field(int, low=0),
     "kl.placement": Field(str, choices=("none", "reward", "loss")),
     "kl.estimator": Field(str, choices=("k1", "k2", "k3")),
-    "kl.coef": Field(float, low=0),
-    "kl.decay": Field(str, choices=DECAYS),
-    "kl.end": Field(float, low=0),
+    **fields_of("kl", optim.kl_coefficient),
     "kl.weighted": Field(bool),
-    "kl.target": Field(float, low=0),
-    "kl.horizon": Field(int, low=1),
     "kl.refresh_every": Field(int, low=0),
     "kl.mix": Field(float, low=0, high=1, above=True),
     "hold.kl_to_reward": Field(float, low=0),
     "hold.update_size": Field(float, low=0),
-    "entropy.coef": Field(float, low=0),
-    "entropy.target": Field(float, low=0),
-    "entropy.step": Field(float, low=0),
-    "entropy.most": Field(float, low=0),
+    **fields_of("entropy", optim.entropy_coefficient),
     "mask.truncated": Field(bool),
     "mask.top_entropy": Field(float, low=0, high=1, above=True),
     "mask.off_policy": Field(float, low=0),
-    "correction.level": Field(str, choices=("token", "sequence", "geometric")),
-    "correction.action": Field(str, choices=("auto", "none", "truncate", "mask")),
-    "correction.low": Field(float, low=0),
-    "correction.high": Field(float, low=0, above=True),
+    **fields_of("correction", make_correction, leave_out=("off_policy",)),
     "rollout.max_lag": Field(int, low=0),
     "rollout.resample_rounds": Field(int, low=0),
     "rollout.temperature": Field(float, low=0, above=True),
@@ -96,7 +81,7 @@ CRITIC = {  # of a run whose advantage estimator asks for values
     "critic.lam": Field(float, low=0, high=1),
     "critic.clip": Field(float, low=0),
     "critic.warmup_steps": Field(int, low=0),
-    **{f"critic.optim.{name}": field for name, field in OPTIM.items()},
+    **optim_fields("critic.optim"),
 }
 TEACHER = {"teacher.path": Field(str)}  # of a run whose advantage estimator asks for a teacher's log-probabilities
 SFT = SHARED | {

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.config import NotNegative, Positive
+from jaxrl_llm.config import Count, NotNegative, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Array, Batch
 
@@ -197,7 +197,9 @@ def cross_entropy() -> LossFn:
     return loss_fn
 
 
-def aggregation_weights(mask: Array, *, mode: str, constant_length: int = 0) -> jax.Array:
+def aggregation_weights(
+    mask: Array, *, mode: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"], constant_length: Count = 0
+) -> jax.Array:
     """Weights [B, G, C] such that sum(weights * per-token loss) is the loss of this update.
 
     The denominators are those of the whole mask [B, G, C], so that the parts of a

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxrl_llm.config import AtLeastOne, Count, NotNegative, Positive, Range, Share
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import path_name
 from jaxrl_llm.structs import Array, Config, PyTree
 
 Schedule: TypeAlias = Callable[[Array], Array]
+Decay: TypeAlias = Literal["constant", "linear", "cosine"]
+Momentum: TypeAlias = Annotated[float, Range(low=0, high=0.9999)]
 
 
 def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, section: str = "optim") -> int:
@@ -34,7 +37,7 @@ def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, se
     return steps
 
 
-def schedule(peak: float, *, decay: str, end: float, total_steps: int, warmup: int = 0) -> Schedule:
+def schedule(peak: float, *, decay: Decay, end: float, total_steps: int, warmup: int = 0) -> Schedule:
     """Linear warm-up to `peak` over `warmup` steps, then decay to `end` at `total_steps`.
 
     decay: "constant" (stays at peak) | "linear" | "cosine". The first step is never at
@@ -74,7 +77,14 @@ def constant(coef: float) -> Coefficient:
 
 
 def kl_coefficient(
-    total_steps: int, sequences: int, *, coef: float, decay: str, end: float, target: float, horizon: int
+    total_steps: int,
+    sequences: int,
+    *,
+    coef: NotNegative,
+    decay: Decay,
+    end: NotNegative,
+    target: NotNegative,
+    horizon: AtLeastOne,
 ) -> Coefficient:
     """By `schedule`; or, with a target, proportional control (arXiv 1909.08593) by updates of so many sequences.
 
@@ -90,7 +100,7 @@ def kl_coefficient(
     return Coefficient(coef, lambda kept: kept, adapt)
 
 
-def entropy_coefficient(*, coef: float, target: float, step: float, most: float) -> Coefficient:
+def entropy_coefficient(*, coef: NotNegative, target: NotNegative, step: NotNegative, most: NotNegative) -> Coefficient:
     """Constant; or, with a target, c where the last update's entropy was at most that, else 0 (arXiv 2505.22312).
 
     c grows by `step` after an update below the target, shrinks by it after one above, and stays within 0 and `most`.
@@ -122,16 +132,16 @@ def decayed(params: PyTree) -> PyTree:
 def make_optimizer(
     total_steps: int,
     *,
-    learning_rate: float,
-    warmup_steps: int,
-    warmup_ratio: float,
-    decay: str,
-    end: float,
-    clip_norm: float,
-    weight_decay: float,
-    b1: float,
-    b2: float,
-    eps: float,
+    learning_rate: Positive,
+    warmup_steps: Count,
+    warmup_ratio: Share,
+    decay: Decay,
+    end: NotNegative,
+    clip_norm: NotNegative,
+    weight_decay: NotNegative,
+    b1: Momentum,
+    b2: Momentum,
+    eps: Positive,
     hold: dict[str, float] | None = None,
     more: dict[str, Coefficient] | None = None,
 ) -> Optimizer:

@@ -144,6 +144,16 @@ with locked(Path({str(workdir)!r})):
     assert [file.name for file in workdir.iterdir()] == ["config.json"]
 
 
+def test_a_file_system_without_locks_is_said_and_no_obstacle(tmp_path, monkeypatch, capsys):
+    def acquire(self, *_: object, **__: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(disk.FileLock, "acquire", acquire)
+    with disk.locked(tmp_path / "run"):
+        assert (tmp_path / "run").is_dir()
+    assert "has no locks: nothing stops a second run there" in capsys.readouterr().out
+
+
 def test_a_workdir_that_stays_empty_is_not_left_behind(tmp_path):
     with disk.locked(tmp_path / "a" / "run"):
         assert (tmp_path / "a" / "run").is_dir()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-from jaxrl_llm.config import keywords
+from jaxrl_llm.config import Count, keywords
 
 Record: TypeAlias = dict[str, Any]
 WINDOW = 16  # records that a rule may look back
@@ -111,7 +111,7 @@ def staleness(history: Sequence[Record]) -> Finding | None:
     )  # fmt: skip
 
 
-def skipped_updates(history: Sequence[Record], *, max_skipped: int) -> Finding | None:
+def skipped_updates(history: Sequence[Record], *, max_skipped: Count) -> Finding | None:
     """F27: updates are skipped, one after the other, and the model stands still."""
     r = history[-1]
     counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row")]
