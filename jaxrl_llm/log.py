@@ -60,7 +60,7 @@ class Log:
         self._files: dict[str, TextIO] = {}
         self._board = self._wandb = self._progress = None
         terminal = sys.stdout.isatty()  # rich would also believe a notebook's FORCE_COLOR
-        self.console = Console(highlight=False, soft_wrap=True, force_terminal=terminal)
+        self.console = Console(highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=terminal)
         self._terminal = terminal
 
     def begin(self, step: int) -> None:
@@ -223,7 +223,7 @@ def banner(
     title: str, rows: list[tuple[str, Any]], console: Console | None = None, *, lines: Sequence[str] = ()
 ) -> None:
     """A title, aligned pairs, and lines of text below them."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or Console(highlight=False, soft_wrap=True, force_jupyter=False)
     console.print(title, markup=False, style="bold")
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
