@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, no silent rank promotion, and compilations kept between runs."""
 
 import os
+import signal
 from pathlib import Path
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
@@ -11,3 +12,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = str(CACHE.parent)  # no file of a test in the cache of the user
+
+for number in (signal.SIGINT, signal.SIGHUP):  # ignored in what nohup and a shell's & start, and in its children
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
