@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from jaxrl_llm.build import build
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.rollout import Engine, EngineChoice, EngineInputs
+from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Prompts, Rollouts
 from jaxrl_llm.train import rl_step, steps, train
 
@@ -140,3 +142,40 @@ def test_an_engine_of_ones_own_is_named_in_the_config(tmp_path):
     assert last["completion/length"] == 4.0
     assert last["sampler/gap_max"] > 0.1  # it does not say what the policy would
     assert jax.numpy.isfinite(last["grad_norm"])
+
+
+OBSERVED = 2  # tokens that the environment appends
+
+
+class Echo(Sampler):
+    """The in-JAX sampler behind an environment that answers every completion with its own last two tokens."""
+
+    def generate(self, prompts: Prompts, key, *, group_size, sampling, max_tokens=None) -> Rollouts:
+        room = np.full((len(prompts.tokens), group_size), 6 - OBSERVED)
+        made = super().generate(prompts, key, group_size=group_size, sampling=sampling, max_tokens=room)
+        tokens, mask = np.array(made.completions), np.array(made.completion_mask)
+        length = mask.sum(axis=-1, keepdims=True)
+        at = np.arange(tokens.shape[-1])
+        said = (at >= length) & (at < length + OBSERVED)
+        tokens[said] = np.broadcast_to(np.take_along_axis(tokens, length - 1, axis=-1), tokens.shape)[said]
+        return replace(made, completions=tokens, completion_mask=mask | said)
+
+
+def echo() -> EngineChoice:
+    def start(given: EngineInputs) -> Engine:
+        limits = dict(max_completion_tokens=given.max_completion_tokens, stop_ids=given.stop_ids, pad_id=given.pad_id)
+        return Echo(given.model, given.mesh, **limits)
+
+    return EngineChoice(start, in_trainer=True)
+
+
+def test_an_environment_that_appends_tokens_is_attended_to_and_not_learned_from(tmp_path):
+    config = tiny(**{"num_steps": 2, "eval.every": 0, "checkpoint.keep_best": 0})
+    plain = list(steps(config, tmp_path / "plain"))
+    config = tiny(**{"num_steps": 2, "eval.every": 0, "checkpoint.keep_best": 0})
+    config.engine = ConfigDict(dict(name="test_steps.echo"))
+    first, last = steps(config, tmp_path / "echo")
+    assert first["completion/length"] <= min(plain[0]["completion/length"], 6 - OBSERVED) + OBSERVED
+    assert first["completion/length"] > OBSERVED + 1
+    assert last["sampler/gap_max"] < 1e-4  # of what was sampled, which comes before what was said
+    assert last["grad_norm"] > 0
