@@ -173,12 +173,12 @@ def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_p
     with pytest.raises(UserError, match=r"model\.norm\.weight is not finite"):
         offer.write(broken)
     monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: type("", (), {"free": 1000}))
-    with pytest.raises(UserError, match=r"rollout\.weights_dir .* make room"):
+    with pytest.raises(UserError, match=r"engine\.weights_dir .* make room"):
         offer.write(params)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"rollout\.weights_dir"):
+    with pytest.raises(UserError, match=r"engine\.weights_dir"):
         weights.Offer(tmp_path / "file" / "offer", np.float32, untied=False)
-    with pytest.raises(UserError, match=r"rollout\.push_address = '192\.0\.2\.1'"):
+    with pytest.raises(UserError, match=r"engine\.push_address = '192\.0\.2\.1'"):
         weights.Offer(tmp_path / "offer", np.float32, untied=False, address="192.0.2.1")
 
 
@@ -272,7 +272,7 @@ def linked(folder: Path) -> None:
 def test_a_weights_folder_that_others_may_write_into_is_refused(make: Callable, tmp_path: Path):
     folder = tmp_path / f"{weights.NAME}{'a' * 12}"
     make(folder)
-    with pytest.raises(UserError, match=r"rollout\.weights_dir: .*aaaa is there already, is of user .*: remove it"):
+    with pytest.raises(UserError, match=r"engine\.weights_dir: .*aaaa is there already, is of user .*: remove it"):
         weights.Offer(folder, np.float32, untied=False)
     assert list(folder.iterdir()) == []
 
