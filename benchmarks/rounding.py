@@ -59,7 +59,7 @@ def measure(dtype: str, length: int, *, prompts: int, scored: int) -> tuple[dict
         objective = update.policy_objective(model, loss_fn, Sampling())
         step = update.make_update_step(objective, adamw, mesh, placed, microbatch=0, aggregate=aggregate)
         shares = []
-        for rows in np.arange(prompts).reshape(-1, OF_AN_UPDATE):
+        for rows in np.arange(prompts).reshape(-1, min(OF_AN_UPDATE, prompts)):
             state, metrics = step(state, batch, jnp.asarray(rows))
             shares.append(float(metrics["clip/fraction"]))
         clipped[name] = float(np.mean(shares))
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--lengths", type=int, nargs="+", default=(10, 100, 1000))
-    parser.add_argument("--prompts", type=int, default=32, help=f"in the batch, a multiple of {OF_AN_UPDATE}")
+    parser.add_argument("--prompts", type=int, default=32, help=f"in the batch: a multiple of {OF_AN_UPDATE}, or fewer")
     parser.add_argument("--scored", type=int, default=OF_AN_UPDATE, help="prompts at a time; train takes an update's")
     args = parser.parse_args()
     print(f"{args.dtype}: tokens  clipped by gspo  by ppo_clip  gap of sampler and trainer: largest     mean")
