@@ -113,14 +113,13 @@ def make_run(given: Given, stop: Stop | Unstoppable) -> Run:
     checks.check_sampling(config, model.cfg)
     checks.check_one_at_a_time(config, mesh)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
-    own = (
-        engines.choose(config).in_trainer and not config.rollout.max_lag
-    )  # the policy that learns is the one that samples
+    # Whether the policy that samples is, to rounding, the one at the start of the step.
+    own = engines.choose(config).in_trainer and not config.rollout.max_lag
     exact = own and config.model.dtype == "float32"
     required = needs(resolve(config.advantage.name, advantages))
     updates = given.totals.updates_per_rollout
     aggregate = partial(losses.aggregation_weights, **config.aggregate)
-    scorers = make_scorers(config, model, mesh, required, updates=updates, exact=exact)
+    scorers = make_scorers(config, model, sampling, mesh, required, updates=updates, exact=exact)
     learners = {"policy": make_policy(given, sampling, aggregate, off_policy=not own)}
     if "teacher" in config:
         teacher = hf.find(config.teacher.path, "teacher.path")

@@ -26,21 +26,6 @@ if TYPE_CHECKING:  # it imports jax, which the processes of rewards do without
     from jaxrl_llm.structs import Config
 
 
-@dataclass(frozen=True)
-class Range:
-    """What a number may be, as an annotation: Annotated[float, Range(low=0)]."""
-
-    low: float | None = None
-    high: float | None = None
-    above: bool = False  # the low end itself is not allowed
-
-
-NotNegative = Annotated[float, Range(low=0)]
-Positive = Annotated[float, Range(low=0, above=True)]
-Share = Annotated[float, Range(low=0, high=1)]
-AtLeastOne = Annotated[int, Range(low=1)]
-Count = Annotated[int, Range(low=0)]
-
 RENAMED = {  # fields by the names that they had
     "rollout.engine": "engine.name",
     "rollout.canary_gap": "engine.max_gap",
@@ -76,7 +61,7 @@ class Field:
             return f"is {value}: give a finite number"
         if self.of and isinstance(value, tuple):
             problems = [problem for one in value if (problem := Field(self.of).problem(one))]
-            return f": one {problems[0]}" if problems else None
+            return f"has one that {problems[0]}" if problems else None
         if self.choices and value not in self.choices:
             return f"is {value!r}: give one of {', '.join(map(repr, self.choices))}"
         if self.low is not None and (value < self.low or (self.above and value == self.low)):
@@ -84,6 +69,14 @@ class Field:
         if self.high is not None and value > self.high:
             return f"is {value}: give a value of at most {self.high}"
         return None
+
+
+# Types of arguments that are fields of the config: what an annotation says is checked.
+NotNegative = Annotated[float, Field(float, low=0)]
+Positive = Annotated[float, Field(float, low=0, above=True)]
+Share = Annotated[float, Field(float, low=0, high=1)]
+AtLeastOne = Annotated[int, Field(int, low=1)]
+Count = Annotated[int, Field(int, low=0)]
 
 
 def parse_arguments(program: str, description: str, argv: list[str] | None = None) -> tuple[Config, Path]:
@@ -261,8 +254,7 @@ def _field(hint: Any) -> Field | None:
     if get_origin(hint) is tuple:
         return Field(tuple, of=get_args(hint)[0])
     if get_origin(hint) is Annotated:
-        kind, allowed = get_args(hint)
-        return Field(kind, low=allowed.low, high=allowed.high, above=allowed.above)
+        return get_args(hint)[1]
     return Field(hint) if hint in (bool, int, float, str) else None
 
 

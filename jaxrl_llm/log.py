@@ -60,7 +60,7 @@ class Log:
         self._files: dict[str, TextIO] = {}
         self._board = self._wandb = self._progress = None
         terminal = sys.stdout.isatty()  # rich would also believe a notebook's FORCE_COLOR
-        self.console = Console(highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=terminal)
+        self._console = Console(highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=terminal)
         self._terminal = terminal
 
     def begin(self, step: int) -> None:
@@ -77,7 +77,7 @@ class Log:
             self._wandb = self._open_wandb()
         if self._terminal and not self._progress:
             columns = (BarColumn(), TextColumn("{task.completed}/{task.total} steps"), TimeElapsedColumn())
-            self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=self.console)
+            self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=self._console)
             self._bar = self._progress.add_task("", total=self._num_steps, completed=step, left="")
             self._progress.start()
             atexit.register(self._progress.stop)  # an error must not leave the cursor hidden
@@ -103,9 +103,9 @@ class Log:
     def say(self, text: str) -> None:
         """A line on the console; nobody need read it."""
         try:
-            self.console.print(text, markup=False)
+            self._console.print(text, markup=False)
         except (OSError, SystemExit):  # nobody reads any more; SystemExit is what rich makes of a closed pipe
-            self.console.quiet = True
+            self._console.quiet = True
             if callable(signal.getsignal(signal.SIGHUP)):
                 signal.raise_signal(signal.SIGHUP)  # the end of the run, as with a closed terminal
 
@@ -219,11 +219,9 @@ class Log:
         return f"left {int(left // 60)}m{int(left % 60):02d}s"
 
 
-def banner(
-    title: str, rows: list[tuple[str, Any]], console: Console | None = None, *, lines: Sequence[str] = ()
-) -> None:
+def banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str] = ()) -> None:
     """A title, aligned pairs, and lines of text below them."""
-    console = console or Console(highlight=False, soft_wrap=True, force_jupyter=False)
+    console = Console(highlight=False, soft_wrap=True, force_jupyter=False)
     console.print(title, markup=False, style="bold")
     width = max(len(name) for name, _ in rows)
     for name, value in rows:

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl_llm.config import AtLeastOne, Count, NotNegative, Positive, Range, Share
+from jaxrl_llm.config import AtLeastOne, Count, Field, NotNegative, Positive, Share
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import path_name
 from jaxrl_llm.structs import Array, Config, PyTree
 
 Schedule: TypeAlias = Callable[[Array], Array]
 Decay: TypeAlias = Literal["constant", "linear", "cosine"]
-Momentum: TypeAlias = Annotated[float, Range(low=0, high=0.9999)]
+Momentum: TypeAlias = Annotated[float, Field(float, low=0, high=0.9999)]
 
 
 def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, section: str = "optim") -> int:

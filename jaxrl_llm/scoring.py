@@ -28,14 +28,20 @@ class Scorer(NamedTuple):
 
 
 def make_scorers(
-    config: Config, model: Decoder, mesh: Mesh, required: tuple[str, ...], *, updates: int, exact: bool
+    config: Config,
+    model: Decoder,
+    sampling: Sampling,
+    mesh: Mesh,
+    required: tuple[str, ...],
+    *,
+    updates: int,
+    exact: bool,
 ) -> dict[str, Scorer]:
     """The policy and its reference as scorers, as far as a step needs their columns, in the order in which they run.
 
     required: what the advantage estimator asks for; updates: on a rollout; exact: the weights that sample are those at
     the start of the step, and the sampler's log-probabilities are the trainer's own to rounding.
     """
-    sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
     # As many prompts at a time as in the update: products of other shapes may round otherwise, which shows in a ratio.
     at_once = config.microbatch or config.prompts_per_update
     scorers = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from jaxrl_llm.config import AtLeastOne, Positive, arguments, resolve
@@ -32,8 +32,10 @@ def jax() -> EngineChoice:
     """The sampler in this process, on the devices and the mesh of the trainer."""
 
     def start(given: EngineInputs) -> Engine:
-        limits: dict[str, Any] = dict(max_completion_tokens=given.max_completion_tokens)
-        return sampler.Sampler(given.model, given.mesh, **limits, stop_ids=given.stop_ids, pad_id=given.pad_id)
+        return sampler.Sampler(
+            given.model, given.mesh, max_completion_tokens=given.max_completion_tokens, stop_ids=given.stop_ids,
+            pad_id=given.pad_id,
+        )  # fmt: skip
 
     return EngineChoice(start, in_trainer=True)
 
