@@ -55,7 +55,7 @@ def child(kind: str) -> None:
 
     from jaxrl_llm import train
     from jaxrl_llm.errors import run_main
-    from jaxrl_llm.rollout.ahead import Ahead
+    from jaxrl_llm.rollout.prefetch import Ahead
     from jaxrl_llm.rollout.sampler import Sampler
 
     saving = (ocp.CheckpointManager, "_finalize")

@@ -18,15 +18,15 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from benchmarks.workloads import CLIP_NORM, KL_COEF, LEARNING_RATE, PAD, TEMPERATURE, Workload, read, reward
-from jaxrl_llm import config as configs
+from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
 from jaxrl_llm.checkpoint import Pending
-from jaxrl_llm.collect import Samples
-from jaxrl_llm.compiling import Compilations, keep_compilations
+from jaxrl_llm.compilation import Compilations, keep_compilations
+from jaxrl_llm.config import load as configs
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.run import Run
-from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Prompts, PyTree
 from jaxrl_llm.train import rl_step
 

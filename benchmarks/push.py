@@ -22,8 +22,8 @@ from benchmarks.step import environment, make_model
 from benchmarks.workloads import WORKLOADS
 from jaxrl_llm import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout.managed import Managed
-from jaxrl_llm.rollout.vllm import VllmEngine
+from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.rollout.vllm.server import Managed
 
 SMALL = WORKLOADS["even"]
 SIZES = [

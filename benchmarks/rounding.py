@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxrl_llm
-from jaxrl_llm import losses, optim, sharding, update
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.learner import forward, optim, update
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch, Prompts
 
 GROUP, OF_AN_UPDATE = 8, 16
@@ -45,7 +47,7 @@ def measure(dtype: str, length: int, *, prompts: int, scored: int) -> tuple[dict
     advantages = np.broadcast_to(rng.normal(size=(prompts, GROUP, 1)), mask.shape).astype(np.float32)
     batch = Batch(tokens, given.mask, drawn.completions, mask, mask, advantages, sampler_logprobs=drawn.logprobs)
     batch = sharding.shard_batch(batch, mesh)
-    old = update.make_score(model, Sampling(), mesh, microbatch=scored)(params, batch)
+    old = forward.make_logprob_fn(model, Sampling(), mesh, microbatch=scored)(params, batch)
     gaps = np.abs(np.asarray(old) - drawn.logprobs)
     batch = replace(batch, old_logprobs=old)
     clipped = {}

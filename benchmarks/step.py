@@ -23,7 +23,7 @@ from rich.table import Table
 from safetensors.numpy import save_file
 
 from benchmarks.workloads import WORKLOADS, Workload, write
-from jaxrl_llm.models import export, fresh, qwen2
+from jaxrl_llm.models import export, new_model, qwen2
 from jaxrl_llm.models.decoder import Decoder
 
 HERE = Path(__file__).parent
@@ -53,8 +53,8 @@ def make_model(workload: Workload, models: Path = BENCH / "models") -> Path:
     """A folder in `models` with the workload and a model of random float32 weights, made if it is not there yet."""
     folder = models / workload.name
     if not all((folder / name).exists() for name in ("model.safetensors", "tokenizer.json")):
-        sizes = dict.fromkeys(fresh.SIZES, 1)  # the config.json of these is replaced by the workload's
-        fresh.write_folder(folder, sizes, [{"prompt": "0"}], "")  # ours reads a tokenizer; nobody uses it
+        sizes = dict.fromkeys(new_model.SIZES, 1)  # the config.json of these is replaced by the workload's
+        new_model.write_folder(folder, sizes, [{"prompt": "0"}], "")  # ours reads a tokenizer; nobody uses it
         write(workload, folder)
         model = Decoder(qwen2.decoder_config(workload.model_config(), "float32", "none"))
         tensors = dict(export.tensors(model.init(jax.random.key(0)), np.float32))

@@ -50,7 +50,7 @@ def main() -> None:
     tokenizer = make_tokenizer([" ".join(chance.choices(words, k=200)) for _ in range(300)])
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
-        from jaxrl_llm import data
+        from jaxrl_llm.data import prompts as data
 
         file = Path(folder) / "rows.jsonl"
         with file.open("w") as out:

@@ -59,11 +59,12 @@ def get_config() -> ConfigDict:
     c.reward.timeout = 600.0
     c.reward.overlong_tokens = 0  # the last so many tokens before the limit cost from 0 to 1 (DAPO); 0: none do
 
-    # A function of jaxrl_llm.advantages, or my.module.function, and its arguments; normalise: group | batch | none
+    # A function of jaxrl_llm.algorithms.advantages, or my.module.function, and its arguments.
+    # normalise: group | batch | none
     c.advantage = ConfigDict(dict(name="grpo", normalise="group", epsilon=1e-4))
 
-    # A function of jaxrl_llm.losses, or my.module.function, and its arguments. With one update on a rollout, as here,
-    # the ratio is 1 and nothing is clipped.
+    # A function of jaxrl_llm.algorithms.losses, or my.module.function, and its arguments. With one update on a
+    # rollout, as here, the ratio is 1 and nothing is clipped.
     c.loss = ConfigDict(dict(name="ppo_clip", clip_low=0.2, clip_high=0.2, delta=0.0))
 
     c.aggregate = ConfigDict()

@@ -12,29 +12,39 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import advantages, checks, data, disk, kl, losses, optim, rewards, scoring, sharding, update
+from jaxrl_llm import compatibility, sharding
+from jaxrl_llm.algorithms import advantages, kl, losses
+from jaxrl_llm.algorithms.credit import make_credit
+from jaxrl_llm.algorithms.importance import make_correction
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.banner import batch_table, print_banner
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
-from jaxrl_llm.collect import Collector, minibatches
-from jaxrl_llm.compiling import Compilations, compute_deterministically, keep_compilations
-from jaxrl_llm.config import arguments, needs, resolve
-from jaxrl_llm.correction import make_correction
-from jaxrl_llm.credit import make_credit
-from jaxrl_llm.critic import make_critic
+from jaxrl_llm.compilation import Compilations, compute_deterministically, keep_compilations
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.names import arguments, needs, resolve
+from jaxrl_llm.data import prompts as data
 from jaxrl_llm.evaluate import evaluate, whole_batches
 from jaxrl_llm.health import Health, settings
-from jaxrl_llm.log import Log, banner
+from jaxrl_llm.host import disk
+from jaxrl_llm.host.signals import Stop
+from jaxrl_llm.learner import optim, update
+from jaxrl_llm.learner.critic import make_critic
+from jaxrl_llm.learner.packing import minibatches
+from jaxrl_llm.learner.scorers import States, make_scorers, make_teacher
+from jaxrl_llm.learner.scorers import table as scorer_table
+from jaxrl_llm.learner.update import Learner
+from jaxrl_llm.log import Log
 from jaxrl_llm.models import export, hf
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout import Engine, EngineInputs, engines
+from jaxrl_llm.rewards.reward_fn import RewardFn
+from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
-from jaxrl_llm.rollout.canary import Canary
+from jaxrl_llm.rollout.engine import Engine, EngineInputs
+from jaxrl_llm.rollout.samples import Collector
+from jaxrl_llm.rollout.weight_check import Canary
 from jaxrl_llm.run import Run, Unstoppable
-from jaxrl_llm.runs import model_folder
-from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.scoring import States, make_scorers, make_teacher
-from jaxrl_llm.stop import Stop
+from jaxrl_llm.saved_run import model_folder
 from jaxrl_llm.structs import Array, Config, PyTree
-from jaxrl_llm.update import Learner
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     check_workdir(workdir, config)
     opened.enter_context(disk.locked(workdir))
     mesh = sharding.make_mesh(**config.mesh)
-    checks.check_batch_fits_mesh(config, mesh, totals.prompts_per_update)
+    compatibility.check_batch_fits_mesh(config, mesh, totals.prompts_per_update)
     folder = opened.enter_context(model_folder(config))
     for section in ("critic", "teacher"):
         if section in config and config[section].path:
@@ -95,8 +105,8 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     tokenizer = hf.load_tokenizer(folder)
     dataset = data.load(config, tokenizer)
     held_out = data.load_held_out(config, tokenizer) if config.eval.every else dataset
-    checks.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
-    checks.check_positions(config, model.cfg, dataset, held_out)
+    compatibility.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
+    compatibility.check_positions(config, model.cfg, dataset, held_out)
     stop_ids = hf.stop_ids(folder, tokenizer)
     # Wrong files are found before anything is written. A run that resumes has its parameters from the checkpoint.
     begins = config.model.path and not has_checkpoint(workdir / "checkpoints")
@@ -110,8 +120,8 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
 def make_run(given: Given, stop: Stop | Unstoppable) -> Run:
     """A run of `train`. Raises: UserError."""
     config, mesh, model = given.config, given.mesh, given.model
-    checks.check_sampling(config, model.cfg)
-    checks.check_one_at_a_time(config, mesh)
+    compatibility.check_sampling(config, model.cfg)
+    compatibility.check_one_at_a_time(config, mesh)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
     # Whether the policy that samples is, to rounding, the one at the start of the step.
     own = engines.choose(config).in_trainer and not config.rollout.max_lag
@@ -131,7 +141,7 @@ def make_run(given: Given, stop: Stop | Unstoppable) -> Run:
     shapes: States = {name: learner.shapes for name, learner in learners.items()}
     if config.kl.refresh_every:
         shapes["reference"] = shapes["policy"].params
-    models = [("models that score", scoring.table(scorers)), ("models that learn", table(learners))]
+    models = [("models that score", scorer_table(scorers)), ("models that learn", table(learners))]
     lasting = open_lasting(given, shapes, models)
     actor = make_actor(given, sampling, greedy="greedy_rewards" in required)
     examine = make_examination(given)
@@ -190,8 +200,8 @@ def open_lasting(given: Given, shapes: States, rows: Sequence[tuple[str, Any]]) 
     checkpoints.check_room(shapes)
     start = checkpoints.check_beginning()
     open_workdir(workdir, config)
-    derived = checks.table(config, given.totals, given.mesh, given.model.cfg, given.dataset, given.held_out, start)
-    banner(
+    derived = batch_table(config, given.totals, given.mesh, given.model.cfg, given.dataset, given.held_out, start)
+    print_banner(
         f"jaxrl_llm.{'train' if 'loss' in config else 'sft'}: {workdir}",
         [*derived, *rows, ("compiled code", given.cache)],
         lines=settings.warnings(config, given.totals, given.model.cfg, given.mesh.devices.flat[0].platform),
@@ -239,9 +249,9 @@ def make_examination(given: Given) -> Callable[[Engine], float]:
     )
 
 
-def open_score(given: Given, functions: tuple[str, ...], weights: tuple[float, ...]) -> rewards.Score:
+def open_score(given: Given, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:
     """What judges completions by these reward functions."""
     timeout = given.config.reward.timeout
     return given.opened.enter_context(
-        closing(rewards.Score(functions, weights, timeout=timeout, field="config.reward.timeout"))
+        closing(RewardFn(functions, weights, timeout=timeout, field="config.reward.timeout"))
     )

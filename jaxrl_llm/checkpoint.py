@@ -19,9 +19,9 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from jaxrl_llm import disk
-from jaxrl_llm.config import flatten
+from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host import disk
 from jaxrl_llm.structs import Config, PyTree
 
 # Fields that a resumed run may change: they do not change the run's numbers beyond rounding,

@@ -14,18 +14,22 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import checks, data, rewards, sharding, tasks
-from jaxrl_llm.compiling import keep_compilations
-from jaxrl_llm.config import Field, resolve
+from jaxrl_llm import compatibility, rewards, sharding
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.banner import print_banner
+from jaxrl_llm.compilation import keep_compilations
+from jaxrl_llm.config.fields import TRAIN
+from jaxrl_llm.config.names import resolve
+from jaxrl_llm.config.schema import Field
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data import tasks
+from jaxrl_llm.data.rows import FILES
 from jaxrl_llm.errors import Parser, UserError, run_main
-from jaxrl_llm.fields import TRAIN
-from jaxrl_llm.log import banner
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout import Engine
+from jaxrl_llm.rewards.reward_fn import RewardFn
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rows import FILES
-from jaxrl_llm.runs import Run
-from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.saved_run import Run
 from jaxrl_llm.structs import Config
 
 LIMITS = {
@@ -49,7 +53,7 @@ def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
 def evaluate(
     engine: Engine,
     dataset: data.Dataset,
-    score: rewards.Score,
+    score: RewardFn,
     tokenizer: Any,
     *,
     batch: int,
@@ -103,7 +107,7 @@ def main() -> None:
             max_prompt_tokens=args.max_prompt_tokens, overlong="error", template_args=args.chat_template_args,
         )  # fmt: skip
         data.check_template_args_used("--chat-template-args", args.chat_template_args, dataset)
-        checks.check_vocabulary(model.cfg, tokenizer, dataset)
+        compatibility.check_vocabulary(model.cfg, tokenizer, dataset)
         room = model.cfg.max_positions - dataset.width
         length = args.max_completion_tokens or min(512, room)
         if not 0 < length <= room:
@@ -114,7 +118,7 @@ def main() -> None:
         place = partial(sharding.shardings, mesh=mesh)
         engine.update_weights(run.params(step, place) if run else hf.load_params(folder, model, mesh))
     batch = whole_batches(args.batch, len(dataset.rows), mesh)
-    with closing(rewards.Score((args.function,), (1.0,), args.timeout, field="--timeout")) as score:
+    with closing(RewardFn((args.function,), (1.0,), args.timeout, field="--timeout")) as score:
         scores, _ = evaluate(
             engine, dataset, score, tokenizer, batch=batch, key=jax.random.key(args.seed), samples=args.samples,
             temperature=args.temperature,
@@ -122,7 +126,7 @@ def main() -> None:
     powers = [2**i for i in range(1, args.samples.bit_length()) if 2**i <= args.samples]
     lines: list[tuple[str, Any]] = [("problems", len(dataset.rows)), ("accuracy", f"{scores.mean():.1%}")]
     what = f"step {step} of {args.run}" if run else args.model
-    banner(
+    print_banner(
         f"{what} on {args.task or args.source}", lines + [(f"pass@{k}", f"{pass_at(k, scores):.1%}") for k in powers]
     )
 
@@ -163,7 +167,7 @@ def parse() -> argparse.Namespace:
     if args.task:
         args.source = args.task if args.task.endswith(FILES) else f"{args.task}.held_out"
         if args.source == args.task and args.model and not args.function:
-            raise UserError("--task is a file: name the judge with --function, e.g. maths.accuracy")
+            raise UserError("--task is a file: name the judge with --function, e.g. math.accuracy")
         if args.source != args.task:
             resolve(args.source, tasks, "--task")
     return args

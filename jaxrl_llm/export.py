@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 
-from jaxrl_llm import disk
 from jaxrl_llm.errors import Parser, UserError, run_main
+from jaxrl_llm.host import disk
 from jaxrl_llm.models import export
-from jaxrl_llm.runs import Run
+from jaxrl_llm.saved_run import Run
 
 
 def main() -> None:

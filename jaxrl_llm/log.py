@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,12 +20,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jaxrl_llm import disk
-from jaxrl_llm.board import Board
 from jaxrl_llm.checkpoint import cut_back
-from jaxrl_llm.collect import Samples
+from jaxrl_llm.host import disk
 from jaxrl_llm.record import Record, Timer
+from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Config
+from jaxrl_llm.tensorboard import Board
 
 # Label in the console line, key in metrics.jsonl, format. A key that a run has not got is left out.
 COLUMNS = (
@@ -217,18 +216,6 @@ class Log:
             return ""
         left = (time.perf_counter() - self._began) / done * (self._num_steps - step)
         return f"left {int(left // 60)}m{int(left % 60):02d}s"
-
-
-def banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str] = ()) -> None:
-    """A title, aligned pairs, and lines of text below them."""
-    console = Console(highlight=False, soft_wrap=True, force_jupyter=False)
-    console.print(title, markup=False, style="bold")
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        console.print(f"  {name:<{width}}  {value:,}" if isinstance(value, int) else f"  {name:<{width}}  {value}",
-                      markup=False)  # fmt: skip
-    for line in lines:
-        console.print(line, markup=False)
 
 
 def _plain(value: Any) -> float | int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import sharding
-from jaxrl_llm.collect import Samples
+from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Array, Rollouts
 
 

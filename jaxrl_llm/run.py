@@ -12,19 +12,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm import kl
+from jaxrl_llm.algorithms import kl
+from jaxrl_llm.algorithms.credit import CreditFn
 from jaxrl_llm.checkpoint import Checkpoints, Pending
-from jaxrl_llm.compiling import Compilations
-from jaxrl_llm.credit import CreditFn
+from jaxrl_llm.compilation import Compilations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import Health
 from jaxrl_llm.health.rules import WINDOW
+from jaxrl_llm.host.signals import SECONDS, Stop
+from jaxrl_llm.learner.scorers import Scorer, States
+from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.log import Log
 from jaxrl_llm.record import Record
-from jaxrl_llm.scoring import Scorer, States
-from jaxrl_llm.stop import SECONDS, Stop
 from jaxrl_llm.structs import Array, Batch, Config, PyTree
-from jaxrl_llm.update import Learner
 
 
 class Source(Protocol):

@@ -29,7 +29,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FIXED = (
     "--served-model-name", "policy", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
     "--enable-scale-out",  # tokens in, tokens and the version of their weights out
-    "--worker-extension-cls", "jaxrl_llm.vllm_pull.Extension", "--weight-transfer-config", '{"backend": "pull"}',
+    "--worker-extension-cls", "jaxrl_llm.rollout.vllm.receive.Extension",
+    "--weight-transfer-config", '{"backend": "pull"}',
 )  # fmt: skip
 ENVIRONMENT = dict(
     VLLM_SERVER_DEV_MODE="1",  # without it there is no route to push weights by

@@ -13,17 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import checks, data, encoding, losses, optim, sharding, update
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import Given, load, make_examination, open_lasting
 from jaxrl_llm.checkpoint import Pending
-from jaxrl_llm.config import parse_arguments
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.load import parse_arguments
+from jaxrl_llm.data import encoding
+from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError, run_main
+from jaxrl_llm.host.signals import Stop
+from jaxrl_llm.learner import optim, update
+from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.record import Record
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.run import Run, Unstoppable
-from jaxrl_llm.sampling import Sampling
-from jaxrl_llm.scoring import States
-from jaxrl_llm.stop import Stop
 from jaxrl_llm.structs import Batch, Config, PyTree
 from jaxrl_llm.train import train
 

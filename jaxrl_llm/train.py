@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.build import build
-from jaxrl_llm.collect import to_batch
-from jaxrl_llm.config import parse_arguments
+from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import run_main
+from jaxrl_llm.learner.packing import to_batch
+from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.record import Record
 from jaxrl_llm.run import Run
-from jaxrl_llm.scoring import States
 from jaxrl_llm.sharding import shard_batch
 from jaxrl_llm.structs import Config
 

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import advantages, sharding
-from jaxrl_llm.config import _functions, needs
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.config.names import _functions, needs
 
 GROUPS = [2, 3, 5, 16]
 

@@ -25,15 +25,15 @@ import tiny
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
-from jaxrl_llm import checks, sharding
-from jaxrl_llm.correction import make_correction
+from jaxrl_llm import compatibility, sharding
+from jaxrl_llm.algorithms.importance import make_correction
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import export, hf
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout import weights
-from jaxrl_llm.rollout.ahead import Ahead
-from jaxrl_llm.rollout.canary import Canary
+from jaxrl_llm.rollout.prefetch import Ahead
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.vllm import weights
+from jaxrl_llm.rollout.weight_check import Canary
 from jaxrl_llm.structs import Prompts
 
 ARITHMETIC = Path(hf.__file__).parent.parent / "assets" / "arithmetic"
@@ -117,7 +117,7 @@ def test_two_threads_with_programs_over_several_accelerators_are_refused(platfor
     mesh = SimpleNamespace(size=size, devices=np.array([SimpleNamespace(platform=platform)] * size))
     config = ConfigDict(dict(engine=dict(name="jax"), rollout=dict(max_lag=lag)))
     with pytest.raises(UserError, match="max_lag = 1") if refused else nullcontext():
-        checks.check_one_at_a_time(config, mesh)
+        compatibility.check_one_at_a_time(config, mesh)
 
 
 @pytest.mark.parametrize(("off_policy", "weight"), [(True, 2.0), (False, 1.0)])

@@ -14,14 +14,15 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, Mesh
 
-from jaxrl_llm import sharding, update
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.learner import forward
 from jaxrl_llm.models import attention_gpu, attention_tpu
 from jaxrl_llm.models.attention import KeyValue, attend, causal_within
 from jaxrl_llm.models.attention_gpu import attend_gpu
 from jaxrl_llm.models.attention_tpu import attend_tpu
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch
 
 K, R, H = 2, 3, 64
@@ -92,7 +93,7 @@ def traced_gradient_of_score(mesh, *, b, g, p, t):
     batch = Batch(of((b, p), "int32"), of((b, p), "bool"), of((b, g, t), "int32"), *(of((b, g, t), "bool"),) * 2)
 
     def loss(params, batch):
-        return jnp.sum(update.completion_logprobs(model, params, batch, Sampling())[0])
+        return jnp.sum(forward.completion_logprobs(model, params, batch, Sampling())[0])
 
     return jax.jit(jax.grad(loss)).trace(params, batch)
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from benchmarks.rounding import measure
-from jaxrl_llm import sharding, update
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.learner import forward
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch
 
 CONFIG = DecoderConfig(
@@ -53,7 +54,7 @@ def gradient_errors(family: str) -> dict[str, float]:
         model = Decoder(replace(CONFIG, dtype=dtype, **FAMILIES[family]))
 
         def loss(params: dict) -> jax.Array:
-            return -jnp.mean(update.completion_logprobs(model, params, batch, Sampling())[0])
+            return -jnp.mean(forward.completion_logprobs(model, params, batch, Sampling())[0])
 
         return jax.jit(jax.grad(loss))(sharp(model))
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
-from jaxrl_llm.collect import Collector, Samples, refill
-from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.rollout.samples import Collector, Samples, refill
 from jaxrl_llm.structs import Prompts, Rollouts
 
 B, G, C = 4, 2, 3

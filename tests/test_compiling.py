@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import sharding, update
-from jaxrl_llm.compiling import Compilations
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.compilation import Compilations
+from jaxrl_llm.learner import forward
+from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.packing import pack
 from jaxrl_llm.rollout import sampler as sampler_module
-from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch, Prompts
 
 LIMIT = 32
@@ -30,7 +31,7 @@ def test_fifty_ragged_steps_compile_few_programs_and_the_last_ten_almost_none(mo
     model, params = Decoder(tiny.CONFIG, mesh), tiny.model_and_params()[1]
     sampler = sampler_module.Sampler(model, mesh, max_completion_tokens=LIMIT, stop_ids=(), pad_id=0)
     sampler.update_weights(params)
-    score = update.make_score(model, Sampling(), mesh, 0)
+    score = forward.make_logprob_fn(model, Sampling(), mesh, 0)
     prompts = Prompts(*tiny.prompts(), [], np.arange(tiny.B))
     before_last_ten = 0
     for step in range(50):
@@ -56,7 +57,7 @@ def test_determinism_is_a_flag_that_xla_knows_and_has_before_it_finds_its_device
         import os
         os.environ["XLA_FLAGS"] = "--xla_cpu_enable_fast_math=false"
         import jax
-        from jaxrl_llm.compiling import compute_deterministically
+        from jaxrl_llm.compilation import compute_deterministically
         compute_deterministically()
         print(jax.numpy.ones(2) + 1, os.environ["XLA_FLAGS"])  # XLA ends a process that gives it an unknown flag
     """
@@ -67,7 +68,7 @@ def test_determinism_is_a_flag_that_xla_knows_and_has_before_it_finds_its_device
 def test_compiled_programs_are_kept_in_the_users_cache_folder_unless_told_otherwise(tmp_path):
     code = """if True:
         import jax
-        from jaxrl_llm.compiling import keep_compilations
+        from jaxrl_llm.compilation import keep_compilations
         print(keep_compilations())
         jax.jit(lambda x: x @ x)(jax.numpy.ones((2, 2)))
     """

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm import checks, config
+from jaxrl_llm.config import checks
+from jaxrl_llm.config import load as config
 from jaxrl_llm.errors import UserError
 
 ROOT = Path(__file__).parent.parent

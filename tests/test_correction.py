@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.correction import high_entropy, make_correction, stay_on_policy
+from jaxrl_llm.algorithms.importance import high_entropy, make_correction, stay_on_policy
 
 
 def random_case(g: int):

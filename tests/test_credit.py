@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl_llm import credit, sharding
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms import credit
 from jaxrl_llm.record import Record, Timer, of_rollouts
 from jaxrl_llm.structs import Batch, Rewards, Rollouts
 

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import checks, credit, critic, losses, sharding, update
+from jaxrl_llm import compatibility, sharding
+from jaxrl_llm.algorithms import credit, losses
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner import critic, forward, update
 from jaxrl_llm.structs import Batch
 
 
 def loss_of_values(values, old, returns, clip, monkeypatch):
     """The objective with the model left out."""
-    monkeypatch.setattr(update, "completion_values", lambda model, params, batch: params)
+    monkeypatch.setattr(forward, "completion_values", lambda model, params, batch: params)
     mask = np.ones(values.shape, bool)
     batch = Batch(None, None, None, mask, mask, values=old, returns=returns)
     return critic.value_objective(None, clip=clip)(values, batch, {})
@@ -92,7 +94,7 @@ def test_values_see_the_tokens_before_theirs_and_no_other():
     model, params = tiny.model_and_params()
     params = {"decoder": params, "readout": {"kernel": jnp.full((32, 1), 0.1), "bias": jnp.zeros(1)}}
     batch = tiny.batch()
-    values = jax.jit(partial(update.completion_values, model))
+    values = jax.jit(partial(forward.completion_values, model))
     before = values(params, batch)
     at = 2
     changed = np.array(batch.completions)
@@ -112,7 +114,7 @@ def test_targets_are_lambda_returns_over_the_trained_tokens():
 
 
 def test_another_model_that_cannot_read_what_the_policy_writes_is_refused():
-    checks.check_other_model("critic.path", tiny.CONFIG, tiny.CONFIG)
+    compatibility.check_other_model("critic.path", tiny.CONFIG, tiny.CONFIG)
     for what, of in (("vocabulary", {"vocab_size": 16}), ("positions", {"max_positions": 8})):
         with pytest.raises(UserError, match=rf"config.teacher.path: .*{what}"):
-            checks.check_other_model("teacher.path", replace(tiny.CONFIG, **of), tiny.CONFIG)
+            compatibility.check_other_model("teacher.path", replace(tiny.CONFIG, **of), tiny.CONFIG)

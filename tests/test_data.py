@@ -16,13 +16,15 @@ import pyarrow.parquet
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm import data, rewards
-from jaxrl_llm.config import load, resolve
-from jaxrl_llm.encoding import encode
+from jaxrl_llm import rewards
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.names import resolve
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.encoding import encode
+from jaxrl_llm.data.rows import load_rows
+from jaxrl_llm.data.tasks import arithmetic, countdown, gsm8k
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import fresh, hf
-from jaxrl_llm.rows import load_rows
-from jaxrl_llm.tasks import arithmetic, countdown, gsm8k
+from jaxrl_llm.models import hf, new_model
 
 ROOT = Path(__file__).parent.parent
 EMBEDDED = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
@@ -59,7 +61,7 @@ def test_every_demonstration_that_thinks_is_right_and_quick_ones_are_within_five
 @pytest.mark.parametrize("task", ["arithmetic", "countdown"])
 def test_the_reward_of_a_known_good_answer_is_the_highest_and_of_an_empty_one_the_lowest(task):
     judge = resolve(f"{task}.accuracy", rewards)
-    rows = resolve(f"{task}.train", jaxrl_llm.tasks)()[:50]
+    rows = resolve(f"{task}.train", jaxrl_llm.data.tasks)()[:50]
     columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
     good = [[{"role": "assistant", "content": row["answer"]}] for row in rows]
     empty = [[{"role": "assistant", "content": ""}] for _ in rows]
@@ -95,7 +97,7 @@ def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer):
 
 def test_a_new_tokenizer_keeps_newlines_and_refuses_what_it_has_no_token_for(tmp_path):
     rows = [{"prompt": "a\n\nb", "completion": "c"}]
-    fresh.write_folder(tmp_path, dict.fromkeys(fresh.SIZES, 8), rows, "completion")
+    new_model.write_folder(tmp_path, dict.fromkeys(new_model.SIZES, 8), rows, "completion")
     tokenizer = hf.load_tokenizer(tmp_path)
     (ids,) = encode(["a\n\nb"], tokenizer, "here")
     assert tokenizer.decode(ids) == "a\n\nb"
@@ -106,7 +108,7 @@ def test_a_new_tokenizer_keeps_newlines_and_refuses_what_it_has_no_token_for(tmp
 def test_the_embedded_models_folder_is_the_one_that_the_sft_config_writes(tmp_path):
     config = load(ROOT / "configs" / "sft.py")
     rows = load_rows(config.data.source).rows
-    fresh.write_folder(tmp_path, config.model, rows, config.data.completion_column)
+    new_model.write_folder(tmp_path, config.model, rows, config.data.completion_column)
     for file in tmp_path.iterdir():
         assert file.read_bytes() == (EMBEDDED / file.name).read_bytes(), file.name
 

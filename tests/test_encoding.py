@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from test_recipes import TEMPLATE, write_qwen
 
-from jaxrl_llm import cache, checks, data, encoding
-from jaxrl_llm.config import load, override, parse_arguments
-from jaxrl_llm.encoding import encode
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.load import load, override, parse_arguments
+from jaxrl_llm.data import encoding
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host import user_cache
 from jaxrl_llm.models import hf
 
 ROOT = Path(__file__).parent.parent
@@ -221,7 +224,7 @@ def test_a_damaged_file_is_made_again(tokenizer, home, content):
 
 
 def test_the_folder_keeps_a_few_files_and_those_last_used(tokenizer, home, monkeypatch):
-    monkeypatch.setattr(cache, "FILES", 3)
+    monkeypatch.setattr(user_cache, "FILES", 3)
     for i in range(3):
         encode([f"{i} apples"], tokenizer, "here")
     for age, file in enumerate(sorted(home.iterdir(), key=lambda file: file.stat().st_mtime), 1):
@@ -235,11 +238,11 @@ def test_the_folder_keeps_a_few_files_and_those_last_used(tokenizer, home, monke
 
 
 def test_a_folder_that_is_too_large_loses_its_oldest_files(home, monkeypatch):
-    monkeypatch.setattr(cache, "BYTES", 5000)
+    monkeypatch.setattr(user_cache, "BYTES", 5000)
     for i in range(4):
-        cache.save_ids(str(i), [np.arange(400, dtype=np.int32)])
+        user_cache.save_ids(str(i), [np.arange(400, dtype=np.int32)])
         os.utime(home / f"{i}.npz", (i, i))
-    cache.save_ids("4", [np.arange(400, dtype=np.int32)])
+    user_cache.save_ids("4", [np.arange(400, dtype=np.int32)])
     assert {file.name for file in home.iterdir()} == {"3.npz", "4.npz"}
 
 

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxrl_llm
 from jaxrl_llm import evaluate, serve_vllm, sft, train
-from jaxrl_llm.config import parse_arguments
+from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import run_main
 
 PACKAGE = Path(jaxrl_llm.__file__).parent
@@ -192,11 +192,11 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "more weights than reward functions":
         ("reward.functions=countdown.accuracy", "config.reward has 1 functions and 2 weights | give each function one"),
     "the same reward function twice":
-        ("reward.functions=('maths.accuracy','maths.accuracy')", "'maths.accuracy' 2 times | give it once"),
+        ("reward.functions=('math.accuracy','math.accuracy')", "'math.accuracy' 2 times | give it once"),
     "a number for a reward function":
-        ("reward.functions=('maths.accuracy',1)", "reward.functions | 1 (int) | give str"),
+        ("reward.functions=('math.accuracy',1)", "reward.functions | 1 (int) | give str"),
     "an unknown reward":
-        ("reward.weights=1. reward.functions=maths.acuracy", "reward.functions 'maths.acuracy' | mean maths.accuracy?"),
+        ("reward.weights=1. reward.functions=maths.acuracy", "reward.functions 'maths.acuracy' | mean math.accuracy?"),
     "a reward in a module that is not there":
         ("reward.weights=1. reward.functions=lab.x",
          "reward.functions 'lab.x' does not exist: there is no module lab; there is arithmetic.accuracy, "),
@@ -389,7 +389,8 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
         ("c.advantage = ConfigDict(dict(name='distillation')); c.teacher = ConfigDict(dict(path='x')); "
          "c.rollout.resample_rounds = 1", "config.rollout.resample_rounds = 1 | looks at no reward"),
     "with our estimator by its dotted name and groups of one":
-        ("c.advantage.name = 'jaxrl_llm.advantages.grpo'; c.group_size = 1", "config.group_size = 1 | 2 or more"),
+        ("c.advantage.name = 'jaxrl_llm.algorithms.advantages.grpo'; c.group_size = 1",
+         "config.group_size = 1 | 2 or more"),
     "with dynamic sampling and groups of one":
         ("c.group_size = 1; c.rollout.resample_rounds = 1; c.advantage = ConfigDict(dict(name='remax'))",
          "config.rollout.resample_rounds = 1 | a group of 1 | set it to 0"),
@@ -674,7 +675,7 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model
 ) -> None:
     shutil.copytree(MODEL, place / "model")
     shutil.copy(place / "sums.jsonl", place / "exam.jsonl")
-    judged = "eval.every=1 eval.source=exam.jsonl eval.function=maths.accuracy"
+    judged = "eval.every=1 eval.source=exam.jsonl eval.function=math.accuracy"
     run = f"model.path=./model kl.placement=none kl.coef=0. {SMALL} {judged} optim.decay=constant"
     monkeypatch.setattr(sys, "argv", ["train", *command(run)])
     train.main()
@@ -725,7 +726,7 @@ def test_fine_tuning_of_a_new_model_is_refused_for(place: Path, refuse: Refuse, 
     "an unknown task": ("--task=arithmetik", "--task 'arithmetik | did you mean arithmetic."),
     "a file without a judge": ("--task=sums.jsonl", "--task is a file | --function"),
     "an unknown judge":
-        ("--task=sums.jsonl --function=maths.acuracy", "--function 'maths.acuracy' | mean maths.accuracy?"),
+        ("--task=sums.jsonl --function=maths.acuracy", "--function 'maths.acuracy' | mean math.accuracy?"),
     "several samples at temperature 0": ("--task=arithmetic --samples=4", "--samples above 1 | --temperature above 0"),
     "no problem": ("--task=arithmetic --problems=0", "--problems is 0 | at least 1"),
     "a temperature below 0": ("--task=arithmetic --temperature=-1", "--temperature is -1.0 | at least 0"),
@@ -736,7 +737,7 @@ def test_fine_tuning_of_a_new_model_is_refused_for(place: Path, refuse: Refuse, 
     "an argument that the chat template does not read":
         ('--task=arithmetic --chat-template-args={"x":1}', "chat template does not read 'x' | it reads no argument"),
     "an over-long prompt":
-        ("--task=sums.jsonl --function=maths.accuracy --max-prompt-tokens=2",
+        ("--task=sums.jsonl --function=math.accuracy --max-prompt-tokens=2",
          "sums.jsonl row 1 | max_prompt_tokens is 2"),
 })  # fmt: skip
 def test_evaluation_is_refused_for(refuse: Refuse, argv: str, words: str) -> None:

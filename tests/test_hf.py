@@ -22,13 +22,15 @@ from safetensors.numpy import load_file, save_file
 from test_recipes import write_qwen
 from tokenizers import Tokenizer
 
-from jaxrl_llm import data, sharding, update
-from jaxrl_llm.encoding import encode
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner import forward
 from jaxrl_llm.models import export, hf
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch, Prompts
 
 REFERENCES = Path(__file__).parent / "references"
@@ -175,8 +177,8 @@ def test_group_native_logprobs_equal_the_flat_forward(loaded, monkeypatch):
     prompts, prompt_mask = (np.stack([stored[f"{what}_{side}"][i] for i, side in rows]) for what in ("tokens", "mask"))
     completions = np.random.default_rng(1).integers(0, vocabulary, (len(rows), group, width)).astype(np.int32)
     mask = np.arange(width) < np.array([[5, 1], [2, 5], [3, 4], [5, 2]])[..., None]
-    monkeypatch.setattr(update, "LOGITS_AT_ONCE", 2 * len(rows) * group * vocabulary)  # the head in three parts
-    score = jax.jit(partial(update.completion_logprobs, model, sampling=Sampling(temperature=0.7)))
+    monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 2 * len(rows) * group * vocabulary)  # the head in three parts
+    score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling(temperature=0.7)))
     logprobs, entropy = sharding.to_host(score(params, Batch(prompts, prompt_mask, completions, mask, mask)))
 
     flat, flat_mask = np.zeros((len(rows), group, 12), np.int32), np.zeros((len(rows), group, 12), bool)

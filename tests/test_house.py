@@ -13,7 +13,7 @@ PACKAGE = sorted((ROOT / "jaxrl_llm").rglob("*.py"))
 SECTIONS = (
     "optim.py:make_optimizer",
     "engines.py:vllm",
-    "vllm.py:__init__",
+    "engine.py:__init__",
 )  # their arguments are the fields of a config's section
 FUNCTIONS = [
     (file, node)

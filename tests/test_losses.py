@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm import losses
-from jaxrl_llm.config import _functions
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.config.names import _functions
 from jaxrl_llm.structs import Batch
 
 

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import kl, optim
+from jaxrl_llm.algorithms import kl
+from jaxrl_llm.learner import optim
 
 RNG = np.random.default_rng(0)
 

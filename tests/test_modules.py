@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm import rewards, tasks
-from jaxrl_llm.config import load, parse_arguments, resolve
+from jaxrl_llm import rewards
+from jaxrl_llm.config import user_modules
+from jaxrl_llm.config.load import load, parse_arguments
+from jaxrl_llm.config.names import resolve
+from jaxrl_llm.data import tasks
 from jaxrl_llm.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -62,44 +65,45 @@ def test_loading_a_config_leaves_what_is_installed_and_this_package_as_they_were
 
 
 def own(folder: Path, text: str = "def accuracy(completions, **_):\n    return [7.0]\n") -> Path:
-    (folder / "maths.py").write_text(text)
-    return folder / "maths.py"
+    (folder / "arithmetic.py").write_text(text)
+    return folder / "arithmetic.py"
 
 
 def test_a_name_that_ours_and_the_users_own_module_both_have_is_refused_without_running_theirs(tmp_path, monkeypatch):
     file = own(tmp_path, "1 / 0\ndef accuracy(): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    both = f"reward 'maths.accuracy' could be ours or that of {file}: write 'jaxrl_llm.rewards.maths.accuracy' for ours"
+    both = f"reward 'arithmetic.accuracy' could be ours or that of {file}: "
+    both += "write 'jaxrl_llm.rewards.arithmetic.accuracy' for ours"
     with pytest.raises(UserError, match=both):
-        resolve("maths.accuracy", rewards, "reward")
-    ours = resolve("jaxrl_llm.rewards.maths.accuracy", rewards)
-    assert ours.__module__ == "jaxrl_llm.rewards.maths"
-    assert resolve("maths.is_boxed", rewards).__module__ == "jaxrl_llm.rewards.maths"  # theirs has none
+        resolve("arithmetic.accuracy", rewards, "reward")
+    ours = resolve("jaxrl_llm.rewards.arithmetic.accuracy", rewards)
+    assert ours.__module__ == "jaxrl_llm.rewards.arithmetic"
+    assert resolve("arithmetic.thought", rewards).__module__ == "jaxrl_llm.rewards.arithmetic"  # theirs has none
     for text in ("from os import (\n    getpid as accuracy,\n)\n", "from lab import *\n", "def accuracy(:\n"):
         file.write_text(text)
         with pytest.raises(UserError, match="could be ours or that of"):
-            resolve("maths.accuracy", rewards, "reward")
+            resolve("arithmetic.accuracy", rewards, "reward")
 
 
 def test_a_function_that_only_the_users_module_has_is_found_there(tmp_path, monkeypatch):
     own(tmp_path, "def shorter(completions, **_):\n    return [7.0]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert resolve("maths.shorter", rewards)([]) == [7.0]
-    sys.modules.pop("maths")
+    assert resolve("arithmetic.shorter", rewards)([]) == [7.0]
+    sys.modules.pop("arithmetic")
 
 
 def test_a_folder_a_config_and_an_installed_module_of_the_same_name_are_no_functions(tmp_path, monkeypatch):
-    (tmp_path / "arithmetic").mkdir()
+    (tmp_path / "math").mkdir()
     (tmp_path / "gsm8k.py").write_text("def get_config():\n    c = {}\n    c['convert'] = 'gsm8k.convert'\n")
     installed = tmp_path / "site"
     installed.mkdir()
     own(installed)
-    monkeypatch.setattr("jaxrl_llm.modules.INSTALLED", (str(installed),))
+    monkeypatch.setattr(user_modules, "INSTALLED", (*user_modules.INSTALLED, str(installed)))
     for folder in (tmp_path, installed):
         monkeypatch.syspath_prepend(folder)
+    assert resolve("math.accuracy", rewards).__module__ == "jaxrl_llm.rewards.math"
+    assert resolve("gsm8k.convert", tasks).__module__ == "jaxrl_llm.data.tasks.gsm8k"
     assert resolve("arithmetic.accuracy", rewards).__module__ == "jaxrl_llm.rewards.arithmetic"
-    assert resolve("gsm8k.convert", tasks).__module__ == "jaxrl_llm.tasks.gsm8k"
-    assert resolve("maths.accuracy", rewards).__module__ == "jaxrl_llm.rewards.maths"
 
 
 def test_a_reward_beside_the_config_is_found_from_any_working_directory(tmp_path):
@@ -113,17 +117,17 @@ def test_a_reward_beside_the_config_is_found_from_any_working_directory(tmp_path
 
 
 @pytest.mark.parametrize("place", ["the working directory", "the config's folder"])
-def test_a_users_maths_is_not_replaced_by_ours(tmp_path, place):
+def test_a_users_module_is_not_replaced_by_ours(tmp_path, place):
     (tmp_path / "lab").mkdir()
     own(tmp_path if place == "the working directory" else tmp_path / "lab")
     (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
     (tmp_path / "lab" / "delta.py").write_text(
         f"import sys\nsys.path.append({str(ROOT / 'configs')!r})\nimport grpo\n\ndef get_config():\n"
         "    c = grpo.get_config()\n    c.data.source, c.eval.every = 'sums.jsonl', 0\n"
-        "    c.reward.functions, c.reward.weights = ('maths.accuracy',), (1.0,)\n    return c\n"
+        "    c.reward.functions, c.reward.weights = ('arithmetic.accuracy',), (1.0,)\n    return c\n"
     )
     command = [sys.executable, "-m", "jaxrl_llm.train", "--config", "lab/delta.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stdout
-    assert done.stderr.startswith("error: config.reward.functions 'maths.accuracy' could be ours or that of ")
+    assert done.stderr.startswith("error: config.reward.functions 'arithmetic.accuracy' could be ours or that of ")
     assert not (tmp_path / "runs").exists()

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import kl, losses, optim, sharding, update
-from jaxrl_llm.correction import make_correction
-from jaxrl_llm.sampling import Sampling
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms import kl, losses
+from jaxrl_llm.algorithms.importance import make_correction
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.learner import forward, optim, update
 from jaxrl_llm.structs import Batch
 
 LOSSES = {
@@ -38,7 +40,7 @@ TERMS = {  # what an objective may have besides
 def one_update(shape, microbatch, loss, terms, monkeypatch, filler=None):
     """Parameters and metrics after an update of a model that is a table of log-probabilities."""
     table = lambda model, params, batch, sampling: (params["table"][batch.prompts[:, 0]],) * 2  # noqa: E731
-    monkeypatch.setattr(update, "completion_logprobs", table)
+    monkeypatch.setattr(forward, "completion_logprobs", table)
     _, batch = random_batch(0, b=8)
     batch = replace(batch, prompts=np.arange(8)[:, None], chosen=np.random.default_rng(1).random((8, 4, 5)) < 0.8)
     if filler is not None:
@@ -85,7 +87,7 @@ def test_every_loss_and_term_makes_an_update_of_its_own(monkeypatch):
 
 def with_logprobs(monkeypatch, entropy=0.5):
     """Objectives whose parameters are the log-probabilities themselves."""
-    monkeypatch.setattr(update, "completion_logprobs", lambda model, params, *_: (params, entropy * params**2))
+    monkeypatch.setattr(forward, "completion_logprobs", lambda model, params, *_: (params, entropy * params**2))
 
 
 def random_batch(seed=0, b=3):
@@ -243,7 +245,7 @@ def test_the_kl_to_reward_ratio_is_that_of_the_penalty_of_a_completion_to_the_ta
         objective, optimizer, mesh, placed, microbatch=2,
         aggregate=lambda mask: losses.aggregation_weights(mask, mode="token_mean"),
     )  # fmt: skip
-    logprobs, _ = update.completion_logprobs(model, params, batch, Sampling())
+    logprobs, _ = forward.completion_logprobs(model, params, batch, Sampling())
     penalty = 0.1 * np.where(batch.loss_mask, kl.k3(logprobs, batch.ref_logprobs), 0).sum(axis=-1).mean()
     _, metrics = step(state, sharding.shard_batch(batch, mesh), jnp.arange(tiny.B))
     assert float(metrics["kl/to_reward"]) == pytest.approx(penalty / 0.5, rel=1e-4)

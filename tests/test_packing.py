@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import sharding, update
-from jaxrl_llm.packing import pack
-from jaxrl_llm.sampling import Sampling
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.learner import forward, update
+from jaxrl_llm.learner.packing import pack
 
 LIMIT = 32
 
@@ -62,7 +63,7 @@ def test_packed_scores_and_gradients_are_those_of_a_lane_for_each():
 
     @partial(jax.value_and_grad, has_aux=True)
     def total(params, batch):
-        logprobs, entropy = update.completion_logprobs(model, params, batch, Sampling(temperature=0.7))
+        logprobs, entropy = forward.completion_logprobs(model, params, batch, Sampling(temperature=0.7))
         return jnp.sum(logprobs * weights) + jnp.sum(entropy * weights), (logprobs, entropy)
 
     ((_, apart), gradient_apart), ((_, together), gradient) = (
@@ -78,9 +79,11 @@ def test_packed_scores_and_gradients_are_those_of_a_lane_for_each():
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
 def test_packed_scores_do_not_depend_on_the_mesh_or_the_microbatch(mesh):
     model, params = tiny.model_and_params()
-    whole, _ = jax.jit(partial(update.completion_logprobs, model, sampling=Sampling()))(params, packed(tiny.batch()))
+    whole, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))(params, packed(tiny.batch()))
     mesh = sharding.make_mesh(*mesh)
-    score = update.make_score(type(model)(tiny.CONFIG, mesh), Sampling(), mesh, 0 if mesh.shape["data"] == 8 else 4)
+    score = forward.make_logprob_fn(
+        type(model)(tiny.CONFIG, mesh), Sampling(), mesh, 0 if mesh.shape["data"] == 8 else 4
+    )
     params = jax.device_put(params, sharding.shardings(params, mesh))
     np.testing.assert_allclose(
         score(params, sharding.shard_batch(packed(tiny.batch()), mesh)), whole, rtol=1e-5, atol=1e-5
@@ -99,7 +102,7 @@ def flops(b, g, p, c, group_native=True) -> float:
         of((b, p), jnp.int32), of((b, p), bool),
         of((b, g, c), jnp.int32), of((b, g, c), bool), of((b, g, c), bool),
     )  # fmt: skip
-    score = jax.jit(partial(update.completion_logprobs, model, sampling=Sampling()))
+    score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))
     return score.lower(model.shapes(), batch).compile().cost_analysis()["flops"]
 
 

@@ -82,7 +82,7 @@ def test_the_gsm8k_recipe_runs_end_to_end(qwen, tmp_path):
     assert result.returncode == 0, result.stderr
     steps = records(tmp_path / "run")
     assert [s["step"] for s in steps] == [0, 1, 2]
-    assert {"reward/maths.accuracy", "reward/maths.is_boxed", "eval/accuracy"} <= set(steps[-1])
+    assert {"reward/math.accuracy", "reward/math.is_boxed", "eval/accuracy"} <= set(steps[-1])
     assert steps[1]["ratio/mean"] == pytest.approx(1, abs=1e-3)
     assert steps[1]["sampler/gap_mean"] < 0.02  # bfloat16 in sampler and trainer alike
     saved = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl_llm import rewards
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import countdown
+from jaxrl_llm.rewards import countdown, reward_fn
+from jaxrl_llm.rewards.reward_fn import RewardFn
 
 ROOT = Path(__file__).parent.parent
 CHATS = [
@@ -36,15 +36,15 @@ BATCH = CHATS, TEXTS, IDS
 SEEN: list[Any] = []
 
 
-def score(*names: str, weights: tuple[float, ...] = (), timeout: float = 60.0) -> rewards.Score:
+def score(*names: str, weights: tuple[float, ...] = (), timeout: float = 60.0) -> RewardFn:
     """Of functions of this file."""
     dotted = tuple(f"{__name__}.{name}" for name in names)
-    return rewards.Score(dotted, weights or (1.0,) * len(names), timeout, field="config.reward.timeout")
+    return RewardFn(dotted, weights or (1.0,) * len(names), timeout, field="config.reward.timeout")
 
 
 def call(function: Any) -> list[float]:
     rows = [row for row in CHATS for _ in range(2)]
-    return rewards.call("mine.f", function, rows, [*TEXTS[0], *TEXTS[1]], [*IDS[0], *IDS[1]])
+    return reward_fn.call("mine.f", function, rows, [*TEXTS[0], *TEXTS[1]], [*IDS[0], *IDS[1]])
 
 
 def right(prompts, completions, answer, **kwargs):  # as in TRL's documentation
@@ -137,7 +137,7 @@ def test_functions_run_at_the_same_time_and_their_batch_begins_before_it_is_wait
     with closing(score("slow", "slower")) as judge:
         judge(*BATCH)  # they are imported
         began = time.monotonic()
-        judged = judge.ahead(lambda: judge(*BATCH))
+        judged = judge.start(lambda: judge(*BATCH))
         assert time.monotonic() - began < 0.2
         time.sleep(0.8)
         waited = time.monotonic()
@@ -148,14 +148,14 @@ def test_functions_run_at_the_same_time_and_their_batch_begins_before_it_is_wait
 
 def test_without_a_limit_a_function_runs_in_the_thread_that_waits_for_it():
     with closing(score("alarmed", timeout=0)) as judge:
-        judged = judge.ahead(lambda: (judge(*BATCH), threading.current_thread()))
+        judged = judge.start(lambda: (judge(*BATCH), threading.current_thread()))
         assert judged()[1] is threading.main_thread()
         assert judged() is judged()
 
 
 def test_a_function_may_set_an_alarm_be_a_closure_and_print(capfd):
     with closing(score("alarmed", "closure", "shown")) as judge:
-        judged = judge.ahead(lambda: judge(*BATCH))  # in a thread, where Python refuses alarms
+        judged = judge.start(lambda: judge(*BATCH))  # in a thread, where Python refuses alarms
         np.testing.assert_array_equal(judged()["total"], [[4, 4], [4, 4]])
     assert "said by a reward" in capfd.readouterr().out
 
@@ -185,7 +185,7 @@ def test_what_stops_a_function_is_said_in_one_line_and_nothing_is_left(name, tim
     pids = [process._process.pid for process in judge._processes.values()]
     began = time.monotonic()
     with closing(judge), pytest.raises(UserError, match=re.escape(f"reward {__name__}.{name} {words}")):
-        judge.ahead(lambda: judge(*BATCH))()
+        judge.start(lambda: judge(*BATCH))()
     assert time.monotonic() - began < 30
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -329,7 +329,7 @@ def test_the_completion_that_makes_a_quick_function_raise_is_found_and_no_other_
     with pytest.raises(UserError, match=whole):
         call(remote)
     assert calls == [4]
-    monkeypatch.setattr(rewards, "SEARCH", 0.1)
+    monkeypatch.setattr(reward_fn, "SEARCH", 0.1)
 
     def slow(completions):
         time.sleep(0.15)

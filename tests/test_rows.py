@@ -13,14 +13,17 @@ import pyarrow.parquet
 import pytest
 from test_recipes import write_qwen
 
-from jaxrl_llm import checks, data, sharding
-from jaxrl_llm.config import load
-from jaxrl_llm.encoding import encode
+from jaxrl_llm import sharding
+from jaxrl_llm.banner import batch_table
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.load import load
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.encoding import encode
+from jaxrl_llm.data.rows import check_source, load_rows
+from jaxrl_llm.data.tasks import verl
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
-from jaxrl_llm.rewards import call
-from jaxrl_llm.rows import check_source, load_rows
-from jaxrl_llm.tasks import verl
+from jaxrl_llm.rewards.reward_fn import call
 
 ROOT = Path(__file__).parent.parent
 ASKED = [{"role": "user", "content": "1+1"}]
@@ -121,7 +124,7 @@ def test_a_pattern_is_all_of_its_files_by_name(place):
 
 def test_rows_of_a_function_may_hold_arrays(monkeypatch, tokenizer):
     made = [{"prompt": np.array(ASKED), "x": np.arange(3)}, {"prompt": tuple(ASKED), "x": None}]
-    monkeypatch.setattr("jaxrl_llm.tasks.arithmetic.train", lambda: made)
+    monkeypatch.setattr("jaxrl_llm.data.tasks.arithmetic.train", lambda: made)
     rows = load_rows("arithmetic.train").rows
     assert [r["prompt"] for r in rows] == [ASKED, ASKED]
     first, second = (x.tolist() for x in encode([r["prompt"] for r in rows], tokenizer, "here"))
@@ -182,7 +185,7 @@ def test_the_banner_counts_what_was_dropped_and_says_when_rows_are_fewer_than_a_
         made = data.Dataset(ids, [{"prompt": "a"}] * count, 4, 3, list(range(count)), refused)
         return [
             row
-            for row in checks.table(config, totals, mesh, model, made, made, 0)
+            for row in batch_table(config, totals, mesh, model, made, made, 0)
             if row[0] in ("prompts", "problems", "")
         ]
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import sharding, update
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.sampling import BLOCK, Sampling, draw, log_distribution, token_logprobs
+from jaxrl_llm.learner import forward
+from jaxrl_llm.rollout import compaction
 from jaxrl_llm.rollout import sampler as sampler_module
-from jaxrl_llm.rollout import seats
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.sampling import BLOCK, Sampling, draw, log_distribution, token_logprobs
 from jaxrl_llm.structs import Batch, Prompts
 
 KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_p=0.7), Sampling(1.3, 8, 0.9)]
@@ -36,7 +37,7 @@ def test_sampler_and_trainer_agree_on_the_log_probability_of_every_token(samplin
     rollouts = sample(sampling)
     model, params = tiny.model_and_params(scale=3.0)
     batch = Batch(*tiny.prompts(), rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
-    scored, _ = jax.jit(partial(update.completion_logprobs, model, sampling=sampling))(params, batch)
+    scored, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=sampling))(params, batch)
     np.testing.assert_allclose(rollouts.logprobs, scored, atol=1e-5)
     assert np.all(np.asarray(rollouts.logprobs)[~np.asarray(rollouts.completion_mask)] == 0)
 
@@ -172,7 +173,7 @@ def ragged(monkeypatch, *, halve: bool, first_cache: int, mesh=(1, 1, 1)):
     """Completions cut as BUDGETS says, with or without moving together those who go on."""
     if not halve:
         monkeypatch.setattr(sampler_module, "half", lambda entries, width: (entries, width))
-        monkeypatch.setattr(seats, "half", lambda entries, width: (entries, width))
+        monkeypatch.setattr(compaction, "half", lambda entries, width: (entries, width))
     monkeypatch.setattr(sampler_module, "FIRST_CACHE", first_cache)
     model, params = tiny.model_and_params(scale=3.0)
     mesh = sharding.make_mesh(*mesh)
@@ -223,13 +224,13 @@ def test_everyone_alive_has_one_seat_with_their_own_prompt_in_the_smallest_shape
         alive = rng.random((8, 8)) < share
         alive[0, 0] = True
         prompt = np.arange(8) % (8 // devices)
-        entry, source, empty = seats.move(alive, prompt, devices)
+        entry, source, empty = compaction.move(alive, prompt, devices)
         per_device = alive.reshape(devices, -1)
         for d in range(devices):
             np.testing.assert_array_equal(np.sort(source[d][~empty[d]]), np.flatnonzero(per_device[d]))
             local = prompt.reshape(devices, -1)[d]
             for i, row in enumerate(source[d]):
                 assert np.all(local[row[~empty[d, i]] // 8] == local[entry[d, i]])
-        smaller = seats.half(*source.shape[1:])
+        smaller = compaction.half(*source.shape[1:])
         each = alive.reshape(devices, -1, 8).sum(axis=2)
         assert smaller == source.shape[1:] or np.any(np.ceil(each / smaller[1]).sum(axis=1) > smaller[0])

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxrl_llm import checks, config
 from jaxrl_llm.checkpoint import keep_schedule, open_workdir
+from jaxrl_llm.config import checks
+from jaxrl_llm.config import load as config
 from jaxrl_llm.health.settings import warnings
-from jaxrl_llm.optim import make_optimizer
+from jaxrl_llm.learner.optim import make_optimizer
 
 ROOT = Path(__file__).parent.parent
 SMALL = replace(tiny.CONFIG, width=128)  # as the model inside the package

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl_llm import disk
 from jaxrl_llm.checkpoint import Checkpoints, Pending, has_checkpoint
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host import disk
 
 PROGRAM = """
 import hashlib, multiprocessing, sys, time
 from contextlib import ExitStack
-from jaxrl_llm.stop import Stop
+from jaxrl_llm.host.signals import Stop
 
 def long_call():  # releases the lock of the interpreter, and runs no signal handler
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)

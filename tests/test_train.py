@@ -270,10 +270,11 @@ def test_the_trained_folder_says_the_same_in_transformers_as_in_the_sampler(whol
     import jax
     from transformers import AutoModelForCausalLM
 
-    from jaxrl_llm import data, sharding
+    from jaxrl_llm import sharding
+    from jaxrl_llm.algorithms.sampling import Sampling
+    from jaxrl_llm.data import prompts as data
     from jaxrl_llm.models import hf
     from jaxrl_llm.rollout.sampler import Sampler
-    from jaxrl_llm.sampling import Sampling
 
     folder, mesh = whole / "hf", sharding.make_mesh(1, 1, 1)
     model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)

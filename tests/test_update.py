@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import losses, sharding, update
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.learner import forward, update
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sampling import Sampling
 from jaxrl_llm.structs import Batch
 
 ONE = (1, 1, 1)
-score = jax.jit(update.completion_logprobs, static_argnums=(0, 3))
+score = jax.jit(forward.completion_logprobs, static_argnums=(0, 3))
 
 
 def flat_logprobs(model, params, batch, sampling):
@@ -43,7 +45,7 @@ def test_the_group_native_forward_equals_the_flat_one_in_value_and_gradient(fami
     def total(score, params):
         return jnp.sum(score(params) * weights)
 
-    grouped = lambda p: update.completion_logprobs(model, p, batch, sampling)[0]  # noqa: E731
+    grouped = lambda p: forward.completion_logprobs(model, p, batch, sampling)[0]  # noqa: E731
     flat = lambda p: flat_logprobs(model, p, batch, sampling)  # noqa: E731
     np.testing.assert_allclose(jax.jit(grouped)(params), jax.jit(flat)(params), atol=1e-5)
     ours, theirs = (jax.jit(jax.grad(partial(total, f)))(params) for f in (grouped, flat))
@@ -80,8 +82,8 @@ def test_scores_do_not_depend_on_how_many_logits_are_held_at_once(chunk, monkeyp
     model, params = tiny.model_and_params()
     batch = tiny.batch()
     whole = score(model, params, batch, Sampling())
-    monkeypatch.setattr(update, "LOGITS_AT_ONCE", chunk)
-    chunked = jax.jit(partial(update.completion_logprobs, model, sampling=Sampling()))
+    monkeypatch.setattr(forward, "LOGITS_AT_ONCE", chunk)
+    chunked = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))
     for a, b in zip(whole, chunked(params, batch), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -98,7 +100,7 @@ def test_no_array_of_all_logits_is_held_at_a_vocabulary_of_152k():
     )  # fmt: skip
 
     def loss(params, batch):
-        return jnp.sum(update.completion_logprobs(model, params, batch, Sampling())[0])
+        return jnp.sum(forward.completion_logprobs(model, params, batch, Sampling())[0])
 
     memory = jax.jit(jax.grad(loss)).lower(params, batch).compile().memory_analysis()
     all_logits = b * g * c * v * 4
@@ -155,7 +157,7 @@ def test_fsdp_gathers_weights_and_leaves_every_device_its_own_prompts():
         completions = rng.integers(0, 32, (16, 4, 32)).astype(np.int32)
         mask = np.ones(completions.shape, bool)
         batch = Batch(completions[:, 0, :8], mask[:, 0, :8], completions, mask, mask)
-        loss = lambda p, b, model=model: jnp.sum(update.completion_logprobs(model, p, b, Sampling())[0])  # noqa: E731
+        loss = lambda p, b, model=model: jnp.sum(forward.completion_logprobs(model, p, b, Sampling())[0])  # noqa: E731
         lowered = jax.jit(jax.grad(loss)).lower(params, sharding.shard_batch(batch, mesh))
         sizes[shape] = lowered.compile().memory_analysis().temp_size_in_bytes
     assert sizes[1, 8, 1] < 1.3 * sizes[8, 1, 1], sizes
@@ -227,7 +229,7 @@ def test_the_first_on_policy_update_has_ratio_one_and_the_reinforce_gradient():
         return jnp.sum(loss * batch.loss_mask), metrics
 
     def reinforce(params):
-        logprobs, _ = update.completion_logprobs(model, params, batch, Sampling())
+        logprobs, _ = forward.completion_logprobs(model, params, batch, Sampling())
         return -jnp.sum(logprobs * batch.advantages * batch.loss_mask)
 
     ours, metrics = jax.jit(jax.grad(surrogate, has_aux=True))(params)

@@ -23,15 +23,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from test_train import ROOT, beginning, log_of, records, run, start, wait_for_step
 
-from jaxrl_llm import data, sharding, update
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.tasks import arithmetic
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner import forward
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout import weights
-from jaxrl_llm.rollout.managed import Managed
-from jaxrl_llm.rollout.vllm import VllmEngine
-from jaxrl_llm.sampling import Sampling
+from jaxrl_llm.rollout.vllm import weights
+from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.rollout.vllm.server import Managed
 from jaxrl_llm.structs import Batch, PyTree, Rollouts
-from jaxrl_llm.tasks import arithmetic
 
 pytestmark = pytest.mark.vllm
 PYTHON = str(ROOT / ".vllm" / "bin" / "python")
@@ -157,7 +159,7 @@ def prompts():
 def gap(params: PyTree, prompts, rollouts: Rollouts, sampling: Sampling | None = None, of: Callable = np.max) -> float:
     """The largest difference to the trainer's log-probabilities, or what `of` makes of all of them."""
     batch = Batch(prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
-    score = update.make_score(MODEL, sampling or Sampling(), sharding.make_mesh(1, 2, 2), 0)
+    score = forward.make_logprob_fn(MODEL, sampling or Sampling(), sharding.make_mesh(1, 2, 2), 0)
     return float(of(np.abs(np.asarray(score(params, batch)) - rollouts.logprobs)[rollouts.loss_mask]))
 
 

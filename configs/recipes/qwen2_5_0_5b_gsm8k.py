@@ -22,8 +22,8 @@ def get_config() -> ConfigDict:
     c.data.max_prompt_tokens = 256
     c.eval.source = "data/gsm8k/main/test-00000-of-00001.parquet"
     c.eval.convert = "gsm8k.convert"
-    c.eval.function = "maths.accuracy"
-    c.reward.functions = ("maths.accuracy", "maths.is_boxed")
+    c.eval.function = "math.accuracy"
+    c.reward.functions = ("math.accuracy", "math.is_boxed")
     c.reward.weights = (1.0, 0.1)
     c.rollout.max_completion_tokens = 512
     c.optim.learning_rate = 1e-6

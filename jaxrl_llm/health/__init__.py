@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm import disk
 from jaxrl_llm.checkpoint import cut_back
 from jaxrl_llm.health.rules import WINDOW, Finding, Record, findings
+from jaxrl_llm.host import disk
 
 
 class Verdict(NamedTuple):

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-from jaxrl_llm.config import Count, keywords
+from jaxrl_llm.config.names import keywords
+from jaxrl_llm.config.schema import Count
 
 Record: TypeAlias = dict[str, Any]
 WINDOW = 16  # records that a rule may look back

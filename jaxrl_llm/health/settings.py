@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 
-from jaxrl_llm import losses
-from jaxrl_llm.checks import Totals, scheduled_steps
-from jaxrl_llm.config import arguments, own_name, resolve
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.config.checks import Totals, scheduled_steps
+from jaxrl_llm.config.names import arguments, own_name, resolve
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.structs import Config
 

@@ -13,7 +13,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxrl_llm import disk, sharding
+from jaxrl_llm import sharding
+from jaxrl_llm.host import disk
 from jaxrl_llm.models.hf import NAMES, stored_dtype, tensor_names
 from jaxrl_llm.structs import PyTree
 

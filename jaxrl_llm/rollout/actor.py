@@ -10,9 +10,9 @@ import grain
 import jax
 
 from jaxrl_llm.checkpoint import Pending
-from jaxrl_llm.collect import Collector, Samples
-from jaxrl_llm.rollout import Engine
-from jaxrl_llm.rollout.ahead import Ahead
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.prefetch import Ahead
+from jaxrl_llm.rollout.samples import Collector, Samples
 from jaxrl_llm.structs import Array, PyTree, Rollouts
 
 

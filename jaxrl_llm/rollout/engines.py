@@ -7,10 +7,12 @@ from functools import partial
 from typing import Literal
 from urllib.parse import urlsplit
 
-from jaxrl_llm.config import AtLeastOne, Positive, arguments, resolve
+from jaxrl_llm.config.names import arguments, resolve
+from jaxrl_llm.config.schema import AtLeastOne, Positive
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout import Engine, EngineChoice, EngineInputs, sampler
-from jaxrl_llm.rollout import vllm as servers_of_vllm
+from jaxrl_llm.rollout import sampler
+from jaxrl_llm.rollout.engine import Engine, EngineChoice, EngineInputs
+from jaxrl_llm.rollout.vllm import engine as servers_of_vllm
 from jaxrl_llm.serve_vllm import LOOPBACK, check_python
 from jaxrl_llm.structs import Config
 

@@ -19,11 +19,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
-from jaxrl_llm.compiling import ROUND_AS_WRITTEN
+from jaxrl_llm.algorithms.sampling import Sampling, draw, log_distribution, support
+from jaxrl_llm.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
-from jaxrl_llm.rollout.seats import half, move
-from jaxrl_llm.sampling import Sampling, draw, log_distribution, support
+from jaxrl_llm.rollout.compaction import half, move
 from jaxrl_llm.structs import Array, Prompts, PyTree, Rollouts
 
 FIRST_CACHE = 64  # completion tokens that the first cache holds; a full one is doubled

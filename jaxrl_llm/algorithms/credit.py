@@ -1,0 +1,135 @@
+"""From what completions earned to what the learners learn: one program on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms import advantages, kl
+from jaxrl_llm.algorithms.importance import high_entropy
+from jaxrl_llm.config.names import arguments, needs, resolve
+from jaxrl_llm.structs import Array, Batch, Config, Rewards
+
+Columns: TypeAlias = dict[str, Array]
+CreditFn: TypeAlias = Callable[[Batch, Columns, Rewards, Columns], tuple[Batch, Columns]]
+
+
+def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
+    """`assign_credit(batch, scores, rewards, coefs) -> batch, metrics`, of scalars.
+
+    scores: {column: [B, G, C]} of the models that score; coefs: {"kl/coef": scalar} with a KL penalty in the reward.
+    The batch gets rewards, advantages, the tokens that the policy loss counts, the log-probabilities that the losses
+    compare to, and the critic's values and returns. updates: on a rollout; with one, its own are the old ones.
+    """
+    estimator = resolve(config.advantage.name, advantages)
+    required = needs(estimator)
+    fixed = arguments(config.advantage)
+    if "weights" in required:
+        fixed |= {"weights": dict(zip(config.reward.functions, config.reward.weights, strict=True))}
+    estimate_kl = resolve(config.kl.estimator, kl) if config.kl.placement == "reward" else None
+    place = NamedSharding(mesh, sharding.BATCH)
+
+    @jax.jit
+    def assign(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Columns, Columns]:
+        mask = batch.loss_mask
+        total, channels = rewards.total, rewards.channels
+        if tokens := config.reward.overlong_tokens:
+            limit = mask.shape[-1]
+            overlong = overlong_penalty(jnp.sum(batch.completion_mask, axis=-1), limit, tokens)
+            total, channels = total + overlong, channels | {"overlong": overlong}
+        penalty = jnp.zeros(mask.shape)
+        if estimate_kl:
+            term = coefs["kl/coef"] * estimate_kl(scores["old_logprobs"], scores["ref_logprobs"])
+            penalty = jnp.where(mask, term, 0.0)
+        inputs: dict[str, Any] = {
+            "rewards": total - jnp.sum(penalty, axis=-1),
+            "channels": {name: jnp.nan_to_num(channels[name]) for name in config.reward.functions},
+            "token_rewards": at_the_end(total, mask) - penalty,
+            "values": scores.get("values"),
+            "logprobs": scores.get("old_logprobs"),
+            "teacher_logprobs": scores.get("teacher_logprobs"),
+            "loss_mask": mask,
+        }
+        if rewards.greedy is not None:
+            greedy = rewards.greedy
+            if tokens:
+                greedy = greedy + overlong_penalty(rewards.greedy_lengths, mask.shape[-1], tokens)
+            inputs["greedy_rewards"] = greedy[:, 0]
+        advantage = estimator(**{name: inputs[name] for name in required if name != "weights"}, **fixed)
+        made = {"rewards": total, "advantages": over_tokens(advantage, mask)}
+        metrics = reward_metrics(total, channels, penalty if estimate_kl else None)
+        if "values" in scores:
+            returns = lambda_returns(
+                inputs["token_rewards"], scores["values"], mask, gamma=config.critic.gamma, lam=config.critic.lam
+            )
+            made |= {"returns": returns}
+            metrics |= {"critic/explained_variance": explained_variance(scores["values"], returns, mask)}
+        if config.mask.top_entropy < 1:
+            made["chosen"] = high_entropy(scores["entropy"], mask, share=config.mask.top_entropy)
+        return jax.lax.with_sharding_constraint(made, place), metrics
+
+    def assign_credit(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Batch, Columns]:
+        made, metrics = assign(batch, scores, rewards, coefs)
+        wanted = {"values", "ref_logprobs"} | ({"old_logprobs"} if updates > 1 else set())
+        return replace(batch, **made, **{name: scores[name] for name in wanted & scores.keys()}), metrics
+
+    return assign_credit
+
+
+def over_tokens(advantage: Array, mask: Array) -> jax.Array:
+    """Advantages [B, G] or [B, G, C] on every trained token [B, G, C], 0 elsewhere."""
+    by_token = advantage if advantage.ndim == 3 else advantage[..., None]
+    return jnp.where(mask, jnp.broadcast_to(by_token, mask.shape), 0.0)
+
+
+def at_the_end(rewards: Array, mask: Array) -> jax.Array:
+    """Rewards [B, G] on the last trained token of each completion: [B, G, C]."""
+    last = mask & (jnp.cumsum(mask, axis=-1) == jnp.sum(mask, axis=-1, keepdims=True))
+    return jnp.where(last, rewards[..., None], 0.0)
+
+
+def overlong_penalty(lengths: Array, limit: int, tokens: int) -> jax.Array:
+    """DAPO's soft penalty (arXiv 2503.14476) of completions of so many tokens [B, G].
+
+    It falls from 0, `tokens` before the limit, to -1 at it.
+    """
+    return -jnp.clip((lengths - (limit - tokens)) / tokens, 0.0, 1.0)
+
+
+def lambda_returns(token_rewards: Array, values: Array, loss_mask: Array, *, gamma: float, lam: float) -> jax.Array:
+    """What a critic is to learn [B, G, C]: V + its generalised advantage, 0 where nothing is trained."""
+    ahead = advantages.gae(token_rewards, values, loss_mask, gamma=gamma, lam=lam, normalise=False)
+    return ahead + jnp.where(loss_mask, values, 0.0)
+
+
+def explained_variance(values: Array, returns: Array, loss_mask: Array) -> jax.Array:
+    """1 - Var(returns - values) / Var(returns) over the trained tokens: 1 is perfect, 0 no better than their mean."""
+
+    def variance(x: Array) -> jax.Array:
+        count = jnp.maximum(jnp.sum(loss_mask), 1)
+        mean = jnp.sum(jnp.where(loss_mask, x, 0.0)) / count
+        return jnp.sum(jnp.where(loss_mask, jnp.square(x - mean), 0.0)) / count
+
+    spread = variance(returns)
+    return jnp.where(spread > 0, 1 - variance(returns - values) / jnp.maximum(spread, 1e-30), 0.0)
+
+
+def reward_metrics(total: Array, channels: Columns, penalty: Array | None) -> Columns:
+    """Means over a step's completions; NaN for a channel whose function abstained from all of them.
+
+    penalty [B, G, C]: a KL penalty in the reward, which `total` does not hold and which is logged apart.
+    """
+    metrics = {"reward/mean": jnp.mean(total), "reward/std": jnp.std(total)}
+    metrics |= {f"reward/{name}": jnp.nanmean(x) for name, x in channels.items()}
+    if penalty is not None:
+        of_sequence = jnp.sum(penalty, axis=-1)
+        metrics |= {"reward/kl": -jnp.mean(of_sequence), "reward/kl_pays": jnp.mean(of_sequence < 0)}
+    if total.shape[1] > 1:
+        metrics["groups/no_signal"] = jnp.mean(jnp.ptp(total, axis=1) == 0)
+    return metrics

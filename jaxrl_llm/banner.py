@@ -1,0 +1,56 @@
+"""The banner at the start of a run: what it learns, from what, and what the batch words come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jaxrl_llm.config.checks import Totals
+from jaxrl_llm.data.prompts import Dataset
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.structs import Config
+
+
+def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str] = ()) -> None:
+    """A title, aligned pairs, and lines of text below them."""
+    console = Console(highlight=False, soft_wrap=True, force_jupyter=False)
+    console.print(title, markup=False, style="bold")
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        console.print(f"  {name:<{width}}  {value:,}" if isinstance(value, int) else f"  {name:<{width}}  {value}",
+                      markup=False)  # fmt: skip
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def batch_table(
+    config: Config, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset, held_out: Dataset, start: int
+) -> list[tuple[str, Any]]:
+    """The start-up banner's rows: what the batch words come to, and where the run stands."""
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
+    few = len(dataset.rows) < config.prompts_per_step
+    path = config.model.path.removeprefix(f"{Path.cwd()}/") or "new"
+    return [
+        ("model", f"{path} ({shape})"),
+        ("mesh", f"{axes} on {mesh.devices.flat[0].device_kind}"),
+        ("prompts", f"{_count(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
+        *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
+        *([("problems", _count(held_out, "eval.convert"))] if config.eval.every else []),
+        ("sequences per step", totals.sequences_per_step),
+        ("sequences per optimiser step", totals.sequences_per_update),
+        ("optimiser steps per rollout", totals.updates_per_rollout),
+        ("optimiser steps", totals.updates),
+        ("warm-up steps", totals.warmup_steps),
+        ("completion tokens, at most", totals.completion_tokens),
+        ("begins", f"after step {start} of {config.num_steps}, resumed" if start else "anew"),
+    ]
+
+
+def _count(dataset: Dataset, convert: str) -> str:
+    refused = f", {dataset.refused:,} dropped by {convert}" if dataset.refused else ""
+    return f"{len(dataset.rows):,} of at most {dataset.width} tokens{refused}"

@@ -1,0 +1,1 @@
+"""Config files: how they are read, what their fields may hold, and which settings go together."""

@@ -1,0 +1,144 @@
+"""The combinations that configs, models, data and meshes may not have, and the batch table derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from jaxrl_llm import rewards
+from jaxrl_llm.algorithms import advantages, losses
+from jaxrl_llm.config.combinations import check_algorithm, check_rollout
+from jaxrl_llm.config.fields import CRITIC, SFT, TEACHER, TRAIN
+from jaxrl_llm.config.names import needs, resolve
+from jaxrl_llm.config.no_effect import check_idle_of_both
+from jaxrl_llm.config.schema import check_fields
+from jaxrl_llm.data import tasks
+from jaxrl_llm.data.rows import check_source
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner import optim
+from jaxrl_llm.rollout import engines
+from jaxrl_llm.structs import Config
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the batch words come to."""
+
+    prompts_per_update: int
+    sequences_per_step: int
+    sequences_per_update: int
+    updates_per_rollout: int
+    updates: int
+    scheduled_updates: int  # that the schedules are laid out for
+    warmup_steps: int
+    completion_tokens: int  # of the whole run, at most
+
+
+def check_train(config: Config) -> Totals:
+    """Checks a config of `train` as a whole, touching no device and no file.
+
+    Raises: UserError, naming the field.
+    """
+    critic = "critic" in config
+    fields = TRAIN | (CRITIC if critic else {}) | (TEACHER if "teacher" in config else {})
+    check_fields(config, fields, {"advantage": advantages, "loss": losses, "engine": engines})
+    check_shared(config, config.prompts_per_update)
+    if config.prompts_per_step % config.prompts_per_update:
+        raise UserError(
+            f"config.prompts_per_step = {config.prompts_per_step} is no multiple of "
+            f"config.prompts_per_update = {config.prompts_per_update}: make it one"
+        )
+    updates = config.prompts_per_step // config.prompts_per_update * config.epochs
+    check_algorithm(config, updates)
+    check_rollout(config)
+    waited = config.critic.warmup_steps if critic else 0
+    if waited >= min(config.num_steps, scheduled_steps(config)):
+        raise UserError(f"config.critic.warmup_steps = {waited} but num_steps is {config.num_steps}: lower it")
+    if critic:
+        _warmup(config.critic.optim, critic_updates(config), "critic.optim")
+        check_schedule(config, config.critic.optim, "critic.optim")
+    check_schedule(config, config.optim, "optim")
+    scheduled = updates * (scheduled_steps(config) - waited)
+    greedy = "greedy_rewards" in needs(resolve(config.advantage.name, advantages))
+    completions = config.group_size * (1 + config.rollout.resample_rounds) + greedy  # of a prompt
+    return Totals(
+        prompts_per_update=config.prompts_per_update,
+        sequences_per_step=config.prompts_per_step * config.group_size,
+        sequences_per_update=config.prompts_per_update * config.group_size,
+        updates_per_rollout=updates,
+        updates=updates * (config.num_steps - waited),
+        scheduled_updates=scheduled,
+        warmup_steps=_warmup(config.optim, scheduled),
+        completion_tokens=config.num_steps * config.prompts_per_step * completions
+        * config.rollout.max_completion_tokens,
+    )  # fmt: skip
+
+
+def critic_updates(config: Config) -> int:
+    """Optimiser steps that the critic's schedule is laid out for; it also learns while the policy waits for it."""
+    return config.prompts_per_step // config.prompts_per_update * config.epochs * scheduled_steps(config)
+
+
+def scheduled_steps(config: Config) -> int:
+    """Steps that the schedules are laid out for."""
+    return config.schedule_steps or config.num_steps
+
+
+def check_schedule(config: Config, section: Config, name: str) -> None:
+    """Raises: UserError, if steps after the end of the schedule would learn nothing."""
+    if config.num_steps > scheduled_steps(config) and section.decay != "constant" and not section.end:
+        raise UserError(
+            f"config.num_steps = {config.num_steps}: the schedule of {name} ends at rate 0 after "
+            f"{config.schedule_steps} steps, and later ones would learn nothing: lower num_steps, or begin a new run "
+            "with model.path = WORKDIR/hf"
+        )
+
+
+def check_sft(config: Config) -> Totals:
+    """Checks a config of `sft` as a whole. Raises: UserError, naming the field."""
+    check_fields(config, SFT, {})
+    check_shared(config, config.prompts_per_step)
+    width, heads, kv_heads = (config.model[f] for f in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    new = not config.model.path
+    if new and width % (2 * heads):
+        raise UserError(
+            f"config.model.hidden_size = {width} does not make {heads} heads of an even size: "
+            f"give a multiple of {2 * heads}"
+        )
+    if new and heads % kv_heads:
+        raise UserError(f"config.model.num_key_value_heads = {kv_heads} does not divide {heads} heads: give a divisor")
+    tokens = config.num_steps * config.prompts_per_step * config.rollout.max_completion_tokens
+    check_schedule(config, config.optim, "optim")
+    scheduled, sequences = scheduled_steps(config), config.prompts_per_step
+    warmup = _warmup(config.optim, scheduled)
+    return Totals(sequences, sequences, sequences, 1, config.num_steps, scheduled, warmup, tokens)
+
+
+def check_shared(config: Config, prompts_per_update: int) -> None:
+    """What every trainer's config must hold."""
+    if config.microbatch and prompts_per_update % config.microbatch:
+        raise UserError(
+            f"config.microbatch = {config.microbatch} does not divide the {prompts_per_update} prompts of an "
+            "update: give a divisor, or 0 for all at once"
+        )
+    if config.aggregate.mode == "constant" and not config.aggregate.constant_length:
+        raise UserError("config.aggregate.constant_length = 0: mode 'constant' divides by it; give a length in tokens")
+    if config.aggregate.mode != "constant" and config.aggregate.constant_length:
+        raise UserError(f"config.aggregate.constant_length is not used by mode {config.aggregate.mode!r}: set it to 0")
+    sources = {"data": config.data.source} | ({"eval": config.eval.source} if config.eval.every else {})
+    for field, source in sources.items():
+        check_source(f"config.{field}.source", source)
+        if config[field].convert:
+            resolve(config[field].convert, tasks, f"config.{field}.convert")
+    check_idle_of_both(config)
+    if config.eval.every:
+        resolve(config.eval.function, rewards, "config.eval.function")
+    if config.log.wandb_project and not find_spec("wandb"):
+        raise UserError("config.log.wandb_project needs wandb, which is not installed: pip install wandb, or set ''")
+    for axis in ("data", "fsdp", "tensor"):
+        if config.mesh[axis] == 0:
+            raise UserError(f"config.mesh.{axis} = 0: give a size of 1 or more, or -1 for all devices left")
+
+
+def _warmup(section: Config, total: int, name: str = "optim") -> int:
+    return optim.count_warmup(total, warmup_steps=section.warmup_steps, warmup_ratio=section.warmup_ratio, section=name)

@@ -1,0 +1,95 @@
+"""Every field of the configs, with its type and range."""
+
+from __future__ import annotations
+
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.algorithms.importance import make_correction
+from jaxrl_llm.config.schema import Field, fields_of
+from jaxrl_llm.health.rules import RULES
+from jaxrl_llm.learner import optim
+
+
+def optim_fields(section: str) -> dict[str, Field]:
+    """The fields of an optimiser's section."""
+    return fields_of(section, optim.make_optimizer, leave_out=("hold", "more"))
+
+
+# Of a section that is the arguments of one function, the function's annotations say what is allowed.
+SHARED = {
+    "seed": Field(int, low=0, high=2**31 - 1),
+    "deterministic": Field(bool),
+    "num_steps": Field(int, low=1),
+    "schedule_steps": Field(int, low=0),
+    "prompts_per_step": Field(int, low=1),
+    "microbatch": Field(int, low=0),
+    "model.path": Field(str),
+    "model.dtype": Field(str, choices=("float32", "bfloat16")),
+    "model.remat": Field(str, choices=("none", "dots", "full")),
+    "data.source": Field(str),
+    "data.convert": Field(str),
+    "data.chat_template_args": Field(dict),
+    "data.max_prompt_tokens": Field(int, low=1),
+    "data.overlong": Field(str, choices=("drop", "error")),
+    "rollout.max_completion_tokens": Field(int, low=1),
+    "eval.every": Field(int, low=0),
+    "eval.source": Field(str),
+    "eval.convert": Field(str),
+    "eval.function": Field(str),
+    "eval.problems": Field(int, low=1),
+    "reward.timeout": Field(float, low=0, high=1e6),
+    **fields_of("aggregate", losses.aggregation_weights),
+    **optim_fields("optim"),
+    "mesh.data": Field(int, low=-1),
+    "mesh.fsdp": Field(int, low=-1),
+    "mesh.tensor": Field(int, low=-1),
+    **{name: field for rule in RULES for name, field in fields_of("health", rule).items()},
+    "checkpoint.every": Field(int, low=1),
+    "checkpoint.keep": Field(int, low=1),
+    "checkpoint.keep_best": Field(int, low=0),
+    "log.tensorboard": Field(bool),
+    "log.wandb_project": Field(str),
+}
+TRAIN = SHARED | {
+    "log.completions_every": Field(int, low=0),
+    "group_size": Field(int, low=1),
+    "prompts_per_update": Field(int, low=1),
+    "epochs": Field(int, low=1),
+    "reward.functions": Field(tuple),
+    "reward.weights": Field(tuple),
+    "reward.overlong_tokens": Field(int, low=0),
+    "kl.placement": Field(str, choices=("none", "reward", "loss")),
+    "kl.estimator": Field(str, choices=("k1", "k2", "k3")),
+    **fields_of("kl", optim.kl_coefficient),
+    "kl.weighted": Field(bool),
+    "kl.refresh_every": Field(int, low=0),
+    "kl.mix": Field(float, low=0, high=1, above=True),
+    "hold.kl_to_reward": Field(float, low=0),
+    "hold.update_size": Field(float, low=0),
+    **fields_of("entropy", optim.entropy_coefficient),
+    "mask.truncated": Field(bool),
+    "mask.top_entropy": Field(float, low=0, high=1, above=True),
+    "mask.off_policy": Field(float, low=0),
+    **fields_of("correction", make_correction, leave_out=("off_policy",)),
+    "rollout.max_lag": Field(int, low=0),
+    "rollout.resample_rounds": Field(int, low=0),
+    "rollout.temperature": Field(float, low=0, above=True),
+    "rollout.top_k": Field(int, low=0),
+    "rollout.top_p": Field(float, low=0, high=1, above=True),
+}
+CRITIC = {  # of a run whose advantage estimator asks for values
+    "critic.path": Field(str),
+    "critic.gamma": Field(float, low=0, high=1),
+    "critic.lam": Field(float, low=0, high=1),
+    "critic.clip": Field(float, low=0),
+    "critic.warmup_steps": Field(int, low=0),
+    **optim_fields("critic.optim"),
+}
+TEACHER = {"teacher.path": Field(str)}  # of a run whose advantage estimator asks for a teacher's log-probabilities
+SFT = SHARED | {
+    "data.completion_column": Field(str),
+    "model.hidden_size": Field(int, low=1),
+    "model.num_hidden_layers": Field(int, low=1),
+    "model.num_attention_heads": Field(int, low=1),
+    "model.num_key_value_heads": Field(int, low=1),
+    "model.intermediate_size": Field(int, low=1),
+}

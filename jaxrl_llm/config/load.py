@@ -1,0 +1,146 @@
+"""Config files: loaded, overridden from the command line, and checked as a whole before anything else happens."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ml_collections import ConfigDict
+
+from jaxrl_llm.config.names import closest
+from jaxrl_llm.config.user_modules import importing_from
+from jaxrl_llm.errors import Parser, UserError, describe
+
+if TYPE_CHECKING:  # it imports jax, which the processes of rewards do without
+    from jaxrl_llm.structs import Config
+
+
+RENAMED = {  # fields by the names that they had
+    "rollout.engine": "engine.name",
+    "rollout.canary_gap": "engine.max_gap",
+    **{
+        f"rollout.{name}": f"engine.{name}"
+        for name in (
+            "managed", "python", "server_args", "servers", "push", "push_address", "weights_dir", "concurrency",
+            "timeout", "patience",
+        )
+    },
+}  # fmt: skip
+
+OPEN = ("data.chat_template_args",)  # sections whose fields are the user's own
+
+
+def parse_arguments(program: str, description: str, argv: list[str] | None = None) -> tuple[Config, Path]:
+    """The command line of a trainer -> the locked config with its overrides, and the workdir.
+
+    From here on, functions that the config names may be in modules beside the config file, too.
+    Raises: UserError, for a config file that cannot be run and an override that does not fit.
+    """
+    parser = Parser(
+        prog=f"python -m {program}",
+        description=description,
+        epilog="Any field of the config is set by --config.section.field=value, for example --config.num_steps=10 "
+        "--config.optim.learning_rate=1e-5. The fields and what they mean are in the config file.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="a config file, e.g. configs/grpo.py")
+    parser.add_argument("--workdir", type=Path, metavar="DIR", help="where the run is kept; an existing run is resumed "
+                        "(default: runs/<config>-<date>-<time>)")  # fmt: skip
+    known, rest = parser.parse_known_args(argv)
+    config = load(Path(known.config))
+    sys.path += [folder for folder in map(str, _folders(Path(known.config))) if folder not in sys.path]
+    for argument in rest:
+        match = re.fullmatch(r"--config\.([\w.]+)=(.*)", argument, re.DOTALL)
+        if not match:
+            raise UserError(f"unknown argument {argument}: fields of the config are set by --config.field=value")
+        override(config, match[1], match[2])
+    fresh = Path("runs") / f"{Path(known.config).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    return config.lock(), known.workdir or fresh
+
+
+def load(path: Path) -> Config:
+    """The ConfigDict that `get_config()` of a Python file returns.
+
+    The file may import modules beside it and in the folder above it, whatever was imported before.
+    """
+    if not path.is_file():
+        raise UserError(f"--config {path}: no such file; give one, e.g. configs/grpo.py")
+    try:
+        with importing_from(*_folders(path)):
+            get_config = runpy.run_path(str(path)).get("get_config", lambda: None)
+            config = get_config()
+    except Exception as error:
+        raise UserError(f"{path} cannot be run: {describe(error, str(path))}: put the file right") from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"{path} gives no config: define get_config(), returning an ml_collections.ConfigDict")
+    return config
+
+
+def _folders(path: Path) -> tuple[Path, Path]:
+    """Where a delta's complete file may be: beside it, or in the folder above."""
+    folder = path.resolve().parent
+    return folder, folder.parent
+
+
+def override(config: Config, name: str, text: str) -> None:
+    """Sets field `name` ("optim.learning_rate") to a value written as text."""
+    *sections, last = name.split(".")
+    node: Any = config
+    for i, part in enumerate(sections):
+        node = node.get(part) if isinstance(node, ConfigDict) else None
+        if not isinstance(node, ConfigDict):
+            raise UserError(f"config has no section {'.'.join(sections[: i + 1])}{_meant(name, config)}")
+    if ".".join(sections) in OPEN and last not in node:
+        node[last] = _literal(text)
+        return
+    if last not in node:
+        raise UserError(f"config has no field {name}{_meant(name, config)}")
+    old = node[last]
+    if isinstance(old, ConfigDict):
+        raise UserError(f"config.{name} is a section: set one of {', '.join(f'{name}.{key}' for key in old)}")
+    node[last] = _parse(name, old, text)
+
+
+def _parse(name: str, old: Any, text: str) -> Any:
+    if isinstance(old, str):
+        return text
+    value = _literal(text)
+    if isinstance(old, tuple) and isinstance(value, (str, int, float, list)):
+        value = tuple(value) if isinstance(value, list) else (value,)
+    if isinstance(old, float) and type(value) is int:
+        value = float(value)
+    if type(value) is not type(old):
+        raise UserError(f"config.{name} = {text!r}: give {type(old).__name__}, like {old!r}")
+    return value
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    except (ValueError, SyntaxError):
+        return text
+
+
+def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
+    """{"optim.learning_rate": 1e-5, ...}; a section of the user's own fields is one dict."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, ConfigDict) and prefix + key not in OPEN:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value.to_dict() if isinstance(value, ConfigDict) else value
+    return flat
+
+
+def _meant(name: str, config: Config) -> str:
+    if name in RENAMED:
+        return f": it was renamed to {RENAMED[name]}"
+    known = list(flatten(config))
+    section, _, last = name.rpartition(".")
+    close = closest(name, known) or [k for k in known if k.split(".")[-1] == last][:1]
+    there = [k for k in known if k.startswith(f"{section}.")] or list(config)
+    return f"; did you mean {close[0]}?" if close else f"; there is {', '.join(there)}"

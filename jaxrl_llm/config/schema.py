@@ -1,0 +1,118 @@
+"""What the fields of a config may hold: types, ranges and choices, from the functions whose arguments they are."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from jaxrl_llm.config.load import RENAMED, flatten
+from jaxrl_llm.config.names import arguments, closest, keywords, resolve
+from jaxrl_llm.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxrl_llm.structs import Config
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a field may hold: a type, and a range or a set of choices."""
+
+    kind: type
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    above: bool = False  # the low end itself is not allowed
+    of: type | None = None  # what each value of a tuple is
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with a value, if anything."""
+        wanted = (int, float) if self.kind is float else self.kind
+        if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
+            return f"is {value!r} ({type(value).__name__}): give {self.kind.__name__}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"is {value}: give a finite number"
+        if self.of and isinstance(value, tuple):
+            problems = [problem for one in value if (problem := Field(self.of).problem(one))]
+            return f"has one that {problems[0]}" if problems else None
+        if self.choices and value not in self.choices:
+            return f"is {value!r}: give one of {', '.join(map(repr, self.choices))}"
+        if self.low is not None and (value < self.low or (self.above and value == self.low)):
+            return f"is {value}: give a value {'above' if self.above else 'of at least'} {self.low}"
+        if self.high is not None and value > self.high:
+            return f"is {value}: give a value of at most {self.high}"
+        return None
+
+
+# Types of arguments that are fields of the config: what an annotation says is checked.
+NotNegative = Annotated[float, Field(float, low=0)]
+Positive = Annotated[float, Field(float, low=0, above=True)]
+Share = Annotated[float, Field(float, low=0, high=1)]
+AtLeastOne = Annotated[int, Field(int, low=1)]
+Count = Annotated[int, Field(int, low=0)]
+
+
+def check_fields(config: Config, fields: dict[str, Field], named: dict[str, ModuleType]) -> None:
+    """Every field of the table is there and fits; nothing else is.
+
+    named: sections {"loss": losses} whose `name` is a function of that module (or dotted) and
+    whose other fields are its keyword arguments. Raises: UserError, naming the field.
+    """
+    flat = flatten(config)
+    for section, module in named.items():
+        if f"{section}.name" not in flat:
+            raise UserError(f"config.{section}.name is missing: give a function of {module.__name__}")
+        name = flat[f"{section}.name"]
+        if problem := Field(str).problem(name):
+            raise UserError(f"config.{section}.name {problem}")
+        _check_arguments(section, name, resolve(name, module, f"config.{section}.name"), arguments(config[section]))
+    flat = {name: value for name, value in flat.items() if name.split(".")[0] not in named}
+    for name in flat:
+        if name not in fields:
+            if name in RENAMED:
+                raise UserError(f"config.{name} is not a field: it was renamed to {RENAMED[name]}")
+            close = closest(name, fields)
+            raise UserError(f"config.{name} is not a field" + (f"; did you mean {close[0]}?" if close else ""))
+    for name, field in fields.items():
+        if name not in flat:
+            raise UserError(f"config.{name} is missing: add it to the config file (configs/ has complete ones)")
+        if problem := field.problem(flat[name]):
+            raise UserError(f"config.{name} {problem}")
+
+
+def _check_arguments(section: str, name: str, function: Callable[..., Any], given: dict[str, Any]) -> None:
+    """The keyword-only arguments of a function are given as it declares them, and no others."""
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError:  # a name that only type checkers import
+        hints = {}
+    taken = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for key, value in given.items():
+        if key not in taken:
+            raise UserError(f"config.{section}.{key} is not an argument: {name} takes {', '.join(taken) or 'nothing'}")
+        if (field := _field(hints.get(key))) and (problem := field.problem(value)):
+            raise UserError(f"config.{section}.{key} {problem}")
+    for key, parameter in taken.items():
+        if parameter.default is parameter.empty and key not in given:
+            raise UserError(f"config.{section}.{key} is missing: {name} needs it")
+
+
+def fields_of(section: str, function: Callable[..., Any], *, leave_out: tuple[str, ...] = ()) -> dict[str, Field]:
+    """The fields of a section that is the keyword arguments of a function, as their annotations say."""
+    hints = get_type_hints(function, include_extras=True)
+    found = {name: _field(hints[name]) for name in keywords(function) if name not in leave_out}
+    return {f"{section}.{name}": field for name, field in found.items() if field}
+
+
+def _field(hint: Any) -> Field | None:
+    """What an annotation allows; None if it says nothing that can be checked."""
+    if get_origin(hint) is Literal:
+        return Field(str, choices=get_args(hint))
+    if get_origin(hint) is tuple:
+        return Field(tuple, of=get_args(hint)[0])
+    if get_origin(hint) is Annotated:
+        return get_args(hint)[1]
+    return Field(hint) if hint in (bool, int, float, str) else None

@@ -1,0 +1,1 @@
+"""Problems and their prompts: from files, tasks and functions of yours to token ids."""

@@ -1,0 +1,153 @@
+"""Prompts to token ids: the chat template, the tokenizer, and a check that nothing of a text is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
+from typing import Any, TypeAlias
+
+import jinja2.meta
+import numpy as np
+from jinja2 import Environment
+from rich.console import Console
+from rich.progress import Progress
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.host import user_cache
+
+Chat: TypeAlias = list[dict[str, Any]]
+CHUNK = 4096  # prompts at a time: enough for the tokenizer's threads, little memory
+SHOWN = 10_000  # prompts from which on a bar shows the progress
+KEPT = 2**20  # characters of prompts from which on their token ids are kept in the user's cache folder
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # what JSON's escapes can say, and no tokenizer takes
+FORMAT = 1  # of what is kept; a change of this file that changes token ids raises it
+
+
+def encode(
+    prompts: Sequence[str | Chat], tokenizer: Any, source: str, *,
+    numbers: Sequence[int] = (), template_args: Mapping[str, Any] | None = None,
+) -> list[np.ndarray]:  # fmt: skip
+    """Token ids (int32) of texts as they are, and of chats through the tokenizer's template; nothing is cut.
+
+    A chat ends with the generation prompt, or, where its last message is the assistant's, goes on from there.
+    numbers: where each prompt stands in its source, from 1; template_args: arguments of the chat template.
+    Raises: UserError, naming source and row, for what the template refuses or the tokenizer would lose.
+    """
+    numbers, template_args = numbers or range(1, len(prompts) + 1), template_args or {}
+    if any(not isinstance(prompt, str) for prompt in prompts):
+        check_template(tokenizer, source, template_args)
+    said = json.dumps(prompts, default=str)
+    key = _key(tokenizer, said, template_args) if len(said) >= KEPT and tokenizer.is_fast else ""
+    ids = user_cache.load_ids(key, len(prompts)) if key else None
+    if ids is None:
+        ids = []
+        for chunk in _chunks(len(prompts), source):
+            rows = list(zip(numbers[chunk], prompts[chunk], strict=True))
+            texts = [_render(source, number, prompt, tokenizer, template_args) for number, prompt in rows]
+            ids += _encode(texts, tokenizer, source, numbers[chunk])
+        if key:
+            user_cache.save_ids(key, ids)
+    return ids
+
+
+def check_template(tokenizer: Any, source: str, template_args: Mapping[str, Any]) -> None:
+    """The tokenizer has a chat template that reads the arguments. Raises: UserError, naming those it does not read."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{source} holds chats but the tokenizer has no chat template: use an instruct model, or text, or add a "
+            f"chat_template.jinja to {tokenizer.name_or_path}"
+        )
+    read = _read_by_template(tokenizer) if template_args else set()
+    for name in template_args:
+        if name not in read:
+            raise UserError(
+                f"chat_template_args: the chat template does not read {name!r}, so it would do nothing; "
+                f"it reads {', '.join(sorted(read)) or 'no argument'}"
+            )
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The begin token, if the tokenizer puts one before a text; chats have theirs from the template."""
+    first = tokenizer("")["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def _read_by_template(tokenizer: Any) -> set[str]:
+    """The arguments that the chat template reads: the variables that it does not set itself, and we do not give."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", tokenizer.get_chat_template())  # transformers' own tag
+        read = jinja2.meta.find_undeclared_variables(environment.parse(template))
+    except (ValueError, jinja2.TemplateSyntaxError) as error:
+        raise UserError(f"{tokenizer.name_or_path}: the chat template cannot be read ({error}): mend it") from error
+    given = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *environment.globals}
+    return {name for name in read - given if not name.endswith("_token")}  # such as bos_token
+
+
+def _key(tokenizer: Any, prompts: str, template_args: Mapping[str, Any]) -> str:
+    """A hash of all that token ids depend on."""
+    today = str(date.today()) if "strftime_now" in str(tokenizer.chat_template) else ""
+    versions = [FORMAT, *(version(name) for name in ("transformers", "tokenizers"))]
+    settings = [versions, tokenizer.chat_template, dict(template_args), tokenizer.special_tokens_map, today]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    digest.update(prompts.encode())
+    return digest.hexdigest()
+
+
+def _chunks(count: int, source: str) -> Iterator[slice]:
+    """Slices of `count` prompts; on a terminal a bar shows how far they have come."""
+    console = Console(stderr=True)
+    shown = sys.stderr.isatty() and count >= SHOWN  # rich would also believe a notebook's FORCE_COLOR
+    with Progress(console=console, transient=True, disable=not shown) as progress:
+        task = progress.add_task(f"token ids of {source}", total=count)
+        for start in range(0, count, CHUNK):
+            yield slice(start, start + CHUNK)
+            progress.advance(task, CHUNK)
+
+
+def _render(source: str, number: int, prompt: str | Chat, tokenizer: Any, template_args: Mapping[str, Any]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    begun = prompt[-1]["role"] == "assistant"  # an answer to go on from, as in TRL
+    try:
+        return tokenizer.apply_chat_template(
+            prompt, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun, **template_args
+        )
+    except Exception as error:  # the template's own refusals
+        raise UserError(
+            f"{source} row {number}: the chat template does not take the prompt: {error}; mend one of them"
+        ) from error
+
+
+def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int]) -> list[np.ndarray]:
+    """Token ids of texts, nothing added; in the threads of the tokenizer, if it has some."""
+    for text, number in zip(texts, numbers, strict=True):
+        if not text.isascii() and HALF_A_PAIR.search(text):
+            raise UserError(f"{source} row {number}: {text[:200]!r} holds half of a character: mend the row")
+    if tokenizer.is_fast:
+        core = tokenizer.backend_tokenizer
+        core.no_truncation()
+        core.no_padding()
+        ids = [encoding.ids for encoding in core.encode_batch_fast(texts, add_special_tokens=False)]
+        said = core.decode_batch(ids, skip_special_tokens=False)
+    else:
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        said = tokenizer.batch_decode(ids)
+    for text, back, number in zip(texts, said, numbers, strict=True):
+        if back != text and len(_letters(back)) < len(_letters(unicodedata.normalize("NFC", text))):
+            raise UserError(
+                f"{source} row {number}: the model's tokenizer cannot write {text[:200]!r}, only {back[:200]!r}: "
+                "use another model, or leave the row out"
+            )
+    return [np.array(tokens, np.int32) for tokens in ids]
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,176 @@
+"""The prompts of a run: a tokenised data set, and a checkpointable Grain iterator over it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grain
+import numpy as np
+
+from jaxrl_llm.data import encoding
+from jaxrl_llm.data.rows import Row, load_rows
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.structs import Config, Prompts
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Tokenised prompts with their rows, none longer than the limit."""
+
+    ids: list[np.ndarray]  # int32
+    rows: list[Row]
+    dropped: int  # over-long prompts left out
+    width: int  # P: tokens of the longest prompt
+    numbers: list[int]  # each row's number in its source, from 1
+    refused: int = 0  # rows that the convert function dropped
+
+    def fingerprint(self) -> str:
+        """A hash of the token ids and of all columns of the rows, in order."""
+        digest = hashlib.sha256(np.array([len(tokens) for tokens in self.ids]).tobytes())
+        digest.update(np.concatenate(self.ids).tobytes())
+        for row in self.rows:
+            digest.update(_canonical(row).encode())
+        return digest.hexdigest()
+
+
+def load(config: Config, tokenizer: Any) -> Dataset:
+    """The prompts to learn from, as the `data` section says. Raises: UserError."""
+    d = config.data
+    args = d.chat_template_args.to_dict()
+    dataset = read(
+        d.source, tokenizer, convert=d.convert, max_prompt_tokens=d.max_prompt_tokens, overlong=d.overlong,
+        template_args=args,
+    )  # fmt: skip
+    check_template_args_used("config.data.chat_template_args", args, dataset)
+    return dataset
+
+
+def load_held_out(config: Config, tokenizer: Any) -> Dataset:
+    """The prompts to be judged by, as the `eval` section says; an over-long one is an error: none is left out."""
+    e, d = config.eval, config.data
+    return read(
+        e.source, tokenizer, convert=e.convert, field="eval.convert", problems=e.problems,
+        max_prompt_tokens=d.max_prompt_tokens, overlong="error", template_args=d.chat_template_args.to_dict(),
+    )  # fmt: skip
+
+
+def read(
+    source: str, tokenizer: Any, *, convert: str, max_prompt_tokens: int, overlong: str,
+    field: str = "data.convert", problems: int | None = None, template_args: Mapping[str, Any] | None = None,
+) -> Dataset:  # fmt: skip
+    """The first `problems` rows of a source (None: all), tokenised; `field` is where `convert` was named."""
+    found = load_rows(source, convert, field)
+    rows, numbers = found.rows[:problems], found.numbers[:problems]
+    made = tokenise(
+        rows, tokenizer, max_prompt_tokens=max_prompt_tokens, overlong=overlong, source=source, numbers=numbers,
+        template_args=template_args,
+    )  # fmt: skip
+    return replace(made, refused=found.dropped)
+
+
+def check_template_args_used(field: str, template_args: Mapping[str, Any], dataset: Dataset) -> None:
+    """Raises: UserError, naming the field, if there are arguments of a chat template and no chat."""
+    if template_args and all(isinstance(row["prompt"], str) for row in dataset.rows):
+        raise UserError(f"{field} = {dict(template_args)} does nothing: all prompts are text; leave it empty")
+
+
+def tokenise(
+    rows: Sequence[Row], tokenizer: Any, *, max_prompt_tokens: int, overlong: str, source: str = "data",
+    numbers: Sequence[int] = (), template_args: Mapping[str, Any] | None = None,
+) -> Dataset:  # fmt: skip
+    """Chats through the tokenizer's template with its arguments; text as it is, after the tokenizer's begin token.
+
+    overlong: what becomes of a prompt above the limit, "drop" (counted) or "error"; nothing is cut.
+    numbers: where each row stands in its source, from 1.
+    Raises: UserError, naming `source`, for a missing template, an over-long prompt, or when none is left.
+    """
+    numbers = list(numbers or range(1, len(rows) + 1))
+    prompts = [row["prompt"] for row in rows]
+    ids = encoding.encode(prompts, tokenizer, source, numbers=numbers, template_args=template_args)
+    if begin := encoding.beginning(tokenizer):
+        ids = [_begun(begin, t) if isinstance(p, str) else t for p, t in zip(prompts, ids, strict=True)]
+    fits = [0 < len(tokens) <= max_prompt_tokens for tokens in ids]
+    if overlong == "error" and not all(fits):
+        i = fits.index(False)
+        raise UserError(
+            f"{source} row {numbers[i]}: the prompt has {len(ids[i])} tokens, max_prompt_tokens is "
+            f"{max_prompt_tokens}: raise it, or drop the row (data.overlong = 'drop' does)"
+        )
+    kept = [i for i, fit in enumerate(fits) if fit]
+    if not kept:
+        limit = f"max_prompt_tokens = {max_prompt_tokens}"
+        raise UserError(f"all {len(rows)} prompts of {source} are longer than {limit}: raise it")
+    ids = [ids[i] for i in kept]
+    width = max(len(tokens) for tokens in ids)
+    return Dataset(ids, [rows[i] for i in kept], len(rows) - len(kept), width, [numbers[i] for i in kept])
+
+
+def _begun(begin: list[int], tokens: np.ndarray) -> np.ndarray:
+    """Token ids that begin with `begin`, whether or not the text did already."""
+    given = tokens[: len(begin)].tolist() == begin
+    return tokens if given else np.concatenate([np.array(begin, np.int32), tokens])
+
+
+def _canonical(row: Row) -> str:
+    """A row as text: the same for an equal row in any process, with its columns in any order."""
+    try:
+        return json.dumps(row, sort_keys=True, default=_plain)
+    except TypeError:  # keys that JSON has not, or of several types
+        return json.dumps(_with_text_keys(row), sort_keys=True, default=lambda value: _with_text_keys(_plain(value)))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has not, as something that it has; without memory addresses and the order of a set."""
+    if hasattr(value, "tolist"):  # NumPy's arrays and numbers
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_canonical, value))
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        return [type(value).__qualname__, vars(value)]
+    named = isinstance(value, type) or type(value).__repr__ is object.__repr__
+    return getattr(value, "__qualname__", type(value).__qualname__) if named else repr(value)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {repr(key): _with_text_keys(x) for key, x in value.items()}
+    return [_with_text_keys(x) for x in value] if isinstance(value, (list, tuple)) else value
+
+
+def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Prompts:
+    """Rows `indices` as one batch, padded on the left."""
+    tokens = np.full((len(indices), dataset.width), pad_id, np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for b, i in enumerate(indices):
+        length = len(dataset.ids[i])
+        tokens[b, dataset.width - length :] = dataset.ids[i]
+        mask[b, dataset.width - length :] = True
+    return Prompts(tokens, mask, [dataset.rows[i] for i in indices], np.asarray(indices, np.int32))
+
+
+def iterate(size: int, batch: int, seed: int, collate: Callable[[Sequence[int]], Any]) -> grain.DatasetIterator:
+    """Endless shuffled batches over `size` rows, shuffled anew each epoch.
+
+    Its `get_state()` is a small dict that puts another one at the same place by `set_state`.
+    """
+    dataset = grain.MapDataset.range(size).seed(seed).shuffle().repeat().batch(batch, batch_fn=collate)
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+
+
+def batches(dataset: Dataset, batch: int, pad_id: int) -> Iterator[Prompts]:
+    """The data set once, in order; the last batch is filled up by repeating its last row."""
+    for start in range(0, len(dataset.rows), batch):
+        last = len(dataset.rows) - 1
+        yield make_prompts(dataset, [min(i, last) for i in range(start, start + batch)], pad_id)
+
+
+def decode(tokenizer: Any, completions: np.ndarray, mask: np.ndarray) -> tuple[list[list[str]], list[list[list[int]]]]:
+    """Completions [B, G, C] -> B x G texts without special tokens, and B x G token ids."""
+    ids = [[row[m].tolist() for row, m in zip(*group, strict=True)] for group in zip(completions, mask, strict=True)]
+    flat = tokenizer.batch_decode([tokens for group in ids for tokens in group], skip_special_tokens=True)
+    size = completions.shape[1]
+    return [flat[i : i + size] for i in range(0, len(flat), size)], ids

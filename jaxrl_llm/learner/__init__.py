@@ -1,0 +1,1 @@
+"""What learns and what scores: everything that is differentiated, and what feeds it."""

@@ -1,0 +1,74 @@
+"""PPO's critic: the policy's decoder with one number in place of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm import compatibility, sharding
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.config import checks
+from jaxrl_llm.learner import forward, optim, update
+from jaxrl_llm.learner.scorers import Scorer
+from jaxrl_llm.learner.update import Learner
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.structs import Array, Batch, Config, PyTree
+
+
+def make_critic(
+    config: Config, folder: Path, policy: DecoderConfig, mesh: Mesh, aggregate: Callable[[Array], Array]
+) -> tuple[Learner, Scorer]:
+    """The critic of a config, which starts as the model in `folder` with a readout of zeros.
+
+    aggregate: as the policy's. Raises: UserError, for a model that cannot be loaded, or cannot read what the policy
+    writes.
+    """
+    whole = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
+    compatibility.check_other_model("critic.path", whole.cfg, policy)
+    model = Decoder(replace(whole.cfg, tied_head=True), mesh)  # it has no use for a head
+
+    def with_readout(decoder: PyTree) -> PyTree:
+        readout = {"kernel": jnp.zeros((model.cfg.width, 1)), "bias": jnp.zeros(1)}
+        return {"decoder": {name: decoder[name] for name in model.shapes()}, "readout": readout}
+
+    def params() -> PyTree:
+        made = with_readout(hf.load_params(folder, whole, mesh))
+        return jax.device_put(made, sharding.shardings(made, mesh))
+
+    learner = update.make_learner(
+        value_objective(model, clip=config.critic.clip),
+        optim.make_optimizer(checks.critic_updates(config), **config.critic.optim),
+        jax.eval_shape(with_readout, whole.shapes()), params, mesh, microbatch=config.microbatch, aggregate=aggregate,
+    )  # fmt: skip
+    score = forward.in_microbatches(partial(forward.completion_values, model), mesh, config.microbatch)
+    return replace(learner, prefix="critic/"), Scorer(
+        ("values",), lambda states, batch: {"values": score(states["critic"].params, batch)}
+    )
+
+
+def value_objective(model: Decoder, *, clip: float) -> update.Objective:
+    """Squared error to the returns, max of plain and clipped (arXiv 1707.06347; OpenAI's baselines).
+
+    max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; clip = 0: the plain one.
+    """
+
+    def objective(params: PyTree, batch: Batch, coefs: losses.Metrics) -> tuple[Array, losses.Metrics]:
+        values = forward.completion_values(model, params, batch)
+        error = jnp.square(values - batch.returns)
+        metrics = {"value": values}
+        if clip:
+            near = batch.values + jnp.clip(values - batch.values, -clip, clip)
+            clipped = jnp.square(near - batch.returns)
+            metrics["clip/fraction"] = (clipped > error).astype(jnp.float32)
+            error = jnp.maximum(error, clipped)
+        return 0.5 * error, metrics
+
+    return objective

@@ -1,0 +1,126 @@
+"""The forward pass over completions: log-probabilities, entropies and values of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs
+from jaxrl_llm.compilation import ROUND_AS_WRITTEN
+from jaxrl_llm.models.decoder import Decoder, last_state
+from jaxrl_llm.structs import Array, Batch, PyTree
+
+ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
+
+
+LOGITS_AT_ONCE = 2**25  # elements of the largest logits array that a device holds: 128 MiB in float32
+
+
+def completion_states(model: Decoder, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """In lanes: the hidden state before each completion token [B, N, T, D], the tokens, and their slots [B, N, T].
+
+    The one place of the shift by one: token t is predicted by the hidden state before
+    it, token 0 by the prompt's last. A prompt is run once for its group.
+    """
+    b, g, c = batch.completions.shape
+    slots = jnp.arange(g * c).reshape(1, g, c) if batch.slots is None else batch.slots
+    slots = jnp.broadcast_to(slots, (b, *slots.shape[1:]))
+    in_lanes = jax.vmap(lambda x, at: jnp.where(at < 0, 0, x.reshape(-1)[at]))
+    tokens = in_lanes(batch.completions, slots)
+    members = jnp.where(in_lanes(batch.completion_mask, slots), slots // c + 1, 0)
+    positions = jnp.where(slots < 0, 0, slots % c)
+    prompt_hidden, hidden = model.forward(params, batch.prompts, batch.prompt_mask, tokens, positions, members)
+    before = jnp.pad(hidden, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
+    first = last_state(prompt_hidden, batch.prompt_mask)[:, None, None]
+    # Through float32, because the gradient of `first` is a sum over the group.
+    states = jnp.where((positions == 0)[..., None], first.astype(jnp.float32), before.astype(jnp.float32))
+    return states.astype(hidden.dtype), tokens, slots
+
+
+def _in_order(x: Array, slots: Array, batch: Batch) -> jax.Array:
+    """Per-token values in lanes [B, N, T] -> [B, G, C], 0 on padding."""
+    size = batch.completions[0].size
+    place = jax.vmap(lambda x, at: jnp.zeros(size).at[jnp.where(at < 0, size, at)].set(x, mode="drop"))
+    return jnp.where(batch.completion_mask, place(x, slots).reshape(batch.completions.shape), 0.0)
+
+
+def completion_logprobs(
+    model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability and entropy [B, G, C] of every completion token, 0 on padding.
+
+    Logits are made for a few tokens at a time, and again in the backward pass.
+    """
+    states, tokens, slots = completion_states(model, params, batch)
+
+    def head(part: tuple[Array, Array]) -> tuple[Array, Array]:
+        return token_logprobs(model.logits(params, part[0]), part[1], sampling)
+
+    b, n, t = slots.shape
+    devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
+    size = min(max(LOGITS_AT_ONCE * devices // (b * n * model.cfg.vocab_size), 1), t)
+    count = -(-t // size)
+    parts = tuple(_chunks(x, count, size) for x in (states, tokens))
+    if count > 1:  # a single chunk may as well be kept for the backward pass
+        head = jax.checkpoint(head, policy=jax.checkpoint_policies.save_only_these_names("log_total", "entropy"))
+    logprobs, entropy = (_in_order(_joined(x, t), slots, batch) for x in jax.lax.map(head, parts))
+    return logprobs, entropy
+
+
+def completion_values(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
+    """A critic's value [B, G, C] of the text before every completion token, 0 on padding.
+
+    params: {"decoder": as `model` takes them, "readout": {"kernel": [D, 1], "bias": [1]}}.
+    """
+    states, _, slots = completion_states(model, params["decoder"], batch)
+    readout = params["readout"]
+    flat = states.reshape(-1, states.shape[-1]).astype(jnp.float32)
+    values = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
+    return _in_order(values.reshape(slots.shape), slots, batch)
+
+
+def _chunks(x: Array, count: int, size: int) -> jax.Array:
+    """[B, G, C, ...] -> [count, B, G, size, ...], padded at the end."""
+    pad = [(0, 0)] * x.ndim
+    pad[2] = (0, count * size - x.shape[2])
+    x = jnp.pad(x, pad)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], count, size, *x.shape[3:]), 2, 0)
+
+
+def _joined(x: Array, length: int) -> jax.Array:
+    """The inverse of `_chunks` for per-token arrays: [count, B, G, size] -> [B, G, length]."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], -1)[:, :, :length]
+
+
+def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, microbatch: int) -> ScoreFn:
+    """`per_token(params, batch)`, [B, G, C] or several of them, jitted, so many prompts at a time (0: all at once)."""
+
+    @partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
+    def score(params: PyTree, batch: Batch) -> PyTree:
+        parts = split_batch(batch, count_parts(batch.prompts.shape[0], microbatch))
+        scored = jax.lax.map(lambda part: per_token(params, part), parts)
+        joined = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(batch.completions.shape), scored)
+        return jax.lax.with_sharding_constraint(joined, NamedSharding(mesh, sharding.BATCH))
+
+    return score
+
+
+def make_logprob_fn(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int) -> ScoreFn:
+    """`score(params, batch)` -> log-probabilities [B, G, C], without gradients."""
+    return in_microbatches(lambda params, x: completion_logprobs(model, params, x, sampling)[0], mesh, microbatch)
+
+
+def split_batch(tree: PyTree, parts: int) -> PyTree:
+    """[B, ...] -> [parts, B / parts, ...], strided so that every device keeps its own rows."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), tree)
+
+
+def count_parts(prompts: int, microbatch: int) -> int:
+    return prompts // microbatch if microbatch else 1

@@ -1,0 +1,165 @@
+"""The optimiser and every schedule: optax, with warm-up counted in optimiser steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl_llm.config.schema import AtLeastOne, Count, Field, NotNegative, Positive, Share
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.sharding import path_name
+from jaxrl_llm.structs import Array, Config, PyTree
+
+Schedule: TypeAlias = Callable[[Array], Array]
+Decay: TypeAlias = Literal["constant", "linear", "cosine"]
+Momentum: TypeAlias = Annotated[float, Field(float, low=0, high=0.9999)]
+
+
+def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, section: str = "optim") -> int:
+    """Warm-up as optimiser steps, from either way of saying it in a section of the config.
+
+    Raises: UserError, if both are given or nothing is left after the warm-up.
+    """
+    if warmup_steps and warmup_ratio:
+        raise UserError(f"{section}.warmup_steps and {section}.warmup_ratio are both set: set one of them to 0")
+    if not 0 <= warmup_ratio < 1:
+        raise UserError(f"{section}.warmup_ratio = {warmup_ratio}: give a share of the run from 0 to below 1")
+    steps = warmup_steps or round(warmup_ratio * total_steps)
+    if not 0 <= steps < max(total_steps, 1):
+        raise UserError(
+            f"{section}.warmup_steps = {steps} but the run has {total_steps} optimiser steps: "
+            "the rate would never be reached; lower it or raise num_steps"
+        )
+    return steps
+
+
+def schedule(peak: float, *, decay: Decay, end: float, total_steps: int, warmup: int = 0) -> Schedule:
+    """Linear warm-up to `peak` over `warmup` steps, then decay to `end` at `total_steps`.
+
+    decay: "constant" (stays at peak) | "linear" | "cosine". The first step is never at
+    rate 0: step i of the warm-up has peak * (i + 1) / (warmup + 1).
+    """
+    rest = max(total_steps - warmup, 1)
+    if decay == "constant":
+        after = optax.constant_schedule(peak)
+    elif decay == "linear":
+        after = optax.linear_schedule(peak, end, rest)
+    else:
+        after = optax.cosine_decay_schedule(peak, rest, alpha=end / peak if peak else 0.0)
+    if not warmup:
+        return after
+    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([rise, after], [warmup])
+
+
+class Coefficient(NamedTuple):
+    """A learning rate or a loss term's coefficient: a pure function of what is kept of the updates so far."""
+
+    start: float | tuple[float, ...]  # of what is kept, in `TrainState.kept`
+    value: Callable[[Array], Array]  # kept -> coefficient
+    adapt: Callable[[Array, dict[str, Array]], Array]  # (kept, an update's metrics) -> kept; not after a skipped one
+
+
+class Optimizer(NamedTuple):
+    """What an update does with a gradient."""
+
+    transform: optax.GradientTransformation  # at a learning rate of 1
+    coefficients: dict[str, Coefficient]  # "learning_rate" and those of the objective, by the name they are logged by
+
+
+def constant(coef: float) -> Coefficient:
+    """The same at every step."""
+    return Coefficient(coef, lambda kept: kept, lambda kept, metrics: kept)
+
+
+def kl_coefficient(
+    total_steps: int,
+    sequences: int,
+    *,
+    coef: NotNegative,
+    decay: Decay,
+    end: NotNegative,
+    target: NotNegative,
+    horizon: AtLeastOne,
+) -> Coefficient:
+    """By `schedule`; or, with a target, proportional control (arXiv 1909.08593) by updates of so many sequences.
+
+    coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) sequences / horizon), KL the mean of k3 over tokens.
+    """
+    rate = schedule(coef, decay=decay, end=end, total_steps=total_steps)
+    if not target:
+        return Coefficient(0.0, rate, lambda kept, metrics: kept + 1)
+
+    def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
+        return kept * (1 + jnp.clip(metrics["kl/ref"] / target - 1, -0.2, 0.2) * sequences / horizon)
+
+    return Coefficient(coef, lambda kept: kept, adapt)
+
+
+def entropy_coefficient(*, coef: NotNegative, target: NotNegative, step: NotNegative, most: NotNegative) -> Coefficient:
+    """Constant; or, with a target, c where the last update's entropy was at most that, else 0 (arXiv 2505.22312).
+
+    c grows by `step` after an update below the target, shrinks by it after one above, and stays within 0 and `most`.
+    """
+
+    def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
+        low = metrics["entropy"] <= target
+        return jnp.stack([jnp.clip(kept[0] + jnp.where(low, step, -step), 0.0, most), low.astype(jnp.float32)])
+
+    return Coefficient((coef, 1.0), lambda kept: kept[0] * kept[1], adapt) if target else constant(coef)
+
+
+def objective_coefficients(config: Config, total_steps: int, sequences: int) -> dict[str, Coefficient]:
+    """Coefficients of the terms that a config's objective, or its reward, has; sequences: those of an update."""
+    made = {}
+    if config.kl.placement != "none":
+        by = {name: config.kl[name] for name in ("coef", "decay", "end", "target", "horizon")}
+        made["kl/coef"] = kl_coefficient(total_steps, sequences, **by)
+    if config.entropy.coef or config.entropy.target:
+        made["entropy/coef"] = entropy_coefficient(**config.entropy)
+    return made
+
+
+def decayed(params: PyTree) -> PyTree:
+    """True where weight decay applies: matrices, not norms, biases or the embedding."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith("/kernel"), params)
+
+
+def make_optimizer(
+    total_steps: int,
+    *,
+    learning_rate: Positive,
+    warmup_steps: Count,
+    warmup_ratio: Share,
+    decay: Decay,
+    end: NotNegative,
+    clip_norm: NotNegative,
+    weight_decay: NotNegative,
+    b1: Momentum,
+    b2: Momentum,
+    eps: Positive,
+    hold: dict[str, float] | None = None,
+    more: dict[str, Coefficient] | None = None,
+) -> Optimizer:
+    """AdamW behind global-norm clipping (0: none); `more` are the coefficients of the objective.
+
+    A non-finite gradient changes nothing, moves no coefficient and is counted in the state's `total_notfinite`.
+    The warm-up waits: the rate stays where it is after an update with a metric above its bound in hold (0: none).
+    """
+    warmup = count_warmup(total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
+    rate = schedule(learning_rate, decay=decay, end=end, warmup=warmup, total_steps=total_steps)
+
+    def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
+        out = [metrics[name] > bound for name, bound in (hold or {}).items() if bound]
+        held = jnp.any(jnp.stack(out)) & (kept < warmup) if out else False
+        return jnp.where(held, kept, kept + 1)
+
+    chain = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
+    chain.append(optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed))
+    transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
+    learning_rate_now = Coefficient(0.0, rate, adapt)
+    return Optimizer(transform, {"learning_rate": learning_rate_now} | (more or {}))

@@ -1,0 +1,224 @@
+"""Updates: the objective of the policy, and one optimizer step. The only code under jax.grad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.importance import Correction, make_correction, stay_on_policy
+from jaxrl_llm.algorithms.kl import k3
+from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.compilation import ROUND_AS_WRITTEN
+from jaxrl_llm.learner.forward import completion_logprobs, count_parts, split_batch
+from jaxrl_llm.learner.optim import Optimizer
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A model that learns; its TrainState is held by the loop."""
+
+    update_step: jax.stages.Wrapped  # (state, batch, rows) -> state, metrics; the state is donated
+    shapes: TrainState  # shapes, dtypes and shardings of its state
+    init: Callable[[], TrainState]  # its state at step 0
+    coefficients: Callable[[TrainState], Metrics]  # what each coefficient is in the next update
+    prefix: str = ""  # of its metrics' names
+    frozen_steps: int = 0  # steps of the run in which it does not learn yet
+
+    def compile(self, state: TrainState, batch: Batch, rows: Array) -> None:
+        """Compiles the update for batches of this shape, if it is not yet."""
+        self.update_step.lower(state, batch, rows).compile()
+
+    def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
+        """One optimiser step on batch[rows]. The state given is donated."""
+        state, metrics = self.update_step(state, batch, rows)
+        return state, {f"{self.prefix}{name}": x for name, x in metrics.items()}
+
+    def skipped(self, state: TrainState) -> Metrics:
+        """Updates skipped so far, and in a row, for a gradient that is not finite or without a trained token.
+
+        Copies: the next update donates the state.
+        """
+        finite = state.opt_state
+        counts = {"updates/skipped": finite.total_notfinite + 0, "updates/skipped_in_a_row": finite.notfinite_count + 0}
+        return {f"{self.prefix}{name}": x for name, x in counts.items()}
+
+
+def coefficients(optimizer: Optimizer, kept: PyTree) -> Metrics:
+    """What each coefficient is, from what it keeps in a TrainState."""
+    return {name: c.value(kept[name]) for name, c in optimizer.coefficients.items()}
+
+
+Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, Metrics]]
+
+
+def policy_objective(
+    model: Decoder,
+    loss_fn: LossFn,
+    sampling: Sampling,
+    *,
+    kl: Callable[[Array, Array], Array] | None = None,
+    kl_weighted: bool = False,
+    correct: Correction | None = None,
+    off_policy: float = 0.0,
+) -> Objective:
+    """`objective(params, batch, coefs)` -> per-token loss and metrics.
+
+    w loss_fn + coefs["kl/coef"] kl - coefs["entropy/coef"] H. kl is an estimator of `algorithms.kl`, or None where
+    the loss has no such term; kl_weighted multiplies it by the ratio pi / pi_old, which makes its gradient
+    unbiased off-policy (arXiv 2512.02556). w is 0 outside `batch.chosen` and for completions that `stay_on_policy`
+    leaves out (off_policy > 0), and what `correct` makes of the sampler's log-probabilities elsewhere.
+    """
+    correct = correct or make_correction()
+
+    def objective(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[Array, Metrics]:
+        logprobs, entropy = completion_logprobs(model, params, batch, sampling)
+        old = old_logprobs(logprobs, batch)
+        loss, metrics = loss_fn(logprobs, batch)
+        if batch.chosen is not None:
+            loss = jnp.where(batch.chosen, loss, 0.0)
+        if off_policy:
+            drawn_by = old if batch.sampler_logprobs is None else batch.sampler_logprobs
+            stays = stay_on_policy(logprobs, drawn_by, batch.advantages, batch.loss_mask, threshold=off_policy)
+            loss = jnp.where(stays, loss, 0.0)
+            metrics |= {"mask/off_policy": jnp.broadcast_to(1.0 - stays, loss.shape)}
+        if batch.sampler_logprobs is not None:
+            gap = jnp.where(batch.loss_mask, jnp.abs(logprobs - batch.sampler_logprobs), 0.0)
+            metrics |= {"sampler/gap_mean": gap, "sampler/gap_max": gap}
+            weights, mismatch = correct(old, batch.sampler_logprobs, batch.loss_mask)
+            loss, metrics = loss * weights, metrics | mismatch
+        metrics |= {"loss/policy": loss, "entropy": entropy}
+        if batch.ref_logprobs is not None:
+            metrics |= {"kl/ref": k3(logprobs, batch.ref_logprobs)}
+        if kl is not None:
+            term = coefs["kl/coef"] * kl(logprobs, batch.ref_logprobs)
+            if kl_weighted:
+                term = term * ratio_of(logprobs - old)
+            loss = loss + term
+            metrics |= {"loss/kl": term}
+        if "entropy/coef" in coefs:
+            loss = loss - coefs["entropy/coef"] * entropy
+            metrics |= {"loss/entropy": -coefs["entropy/coef"] * entropy}
+        return loss, metrics
+
+    return objective
+
+
+def make_learner(
+    objective: Objective,
+    optimizer: Optimizer,
+    shapes: PyTree,
+    params: Callable[[], PyTree],
+    mesh: Mesh,
+    *,
+    microbatch: int,
+    aggregate: Callable[[Array], Array],
+) -> Learner:
+    """A learner whose parameters have these shapes and begin as params(); the rest as `make_update_step` takes it."""
+    abstract, placed = abstract_state(shapes, optimizer, mesh)
+    step = make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
+    now = jax.jit(lambda state: coefficients(optimizer, state.kept))
+    return Learner(step, abstract, lambda: init_state(params(), optimizer, mesh)[0], now)
+
+
+def make_update_step(
+    objective: Objective,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    state_shardings: TrainState,
+    *,
+    microbatch: int,
+    aggregate: Callable[[Array], Array],
+) -> jax.stages.Wrapped:
+    """`update_step(state, batch, rows) -> state, metrics`: one optimiser step on batch[rows].
+
+    Jitted over the mesh, the state donated, micro-batches of `microbatch` prompts (0: all
+    at once) scanned: any value gives the same gradient to rounding. aggregate maps the loss
+    mask to weights, as `aggregation_weights` does. Metrics are means over the trained tokens
+    of the whole update; those named *_max and *_min are maxima and minima.
+    """
+
+    def update_step(state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
+        place = NamedSharding(mesh, sharding.BATCH)
+        batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], place), batch)
+        weights = aggregate(batch.loss_mask)
+        shares = aggregation_weights(batch.loss_mask, mode="token_mean")
+        coefs = coefficients(optimizer, state.kept)
+
+        def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
+            per_token, metrics = objective(params, part, coefs)
+            total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
+            return total, {name: reduce(name, x, shares) for name, x in metrics.items()} | {"loss/total": total}
+
+        def accumulate(grads: PyTree, part: tuple[Batch, Array, Array]) -> tuple[PyTree, Metrics]:
+            more, metrics = jax.grad(loss, has_aux=True)(state.params, *part)
+            return jax.tree.map(jnp.add, grads, more), metrics
+
+        count = count_parts(rows.shape[0], microbatch)
+        if count == 1:
+            grads, metrics = jax.grad(loss, has_aux=True)(state.params, batch, weights, shares)
+        else:
+            zeros = jax.tree.map(jnp.zeros_like, state.params)
+            grads, parts = jax.lax.scan(accumulate, zeros, split_batch((batch, weights, shares), count))
+            metrics = {name: REDUCTIONS.get(name[-4:], jnp.sum)(x) for name, x in parts.items()}
+
+        # Without a trained token the optimiser's momentum would still move the parameters: skip it, as for a NaN.
+        trained = jnp.any(batch.loss_mask)
+        usable = jax.tree.map(lambda g: jnp.where(trained, g, jnp.nan), grads)
+        updates, opt_state = optimizer.transform.update(usable, state.opt_state, state.params)
+        updates = jax.tree.map(lambda x: coefs["learning_rate"] * x, updates)
+        metrics |= coefs | {"grad_norm": optax.global_norm(grads), "update_norm": optax.global_norm(updates)}
+        metrics |= {"update_size": metrics["update_norm"] / optax.global_norm(state.params)}
+        if batch.rewards is not None and "kl/ref" in metrics:
+            length = jnp.sum(batch.loss_mask) / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
+            reward = jnp.maximum(jnp.mean(jnp.abs(batch.rewards)), 1e-6)
+            metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
+        learned = jnp.isfinite(metrics["grad_norm"]) & trained
+        kept = {
+            name: jnp.where(learned, c.adapt(state.kept[name], metrics), state.kept[name])
+            for name, c in optimizer.coefficients.items()
+        }
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state, kept), metrics
+
+    return jax.jit(
+        update_step, donate_argnums=0, out_shardings=(state_shardings, None), compiler_options=ROUND_AS_WRITTEN
+    )
+
+
+REDUCTIONS = {"_max": jnp.max, "_min": jnp.min}
+
+
+def reduce(name: str, values: Array, shares: Array) -> jax.Array:
+    """A per-token metric [B, G, C] as this part's term of the mean, or its extreme, over trained tokens."""
+    if name[-4:] in REDUCTIONS:
+        nothing = -jnp.inf if name.endswith("_max") else jnp.inf
+        return REDUCTIONS[name[-4:]](jnp.where(shares > 0, values, nothing))
+    return jnp.sum(jnp.where(shares > 0, values * shares, 0.0))
+
+
+def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
+    """A TrainState of shapes, dtypes and shardings alone, and the shardings; params: shapes are enough."""
+    init = optimizer.transform.init
+    kept = {name: jnp.float32(c.start) for name, c in optimizer.coefficients.items()}
+    shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, init(p), kept), params)
+    placed = sharding.shardings(shapes, mesh)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed), placed
+
+
+def init_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
+    """A TrainState at step 0, the optimiser's part made already sharded, and the shardings of the whole."""
+    _, placed = abstract_state(params, optimizer, mesh)
+    kept = {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}
+    opt_state = jax.jit(optimizer.transform.init, out_shardings=placed.opt_state)(params)
+    step, kept = jax.device_put((jnp.int32(0), kept), (placed.step, placed.kept))
+    return TrainState(step, params, opt_state, kept), placed

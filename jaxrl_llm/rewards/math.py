@@ -1,0 +1,169 @@
+"""Rewards for mathematics with a known answer: what the last \\boxed{} holds, judged by math-verify.
+
+The forms of an answer that count as equal, and those that do not, are a table in tests/test_maths.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import sys
+from fractions import Fraction
+from functools import cache
+from numbers import Number
+from typing import Any
+
+from jaxrl_llm.host.process import Pool
+
+__all__ = ["accuracy", "is_boxed"]
+
+EACH, WHOLE = 5.0, 60.0  # seconds for one answer (most take 0.01), and for all answers of a batch
+LONGEST = 2000  # characters: a longer answer earns 0
+PROCESSES, SHARE = 8, 32  # at most so many processes; for fewer answers than a share no other one is started
+
+
+def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float]:
+    """1 where the last \\boxed{} of the completion equals the answer as mathematics.
+
+    A box that is empty, not closed or longer than LONGEST characters earns 0. So does an answer that is not judged in
+    time: a line on stderr says how many. Raises: ValueError, for a row whose answer is neither text nor a number.
+    """
+    pairs = [(_clean(last_box(_text(c)) or ""), _clean(_wanted(a))) for c, a in zip(completions, answer, strict=True)]
+    equal = {pair: _plainly_equal(*pair) for pair in pairs}
+    hard = [pair for pair, known in equal.items() if known is None]
+    size = min(PROCESSES, os.cpu_count() or 1, -(-len(hard) // SHARE))
+    equal |= zip(hard, _pool().map(hard, size=size, each=EACH, whole=WHOLE), strict=True) if hard else ()
+    late = [box for box, wanted in pairs if equal[box, wanted] is None]
+    if late:
+        said = f"math.accuracy: {len(late)} of {len(pairs)} answers were not judged in time and earn 0, the first is "
+        print(said + late[0][:100], file=sys.stderr, flush=True)
+    return [float(bool(equal[pair])) for pair in pairs]
+
+
+def is_boxed(completions: list[Any], **columns: Any) -> list[float]:
+    """1 where the last \\boxed{} of the completion is closed and not empty."""
+    return [float(bool(last_box(_text(c)))) for c in completions]
+
+
+def last_box(text: str) -> str | None:
+    """What the last \\boxed{} or \\fbox{} holds; None if there is none, or if it is not closed.
+
+    A box that is not closed takes the place of the one before it: the completion was cut, or went wrong, while it said
+    its last word, and what it said earlier is no longer its answer.
+    """
+    openings = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))
+    if not openings:
+        return None
+    start, depth = openings[-1].end(), 1
+    for mark in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):  # \{ and \} are no braces
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
+        if not depth:
+            return text[start : mark.start()].strip()
+    return None
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def _wanted(answer: Any) -> str:
+    """The answer of a row as text: without GSM8K's "####" and what is before it, or without its own box."""
+    if isinstance(answer, Number) and not isinstance(answer, complex) and math.isfinite(answer):  # pyright: ignore
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        raise ValueError(f"column 'answer' is {answer!r}: make it text or a number (data.convert)")
+    answer = answer.split("####")[-1]
+    return last_box(answer) or answer
+
+
+SIGNS = {
+    "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "\\div ", "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ",
+    "≥": "\\ge ", "°": "^\\circ", "√": "\\sqrt ", "∪": "\\cup ", "±": "\\pm ", "％": "%", "\u00a0": " ", "\u202f": " ",
+}  # fmt: skip
+# What people and models write around or inside of a number, and what math-verify does not read, or reads wrongly.
+REWRITES = [
+    (re.compile(pattern, re.DOTALL), by)
+    for pattern, by in (
+        (r"(?<!\\)\\[!,;:]", ""),  # 1\,234
+        (r"\{,\}(?=\d)", ","),  # 1{,}234
+        (r"(?<!\\)\\ |~", " "),
+        (r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$|^\$+([^$]*)\$+$|^\*\*(.*)\*\*$", lambda m: next(filter(None, m.groups()), "")),
+        (r"^(?:=|\\approx|≈)\s*", ""),
+        (r"(?:\\\\|[.,;:\s])+$", ""),
+        (r"\s*(?:\\text\{\s*dollars?\}|dollars?)$", ""),
+        (r"^(-?\d{1,3}(?: \d{3})+)(?=$|\.)", lambda m: m[1].replace(" ", "")),  # 1 234
+        (r"^(-?\d+) (\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),  # 1 1/2
+        (r"^(-?\d+(?:\.\d*)?|-?\.\d+)[eE]\+?(-?\d+)$", r"\1\\times 10^{\2}"),
+        (r"^(-?)(\d{0,99})\.(\d{0,99})\\(?:overline|bar)\{(\d{1,99})\}$", lambda m: _repeating(*m.groups())),
+    )
+]
+
+
+def _repeating(sign: str, whole: str, fixed: str, repeated: str) -> str:
+    """0.1\\overline{6} as \\frac{1}{6}."""
+    nines = (10 ** len(repeated) - 1) * 10 ** len(fixed)
+    value = Fraction(int(whole + fixed + repeated) - int(whole + fixed or 0), nines)
+    return f"{sign}\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _clean(text: str) -> str:
+    """An answer as math-verify reads it; nothing of one that is too long."""
+    if len(text) > LONGEST:
+        return ""
+    text = text.translate(str.maketrans(SIGNS)).strip()
+    for pattern, by in REWRITES:
+        text = pattern.sub(by, text).strip()
+    return text
+
+
+def _plainly_equal(box: str, answer: str) -> bool | None:
+    """Of equal text, integers, choices (A) and words; None: mathematics must tell."""
+    if not box or box == answer:
+        return bool(box)
+    if all(re.fullmatch(r"-?\d{1,300}", text, re.ASCII) for text in (box, answer)):
+        return int(box) == int(answer)
+    choices = [_choice(text) for text in (box, answer)]
+    words = [" ".join(_unwrapped(text).casefold().split()) for text in (box, answer)]
+    if all(choices):
+        return choices[0] == choices[1]
+    if all(re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*", text) for text in words):
+        if words[0] == words[1]:
+            return True
+        if "\\" in box + answer or re.search(r"[^\W\d_]{4}", words[1]):
+            return False  # math-verify reads a word as a product of its letters, in any order
+    return None
+
+
+def _choice(text: str) -> str:
+    """ "A" of A, (A), \\text{(A)}, A. and (A) 5; "" of anything else."""
+    found = re.fullmatch(r"\(?([A-Z])(?:\)?|[.):]\s+(?!and\b|or\b)[^()]*)", _unwrapped(text))
+    return found[1] if found else ""
+
+
+def _unwrapped(text: str) -> str:
+    """Without commands for text and letters: \\text{}, \\textbf{}, \\mathrm{} …"""
+    return re.sub(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text).strip()
+
+
+@cache
+def _pool() -> Pool:
+    return Pool(_equal, _prepare)
+
+
+def _prepare() -> None:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit: the pool has
+    _equal("\\sqrt{4}", "2")
+
+
+def _equal(box: str, answer: str) -> bool:
+    """In a process of the pool, which alone needs half a second to import math-verify."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    found, wanted = (
+        parse(f"\\boxed{{{text}}}", extraction_config=config, parsing_timeout=None)  # pyright: ignore
+        for text in (box, answer)
+    )
+    return bool(found) and verify(wanted, found, timeout_seconds=None, allow_set_relation_comp=True)

@@ -1,0 +1,257 @@
+"""Calls the reward functions of a config: in processes of their own, within a time limit, their answers checked."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import pickle
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from jaxrl_llm import rewards
+from jaxrl_llm.config.names import resolve
+from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm.host.process import Process
+
+__all__: tuple[str, ...] = ()  # nothing here is a reward that a config may name
+
+T = TypeVar("T")
+Reward: TypeAlias = Callable[..., Any]
+SEARCH = 1.0  # seconds: a function that raised this soon is called again for single completions, for as long at most
+LARGEST = float(np.finfo(np.float32).max)
+
+
+class RewardFn:
+    """`reward_fn(rows, texts, ids)` -> named channels [B, G] and their weighted sum "total" [B, G].
+
+    rows: B data rows; texts and ids: B x G completions. Where a function said None its channel is NaN and adds nothing.
+    Raises: UserError, naming the function, and the row and the completion if it is for one of them.
+
+    With a time limit each function has a process of its own (see `Process`), so that the limit holds whatever the
+    function does, and all functions run at the same time. After an error a RewardFn is closed.
+    """
+
+    def __init__(self, names: Sequence[str], weights: Sequence[float], timeout: float, *, field: str):
+        """timeout: seconds for one batch of one function, of the config's `field`; 0: no limit, and no process."""
+        self._names, self._weights, self._timeout, self._field = names, weights, timeout, field
+        self._processes = {name: Process(_resolved, name) for name in names if timeout}
+        self._starting = set(self._processes)
+        self._thread = ThreadPoolExecutor(max_workers=1)
+
+    def __call__(
+        self, rows: list[dict[str, Any]], texts: list[list[str]], ids: list[list[list[int]]]
+    ) -> dict[str, np.ndarray]:
+        shape = (len(rows), len(texts[0]))
+        flat_rows = [row for row, group in zip(rows, texts, strict=True) for _ in group]
+        flat_texts = [text for group in texts for text in group]
+        flat_ids = [tokens for group in ids for tokens in group]
+        ask = self._ask_processes if self._timeout else self._ask_here
+        values = ask(flat_rows, flat_texts, flat_ids)
+        channels = {name: np.asarray(values[name], np.float32).reshape(shape) for name in self._names}
+        weighted = [w * np.nan_to_num(c) for w, c in zip(self._weights, channels.values(), strict=True)]
+        return channels | {"total": np.asarray(np.sum(weighted, axis=0), np.float32)}
+
+    def start(self, grade: Callable[[], T]) -> Callable[[], T]:
+        """Begins `grade`, which calls this RewardFn, in a thread; the result waits for it, and may be called again.
+
+        Without a time limit it begins when waited for, in the thread that waits: a function may set an alarm, which
+        Python allows in the main thread alone.
+        """
+        return self._thread.submit(grade).result if self._timeout else cache(grade)
+
+    def close(self) -> None:
+        """Ends the processes; what is being judged is given up."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes.values():
+            process.close()
+
+    def _ask_here(self, *batch: Any) -> dict[str, list[float]]:
+        return {name: call_by_name(name, *batch) for name in self._names}
+
+    def _ask_processes(self, rows: list[dict[str, Any]], *completions: Any) -> dict[str, list[float]]:
+        try:
+            while self._starting:  # no limit: this process has imported the same before
+                self._answer(self._starting.pop(), math.inf, len(rows))
+            end = time.monotonic() + self._timeout
+            for name, process in self._processes.items():
+                try:
+                    process.ask(call_by_name, name, rows, *completions)
+                except ChildProcessError as error:
+                    raise self._ended(name, error) from None
+                except (TypeError, AttributeError, pickle.PicklingError) as error:
+                    raise self._cannot_be_sent(name, rows, error) from error
+            return {name: self._answer(name, end, len(rows)) for name in self._processes}
+        except BaseException:
+            self.close()  # a process that is still at work would answer the next question with this one's numbers
+            raise
+
+    def _answer(self, name: str, end: float, count: int) -> Any:
+        try:
+            return self._processes[name].answer(end - time.monotonic())
+        except ChildProcessError as error:
+            raise self._ended(name, error) from None
+        except TimeoutError:
+            raise UserError(
+                f"reward {name} took longer than {self._field} = {self._timeout:g} seconds for a batch of {count} "
+                f"completions: make it faster, or raise {self._field} (0: no limit)"
+            ) from None
+
+    def _ended(self, name: str, error: ChildProcessError) -> UserError:
+        return UserError(
+            f"reward {name} ended its process ({error}): make it return or raise; {self._field} = 0 runs it in the "
+            "trainer's own process, where a debugger can follow it"
+        )
+
+    def _cannot_be_sent(self, name: str, rows: list[dict[str, Any]], error: Exception) -> UserError:
+        columns = [key for row in rows for key, value in row.items() if not _can_be_sent(value)]
+        return UserError(
+            f"column {columns[0]!r} cannot be sent to the process of reward {name} ({type(error).__name__}: {error}): "
+            f"make it text, numbers, lists or dicts, or set {self._field} = 0"
+        )
+
+
+def call_by_name(name: str, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]) -> list[float]:
+    """`call` of the function that a config names."""
+    return call(name, resolve(name, rewards, "reward"), rows, texts, ids)
+
+
+def _resolved(name: str) -> None:
+    resolve(name, rewards, "reward")
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except (TypeError, AttributeError, pickle.PicklingError):
+        return False
+    return True
+
+
+def call(
+    name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
+) -> list[float]:
+    """One reward function over a flat list of completions, its answer checked; None becomes NaN."""
+    arguments = _arguments(name, function, rows, texts, ids)
+    began, slow = time.monotonic(), False
+    try:
+        returned = function(**arguments)
+        if slow := inspect.isawaitable(returned):
+            returned = _loop().run(_awaited(returned))
+        values = _listed(returned, len(texts))
+    except UserError:
+        raise
+    except Exception as error:
+        slow = slow or time.monotonic() - began > SEARCH
+        i = None if slow else _culprit(name, function, rows, texts, ids)
+        where = _show(rows[i or 0], texts[i or 0])
+        if i is None:
+            where = f"a batch of {len(texts)} completions, the first of them for {where}"
+        raise UserError(f"reward {name} raised {describe(error)} on {where}") from error
+    if not isinstance(values, list) or len(values) != len(texts):
+        raise UserError(
+            f"reward {name} returned {_kind(returned, values)} for {len(texts)} completions: return a list with one "
+            f"number each, the first of them for {_show(rows[0], texts[0])}"
+        )
+    return [_number(name, value, row, text) for value, row, text in zip(values, rows, texts, strict=True)]
+
+
+@cache
+def _loop() -> asyncio.Runner:
+    """One event loop for all batches: a client that a module keeps belongs to the loop it began in."""
+    return asyncio.Runner()
+
+
+async def _awaited(values: Any) -> Any:
+    return await values
+
+
+def _listed(values: Any, count: int) -> Any:
+    """A sequence, an array [N] or an iterator (at most one more than `count`) as a list; anything else as it is."""
+    if hasattr(values, "tolist"):  # NumPy, jax, torch, pandas
+        return values.tolist()
+    if isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping, Set)):
+        return list(values if isinstance(values, Sequence) else islice(values, count + 1))
+    return values
+
+
+def _kind(returned: Any, values: Any) -> str:
+    """What a function returned, in few words."""
+    kind = type(returned).__name__
+    if len(getattr(returned, "shape", ())) > 1:
+        return f"{kind} of shape {tuple(returned.shape)}"
+    if isinstance(values, (list, Mapping, Set)):
+        return f"{kind} of {len(values)}"
+    return repr(returned)[:200]
+
+
+def _number(name: str, value: Any, row: dict[str, Any], text: str) -> float:
+    if value is None:
+        return math.nan
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= LARGEST:
+        raise UserError(
+            f"reward {name} returned {value!r:.200} for {_show(row, text)}: return a finite number, or None to abstain"
+        )
+    return number
+
+
+def _arguments(
+    name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
+) -> dict[str, Any]:
+    """What the function asks for by name, or everything if it takes **kwargs."""
+    columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+    prompts, said = zip(*(_said(row["prompt"], text) for row, text in zip(rows, texts, strict=True)), strict=True)
+    columns.pop("prompt")
+    offered = columns | {"prompts": list(prompts), "completions": list(said), "completion_ids": ids}
+    wanted = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in wanted.values()):
+        chosen = offered
+    else:
+        chosen = {key: offered[key] for key in wanted if key in offered}
+    for key, parameter in wanted.items():
+        variadic = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        if not variadic and parameter.default is inspect.Parameter.empty and key not in chosen:
+            there = ", ".join(sorted(offered))
+            raise UserError(f"reward {name} asks for column {key!r}, which the data does not have; there is {there}")
+    return chosen
+
+
+def _said(prompt: Any, text: str) -> tuple[Any, Any]:
+    """Prompt and completion as TRL gives them: an answer that the prompt began is part of the completion."""
+    if isinstance(prompt, str):
+        return prompt, text
+    if prompt[-1]["role"] == "assistant":
+        *prompt, begun = prompt
+        text = begun["content"] + text
+    return prompt, [{"role": "assistant", "content": text}]
+
+
+def _culprit(
+    name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
+) -> int | None:
+    """Index of the first completion that makes the function raise by itself; None if the search finds none in time."""
+    end = time.monotonic() + SEARCH
+    for i in range(len(rows)):
+        if time.monotonic() > end:
+            return None
+        try:
+            _listed(function(**_arguments(name, function, rows[i : i + 1], texts[i : i + 1], ids[i : i + 1])), 1)
+        except Exception:
+            return i
+    return None
+
+
+def _show(row: dict[str, Any], text: str) -> str:
+    """The row and the completion, short enough for one line."""
+    shown = {key: value for key, value in row.items() if key != "prompt"} or row["prompt"]
+    return f"row {str(shown)[:200]}, completion {text[:200]!r}"

@@ -1,0 +1,132 @@
+"""A step's completions and what they earned; DAPO's dynamic sampling (arXiv 2503.14476)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.rewards.reward_fn import RewardFn
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.structs import Array, Config, Prompts, Rewards, Rollouts
+
+Judged: TypeAlias = tuple[list[list[str]], dict[str, np.ndarray]]  # B x G texts, and channels [B, G]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Prompts and what was sampled for them, on the host."""
+
+    prompts: Prompts
+    rollouts: Rollouts
+    judged: Callable[[], Judged]  # waits for it, so that the device may score meanwhile
+    greedy: Samples | None = None  # the same prompts' greedy completions, a group of 1
+    metrics: dict[str, Any] = field(default_factory=dict)  # of how they were sampled
+    position: dict[str, Any] = field(default_factory=dict)  # of the data iterator after them
+
+    @property
+    def no_signal(self) -> np.ndarray:
+        """Groups [B] whose members all earned the same, which teaches nothing."""
+        return np.ptp(self.judged()[1]["total"], axis=1) == 0
+
+    def rewards(self) -> Rewards:
+        """What the reward functions say. Waits for them."""
+        channels = dict(self.judged()[1])
+        rewards = Rewards(channels.pop("total"), channels)
+        if not self.greedy:
+            return rewards
+        greedy, lengths = self.greedy.judged()[1]["total"], self.greedy.rollouts.completion_mask.sum(axis=-1)
+        return replace(rewards, greedy=greedy, greedy_lengths=lengths)
+
+
+class Collector:
+    """Samples what the next prompts say, and lets it be judged."""
+
+    def __init__(
+        self, config: Config, engine: Engine, sampling: Sampling, prompts: Iterator[Prompts],
+        collate: Callable[[Any], Prompts], tokenizer: Any, score: RewardFn, *, greedy: bool,
+    ):  # fmt: skip
+        """collate(numbers) -> those rows of the data set; greedy: each prompt's greedy completion is drawn too."""
+        self._config, self._engine, self._sampling, self._prompts = config, engine, sampling, prompts
+        self._collate, self._tokenizer, self._score, self._greedy = collate, tokenizer, score, greedy
+
+    def collect(self, key: Array) -> Samples:
+        """The next prompts sampled."""
+        config, metrics = self._config, {}
+
+        def draw(key: Array) -> Samples:
+            return self._draw(next(self._prompts), key, config.group_size, self._sampling)
+
+        samples = draw(key)
+        if config.rollout.resample_rounds:
+            metrics = {"groups/no_signal_sampled": samples.no_signal.mean()}
+            more = lambda i: draw(jax.random.fold_in(key, i))  # noqa: E731
+            samples, metrics["groups/replaced"] = refill(samples, more, config.rollout.resample_rounds)
+        greedy = self._draw(samples.prompts, key, 1, Sampling(temperature=0)) if self._greedy else None
+        return replace(samples, greedy=greedy, metrics=metrics)
+
+    def keep(self, samples: Samples) -> dict[str, Any]:
+        """What a checkpoint needs of a batch that is not yet learned from: arrays."""
+        greedy = {"greedy": samples.greedy.rollouts} if samples.greedy else {}
+        return {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
+
+    def again(self, kept: dict[str, Any], metrics: dict[str, Any]) -> Samples:
+        """The batch that `keep` was given, to be judged anew; its records may have become dicts."""
+        prompts = self._collate(kept["numbers"])
+        rollouts, *greedy = (Rollouts(**kept[name]) for name in ("rollouts", "greedy") if name in kept)
+        samples = replace(self._judged(prompts, rollouts), metrics=metrics)
+        return replace(samples, greedy=self._judged(prompts, greedy[0])) if greedy else samples
+
+    def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
+        rollouts = self._engine.generate(prompts, key, group_size=group_size, sampling=sampling)
+        trained = rollouts.loss_mask & ~(rollouts.truncated[..., None] & self._config.mask.truncated)
+        return self._judged(prompts, replace(rollouts, loss_mask=trained))
+
+    def _judged(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
+        def judge() -> Judged:
+            texts, ids = data.decode(self._tokenizer, rollouts.completions, rollouts.completion_mask)
+            return texts, self._score(prompts.rows, texts, ids)
+
+        return Samples(prompts, rollouts, self._score.start(judge))
+
+
+def refill(samples: Samples, draw: Callable[[int], Samples], rounds: int) -> tuple[Samples, int]:
+    """Puts groups of `draw(1)`, `draw(2)` ... in the place of those without signal, and counts the replaced.
+
+    It ends when every group has a signal, or after so many rounds; what a round samples beyond need is dropped.
+    """
+    replaced = 0
+    for i in range(1, rounds + 1):
+        lacking = np.flatnonzero(samples.no_signal)
+        if not len(lacking):
+            break
+        fresh = draw(i)
+        found = np.flatnonzero(~fresh.no_signal)[: len(lacking)]
+        samples = _put(samples, lacking[: len(found)], fresh, found)
+        replaced += len(found)
+    return samples, replaced
+
+
+def _put(samples: Samples, at: np.ndarray, fresh: Samples, found: np.ndarray) -> Samples:
+    """Groups `found` of fresh in the places `at`."""
+    put = dict(zip(at.tolist(), found.tolist(), strict=True))
+
+    def array(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        old = np.array(old)
+        old[at] = new[found]
+        return old
+
+    def rows(old: list, new: list) -> list:
+        return [new[put[i]] if i in put else row for i, row in enumerate(old)]
+
+    (texts, channels), (new_texts, new_channels) = samples.judged(), fresh.judged()
+    judged = rows(texts, new_texts), {name: array(x, new_channels[name]) for name, x in channels.items()}
+    a, b = samples.prompts, fresh.prompts
+    tokens, mask, numbers = (array(getattr(a, x), getattr(b, x)) for x in ("tokens", "mask", "numbers"))
+    prompts = Prompts(tokens, mask, rows(a.rows, b.rows), numbers)
+    return Samples(prompts, jax.tree.map(array, samples.rollouts, fresh.rollouts), lambda: judged)

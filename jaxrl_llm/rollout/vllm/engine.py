@@ -1,0 +1,297 @@
+"""Completions from vLLM servers: the Engine protocol over HTTP, whatever happens to a server meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any, TypeVar
+
+import httpx
+import jax
+import numpy as np
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import export
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.rollout.engine import EngineInputs
+from jaxrl_llm.rollout.vllm import weights
+from jaxrl_llm.rollout.vllm.server import Managed
+from jaxrl_llm.structs import Prompts, PyTree, Rollouts
+
+SOON = 10.0  # seconds in which a server that is well says what it has
+WAITS = (0.5, 5.0)  # seconds before the second try, doubled for each one after, up to the last
+SETTINGS = {  # what a server must have been started with, for its numbers to mean what ours do
+    "logprobs_mode": ("processed_logprobs", "its log-probabilities would not be of the distribution sampled"),
+    "generation_config": ("vllm", "the model folder's generation_config.json would change the sampling"),
+}
+SHAPE = {  # what a server's model must have as ours has it: in config.json, and in DecoderConfig
+    "hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads", "vocab_size": "vocab_size",
+    "num_key_value_heads": "kv_heads", "intermediate_size": "mlp_width", "tie_word_embeddings": "tied_head",
+}  # fmt: skip
+T = TypeVar("T")
+
+
+class Unavailable(Exception):
+    """No answer, or one that a restart, a push or another try may mend."""
+
+
+def start(
+    given: EngineInputs, *, managed: bool, python: str, server_args: tuple[str, ...], servers: tuple[str, ...],
+    max_gap: float, **settings: Any,
+) -> VllmEngine:  # fmt: skip
+    """The engine, and its server if it is to have one of its own (`engines.vllm`). Raises: UserError."""
+    server, dtype = None, given.model.cfg.dtype
+    if managed:
+        server = Managed(
+            python, given.folder, dtype=dtype, max_model_len=given.max_prompt_tokens + given.max_completion_tokens,
+            log=given.workdir / "vllm.log", extra=server_args,
+        )  # fmt: skip
+    where = f"{socket.gethostname()} {given.workdir.absolute()}"  # the same when the run is resumed
+    try:
+        engine = VllmEngine(
+            (server.url,) if server else servers, run=hashlib.sha256(where.encode()).hexdigest()[:12],
+            model=given.model.cfg, dtype=dtype, max_completion_tokens=given.max_completion_tokens,
+            max_prompt_tokens=given.max_prompt_tokens, stop_ids=given.stop_ids, pad_id=given.pad_id, managed=server,
+            **settings,
+        )  # fmt: skip
+    except UserError:
+        if server:
+            server.stop()
+        raise
+    engine.max_gap = max_gap
+    return engine
+
+
+def _all(jobs: Sequence[Future[T]]) -> list[T]:
+    """Their results. Raises: what the first to fail raises, without waiting for those before it."""
+    for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
+        job.result()
+    return [job.result() for job in jobs]
+
+
+class VllmEngine:
+    """Samples from vLLM servers and pushes weights into them, each of which is this run's alone.
+
+    Every token comes with the version of the weights that made it, as the server says. A server that is away,
+    was started again or lost its weights gets them again, and its requests are repeated, for `patience` seconds.
+    """
+
+    max_gap: float | None = None
+
+    def __init__(
+        self, servers: tuple[str, ...], *, run: str, model: DecoderConfig, push: str, weights_dir: str,
+        push_address: str, dtype: str, max_completion_tokens: int, max_prompt_tokens: int,
+        stop_ids: tuple[int, ...], pad_id: int, concurrency: int, timeout: float, patience: float,
+        managed: Managed | None = None,
+    ):  # fmt: skip
+        """run: what tells this run from others; dtype: of the weights pushed. Raises: UserError, as `weights.Offer`."""
+        self._servers = tuple(server.rstrip("/") for server in servers)
+        self._run, self._dtype = f"jaxrl_llm:{run}:", dtype
+        self._pulls = push != "reload"  # the server has our backend
+        self._push = weights.pull if self._pulls else weights.reload
+        self._offer = weights.Offer(
+            Path(weights_dir) / f"{weights.NAME}{run}", dtype, untied=model.tied_head and not self._pulls,
+            address=push_address if push == "http" else "",
+        )  # fmt: skip
+        self._model = {ours: getattr(model, name) for ours, name in SHAPE.items()}
+        self._length, self._width = max_completion_tokens, max_prompt_tokens
+        self._stops, self._pad, self._patience, self._managed = stop_ids, pad_id, patience, managed
+        at_once = concurrency * len(servers)
+        limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
+        times = httpx.Timeout(timeout, connect=5.0, pool=None)
+        self._client = httpx.Client(timeout=times, limits=limits, trust_env=False)  # through no proxy
+        self._pool = ThreadPoolExecutor(at_once)
+        self._locks = {server: Lock() for server in self._servers}
+        self._ready: set[str] = set()  # servers that this process has checked and fed since they started
+        self._tensors: dict[str, list[int]] = {}
+        self._version, self._closed = 0, Event()
+
+    def generate(
+        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling,
+        max_tokens: np.ndarray | None = None,
+    ) -> Rollouts:  # fmt: skip
+        """group_size completions of each prompt, on the host; max_tokens [B, G]: tokens each may take at most."""
+        seeds = np.asarray(jax.random.randint(key, (len(prompts.tokens),), 0, 2**31 - 1 - group_size))
+        shape = (len(prompts.tokens), group_size, self._length)
+        limits = np.full(shape[:2], self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
+        body = {
+            "logprobs": 0, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "stop_token_ids": list(self._stops), "detokenize": False,
+        }  # fmt: skip
+
+        def request(b: int, members: np.ndarray, limit: int) -> dict[str, Any]:
+            mine = {"n": len(members), "max_tokens": limit, "seed": int(seeds[b] + members[0])}
+            return {"token_ids": prompts.tokens[b][prompts.mask[b]].tolist(), "sampling_params": body | mine}
+
+        # One request for all members of a group with the same limit: the server shares their prompt.
+        parts = [(b, np.flatnonzero(row == n), int(n)) for b, row in enumerate(limits) for n in np.unique(row)]
+        answers = _all([self._pool.submit(self._group, part[0], request(*part)) for part in parts])
+        tokens, logprobs = np.full(shape, self._pad, np.int32), np.zeros(shape, np.float32)
+        versions = np.full(shape, self._version, np.int32)
+        mask, truncated = np.zeros(shape, bool), np.zeros(shape[:2], bool)
+        for (b, members, _), choices in zip(parts, answers, strict=True):
+            for choice in choices:
+                at = b, members[choice["index"]], slice(len(choice["token_ids"]))
+                tokens[at], mask[at] = choice["token_ids"], True
+                logprobs[at] = [token["logprob"] for token in choice["logprobs"]["content"]]
+                versions[at] = [v for start, end, v in self._spans(choice) for _ in range(start, end)]
+                truncated[at[:2]] = choice["finish_reason"] == "length"
+        return Rollouts(tokens, mask, mask, logprobs, truncated, versions)
+
+    def _group(self, b: int, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices of prompt b's group, from one server or, if that is away, the next."""
+
+        def once(server: str) -> list[dict[str, Any]]:
+            choices = self.request(server, "POST", "/inference/v1/generate", request)["choices"]
+            for choice in choices:
+                if choice["finish_reason"] not in ("stop", "length"):
+                    raise Unavailable(f"a completion ended with {choice['finish_reason']!r}")
+                if any(version != self._version for *_, version in self._spans(choice)):
+                    raise Unavailable("a completion came from other weights than the last pushed")
+            if len(choices) != request["sampling_params"]["n"]:
+                raise Unavailable(f"{len(choices)} completions came")
+            return choices
+
+        return self._persist(once, islice(cycle(self._servers), b % len(self._servers), None))
+
+    def _spans(self, choice: dict[str, Any]) -> list[tuple[int, int, int]]:
+        """First token, last + 1 and version of the weights; -1: none of this run's. Raises: UserError, if another's."""
+        if not (spans := choice.get("weight_versions")):
+            raise UserError("the vLLM server does not say which weights made a token: take vLLM 0.32 or newer")
+        return [(x["start"], x["end"], self._number(x["version"])) for x in spans]
+
+    def _number(self, tag: str) -> int:
+        if tag.startswith("jaxrl_llm:") and not tag.startswith(self._run):
+            raise UserError(
+                f"the vLLM server serves another run ({tag}): start a server for each run; if that one is over, free "
+                """it: curl -X POST SERVER/update_weight_version -H 'content-type: application/json' """
+                """-d '{"new_version": "default"}'"""
+            )
+        return int(tag.removeprefix(self._run)) if tag.startswith(self._run) else -1
+
+    def update_weights(self, params: PyTree, version: int = 0) -> None:
+        """From here on, samples come from these parameters; returns when every server has them."""
+        self._tensors = {name: list(shape) for name, shape in export.shapes(params).items()}
+        self._offer.write(params)
+        self._version = version
+        _all([self._pool.submit(self._persist, self._bring, cycle([server])) for server in self._servers])
+
+    def release(self) -> None:
+        """The servers' memory is their own."""
+
+    def close(self) -> None:
+        """Stops asking, frees the servers for another run, and stops one that is ours."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for server in () if self._managed else self._servers:
+            with suppress(Unavailable, UserError), self._alone(server):
+                if self._has(server) >= 0:
+                    self.request(server, "POST", "/abort_requests", {}, timeout=SOON)
+                    self.request(server, "POST", "/update_weight_version", {"new_version": "default"}, timeout=SOON)
+        if self._managed:
+            self._managed.stop()
+        self._client.close()
+        self._offer.close()
+
+    def _persist(self, action: Callable[[str], T], servers: Iterable[str]) -> T:
+        """action(server); while it raises Unavailable, again on the next of endless `servers`, until patience ends."""
+        end, pause = 0.0, WAITS[0]
+        for server in servers:
+            try:
+                if end:
+                    self._bring(server)
+                return action(server)
+            except Unavailable as error:
+                end = end or time.monotonic() + self._patience
+                if self._managed:
+                    self._managed.check()
+                if time.monotonic() > end or self._closed.wait(pause):
+                    where = f"see {self._managed.log}" if self._managed else "look at its log and start it again"
+                    raise UserError(
+                        f"vLLM at {server}: {error}, for {self._patience:g} s: {where}; the same command resumes"
+                    ) from None
+                pause = min(2 * pause, WAITS[1])
+        raise AssertionError("servers is endless")
+
+    def _bring(self, server: str) -> None:
+        """Puts the current weights into a server that has not got them."""
+        post = lambda path, body=None: self.request(server, "POST", path, body)  # noqa: E731
+        with self._alone(server):
+            has = self._has(server)
+            fresh = has < 0 or server not in self._ready  # it was started again, or has half a push
+            if has == self._version and not fresh:
+                return
+            self._ready.discard(server)
+            if fresh:
+                self._check(server)
+                post("/resume")  # where a trainer was killed in the middle of a push
+                if self._pulls:
+                    post("/collective_rpc", {"method": "forget_push"})
+                    init = {"tensors": self._tensors, "model": self._model}
+                    post("/init_weight_transfer_engine", {"init_info": init})
+            self._push(post, self._offer, f"{self._run}{self._version}")
+            self._ready.add(server)
+
+    @contextmanager
+    def _alone(self, server: str) -> Iterator[None]:
+        """Raises: Unavailable, if another thread does not finish with the server soon."""
+        if not self._locks[server].acquire(timeout=SOON):
+            raise Unavailable("another request waits for it")
+        try:
+            yield
+        finally:
+            self._locks[server].release()
+
+    def _has(self, server: str) -> int:
+        """The version of the weights that it says it has; -1: none of this run's."""
+        return self._number(self.request(server, "GET", "/weight_info", timeout=SOON)["weight_version"])
+
+    def _check(self, server: str) -> None:
+        """Raises: UserError, if a server was started in a way that would make its samples something else."""
+        told = self.request(server, "GET", "/server_info?config_format=json")["vllm_config"]
+        model, backend = told["model_config"], (told["weight_transfer_config"] or {}).get("backend")
+        for name, (wanted, otherwise) in SETTINGS.items():
+            if model[name] != wanted:
+                raise UserError(f"vLLM at {server} has {name} {model[name]!r}: start it with {wanted!r}: {otherwise}")
+        if self._pulls and backend != "pull":
+            raise UserError(
+                f"vLLM at {server} has the weight-transfer backend {backend!r}: start it with "
+                "python -m jaxrl_llm.serve_vllm, or set config.engine.push = 'reload'"
+            )
+        if self._length + self._width > model["max_model_len"]:
+            raise UserError(
+                f"vLLM at {server} takes {model['max_model_len']} tokens, prompt and completion may have "
+                f"{self._width} + {self._length}: start it with a larger --max-model-len"
+            )
+        if model["dtype"] != f"torch.{self._dtype}":
+            raise UserError(
+                f"vLLM at {server} computes in {model['dtype']}, config.model.dtype is {self._dtype!r}: make them one"
+            )
+
+    def request(self, server: str, method: str, path: str, body: Any = None, **options: Any) -> Any:
+        """The JSON answer. Raises: Unavailable, or UserError for a refusal that would come again."""
+        send = partial(self._client.request, method, server + path, json=body, **options)
+        try:
+            try:
+                answer = send()
+            except httpx.RemoteProtocolError:  # a connection kept from before, which the server has closed since
+                answer = send()
+        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
+            raise Unavailable(f"{type(error).__name__} {error} at {path}") from None
+        if answer.status_code == 200:
+            return answer.json() if answer.content else None
+        said = " ".join(answer.text[:400].split())
+        if answer.status_code == 404:
+            raise UserError(f"vLLM at {server} has no {path}: start it with python -m jaxrl_llm.serve_vllm")
+        if "refused: " in said or answer.status_code < 500:
+            raise UserError(f"vLLM at {server} refuses {path}: {said}")
+        raise Unavailable(f"{answer.status_code} {said} at {path}")

@@ -1,0 +1,140 @@
+"""Runs inside vLLM's workers, beside no JAX: pulls weights the trainer offers, checks all of them, then loads them.
+
+vllm serve MODEL --worker-extension-cls jaxrl_llm.rollout.vllm.receive.Extension \\
+    --weight-transfer-config '{"backend": "pull"}'
+
+Written for vLLM 0.32's weight-transfer API; `load` is the one place that knows how vLLM takes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+SHARED_MEMORY = "/dev/shm"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # weights and their token go through no proxy
+
+
+@dataclass
+class Init(WeightTransferInitInfo):
+    """tensors: {name: shape} of every tensor that a push must hold; model: fields of its config.json."""
+
+    tensors: dict[str, list[int]]
+    model: dict[str, Any]
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """A safetensors file: a path on this host, or a URL that the trainer serves with a token."""
+
+    path: str = ""
+    url: str = ""
+    token: str = ""
+    timeout: float = 60.0
+
+
+class Pull(WeightTransferEngine[Init, Update]):
+    """All or nothing: whatever is wrong with a push, the old weights keep serving."""
+
+    init_info_cls = Init
+    update_info_cls = Update
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        for name, wanted in init_info.model.items():
+            if (found := getattr(self.model_config.hf_config, name)) != wanted:
+                raise ValueError(f"refused: the server's model has {name} {found}, not {wanted}: serve the run's model")
+        self.tensors = {name: tuple(shape) for name, shape in init_info.tensors.items()}
+
+    def start_weight_update(self) -> None:
+        pass  # nothing is touched until all is checked
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def receive_weights(self, update_info: Update) -> None:
+        with _local(update_info) as path, safe_open(path, "pt") as file:
+            check(file, self.tensors)
+            load(file, self.model, self.model_config, self.device)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class Extension:
+    """Part of each of vLLM's workers, and the reason why they import this module."""
+
+    _weight_update_active: bool  # the worker's own
+
+    def forget_push(self) -> None:
+        """A push that its trainer did not live to finish is over; there need not be one.
+
+        Asking vLLM to finish it would fail where there is none, and with tensor parallelism a call that fails leaves
+        an answer behind that later calls take for theirs.
+        """
+        self._weight_update_active = False
+
+
+@contextmanager
+def _local(update: Update) -> Iterator[str]:
+    """The file of an update, fetched if it is not on this host."""
+    if update.path:
+        yield update.path
+        return
+    request = urllib.request.Request(update.url, headers={"Authorization": f"Bearer {update.token}"})
+    # Without a name, so that it goes with its worker.
+    with tempfile.TemporaryFile(dir=SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None) as kept:
+        with DIRECT.open(request, timeout=update.timeout) as response:
+            shutil.copyfileobj(response, kept, 2**22)
+        kept.flush()
+        yield f"/proc/self/fd/{kept.fileno()}"
+
+
+def check(file: Any, tensors: dict[str, tuple[int, ...]]) -> None:
+    """Raises: ValueError, for a tensor that is missing, unknown, of another shape or not finite."""
+    names = set(file.keys())
+    if missing := sorted(set(tensors) - names):
+        raise ValueError(f"refused: the weights lack {len(missing)} tensors, the first {missing[0]}")
+    if unknown := sorted(names - set(tensors)):
+        raise ValueError(f"refused: the weights have {len(unknown)} unknown tensors, the first {unknown[0]}")
+    for name, shape in tensors.items():
+        found = tuple(file.get_slice(name).get_shape())
+        if found != shape:
+            raise ValueError(f"refused: {name} has shape {found}, not {shape}")
+        if not torch.isfinite(file.get_tensor(name)).all():
+            raise ValueError(f"refused: {name} is not finite")
+
+
+def load(file: Any, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
+    """Loads a checked checkpoint as vLLM loads one at its start: fused, sliced for tensor parallelism, and cast."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in file.keys():  # noqa: SIM118, it is no dict
+            yield name, file.get_tensor(name)
+        # vLLM's CPU linear layers keep a packed copy, which a tied head would otherwise not renew.
+        if getattr(model_config.hf_config, "tie_word_embeddings", False) and device.type == "cpu":
+            yield "lm_head.weight", file.get_tensor("model.embed_tokens.weight")
+
+    with torch.device(device):
+        initialize_layerwise_reload(model)
+        model.load_weights(tensors())
+        finalize_layerwise_reload(model, model_config)
+
+
+WeightTransferEngineFactory.register_engine("pull", Pull)

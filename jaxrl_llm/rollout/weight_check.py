@@ -1,0 +1,78 @@
+"""After each push: is what the servers now say of a greedy completion what the trainer says of it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.forward import make_logprob_fn
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.structs import Batch, Prompts, PyTree, Rollouts
+
+PROMPTS, TOKENS = 4, 16  # at least, and of an answer at most
+
+
+class Canary:
+    """A few prompts answered greedily, and the log-probabilities of the answers compared.
+
+    canary/gap is the largest difference between the servers' and the trainer's; canary/before, where the answer is
+    the one of the push before, to what the trainer made of it then: a push that did not arrive has gap > before.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: Decoder,
+        mesh: Mesh,
+        collate: Callable[[Sequence[int]], Prompts],
+        *,
+        rows: int,
+        bound: float,
+    ):
+        """collate(numbers) -> those of the data set's rows; bound: of canary/gap."""
+        self._engine, self._mesh, self._bound = engine, mesh, bound
+        self._score = make_logprob_fn(model, Sampling(), mesh, microbatch=0)
+        devices = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._prompts = collate([number % rows for number in range(devices * -(-PROMPTS // devices))])
+        self._last: tuple[Rollouts, np.ndarray] | None = None
+
+    def ask(self) -> Rollouts:
+        """What the servers answer."""
+        limit = np.full((len(self._prompts.tokens), 1), TOKENS)
+        return self._engine.generate(
+            self._prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0), max_tokens=limit
+        )
+
+    def check(self, answer: Rollouts, params: PyTree) -> dict[str, Any]:
+        """Metrics of an answer by the weights last pushed. Raises: UserError, if the servers have others.
+
+        Of the thread that computes all else: of two programs at a time with collectives each may wait for the other.
+        """
+        prompts = self._prompts
+        batch = Batch(prompts.tokens, prompts.mask, answer.completions, answer.completion_mask, answer.loss_mask)
+        ours = sharding.to_host(self._score(params, sharding.shard_batch(batch, self._mesh)))
+        mask, last = answer.loss_mask, self._last
+        self._last = answer, ours
+        gaps = np.where(mask, np.abs(answer.logprobs - ours), 0.0)
+        metrics = {"canary/gap": gaps.max()}
+        if last and np.array_equal(last[0].completions, answer.completions):
+            metrics["canary/before"] = np.where(mask, np.abs(answer.logprobs - last[1]), 0.0).max()
+        if not gaps.max() <= self._bound:  # NaN too
+            stale = metrics.get("canary/before", np.inf) < gaps.max()
+            b, _, t = np.unravel_index(np.argmax(gaps), gaps.shape)
+            raise UserError(
+                f"after a push the servers' log-probability of token {t} of a greedy answer differs from the trainer's "
+                f"by {gaps.max():.2g} ({answer.logprobs[b, 0, t]:.4f}, not {ours[b, 0, t]:.4f}), more than "
+                f"config.engine.max_gap = {self._bound:g}: "
+                + ("they still have the weights before" if stale else "they have other weights, or compute otherwise")
+                + "; start them again, and resume"
+            )
+        return metrics

@@ -1,0 +1,96 @@
+"""A run read from outside: its config, its checkpoints, and the policy's parameters in one of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from ml_collections import ConfigDict
+
+from jaxrl_llm import checkpoint
+from jaxrl_llm.data.rows import load_rows
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf, new_model
+from jaxrl_llm.structs import Config, PyTree
+
+
+class Run:
+    """The run of a workdir, which may be going on. Raises: UserError, if there is none."""
+
+    def __init__(self, workdir: Path):
+        self._folder = workdir / "checkpoints"
+        try:
+            self.config: Config = ConfigDict(json.loads((workdir / "config.json").read_text()))
+        except (OSError, ValueError):
+            raise UserError(f"{workdir} is no run (it has no config.json of one): give a run's --workdir") from None
+        if not checkpoint.has_checkpoint(self._folder):
+            raise UserError(f"{workdir} has no checkpoint yet: wait for the first one, or give another run")
+        checkpoint.quieten_orbax()
+        options = ocp.CheckpointManagerOptions(read_only=True)
+        handlers = {"state": ocp.PyTreeCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self._folder.absolute(), options=options, item_handlers=handlers)
+
+    def find(self, which: str) -> int:
+        """A step that has a checkpoint: a number, "last", or "best" by the accuracy that the run itself measured.
+
+        Raises: UserError, which says what steps there are.
+        """
+        steps = {step: self._accuracy(step) for step in self._manager.all_steps()}
+        there = ", ".join(f"{step}" + ("" if x is None else f" ({x:.1%})") for step, x in steps.items())
+        if which == "last":
+            return max(steps)
+        if which == "best":
+            judged = [(accuracy, step) for step, accuracy in steps.items() if accuracy is not None]
+            if not judged:
+                raise UserError(f"--step best: no checkpoint of {self._folder} has an evaluation; there is {there}")
+            return max(judged)[1]
+        if not which.isdecimal() or int(which) not in steps:
+            raise UserError(f"--step {which}: {self._folder} has no such checkpoint; there is {there}, best, last")
+        return int(which)
+
+    def params(self, step: int, place: Callable[[PyTree], PyTree] | None = None) -> PyTree:
+        """The policy's parameters alone, float32; place(shapes) -> their shardings, or NumPy arrays without it."""
+        states = self._manager.item_metadata(step)["state"].tree
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states["policy"]["params"])
+        whole = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # what is not read
+        if place:
+            how = jax.tree.map(lambda x, at: ocp.ArrayRestoreArgs(sharding=at, dtype=x.dtype), shapes, place(shapes))
+        else:
+            how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(), whole)
+        whole["policy"]["params"], args["policy"]["params"] = shapes, how
+        wanted = ocp.args.Composite(state=ocp.args.PyTreeRestore(whole, restore_args=args))
+        return checkpoint.read(self._manager, step, wanted)["state"]["policy"]["params"]
+
+    @contextmanager
+    def model_folder(self, step: int) -> Iterator[Path]:
+        """The folder that the run began from. Raises: UserError, if it holds another model by now."""
+        wanted = ocp.args.Composite(host=ocp.args.JsonRestore())
+        began_with = checkpoint.read(self._manager, step, wanted)["host"]["began_with"]
+        with model_folder(self.config) as folder:
+            if hf.fingerprint(folder) != began_with["model.path"]:
+                raise UserError(f"model.path = {folder} holds another model than when the run began: put that back")
+            yield folder
+
+    def _accuracy(self, step: int) -> float | None:
+        metrics: Any = self._manager.metrics(step)
+        return metrics["accuracy"] if metrics else None
+
+
+@contextmanager
+def model_folder(config: Config) -> Iterator[Path]:
+    """The Hugging Face folder that a run begins from; that of a new model is made here, and gone at the end."""
+    if config.model.path or "hidden_size" not in config.model:  # a size of a new model
+        yield hf.find(config.model.path)
+        return
+    with TemporaryDirectory() as made:
+        rows = load_rows(config.data.source, config.data.convert).rows
+        new_model.write_folder(Path(made), config.model, rows, config.data.completion_column)
+        yield Path(made)
