@@ -55,12 +55,12 @@ def child(kind: str) -> None:
 
     from jaxrl_llm import train
     from jaxrl_llm.errors import run_main
-    from jaxrl_llm.rollout.prefetch import Ahead
+    from jaxrl_llm.rollout.prefetch import Prefetcher
     from jaxrl_llm.rollout.sampler import Sampler
 
     saving = (ocp.CheckpointManager, "_finalize")
     slowed = {
-        "rollout": (Sampler, "generate"), "update": (Ahead, "used"), "push": (Sampler, "update_weights"),
+        "rollout": (Sampler, "generate"), "update": (Prefetcher, "used"), "push": (Sampler, "update_weights"),
         "save": saving, "disk": saving, "second": saving,
     }  # fmt: skip
     if kind in slowed:

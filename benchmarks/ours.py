@@ -65,7 +65,7 @@ class Prescribed:
         rollouts = self._engine.generate(prompts, key, group_size=w.group, sampling=sampling, max_tokens=lengths)
         self._engine.release()
         np.testing.assert_array_equal(rollouts.completion_mask.sum(axis=-1), lengths)
-        return Samples(prompts, rollouts, lambda: ([], judged(rollouts.completions, lengths)))
+        return Samples(prompts, rollouts, lambda: ([], graded(rollouts.completions, lengths)))
 
     def finish_push(self, params: PyTree) -> dict[str, Any]:
         """The engine has a copy of its own."""
@@ -84,7 +84,7 @@ class Prescribed:
         return Pending({}, [])
 
 
-def judged(completions: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+def graded(completions: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
     """Rewards [B, G] as a channel and as the total."""
     rewards = [
         [reward(row[:n].tolist()) for row, n in zip(rows, ns, strict=True)]
@@ -94,7 +94,7 @@ def judged(completions: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray
 
 
 def even(completions: list) -> list[float]:
-    """Named in the config; `judged` stands in for it, since completions here are no text."""
+    """Named in the config; `graded` stands in for it, since completions here are no text."""
     return [0.0] * len(completions)
 
 

@@ -105,7 +105,7 @@ def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def make_trainer(model_dir: str, steps: int, microbatch: int, output_dir: str) -> TimedTrainer:
-    """The trainer of `steps` GRPO steps, each of one generation batch and one optimiser step."""
+    """The trainer of `steps` GRPO steps, each of one generation batch and one optimizer step."""
     w = workloads.read(model_dir)
     rows = w.prompts * w.group
     assert rows % microbatch == 0, f"--microbatch must divide {rows}"

@@ -23,7 +23,7 @@ from benchmarks.workloads import WORKLOADS
 from jaxrl_llm import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
-from jaxrl_llm.rollout.vllm.server import Managed
+from jaxrl_llm.rollout.vllm.server import ManagedServer
 
 SMALL = WORKLOADS["even"]
 SIZES = [
@@ -41,7 +41,7 @@ def measure(folder: Path, workdir: Path, push: str, times: int) -> tuple[int, li
     model = hf.load_model(folder)
     params = hf.load_params(folder, model, sharding.make_mesh(1, 1, 1))
     python = str(environment("vllm"))
-    server = Managed(python, folder, dtype="float32", max_model_len=64, log=workdir / "vllm.log", extra=ARGUMENTS)
+    server = ManagedServer(python, folder, dtype="float32", max_model_len=64, log=workdir / "vllm.log", extra=ARGUMENTS)
     engine = VllmEngine(
         (server.url,), run="benchmark", push=push, weights_dir="/dev/shm", model=model.cfg, dtype="float32",
         push_address="127.0.0.1" if push == "http" else "", max_completion_tokens=16, max_prompt_tokens=16,

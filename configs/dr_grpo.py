@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.advantage = ConfigDict(dict(name="grpo", normalise="none", epsilon=0.0))
+    c.advantage = ConfigDict(dict(name="grpo", normalize="none", epsilon=0.0))
     c.aggregate.mode, c.aggregate.constant_length = "constant", c.rollout.max_completion_tokens
     c.kl.placement, c.kl.coef = "none", 0.0
     return c

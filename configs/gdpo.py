@@ -1,4 +1,4 @@
-"""GDPO (arXiv 2601.05242): each reward channel normalised by itself before they are added.
+"""GDPO (arXiv 2601.05242): each reward channel normalized by itself before they are added.
 
 python -m jaxrl_llm.train --config configs/gdpo.py
 

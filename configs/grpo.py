@@ -21,16 +21,16 @@ def get_config() -> ConfigDict:
     c.num_steps = 100  # rollouts of prompts_per_step prompts each
     c.schedule_steps = 0  # steps that warm-up and decay are laid out for; 0: num_steps. A resumed run keeps its own
 
-    # The batch. Sequences per optimiser step = prompts_per_update x group_size.
+    # The batch. Sequences per optimizer step = prompts_per_update x group_size.
     c.prompts_per_step = 64  # B: prompts in a rollout
     c.group_size = 8  # G: completions of one prompt
-    c.prompts_per_update = 64  # one optimiser step's share of B
-    c.epochs = 1  # passes over a rollout; B / prompts_per_update x epochs optimiser steps
+    c.prompts_per_update = 64  # one optimizer step's share of B
+    c.epochs = 1  # passes over a rollout; B / prompts_per_update x epochs optimizer steps
     c.microbatch = 0  # prompts at a time in memory (0: all); never changes the gradient
 
     c.model = ConfigDict()
     c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")  # a folder, or a hub id
-    c.model.dtype = "float32"  # of activations; parameters and the optimiser are float32
+    c.model.dtype = "float32"  # of activations; parameters and the optimizer are float32
     c.model.remat = "dots"  # recomputed in the backward pass: none | dots | full
 
     c.data = ConfigDict()
@@ -60,8 +60,8 @@ def get_config() -> ConfigDict:
     c.reward.overlong_tokens = 0  # the last so many tokens before the limit cost from 0 to 1 (DAPO); 0: none do
 
     # A function of jaxrl_llm.algorithms.advantages, or my.module.function, and its arguments.
-    # normalise: group | batch | none
-    c.advantage = ConfigDict(dict(name="grpo", normalise="group", epsilon=1e-4))
+    # normalize: group | batch | none
+    c.advantage = ConfigDict(dict(name="grpo", normalize="group", epsilon=1e-4))
 
     # A function of jaxrl_llm.algorithms.losses, or my.module.function, and its arguments. With one update on a
     # rollout, as here, the ratio is 1 and nothing is clipped.
@@ -75,7 +75,7 @@ def get_config() -> ConfigDict:
     c.kl.placement = "loss"  # none | reward | loss
     c.kl.estimator = "k3"  # k1 (reward only) | k2 | k3
     c.kl.coef = 1e-3
-    c.kl.decay = "constant"  # | linear | cosine, to kl.end at the last optimiser step
+    c.kl.decay = "constant"  # | linear | cosine, to kl.end at the last optimizer step
     c.kl.end = 0.0
     c.kl.weighted = False  # k3 in the loss times pi / pi_old
     c.kl.target = 0.0  # kl.coef moves towards this mean KL of a token; 0: it does not
@@ -96,7 +96,7 @@ def get_config() -> ConfigDict:
 
     # Weights for tokens that another engine or older weights drew: token | sequence | geometric, and
     # none | truncate | mask | auto, which is truncate where there are such tokens
-    c.correction = ConfigDict(dict(level="token", action="auto", low=0.0, high=2.0))
+    c.importance = ConfigDict(dict(level="token", action="auto", low=0.0, high=2.0))
 
     c.rollout = ConfigDict()
     c.rollout.max_completion_tokens = 12
@@ -111,8 +111,8 @@ def get_config() -> ConfigDict:
 
     c.optim = ConfigDict()
     c.optim.learning_rate = 1e-4
-    c.optim.warmup_steps = 5  # optimiser steps
-    c.optim.warmup_ratio = 0.0  # or a share of all optimiser steps
+    c.optim.warmup_steps = 5  # optimizer steps
+    c.optim.warmup_ratio = 0.0  # or a share of all optimizer steps
     c.optim.decay = "linear"  # constant | linear | cosine, to optim.end
     c.optim.end = 0.0
     c.optim.clip_norm = 1.0  # of the whole gradient; 0: off
@@ -121,9 +121,9 @@ def get_config() -> ConfigDict:
     c.optim.b2 = 0.95
     c.optim.eps = 1e-8
 
-    c.hold = ConfigDict()  # adaptive warm-up: its rate stays where it is
-    c.hold.kl_to_reward = 0.0  # while the KL penalty is above this share of the task reward; 0: not for that
-    c.hold.update_size = 0.0  # while an update is above this share of the parameters' norm; 0: not for that
+    c.adaptive_warmup = ConfigDict()  # adaptive warm-up: its rate stays where it is
+    c.adaptive_warmup.kl_to_reward = 0.0  # while the KL penalty is above this share of the task reward; 0: not for that
+    c.adaptive_warmup.update_size = 0.0  # while an update is above this share of the parameters' norm; 0: not for that
 
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))  # -1: all devices left
 

@@ -13,7 +13,7 @@ def get_config() -> ConfigDict:
     c = grpo.get_config()
     c.num_steps = 60
     c.prompts_per_step, c.group_size, c.prompts_per_update = 256, 1, 256
-    c.advantage = ConfigDict(dict(name="gae", gamma=1.0, lam=0.95, normalise=True, epsilon=1e-8))
+    c.advantage = ConfigDict(dict(name="gae", gamma=1.0, lam=0.95, normalize=True, epsilon=1e-8))
     c.kl.placement, c.kl.estimator = "reward", "k1"
 
     c.critic = ConfigDict()

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.advantage = ConfigDict(dict(name="grpo", normalise="none", epsilon=0.0))
+    c.advantage = ConfigDict(dict(name="grpo", normalize="none", epsilon=0.0))
     c.loss = ConfigDict(dict(name="reinforce"))
     c.aggregate.mode = "sequence_sum"
     c.kl.placement, c.kl.coef = "none", 0.0

@@ -13,7 +13,7 @@ def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0  # of the first parameters and the order of examples
     c.deterministic = False  # on a GPU: only operations that repeat bit for bit
-    c.num_steps = 1500  # optimiser steps
+    c.num_steps = 1500  # optimizer steps
     c.schedule_steps = 0  # steps that warm-up and decay are laid out for; 0: num_steps. A resumed run keeps its own
     c.prompts_per_step = 256  # examples in one
     c.microbatch = 0  # examples at a time in memory (0: all); never changes the gradient

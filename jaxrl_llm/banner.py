@@ -21,8 +21,9 @@ def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str
     console.print(title, markup=False, style="bold")
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        console.print(f"  {name:<{width}}  {value:,}" if isinstance(value, int) else f"  {name:<{width}}  {value}",
-                      markup=False)  # fmt: skip
+        console.print(
+            f"  {name:<{width}}  {value:,}" if isinstance(value, int) else f"  {name:<{width}}  {value}", markup=False
+        )
     for line in lines:
         console.print(line, markup=False)
 
@@ -42,9 +43,9 @@ def batch_table(
         *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
         *([("problems", _count(held_out, "eval.convert"))] if config.eval.every else []),
         ("sequences per step", totals.sequences_per_step),
-        ("sequences per optimiser step", totals.sequences_per_update),
-        ("optimiser steps per rollout", totals.updates_per_rollout),
-        ("optimiser steps", totals.updates),
+        ("sequences per optimizer step", totals.sequences_per_update),
+        ("optimizer steps per rollout", totals.updates_per_rollout),
+        ("optimizer steps", totals.updates),
         ("warm-up steps", totals.warmup_steps),
         ("completion tokens, at most", totals.completion_tokens),
         ("begins", f"after step {start} of {config.num_steps}, resumed" if start else "anew"),

@@ -15,22 +15,22 @@ from jax.sharding import Mesh
 from jaxrl_llm import compatibility, sharding
 from jaxrl_llm.algorithms import advantages, kl, losses
 from jaxrl_llm.algorithms.credit import make_credit
-from jaxrl_llm.algorithms.importance import make_correction
+from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import batch_table, print_banner
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compilation import Compilations, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
-from jaxrl_llm.config.names import arguments, needs, resolve
+from jaxrl_llm.config.names import arguments, required_inputs, resolve
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.evaluate import evaluate, whole_batches
 from jaxrl_llm.health import Health, settings
 from jaxrl_llm.host import disk
-from jaxrl_llm.host.signals import Stop
+from jaxrl_llm.host.signals import StopSignals
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.critic import make_critic
 from jaxrl_llm.learner.packing import minibatches
-from jaxrl_llm.learner.scorers import States, make_scorers, make_teacher
+from jaxrl_llm.learner.scorers import States, make_frozen_scorer, make_scorers
 from jaxrl_llm.learner.scorers import table as scorer_table
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.log import Log
@@ -40,15 +40,15 @@ from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.engine import Engine, EngineInputs
-from jaxrl_llm.rollout.samples import Collector
-from jaxrl_llm.rollout.weight_check import Canary
-from jaxrl_llm.run import Run, Unstoppable
+from jaxrl_llm.rollout.samples import SampleSource
+from jaxrl_llm.rollout.weight_check import WeightCheck
+from jaxrl_llm.run import NoSignals, Run
 from jaxrl_llm.saved_run import model_folder
 from jaxrl_llm.structs import Array, Config, PyTree
 
 
 @dataclass(frozen=True)
-class Given:
+class Loaded:
     """What every run is made from, loaded and checked. Nothing is written until then."""
 
     config: Config
@@ -61,7 +61,7 @@ class Given:
     model: Decoder
     tokenizer: Any
     dataset: data.Dataset
-    held_out: data.Dataset  # the problems to be judged by; the data set itself where a run has no evaluation
+    held_out: data.Dataset  # the problems to be graded by; the data set itself where a run has no evaluation
     stop_ids: tuple[int, ...]
     loaded: list[PyTree]  # the model's parameters, until somebody takes them
     opened: ExitStack  # closes all that the run opens, in reverse order
@@ -79,14 +79,14 @@ class Given:
 def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[Run]:
     """The run of `config` in `workdir`, closed on every way out, its checkpoints last but for the lock.
 
-    signals: those that end a process save and end the run too (`stop.Stop`).
+    signals: those that end a process save and end the run too (`stop.StopSignals`).
     Raises: UserError, for what a person can put right.
     """
-    with ExitStack() as opened, Stop(opened) if signals else nullcontext(Unstoppable()) as stop:
+    with ExitStack() as opened, StopSignals(opened) if signals else nullcontext(NoSignals()) as stop:
         yield make_run(load(config, workdir, opened, checks.check_train), stop)
 
 
-def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Config], checks.Totals]) -> Given:
+def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Config], checks.Totals]) -> Loaded:
     """Checks config, workdir, mesh, model and data, in this order. Raises: UserError."""
     compilations, cache = Compilations(), keep_compilations()
     keep_schedule(workdir, config)
@@ -111,13 +111,25 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     # Wrong files are found before anything is written. A run that resumes has its parameters from the checkpoint.
     begins = config.model.path and not has_checkpoint(workdir / "checkpoints")
     loaded = [hf.load_params(folder, model, mesh)] if begins else []
-    return Given(
-        config, workdir, totals, compilations, cache, mesh, folder, model, tokenizer, dataset, held_out, stop_ids,
-        loaded, opened,
-    )  # fmt: skip
+    return Loaded(
+        config,
+        workdir,
+        totals,
+        compilations,
+        cache,
+        mesh,
+        folder,
+        model,
+        tokenizer,
+        dataset,
+        held_out,
+        stop_ids,
+        loaded,
+        opened,
+    )
 
 
-def make_run(given: Given, stop: Stop | Unstoppable) -> Run:
+def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
     """A run of `train`. Raises: UserError."""
     config, mesh, model = given.config, given.mesh, given.model
     compatibility.check_sampling(config, model.cfg)
@@ -126,14 +138,14 @@ def make_run(given: Given, stop: Stop | Unstoppable) -> Run:
     # Whether the policy that samples is, to rounding, the one at the start of the step.
     own = engines.choose(config).in_trainer and not config.rollout.max_lag
     exact = own and config.model.dtype == "float32"
-    required = needs(resolve(config.advantage.name, advantages))
+    required = required_inputs(resolve(config.advantage.name, advantages))
     updates = given.totals.updates_per_rollout
     aggregate = partial(losses.aggregation_weights, **config.aggregate)
     scorers = make_scorers(config, model, sampling, mesh, required, updates=updates, exact=exact)
     learners = {"policy": make_policy(given, sampling, aggregate, off_policy=not own)}
     if "teacher" in config:
         teacher = hf.find(config.teacher.path, "teacher.path")
-        scorers["teacher"] = make_teacher(config, teacher, model.cfg, given.tokenizer, sampling, mesh)
+        scorers["teacher"] = make_frozen_scorer(config, teacher, model.cfg, given.tokenizer, sampling, mesh)
     if "critic" in config:
         critic = hf.find(config.critic.path, "critic.path") if config.critic.path else given.folder
         learner, scorers["critic"] = make_critic(config, critic, model.cfg, mesh, aggregate)
@@ -142,38 +154,55 @@ def make_run(given: Given, stop: Stop | Unstoppable) -> Run:
     if config.kl.refresh_every:
         shapes["reference"] = shapes["policy"].params
     models = [("models that score", scorer_table(scorers)), ("models that learn", table(learners))]
-    lasting = open_lasting(given, shapes, models)
+    outputs = open_outputs(given, shapes, models)
     actor = make_actor(given, sampling, greedy="greedy_rewards" in required)
-    examine = make_examination(given)
+    evaluation = make_evaluation(given)
 
     def accuracy(states: States) -> float:
         actor.wait()
-        return examine(actor.engine)
+        return evaluation(actor.engine)
 
     return Run(
-        config=config, mesh=mesh, actor=actor, scorers=scorers, learners=learners, shapes=shapes, stop=stop,
+        config=config,
+        mesh=mesh,
+        actor=actor,
+        scorers=scorers,
+        learners=learners,
+        shapes=shapes,
+        stop=stop,
         assign_credit=make_credit(config, mesh, updates=updates),
         minibatches=lambda step: list(minibatches(config, step)),
         reference=given.params if config.kl.placement != "none" else None,
-        accuracy=accuracy, export=given.export, compilations=given.compilations, **lasting,
-    )  # fmt: skip
+        accuracy=accuracy,
+        export=given.export,
+        compilations=given.compilations,
+        **outputs,
+    )
 
 
-def make_policy(given: Given, sampling: Sampling, aggregate: Callable[[Array], Array], *, off_policy: bool) -> Learner:
+def make_policy(given: Loaded, sampling: Sampling, aggregate: Callable[[Array], Array], *, off_policy: bool) -> Learner:
     """The policy as a learner; off_policy: another engine or older weights may have sampled."""
     config, totals = given.config, given.totals
     objective = update.policy_objective(
-        given.model, resolve(config.loss.name, losses)(**arguments(config.loss)), sampling,
+        given.model,
+        resolve(config.loss.name, losses)(**arguments(config.loss)),
+        sampling,
         kl=resolve(config.kl.estimator, kl) if config.kl.placement == "loss" else None,
-        kl_weighted=config.kl.weighted, correct=make_correction(off_policy=off_policy, **config.correction),
+        kl_weighted=config.kl.weighted,
+        correct=make_importance_weights(off_policy=off_policy, **config.importance),
         off_policy=config.mask.off_policy,
-    )  # fmt: skip
-    hold = {"kl/to_reward": config.hold.kl_to_reward, "update_size": config.hold.update_size}
+    )
+    hold = {"kl/to_reward": config.adaptive_warmup.kl_to_reward, "update_size": config.adaptive_warmup.update_size}
     more = optim.objective_coefficients(config, totals.scheduled_updates, totals.sequences_per_update)
     learner = update.make_learner(
-        objective, optim.make_optimizer(totals.scheduled_updates, hold=hold, more=more, **config.optim),
-        given.model.shapes(), given.params, given.mesh, microbatch=config.microbatch, aggregate=aggregate,
-    )  # fmt: skip
+        objective,
+        optim.make_optimizer(totals.scheduled_updates, hold=hold, more=more, **config.optim),
+        given.model.shapes(),
+        given.params,
+        given.mesh,
+        microbatch=config.microbatch,
+        aggregate=aggregate,
+    )
     return replace(learner, frozen_steps=config.critic.warmup_steps if "critic" in config else 0)
 
 
@@ -185,7 +214,7 @@ def table(learners: dict[str, Learner]) -> str:
     return ", ".join(f"{name}{late.get(name, '')}" for name in learners)
 
 
-def open_lasting(given: Given, shapes: States, rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """What a run leaves: checkpoints of `shapes`, its log and its health; the banner, with these rows, is printed.
 
     Raises: UserError, if the run began from something else, or the disk has no room.
@@ -211,7 +240,7 @@ def open_lasting(given: Given, shapes: States, rows: Sequence[tuple[str, Any]]) 
     return dict(workdir=workdir, checkpoints=checkpoints, log=log, health=health)
 
 
-def make_actor(given: Given, sampling: Sampling, *, greedy: bool) -> Actor:
+def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
     """The engine that the config names, and what draws from it; greedy: each prompt's greedy completion too."""
     config, dataset, opened = given.config, given.dataset, given.opened
     collate = partial(data.make_prompts, dataset, pad_id=given.tokenizer.pad_token_id)
@@ -221,25 +250,36 @@ def make_actor(given: Given, sampling: Sampling, *, greedy: bool) -> Actor:
     weight_check = None
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
-        weight_check = Canary(engine, given.model, given.mesh, collate, rows=rows, bound=bound)
-    collector = Collector(config, engine, sampling, iterator, collate, given.tokenizer, judge, greedy=greedy)
+        weight_check = WeightCheck(engine, given.model, given.mesh, collate, rows=rows, bound=bound)
+    source = SampleSource(config, engine, sampling, iterator, collate, given.tokenizer, judge, greedy=greedy)
     actor = Actor(
-        engine, collector, iterator, jax.random.key(config.seed), lag=config.rollout.max_lag, last=config.num_steps,
+        engine,
+        source,
+        iterator,
+        jax.random.key(config.seed),
+        lag=config.rollout.max_lag,
+        last=config.num_steps,
         weight_check=weight_check,
-    )  # fmt: skip
+    )
     return opened.enter_context(closing(actor))
 
 
-def engine_inputs(given: Given) -> EngineInputs:
+def engine_inputs(given: Loaded) -> EngineInputs:
     """What an engine is told of a run."""
     return EngineInputs(
-        given.model, given.mesh, given.folder, given.workdir, max(given.dataset.width, given.held_out.width),
-        given.config.rollout.max_completion_tokens, given.stop_ids, given.tokenizer.pad_token_id,
-    )  # fmt: skip
+        given.model,
+        given.mesh,
+        given.folder,
+        given.workdir,
+        max(given.dataset.width, given.held_out.width),
+        given.config.rollout.max_completion_tokens,
+        given.stop_ids,
+        given.tokenizer.pad_token_id,
+    )
 
 
-def make_examination(given: Given) -> Callable[[Engine], float]:
-    """`examine(engine)` -> accuracy on the held-out problems, answered greedily."""
+def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
+    """`evaluation(engine)` -> accuracy on the held-out problems, answered greedily."""
     config = given.config
     score = open_score(given, (config.eval.function,) if config.eval.every else (), (1.0,))
     batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
@@ -249,7 +289,7 @@ def make_examination(given: Given) -> Callable[[Engine], float]:
     )
 
 
-def open_score(given: Given, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:
+def open_score(given: Loaded, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:
     """What judges completions by these reward functions."""
     timeout = given.config.reward.timeout
     return given.opened.enter_context(

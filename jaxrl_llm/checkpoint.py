@@ -142,8 +142,9 @@ class Checkpoints:
             policies.append(BestN(get_metric_fn=by, n=config.keep_best, keep_checkpoints_without_metrics=False))
         options = ocp.CheckpointManagerOptions(
             best_fn=by,  # without it no accuracy is stored, and a resumed run would not know which one is the best
-            preservation_policy=AnyPreservationPolicy(policies), cleanup_tmp_directories=True,
-        )  # fmt: skip
+            preservation_policy=AnyPreservationPolicy(policies),
+            cleanup_tmp_directories=True,
+        )
         quieten_orbax()
         self._folder = folder.absolute()
         with self._saving():

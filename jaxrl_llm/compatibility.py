@@ -57,8 +57,10 @@ def check_sampling(config: Config, model: DecoderConfig) -> None:
 
 def check_other_model(field: str, other: DecoderConfig, policy: DecoderConfig) -> None:
     """A critic or a teacher can read what the policy writes. Raises: UserError, naming the field."""
-    for what, theirs, ours in (("vocabulary", other.vocab_size, policy.vocab_size),
-                               ("number of positions", other.max_positions, policy.max_positions)):  # fmt: skip
+    for what, theirs, ours in (
+        ("vocabulary", other.vocab_size, policy.vocab_size),
+        ("number of positions", other.max_positions, policy.max_positions),
+    ):
         if theirs < ours:
             raise UserError(
                 f"config.{field}: that model has a {what} of {theirs}, the policy {ours}: give one of the kind"

@@ -29,7 +29,7 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.saved_run import Run
+from jaxrl_llm.saved_run import SavedRun
 from jaxrl_llm.structs import Config
 
 LIMITS = {
@@ -90,7 +90,7 @@ def _arguments(text: str) -> dict[str, Any]:
 def main() -> None:
     args = parse()
     keep_compilations()
-    run = Run(args.run) if args.run else None
+    run = SavedRun(args.run) if args.run else None
     defaults = of_run(run.config, args) if run else of_model(args)
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
@@ -103,9 +103,15 @@ def main() -> None:
         model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
         stops = hf.stop_ids(folder, tokenizer)
         dataset = data.read(
-            args.source, tokenizer, convert=args.convert, field="--convert", problems=args.problems,
-            max_prompt_tokens=args.max_prompt_tokens, overlong="error", template_args=args.chat_template_args,
-        )  # fmt: skip
+            args.source,
+            tokenizer,
+            convert=args.convert,
+            field="--convert",
+            problems=args.problems,
+            max_prompt_tokens=args.max_prompt_tokens,
+            overlong="error",
+            template_args=args.chat_template_args,
+        )
         data.check_template_args_used("--chat-template-args", args.chat_template_args, dataset)
         compatibility.check_vocabulary(model.cfg, tokenizer, dataset)
         room = model.cfg.max_positions - dataset.width
@@ -120,9 +126,15 @@ def main() -> None:
     batch = whole_batches(args.batch, len(dataset.rows), mesh)
     with closing(RewardFn((args.function,), (1.0,), args.timeout, field="--timeout")) as score:
         scores, _ = evaluate(
-            engine, dataset, score, tokenizer, batch=batch, key=jax.random.key(args.seed), samples=args.samples,
+            engine,
+            dataset,
+            score,
+            tokenizer,
+            batch=batch,
+            key=jax.random.key(args.seed),
+            samples=args.samples,
             temperature=args.temperature,
-        )  # fmt: skip
+        )
     powers = [2**i for i in range(1, args.samples.bit_length()) if 2**i <= args.samples]
     lines: list[tuple[str, Any]] = [("problems", len(dataset.rows)), ("accuracy", f"{scores.mean():.1%}")]
     what = f"step {step} of {args.run}" if run else args.model
@@ -141,8 +153,12 @@ def parse() -> argparse.Namespace:
     add("--task", help="a task (arithmetic, countdown), or a file of rows")
     add("--function", help="the reward function that judges (default: TASK.accuracy)")
     add("--convert", help="function row -> row for files, e.g. gsm8k.convert")
-    add("--chat-template-args", type=_arguments, metavar="JSON",
-        help="of the chat template, e.g. '{\"enable_thinking\": false}'")  # fmt: skip
+    add(
+        "--chat-template-args",
+        type=_arguments,
+        metavar="JSON",
+        help="of the chat template, e.g. '{\"enable_thinking\": false}'",
+    )
     add("--problems", type=int, help="how many problems (default: 1000)")
     add("--samples", type=int, default=1, help="completions of each; above 1 prints pass@k")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
@@ -151,8 +167,12 @@ def parse() -> argparse.Namespace:
     add("--batch", type=int, help="problems at a time (default: 128, of a run what one of its rollouts samples)")
     add("--dtype", choices=("float32", "bfloat16"), help="of activations (default: float32)")
     add("--seed", type=int, default=0)
-    add("--timeout", type=float, default=600.0, help="seconds in which the function judges a batch; "
-        "0: no limit (default: %(default)s)")  # fmt: skip
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="seconds in which the function judges a batch; 0: no limit (default: %(default)s)",
+    )
     args = parser.parse_args()
     for name, field in LIMITS.items():
         value = getattr(args, name)
@@ -176,9 +196,14 @@ def parse() -> argparse.Namespace:
 def of_model(args: argparse.Namespace) -> dict[str, Any]:
     """What is not given on the command line, for a model's folder."""
     return {
-        "function": f"{args.task}.accuracy", "convert": "", "problems": 1000, "max_prompt_tokens": 512,
-        "batch": 128, "dtype": "float32", "chat_template_args": {},
-    }  # fmt: skip
+        "function": f"{args.task}.accuracy",
+        "convert": "",
+        "problems": 1000,
+        "max_prompt_tokens": 512,
+        "batch": 128,
+        "dtype": "float32",
+        "chat_template_args": {},
+    }
 
 
 def of_run(config: Config, args: argparse.Namespace) -> dict[str, Any]:
@@ -186,13 +211,16 @@ def of_run(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     group = config.group_size if "group_size" in config else 1
     own_task = args.task and not args.task.endswith(FILES)
     return {
-        "source": config.eval.source, "function": f"{args.task}.accuracy" if own_task else config.eval.function,
-        "convert": "" if args.task else config.eval.convert, "problems": config.eval.problems,
+        "source": config.eval.source,
+        "function": f"{args.task}.accuracy" if own_task else config.eval.function,
+        "convert": "" if args.task else config.eval.convert,
+        "problems": config.eval.problems,
         "max_prompt_tokens": config.data.max_prompt_tokens,
         "chat_template_args": config.data.chat_template_args.to_dict(),
         "max_completion_tokens": config.rollout.max_completion_tokens,
-        "batch": max(config.prompts_per_step * group // args.samples, 1), "dtype": config.model.dtype,
-    }  # fmt: skip
+        "batch": max(config.prompts_per_step * group // args.samples, 1),
+        "dtype": config.model.dtype,
+    }
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.host import disk
 from jaxrl_llm.models import export
-from jaxrl_llm.saved_run import Run
+from jaxrl_llm.saved_run import SavedRun
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--step", default="last", help="of a checkpoint: a number, best or last (default)")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the new folder")
     args = parser.parse_args()
-    run = Run(args.workdir)
+    run = SavedRun(args.workdir)
     step = run.find(args.step)
     if args.to.exists() and (not args.to.is_dir() or any(args.to.iterdir())):
         raise UserError(f"--to {args.to} is there already and not empty: give a new folder")

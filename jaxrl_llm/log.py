@@ -25,7 +25,7 @@ from jaxrl_llm.host import disk
 from jaxrl_llm.record import Record, Timer
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Config
-from jaxrl_llm.tensorboard import Board
+from jaxrl_llm.tensorboard import TensorBoardWriter
 
 # Label in the console line, key in metrics.jsonl, format. A key that a run has not got is left out.
 COLUMNS = (
@@ -71,7 +71,7 @@ class Log:
         self._written = None
         with disk.writing(self._workdir):
             if self._tensorboard:
-                self._board = Board(self._workdir / "tensorboard", step)
+                self._board = TensorBoardWriter(self._workdir / "tensorboard", step)
         if self._wandb_project and not self._wandb:
             self._wandb = self._open_wandb()
         if self._terminal and not self._progress:
@@ -190,7 +190,7 @@ class Log:
 
     def _write_sample(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
         """One group of the batch into completions.jsonl, and its first two members on the console."""
-        prompt, texts, rewards = samples.prompts.rows[0]["prompt"], samples.judged()[0][0], rewards[0]
+        prompt, texts, rewards = samples.prompts.rows[0]["prompt"], samples.graded()[0][0], rewards[0]
         self._append("completions", {"step": step, "prompt": prompt, "completions": texts, "rewards": rewards.tolist()})
         asked = prompt[-1]["content"] if isinstance(prompt, list) else prompt
         for text, reward in list(zip(texts, rewards, strict=True))[:2]:

@@ -84,10 +84,10 @@ def of_updates(updates: list[dict[str, Any]]) -> dict[str, Any]:
     """The metrics of a step's updates as one."""
     first, last = updates[0], updates[-1]
     record = {name: np.mean([u[name] for u in updates]) for name in first}
-    record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "correction/"))}
+    record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "importance/"))}
     record |= {name: x for name, x in last.items() if name.endswith(("learning_rate", "/coef"))}
-    if "correction/square" in record:
-        record["correction/ess"] = record["correction/mean"] ** 2 / max(record.pop("correction/square"), 1e-30)
+    if "importance/square" in record:
+        record["importance/ess"] = record["importance/mean"] ** 2 / max(record.pop("importance/square"), 1e-30)
     return record
 
 

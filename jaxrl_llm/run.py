@@ -19,7 +19,7 @@ from jaxrl_llm.compilation import Compilations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import Health
 from jaxrl_llm.health.rules import WINDOW
-from jaxrl_llm.host.signals import SECONDS, Stop
+from jaxrl_llm.host.signals import SECONDS, StopSignals
 from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.log import Log
@@ -45,8 +45,8 @@ class Source(Protocol):
     def pending(self, seconds: float | None = None) -> Pending: ...
 
 
-class Unstoppable:
-    """In the place of a `Stop` where signals are the caller's business, as in a notebook."""
+class NoSignals:
+    """In the place of a `StopSignals` where signals are the caller's business, as in a notebook."""
 
     finish: Callable[[], None]
     seconds = 0.0
@@ -54,7 +54,7 @@ class Unstoppable:
     def used(self) -> str:
         return ""
 
-    def later(self) -> AbstractContextManager[None]:
+    def deferred(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -73,7 +73,7 @@ class Run:
     log: Log
     health: Health
     checkpoints: Checkpoints
-    stop: Stop | Unstoppable
+    stop: StopSignals | NoSignals
     reference: Callable[[], PyTree] | None  # parameters of the KL's anchor at the beginning of the run
     minibatches: Callable[[int], list[Array]]  # step -> the rows of each of its updates
     accuracy: Callable[[States], float]  # on the held-out problems
@@ -126,7 +126,7 @@ class Run:
         every = self.config.kl.refresh_every if "reference" in self.shapes else 0
         if not every or step % every:
             return states
-        return states | {"reference": kl.mixed(states["reference"], states["policy"].params, self.config.kl.mix)}
+        return states | {"reference": kl.mix_params(states["reference"], states["policy"].params, self.config.kl.mix)}
 
     def commit(self, states: States, record: Record) -> None:
         """A step is learned. Until here a signal would have lost it, from here on it is saved."""
@@ -142,7 +142,7 @@ class Run:
     def evaluate_first(self, step: int) -> None:
         """Before the first step, or where a signal cut the evaluation of the last one off."""
         if self.log.lacks_evaluation(step) and (found := self.evaluate(step)):
-            with self.stop.later():
+            with self.stop.deferred():
                 self.log.add_evaluation(step, found)
 
     def judge(self, record: dict[str, Any] | None) -> None:
@@ -173,7 +173,7 @@ class Run:
     def finish(self) -> None:
         """The end after the last step."""
         self.actor.finish_push(self.states["policy"].params)
-        with self.stop.later():
+        with self.stop.deferred():
             self.checkpoints.wait()
             self.export(self.states["policy"].params)
             self.log.end(self.step, self.compilations)

@@ -21,7 +21,7 @@ from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.structs import Config, PyTree
 
 
-class Run:
+class SavedRun:
     """The run of a workdir, which may be going on. Raises: UserError, if there is none."""
 
     def __init__(self, workdir: Path):

@@ -27,11 +27,18 @@ from jaxrl_llm.errors import Parser, UserError, run_main
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FIXED = (
-    "--served-model-name", "policy", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
+    "--served-model-name",
+    "policy",
+    "--generation-config",
+    "vllm",
+    "--logprobs-mode",
+    "processed_logprobs",
     "--enable-scale-out",  # tokens in, tokens and the version of their weights out
-    "--worker-extension-cls", "jaxrl_llm.rollout.vllm.receive.Extension",
-    "--weight-transfer-config", '{"backend": "pull"}',
-)  # fmt: skip
+    "--worker-extension-cls",
+    "jaxrl_llm.rollout.vllm.receive.Extension",
+    "--weight-transfer-config",
+    '{"backend": "pull"}',
+)
 ENVIRONMENT = dict(
     VLLM_SERVER_DEV_MODE="1",  # without it there is no route to push weights by
     VLLM_NO_USAGE_STATS="1",
@@ -70,16 +77,31 @@ def check_port(host: str, port: int) -> None:
 def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subprocess.Popen[bytes]:
     """vLLM, in a process group of its own."""
     command = [
-        args.python, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", args.model,
-        "--host", args.host, "--port", str(args.port), "--dtype", args.dtype, *FIXED,
-        *(("--max-model-len", str(args.max_model_len)) if args.max_model_len else ()), *extra,
-    ]  # fmt: skip
+        args.python,
+        "-m",
+        "vllm.entrypoints.launchers.api_server.entry",
+        "--model",
+        args.model,
+        "--host",
+        args.host,
+        "--port",
+        str(args.port),
+        "--dtype",
+        args.dtype,
+        *FIXED,
+        *(("--max-model-len", str(args.max_model_len)) if args.max_model_len else ()),
+        *extra,
+    ]
     environment = ON_A_CPU | os.environ | ENVIRONMENT | {"PYTHONPATH": python_path(), "TMPDIR": temporary}
     with args.log.open("ab") as log:
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
 
 def guard(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:

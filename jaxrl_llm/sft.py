@@ -16,19 +16,19 @@ import numpy as np
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.build import Given, load, make_examination, open_lasting
+from jaxrl_llm.build import Loaded, load, make_evaluation, open_outputs
 from jaxrl_llm.checkpoint import Pending
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.data import encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.host.signals import Stop
+from jaxrl_llm.host.signals import StopSignals
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.record import Record
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.run import Run, Unstoppable
+from jaxrl_llm.run import NoSignals, Run
 from jaxrl_llm.structs import Batch, Config, PyTree
 from jaxrl_llm.train import train
 
@@ -39,8 +39,8 @@ def sft_step(run: Run, states: States, step: int) -> tuple[States, Record]:
     examples = run.actor.next()
     batch = sharding.shard_batch(examples, run.mesh)
     policy, (rows,) = run.learners["policy"], run.minibatches(step)
-    policy.compile(states["policy"], batch, rows)  # may take minutes, so outside of `later`
-    with run.stop.later():
+    policy.compile(states["policy"], batch, rows)  # may take minutes, so outside of `deferred`
+    with run.stop.deferred():
         state, metrics = policy.update(states["policy"], batch, rows)
         states, updates = {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
         updated = run.log.watch(updates)
@@ -87,14 +87,14 @@ class Examples:
 @contextmanager
 def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[Run]:
     """The run of an `sft` config, as `build.build` gives that of a `train` config. Raises: UserError."""
-    with ExitStack() as opened, Stop(opened) if signals else nullcontext(Unstoppable()) as stop:
+    with ExitStack() as opened, StopSignals(opened) if signals else nullcontext(NoSignals()) as stop:
         yield make_run(load(config, workdir, opened, checks.check_sft), stop)
 
 
-def make_run(given: Given, stop: Stop | Unstoppable) -> Run:
+def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
     """A run of `sft`; an example is a prompt with one completion (G = 1). Raises: UserError."""
     config, model, mesh, tokenizer = given.config, given.model, given.mesh, given.tokenizer
-    answers = tokenise_answers(given.dataset, tokenizer, config)
+    answers = tokenize_answers(given.dataset, tokenizer, config)
     kept = [i for i, answer in enumerate(answers) if answer]
     length = config.rollout.max_completion_tokens
     collate = partial(make_batch, given.dataset, answers, kept, length, tokenizer.pad_token_id)
@@ -108,29 +108,40 @@ def make_run(given: Given, stop: Stop | Unstoppable) -> Run:
 
     policy = update.make_learner(
         update.policy_objective(model, losses.cross_entropy(), Sampling()),
-        optim.make_optimizer(given.totals.scheduled_updates, **config.optim), model.shapes(), first_params, mesh,
-        microbatch=config.microbatch, aggregate=partial(losses.aggregation_weights, **config.aggregate),
-    )  # fmt: skip
+        optim.make_optimizer(given.totals.scheduled_updates, **config.optim),
+        model.shapes(),
+        first_params,
+        mesh,
+        microbatch=config.microbatch,
+        aggregate=partial(losses.aggregation_weights, **config.aggregate),
+    )
     shapes: States = {"policy": policy.shapes}
-    lasting = open_lasting(given, shapes, [("over-long completions dropped", len(answers) - len(kept))])
-    engine = Sampler(
-        model, mesh, max_completion_tokens=length, stop_ids=given.stop_ids,
-        pad_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    examine = make_examination(given)
+    outputs = open_outputs(given, shapes, [("over-long completions dropped", len(answers) - len(kept))])
+    engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=given.stop_ids, pad_id=tokenizer.pad_token_id)
+    evaluation = make_evaluation(given)
 
     def accuracy(states: States) -> float:
         engine.update_weights(states["policy"].params)
-        found = examine(engine)
+        found = evaluation(engine)
         engine.release()
         return found
 
     return Run(
-        config=config, mesh=mesh, actor=Examples(iterator), scorers={}, learners={"policy": policy}, shapes=shapes,
-        stop=stop, assign_credit=lambda batch, *_: (batch, {}), reference=None,
+        config=config,
+        mesh=mesh,
+        actor=Examples(iterator),
+        scorers={},
+        learners={"policy": policy},
+        shapes=shapes,
+        stop=stop,
+        assign_credit=lambda batch, *_: (batch, {}),
+        reference=None,
         minibatches=lambda step: [jnp.arange(config.prompts_per_step)],
-        accuracy=accuracy, export=given.export, compilations=given.compilations, **lasting,
-    )  # fmt: skip
+        accuracy=accuracy,
+        export=given.export,
+        compilations=given.compilations,
+        **outputs,
+    )
 
 
 def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
@@ -139,7 +150,7 @@ def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[d
         yield from train(run, sft_step)
 
 
-def tokenise_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[list[int]]:
+def tokenize_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[list[int]]:
     """Token ids of each row's completion with the end token; empty where it is above the limit."""
     column, limit = config.data.completion_column, config.rollout.max_completion_tokens
     for number, row in zip(dataset.numbers, dataset.rows, strict=True):

@@ -82,7 +82,7 @@ def spec_for(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def shardings(tree: PyTree, mesh: Mesh, leave_out: str = "") -> PyTree:
-    """NamedShardings for parameters, and for optimiser states that mirror them (matched by path).
+    """NamedShardings for parameters, and for optimizer states that mirror them (matched by path).
 
     leave_out: a mesh axis over which to keep copies instead.
     """

@@ -70,11 +70,11 @@ class Batch:
     values: Array = None  # [B, G, C], the critic's before its update
     returns: Array = None  # [B, G, C], what the critic is to learn
     rewards: Array = None  # [B, G], of the task
-    chosen: Array = None  # [B, G, C] bool, tokens that the policy loss counts; None: all trained ones
+    policy_mask: Array = None  # [B, G, C] bool, tokens that the policy loss counts; None: all trained ones
     sampler_logprobs: Array = None  # [B, G, C], what the engine reported
     old_logprobs: Array = None  # [B, G, C]; None: this very policy sampled
     ref_logprobs: Array = None  # [B, G, C], the KL anchor
-    slots: Array = None  # [B, N, T] int32, the lanes of `packing.pack`; None: a lane for each completion
+    packed_index: Array = None  # [B, N, T] int32, as `packing.pack` makes it; None: each completion is a row
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +82,7 @@ class Batch:
 class TrainState:
     """A model in training: a frozen pytree of arrays."""
 
-    step: Array  # int32 scalar, optimiser updates made (a skipped one included)
+    step: Array  # int32 scalar, optimizer updates made (a skipped one included)
     params: PyTree
     opt_state: PyTree
-    kept: PyTree  # what each coefficient keeps of the updates so far (`optim.Coefficient`)
+    coef_state: PyTree  # what each coefficient keeps of the updates so far (`optim.Coefficient`)

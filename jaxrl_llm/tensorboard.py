@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Board:
+class TensorBoardWriter:
     """Scalars of the steps after `start`; those of an earlier try are to be forgotten."""
 
     def __init__(self, folder: Path, start: int):

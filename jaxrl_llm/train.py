@@ -35,9 +35,9 @@ def rl_step(run: Run, states: States, step: int) -> tuple[States, Record]:
     metrics |= samples.metrics | run.actor.finish_push(states["policy"].params)
     learners, minibatches = run.learning(step), run.minibatches(step)
     for name, learner in learners.items():
-        learner.compile(states[name], batch, minibatches[0])  # may take minutes, so outside of `later`
+        learner.compile(states[name], batch, minibatches[0])  # may take minutes, so outside of `deferred`
     updates = []
-    with run.stop.later():  # a signal waits: the old states are gone, the new ones are not yet the run's
+    with run.stop.deferred():  # a signal waits: the old states are gone, the new ones are not yet the run's
         for rows in minibatches:
             updates.append({})
             for name, learner in learners.items():
@@ -67,7 +67,7 @@ def train(run: Run, one_step: Callable[[Run, States, int], tuple[States, Record]
         record.evaluation = run.evaluate(step)
         before = run.log.finish()  # the step before is judged, by count and not by time: any two runs judge alike
         run.judge(before)
-        with run.stop.later():
+        with run.stop.deferred():
             run.write(record)
         run.actor.advance(step)
         if before:

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import advantages
-from jaxrl_llm.config.names import _functions, needs
+from jaxrl_llm.config.names import _functions, required_inputs
 
 GROUPS = [2, 3, 5, 16]
 
@@ -42,18 +42,18 @@ def test_grpo_by_hand():
     std = (4 * 0.25 / 3) ** 0.5  # ddof 1
     expected = np.array([[0.5, -0.5, -0.5, 0.5], [0, 0, 0, 0]])
     np.testing.assert_allclose(advantages.grpo(rewards), expected / (std + 1e-4), rtol=1e-6)
-    np.testing.assert_allclose(advantages.grpo(rewards, normalise="none"), expected, rtol=1e-6)
+    np.testing.assert_allclose(advantages.grpo(rewards, normalize="none"), expected, rtol=1e-6)
     whole = np.std([1, 0, 0, 1, 1, 1, 1, 1], ddof=1)
-    np.testing.assert_allclose(advantages.grpo(rewards, normalise="batch"), expected / (whole + 1e-4), rtol=1e-6)
+    np.testing.assert_allclose(advantages.grpo(rewards, normalize="batch"), expected / (whole + 1e-4), rtol=1e-6)
 
 
-@pytest.mark.parametrize("normalise", ["group", "batch", "none"])
+@pytest.mark.parametrize("normalize", ["group", "batch", "none"])
 @pytest.mark.parametrize("g", GROUPS)
-def test_grpo_has_mean_zero_in_every_group_and_ignores_a_constant(normalise, g):
+def test_grpo_has_mean_zero_in_every_group_and_ignores_a_constant(normalize, g):
     rewards = np.random.default_rng(g).normal(size=(7, g)).astype(np.float64)
-    result = advantages.grpo(rewards, normalise=normalise)
+    result = advantages.grpo(rewards, normalize=normalize)
     np.testing.assert_allclose(result.mean(axis=1), 0, atol=1e-6)
-    np.testing.assert_allclose(result, advantages.grpo(rewards + 3, normalise=normalise), atol=1e-4)
+    np.testing.assert_allclose(result, advantages.grpo(rewards + 3, normalize=normalize), atol=1e-4)
 
 
 def test_rloo_remax_and_opo_by_hand():
@@ -69,7 +69,7 @@ def test_reinforce_pp_gdpo_and_pass_at_k_by_hand():
     at_the_end = np.array([[[0.0, 1.0], [0.0, 0.0]]])  # returns 1, 1 and 0: mean 2/3, deviation sqrt(1/3)
     expected = np.array([[[1 / 3, 1 / 3], [-2 / 3, 0]]]) / (1 / 3) ** 0.5
     np.testing.assert_allclose(advantages.reinforce_pp(at_the_end, mask), expected, atol=1e-6)
-    rewards = np.array([[1.0, 0.0]])  # centred 1/2, 1/2 and -1/2: mean 1/6, deviation sqrt(1/3)
+    rewards = np.array([[1.0, 0.0]])  # centered 1/2, 1/2 and -1/2: mean 1/6, deviation sqrt(1/3)
     found = advantages.reinforce_pp_baseline(rewards, mask)
     np.testing.assert_allclose(found, np.array([[[1 / 3, 1 / 3], [-2 / 3, 0]]]) / (1 / 3) ** 0.5, atol=1e-6)
     channels = {"a": np.array([[0.0, 2.0]]), "b": np.array([[50.0, 10.0]])}  # each is -s and s, s = 1 / sqrt(2)
@@ -97,8 +97,8 @@ def test_an_estimator_gives_the_same_on_a_mesh(name):
     }  # fmt: skip
     signals |= {x: rng.normal(size=shape) for x in ("token_rewards", "values", "logprobs", "teacher_logprobs")}
     estimator = getattr(advantages, name)
-    fixed = ESTIMATORS[name] | ({"weights": {"a": 1.0, "b": 0.5}} if "weights" in needs(estimator) else {})
-    taken = {x: signals[x] for x in needs(estimator) if x in signals}
+    fixed = ESTIMATORS[name] | ({"weights": {"a": 1.0, "b": 0.5}} if "weights" in required_inputs(estimator) else {})
+    taken = {x: signals[x] for x in required_inputs(estimator) if x in signals}
     placed = sharding.shard_batch(taken, sharding.make_mesh(2, 4, 1))
     one, other = (jax.jit(partial(estimator, **fixed))(**x) for x in (taken, placed))
     np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
@@ -133,7 +133,7 @@ def sums_to_go(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma:
 def test_gae_equals_its_restatement(gamma, lam, g):
     _, rewards, values, mask = random_case(g)
     expected = sums_to_go(rewards, values, mask, gamma, lam)
-    result = advantages.gae(rewards, values, mask, gamma=gamma, lam=lam, normalise=False)
+    result = advantages.gae(rewards, values, mask, gamma=gamma, lam=lam, normalize=False)
     np.testing.assert_allclose(result, expected, atol=1e-6)
     result = advantages.gae(rewards, values, mask, gamma=gamma, lam=lam)
     np.testing.assert_allclose(np.asarray(result)[mask], whitened(expected[mask].tolist()), atol=1e-6)
@@ -144,7 +144,7 @@ def test_gae_by_hand():
     values = np.array([[[0.5, 9.0, 0.25]]], np.float64)
     mask = np.array([[[True, False, True]]])  # an environment wrote the second token
     rewards = np.array([[[0.0, 0.0, 1.0]]], np.float64)
-    result = advantages.gae(rewards, values, mask, gamma=1.0, lam=0.5, normalise=False)
+    result = advantages.gae(rewards, values, mask, gamma=1.0, lam=0.5, normalize=False)
     np.testing.assert_allclose(result, [[[-0.25 + 0.5 * 0.75, 0.0, 0.75]]])
 
 
@@ -155,7 +155,7 @@ def test_what_stands_at_an_environments_tokens_changes_nothing(estimator):
     for filler in (0.0, 123.0):
         given = {"token_rewards": np.where(mask, rewards, filler), "values": np.where(mask, values, filler)}
         given["loss_mask"] = mask
-        results.append(jax.jit(estimator)(**{name: given[name] for name in needs(estimator)}))
+        results.append(jax.jit(estimator)(**{name: given[name] for name in required_inputs(estimator)}))
     np.testing.assert_array_equal(*results)
 
 
@@ -178,9 +178,9 @@ def test_the_reinforce_pp_forms_equal_their_restatements(g):
     expected = sums_to_go(token_rewards, 0 * values, mask, 0.9, 1.0)[mask].tolist()
     result = np.asarray(advantages.reinforce_pp(token_rewards, mask, gamma=0.9))
     np.testing.assert_allclose(result[mask], whitened(expected), atol=1e-6)
-    centred = [rewards[b, g] - rewards[b].mean() for b, g, _ in np.argwhere(mask)]
+    centered = [rewards[b, g] - rewards[b].mean() for b, g, _ in np.argwhere(mask)]
     result = np.asarray(advantages.reinforce_pp_baseline(rewards, mask))
-    np.testing.assert_allclose(result[mask], whitened([float(x) for x in centred]), atol=1e-6)
+    np.testing.assert_allclose(result[mask], whitened([float(x) for x in centered]), atol=1e-6)
     assert not result[~mask].any()
 
 
@@ -240,7 +240,7 @@ def test_groups_without_a_signal_have_no_advantage_at_all(reward):
         channels = {"right": rewards, "short": 0.3 * rewards}
         for found in (
             advantages.grpo(rewards, epsilon=1e-8),
-            advantages.grpo(rewards, normalise="batch", epsilon=1e-8),
+            advantages.grpo(rewards, normalize="batch", epsilon=1e-8),
             advantages.rloo(rewards),
             advantages.opo(rewards, mask),
             advantages.gdpo(channels, {"right": 1.0, "short": 0.5}),

@@ -26,14 +26,14 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 from jaxrl_llm import compatibility, sharding
-from jaxrl_llm.algorithms.importance import make_correction
+from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import export, hf
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.prefetch import Ahead
+from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.vllm import weights
-from jaxrl_llm.rollout.weight_check import Canary
+from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.structs import Prompts
 
 ARITHMETIC = Path(hf.__file__).parent.parent / "assets" / "arithmetic"
@@ -44,7 +44,7 @@ class Recorder:
 
     def __init__(self, lag: int, steps: int):
         self.version, self.steps = 0, steps
-        self.ahead = Ahead(lambda step: (step, self.version), lag=lag, last=steps)
+        self.ahead = Prefetcher(lambda step: (step, self.version), lag=lag, last=steps)
 
     def give(self, version: int) -> None:
         self.version = version
@@ -77,14 +77,14 @@ def test_a_run_that_was_stopped_goes_on_with_the_batches_that_were_waiting(lag):
 
 def test_the_next_batch_is_sampled_while_this_one_is_learned():
     began = threading.Event()
-    ahead = Ahead(lambda step: step == 2 and began.set(), lag=1, last=3)
+    ahead = Prefetcher(lambda step: step == 2 and began.set(), lag=1, last=3)
     ahead.begin(0, ())
     ahead.next()
     assert began.wait(timeout=10)  # nothing has been learned yet
 
 
 def test_an_error_of_the_sampler_ends_the_run():
-    ahead = Ahead(lambda step: 1 / 0, lag=1, last=3)
+    ahead = Prefetcher(lambda step: 1 / 0, lag=1, last=3)
     ahead.begin(0, ())
     with pytest.raises(ZeroDivisionError):
         ahead.next()
@@ -93,7 +93,7 @@ def test_an_error_of_the_sampler_ends_the_run():
 @pytest.mark.parametrize("lag", [0, 1])
 def test_nothing_is_sampled_after_a_push_that_failed_whose_error_it_is_that_is_told(lag):
     sampled = []
-    ahead = Ahead(sampled.append, lag=lag, last=9)
+    ahead = Prefetcher(sampled.append, lag=lag, last=9)
     ahead.do(lambda: 1 / 0)
     ahead.begin(0, ())
     with pytest.raises(ZeroDivisionError):
@@ -103,7 +103,7 @@ def test_nothing_is_sampled_after_a_push_that_failed_whose_error_it_is_that_is_t
 
 def test_without_a_lag_the_caller_samples_when_the_pushes_are_done():
     done = []
-    ahead = Ahead(lambda step: (step, threading.current_thread(), tuple(done)), lag=0, last=9)
+    ahead = Prefetcher(lambda step: (step, threading.current_thread(), tuple(done)), lag=0, last=9)
     ahead.do(lambda: time.sleep(0.2) or done.append("push"))
     ahead.begin(0, ())
     assert ahead.next() == (1, threading.current_thread(), ("push",))
@@ -123,7 +123,7 @@ def test_two_threads_with_programs_over_several_accelerators_are_refused(platfor
 @pytest.mark.parametrize(("off_policy", "weight"), [(True, 2.0), (False, 1.0)])
 def test_automatic_correction_weighs_what_older_weights_or_another_engine_drew(off_policy, weight):
     mask = np.ones((1, 1, 2), bool)
-    correct = make_correction(action="auto", off_policy=off_policy)
+    correct = make_importance_weights(action="auto", off_policy=off_policy)
     used, _ = correct(jnp.zeros((1, 1, 2)), jnp.full((1, 1, 2), -3.0), mask)
     np.testing.assert_array_equal(used, weight)
 
@@ -136,7 +136,7 @@ def params():
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_weights_are_offered_as_the_checkpoint_they_came_from(params, dtype, tmp_path):
-    offer = weights.Offer(tmp_path / "offer", dtype, untied=True)
+    offer = weights.WeightFile(tmp_path / "offer", dtype, untied=True)
     offer.write(params)
     found, want = load_file(offer.source["path"]), load_file(ARITHMETIC / "model.safetensors")
     want["lm_head.weight"] = want["model.embed_tokens.weight"]
@@ -150,15 +150,15 @@ def test_weights_are_offered_as_the_checkpoint_they_came_from(params, dtype, tmp
 def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_of_a_live_one_are_not(tmp_path):
     killed, foreign, alive, last = (tmp_path / f"jaxrl_llm-{name * 12}" for name in "abcd")
     script = (
-        "import os, sys; from pathlib import Path; from jaxrl_llm.rollout.weights import Offer; "
-        "offer = Offer(Path(sys.argv[1]), 'float32', untied=False); (offer.folder / 'model.safetensors').touch(); "
+        "import os, sys; from pathlib import Path; from jaxrl_llm.rollout.weights import WeightFile; "
+        "offer = WeightFile(Path(sys.argv[1]), 'float32', untied=False); (offer.folder / 'model.safetensors').touch(); "
         "os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", script, str(killed)]).returncode == -signal.SIGKILL
     foreign.mkdir()
     (foreign / weights.FILE).touch()
     assert (killed / weights.FILE).exists()
-    offers = [weights.Offer(folder, np.float32, untied=False) for folder in (alive, last)]
+    offers = [weights.WeightFile(folder, np.float32, untied=False) for folder in (alive, last)]
     assert set(tmp_path.iterdir()) == {alive, foreign, last}
     assert (foreign / weights.FILE).exists()
     for offer in offers:
@@ -167,7 +167,7 @@ def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_
 
 
 def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_path, monkeypatch):
-    offer = weights.Offer(tmp_path / "offer", np.float32, untied=False)
+    offer = weights.WeightFile(tmp_path / "offer", np.float32, untied=False)
     broken = jax.tree.map(lambda x: x, params)
     broken["norm"]["scale"] = broken["norm"]["scale"].at[3].set(np.nan)
     with pytest.raises(UserError, match=r"model\.norm\.weight is not finite"):
@@ -177,13 +177,13 @@ def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_p
         offer.write(params)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"engine\.weights_dir"):
-        weights.Offer(tmp_path / "file" / "offer", np.float32, untied=False)
+        weights.WeightFile(tmp_path / "file" / "offer", np.float32, untied=False)
     with pytest.raises(UserError, match=r"engine\.push_address = '192\.0\.2\.1'"):
-        weights.Offer(tmp_path / "offer", np.float32, untied=False, address="192.0.2.1")
+        weights.WeightFile(tmp_path / "offer", np.float32, untied=False, address="192.0.2.1")
 
 
 def test_weights_over_http_are_for_the_bearer_of_the_token_and_nothing_else_is_served(params, tmp_path):
-    offer = weights.Offer(tmp_path / "offer", np.float32, untied=False, address="127.0.0.1")
+    offer = weights.WeightFile(tmp_path / "offer", np.float32, untied=False, address="127.0.0.1")
     offer.write(params)
     url, token = offer.source["url"], offer.source["token"]
 
@@ -210,7 +210,7 @@ class Server:
 
 
 @pytest.mark.parametrize("meddle", ["stale", "garbled"])
-def test_the_canary_tells_a_push_that_arrived_from_one_that_did_not(meddle: str):
+def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(meddle: str):
     mesh = sharding.make_mesh(2, 1, 1)
     model, params = tiny.model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
@@ -218,26 +218,26 @@ def test_the_canary_tells_a_push_that_arrived_from_one_that_did_not(meddle: str)
     server = Server(model, mesh)
     tokens, mask = tiny.prompts()
     collate = lambda numbers: Prompts(tokens[: len(numbers)], mask[: len(numbers)], [], numbers)  # noqa: E731
-    canary = Canary(server, model, mesh, collate, rows=len(tokens), bound=1e-3)
+    check = WeightCheck(server, model, mesh, collate, rows=len(tokens), bound=1e-3)
     server.sampler.update_weights(params)
-    assert canary.check(canary.ask(), params)["canary/gap"] < 1e-4
+    assert check.check(check.ask(), params)["weight_check/gap"] < 1e-4
     learned = nudge(0.01, params)
     server.sampler.update_weights(learned)
-    told = canary.check(canary.ask(), learned)
-    assert told["canary/gap"] < 1e-4
-    assert told.get("canary/before", 1.0) > 1e-3
+    told = check.check(check.ask(), learned)
+    assert told["weight_check/gap"] < 1e-4
+    assert told.get("weight_check/gap_before", 1.0) > 1e-3
     more = nudge(0.01, learned)
     if meddle == "garbled":
         server.sampler.update_weights(nudge(-0.5, params))
     words = "still have the weights before" if meddle == "stale" else "have other weights"
     with pytest.raises(UserError, match=words):
-        canary.check(canary.ask(), more)
+        check.check(check.ask(), more)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
-def test_the_canary_asks_the_same_rows_again_where_the_data_set_has_few(rows: int):
+def test_the_weight_check_asks_the_same_rows_again_where_the_data_set_has_few(rows: int):
     asked: list[int] = []
-    Canary(None, None, sharding.make_mesh(2, 2, 1), asked.extend, rows=rows, bound=1e-3)
+    WeightCheck(None, None, sharding.make_mesh(2, 2, 1), asked.extend, rows=rows, bound=1e-3)
     assert len(asked) == 4
     assert set(asked) == set(range(min(rows, 4)))
 
@@ -273,7 +273,7 @@ def test_a_weights_folder_that_others_may_write_into_is_refused(make: Callable, 
     folder = tmp_path / f"{weights.NAME}{'a' * 12}"
     make(folder)
     with pytest.raises(UserError, match=r"engine\.weights_dir: .*aaaa is there already, is of user .*: remove it"):
-        weights.Offer(folder, np.float32, untied=False)
+        weights.WeightFile(folder, np.float32, untied=False)
     assert list(folder.iterdir()) == []
 
 
@@ -283,7 +283,7 @@ def test_what_others_left_beside_the_weights_is_not_touched(make: Callable, tmp_
     make(folder)
     for name in (weights.LOCK, weights.FILE):
         (folder / name).touch()
-    weights.Offer(tmp_path / f"{weights.NAME}{'b' * 12}", np.float32, untied=False).close()
+    weights.WeightFile(tmp_path / f"{weights.NAME}{'b' * 12}", np.float32, untied=False).close()
     assert {file.name for file in folder.iterdir()} == {weights.LOCK, weights.FILE}
 
 

@@ -28,25 +28,25 @@ from jaxrl_llm.structs import Batch
 K, R, H = 2, 3, 64
 
 
-def case(lanes, p):
-    """lanes[b][n]: the lengths of its completions, then padding; prompts have padding on both sides."""
-    b, n, t = len(lanes), len(lanes[0]), max(sum(x) for row in lanes for x in row) + 7
+def case(rows, p):
+    """rows[b][n]: the lengths of its completions, then padding; prompts have padding on both sides."""
+    b, n, t = len(rows), len(rows[0]), max(sum(x) for row in rows for x in row) + 7
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
-    members = np.zeros((b, n, t), np.int32)
+    segment_ids = np.zeros((b, n, t), np.int32)
     mask = np.zeros((b, p), bool)
-    for i, row in enumerate(lanes):
+    for i, row in enumerate(rows):
         mask[i, 3 * i + 1 : p - 5 * i] = True
         for j, lengths in enumerate(row):
             flat = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-            members[i, j, : len(flat)] = flat
+            segment_ids[i, j, : len(flat)] = flat
     arrays = (draw(b, K, n, R, t, H), *(draw(b, K, n, t, H) for _ in "kv"), *(draw(b, K, p, H) for _ in "kv"))
-    return arrays, jnp.asarray(members), jnp.asarray(mask)
+    return arrays, jnp.asarray(segment_ids), jnp.asarray(mask)
 
 
-def value_and_gradients(f, arrays, members):
+def value_and_gradients(f, arrays, segment_ids):
     weights = jnp.asarray(np.random.default_rng(1).standard_normal(arrays[0].shape), jnp.float32)
-    real = (members > 0)[:, None, :, None, :, None]  # what padding computes is nobody's concern
+    real = (segment_ids > 0)[:, None, :, None, :, None]  # what padding computes is nobody's concern
 
     @partial(jax.value_and_grad, has_aux=True)
     def loss(arrays):
@@ -62,18 +62,18 @@ def value_and_gradients(f, arrays, members):
     "kernel", [partial(attend_tpu, interpret=True), partial(attend_gpu, implementation="xla")], ids=["tpu", "gpu"]
 )
 @pytest.mark.parametrize(
-    ("lanes", "p", "mesh"),
+    ("rows", "p", "mesh"),
     [([[[60, 1, 50], [30, 90]], [[128], []]], 140, (1, 1, 1)), ([[[57]], [[9, 20]]], 40, (2, 1, 2))],
     ids=["packed", "on a mesh"],
 )
-def test_a_kernel_is_the_plain_form_and_so_are_its_gradients(kernel, lanes, p, mesh):
-    arrays, members, mask = case(lanes, p)
+def test_a_kernel_is_the_plain_form_and_so_are_its_gradients(kernel, rows, p, mesh):
+    arrays, segment_ids, mask = case(rows, p)
     mesh = sharding.make_mesh(*mesh)
-    visible = causal_within(members)
+    visible = causal_within(segment_ids)
     with jax.default_matmul_precision("highest"):
-        plain = value_and_gradients(lambda q, own, prompt: attend(q, own, visible, prompt, mask), arrays, members)
+        plain = value_and_gradients(lambda q, own, prompt: attend(q, own, visible, prompt, mask), arrays, segment_ids)
         ours = value_and_gradients(
-            lambda q, own, prompt: kernel(q, own, members, prompt, mask, mesh=mesh), arrays, members
+            lambda q, own, prompt: kernel(q, own, segment_ids, prompt, mask, mesh=mesh), arrays, segment_ids
         )
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(ours), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)

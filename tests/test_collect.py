@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.rollout.samples import Collector, Samples, refill
+from jaxrl_llm.rollout.samples import Samples, SampleSource, refill
 from jaxrl_llm.structs import Prompts, Rollouts
 
 B, G, C = 4, 2, 3
@@ -28,7 +28,7 @@ def sampled(number: int, signal: list[bool]) -> Samples:
 
 def marks(whole: Samples) -> list[int]:
     """Which group stands at each place, after checking that all of it does."""
-    texts, channels = whole.judged()
+    texts, channels = whole.graded()
     found = [row["mark"] for row in whole.prompts.rows]
     assert [t[0] for t in texts] == [str(m) for m in found]
     for array in (whole.prompts.tokens, whole.rollouts.completions, whole.rollouts.logprobs, channels["mark"]):
@@ -69,10 +69,10 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
         config = SimpleNamespace(
             group_size=G, mask=SimpleNamespace(truncated=left_out), rollout=SimpleNamespace(resample_rounds=0)
         )
-        collector = Collector(
+        source = SampleSource(
             config, SimpleNamespace(generate=generate), Sampling(), iter([sampled(0, [True] * B).prompts]), None, None,
             SimpleNamespace(ahead=lambda judge: judge), greedy=False,
         )  # fmt: skip
-        whole = collector.collect(jax.random.key(0))
+        whole = source.sample(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
         np.testing.assert_array_equal(whole.rollouts.loss_mask[..., 0], ~(cut & left_out))

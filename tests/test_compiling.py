@@ -42,7 +42,7 @@ def test_fifty_ragged_steps_compile_few_programs_and_the_last_ten_almost_none(mo
         budget = lengths.clip(1, LIMIT)
         rollouts = sampler.generate(prompts, key, group_size=tiny.G, sampling=Sampling(), max_tokens=budget)
         batch = Batch(prompts.tokens, prompts.mask, *dataclasses.astuple(rollouts)[:3])
-        batch = dataclasses.replace(batch, slots=pack(rollouts.completion_mask.sum(axis=-1), LIMIT))
+        batch = dataclasses.replace(batch, packed_index=pack(rollouts.completion_mask.sum(axis=-1), LIMIT))
         score(params, sharding.shard_batch(batch, mesh))
     programs = compilations.programs
     assert programs["jit(start)"] == 1, programs

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.importance import high_entropy, make_correction, stay_on_policy
+from jaxrl_llm.algorithms.importance import high_entropy, make_importance_weights, stay_on_policy
 
 
 def random_case(g: int):
@@ -42,23 +42,25 @@ def test_importance_weights_equal_their_restatement(level, g):
             "mask": np.where((raw >= 0.5) & (raw <= 1.5), raw, 0.0),
         }
         for action, expected in by_action.items():
-            weights, metrics = make_correction(level=level, action=action, low=0.5, high=1.5)(trainer, sampler, mask)
+            weights, metrics = make_importance_weights(level=level, action=action, low=0.5, high=1.5)(
+                trainer, sampler, mask
+            )
             np.testing.assert_allclose(np.asarray(weights)[mask], expected[mask], rtol=1e-6)
-            np.testing.assert_allclose(np.asarray(metrics["correction/weight_max"])[mask], raw[mask], rtol=1e-6)
+            np.testing.assert_allclose(np.asarray(metrics["importance/weight_max"])[mask], raw[mask], rtol=1e-6)
             counted = raw if action == "none" else expected
-            np.testing.assert_allclose(np.asarray(metrics["correction/mean"])[mask], counted[mask], rtol=1e-6)
+            np.testing.assert_allclose(np.asarray(metrics["importance/mean"])[mask], counted[mask], rtol=1e-6)
 
 
 def test_no_gradient_goes_through_a_weight():
     trainer, sampler, mask = random_case(2)
-    weights = lambda x: jnp.sum(make_correction(action="truncate")(x, sampler, mask)[0])  # noqa: E731
+    weights = lambda x: jnp.sum(make_importance_weights(action="truncate")(x, sampler, mask)[0])  # noqa: E731
     np.testing.assert_array_equal(jax.grad(weights)(jnp.asarray(trainer)), 0)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_what_an_environment_wrote_changes_no_weight(level):
     trainer, sampler, mask = random_case(4)
-    correct = make_correction(level=level, action="truncate")
+    correct = make_importance_weights(level=level, action="truncate")
     both = [np.asarray(correct(np.where(mask, trainer, x), sampler, mask)[0])[mask] for x in (0.0, 3.0)]
     np.testing.assert_array_equal(*both)
 

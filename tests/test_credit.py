@@ -65,7 +65,7 @@ def test_a_penalty_is_taken_off_the_reward_where_it_arose_and_none_counts_as_zer
 
 
 def test_advantages_reach_every_trained_token_and_no_other():
-    batch, _ = assign(dict(name="grpo", normalise="none", epsilon=0.0))
+    batch, _ = assign(dict(name="grpo", normalize="none", epsilon=0.0))
     np.testing.assert_allclose(batch.advantages, [[[0.25] * 3, [-0.25, 0.0, 0.0]]])
     batch, _ = assign(dict(name="gdpo", epsilon=1e-4))
     np.testing.assert_allclose(batch.advantages, [[[0.5**0.5] * 3, [-(0.5**0.5), 0.0, 0.0]]], atol=1e-3)
@@ -96,8 +96,8 @@ def test_a_record_takes_each_metric_from_the_right_update():
     first = {"loss/total": 1.0, "sampler/gap_max": 0.1, "learning_rate": 0.1}
     last = {"loss/total": 3.0, "sampler/gap_max": 0.9, "learning_rate": 0.2}
     updates = [
-        first | {"correction/mean": 0.5, "correction/square": 0.5},
-        last | {"correction/mean": 0.9, "correction/square": 0.9},
+        first | {"importance/mean": 0.5, "importance/square": 0.5},
+        last | {"importance/mean": 0.9, "importance/square": 0.9},
     ]
     timer, updated = Timer(), Future()
     timer.lap("reward")
@@ -105,8 +105,8 @@ def test_a_record_takes_each_metric_from_the_right_update():
     metrics = {"reward/a": np.float32("nan"), "reward/mean": 0.5}
     found = Record(3, timer, tokens=4, updates=updates, metrics=metrics, updated=updated).summary()
     assert (found["loss/total"], found["sampler/gap_max"], found["learning_rate"]) == (2.0, 0.1, 0.2)
-    assert found["correction/ess"] == pytest.approx(0.5)
-    assert "correction/square" not in found
+    assert found["importance/ess"] == pytest.approx(0.5)
+    assert "importance/square" not in found
     assert "reward/a" not in found  # its function abstained from all
     assert found["tokens_per_second"] == pytest.approx(2.0)
 

@@ -1,4 +1,4 @@
-"""Tasks, files, tokenising, and the iterator that resumes."""
+"""Tasks, files, tokenizing, and the iterator that resumes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_gsm8k_rows_become_chats_with_the_result_alone_as_answer():
 
 
 def test_prompts_end_with_the_generation_prompt_and_decode_to_what_was_asked(tokenizer):
-    dataset = data.tokenise(arithmetic.train()[:4], tokenizer, max_prompt_tokens=16, overlong="error")
+    dataset = data.tokenize(arithmetic.train()[:4], tokenizer, max_prompt_tokens=16, overlong="error")
     for ids, row in zip(dataset.ids, dataset.rows, strict=True):
         assert tokenizer.convert_ids_to_tokens(ids)[-1] == "<|assistant|>"
         assert tokenizer.decode(ids, skip_special_tokens=True) == row["prompt"][-1]["content"]
@@ -91,7 +91,7 @@ def test_prompts_end_with_the_generation_prompt_and_decode_to_what_was_asked(tok
 
 def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer):
     rows = [{"prompt": "1+1"}, {"prompt": "10+10"}, {"prompt": "2+2"}]
-    dataset = data.tokenise(rows, tokenizer, max_prompt_tokens=3, overlong="drop")
+    dataset = data.tokenize(rows, tokenizer, max_prompt_tokens=3, overlong="drop")
     assert (len(dataset.rows), dataset.dropped, dataset.width) == (2, 1, 3)
 
 
@@ -123,7 +123,7 @@ def test_held_out_problems_are_never_dropped(tokenizer, tmp_path):
 
 def dataset_of(tokenizer, **columns):
     rows = [{"prompt": "1+1", **columns}, {"prompt": "2+2", "answer": "4"}]
-    return data.tokenise(rows, tokenizer, max_prompt_tokens=9, overlong="error")
+    return data.tokenize(rows, tokenizer, max_prompt_tokens=9, overlong="error")
 
 
 class Odd:
@@ -152,7 +152,7 @@ def test_the_fingerprint_tells_apart_all_that_a_reward_can_see(tokenizer):
 
 def test_the_fingerprint_knows_the_order_of_rows_and_not_that_of_columns(tokenizer):
     one, two = {"prompt": "1+1", "answer": "2", "id": 1}, {"prompt": "2+2", "answer": "4", "id": 2}
-    made = lambda *rows: data.tokenise(rows, tokenizer, max_prompt_tokens=9, overlong="drop").fingerprint()  # noqa: E731
+    made = lambda *rows: data.tokenize(rows, tokenizer, max_prompt_tokens=9, overlong="drop").fingerprint()  # noqa: E731
     assert made(one, two) == made(dict(reversed(one.items())), two)
     assert made(one, two) != made(two, one)
 
@@ -166,7 +166,7 @@ def test_the_fingerprint_of_100_000_rows_is_soon_made():
 
 
 def test_prompts_are_padded_on_the_left(tokenizer):
-    dataset = data.tokenise([{"prompt": "1+1"}, {"prompt": "10+10"}], tokenizer, max_prompt_tokens=9, overlong="drop")
+    dataset = data.tokenize([{"prompt": "1+1"}, {"prompt": "10+10"}], tokenizer, max_prompt_tokens=9, overlong="drop")
     prompts = data.make_prompts(dataset, [0, 1], pad_id=0)
     np.testing.assert_array_equal(prompts.mask, [[False, False, True, True, True], [True] * 5])
     np.testing.assert_array_equal(prompts.tokens[0, 2:], dataset.ids[0])
@@ -191,6 +191,6 @@ def test_every_epoch_sees_every_row_once_in_another_order():
 
 
 def test_evaluation_batches_cover_each_row_once_and_fill_the_last(tokenizer):
-    dataset = data.tokenise([{"prompt": str(i)} for i in range(5)], tokenizer, max_prompt_tokens=4, overlong="drop")
+    dataset = data.tokenize([{"prompt": str(i)} for i in range(5)], tokenizer, max_prompt_tokens=4, overlong="drop")
     rows = [row["prompt"] for batch in data.batches(dataset, 3, 0) for row in batch.rows]
     assert rows == ["0", "1", "2", "3", "4", "4"]

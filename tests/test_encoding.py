@@ -93,7 +93,7 @@ def test_an_argument_that_the_template_does_not_read_is_refused(tokenizer):
 
 
 def test_arguments_without_a_chat_are_refused(tokenizer):
-    rows = data.tokenise([{"prompt": "3 apples"}], tokenizer, max_prompt_tokens=99, overlong="drop")
+    rows = data.tokenize([{"prompt": "3 apples"}], tokenizer, max_prompt_tokens=99, overlong="drop")
     with pytest.raises(UserError, match=r"--args = \{'enable_thinking': False\} does nothing: all prompts are text"):
         data.check_template_args_used("--args", {"enable_thinking": False}, rows)
 
@@ -125,7 +125,7 @@ def test_a_begin_token_stands_before_text_once_and_before_chats_where_their_temp
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
     tokenizer = hf.load_tokenizer(tmp_path)
     rows = [{"prompt": prompt} for prompt in ("3 apples", "<|endoftext|>3 apples", chat("3 apples"))]
-    made = data.tokenise(rows, tokenizer, max_prompt_tokens=99, overlong="error")
+    made = data.tokenize(rows, tokenizer, max_prompt_tokens=99, overlong="error")
     bare = encode(["3 apples"], tokenizer, "here")[0].tolist()
     assert made.ids[0].tolist() == made.ids[1].tolist() == [0, *bare]
     assert made.ids[2][0] != 0

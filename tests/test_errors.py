@@ -96,7 +96,7 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 @table("argv words", {
     "an unknown field": ("nun_steps=1", "no field nun_steps | did you mean num_steps?"),
     "a field like no other": ("optim.xyz=1", "no field optim.xyz | there is optim."),
-    "an unknown section": ("optimiser.eps=1", "no section optimiser | did you mean optim.eps?"),
+    "an unknown section": ("optimizer.eps=1", "no section optimizer | did you mean optim.eps?"),
     "a section set like a field": ("optim=1", "config.optim is a section | set one of optim."),
     "a word for a number": ("num_steps=many", "config.num_steps = 'many' | give int, like"),
     "a fraction for a count": ("num_steps=1.5", "config.num_steps = '1.5' | give int, like"),
@@ -106,7 +106,7 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "an infinite number": ("kl.coef=1e999", "config.kl.coef is inf | finite"),
     "a choice that is not offered": ("model.dtype=float64", "config.model.dtype is 'float64' | 'float32', 'bfloat16'"),
     "an argument with a choice that is not offered":
-        ("advantage.normalise=all", "config.advantage.normalise is 'all' | 'group', 'batch', 'none'"),
+        ("advantage.normalize=all", "config.advantage.normalize is 'all' | 'group', 'batch', 'none'"),
     "an unknown loss": ("loss.name=ppo_clap", "config.loss.name 'ppo_clap' | did you mean ppo_clip?"),
     "an argument that the loss does not take":
         ("loss.name=topr", "config.loss.clip_ | topr takes nothing"),
@@ -116,7 +116,7 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("microbatch=3", "config.microbatch = 3 | 8 prompts | give a divisor"),
     "a group of one with grpo": ("group_size=1", "config.group_size = 1 | 'grpo' | 2 or more"),
     "a penalty in the reward, divided by its own deviation":
-        ("kl.placement=reward kl.estimator=k1", "config.advantage.normalise | 'none', or kl.placement to 'loss'"),
+        ("kl.placement=reward kl.estimator=k1", "config.advantage.normalize | 'none', or kl.placement to 'loss'"),
     "more steps than a schedule that ends at 0":
         ("schedule_steps=1 num_steps=2", "config.num_steps = 2 | after 1 steps"),
     "k1 in the loss": ("kl.placement=loss kl.estimator=k1", "config.kl: k1 in the loss | use k2 or k3 | 'reward'"),
@@ -132,58 +132,60 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "a schedule of no KL":
         ("kl.placement=none kl.coef=0. kl.decay=linear", "config.kl.decay = 'linear' | set it to 'constant'"),
     "a warm-up that waits for a KL penalty of nothing":
-        ("kl.coef=0. hold.kl_to_reward=0.1 num_steps=9 optim.warmup_steps=1", "hold.kl_to_reward = 0.1 | kl.coef is 0"),
+        ("kl.coef=0. adaptive_warmup.kl_to_reward=0.1 num_steps=9 optim.warmup_steps=1",
+         "adaptive_warmup.kl_to_reward = 0.1 | kl.coef is 0"),
     "an end of a constant rate":
         ("optim.decay=constant optim.end=1e-6", "config.optim.end = 1e-06 | optim.decay is 'constant' | set it to 0.0"),
-    "the best checkpoints of a run that is not judged":
+    "the best checkpoints of a run that is not graded":
         ("checkpoint.keep_best=3", "config.checkpoint.keep_best = 3 | eval.every is 0 | set it to 0"),
     "a level of no correction":
-        ("correction.action=none correction.level=sequence",
-         "config.correction.level = 'sequence' | correction.action is 'none' | set it to 'token'"),
+        ("importance.action=none importance.level=sequence",
+         "config.importance.level = 'sequence' | importance.action is 'none' | set it to 'token'"),
     "a bound of no correction":
-        ("correction.action=none correction.high=5.", "correction.high = 5.0 | action is 'none' | set it to 2.0"),
+        ("importance.action=none importance.high=5.", "importance.high = 5.0 | action is 'none' | set it to 2.0"),
     "a correction of what the very policy sampled":
-        ("correction.action=truncate", "config.correction.action = 'truncate' | this very policy samples | to 'auto'"),
+        ("importance.action=truncate", "config.importance.action = 'truncate' | this very policy samples | to 'auto'"),
     "a bound where the very policy samples":
-        ("correction.high=5.", "config.correction.high = 5.0 | correction.action = 'auto' weighs nothing"),
+        ("importance.high=5.", "config.importance.high = 5.0 | importance.action = 'auto' weighs nothing"),
     "a level where the very policy samples":
-        ("model.dtype=bfloat16 correction.level=geometric", "config.correction.level = 'geometric' | weighs nothing"),
+        ("model.dtype=bfloat16 importance.level=geometric", "config.importance.level = 'geometric' | weighs nothing"),
     "older weights and no correction":
-        ("rollout.max_lag=1 num_steps=3 correction.action=none",
-         "config.correction.action = 'none' with rollout.max_lag = 1 | 'ppo_clip' | set action = 'auto', or max_lag"),
+        ("rollout.max_lag=1 num_steps=3 importance.action=none",
+         "config.importance.action = 'none' with rollout.max_lag = 1 | 'ppo_clip' | set action = 'auto', or max_lag"),
     "a group that is always the same": ("rollout.top_k=1", "config.rollout.top_k = 1: | greedy | give 2 or more, or 0"),
     "a top-k that keeps all": ("rollout.top_k=18", "config.rollout.top_k = 18 does nothing | 18 tokens | set it to 0"),
     "an entropy step without a target": ("entropy.step=0.1", "config.entropy.step = 0.1 | entropy.target is 0"),
-    "a lower bound of no mask": ("correction.low=0.5", "config.correction.low = 0.5 | set it to 0.0"),
+    "a lower bound of no mask": ("importance.low=0.5", "config.importance.low = 0.5 | set it to 0.0"),
     "a warm-up that waits and is none":
-        ("hold.update_size=0.1", "config.hold.update_size = 0.1 | there is no warm-up to hold"),
+        ("adaptive_warmup.update_size=0.1", "config.adaptive_warmup.update_size = 0.1 | there is no warm-up to hold"),
     "a division by the deviation of equal rewards":
         ("advantage.epsilon=0.", "config.advantage.epsilon = 0 | give more, like 1e-4"),
     "a negative clip": ("loss.clip_low=-0.1", "config.loss.clip_low is -0.1 | at least 0"),
     "rewards of no weight": ("reward.weights=(0.,0.)", "config.reward.weights are all 0 | give one function a weight"),
     "k3 by the ratio in the reward":
-        ("kl.placement=reward kl.weighted=true advantage.normalise=none",
+        ("kl.placement=reward kl.weighted=true advantage.normalize=none",
          "config.kl.weighted = True | k3 in the loss | set it to False"),
     "a KL target with a schedule of its own":
-        ("kl.placement=reward kl.target=0.1 kl.decay=linear advantage.normalise=none",
+        ("kl.placement=reward kl.target=0.1 kl.decay=linear advantage.normalize=none",
          "config.kl.target moves the coefficient | 'constant'"),
     "a reference that moves and has no use":
         ("kl.placement=none kl.coef=0. kl.refresh_every=1", "config.kl.refresh_every = 1 | placement is 'none'"),
     "a warm-up that waits for a KL penalty which is not there":
-        ("kl.placement=none kl.coef=0. hold.kl_to_reward=0.1", "config.hold.kl_to_reward = 0.1 | set it to 0"),
+        ("kl.placement=none kl.coef=0. adaptive_warmup.kl_to_reward=0.1",
+         "config.adaptive_warmup.kl_to_reward = 0.1 | set it to 0"),
     "an entropy target that nothing moves towards":
         ("entropy.target=0.5 entropy.step=0.1", "config.entropy.target = 0.5 | most = 0.0: give both"),
     "an off-policy mask where nothing is off-policy":
         ("mask.off_policy=0.1", "config.mask.off_policy = 0.1 | with one update | set it to 0.0"),
     "a bound below the upper clip": ("loss.delta=1.1", "config.loss.delta = 1.1 | above 1 + clip_high | 0 for none"),
     "importance weights of which none is kept":
-        ("correction.action=mask correction.low=2. correction.high=1.", "config.correction.low = 2.0 | high = 1.0"),
+        ("importance.action=mask importance.low=2. importance.high=1.", "config.importance.low = 2.0 | high = 1.0"),
     "an over-long penalty of more than a completion":
         ("reward.overlong_tokens=999", "config.reward.overlong_tokens = 999 | lower it"),
     "a KL coefficient without a place":
         ("kl.placement=none kl.coef=0.1", "config.kl.coef = 0.1 | placement is 'none' | set it to 0.0"),
     "a warm-up as long as the run":
-        ("optim.warmup_steps=1", "optim.warmup_steps = 1 | 1 optimiser steps | lower it or raise num_steps"),
+        ("optim.warmup_steps=1", "optim.warmup_steps = 1 | 1 optimizer steps | lower it or raise num_steps"),
     "both ways of saying the warm-up":
         ("optim.warmup_steps=1 optim.warmup_ratio=0.1", "warmup_steps and optim.warmup_ratio | set one of them to 0"),
     "a constant to divide by that is not given":
@@ -196,13 +198,13 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "a number for a reward function":
         ("reward.functions=('math.accuracy',1)", "reward.functions | 1 (int) | give str"),
     "an unknown reward":
-        ("reward.weights=1. reward.functions=maths.acuracy", "reward.functions 'maths.acuracy' | mean math.accuracy?"),
+        ("reward.weights=1. reward.functions=math.acuracy", "reward.functions 'math.acuracy' | mean math.accuracy?"),
     "a reward in a module that is not there":
         ("reward.weights=1. reward.functions=lab.x",
          "reward.functions 'lab.x' does not exist: there is no module lab; there is arithmetic.accuracy, "),
     "an unknown task":
         ("data.source=arithmetic.trian", "config.data.source 'arithmetic.trian' | mean arithmetic.train?"),
-    "an unknown task to be judged by":
+    "an unknown task to be graded by":
         ("eval.every=1 eval.source=countdown.exam", "config.eval.source 'countdown.exam' | did you mean countdown."),
     "an unknown judge": ("eval.every=1 eval.function=lab.xyz", "config.eval.function 'lab.xyz' | there is"),
     "a data file of another kind":
@@ -367,8 +369,8 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
         ("c.loss = ConfigDict(dict(name='gmpo')); c.advantage = ConfigDict(dict(name='reinforce_pp'))",
          "config.loss.name = 'gmpo' wants an advantage a completion | 'reinforce_pp'"),
     "with REINFORCE on older samples and no correction":
-        ("c.loss = ConfigDict(dict(name='reinforce')); c.rollout.max_lag = 1; c.correction.action = 'none'",
-         "config.correction.action = 'none' with rollout.max_lag = 1 | 'reinforce'"),
+        ("c.loss = ConfigDict(dict(name='reinforce')); c.rollout.max_lag = 1; c.importance.action = 'none'",
+         "config.importance.action = 'none' with rollout.max_lag = 1 | 'reinforce'"),
     "with a ratio of sequences and a mean of tokens":
         ("c.loss = ConfigDict(dict(name='gspo'))",
          "config.aggregate.mode = 'token_mean' | 'gspo' | set 'sequence_mean', or 'sequence_sum'"),
@@ -675,8 +677,8 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model
 ) -> None:
     shutil.copytree(MODEL, place / "model")
     shutil.copy(place / "sums.jsonl", place / "exam.jsonl")
-    judged = "eval.every=1 eval.source=exam.jsonl eval.function=math.accuracy"
-    run = f"model.path=./model kl.placement=none kl.coef=0. {SMALL} {judged} optim.decay=constant"
+    graded = "eval.every=1 eval.source=exam.jsonl eval.function=math.accuracy"
+    run = f"model.path=./model kl.placement=none kl.coef=0. {SMALL} {graded} optim.decay=constant"
     monkeypatch.setattr(sys, "argv", ["train", *command(run)])
     train.main()
     shutil.copytree(place / "run", place / "torn")
@@ -709,7 +711,7 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model
         ("model.num_key_value_heads=3", "config.model.num_key_value_heads = 3 | give a divisor"),
     "a field of another trainer": ("group_size=8", "no field group_size"),
     "an end of a constant rate": ("optim.decay=constant optim.end=1e-6", "config.optim.end = 1e-06 | to 0.0"),
-    "the best checkpoints of a run that is not judged": ("checkpoint.keep_best=2", "keep_best = 2 | eval.every is 0"),
+    "the best checkpoints of a run that is not graded": ("checkpoint.keep_best=2", "keep_best = 2 | eval.every is 0"),
     "the size of a model that is there":
         (f"model.path={MODEL} model.hidden_size=64", "config.model.hidden_size = 64 | model.path names a model"),
 })  # fmt: skip
@@ -726,7 +728,7 @@ def test_fine_tuning_of_a_new_model_is_refused_for(place: Path, refuse: Refuse, 
     "an unknown task": ("--task=arithmetik", "--task 'arithmetik | did you mean arithmetic."),
     "a file without a judge": ("--task=sums.jsonl", "--task is a file | --function"),
     "an unknown judge":
-        ("--task=sums.jsonl --function=maths.acuracy", "--function 'maths.acuracy' | mean math.accuracy?"),
+        ("--task=sums.jsonl --function=math.acuracy", "--function 'math.acuracy' | mean math.accuracy?"),
     "several samples at temperature 0": ("--task=arithmetic --samples=4", "--samples above 1 | --temperature above 0"),
     "no problem": ("--task=arithmetic --problems=0", "--problems is 0 | at least 1"),
     "a temperature below 0": ("--task=arithmetic --temperature=-1", "--temperature is -1.0 | at least 0"),

@@ -10,8 +10,8 @@ import pytest
 from jaxrl_llm.health import Health, rules
 
 HEALTHY = {
-    "step": 5, "correction/mean": 1.0, "correction/ess": 0.999, "correction/kl": 1e-12, "rollout/lag_p95": 0.0,
-    "sampler/gap_mean": 4e-7, "canary/gap": 1e-6, "canary/before": 0.2, "update_norm": 0.03,
+    "step": 5, "importance/mean": 1.0, "importance/ess": 0.999, "importance/kl": 1e-12, "rollout/lag_p95": 0.0,
+    "sampler/gap_mean": 4e-7, "weight_check/gap": 1e-6, "weight_check/gap_before": 0.2, "update_norm": 0.03,
 }  # fmt: skip
 
 
@@ -26,16 +26,16 @@ def ids(*changes: dict) -> list[str]:
     ("changes", "found"),
     [
         ([{}] * 20, []),
-        ([{"correction/kl": 2e-3}], ["F7"]),
-        ([{"correction/mean": 0.4}], ["F7"]),
-        ([{"correction/ess": 0.2}], ["F7"]),
-        ([{"correction/kl": 2e-3, "rollout/lag_p95": 1.0}], []),  # older weights are meant to differ
-        ([{"correction/mean": 0.8, "rollout/lag_p95": 2.0}], ["F30"]),
-        ([{"correction/mean": 0.98, "rollout/lag_p95": 2.0}], []),
-        ([{"canary/gap": 0.2, "canary/before": 1e-6}] * 3, ["F23"]),
-        ([{"canary/gap": 0.2, "canary/before": 1e-6}] * 2, []),
-        ([{"canary/gap": 1e-6, "canary/before": 1e-6}] * 3, []),  # a learning rate of 0
-        ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4 * 1.5**i} for i in range(8)], ["F24"]),
+        ([{"importance/kl": 2e-3}], ["sampler_mismatch"]),
+        ([{"importance/mean": 0.4}], ["sampler_mismatch"]),
+        ([{"importance/ess": 0.2}], ["sampler_mismatch"]),
+        ([{"importance/kl": 2e-3, "rollout/lag_p95": 1.0}], []),  # older weights are meant to differ
+        ([{"importance/mean": 0.8, "rollout/lag_p95": 2.0}], ["stale_samples"]),
+        ([{"importance/mean": 0.98, "rollout/lag_p95": 2.0}], []),
+        ([{"weight_check/gap": 0.2, "weight_check/gap_before": 1e-6}] * 3, ["stale_weights"]),
+        ([{"weight_check/gap": 0.2, "weight_check/gap_before": 1e-6}] * 2, []),
+        ([{"weight_check/gap": 1e-6, "weight_check/gap_before": 1e-6}] * 3, []),  # a learning rate of 0
+        ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4 * 1.5**i} for i in range(8)], ["engine_drift"]),
         ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4} for _ in range(8)], []),
         ([{"update_norm": 0.1, "sampler/gap_mean": 1e-4 * 1.5**i} for i in range(8)], []),
         ([{"step": 0}], []),
@@ -55,21 +55,21 @@ def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path: Path
     said: list[str] = []
     health = Health(tmp_path, BOUNDS, said.append)
     health.begin([])
-    bad = HEALTHY | {"correction/ess": 0.1}
+    bad = HEALTHY | {"importance/ess": 0.1}
     records = [record | {"step": step} for step, record in enumerate((HEALTHY, bad, bad, HEALTHY, bad), 1)]
     assert {health.judge(record).action for record in records} == {"go on"}
-    assert ["health F7 (bad): effective sample size 10%" in line for line in said] == [True, True]
+    assert ["health sampler_mismatch (bad): effective sample size 10%" in line for line in said] == [True, True]
 
     def kept() -> list[tuple[int, str]]:
         lines = (tmp_path / "health.jsonl").read_text().splitlines()
         return [(line["step"], line["id"]) for line in map(json.loads, lines)]
 
-    assert kept() == [(2, "F7"), (3, "F7"), (5, "F7")]
+    assert kept() == [(2, "sampler_mismatch"), (3, "sampler_mismatch"), (5, "sampler_mismatch")]
     health.begin(records[:3])  # as a run that goes on after step 3
-    assert kept() == [(2, "F7"), (3, "F7")]
+    assert kept() == [(2, "sampler_mismatch"), (3, "sampler_mismatch")]
     assert len(said) == 2
     health.judge(records[2] | {"eval/accuracy": 0.5})  # the same step, evaluated later
-    assert kept() == [(2, "F7"), (3, "F7")]
+    assert kept() == [(2, "sampler_mismatch"), (3, "sampler_mismatch")]
     assert health.judge(None).action == "go on"
 
 

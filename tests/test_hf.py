@@ -490,16 +490,13 @@ def test_a_config_of_another_architecture_names_those_supported(folder, family):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_parameters": ..., "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
-        (
-            {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "take the rope scaling out",
-        ),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "take the rope scaling out"),
         ({"rope_parameters": ..., "rope_scaling": 2.0}, "the rope settings are 2.0: restore the file"),
         ({"hidden_size": "32"}, "hidden_size is '32', which is no number: restore the file"),
         ({"vocab_size": None}, "no 'vocab_size'"),
         ({"use_sliding_window": True}, "use_sliding_window is true"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has sliding_attention"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported; use the checkpoint"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not supported; use the checkpoint"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rms_norm_eps": ...}, "no 'rms_norm_eps'"),
@@ -532,7 +529,7 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path):
 
 
 def test_a_hub_id_that_cannot_be_fetched_is_an_error():
-    assert "no-such-organisation/no-such-model" in error_of(hf.find, "no-such-organisation/no-such-model")
+    assert "no-such-organization/no-such-model" in error_of(hf.find, "no-such-organization/no-such-model")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])

@@ -12,7 +12,7 @@ import tiny
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import kl, losses
-from jaxrl_llm.algorithms.importance import make_correction
+from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, optim, update
 from jaxrl_llm.structs import Batch
@@ -32,7 +32,7 @@ LOSSES = {
 TERMS = {  # what an objective may have besides
     "kl": dict(kl=kl.k3),
     "weighted kl": dict(kl=kl.k3, kl_weighted=True),
-    "correction": dict(correct=make_correction(level="sequence", action="truncate", high=1.1)),
+    "correction": dict(correct=make_importance_weights(level="sequence", action="truncate", high=1.1)),
     "off-policy mask": dict(off_policy=0.05),
 }
 
@@ -42,10 +42,10 @@ def one_update(shape, microbatch, loss, terms, monkeypatch, filler=None):
     table = lambda model, params, batch, sampling: (params["table"][batch.prompts[:, 0]],) * 2  # noqa: E731
     monkeypatch.setattr(forward, "completion_logprobs", table)
     _, batch = random_batch(0, b=8)
-    batch = replace(batch, prompts=np.arange(8)[:, None], chosen=np.random.default_rng(1).random((8, 4, 5)) < 0.8)
+    batch = replace(batch, prompts=np.arange(8)[:, None], policy_mask=np.random.default_rng(1).random((8, 4, 5)) < 0.8)
     if filler is not None:
         fill = lambda x: np.where(batch.loss_mask, x, filler)  # noqa: E731
-        named = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "chosen")
+        named = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "policy_mask")
         batch = replace(batch, **{name: fill(getattr(batch, name)).astype(np.float32) for name in named})
     mesh = sharding.make_mesh(*shape)
     optimizer = tiny.optimizer(more={"kl/coef": optim.constant(0.1), "entropy/coef": optim.constant(0.01)})
@@ -179,7 +179,7 @@ def test_tokens_that_are_not_chosen_keep_their_kl_and_lose_their_policy_loss(mon
     coefs = {"kl/coef": 0.3}
     whole, part, rest = (
         np.asarray(f(x, b, coefs)[0])
-        for f, b in ((with_kl, batch), (with_kl, replace(batch, chosen=chosen)), (alone, batch))
+        for f, b in ((with_kl, batch), (with_kl, replace(batch, policy_mask=chosen)), (alone, batch))
     )
     np.testing.assert_allclose(part, np.where(chosen, whole, rest), rtol=1e-6)
 
@@ -271,7 +271,7 @@ def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
     kept = []
     for x in (batch, replace(batch, **bad), batch):
         state, _ = step(state, sharding.shard_batch(x, mesh), jnp.arange(tiny.B))
-        kept.append(sharding.to_host(state.kept))
+        kept.append(sharding.to_host(state.coef_state))
     assert kept[0] == kept[1]
     assert kept[1]["learning_rate"] + 1 == kept[2]["learning_rate"]
     assert kept[1]["kl/coef"] != kept[2]["kl/coef"]
@@ -279,5 +279,5 @@ def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
 
 def test_a_mixed_reference_lies_so_far_between():
     ref, policy = {"a": jnp.array([1.0, 2.0])}, {"a": jnp.array([3.0, 6.0])}
-    np.testing.assert_allclose(kl.mixed(ref, policy, 0.25)["a"], [1.5, 3.0])
-    np.testing.assert_array_equal(kl.mixed({"a": jnp.array([1.0, 2.0])}, policy, 1.0)["a"], policy["a"])
+    np.testing.assert_allclose(kl.mix_params(ref, policy, 0.25)["a"], [1.5, 3.0])
+    np.testing.assert_array_equal(kl.mix_params({"a": jnp.array([1.0, 2.0])}, policy, 1.0)["a"], policy["a"])

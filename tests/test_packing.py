@@ -27,15 +27,15 @@ def ragged(seed: int, b: int = 8, g: int = 8, median: float = 6.0) -> np.ndarray
 @pytest.mark.parametrize("seed", range(5))
 def test_every_token_has_one_slot_and_a_completion_lies_in_one_lane_in_order(seed):
     lengths = ragged(seed)
-    for row, slots in zip(lengths, pack(lengths, LIMIT), strict=True):
-        taken = slots[slots >= 0]
+    for row, packed_index in zip(lengths, pack(lengths, LIMIT), strict=True):
+        taken = packed_index[packed_index >= 0]
         wanted = np.concatenate([g * LIMIT + np.arange(n) for g, n in enumerate(row)])
         np.testing.assert_array_equal(np.sort(taken), wanted)
         for g, n in enumerate(row):
-            lane, at = np.nonzero(slots // LIMIT == g)
-            assert len(set(lane)) == 1
+            row, at = np.nonzero(packed_index // LIMIT == g)
+            assert len(set(row)) == 1
             np.testing.assert_array_equal(at, at[0] + np.arange(n))
-            np.testing.assert_array_equal(slots[lane[0], at] % LIMIT, np.arange(n))
+            np.testing.assert_array_equal(packed_index[row[0], at] % LIMIT, np.arange(n))
 
 
 def test_ragged_completions_take_less_than_half_the_room_and_full_ones_no_more_than_they_did():
@@ -52,13 +52,13 @@ def test_a_thousand_ragged_batches_have_at_most_a_dozen_shapes():
 
 
 def packed(batch):
-    return dataclasses.replace(batch, slots=pack(batch.completion_mask.sum(axis=-1), tiny.C))
+    return dataclasses.replace(batch, packed_index=pack(batch.completion_mask.sum(axis=-1), tiny.C))
 
 
 def test_packed_scores_and_gradients_are_those_of_a_lane_for_each():
     model, params = tiny.model_and_params(scale=2.0)
     batch = tiny.batch()
-    assert packed(batch).slots.shape[1] < tiny.G
+    assert packed(batch).packed_index.shape[1] < tiny.G
     weights = jnp.asarray(np.random.default_rng(3).normal(size=batch.completions.shape), jnp.float32)
 
     @partial(jax.value_and_grad, has_aux=True)

@@ -137,26 +137,26 @@ def test_functions_run_at_the_same_time_and_their_batch_begins_before_it_is_wait
     with closing(score("slow", "slower")) as judge:
         judge(*BATCH)  # they are imported
         began = time.monotonic()
-        judged = judge.start(lambda: judge(*BATCH))
+        graded = judge.start(lambda: judge(*BATCH))
         assert time.monotonic() - began < 0.2
         time.sleep(0.8)
         waited = time.monotonic()
-        np.testing.assert_array_equal(judged()["total"], [[2, 2], [2, 2]])
+        np.testing.assert_array_equal(graded()["total"], [[2, 2], [2, 2]])
         assert time.monotonic() - waited < 0.2  # one after the other they would take a second
-        assert judged() is judged()
+        assert graded() is graded()
 
 
 def test_without_a_limit_a_function_runs_in_the_thread_that_waits_for_it():
     with closing(score("alarmed", timeout=0)) as judge:
-        judged = judge.start(lambda: (judge(*BATCH), threading.current_thread()))
-        assert judged()[1] is threading.main_thread()
-        assert judged() is judged()
+        graded = judge.start(lambda: (judge(*BATCH), threading.current_thread()))
+        assert graded()[1] is threading.main_thread()
+        assert graded() is graded()
 
 
 def test_a_function_may_set_an_alarm_be_a_closure_and_print(capfd):
     with closing(score("alarmed", "closure", "shown")) as judge:
-        judged = judge.start(lambda: judge(*BATCH))  # in a thread, where Python refuses alarms
-        np.testing.assert_array_equal(judged()["total"], [[4, 4], [4, 4]])
+        graded = judge.start(lambda: judge(*BATCH))  # in a thread, where Python refuses alarms
+        np.testing.assert_array_equal(graded()["total"], [[4, 4], [4, 4]])
     assert "said by a reward" in capfd.readouterr().out
 
 

@@ -198,7 +198,7 @@ def test_the_banner_counts_what_was_dropped_and_says_when_rows_are_fewer_than_a_
     assert shown(64, 0) == [("prompts", "64 of at most 3 tokens, 4 over-long dropped")]
 
 
-def test_verl_rows_give_maths_and_countdown_what_they_ask_for(place):
+def test_verl_rows_give_math_and_countdown_what_they_ask_for(place):
     shared = {"data_source": "openai/gsm8k", "ability": "math", "extra_info": {"index": 0, "answer": None}}
     truths = ["72", 72, ["72"], {"target": 24, "numbers": [2, 3, 4]}]
     rows = [shared | {"prompt": ASKED, "reward_model": {"style": "rule", "ground_truth": t}} for t in truths[:1]]

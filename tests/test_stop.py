@@ -20,7 +20,7 @@ from jaxrl_llm.host import disk
 PROGRAM = """
 import hashlib, multiprocessing, sys, time
 from contextlib import ExitStack
-from jaxrl_llm.host.signals import Stop
+from jaxrl_llm.host.signals import StopSignals
 
 def long_call():  # releases the lock of the interpreter, and runs no signal handler
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
@@ -38,12 +38,12 @@ if __name__ == "__main__":
         child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
         child.start()
         say(child.pid)
-    with ExitStack() as opened, Stop(opened) as stop:
+    with ExitStack() as opened, StopSignals(opened) as stop:
         stop.finish = finish
         opened.callback(say, "closed last")
         opened.callback(say, "closed first")
         if "later" in sys.argv:
-            with stop.later():
+            with stop.deferred():
                 say("ready")
                 time.sleep(0.5)
                 say("state changed")

@@ -235,7 +235,7 @@ def test_one_update_and_several_log_what_they_should(tmp_path):
         tmp_path / "run", *TINY, "--config.num_steps=1", "--config.optim.warmup_steps=0",
         "--config.epochs=1", "--config.prompts_per_update=8",
         "--config.kl.placement=reward", "--config.kl.estimator=k1", "--config.eval.every=0",
-        "--config.advantage.normalise=none",
+        "--config.advantage.normalize=none",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     (step,) = records(tmp_path / "run")
@@ -279,7 +279,7 @@ def test_the_trained_folder_says_the_same_in_transformers_as_in_the_sampler(whol
     folder, mesh = whole / "hf", sharding.make_mesh(1, 1, 1)
     model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
     rows = data.load_rows("arithmetic.held_out").rows[:200]
-    dataset = data.tokenise(rows, tokenizer, max_prompt_tokens=16, overlong="error")
+    dataset = data.tokenize(rows, tokenizer, max_prompt_tokens=16, overlong="error")
     prompts = data.make_prompts(dataset, range(len(rows)), tokenizer.pad_token_id)
     engine = Sampler(
         model, mesh, max_completion_tokens=12,

@@ -146,7 +146,7 @@ def test_mesh_and_microbatch_together_give_the_same_update():
 
 
 def test_fsdp_gathers_weights_and_leaves_every_device_its_own_prompts():
-    """Were the batch copied to all devices, memory would be several times that of plain data parallelism."""
+    """Were the batch copied to all devices, memory would be several times that of plain data parallelizm."""
     config = dataclasses.replace(tiny.CONFIG, width=128, mlp_width=512, layers=4)
     sizes = {}
     for shape in ((8, 1, 1), (1, 8, 1)):
@@ -163,7 +163,7 @@ def test_fsdp_gathers_weights_and_leaves_every_device_its_own_prompts():
     assert sizes[1, 8, 1] < 1.3 * sizes[8, 1, 1], sizes
 
 
-def test_state_is_initialised_sharded_and_stays_so():
+def test_state_is_initialized_sharded_and_stays_so():
     mesh = sharding.make_mesh(1, 4, 2)
     model, params = tiny.model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
@@ -202,7 +202,7 @@ def test_a_non_finite_gradient_changes_no_parameter_and_is_counted():
     assert not np.array_equal(kept["embed"]["embedding"], state.params["embed"]["embedding"])
 
 
-def test_an_update_without_a_trained_token_is_skipped_though_the_optimiser_has_momentum():
+def test_an_update_without_a_trained_token_is_skipped_though_the_optimizer_has_momentum():
     mesh, (model, params) = sharding.make_mesh(*ONE), tiny.model_and_params()
     state, placed = update.init_state(params, optimizer := tiny.optimizer(weight_decay=0.1), mesh)
     step = update.make_update_step(

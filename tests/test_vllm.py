@@ -32,7 +32,7 @@ from jaxrl_llm.learner import forward
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
-from jaxrl_llm.rollout.vllm.server import Managed
+from jaxrl_llm.rollout.vllm.server import ManagedServer
 from jaxrl_llm.structs import Batch, PyTree, Rollouts
 
 pytestmark = pytest.mark.vllm
@@ -78,8 +78,8 @@ def pick(group: int, what: str) -> int:
 
 
 @contextmanager
-def serving(log: Path, *extra: str, dtype: str = "float32") -> Iterator[Managed]:
-    server = Managed(PYTHON, FOLDER, dtype=dtype, max_model_len=32, log=log, extra=(*ARGUMENTS, *extra))
+def serving(log: Path, *extra: str, dtype: str = "float32") -> Iterator[ManagedServer]:
+    server = ManagedServer(PYTHON, FOLDER, dtype=dtype, max_model_len=32, log=log, extra=(*ARGUMENTS, *extra))
     try:
         yield server
     finally:
@@ -88,7 +88,7 @@ def serving(log: Path, *extra: str, dtype: str = "float32") -> Iterator[Managed]
         assert not processes(group), "a process outlived its server"
 
 
-def vllm_group(server: Managed) -> int:
+def vllm_group(server: ManagedServer) -> int:
     """The process group of vLLM now; it is another one after every start."""
     return wait_for(lambda: vllm_of(server._process.pid))
 
@@ -101,7 +101,7 @@ def vllm_of(keeper: int) -> int | None:
     )
 
 
-def healthy(server: Managed) -> bool:
+def healthy(server: ManagedServer) -> bool:
     with suppress(httpx.TransportError):
         return httpx.get(server.url + "/health").status_code == 200
     return False
@@ -117,7 +117,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 @contextmanager
-def connected(*servers: Managed, tmp_path: Path, run: str = "test", **changes) -> Iterator[VllmEngine]:
+def connected(*servers: ManagedServer, tmp_path: Path, run: str = "test", **changes) -> Iterator[VllmEngine]:
     usual = dict(
         run=run, push="file", weights_dir=str(tmp_path), push_address="", model=MODEL.cfg, dtype="float32",
         max_completion_tokens=LENGTH, max_prompt_tokens=8, stop_ids=STOPS, pad_id=PAD, concurrency=64, timeout=120.0,
@@ -135,7 +135,7 @@ STOPS, PAD = hf.stop_ids(FOLDER, TOKENIZER), TOKENIZER.pad_token_id
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Managed]:
+def server(tmp_path_factory) -> Iterator[ManagedServer]:
     with serving(tmp_path_factory.mktemp("server") / "vllm.log") as live:
         wait_for(lambda: healthy(live))
         yield live
@@ -152,7 +152,7 @@ def nudged(params: PyTree, by: float) -> PyTree:
 
 @pytest.fixture(scope="module")
 def prompts():
-    dataset = data.tokenise(arithmetic.held_out(), TOKENIZER, max_prompt_tokens=8, overlong="error")
+    dataset = data.tokenize(arithmetic.held_out(), TOKENIZER, max_prompt_tokens=8, overlong="error")
     return data.make_prompts(dataset, range(B), PAD)
 
 
@@ -436,7 +436,7 @@ def test_nothing_of_a_server_outlives_its_keeper(tmp_path, how):
     """Its keeper is serve_vllm; when a trainer is killed, the standard input it holds closes."""
     segments = lambda: {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_"))}  # noqa: E731
     before = segments()
-    server = Managed(PYTHON, FOLDER, dtype="float32", max_model_len=32, log=tmp_path / "log", extra=ARGUMENTS)
+    server = ManagedServer(PYTHON, FOLDER, dtype="float32", max_model_len=32, log=tmp_path / "log", extra=ARGUMENTS)
     group = vllm_group(server)
     wait_for(lambda: any("EngineCore" in name for name in processes(group).values()))
     if how == "killed":
@@ -483,7 +483,7 @@ def test_a_run_over_a_server_of_its_own_learns_without_torch_and_leaves_nothing(
     assert done.returncode == 0, done.stderr
     first, *steps = records(tmp_path / "run")
     assert max(s["sampler/gap_max"] for s in steps) < 1e-4
-    assert max(s["canary/gap"] for s in steps) < 1e-4
+    assert max(s["weight_check/gap"] for s in steps) < 1e-4
     assert [s["rollout/lag"] for s in steps] == [0.0] * 12
     assert steps[-1]["eval/accuracy"] > first["eval/accuracy"]
     assert not os.listdir(tmp_path / "weights")
@@ -505,7 +505,7 @@ def test_a_run_killed_with_its_server_resumes_ahead_of_learning(tmp_path):
     steps = records(tmp_path / "run")
     assert [s["step"] for s in steps] == list(range(1, 9))
     assert [s["rollout/lag"] for s in steps] == [0.0] + [1.0] * 7
-    assert min(s["correction/ess"] for s in steps) > 0.5
+    assert min(s["importance/ess"] for s in steps) > 0.5
 
 
 def test_a_run_killed_while_its_server_lives_on_resumes_with_it(server, tmp_path):

@@ -72,7 +72,7 @@ def optimizer(**changes) -> optim.Optimizer:
 
 @cache
 def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, mode: str = "token_mean"):
-    """Parameters and metrics after one optimiser step on the whole `batch()`, on the host."""
+    """Parameters and metrics after one optimizer step on the whole `batch()`, on the host."""
     mesh = sharding.make_mesh(*shape)
     _, params = model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))

@@ -25,33 +25,40 @@ from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
 SIGNALS = (
-    "rewards", "channels", "weights", "greedy_rewards", "token_rewards", "values", "logprobs", "teacher_logprobs",
+    "rewards",
+    "channels",
+    "weights",
+    "greedy_rewards",
+    "token_rewards",
+    "values",
+    "logprobs",
+    "teacher_logprobs",
     "loss_mask",
-)  # fmt: skip
+)
 OF_A_GROUP = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")  # of no use at G = 1
 OF_A_TOKEN = ("reinforce_pp", "gae", "distillation")  # these differ within a completion
 
 
 def grpo(
-    rewards: Array, *, normalise: Literal["group", "batch", "none"] = "group", epsilon: NotNegative = 1e-4
+    rewards: Array, *, normalize: Literal["group", "batch", "none"] = "group", epsilon: NotNegative = 1e-4
 ) -> jax.Array:
     """Group-relative advantages (arXiv 2402.03300): A = (r - mean_group r) / (std r + epsilon).
 
-    G >= 2. normalise: "group" divides by each group's own deviation, "batch" by that of all B x G
+    G >= 2. normalize: "group" divides by each group's own deviation, "batch" by that of all B x G
     rewards (arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv 2503.20783). A group without signal has A = 0.
     A KL penalty in the reward needs "none": the deviation of a group without signal would be that of the penalty.
     """
-    centred = _centred(rewards)
-    if normalise == "none":
-        return centred
-    axis = {"group": 1, "batch": None}[normalise]
-    return centred / (jnp.std(rewards, axis=axis, ddof=1, keepdims=True) + epsilon)
+    centered = _centered(rewards)
+    if normalize == "none":
+        return centered
+    axis = {"group": 1, "batch": None}[normalize]
+    return centered / (jnp.std(rewards, axis=axis, ddof=1, keepdims=True) + epsilon)
 
 
 def rloo(rewards: Array) -> jax.Array:
     """Leave-one-out baseline (arXiv 2402.14740): A_i = r_i - mean of the other G - 1 rewards of the group. G >= 2."""
     g = rewards.shape[1]
-    return _centred(rewards) * (g / (g - 1))
+    return _centered(rewards) * (g / (g - 1))
 
 
 def reinforce_pp(
@@ -59,12 +66,12 @@ def reinforce_pp(
 ) -> jax.Array:
     """REINFORCE++ (arXiv 2501.03262): returns sum_{s >= t} gamma^(s - t) r_s, whitened over the batch's tokens."""
     zeros = jnp.zeros_like(token_rewards)
-    return _whiten(gae(token_rewards, zeros, loss_mask, gamma=gamma, lam=1.0, normalise=False), loss_mask, epsilon)
+    return _whiten(gae(token_rewards, zeros, loss_mask, gamma=gamma, lam=1.0, normalize=False), loss_mask, epsilon)
 
 
 def reinforce_pp_baseline(rewards: Array, loss_mask: Array, *, epsilon: NotNegative = 1e-8) -> jax.Array:
     """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens."""
-    return _whiten(jnp.broadcast_to(_centred(rewards)[..., None], loss_mask.shape), loss_mask, epsilon)
+    return _whiten(jnp.broadcast_to(_centered(rewards)[..., None], loss_mask.shape), loss_mask, epsilon)
 
 
 def remax(rewards: Array, greedy_rewards: Array) -> jax.Array:
@@ -80,12 +87,12 @@ def opo(rewards: Array, loss_mask: Array) -> jax.Array:
 
 
 def gdpo(channels: dict[str, Array], weights: dict[str, float], *, epsilon: NotNegative = 1e-4) -> jax.Array:
-    """Each channel normalised by itself (GDPO, arXiv 2601.05242), so that none drowns another. G >= 2.
+    """Each channel normalized by itself (GDPO, arXiv 2601.05242), so that none drowns another. G >= 2.
 
     A = whitened over B x G of sum_n w_n (r_n - mean_group r_n) / (std_group r_n + epsilon).
     """
-    normalised = (weights[name] * grpo(x, epsilon=epsilon) for name, x in channels.items() if weights[name])
-    total = jnp.sum(jnp.stack(list(normalised)), axis=0)
+    normalized = (weights[name] * grpo(x, epsilon=epsilon) for name, x in channels.items() if weights[name])
+    total = jnp.sum(jnp.stack(list(normalized)), axis=0)
     return (total - jnp.mean(total)) / (jnp.std(total, ddof=1) + epsilon)
 
 
@@ -106,13 +113,19 @@ def pass_at_k(rewards: Array, *, k: AtLeastOne, threshold: float = 0.5, epsilon:
 
 
 def gae(
-    token_rewards: Array, values: Array, loss_mask: Array, *, gamma: Share = 1.0, lam: Share = 1.0,
-    normalise: bool = True, epsilon: NotNegative = 1e-8,
-) -> jax.Array:  # fmt: skip
-    """Generalised advantage estimation (arXiv 1506.02438) [B, G, C] over the trained tokens alone.
+    token_rewards: Array,
+    values: Array,
+    loss_mask: Array,
+    *,
+    gamma: Share = 1.0,
+    lam: Share = 1.0,
+    normalize: bool = True,
+    epsilon: NotNegative = 1e-8,
+) -> jax.Array:
+    """Generalized advantage estimation (arXiv 1506.02438) [B, G, C] over the trained tokens alone.
 
     A_t = d_t + gamma lam A_t', d_t = r_t + gamma V_t' - V_t, t' the next trained token; after the last
-    both are 0. What an environment wrote in between is stepped over. normalise: whitened over them.
+    both are 0. What an environment wrote in between is stepped over. normalize: whitened over them.
     """
 
     def back(after: tuple[Array, Array], now: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
@@ -125,7 +138,7 @@ def gae(
     reward, value, trained = (jnp.moveaxis(x, 2, 0) for x in (token_rewards, values, loss_mask))
     _, advantages = jax.lax.scan(back, (nothing, nothing), (reward, value, trained), reverse=True)
     advantages = jnp.moveaxis(advantages, 0, 2)
-    return _whiten(advantages, loss_mask, epsilon) if normalise else advantages
+    return _whiten(advantages, loss_mask, epsilon) if normalize else advantages
 
 
 def distillation(teacher_logprobs: Array, logprobs: Array) -> jax.Array:
@@ -140,15 +153,15 @@ def distillation(teacher_logprobs: Array, logprobs: Array) -> jax.Array:
 def _whiten(x: Array, mask: Array, epsilon: NotNegative) -> jax.Array:
     """(x - mean) / sqrt(variance + epsilon) over the entries of the mask, 0 elsewhere.
 
-    Rounding must not become a deviation where all entries are equal: hence the second centring, and the root of both.
+    Rounding must not become a deviation where all entries are equal: hence the second centering, and the root of both.
     """
     count = jnp.maximum(jnp.sum(mask), 1)
-    centred = jnp.where(mask, x - jnp.sum(jnp.where(mask, x, 0.0)) / count, 0.0)
-    centred = jnp.where(mask, centred - jnp.sum(centred) / count, 0.0)
-    return centred / jnp.sqrt(jnp.sum(centred**2) / jnp.maximum(count - 1, 1) + epsilon)
+    centered = jnp.where(mask, x - jnp.sum(jnp.where(mask, x, 0.0)) / count, 0.0)
+    centered = jnp.where(mask, centered - jnp.sum(centered) / count, 0.0)
+    return centered / jnp.sqrt(jnp.sum(centered**2) / jnp.maximum(count - 1, 1) + epsilon)
 
 
-def _centred(rewards: Array) -> jax.Array:
+def _centered(rewards: Array) -> jax.Array:
     return _zero_without_signal(rewards - jnp.mean(rewards, axis=1, keepdims=True), rewards)
 
 

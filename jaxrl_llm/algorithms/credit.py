@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import advantages, kl
 from jaxrl_llm.algorithms.importance import high_entropy
-from jaxrl_llm.config.names import arguments, needs, resolve
+from jaxrl_llm.config.names import arguments, required_inputs, resolve
 from jaxrl_llm.structs import Array, Batch, Config, Rewards
 
 Columns: TypeAlias = dict[str, Array]
@@ -28,7 +28,7 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
     compare to, and the critic's values and returns. updates: on a rollout; with one, its own are the old ones.
     """
     estimator = resolve(config.advantage.name, advantages)
-    required = needs(estimator)
+    required = required_inputs(estimator)
     fixed = arguments(config.advantage)
     if "weights" in required:
         fixed |= {"weights": dict(zip(config.reward.functions, config.reward.weights, strict=True))}
@@ -71,7 +71,7 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
             made |= {"returns": returns}
             metrics |= {"critic/explained_variance": explained_variance(scores["values"], returns, mask)}
         if config.mask.top_entropy < 1:
-            made["chosen"] = high_entropy(scores["entropy"], mask, share=config.mask.top_entropy)
+            made["policy_mask"] = high_entropy(scores["entropy"], mask, share=config.mask.top_entropy)
         return jax.lax.with_sharding_constraint(made, place), metrics
 
     def assign_credit(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Batch, Columns]:
@@ -103,8 +103,8 @@ def overlong_penalty(lengths: Array, limit: int, tokens: int) -> jax.Array:
 
 
 def lambda_returns(token_rewards: Array, values: Array, loss_mask: Array, *, gamma: float, lam: float) -> jax.Array:
-    """What a critic is to learn [B, G, C]: V + its generalised advantage, 0 where nothing is trained."""
-    ahead = advantages.gae(token_rewards, values, loss_mask, gamma=gamma, lam=lam, normalise=False)
+    """What a critic is to learn [B, G, C]: V + its generalized advantage, 0 where nothing is trained."""
+    ahead = advantages.gae(token_rewards, values, loss_mask, gamma=gamma, lam=lam, normalize=False)
     return ahead + jnp.where(loss_mask, values, 0.0)
 
 

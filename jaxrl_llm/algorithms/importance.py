@@ -13,17 +13,17 @@ from jaxrl_llm.algorithms.losses import Metrics, ratio_of, sequence_mean
 from jaxrl_llm.config.schema import NotNegative, Positive
 from jaxrl_llm.structs import Array
 
-Correction: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Metrics]]
+ImportanceFn: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Metrics]]
 
 
-def make_correction(
+def make_importance_weights(
     *,
     level: Literal["token", "sequence", "geometric"] = "token",
     action: Literal["auto", "none", "truncate", "mask"] = "none",
     low: NotNegative = 0.0,
     high: Positive = 2.0,
     off_policy: bool = False,
-) -> Correction:
+) -> ImportanceFn:
     """`correct(trainer, sampler, mask)` -> weights [B, G, C] of the policy loss, and metrics of the mismatch.
 
     trainer and sampler [B, G, C]: log-probabilities of the same policy as each computes them. With d their
@@ -31,7 +31,7 @@ def make_correction(
     ("geometric"). action "truncate": min(w, high) (arXiv 2505.24298); "mask": w within [low, high], 0 outside
     (IcePop, arXiv 2510.18855); "none": 1, and the metrics are of w; "auto": "truncate" if off_policy,
     which is said of samples by another engine or by older weights, else "none". Sums and means are over the mask.
-    correction/kl is k3 of KL(sampler || trainer).
+    importance/kl is k3 of KL(sampler || trainer).
     """
     if action == "auto":
         action = "truncate" if off_policy else "none"
@@ -48,12 +48,12 @@ def make_correction(
             used = jnp.where((raw >= low) & (raw <= high), raw, 0.0)
         counted = raw if action == "none" else used
         metrics = {
-            "correction/mean": counted,
-            "correction/weight_min": raw,
-            "correction/weight_max": raw,
-            "correction/square": counted**2,  # mean^2 / square: the effective sample size, as a share
-            "correction/kl": k3(sampler, jnp.where(mask, trainer, sampler)),
-            "correction/acted_on": (counted != raw).astype(jnp.float32),
+            "importance/mean": counted,
+            "importance/weight_min": raw,
+            "importance/weight_max": raw,
+            "importance/square": counted**2,  # mean^2 / square: the effective sample size, as a share
+            "importance/kl": k3(sampler, jnp.where(mask, trainer, sampler)),
+            "importance/acted_on": (counted != raw).astype(jnp.float32),
         }
         return used, metrics
 

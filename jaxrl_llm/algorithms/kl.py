@@ -33,6 +33,6 @@ def k3(logprobs: Array, ref_logprobs: Array) -> jax.Array:
 
 
 @partial(jax.jit, donate_argnums=0)
-def mixed(ref_params: PyTree, params: PyTree, rate: float) -> PyTree:
+def mix_params(ref_params: PyTree, params: PyTree, rate: float) -> PyTree:
     """The reference moved towards the policy: (1 - rate) ref + rate policy, in the reference's memory."""
     return jax.tree.map(lambda ref, new: (1 - rate) * ref + rate * new, ref_params, params)

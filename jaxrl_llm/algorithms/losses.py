@@ -47,7 +47,7 @@ def ppo_clip(*, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, delta
 def gspo(
     *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4, level: Literal["sequence", "token"] = "sequence"
 ) -> LossFn:
-    """Group sequence policy optimisation (arXiv 2507.18071): `ppo_clip` with a ratio of sequences.
+    """Group sequence policy optimization (arXiv 2507.18071): `ppo_clip` with a ratio of sequences.
 
     s = exp(mean over trained tokens of logprobs - old_logprobs). level "token" (GSPO-token) has the same
     value, and the gradient s d(logprobs_t) at token t, for advantages that differ by token. With aggregation
@@ -65,7 +65,7 @@ def gspo(
 
 
 def gmpo(*, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> LossFn:
-    """Geometric-mean policy optimisation (arXiv 2507.20673): each token's ratio is clipped, then their mean taken.
+    """Geometric-mean policy optimization (arXiv 2507.20673): each token's ratio is clipped, then their mean taken.
 
     -A exp(mean_t l_t), l_t = min(l, clip(l, -clip_low, clip_high)) for A > 0, the max for A < 0, l the log-ratio.
     One advantage for a sequence is assumed.
@@ -109,7 +109,7 @@ def cispo(*, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> LossF
 
 
 def sapo(*, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> LossFn:
-    """Soft adaptive policy optimisation (arXiv 2511.20347): a sigmoid gate instead of a clip.
+    """Soft adaptive policy optimization (arXiv 2511.20347): a sigmoid gate instead of a clip.
 
     -(4 / tau) sigmoid(tau (r - 1)) A, with tau_positive where A > 0 and tau_negative elsewhere.
     """
@@ -129,7 +129,7 @@ def vespo(
     k_negative: NotNegative = 3.0,
     lambda_negative: NotNegative = 2.0,
 ) -> LossFn:
-    """Variational sequence-level soft policy optimisation (arXiv 2602.10693).
+    """Variational sequence-level soft policy optimization (arXiv 2602.10693).
 
     -sg(w^k exp(lambda (1 - w))) A logprobs, w = exp(sum over trained tokens of logprobs - old_logprobs): a weight
     of 1 on-policy, that fades far from it on both sides. k and lambda by the sign of A.

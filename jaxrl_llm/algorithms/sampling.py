@@ -29,24 +29,24 @@ def support(logits: Array, sampling: Sampling, token: Array | None = None) -> ja
 
     token [...], if given, always belongs to the support. A token that was drawn does so
     under the policy that drew it; under a later policy this keeps the ratio finite.
-    Ties at a threshold are all kept, so the support is a function of the logits alone.
+    Ties at a threshold are all masked_logits, so the support is a function of the logits alone.
     """
     if sampling.temperature > 0:
         logits = logits / sampling.temperature
-    kept = logits
+    masked_logits = logits
     if sampling.top_k:
         threshold = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][..., -1:]
-        kept = jnp.where(logits >= threshold, logits, -jnp.inf)
+        masked_logits = jnp.where(logits >= threshold, logits, -jnp.inf)
     if sampling.top_p < 1:
-        ordered = jnp.sort(kept, axis=-1, descending=True)
+        ordered = jnp.sort(masked_logits, axis=-1, descending=True)
         probs = jax.nn.softmax(ordered, axis=-1)
         inside = jnp.cumsum(probs, axis=-1) - probs < sampling.top_p  # mass of the better ones
         threshold = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
-        kept = jnp.where(kept >= threshold, kept, -jnp.inf)
-    if token is not None and kept is not logits:
+        masked_logits = jnp.where(masked_logits >= threshold, masked_logits, -jnp.inf)
+    if token is not None and masked_logits is not logits:
         chosen = jax.nn.one_hot(token, logits.shape[-1], dtype=bool)
-        kept = jnp.where(chosen, logits, kept)
-    return kept
+        masked_logits = jnp.where(chosen, logits, masked_logits)
+    return masked_logits
 
 
 def log_distribution(logits: Array, sampling: Sampling) -> jax.Array:
@@ -54,17 +54,21 @@ def log_distribution(logits: Array, sampling: Sampling) -> jax.Array:
     return jax.nn.log_softmax(support(logits, sampling), axis=-1)
 
 
-def draw(kept: Array, uniform: Array) -> tuple[jax.Array, jax.Array]:
+def draw(masked_logits: Array, uniform: Array) -> tuple[jax.Array, jax.Array]:
     """Inverse-CDF sampling in two levels: two uniform numbers a row instead of V Gumbel ones.
 
-    kept [..., V] as `support` makes it, uniform [..., 2] in [0, 1) -> tokens [...] int32 and their
+    masked_logits [..., V] as `support` makes it, uniform [..., 2] in [0, 1) -> tokens [...] int32 and their
     log-probabilities [...]. First a block of tokens, then a token of it: a single float32 sum over a
     whole vocabulary would lose its tail. A token of probability zero is never drawn.
     """
-    size = min(1 << (math.isqrt(kept.shape[-1]).bit_length() - 1), BLOCK)
-    top = jnp.max(kept, axis=-1, keepdims=True)
-    padded = jnp.pad(kept, [(0, 0)] * (kept.ndim - 1) + [(0, -kept.shape[-1] % size)], constant_values=-jnp.inf)
-    blocks = padded.reshape(*kept.shape[:-1], -1, size)
+    size = min(1 << (math.isqrt(masked_logits.shape[-1]).bit_length() - 1), BLOCK)
+    top = jnp.max(masked_logits, axis=-1, keepdims=True)
+    padded = jnp.pad(
+        masked_logits,
+        [(0, 0)] * (masked_logits.ndim - 1) + [(0, -masked_logits.shape[-1] % size)],
+        constant_values=-jnp.inf,
+    )
+    blocks = padded.reshape(*masked_logits.shape[:-1], -1, size)
     weights = jnp.sum(jnp.exp(blocks - top[..., None]), axis=-1)
     block = _invert(weights, uniform[..., 0])
     inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
@@ -91,14 +95,14 @@ def token_logprobs(logits: Array, token: Array, sampling: Sampling) -> tuple[jax
 
 
 def _token_logprobs(logits: Array, token: Array, sampling: Sampling) -> tuple[tuple[Array, Array], PyTree]:
-    kept = support(logits, sampling, token)
-    top = jnp.max(kept, axis=-1, keepdims=True)
-    weights = jnp.exp(kept - top)
+    masked_logits = support(logits, sampling, token)
+    top = jnp.max(masked_logits, axis=-1, keepdims=True)
+    weights = jnp.exp(masked_logits - top)
     total = jnp.sum(weights, axis=-1)
-    mean = jnp.sum(jnp.where(weights > 0, weights * (kept - top), 0.0), axis=-1) / total
+    mean = jnp.sum(jnp.where(weights > 0, weights * (masked_logits - top), 0.0), axis=-1) / total
     log_total = checkpoint_name(jnp.log(total) + top[..., 0], "log_total")
     entropy = checkpoint_name(jnp.log(total) - mean, "entropy")
-    chosen = jnp.take_along_axis(kept, token[..., None], axis=-1)[..., 0]
+    chosen = jnp.take_along_axis(masked_logits, token[..., None], axis=-1)[..., 0]
     return (chosen - log_total, entropy), (logits, token, log_total, entropy)
 
 

@@ -9,8 +9,8 @@ from jaxrl_llm import rewards
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.combinations import check_algorithm, check_rollout
 from jaxrl_llm.config.fields import CRITIC, SFT, TEACHER, TRAIN
-from jaxrl_llm.config.names import needs, resolve
-from jaxrl_llm.config.no_effect import check_idle_of_both
+from jaxrl_llm.config.names import required_inputs, resolve
+from jaxrl_llm.config.no_effect import check_no_effect_shared
 from jaxrl_llm.config.schema import check_fields
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import check_source
@@ -59,7 +59,7 @@ def check_train(config: Config) -> Totals:
         check_schedule(config, config.critic.optim, "critic.optim")
     check_schedule(config, config.optim, "optim")
     scheduled = updates * (scheduled_steps(config) - waited)
-    greedy = "greedy_rewards" in needs(resolve(config.advantage.name, advantages))
+    greedy = "greedy_rewards" in required_inputs(resolve(config.advantage.name, advantages))
     completions = config.group_size * (1 + config.rollout.resample_rounds) + greedy  # of a prompt
     return Totals(
         prompts_per_update=config.prompts_per_update,
@@ -69,13 +69,15 @@ def check_train(config: Config) -> Totals:
         updates=updates * (config.num_steps - waited),
         scheduled_updates=scheduled,
         warmup_steps=_warmup(config.optim, scheduled),
-        completion_tokens=config.num_steps * config.prompts_per_step * completions
+        completion_tokens=config.num_steps
+        * config.prompts_per_step
+        * completions
         * config.rollout.max_completion_tokens,
-    )  # fmt: skip
+    )
 
 
 def critic_updates(config: Config) -> int:
-    """Optimiser steps that the critic's schedule is laid out for; it also learns while the policy waits for it."""
+    """Optimizer steps that the critic's schedule is laid out for; it also learns while the policy waits for it."""
     return config.prompts_per_step // config.prompts_per_update * config.epochs * scheduled_steps(config)
 
 
@@ -130,7 +132,7 @@ def check_shared(config: Config, prompts_per_update: int) -> None:
         check_source(f"config.{field}.source", source)
         if config[field].convert:
             resolve(config[field].convert, tasks, f"config.{field}.convert")
-    check_idle_of_both(config)
+    check_no_effect_shared(config)
     if config.eval.every:
         resolve(config.eval.function, rewards, "config.eval.function")
     if config.log.wandb_project and not find_spec("wandb"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxrl_llm import rewards
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.names import arguments, needs, own_name, resolve
-from jaxrl_llm.config.no_effect import check_idle, looks_at_rewards
+from jaxrl_llm.config.names import arguments, own_name, required_inputs, resolve
+from jaxrl_llm.config.no_effect import check_no_effect, looks_at_rewards
 from jaxrl_llm.config.schema import Field
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import engines
@@ -15,21 +15,21 @@ OF_A_SEQUENCE = ("gspo", "gmpo")  # losses with one ratio for a completion
 
 
 def check_algorithm(config: Config, updates: int) -> None:
-    """Everything below; updates: optimiser steps on a rollout. Raises: UserError, naming the field."""
+    """Everything below; updates: optimizer steps on a rollout. Raises: UserError, naming the field."""
     estimator = resolve(config.advantage.name, advantages, "config.advantage.name")
     loss = resolve(config.loss.name, losses, "config.loss.name")
-    asked = needs(estimator)
-    check_rewards(config, asked)
-    check_advantage(config, own_name(estimator, advantages), asked)
+    required = required_inputs(estimator)
+    check_rewards(config, required)
+    check_advantage(config, own_name(estimator, advantages), required)
     check_loss(config, own_name(loss, losses), own_name(estimator, advantages), updates)
     check_ratio_of_a_sequence(config, own_name(loss, losses))
     loss(**arguments(config.loss))  # which may raise
-    check_kl(config, asked)
-    check_idle(config, asked, updates)
+    check_kl(config, required)
+    check_no_effect(config, required, updates)
 
 
-def check_rewards(config: Config, asked: tuple[str, ...]) -> None:
-    """Every reward function exists and has a weight, and they reward something if it is asked for."""
+def check_rewards(config: Config, required: tuple[str, ...]) -> None:
+    """Every reward function exists and has a weight, and they reward something if it is required for."""
     names, weights = config.reward.functions, config.reward.weights
     if not names or len(names) != len(weights):
         raise UserError(f"config.reward has {len(names)} functions and {len(weights)} weights: give each function one")
@@ -41,17 +41,17 @@ def check_rewards(config: Config, asked: tuple[str, ...]) -> None:
         if names.count(name) > 1:
             raise UserError(f"config.reward.functions has {name!r} {names.count(name)} times: give it once")
         resolve(name, rewards, "config.reward.functions")
-    if not any(weights) and looks_at_rewards(asked):
+    if not any(weights) and looks_at_rewards(required):
         raise UserError("config.reward.weights are all 0: nothing would be rewarded; give one function a weight")
     tokens, limit = config.reward.overlong_tokens, config.rollout.max_completion_tokens
     if tokens > limit:
         raise UserError(f"config.reward.overlong_tokens = {tokens} is more than a completion's {limit}: lower it")
 
 
-def check_advantage(config: Config, name: str, asked: tuple[str, ...]) -> None:
+def check_advantage(config: Config, name: str, required: tuple[str, ...]) -> None:
     """An estimator gets what it asks for, and nothing is made that it does not ask for."""
     given = config.advantage.name
-    for signal in asked:
+    for signal in required:
         if signal not in advantages.SIGNALS:
             raise UserError(
                 f"config.advantage.name = {given!r} asks for {signal!r}: there is {', '.join(advantages.SIGNALS)}"
@@ -61,15 +61,15 @@ def check_advantage(config: Config, name: str, asked: tuple[str, ...]) -> None:
     if name == "pass_at_k" and config.advantage.k > config.group_size:
         raise UserError(f"config.advantage.k = {config.advantage.k}: give 1 to group_size = {config.group_size}")
     of = arguments(config.advantage)
-    if name and of.get("epsilon") == 0 and of.get("normalise") != "none":
+    if name and of.get("epsilon") == 0 and of.get("normalize") != "none":
         raise UserError("config.advantage.epsilon = 0: equal rewards would be divided by 0; give more, like 1e-4")
     examples = {"critic": "configs/ppo.py", "teacher": "configs/distillation.py"}
     for signal, section in (("values", "critic"), ("teacher_logprobs", "teacher")):
-        if signal in asked and section not in config:
+        if signal in required and section not in config:
             raise UserError(
                 f"config.{section} is missing: advantage {given!r} asks for {signal}; see {examples[section]}"
             )
-        if section in config and signal not in asked:
+        if section in config and signal not in required:
             raise UserError(f"config.{section} would be of no use: advantage {given!r} does not ask for its {signal}")
     if "teacher" in config and not config.teacher.path:
         raise UserError("config.teacher.path = '': give the teacher's folder or hub id")
@@ -84,17 +84,17 @@ def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
         )
     if loss in losses.OF_A_SEQUENCE and advantage in advantages.OF_A_TOKEN:
         raise UserError(f"config.loss.name = {loss!r} wants an advantage a completion, {advantage!r} gives one a token")
-    e, c = config.entropy, config.correction
+    e, c = config.entropy, config.importance
     if e.target and not (e.step and e.most >= e.coef and e.most):
         raise UserError(
             f"config.entropy.target = {e.target}, but the coefficient cannot move towards it with step = {e.step} and "
             f"most = {e.most}: give both, most not below coef"
         )
     if c.action == "mask" and c.low >= c.high:
-        raise UserError(f"config.correction.low = {c.low} is not below high = {c.high}: no weight would be kept")
+        raise UserError(f"config.importance.low = {c.low} is not below high = {c.high}: no weight would be kept")
     if loss and config.rollout.max_lag and c.action == "none":  # a loss of the user's may correct by itself
         raise UserError(
-            f"config.correction.action = 'none' with rollout.max_lag = {config.rollout.max_lag}: loss {loss!r} knows "
+            f"config.importance.action = 'none' with rollout.max_lag = {config.rollout.max_lag}: loss {loss!r} knows "
             "the policy at the start of the step, not the older one that sampled: set action = 'auto', or max_lag = 0"
         )
 
@@ -116,7 +116,7 @@ def check_ratio_of_a_sequence(config: Config, loss: str) -> None:
         )
 
 
-def check_kl(config: Config, asked: tuple[str, ...]) -> None:
+def check_kl(config: Config, required: tuple[str, ...]) -> None:
     """One place for the penalty, and an estimator that does something there."""
     k = config.kl
     if k.placement == "loss" and k.estimator == "k1":
@@ -124,15 +124,15 @@ def check_kl(config: Config, asked: tuple[str, ...]) -> None:
             "config.kl: k1 in the loss does nothing (its on-policy gradient has mean zero): "
             "use k2 or k3 there, or placement = 'reward'"
         )
-    if k.placement == "reward" and not {"rewards", "token_rewards"} & set(asked):
+    if k.placement == "reward" and not {"rewards", "token_rewards"} & set(required):
         raise UserError(
             f"config.kl.placement = 'reward': advantage {config.advantage.name!r} does not look at it; "
             "set 'loss' or 'none'"
         )
     own = own_name(resolve(config.advantage.name, advantages), advantages)
-    if k.placement == "reward" and own == "grpo" and arguments(config.advantage).get("normalise") != "none":
+    if k.placement == "reward" and own == "grpo" and arguments(config.advantage).get("normalize") != "none":
         raise UserError(
-            "config.advantage.normalise divides by a deviation that the KL penalty is part of: where the task gives no "
+            "config.advantage.normalize divides by a deviation that the KL penalty is part of: where the task gives no "
             "signal, the penalty alone would make full-size advantages; set it to 'none', or kl.placement to 'loss'"
         )
     if k.target and (k.decay != "constant" or not k.coef):

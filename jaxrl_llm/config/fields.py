@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from jaxrl_llm.algorithms import losses
-from jaxrl_llm.algorithms.importance import make_correction
+from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.config.schema import Field, fields_of
 from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner import optim
 
 
 def optim_fields(section: str) -> dict[str, Field]:
-    """The fields of an optimiser's section."""
+    """The fields of an optimizer's section."""
     return fields_of(section, optim.make_optimizer, leave_out=("hold", "more"))
 
 
@@ -63,13 +63,13 @@ TRAIN = SHARED | {
     "kl.weighted": Field(bool),
     "kl.refresh_every": Field(int, low=0),
     "kl.mix": Field(float, low=0, high=1, above=True),
-    "hold.kl_to_reward": Field(float, low=0),
-    "hold.update_size": Field(float, low=0),
+    "adaptive_warmup.kl_to_reward": Field(float, low=0),
+    "adaptive_warmup.update_size": Field(float, low=0),
     **fields_of("entropy", optim.entropy_coefficient),
     "mask.truncated": Field(bool),
     "mask.top_entropy": Field(float, low=0, high=1, above=True),
     "mask.off_policy": Field(float, low=0),
-    **fields_of("correction", make_correction, leave_out=("off_policy",)),
+    **fields_of("importance", make_importance_weights, leave_out=("off_policy",)),
     "rollout.max_lag": Field(int, low=0),
     "rollout.resample_rounds": Field(int, low=0),
     "rollout.temperature": Field(float, low=0, above=True),

@@ -23,14 +23,26 @@ if TYPE_CHECKING:  # it imports jax, which the processes of rewards do without
 RENAMED = {  # fields by the names that they had
     "rollout.engine": "engine.name",
     "rollout.canary_gap": "engine.max_gap",
+    "advantage.normalise": "advantage.normalize",
+    "hold.kl_to_reward": "adaptive_warmup.kl_to_reward",
+    "hold.update_size": "adaptive_warmup.update_size",
+    **{f"correction.{name}": f"importance.{name}" for name in ("level", "action", "low", "high")},
     **{
         f"rollout.{name}": f"engine.{name}"
         for name in (
-            "managed", "python", "server_args", "servers", "push", "push_address", "weights_dir", "concurrency",
-            "timeout", "patience",
+            "managed",
+            "python",
+            "server_args",
+            "servers",
+            "push",
+            "push_address",
+            "weights_dir",
+            "concurrency",
+            "timeout",
+            "patience",
         )
     },
-}  # fmt: skip
+}
 
 OPEN = ("data.chat_template_args",)  # sections whose fields are the user's own
 
@@ -48,8 +60,12 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
         "--config.optim.learning_rate=1e-5. The fields and what they mean are in the config file.",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, e.g. configs/grpo.py")
-    parser.add_argument("--workdir", type=Path, metavar="DIR", help="where the run is kept; an existing run is resumed "
-                        "(default: runs/<config>-<date>-<time>)")  # fmt: skip
+    parser.add_argument(
+        "--workdir",
+        type=Path,
+        metavar="DIR",
+        help="where the run is kept; an existing run is resumed (default: runs/<config>-<date>-<time>)",
+    )
     known, rest = parser.parse_known_args(argv)
     config = load(Path(known.config))
     sys.path += [folder for folder in map(str, _folders(Path(known.config))) if folder not in sys.path]

@@ -57,7 +57,7 @@ def arguments(section: Config) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key != "name"}
 
 
-def needs(function: Callable[..., Any]) -> tuple[str, ...]:
+def required_inputs(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of a function's positional arguments: what it asks of its caller, not of the config."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)

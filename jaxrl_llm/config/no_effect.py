@@ -12,68 +12,79 @@ from jaxrl_llm.structs import Config
 
 # The sizes of a new model, as configs/sft.py has them.
 SIZES = (
-    ("hidden_size", 128), ("num_hidden_layers", 4), ("num_attention_heads", 4), ("num_key_value_heads", 2),
+    ("hidden_size", 128),
+    ("num_hidden_layers", 4),
+    ("num_attention_heads", 4),
+    ("num_key_value_heads", 2),
     ("intermediate_size", 384),
-)  # fmt: skip
+)
 
 
-def check_idle(config: Config, asked: tuple[str, ...], updates: int) -> None:
+def check_no_effect(config: Config, required: tuple[str, ...], updates: int) -> None:
     """No setting is there that does nothing. What is as in configs/grpo.py may stay."""
-    k, r, c, advantage = config.kl, config.rollout, config.correction, config.advantage.name
+    k, r, c, advantage = config.kl, config.rollout, config.importance, config.advantage.name
     no_place, no_warmup = k.placement == "none", not (config.optim.warmup_steps or config.optim.warmup_ratio)
     same_policy = (
         engines.choose(config).in_trainer and not r.max_lag
     )  # the weights that sample are those at the start of the step
     exact = same_policy and config.model.dtype == "float32"
-    unseen = not {"rewards", "token_rewards"} & set(asked)
-    unweighed, why_not = c.action == "none", "correction.action is 'none'"
+    unseen = not {"rewards", "token_rewards"} & set(required)
+    unweighed, why_not = c.action == "none", "importance.action is 'none'"
     if c.action == "auto" and same_policy:
-        unweighed, why_not = True, "this very policy samples, so that correction.action = 'auto' weighs nothing"
-    _refuse_idle(config, (
-        ("kl.coef", 0.0, no_place, "kl.placement is 'none'"),
-        ("kl.target", 0.0, no_place, "kl.placement is 'none'"),
-        ("kl.decay", "constant", no_place, "kl.placement is 'none'"),
-        ("kl.estimator", "k3", no_place, "kl.placement is 'none'"),
-        ("kl.refresh_every", 0, no_place, "kl.placement is 'none'"),
-        ("kl.refresh_every", 0, k.refresh_every > config.num_steps, f"the run has {config.num_steps} steps"),
-        ("kl.mix", 1.0, not k.refresh_every, "kl.refresh_every is 0"),
-        ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),
-        ("kl.horizon", 10_000, not k.target, "kl.target is 0"),
-        ("kl.weighted", False, (k.placement, k.estimator) != ("loss", "k3"), "it is for k3 in the loss"),
-        ("entropy.step", 0.0, not config.entropy.target, "entropy.target is 0"),
-        ("entropy.most", 0.0, not config.entropy.target, "entropy.target is 0"),
-        ("correction.action", "auto", exact and c.action in ("truncate", "mask"), "this very policy samples"),
-        ("correction.level", "token", unweighed, why_not),
-        ("correction.high", 2.0, unweighed, why_not),
-        ("correction.low", 0.0, c.action != "mask", "correction.action is not 'mask'"),
-        ("hold.kl_to_reward", 0.0, no_place, "kl.placement is 'none'"),
-        ("hold.kl_to_reward", 0.0, not (k.coef or k.end), "kl.coef is 0"),
-        ("hold.kl_to_reward", 0.0, no_warmup, "there is no warm-up to hold"),
-        ("hold.update_size", 0.0, no_warmup, "there is no warm-up to hold"),
-        ("mask.off_policy", 0.0, exact and updates == 1, "with one update on a rollout nothing is off-policy"),
-        ("rollout.max_lag", 0, r.max_lag >= config.num_steps, f"the run has {config.num_steps} steps"),
-        ("reward.overlong_tokens", 0, unseen, f"advantage {advantage!r} does not look at it"),
-        ("rollout.resample_rounds", 0, not looks_at_rewards(asked), f"advantage {advantage!r} looks at no reward"),
-        ("rollout.resample_rounds", 0, config.group_size == 1, "a group of 1 never has a signal"),
-    ))  # fmt: skip
+        unweighed, why_not = True, "this very policy samples, so that importance.action = 'auto' weighs nothing"
+    _refuse_no_effect(
+        config,
+        (
+            ("kl.coef", 0.0, no_place, "kl.placement is 'none'"),
+            ("kl.target", 0.0, no_place, "kl.placement is 'none'"),
+            ("kl.decay", "constant", no_place, "kl.placement is 'none'"),
+            ("kl.estimator", "k3", no_place, "kl.placement is 'none'"),
+            ("kl.refresh_every", 0, no_place, "kl.placement is 'none'"),
+            ("kl.refresh_every", 0, k.refresh_every > config.num_steps, f"the run has {config.num_steps} steps"),
+            ("kl.mix", 1.0, not k.refresh_every, "kl.refresh_every is 0"),
+            ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),
+            ("kl.horizon", 10_000, not k.target, "kl.target is 0"),
+            ("kl.weighted", False, (k.placement, k.estimator) != ("loss", "k3"), "it is for k3 in the loss"),
+            ("entropy.step", 0.0, not config.entropy.target, "entropy.target is 0"),
+            ("entropy.most", 0.0, not config.entropy.target, "entropy.target is 0"),
+            ("importance.action", "auto", exact and c.action in ("truncate", "mask"), "this very policy samples"),
+            ("importance.level", "token", unweighed, why_not),
+            ("importance.high", 2.0, unweighed, why_not),
+            ("importance.low", 0.0, c.action != "mask", "importance.action is not 'mask'"),
+            ("adaptive_warmup.kl_to_reward", 0.0, no_place, "kl.placement is 'none'"),
+            ("adaptive_warmup.kl_to_reward", 0.0, not (k.coef or k.end), "kl.coef is 0"),
+            ("adaptive_warmup.kl_to_reward", 0.0, no_warmup, "there is no warm-up to hold"),
+            ("adaptive_warmup.update_size", 0.0, no_warmup, "there is no warm-up to hold"),
+            ("mask.off_policy", 0.0, exact and updates == 1, "with one update on a rollout nothing is off-policy"),
+            ("rollout.max_lag", 0, r.max_lag >= config.num_steps, f"the run has {config.num_steps} steps"),
+            ("reward.overlong_tokens", 0, unseen, f"advantage {advantage!r} does not look at it"),
+            (
+                "rollout.resample_rounds",
+                0,
+                not looks_at_rewards(required),
+                f"advantage {advantage!r} looks at no reward",
+            ),
+            ("rollout.resample_rounds", 0, config.group_size == 1, "a group of 1 never has a signal"),
+        ),
+    )
 
 
-def check_idle_of_both(config: Config) -> None:
+def check_no_effect_shared(config: Config) -> None:
     """The same for what `train` and `sft` share, and for the sizes that `sft` has."""
     constant = "decay is 'constant'"
-    _refuse_idle(config, [("optim.end", 0.0, config.optim.decay == "constant", f"optim.{constant}")])
+    _refuse_no_effect(config, [("optim.end", 0.0, config.optim.decay == "constant", f"optim.{constant}")])
     if "critic" in config:
         end = ("critic.optim.end", 0.0, config.critic.optim.decay == "constant", f"critic.optim.{constant}")
-        _refuse_idle(config, [end])
+        _refuse_no_effect(config, [end])
     # 1 is the complete config's, and may stay.
     idle = not config.eval.every and config.checkpoint.keep_best > 1
-    _refuse_idle(config, [("checkpoint.keep_best", 0, idle, "eval.every is 0, and nothing says which is best")])
+    _refuse_no_effect(config, [("checkpoint.keep_best", 0, idle, "eval.every is 0, and nothing says which is best")])
     if "hidden_size" in config.model:
         there = bool(config.model.path)
-        _refuse_idle(config, [(f"model.{name}", size, there, "model.path names a model") for name, size in SIZES])
+        _refuse_no_effect(config, [(f"model.{name}", size, there, "model.path names a model") for name, size in SIZES])
 
 
-def _refuse_idle(config: Config, rules: Iterable[tuple[str, Any, bool, str]]) -> None:
+def _refuse_no_effect(config: Config, rules: Iterable[tuple[str, Any, bool, str]]) -> None:
     """Refuses a field that is idle, unless it has the value given for it."""
     flat = flatten(config)
     for field, unset, idle, why in rules:
@@ -81,6 +92,6 @@ def _refuse_idle(config: Config, rules: Iterable[tuple[str, Any, bool, str]]) ->
             raise UserError(f"config.{field} = {flat[field]!r} does nothing: {why}; set it to {unset!r}")
 
 
-def looks_at_rewards(asked: tuple[str, ...]) -> bool:
+def looks_at_rewards(required: tuple[str, ...]) -> bool:
     """Whether an estimator that asks for these signals looks at any reward."""
-    return bool({"rewards", "token_rewards", "channels"} & set(asked))
+    return bool({"rewards", "token_rewards", "channels"} & set(required))

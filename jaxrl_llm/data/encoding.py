@@ -30,9 +30,13 @@ FORMAT = 1  # of what is kept; a change of this file that changes token ids rais
 
 
 def encode(
-    prompts: Sequence[str | Chat], tokenizer: Any, source: str, *,
-    numbers: Sequence[int] = (), template_args: Mapping[str, Any] | None = None,
-) -> list[np.ndarray]:  # fmt: skip
+    prompts: Sequence[str | Chat],
+    tokenizer: Any,
+    source: str,
+    *,
+    numbers: Sequence[int] = (),
+    template_args: Mapping[str, Any] | None = None,
+) -> list[np.ndarray]:
     """Token ids (int32) of texts as they are, and of chats through the tokenizer's template; nothing is cut.
 
     A chat ends with the generation prompt, or, where its last message is the assistant's, goes on from there.

@@ -1,4 +1,4 @@
-"""The prompts of a run: a tokenised data set, and a checkpointable Grain iterator over it."""
+"""The prompts of a run: a tokenized data set, and a checkpointable Grain iterator over it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxrl_llm.structs import Config, Prompts
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokenised prompts with their rows, none longer than the limit."""
+    """Tokenized prompts with their rows, none longer than the limit."""
 
     ids: list[np.ndarray]  # int32
     rows: list[Row]
@@ -42,9 +42,13 @@ def load(config: Config, tokenizer: Any) -> Dataset:
     d = config.data
     args = d.chat_template_args.to_dict()
     dataset = read(
-        d.source, tokenizer, convert=d.convert, max_prompt_tokens=d.max_prompt_tokens, overlong=d.overlong,
+        d.source,
+        tokenizer,
+        convert=d.convert,
+        max_prompt_tokens=d.max_prompt_tokens,
+        overlong=d.overlong,
         template_args=args,
-    )  # fmt: skip
+    )
     check_template_args_used("config.data.chat_template_args", args, dataset)
     return dataset
 
@@ -53,22 +57,40 @@ def load_held_out(config: Config, tokenizer: Any) -> Dataset:
     """The prompts to be judged by, as the `eval` section says; an over-long one is an error: none is left out."""
     e, d = config.eval, config.data
     return read(
-        e.source, tokenizer, convert=e.convert, field="eval.convert", problems=e.problems,
-        max_prompt_tokens=d.max_prompt_tokens, overlong="error", template_args=d.chat_template_args.to_dict(),
-    )  # fmt: skip
+        e.source,
+        tokenizer,
+        convert=e.convert,
+        field="eval.convert",
+        problems=e.problems,
+        max_prompt_tokens=d.max_prompt_tokens,
+        overlong="error",
+        template_args=d.chat_template_args.to_dict(),
+    )
 
 
 def read(
-    source: str, tokenizer: Any, *, convert: str, max_prompt_tokens: int, overlong: str,
-    field: str = "data.convert", problems: int | None = None, template_args: Mapping[str, Any] | None = None,
-) -> Dataset:  # fmt: skip
-    """The first `problems` rows of a source (None: all), tokenised; `field` is where `convert` was named."""
+    source: str,
+    tokenizer: Any,
+    *,
+    convert: str,
+    max_prompt_tokens: int,
+    overlong: str,
+    field: str = "data.convert",
+    problems: int | None = None,
+    template_args: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """The first `problems` rows of a source (None: all), tokenized; `field` is where `convert` was named."""
     found = load_rows(source, convert, field)
     rows, numbers = found.rows[:problems], found.numbers[:problems]
-    made = tokenise(
-        rows, tokenizer, max_prompt_tokens=max_prompt_tokens, overlong=overlong, source=source, numbers=numbers,
+    made = tokenize(
+        rows,
+        tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+        overlong=overlong,
+        source=source,
+        numbers=numbers,
         template_args=template_args,
-    )  # fmt: skip
+    )
     return replace(made, refused=found.dropped)
 
 
@@ -78,10 +100,16 @@ def check_template_args_used(field: str, template_args: Mapping[str, Any], datas
         raise UserError(f"{field} = {dict(template_args)} does nothing: all prompts are text; leave it empty")
 
 
-def tokenise(
-    rows: Sequence[Row], tokenizer: Any, *, max_prompt_tokens: int, overlong: str, source: str = "data",
-    numbers: Sequence[int] = (), template_args: Mapping[str, Any] | None = None,
-) -> Dataset:  # fmt: skip
+def tokenize(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    overlong: str,
+    source: str = "data",
+    numbers: Sequence[int] = (),
+    template_args: Mapping[str, Any] | None = None,
+) -> Dataset:
     """Chats through the tokenizer's template with its arguments; text as it is, after the tokenizer's begin token.
 
     overlong: what becomes of a prompt above the limit, "drop" (counted) or "error"; nothing is cut.

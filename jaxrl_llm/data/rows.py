@@ -39,9 +39,11 @@ def check_source(field: str, source: str) -> None:
     if path.is_dir():
         pattern = f"{source.rstrip('/')}/train-*.parquet"
         raise UserError(f"{field} = {source!r} is a folder: give a file of it, or a pattern like {pattern!r}")
-    hub = "" if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or path.suffix else (
-        f"; a data set of the hub is fetched first (hf download {source} --repo-type dataset --local-dir data)"
-    )  # fmt: skip
+    hub = (
+        ""
+        if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or path.suffix
+        else (f"; a data set of the hub is fetched first (hf download {source} --repo-type dataset --local-dir data)")
+    )
     if "/" in source or path.exists() or path.suffix in (".gz", ".zip", ".tsv", ".txt", ".xlsx", ".arrow", ".zst"):
         raise UserError(f"{field} = {source!r}: a file must be {KINDS}{hub or ': write it as one of them'}")
     resolve(source, tasks, field)

@@ -38,25 +38,25 @@ class Finding:
 
 def findings(history: Sequence[Record], bounds: Mapping[str, Any]) -> list[Finding]:
     """What all rules see in the latest records; bounds: the `health` section of a config."""
-    latest = [_known(record) for record in history[-WINDOW:]]
+    latest = [_finite_values(record) for record in history[-WINDOW:]]
     if not latest:
         return []
     found = [rule(latest, **{name: bounds[name] for name in keywords(rule)}) for rule in RULES]
     return [finding for finding in found if finding]
 
 
-def _known(record: Record) -> Record:
+def _finite_values(record: Record) -> Record:
     """A record without what is not finite, which metrics.jsonl has as null; the names of that are in "not_finite"."""
     names = sorted(name for name, x in record.items() if x is None)
     return {name: x for name, x in record.items() if x is not None} | {"not_finite": names}
 
 
-def mismatch(history: Sequence[Record]) -> Finding | None:
+def sampler_mismatch(history: Sequence[Record]) -> Finding | None:
     """F7: sampler and trainer compute different distributions, beyond what the correction can carry."""
     r = history[-1]
-    if not {"correction/kl", "correction/mean", "correction/ess", "rollout/lag_p95"} <= r.keys():
+    if not {"importance/kl", "importance/mean", "importance/ess", "rollout/lag_p95"} <= r.keys():
         return None
-    kl, mean, ess, stale = r["correction/kl"], r["correction/mean"], r["correction/ess"], r["rollout/lag_p95"] > 0
+    kl, mean, ess, stale = r["importance/kl"], r["importance/mean"], r["importance/ess"], r["rollout/lag_p95"] > 0
     signs = [f"KL(sampler || trainer) {kl:.1e}"] if kl > 1e-3 and not stale else []  # older weights are to differ
     signs += [f"mean weight {mean:.2f}"] if not 0.5 <= mean <= 2 else []
     signs += [f"effective sample size {ess:.0%}"] if ess < 0.3 else []
@@ -64,29 +64,36 @@ def mismatch(history: Sequence[Record]) -> Finding | None:
         return None
     bad = kl > 1e-2 or not 0.5 <= mean <= 2 or ess < 0.3
     return Finding(
-        "F7", "bad" if bad else "look", ", ".join(signs),
+        "sampler_mismatch",
+        "bad" if bad else "look",
+        ", ".join(signs),
         "the weights that sampled are too old" if stale else "the engine does not compute what the trainer computes",
-        "lower rollout.max_lag or optim.learning_rate" if stale
-        else "set correction.action = 'truncate', and model.dtype to the server's",
+        "lower rollout.max_lag or optim.learning_rate"
+        if stale
+        else "set importance.action = 'truncate', and model.dtype to the server's",
         "arXiv 2505.24298, 2510.18855",
-    )  # fmt: skip
+    )
 
 
-def stale_push(history: Sequence[Record]) -> Finding | None:
+def stale_weights(history: Sequence[Record]) -> Finding | None:
     """F23: after a push the servers answer as the weights before it."""
-    last = [r for r in history if "canary/before" in r][-3:]
-    if len(last) < 3 or not all(r["canary/gap"] >= r["canary/before"] > 0 for r in last):
+    last = [r for r in history if "weight_check/gap_before" in r][-3:]
+    if len(last) < 3 or not all(r["weight_check/gap"] >= r["weight_check/gap_before"] > 0 for r in last):
         return None
-    if max(r["canary/gap"] for r in last) < 1e-5:  # the weights hardly move
+    if max(r["weight_check/gap"] for r in last) < 1e-5:  # the weights hardly move
         return None
     r = last[-1]
     return Finding(
-        "F23", "bad", f"canary gap {r['canary/gap']:.1e}, to the weights before {r['canary/before']:.1e}",
-        "pushed weights did not arrive", "start the servers again and resume", "TRL #5312",
-    )  # fmt: skip
+        "stale_weights",
+        "bad",
+        f"gap {r['weight_check/gap']:.1e} after a push, {r['weight_check/gap_before']:.1e} to the weights before",
+        "pushed weights did not arrive",
+        "start the servers again and resume",
+        "TRL #5312",
+    )
 
 
-def drift(history: Sequence[Record]) -> Finding | None:
+def engine_drift(history: Sequence[Record]) -> Finding | None:
     """F24: the mismatch grows although the weights stand still."""
     still = [r for r in history if r.get("update_norm", 0.0) == 0.0 and "sampler/gap_mean" in r]
     if len(still) < 8 or len(still) < len(history):
@@ -95,24 +102,32 @@ def drift(history: Sequence[Record]) -> Finding | None:
     if last <= 3 * first or last < 1e-5:
         return None
     return Finding(
-        "F24", "bad", f"mean gap {first:.1e} to {last:.1e} with weights that did not change",
-        "the engine drifts", "start the server again and resume", "measured here",
-    )  # fmt: skip
+        "engine_drift",
+        "bad",
+        f"mean gap {first:.1e} to {last:.1e} with weights that did not change",
+        "the engine drifts",
+        "start the server again and resume",
+        "measured here",
+    )
 
 
-def staleness(history: Sequence[Record]) -> Finding | None:
+def stale_samples(history: Sequence[Record]) -> Finding | None:
     """F30: samples are older than the correction bears."""
     r = history[-1]
-    lag, weight = r.get("rollout/lag_p95", 0), r.get("correction/mean", 1.0)
+    lag, weight = r.get("rollout/lag_p95", 0), r.get("importance/mean", 1.0)
     if not lag or abs(weight - 1) <= 0.1:
         return None
     return Finding(
-        "F30", "look", f"95 % of the tokens are at most {lag:g} updates old, their mean weight is {weight:.2f}",
-        "rollouts are too far off-policy", "lower rollout.max_lag", "arXiv 2505.24298",
-    )  # fmt: skip
+        "stale_samples",
+        "look",
+        f"95 % of the tokens are at most {lag:g} updates old, their mean weight is {weight:.2f}",
+        "rollouts are too far off-policy",
+        "lower rollout.max_lag",
+        "arXiv 2505.24298",
+    )
 
 
-def skipped_updates(history: Sequence[Record], *, max_skipped: Count) -> Finding | None:
+def updates_skipped(history: Sequence[Record], *, max_skipped: Count) -> Finding | None:
     """F27: updates are skipped, one after the other, and the model stands still."""
     r = history[-1]
     counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row")]
@@ -122,11 +137,20 @@ def skipped_updates(history: Sequence[Record], *, max_skipped: Count) -> Finding
     lower = "a lower optim.learning_rate or with model.dtype = 'float32'"
     longer = "other limits: config.mask and rollout.max_completion_tokens decide which tokens are trained"
     return Finding(
-        "F27", "bad", f"{max(counts)} updates in a row were skipped, and the model stands still",
+        "updates_skipped",
+        "bad",
+        f"{max(counts)} updates in a row were skipped, and the model stands still",
         f"their gradients are not finite ({', '.join(names[:5])})" if names else "no token in them is trained",
         f"begin a new run with {lower if names else longer}, or raise config.health.max_skipped (0: never stop)",
-        "FAILURES F27", "stop",
-    )  # fmt: skip
+        "FAILURES F27",
+        "stop",
+    )
 
 
-RULES: tuple[Callable[..., Finding | None], ...] = (mismatch, stale_push, drift, staleness, skipped_updates)
+RULES: tuple[Callable[..., Finding | None], ...] = (
+    sampler_mismatch,
+    stale_weights,
+    engine_drift,
+    stale_samples,
+    updates_skipped,
+)

@@ -36,9 +36,12 @@ class Process:
         handed = [theirs.fileno(), watched.fileno()]
         code = f"import sys; sys.path[:] = {sys.path!r}; from jaxrl_llm.host.process import serve; serve(*{handed})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=handed, stdin=subprocess.DEVNULL, start_new_session=True,
+            [sys.executable, "-c", code],
+            pass_fds=handed,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )  # fmt: skip
+        )
         theirs.close()
         watched.close()
         self.ask(function, *args)

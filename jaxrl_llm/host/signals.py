@@ -19,11 +19,11 @@ SECONDS = 30.0  # from the signal to the end of the machine, as clouds grant a p
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the closed terminal"}
 
 
-class Stop:
+class StopSignals:
     """A context in which a first signal ends the run with exit code 0, and a second one at once, with 128 + its number.
 
     The first signal ends the run wherever it is, also in a compilation or in a rollout of many minutes: the step in
-    hand is lost. It waits only for a block `with stop.later():`, in which the run's state changes. Python runs no
+    hand is lost. It waits only for a block `with stop.deferred():`, in which the run's state changes. Python runs no
     signal handler while the main thread is in such a long call. So one thread of this class reads the signals and
     another one ends the run: it calls `finish`, closes what is `opened` and exits; the main thread never goes on.
     """
@@ -35,7 +35,7 @@ class Stop:
         self._began = 0.0  # when it came
         self._opened, self._whole, self._kept = opened, Lock(), False
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> StopSignals:
         signals = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup wants it
         self._before = {number: signal.signal(number, _pass) for number in signals}
         read, self._write = os.pipe()
@@ -51,7 +51,7 @@ class Stop:
             self._take()
 
     @contextmanager
-    def later(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """A signal waits for the end of this block. After an exception in it the run ends with that error alone."""
         self._take()
         self._kept = True
@@ -98,7 +98,7 @@ class Stop:
         os.close(read)
 
     def _end(self) -> NoReturn:
-        """Runs in a thread, whatever the main thread is doing outside of `later`."""
+        """Runs in a thread, whatever the main thread is doing outside of `deferred`."""
         self._whole.acquire()
         try:
             with self._opened:

@@ -46,8 +46,12 @@ def make_critic(
     learner = update.make_learner(
         value_objective(model, clip=config.critic.clip),
         optim.make_optimizer(checks.critic_updates(config), **config.critic.optim),
-        jax.eval_shape(with_readout, whole.shapes()), params, mesh, microbatch=config.microbatch, aggregate=aggregate,
-    )  # fmt: skip
+        jax.eval_shape(with_readout, whole.shapes()),
+        params,
+        mesh,
+        microbatch=config.microbatch,
+        aggregate=aggregate,
+    )
     score = forward.in_microbatches(partial(forward.completion_values, model), mesh, config.microbatch)
     return replace(learner, prefix="critic/"), Scorer(
         ("values",), lambda states, batch: {"values": score(states["critic"].params, batch)}

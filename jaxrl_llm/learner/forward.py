@@ -23,31 +23,31 @@ LOGITS_AT_ONCE = 2**25  # elements of the largest logits array that a device hol
 
 
 def completion_states(model: Decoder, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """In lanes: the hidden state before each completion token [B, N, T, D], the tokens, and their slots [B, N, T].
+    """In packed rows: the hidden state before each completion token [B, N, T, D], the tokens, their index [B, N, T].
 
     The one place of the shift by one: token t is predicted by the hidden state before
     it, token 0 by the prompt's last. A prompt is run once for its group.
     """
     b, g, c = batch.completions.shape
-    slots = jnp.arange(g * c).reshape(1, g, c) if batch.slots is None else batch.slots
-    slots = jnp.broadcast_to(slots, (b, *slots.shape[1:]))
-    in_lanes = jax.vmap(lambda x, at: jnp.where(at < 0, 0, x.reshape(-1)[at]))
-    tokens = in_lanes(batch.completions, slots)
-    members = jnp.where(in_lanes(batch.completion_mask, slots), slots // c + 1, 0)
-    positions = jnp.where(slots < 0, 0, slots % c)
-    prompt_hidden, hidden = model.forward(params, batch.prompts, batch.prompt_mask, tokens, positions, members)
+    index = jnp.arange(g * c).reshape(1, g, c) if batch.packed_index is None else batch.packed_index
+    index = jnp.broadcast_to(index, (b, *index.shape[1:]))
+    in_rows = jax.vmap(lambda x, at: jnp.where(at < 0, 0, x.reshape(-1)[at]))
+    tokens = in_rows(batch.completions, index)
+    segment_ids = jnp.where(in_rows(batch.completion_mask, index), index // c + 1, 0)
+    positions = jnp.where(index < 0, 0, index % c)
+    prompt_hidden, hidden = model.forward(params, batch.prompts, batch.prompt_mask, tokens, positions, segment_ids)
     before = jnp.pad(hidden, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
     first = last_state(prompt_hidden, batch.prompt_mask)[:, None, None]
     # Through float32, because the gradient of `first` is a sum over the group.
     states = jnp.where((positions == 0)[..., None], first.astype(jnp.float32), before.astype(jnp.float32))
-    return states.astype(hidden.dtype), tokens, slots
+    return states.astype(hidden.dtype), tokens, index
 
 
-def _in_order(x: Array, slots: Array, batch: Batch) -> jax.Array:
-    """Per-token values in lanes [B, N, T] -> [B, G, C], 0 on padding."""
+def _in_order(x: Array, index: Array, batch: Batch) -> jax.Array:
+    """Per-token values in rows [B, N, T] -> [B, G, C], 0 on padding."""
     size = batch.completions[0].size
     place = jax.vmap(lambda x, at: jnp.zeros(size).at[jnp.where(at < 0, size, at)].set(x, mode="drop"))
-    return jnp.where(batch.completion_mask, place(x, slots).reshape(batch.completions.shape), 0.0)
+    return jnp.where(batch.completion_mask, place(x, index).reshape(batch.completions.shape), 0.0)
 
 
 def completion_logprobs(
@@ -57,19 +57,19 @@ def completion_logprobs(
 
     Logits are made for a few tokens at a time, and again in the backward pass.
     """
-    states, tokens, slots = completion_states(model, params, batch)
+    states, tokens, index = completion_states(model, params, batch)
 
     def head(part: tuple[Array, Array]) -> tuple[Array, Array]:
         return token_logprobs(model.logits(params, part[0]), part[1], sampling)
 
-    b, n, t = slots.shape
+    b, n, t = index.shape
     devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
     size = min(max(LOGITS_AT_ONCE * devices // (b * n * model.cfg.vocab_size), 1), t)
     count = -(-t // size)
     parts = tuple(_chunks(x, count, size) for x in (states, tokens))
     if count > 1:  # a single chunk may as well be kept for the backward pass
         head = jax.checkpoint(head, policy=jax.checkpoint_policies.save_only_these_names("log_total", "entropy"))
-    logprobs, entropy = (_in_order(_joined(x, t), slots, batch) for x in jax.lax.map(head, parts))
+    logprobs, entropy = (_in_order(_joined(x, t), index, batch) for x in jax.lax.map(head, parts))
     return logprobs, entropy
 
 
@@ -78,11 +78,11 @@ def completion_values(model: Decoder, params: PyTree, batch: Batch) -> jax.Array
 
     params: {"decoder": as `model` takes them, "readout": {"kernel": [D, 1], "bias": [1]}}.
     """
-    states, _, slots = completion_states(model, params["decoder"], batch)
+    states, _, index = completion_states(model, params["decoder"], batch)
     readout = params["readout"]
     flat = states.reshape(-1, states.shape[-1]).astype(jnp.float32)
     values = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
-    return _in_order(values.reshape(slots.shape), slots, batch)
+    return _in_order(values.reshape(index.shape), index, batch)
 
 
 def _chunks(x: Array, count: int, size: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The optimiser and every schedule: optax, with warm-up counted in optimiser steps."""
+"""The optimizer and every schedule: optax, with warm-up counted in optimizer steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Momentum: TypeAlias = Annotated[float, Field(float, low=0, high=0.9999)]
 
 
 def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, section: str = "optim") -> int:
-    """Warm-up as optimiser steps, from either way of saying it in a section of the config.
+    """Warm-up as optimizer steps, from either way of saying it in a section of the config.
 
     Raises: UserError, if both are given or nothing is left after the warm-up.
     """
@@ -31,7 +31,7 @@ def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, se
     steps = warmup_steps or round(warmup_ratio * total_steps)
     if not 0 <= steps < max(total_steps, 1):
         raise UserError(
-            f"{section}.warmup_steps = {steps} but the run has {total_steps} optimiser steps: "
+            f"{section}.warmup_steps = {steps} but the run has {total_steps} optimizer steps: "
             "the rate would never be reached; lower it or raise num_steps"
         )
     return steps
@@ -57,11 +57,11 @@ def schedule(peak: float, *, decay: Decay, end: float, total_steps: int, warmup:
 
 
 class Coefficient(NamedTuple):
-    """A learning rate or a loss term's coefficient: a pure function of what is kept of the updates so far."""
+    """A learning rate or a loss term's coefficient: a pure function of a state that each update moves."""
 
-    start: float | tuple[float, ...]  # of what is kept, in `TrainState.kept`
-    value: Callable[[Array], Array]  # kept -> coefficient
-    adapt: Callable[[Array, dict[str, Array]], Array]  # (kept, an update's metrics) -> kept; not after a skipped one
+    start: float | tuple[float, ...]  # the state at the start of a run; it is kept in `TrainState.coef_state`
+    value: Callable[[Array], Array]  # state -> coefficient
+    adapt: Callable[[Array, dict[str, Array]], Array]  # (state, metrics of an update) -> state; not if it was skipped
 
 
 class Optimizer(NamedTuple):
@@ -73,7 +73,7 @@ class Optimizer(NamedTuple):
 
 def constant(coef: float) -> Coefficient:
     """The same at every step."""
-    return Coefficient(coef, lambda kept: kept, lambda kept, metrics: kept)
+    return Coefficient(coef, lambda state: state, lambda state, metrics: state)
 
 
 def kl_coefficient(
@@ -92,12 +92,12 @@ def kl_coefficient(
     """
     rate = schedule(coef, decay=decay, end=end, total_steps=total_steps)
     if not target:
-        return Coefficient(0.0, rate, lambda kept, metrics: kept + 1)
+        return Coefficient(0.0, rate, lambda state, metrics: state + 1)
 
-    def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
-        return kept * (1 + jnp.clip(metrics["kl/ref"] / target - 1, -0.2, 0.2) * sequences / horizon)
+    def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
+        return state * (1 + jnp.clip(metrics["kl/ref"] / target - 1, -0.2, 0.2) * sequences / horizon)
 
-    return Coefficient(coef, lambda kept: kept, adapt)
+    return Coefficient(coef, lambda state: state, adapt)
 
 
 def entropy_coefficient(*, coef: NotNegative, target: NotNegative, step: NotNegative, most: NotNegative) -> Coefficient:
@@ -106,11 +106,11 @@ def entropy_coefficient(*, coef: NotNegative, target: NotNegative, step: NotNega
     c grows by `step` after an update below the target, shrinks by it after one above, and stays within 0 and `most`.
     """
 
-    def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
+    def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
         low = metrics["entropy"] <= target
-        return jnp.stack([jnp.clip(kept[0] + jnp.where(low, step, -step), 0.0, most), low.astype(jnp.float32)])
+        return jnp.stack([jnp.clip(state[0] + jnp.where(low, step, -step), 0.0, most), low.astype(jnp.float32)])
 
-    return Coefficient((coef, 1.0), lambda kept: kept[0] * kept[1], adapt) if target else constant(coef)
+    return Coefficient((coef, 1.0), lambda state: state[0] * state[1], adapt) if target else constant(coef)
 
 
 def objective_coefficients(config: Config, total_steps: int, sequences: int) -> dict[str, Coefficient]:
@@ -142,21 +142,21 @@ def make_optimizer(
     b1: Momentum,
     b2: Momentum,
     eps: Positive,
-    hold: dict[str, float] | None = None,
+    adaptive: dict[str, float] | None = None,
     more: dict[str, Coefficient] | None = None,
 ) -> Optimizer:
     """AdamW behind global-norm clipping (0: none); `more` are the coefficients of the objective.
 
     A non-finite gradient changes nothing, moves no coefficient and is counted in the state's `total_notfinite`.
-    The warm-up waits: the rate stays where it is after an update with a metric above its bound in hold (0: none).
+    The warm-up waits: the rate stays where it is after an update with a metric above its bound in adaptive (0: none).
     """
     warmup = count_warmup(total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
     rate = schedule(learning_rate, decay=decay, end=end, warmup=warmup, total_steps=total_steps)
 
-    def adapt(kept: Array, metrics: dict[str, Array]) -> jax.Array:
-        out = [metrics[name] > bound for name, bound in (hold or {}).items() if bound]
-        held = jnp.any(jnp.stack(out)) & (kept < warmup) if out else False
-        return jnp.where(held, kept, kept + 1)
+    def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
+        out = [metrics[name] > bound for name, bound in (adaptive or {}).items() if bound]
+        held = jnp.any(jnp.stack(out)) & (state < warmup) if out else False
+        return jnp.where(held, state, state + 1)
 
     chain = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     chain.append(optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed))

@@ -1,4 +1,4 @@
-"""Completions of a prompt one after the other in lanes, so that little is computed on padding."""
+"""Completions of a prompt one after the other in rows, so that little is computed on padding."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from jaxrl_llm.structs import Array, Batch, Config
 
 
 def to_batch(samples: Samples) -> Batch:
-    """What was sampled, packed into lanes, on the host."""
+    """What was sampled, packed into rows, on the host."""
     prompts, rollouts = samples.prompts, samples.rollouts
-    slots = pack(rollouts.completion_mask.sum(axis=-1), rollouts.completions.shape[-1])
+    packed_index = pack(rollouts.completion_mask.sum(axis=-1), rollouts.completions.shape[-1])
     return Batch(
-        prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
-        sampler_logprobs=rollouts.logprobs, slots=slots,
-    )  # fmt: skip
+        prompts.tokens,
+        prompts.mask,
+        rollouts.completions,
+        rollouts.completion_mask,
+        rollouts.loss_mask,
+        sampler_logprobs=rollouts.logprobs,
+        packed_index=packed_index,
+    )
 
 
 def minibatches(config: Config, step: int) -> Iterator[Array]:
@@ -33,35 +38,35 @@ def minibatches(config: Config, step: int) -> Iterator[Array]:
 def pack(lengths: np.ndarray, limit: int) -> np.ndarray:
     """Where each token of completions of lengths [B, G], each at most `limit` = C, is computed.
 
-    Returns slots [B, N, T] int32: the token g * C + t of its group, or -1 for none. A lane holds whole
+    Returns packed_index [B, N, T] int32: the token g * C + t of its group, or -1 for none. A row holds whole
     completions. T is C halved as often as the longest completion allows, and N is one of 1, 2, 3, 4, 6,
     8, 12 ...: few shapes are compiled in a run.
     """
     width = limit
     while width % 2 == 0 and width // 2 >= lengths.max():
         width //= 2
-    lanes = [_fill(row, width) for row in lengths]
-    count = _round_up(max(len(row) for row in lanes))
-    slots = np.full((len(lengths), count, width), -1, np.int32)
-    for b, row in enumerate(lanes):
-        for n, members in enumerate(row):
-            taken = np.concatenate([g * limit + np.arange(lengths[b, g]) for g in members])
-            slots[b, n, : len(taken)] = taken
-    return slots
+    rows = [_fill(row, width) for row in lengths]
+    count = _round_up(max(len(row) for row in rows))
+    packed_index = np.full((len(lengths), count, width), -1, np.int32)
+    for b, row in enumerate(rows):
+        for n, segment_ids in enumerate(row):
+            taken = np.concatenate([g * limit + np.arange(lengths[b, g]) for g in segment_ids])
+            packed_index[b, n, : len(taken)] = taken
+    return packed_index
 
 
 def _fill(lengths: np.ndarray, width: int) -> list[list[int]]:
-    """Members of each lane: the longest first, each into the first lane that has room."""
-    lanes: list[list[int]] = []
+    """Members of each row: the longest first, each into the first row that has room."""
+    rows: list[list[int]] = []
     room: list[int] = []
     for g in np.argsort(-lengths, kind="stable"):
-        lane = next((n for n, left in enumerate(room) if left >= lengths[g]), len(lanes))
-        if lane == len(lanes):
-            lanes.append([])
+        row = next((n for n, left in enumerate(room) if left >= lengths[g]), len(rows))
+        if row == len(rows):
+            rows.append([])
             room.append(width)
-        lanes[lane].append(int(g))
-        room[lane] -= int(lengths[g])
-    return lanes
+        rows[row].append(int(g))
+        room[row] -= int(lengths[g])
+    return rows
 
 
 def _round_up(count: int) -> int:

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
-from jaxrl_llm.algorithms.importance import Correction, make_correction, stay_on_policy
+from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weights, stay_on_policy
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
 from jaxrl_llm.algorithms.sampling import Sampling
@@ -39,7 +39,7 @@ class Learner:
         self.update_step.lower(state, batch, rows).compile()
 
     def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
-        """One optimiser step on batch[rows]. The state given is donated."""
+        """One optimizer step on batch[rows]. The state given is donated."""
         state, metrics = self.update_step(state, batch, rows)
         return state, {f"{self.prefix}{name}": x for name, x in metrics.items()}
 
@@ -53,9 +53,9 @@ class Learner:
         return {f"{self.prefix}{name}": x for name, x in counts.items()}
 
 
-def coefficients(optimizer: Optimizer, kept: PyTree) -> Metrics:
+def coefficients(optimizer: Optimizer, coef_state: PyTree) -> Metrics:
     """What each coefficient is, from what it keeps in a TrainState."""
-    return {name: c.value(kept[name]) for name, c in optimizer.coefficients.items()}
+    return {name: c.value(coef_state[name]) for name, c in optimizer.coefficients.items()}
 
 
 Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, Metrics]]
@@ -68,24 +68,24 @@ def policy_objective(
     *,
     kl: Callable[[Array, Array], Array] | None = None,
     kl_weighted: bool = False,
-    correct: Correction | None = None,
+    correct: ImportanceFn | None = None,
     off_policy: float = 0.0,
 ) -> Objective:
     """`objective(params, batch, coefs)` -> per-token loss and metrics.
 
     w loss_fn + coefs["kl/coef"] kl - coefs["entropy/coef"] H. kl is an estimator of `algorithms.kl`, or None where
     the loss has no such term; kl_weighted multiplies it by the ratio pi / pi_old, which makes its gradient
-    unbiased off-policy (arXiv 2512.02556). w is 0 outside `batch.chosen` and for completions that `stay_on_policy`
+    unbiased off-policy (arXiv 2512.02556). w is 0 outside `batch.policy_mask` and for completions that `stay_on_policy`
     leaves out (off_policy > 0), and what `correct` makes of the sampler's log-probabilities elsewhere.
     """
-    correct = correct or make_correction()
+    correct = correct or make_importance_weights()
 
     def objective(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[Array, Metrics]:
         logprobs, entropy = completion_logprobs(model, params, batch, sampling)
         old = old_logprobs(logprobs, batch)
         loss, metrics = loss_fn(logprobs, batch)
-        if batch.chosen is not None:
-            loss = jnp.where(batch.chosen, loss, 0.0)
+        if batch.policy_mask is not None:
+            loss = jnp.where(batch.policy_mask, loss, 0.0)
         if off_policy:
             drawn_by = old if batch.sampler_logprobs is None else batch.sampler_logprobs
             stays = stay_on_policy(logprobs, drawn_by, batch.advantages, batch.loss_mask, threshold=off_policy)
@@ -126,7 +126,7 @@ def make_learner(
     """A learner whose parameters have these shapes and begin as params(); the rest as `make_update_step` takes it."""
     abstract, placed = abstract_state(shapes, optimizer, mesh)
     step = make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
-    now = jax.jit(lambda state: coefficients(optimizer, state.kept))
+    now = jax.jit(lambda state: coefficients(optimizer, state.coef_state))
     return Learner(step, abstract, lambda: init_state(params(), optimizer, mesh)[0], now)
 
 
@@ -139,7 +139,7 @@ def make_update_step(
     microbatch: int,
     aggregate: Callable[[Array], Array],
 ) -> jax.stages.Wrapped:
-    """`update_step(state, batch, rows) -> state, metrics`: one optimiser step on batch[rows].
+    """`update_step(state, batch, rows) -> state, metrics`: one optimizer step on batch[rows].
 
     Jitted over the mesh, the state donated, micro-batches of `microbatch` prompts (0: all
     at once) scanned: any value gives the same gradient to rounding. aggregate maps the loss
@@ -152,7 +152,7 @@ def make_update_step(
         batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], place), batch)
         weights = aggregate(batch.loss_mask)
         shares = aggregation_weights(batch.loss_mask, mode="token_mean")
-        coefs = coefficients(optimizer, state.kept)
+        coefs = coefficients(optimizer, state.coef_state)
 
         def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
             per_token, metrics = objective(params, part, coefs)
@@ -171,7 +171,7 @@ def make_update_step(
             grads, parts = jax.lax.scan(accumulate, zeros, split_batch((batch, weights, shares), count))
             metrics = {name: REDUCTIONS.get(name[-4:], jnp.sum)(x) for name, x in parts.items()}
 
-        # Without a trained token the optimiser's momentum would still move the parameters: skip it, as for a NaN.
+        # Without a trained token the optimizer's momentum would still move the parameters: skip it, as for a NaN.
         trained = jnp.any(batch.loss_mask)
         usable = jax.tree.map(lambda g: jnp.where(trained, g, jnp.nan), grads)
         updates, opt_state = optimizer.transform.update(usable, state.opt_state, state.params)
@@ -183,12 +183,12 @@ def make_update_step(
             reward = jnp.maximum(jnp.mean(jnp.abs(batch.rewards)), 1e-6)
             metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
         learned = jnp.isfinite(metrics["grad_norm"]) & trained
-        kept = {
-            name: jnp.where(learned, c.adapt(state.kept[name], metrics), state.kept[name])
+        coef_state = {
+            name: jnp.where(learned, c.adapt(state.coef_state[name], metrics), state.coef_state[name])
             for name, c in optimizer.coefficients.items()
         }
         params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state, kept), metrics
+        return TrainState(state.step + 1, params, opt_state, coef_state), metrics
 
     return jax.jit(
         update_step, donate_argnums=0, out_shardings=(state_shardings, None), compiler_options=ROUND_AS_WRITTEN
@@ -209,16 +209,16 @@ def reduce(name: str, values: Array, shares: Array) -> jax.Array:
 def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
     """A TrainState of shapes, dtypes and shardings alone, and the shardings; params: shapes are enough."""
     init = optimizer.transform.init
-    kept = {name: jnp.float32(c.start) for name, c in optimizer.coefficients.items()}
-    shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, init(p), kept), params)
+    coef_state = {name: jnp.float32(c.start) for name, c in optimizer.coefficients.items()}
+    shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, init(p), coef_state), params)
     placed = sharding.shardings(shapes, mesh)
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed), placed
 
 
 def init_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
-    """A TrainState at step 0, the optimiser's part made already sharded, and the shardings of the whole."""
+    """A TrainState at step 0, the optimizer's part made already sharded, and the shardings of the whole."""
     _, placed = abstract_state(params, optimizer, mesh)
-    kept = {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}
+    coef_state = {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}
     opt_state = jax.jit(optimizer.transform.init, out_shardings=placed.opt_state)(params)
-    step, kept = jax.device_put((jnp.int32(0), kept), (placed.step, placed.kept))
-    return TrainState(step, params, opt_state, kept), placed
+    step, coef_state = jax.device_put((jnp.int32(0), coef_state), (placed.step, placed.coef_state))
+    return TrainState(step, params, opt_state, coef_state), placed

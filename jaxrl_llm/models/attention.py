@@ -1,6 +1,6 @@
-"""Attention over a prompt shared by its group and over each lane's own tokens, in one softmax.
+"""Attention over a prompt shared by its group and over each row's own tokens, in one softmax.
 
-Shapes: N lanes of T tokens to a prompt, K key heads, R query heads to a key head, h their size.
+Shapes: N rows of T tokens to a prompt, K key heads, R query heads to a key head, h their size.
 Keys lie head-major, so that every product is a plain batched one and nothing is transposed for it.
 """
 
@@ -19,7 +19,7 @@ from jaxrl_llm.structs import Array
 
 
 class KeyValue(NamedTuple):
-    """Keys and values of prompts [B, K, P, h] or of lanes [B, K, N, S, h]."""
+    """Keys and values of prompts [B, K, P, h] or of rows [B, K, N, S, h]."""
 
     keys: Array
     values: Array
@@ -33,7 +33,7 @@ def attend(
     prompt_mask: Array | None = None,
     precision: jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """Softmax attention of query [B, K, N, R, T, h] to its lane and to its prompt -> the same shape.
+    """Softmax attention of query [B, K, N, R, T, h] to its row and to its prompt -> the same shape.
 
     own [B, K, N, S, h] with own_visible [B, N, T, S]; prompt [B, K, P, h] with prompt_mask [B, P].
     Scores and their softmax are float32.
@@ -54,10 +54,10 @@ def attend(
     return (out / total).astype(query.dtype)
 
 
-def causal_within(members: Array) -> jax.Array:
-    """What tokens of lanes see of each other [B, N, T, T]: those of the same number in members [B, N, T], so far."""
-    causal = jnp.tril(jnp.ones((members.shape[-1],) * 2, bool))
-    return causal[None, None] & (members[..., :, None] == members[..., None, :])
+def causal_within(segment_ids: Array) -> jax.Array:
+    """What tokens of rows see of each other [B, N, T, T]: those of the same number in segment_ids [B, N, T], so far."""
+    causal = jnp.tril(jnp.ones((segment_ids.shape[-1],) * 2, bool))
+    return causal[None, None] & (segment_ids[..., :, None] == segment_ids[..., None, :])
 
 
 def no_prompt(query: Array) -> tuple[KeyValue, jax.Array]:
@@ -67,7 +67,7 @@ def no_prompt(query: Array) -> tuple[KeyValue, jax.Array]:
 
 
 def over_mesh(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: int) -> Callable[..., jax.Array]:
-    """`kernel((query, keys, values, members), (keys, values, mask))` of lanes and prompts, on each device's share.
+    """`kernel((query, keys, values, segment_ids), (keys, values, mask))` of rows and prompts, on each device's share.
 
     The compiler cannot split a kernel: each device runs it on its prompts, and on its key heads if they divide.
     """

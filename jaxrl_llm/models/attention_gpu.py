@@ -1,4 +1,4 @@
-"""`attend` for lanes of completions as cuDNN's flash attention, forward and backward, by `jax.nn`."""
+"""`attend` for rows of completions as cuDNN's flash attention, forward and backward, by `jax.nn`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fits(device: Any, head_dim: int, dtype: str) -> bool:
 def attend_gpu(
     query: Array,
     own: KeyValue,
-    members: Array,
+    segment_ids: Array,
     prompt: KeyValue | None = None,
     prompt_mask: Array | None = None,
     *,
@@ -34,35 +34,35 @@ def attend_gpu(
 ) -> jax.Array:
     """query [B, K, N, R, T, h], own [B, K, N, T, h], prompt [B, K, P, h] and its mask [B, P] -> like query.
 
-    members [B, N, T]: 0 for padding, which gives 0. A token sees its prompt and its completion so far.
+    segment_ids [B, N, T]: 0 for padding, which gives 0. A token sees its prompt and its completion so far.
     """
     if prompt is None or prompt_mask is None:
         prompt, prompt_mask = no_prompt(query)
     attend = over_mesh(partial(_attend, implementation=implementation), mesh, kv_heads=query.shape[1])
-    return attend((query, *own, members), (*prompt, prompt_mask))
+    return attend((query, *own, segment_ids), (*prompt, prompt_mask))
 
 
 def _attend(
-    lanes: tuple[Array, ...], prompts: tuple[Array, ...], *, implementation: Literal["cudnn", "xla"]
+    rows: tuple[Array, ...], prompts: tuple[Array, ...], *, implementation: Literal["cudnn", "xla"]
 ) -> jax.Array:
-    (query, keys, values, members), (prompt_keys, prompt_values, prompt_mask) = lanes, prompts
+    (query, keys, values, segment_ids), (prompt_keys, prompt_values, prompt_mask) = rows, prompts
     b, k, n, r, t, h = query.shape
     p = prompt_mask.shape[-1]
     more_queries, more_keys = -t % TILE, -(t + p) % TILE
     length = lambda more: ((0, 0), (0, more), (0, 0), (0, 0))  # noqa: E731
 
-    def lane_major(own: Array, shared: Array) -> jax.Array:
-        shared = jnp.broadcast_to(shared[:, :, None], (b, k, n, p, h))  # cuDNN knows no keys of several lanes
+    def row_major(own: Array, shared: Array) -> jax.Array:
+        shared = jnp.broadcast_to(shared[:, :, None], (b, k, n, p, h))  # cuDNN knows no keys of several rows
         return jnp.concatenate([own, shared], axis=3).transpose(0, 2, 3, 1, 4).reshape(b * n, t + p, k, h)
 
     of_prompt = jnp.broadcast_to(prompt_mask[:, None, None], (b, n, t, p))
-    visible = jnp.concatenate([causal_within(members), of_prompt], axis=-1).reshape(b * n, 1, t, t + p)
+    visible = jnp.concatenate([causal_within(segment_ids), of_prompt], axis=-1).reshape(b * n, 1, t, t + p)
     out = jax.nn.dot_product_attention(
         jnp.pad(query.transpose(0, 2, 4, 1, 3, 5).reshape(b * n, t, k * r, h), length(more_queries)),
-        jnp.pad(lane_major(keys, prompt_keys), length(more_keys)),
-        jnp.pad(lane_major(values, prompt_values), length(more_keys)),
+        jnp.pad(row_major(keys, prompt_keys), length(more_keys)),
+        jnp.pad(row_major(values, prompt_values), length(more_keys)),
         mask=jnp.pad(visible, ((0, 0), (0, 0), (0, more_queries), (0, more_keys))),
         implementation=implementation,
     )
     out = out[:, :t].reshape(b, n, t, k, r, h).transpose(0, 3, 1, 4, 2, 5)
-    return jnp.where(members[:, None, :, None, :, None] > 0, out, 0)  # no gradient comes from padding
+    return jnp.where(segment_ids[:, None, :, None, :, None] > 0, out, 0)  # no gradient comes from padding

@@ -1,4 +1,4 @@
-"""`attend` for lanes of completions as one TPU kernel, forward and backward: JAX's splash attention."""
+"""`attend` for rows of completions as one TPU kernel, forward and backward: JAX's splash attention."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jaxrl_llm.models.attention import KeyValue, no_prompt, over_mesh
 from jaxrl_llm.structs import Array
 
 BLOCK = 512  # queries, and keys, that the kernel holds at once
-BITS = 16  # of a query's index within its lane
+BITS = 16  # of a query's index within its row
 
 
 def fits(device: Any, head_dim: int, dtype: str, length: int) -> bool:
-    """Whether the kernel runs on this device and takes heads of this size, this dtype, and lanes of this length."""
+    """Whether the kernel runs on this device and takes heads of this size, this dtype, and rows of this length."""
     # float32 would be multiplied in bf16: the kernel has no precision to ask for.
     return device.platform == "tpu" and length < 2 ** (31 - BITS) and head_dim % 64 == 0 and dtype == "bfloat16"
 
 
 @dataclass(frozen=True)
 class _Visible(splash.Mask):
-    """What queries [T] see of keys [T + P], the lane's first: their completion so far, and the prompt.
+    """What queries [T] see of keys [T + P], the row's first: their completion so far, and the prompt.
 
     Segment ids alone cannot say so: they are compared for equality, and the prompt is of all segments.
     The kernel skips the blocks that `__getitem__` says are empty, and asks `mask_function` within the
@@ -57,7 +57,7 @@ class _Visible(splash.Mask):
 def attend_tpu(
     query: Array,
     own: KeyValue,
-    members: Array,
+    segment_ids: Array,
     prompt: KeyValue | None = None,
     prompt_mask: Array | None = None,
     *,
@@ -66,7 +66,7 @@ def attend_tpu(
 ) -> jax.Array:
     """query [B, K, N, R, T, h], own [B, K, N, T, h], prompt [B, K, P, h] and its mask [B, P] -> like query.
 
-    members [B, N, T]: 0 for padding, else one number for each completion, whose tokens are neighbours.
+    segment_ids [B, N, T]: 0 for padding, else one number for each completion, whose tokens are neighbors.
     A token sees its prompt and its completion so far; padding gives 0.
     """
     k, t = query.shape[1], query.shape[-2]
@@ -77,16 +77,16 @@ def attend_tpu(
     def padded(x: Array, axis: int) -> jax.Array:
         return jnp.pad(x, [(0, -x.shape[axis] % block if i == axis % x.ndim else 0) for i in range(x.ndim)])
 
-    lane = (padded(query, -2), padded(own.keys, -2), padded(own.values, -2), padded(members, -1))
+    row = (padded(query, -2), padded(own.keys, -2), padded(own.values, -2), padded(segment_ids, -1))
     shared = (padded(prompt.keys, -2), padded(prompt.values, -2), padded(prompt_mask, -1))
-    one = partial(_attend_lane, block=block, interpret=interpret)
+    one = partial(_attend_row, block=block, interpret=interpret)
     attend = over_mesh(jax.vmap(jax.vmap(one, in_axes=((1, 1, 1, 0), None), out_axes=1)), mesh, k)
-    return attend(lane, shared)[..., :t, :]
+    return attend(row, shared)[..., :t, :]
 
 
-def _attend_lane(lane: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int, interpret: bool) -> jax.Array:
-    """One lane and its prompt, both padded to blocks: query [K, R, T, h] and so on -> [K, R, T, h]."""
-    (query, keys, values, members), (prompt_keys, prompt_values, prompt_mask) = lane, prompt
+def _attend_row(row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int, interpret: bool) -> jax.Array:
+    """One row and its prompt, both padded to blocks: query [K, R, T, h] and so on -> [K, R, T, h]."""
+    (query, keys, values, segment_ids), (prompt_keys, prompt_values, prompt_mask) = row, prompt
     k, r, t, h = query.shape
     masks = splash.MultiHeadMask([_Visible(t, prompt_mask.size)] * (k * r))
     sizes = splash.BlockSizes(block, block, block, block, block, block, block, block)
@@ -94,7 +94,7 @@ def _attend_lane(lane: tuple[Array, ...], prompt: tuple[Array, ...], *, block: i
 
     index = jnp.arange(t, dtype=jnp.int32)
     # Padding sees itself and the prompt: a row that sees nothing has no softmax.
-    first = (members == 0) | (members != jnp.roll(members, 1)) | (index == 0)
+    first = (segment_ids == 0) | (segment_ids != jnp.roll(segment_ids, 1)) | (index == 0)
     start = jax.lax.cummax(jnp.where(first, index, 0))
     infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
     kernel = type(kernel)(*(i._replace(q_sequence=start << BITS | index) for i in infos), **kernel.kwargs)
@@ -104,4 +104,4 @@ def _attend_lane(lane: tuple[Array, ...], prompt: tuple[Array, ...], *, block: i
     values = jnp.concatenate([values, prompt_values], axis=1)
     real = jnp.concatenate([jnp.ones_like(index), prompt_mask.astype(jnp.int32)])
     out = kernel(scaled, keys, values, splash.SegmentIds(jnp.ones_like(index), real))
-    return jnp.where(members[None, :, None] > 0, out, 0).reshape(k, r, t, h)  # no gradient comes from padding
+    return jnp.where(segment_ids[None, :, None] > 0, out, 0).reshape(k, r, t, h)  # no gradient comes from padding

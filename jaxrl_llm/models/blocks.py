@@ -98,7 +98,7 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Ends(nnx.Module):
+class EmbedAndHead(nnx.Module):
     """What is below and above the layers: embedding, last norm, head."""
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):

@@ -1,6 +1,6 @@
 """The decoder shared by all families: pure functions over a tree of parameters.
 
-Prompts are [B, P] and run once. What follows a prompt lies in lanes [B, N, T], each with one or
+Prompts are [B, P] and run once. What follows a prompt lies in rows [B, N, T], each with one or
 several completions; all attend to the keys and values of their prompt, of which one copy serves
 the whole group.
 """
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.models import attention_gpu, attention_tpu
 from jaxrl_llm.models.attention import KeyValue, attend, causal_within, head_major, rotary, token_major
-from jaxrl_llm.models.blocks import Block, DecoderConfig, Ends
+from jaxrl_llm.models.blocks import Block, DecoderConfig, EmbedAndHead
 from jaxrl_llm.sharding import BATCH
 from jaxrl_llm.structs import Array, PyTree
 
@@ -39,13 +39,15 @@ class Decoder:
         self.cfg = cfg
         self.mesh = mesh
         self._block_def, self._block_state = nnx.split(nnx.eval_shape(lambda: Block(cfg, nnx.Rngs(0))))
-        self._ends_def, self._ends_state = nnx.split(nnx.eval_shape(lambda: Ends(cfg, nnx.Rngs(0))))
+        self._embed_and_head_def, self._embed_and_head_state = nnx.split(
+            nnx.eval_shape(lambda: EmbedAndHead(cfg, nnx.Rngs(0)))
+        )
 
     def init(self, key: Array) -> PyTree:
         """Fresh float32 parameters, normal(0, 0.02)."""
         block_key, ends_key = jax.random.split(key)
         blocks = jax.vmap(lambda k: _pure(Block(self.cfg, nnx.Rngs(k))))(jax.random.split(block_key, self.cfg.layers))
-        return {"layers": blocks, **_pure(Ends(self.cfg, nnx.Rngs(ends_key)))}
+        return {"layers": blocks, **_pure(EmbedAndHead(self.cfg, nnx.Rngs(ends_key)))}
 
     def shapes(self) -> PyTree:
         """The parameter tree's shapes and dtypes."""
@@ -54,57 +56,57 @@ class Decoder:
     def prefill(self, params: PyTree, tokens: Array, mask: Array) -> tuple[jax.Array, Any]:
         """Prompts [B, P] -> hidden [B, P, D], and each layer's keys and values [B, K, P, h]."""
         angles = rotary(_positions(mask), self.cfg.head_dim, self.cfg.rope_theta)
-        attend_lanes = self._attend_lanes(mask[:, None].astype(jnp.int32))
+        attend_packed = self._attend_packed(mask[:, None].astype(jnp.int32))
 
         def layer(x: Array, scanned: tuple[PyTree]) -> tuple[Array, KeyValue]:
             block = self._block(scanned[0])
             query, own = head_major(*block.project(x, angles))
-            x = block.finish(x, token_major(attend_lanes(query, own)))
+            x = block.finish(x, token_major(attend_packed(query, own)))
             return x, _of_prompt(own)
 
         x, prefix = self._through(layer, self._embed(params, tokens[:, None]), params["layers"])
-        return self._ends(params).norm(x)[:, 0], prefix
+        return self._embed_and_head(params).norm(x)[:, 0], prefix
 
     def forward(
-        self, params: PyTree, prompts: Array, prompt_mask: Array, tokens: Array, positions: Array, members: Array
+        self, params: PyTree, prompts: Array, prompt_mask: Array, tokens: Array, positions: Array, segment_ids: Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Prompts [B, P] and the lanes [B, N, T] after them -> hidden [B, P, D] and [B, N, T, D].
+        """Prompts [B, P] and the rows [B, N, T] after them -> hidden [B, P, D] and [B, N, T, D].
 
-        positions [B, N, T] count from a completion's first token. members [B, N, T] tells the
-        completions in a lane apart. Every product is one over the tokens of prompts and lanes.
+        positions [B, N, T] count from a completion's first token. segment_ids [B, N, T] tells the
+        completions in a row apart. Every product is one over the tokens of prompts and rows.
         """
         length = prompts.shape[1]
 
-        def join(of_prompts: Array, of_lanes: Array) -> jax.Array:
+        def join(of_prompts: Array, of_packed: Array) -> jax.Array:
             """[B, 1, P, ...] and [B, N, T, ...] -> [B, 1, P + N * T, ...]."""
-            of_lanes = of_lanes.reshape(len(of_lanes), 1, -1, *of_lanes.shape[3:])
-            return jnp.concatenate([of_prompts, of_lanes], axis=2)
+            of_packed = of_packed.reshape(len(of_packed), 1, -1, *of_packed.shape[3:])
+            return jnp.concatenate([of_prompts, of_packed], axis=2)
 
         def split(x: Array) -> tuple[jax.Array, jax.Array]:
             return x[:, :, :length], x[:, :, length:].reshape(*tokens.shape, *x.shape[3:])
 
         after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
         angles = rotary(join(_positions(prompt_mask), after_prompt), self.cfg.head_dim, self.cfg.rope_theta)
-        attend_prompts = self._attend_lanes(prompt_mask[:, None].astype(jnp.int32))
-        attend_lanes = self._attend_lanes(members)
+        attend_prompts = self._attend_packed(prompt_mask[:, None].astype(jnp.int32))
+        attend_packed = self._attend_packed(segment_ids)
 
         def layer(x: Array, scanned: tuple[PyTree]) -> tuple[Array, None]:
             block = self._block(scanned[0])
-            of_prompts, of_lanes = zip(*(split(y) for y in block.project(x, angles)), strict=True)
+            of_prompts, of_packed = zip(*(split(y) for y in block.project(x, angles)), strict=True)
             query, own = head_major(*of_prompts)
             from_prompts = attend_prompts(query, own)
-            from_lanes = attend_lanes(*head_major(*of_lanes), _of_prompt(own), prompt_mask)
-            return block.finish(x, join(token_major(from_prompts), token_major(from_lanes))), None
+            from_packed = attend_packed(*head_major(*of_packed), _of_prompt(own), prompt_mask)
+            return block.finish(x, join(token_major(from_prompts), token_major(from_packed))), None
 
         x = self._embed(params, join(prompts[:, None], tokens))
         x, _ = self._through(layer, x, params["layers"])
-        of_prompts, of_lanes = split(self._ends(params).norm(x))
-        return of_prompts[:, 0], of_lanes
+        of_prompts, of_packed = split(self._embed_and_head(params).norm(x))
+        return of_prompts[:, 0], of_packed
 
     def decode(
         self, params: PyTree, tokens: Array, t: Array, cache: Any, prefix: Any, prefix_mask: Array
     ) -> tuple[jax.Array, Any]:
-        """Completion token t of every lane, tokens [B, N] -> hidden [B, N, D], and the cache with it.
+        """Completion token t of every row, tokens [B, N] -> hidden [B, N, D], and the cache with it.
 
         cache: each layer's keys and values [B, K, N, S, h] of tokens 0 .. t-1, t < S.
         """
@@ -115,15 +117,16 @@ class Decoder:
             params_l, prompt, cache_l = scanned
             block = self._block(params_l)
             query, now = head_major(*block.project(x, angles))
-            cache_l = KeyValue(*(jax.lax.dynamic_update_slice_in_dim(c, n, t, axis=3)
-                                 for c, n in zip(cache_l, now, strict=True)))  # fmt: skip
+            cache_l = KeyValue(
+                *(jax.lax.dynamic_update_slice_in_dim(c, n, t, axis=3) for c, n in zip(cache_l, now, strict=True))
+            )
             visible = (jnp.arange(cache_l.keys.shape[3]) <= t)[None, None, None]
             attended = attend(query, cache_l, visible, prompt, prefix_mask, self.cfg.precision)
             return block.finish(x, token_major(attended)), cache_l
 
         x = self._embed(params, tokens[:, :, None])
         x, cache = self._through(layer, x, params["layers"], prefix, cache)
-        return self._ends(params).norm(x)[:, :, 0], cache
+        return self._embed_and_head(params).norm(x)[:, :, 0], cache
 
     def logits(self, params: PyTree, hidden: Array) -> jax.Array:
         """hidden [..., D] -> float32 logits [..., V]."""
@@ -137,15 +140,15 @@ class Decoder:
         layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(self.cfg.layers)]
         return params | {"layers": layers}
 
-    def _attend_lanes(self, members: Array) -> Callable[..., jax.Array]:
-        """Causal attention within each completion of lanes [B, N, T], by the platform's kernel where it fits."""
+    def _attend_packed(self, segment_ids: Array) -> Callable[..., jax.Array]:
+        """Causal attention within each completion of rows [B, N, T], by the platform's kernel where it fits."""
         if self.mesh is not None:
             device, heads = self.mesh.devices.flat[0], (self.cfg.head_dim, self.cfg.dtype)
-            if attention_tpu.fits(device, *heads, members.shape[-1]):
-                return lambda q, own, *prompt: attention_tpu.attend_tpu(q, own, members, *prompt, mesh=self.mesh)
+            if attention_tpu.fits(device, *heads, segment_ids.shape[-1]):
+                return lambda q, own, *prompt: attention_tpu.attend_tpu(q, own, segment_ids, *prompt, mesh=self.mesh)
             if attention_gpu.fits(device, *heads):
-                return lambda q, own, *prompt: attention_gpu.attend_gpu(q, own, members, *prompt, mesh=self.mesh)
-        visible = causal_within(members)
+                return lambda q, own, *prompt: attention_gpu.attend_gpu(q, own, segment_ids, *prompt, mesh=self.mesh)
+        visible = causal_within(segment_ids)
         return lambda query, own, *prompt: attend(query, own, visible, *prompt, precision=self.cfg.precision)
 
     def _through(self, layer: Callable, x: Array, layers: PyTree, *per_layer: Any) -> tuple[Array, Any]:
@@ -160,7 +163,7 @@ class Decoder:
 
     def _embed(self, params: PyTree, tokens: Array) -> jax.Array:
         # Rows are taken before they are cast: the gradient adds up thousands of rows of a frequent token, in float32.
-        x = self._ends(params).embed(tokens).astype(self.cfg.dtype)
+        x = self._embed_and_head(params).embed(tokens).astype(self.cfg.dtype)
         if self.mesh is None:
             return x
         # Left to itself the compiler would split the width as the embedding is, and give every device all prompts.
@@ -169,8 +172,10 @@ class Decoder:
     def _block(self, params: PyTree) -> Block:
         return _merge(self._block_def, self._block_state, params)
 
-    def _ends(self, params: PyTree) -> Ends:
-        return _merge(self._ends_def, self._ends_state, {k: v for k, v in params.items() if k != "layers"})
+    def _embed_and_head(self, params: PyTree) -> EmbedAndHead:
+        return _merge(
+            self._embed_and_head_def, self._embed_and_head_state, {k: v for k, v in params.items() if k != "layers"}
+        )
 
     def _remat(self, layer: Callable) -> Callable:
         if self.cfg.remat == "none":
@@ -185,7 +190,7 @@ def _positions(mask: Array) -> jax.Array:
 
 
 def _of_prompt(own: KeyValue) -> KeyValue:
-    """Keys and values of a prompt's only lane [B, K, 1, P, h] -> [B, K, P, h]."""
+    """Keys and values of a prompt's only row [B, K, 1, P, h] -> [B, K, P, h]."""
     return KeyValue(own.keys[:, :, 0], own.values[:, :, 0])
 
 

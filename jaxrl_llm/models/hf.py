@@ -41,9 +41,17 @@ NAMES = {
 
 # Files beside config.json and the weights that change what a model reads, writes, or stops at.
 SETTINGS = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def find(path: str, field: str = "model.path") -> Path:
@@ -90,7 +98,7 @@ def load_model(folder: Path, mesh: Mesh | None = None, *, dtype: str = "float32"
         )
     if hf.get("quantization_config"):
         raise UserError(
-            f"{folder / 'config.json'}: quantization_config: quantised weights are not supported; "
+            f"{folder / 'config.json'}: quantization_config: quantized weights are not supported; "
             "use the checkpoint that they were made from"
         )
     stored_dtype(folder)

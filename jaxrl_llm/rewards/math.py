@@ -1,6 +1,6 @@
 """Rewards for mathematics with a known answer: what the last \\boxed{} holds, judged by math-verify.
 
-The forms of an answer that count as equal, and those that do not, are a table in tests/test_maths.py.
+The forms of an answer that count as equal, and those that do not, are a table in tests/test_math.py.
 """
 
 from __future__ import annotations
@@ -79,9 +79,23 @@ def _wanted(answer: Any) -> str:
 
 
 SIGNS = {
-    "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "\\div ", "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ",
-    "≥": "\\ge ", "°": "^\\circ", "√": "\\sqrt ", "∪": "\\cup ", "±": "\\pm ", "％": "%", "\u00a0": " ", "\u202f": " ",
-}  # fmt: skip
+    "−": "-",
+    "–": "-",
+    "×": "\\times ",
+    "·": "\\cdot ",
+    "÷": "\\div ",
+    "π": "\\pi ",
+    "∞": "\\infty ",
+    "≤": "\\le ",
+    "≥": "\\ge ",
+    "°": "^\\circ",
+    "√": "\\sqrt ",
+    "∪": "\\cup ",
+    "±": "\\pm ",
+    "％": "%",
+    "\u00a0": " ",
+    "\u202f": " ",
+}
 # What people and models write around or inside of a number, and what math-verify does not read, or reads wrongly.
 REWRITES = [
     (re.compile(pattern, re.DOTALL), by)

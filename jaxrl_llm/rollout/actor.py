@@ -11,8 +11,8 @@ import jax
 
 from jaxrl_llm.checkpoint import Pending
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.prefetch import Ahead
-from jaxrl_llm.rollout.samples import Collector, Samples
+from jaxrl_llm.rollout.prefetch import Prefetcher
+from jaxrl_llm.rollout.samples import Samples, SampleSource
 from jaxrl_llm.structs import Array, PyTree, Rollouts
 
 
@@ -34,31 +34,38 @@ class Actor:
     """
 
     def __init__(
-        self, engine: Engine, collector: Collector, iterator: grain.DatasetIterator, key: Array, *, lag: int,
-        last: int, weight_check: WeightCheck | None = None,
-    ):  # fmt: skip
-        """key: of the run; last: its last step; iterator: of the prompts, the one that `collector` draws from."""
-        self.engine, self._collector, self._iterator, self._key = engine, collector, iterator, key
+        self,
+        engine: Engine,
+        source: SampleSource,
+        iterator: grain.DatasetIterator,
+        key: Array,
+        *,
+        lag: int,
+        last: int,
+        weight_check: WeightCheck | None = None,
+    ):
+        """key: of the run; last: its last step; iterator: of the prompts, the one that `source` draws from."""
+        self.engine, self._source, self._iterator, self._key = engine, source, iterator, key
         self._lag, self._last, self._check = lag, last, weight_check
         self._beginning = self._position = iterator.get_state()
-        self._ahead: Ahead[Samples] = Ahead(self._sample, lag=lag, last=last)
+        self._prefetcher: Prefetcher[Samples] = Prefetcher(self._sample, lag=lag, last=last)
         self._current: Samples
         self._pushed: Future[Rollouts | None]
 
     def reset(self, step: int, params: PyTree, pending: Pending | None = None) -> None:
         """Goes on after `step` with these weights, and as `pending` says; without it, at the start of the data."""
-        self._ahead.close(wait=True)  # what it samples now moves the iterator
-        self._ahead = Ahead(self._sample, lag=self._lag, last=self._last)
+        self._prefetcher.close(wait=True)  # what it samples now moves the iterator
+        self._prefetcher = Prefetcher(self._sample, lag=self._lag, last=self._last)
         position, batches = pending or Pending(self._beginning, [])
         self._iterator.set_state(position)
         self._position = position
-        self._pushed = self._ahead.do(self._push, params, step)
-        made = [self._collector.again(arrays, metrics) for arrays, metrics in batches]
-        self._ahead.begin(step, [replace(samples, position=position) for samples in made])
+        self._pushed = self._prefetcher.do(self._push, params, step)
+        made = [self._source.from_checkpoint(arrays, metrics) for arrays, metrics in batches]
+        self._prefetcher.begin(step, [replace(samples, position=position) for samples in made])
 
     def next(self) -> Samples:
         """The samples of the next step, when they are there. They stay the next ones until the `push` after them."""
-        self._current = self._ahead.next()
+        self._current = self._prefetcher.next()
         return self._current
 
     def finish_push(self, params: PyTree) -> dict[str, Any]:
@@ -76,29 +83,29 @@ class Actor:
     def push(self, params: PyTree, step: int) -> None:
         """The next samples have been learned from in `step`: they are dropped, and its weights are pushed."""
         self._position = self._current.position
-        self._ahead.used()
-        self._pushed = self._ahead.do(self._push, params, step)
+        self._prefetcher.used()
+        self._pushed = self._prefetcher.do(self._push, params, step)
 
     def advance(self, step: int) -> None:
         """All is done that step `step` needs the engine and the device for: one more step may be sampled for."""
-        self._ahead.learned(step)
+        self._prefetcher.learned(step)
 
     def pending(self, seconds: float | None = None) -> Pending:
         """The batches that are ordered and not yet learned from, or those of them that come in so many seconds."""
-        batches = self._ahead.waiting(seconds)
+        batches = self._prefetcher.waiting(seconds)
         position = batches[-1].position if batches else self._position
-        return Pending(position, [(self._collector.keep(samples), samples.metrics) for samples in batches])
+        return Pending(position, [(self._source.to_checkpoint(samples), samples.metrics) for samples in batches])
 
     def close(self) -> None:
         """Nothing more is begun."""
-        self._ahead.close()
+        self._prefetcher.close()
 
     def _push(self, params: PyTree, step: int) -> Rollouts | None:
         self.engine.update_weights(params, step)
         return self._check.ask() if self._check else None
 
     def _sample(self, step: int) -> Samples:
-        samples = self._collector.collect(jax.random.fold_in(self._key, step))
+        samples = self._source.sample(jax.random.fold_in(self._key, step))
         if not self._lag:
             self.engine.release()
         return replace(samples, position=self._iterator.get_state())

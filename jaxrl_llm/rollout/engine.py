@@ -22,9 +22,14 @@ class Engine(Protocol):
     max_gap: float | None  # allowed between its log-probabilities and the trainer's after a push; None: not checked
 
     def generate(
-        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling,
+        self,
+        prompts: Prompts,
+        key: jax.Array,
+        *,
+        group_size: int,
+        sampling: Sampling,
         max_tokens: np.ndarray | None = None,
-    ) -> Rollouts:  # fmt: skip
+    ) -> Rollouts:
         """group_size completions of each prompt, on the host; the stop token belongs to the completion.
 
         max_tokens [B, G]: of each completion at most, where that is less than the run's limit.

@@ -21,8 +21,13 @@ __all__ = ["jax", "vllm"]  # what a config may name
 PYTHON = ".vllm/bin/python"  # where launch/vllm_cpu.sh and launch/vllm_gpu.sh install vLLM
 # Chunked prefill ends vLLM's CPU engine where requests have seeds.
 SERVER_ARGS = (
-    "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--max-num-seqs", "512",
-)  # fmt: skip
+    "--enforce-eager",
+    "--no-enable-chunked-prefill",
+    "--max-num-batched-tokens",
+    "8192",
+    "--max-num-seqs",
+    "512",
+)
 
 
 def choose(config: Config) -> EngineChoice:
@@ -35,9 +40,12 @@ def jax() -> EngineChoice:
 
     def start(given: EngineInputs) -> Engine:
         return sampler.Sampler(
-            given.model, given.mesh, max_completion_tokens=given.max_completion_tokens, stop_ids=given.stop_ids,
+            given.model,
+            given.mesh,
+            max_completion_tokens=given.max_completion_tokens,
+            stop_ids=given.stop_ids,
             pad_id=given.pad_id,
-        )  # fmt: skip
+        )
 
     return EngineChoice(start, in_trainer=True)
 
@@ -70,9 +78,18 @@ def vllm(
     check_addresses(servers, push, push_address)
     check = partial(check_python, python, "config.engine.python") if managed else lambda: None
     settings = dict(
-        managed=managed, python=python, server_args=server_args, servers=servers, push=push, concurrency=concurrency,
-        push_address=push_address, weights_dir=weights_dir, timeout=timeout, patience=patience, max_gap=max_gap,
-    )  # fmt: skip
+        managed=managed,
+        python=python,
+        server_args=server_args,
+        servers=servers,
+        push=push,
+        concurrency=concurrency,
+        push_address=push_address,
+        weights_dir=weights_dir,
+        timeout=timeout,
+        patience=patience,
+        max_gap=max_gap,
+    )
     return EngineChoice(partial(servers_of_vllm.start, **settings), check=check)
 
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Batches of the steps to come, in order, at most `lag` of them before the step in hand has been learned.
 
     The batch of step s is sampled with the weights after step s - 1 - lag (at the start of a run: the first ones),

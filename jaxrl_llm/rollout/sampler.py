@@ -98,9 +98,14 @@ class Sampler:
         """It has started nothing."""
 
     def generate(
-        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling,
+        self,
+        prompts: Prompts,
+        key: jax.Array,
+        *,
+        group_size: int,
+        sampling: Sampling,
         max_tokens: np.ndarray | None = None,
-    ) -> Rollouts:  # fmt: skip
+    ) -> Rollouts:
         """`group_size` completions of each prompt, on the host; max_tokens [B, G]: tokens each may take at most."""
         total, most = len(prompts.tokens) * group_size, self._length
         limits = np.full(total, most) if max_tokens is None else np.minimum(max_tokens.reshape(-1), most)
@@ -171,9 +176,14 @@ def start(
         prompt=jnp.arange(batch, dtype=jnp.int32) % (batch // fixed.devices),
         member=jnp.arange(batch * group, dtype=jnp.int32).reshape(batch, group),
         alive=~_ended(token, fixed.stop_ids) & (budget > 1),
-        budget=budget, tokens=tokens, logprobs=logprobs, length=jnp.ones((batch, group), jnp.int32),
-        prompt_mask=prompt_mask, prefix=prefix, cache=cache,
-    )  # fmt: skip
+        budget=budget,
+        tokens=tokens,
+        logprobs=logprobs,
+        length=jnp.ones((batch, group), jnp.int32),
+        prompt_mask=prompt_mask,
+        prefix=prefix,
+        cache=cache,
+    )
 
 
 def run(model: Decoder, fixed: Decoding, params: PyTree, seats: Seats, t: Array, key: Array) -> tuple[Seats, Array]:

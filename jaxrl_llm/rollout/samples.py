@@ -15,7 +15,7 @@ from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.structs import Array, Config, Prompts, Rewards, Rollouts
 
-Judged: TypeAlias = tuple[list[list[str]], dict[str, np.ndarray]]  # B x G texts, and channels [B, G]
+Graded: TypeAlias = tuple[list[list[str]], dict[str, np.ndarray]]  # B x G texts, and channels [B, G]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Samples:
 
     prompts: Prompts
     rollouts: Rollouts
-    judged: Callable[[], Judged]  # waits for it, so that the device may score meanwhile
+    graded: Callable[[], Graded]  # waits for it, so that the device may score meanwhile
     greedy: Samples | None = None  # the same prompts' greedy completions, a group of 1
     metrics: dict[str, Any] = field(default_factory=dict)  # of how they were sampled
     position: dict[str, Any] = field(default_factory=dict)  # of the data iterator after them
@@ -32,30 +32,38 @@ class Samples:
     @property
     def no_signal(self) -> np.ndarray:
         """Groups [B] whose members all earned the same, which teaches nothing."""
-        return np.ptp(self.judged()[1]["total"], axis=1) == 0
+        return np.ptp(self.graded()[1]["total"], axis=1) == 0
 
     def rewards(self) -> Rewards:
         """What the reward functions say. Waits for them."""
-        channels = dict(self.judged()[1])
+        channels = dict(self.graded()[1])
         rewards = Rewards(channels.pop("total"), channels)
         if not self.greedy:
             return rewards
-        greedy, lengths = self.greedy.judged()[1]["total"], self.greedy.rollouts.completion_mask.sum(axis=-1)
+        greedy, lengths = self.greedy.graded()[1]["total"], self.greedy.rollouts.completion_mask.sum(axis=-1)
         return replace(rewards, greedy=greedy, greedy_lengths=lengths)
 
 
-class Collector:
-    """Samples what the next prompts say, and lets it be judged."""
+class SampleSource:
+    """Samples what the next prompts say, and lets it be graded."""
 
     def __init__(
-        self, config: Config, engine: Engine, sampling: Sampling, prompts: Iterator[Prompts],
-        collate: Callable[[Any], Prompts], tokenizer: Any, score: RewardFn, *, greedy: bool,
-    ):  # fmt: skip
+        self,
+        config: Config,
+        engine: Engine,
+        sampling: Sampling,
+        prompts: Iterator[Prompts],
+        collate: Callable[[Any], Prompts],
+        tokenizer: Any,
+        score: RewardFn,
+        *,
+        greedy: bool,
+    ):
         """collate(numbers) -> those rows of the data set; greedy: each prompt's greedy completion is drawn too."""
         self._config, self._engine, self._sampling, self._prompts = config, engine, sampling, prompts
         self._collate, self._tokenizer, self._score, self._greedy = collate, tokenizer, score, greedy
 
-    def collect(self, key: Array) -> Samples:
+    def sample(self, key: Array) -> Samples:
         """The next prompts sampled."""
         config, metrics = self._config, {}
 
@@ -70,25 +78,25 @@ class Collector:
         greedy = self._draw(samples.prompts, key, 1, Sampling(temperature=0)) if self._greedy else None
         return replace(samples, greedy=greedy, metrics=metrics)
 
-    def keep(self, samples: Samples) -> dict[str, Any]:
+    def to_checkpoint(self, samples: Samples) -> dict[str, Any]:
         """What a checkpoint needs of a batch that is not yet learned from: arrays."""
         greedy = {"greedy": samples.greedy.rollouts} if samples.greedy else {}
         return {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
 
-    def again(self, kept: dict[str, Any], metrics: dict[str, Any]) -> Samples:
-        """The batch that `keep` was given, to be judged anew; its records may have become dicts."""
+    def from_checkpoint(self, kept: dict[str, Any], metrics: dict[str, Any]) -> Samples:
+        """The batch that `keep` was given, to be graded anew; its records may have become dicts."""
         prompts = self._collate(kept["numbers"])
         rollouts, *greedy = (Rollouts(**kept[name]) for name in ("rollouts", "greedy") if name in kept)
-        samples = replace(self._judged(prompts, rollouts), metrics=metrics)
-        return replace(samples, greedy=self._judged(prompts, greedy[0])) if greedy else samples
+        samples = replace(self._graded(prompts, rollouts), metrics=metrics)
+        return replace(samples, greedy=self._graded(prompts, greedy[0])) if greedy else samples
 
     def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
         rollouts = self._engine.generate(prompts, key, group_size=group_size, sampling=sampling)
         trained = rollouts.loss_mask & ~(rollouts.truncated[..., None] & self._config.mask.truncated)
-        return self._judged(prompts, replace(rollouts, loss_mask=trained))
+        return self._graded(prompts, replace(rollouts, loss_mask=trained))
 
-    def _judged(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
-        def judge() -> Judged:
+    def _graded(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
+        def judge() -> Graded:
             texts, ids = data.decode(self._tokenizer, rollouts.completions, rollouts.completion_mask)
             return texts, self._score(prompts.rows, texts, ids)
 
@@ -124,9 +132,9 @@ def _put(samples: Samples, at: np.ndarray, fresh: Samples, found: np.ndarray) ->
     def rows(old: list, new: list) -> list:
         return [new[put[i]] if i in put else row for i, row in enumerate(old)]
 
-    (texts, channels), (new_texts, new_channels) = samples.judged(), fresh.judged()
-    judged = rows(texts, new_texts), {name: array(x, new_channels[name]) for name, x in channels.items()}
+    (texts, channels), (new_texts, new_channels) = samples.graded(), fresh.graded()
+    graded = rows(texts, new_texts), {name: array(x, new_channels[name]) for name, x in channels.items()}
     a, b = samples.prompts, fresh.prompts
     tokens, mask, numbers = (array(getattr(a, x), getattr(b, x)) for x in ("tokens", "mask", "numbers"))
     prompts = Prompts(tokens, mask, rows(a.rows, b.rows), numbers)
-    return Samples(prompts, jax.tree.map(array, samples.rollouts, fresh.rollouts), lambda: judged)
+    return Samples(prompts, jax.tree.map(array, samples.rollouts, fresh.rollouts), lambda: graded)

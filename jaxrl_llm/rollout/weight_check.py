@@ -20,11 +20,12 @@ from jaxrl_llm.structs import Batch, Prompts, PyTree, Rollouts
 PROMPTS, TOKENS = 4, 16  # at least, and of an answer at most
 
 
-class Canary:
+class WeightCheck:
     """A few prompts answered greedily, and the log-probabilities of the answers compared.
 
-    canary/gap is the largest difference between the servers' and the trainer's; canary/before, where the answer is
-    the one of the push before, to what the trainer made of it then: a push that did not arrive has gap > before.
+    weight_check/gap is the largest difference between the servers' and the trainer's. weight_check/gap_before, where
+    the answer is that of the push before, is the one to what the trainer said then: a push that did not arrive has
+    gap > gap_before.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Canary:
         rows: int,
         bound: float,
     ):
-        """collate(numbers) -> those of the data set's rows; bound: of canary/gap."""
+        """collate(numbers) -> those of the data set's rows; bound: of weight_check/gap."""
         self._engine, self._mesh, self._bound = engine, mesh, bound
         self._score = make_logprob_fn(model, Sampling(), mesh, microbatch=0)
         devices = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -62,11 +63,11 @@ class Canary:
         mask, last = answer.loss_mask, self._last
         self._last = answer, ours
         gaps = np.where(mask, np.abs(answer.logprobs - ours), 0.0)
-        metrics = {"canary/gap": gaps.max()}
+        metrics = {"weight_check/gap": gaps.max()}
         if last and np.array_equal(last[0].completions, answer.completions):
-            metrics["canary/before"] = np.where(mask, np.abs(answer.logprobs - last[1]), 0.0).max()
+            metrics["weight_check/gap_before"] = np.where(mask, np.abs(answer.logprobs - last[1]), 0.0).max()
         if not gaps.max() <= self._bound:  # NaN too
-            stale = metrics.get("canary/before", np.inf) < gaps.max()
+            stale = metrics.get("weight_check/gap_before", np.inf) < gaps.max()
             b, _, t = np.unravel_index(np.argmax(gaps), gaps.shape)
             raise UserError(
                 f"after a push the servers' log-probability of token {t} of a greedy answer differs from the trainer's "

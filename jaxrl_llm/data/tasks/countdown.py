@@ -38,6 +38,12 @@ def _problems() -> list[dict[str, Any]]:
             continue
         seen.add(key)
         text = f"{' '.join(map(str, numbers))} = {target}"
-        rows.append({"prompt": [{"role": "user", "content": text}], "numbers": list(numbers),
-                     "target": target, "answer": answer})  # fmt: skip
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": text}],
+                "numbers": list(numbers),
+                "target": target,
+                "answer": answer,
+            }
+        )
     return rows

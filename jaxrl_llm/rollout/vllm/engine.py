@@ -24,7 +24,7 @@ from jaxrl_llm.models import export
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.rollout.engine import EngineInputs
 from jaxrl_llm.rollout.vllm import weights
-from jaxrl_llm.rollout.vllm.server import Managed
+from jaxrl_llm.rollout.vllm.server import ManagedServer
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 SOON = 10.0  # seconds in which a server that is well says what it has
@@ -34,9 +34,14 @@ SETTINGS = {  # what a server must have been started with, for its numbers to me
     "generation_config": ("vllm", "the model folder's generation_config.json would change the sampling"),
 }
 SHAPE = {  # what a server's model must have as ours has it: in config.json, and in DecoderConfig
-    "hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads", "vocab_size": "vocab_size",
-    "num_key_value_heads": "kv_heads", "intermediate_size": "mlp_width", "tie_word_embeddings": "tied_head",
-}  # fmt: skip
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "vocab_size": "vocab_size",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "mlp_width",
+    "tie_word_embeddings": "tied_head",
+}
 T = TypeVar("T")
 
 
@@ -45,24 +50,40 @@ class Unavailable(Exception):
 
 
 def start(
-    given: EngineInputs, *, managed: bool, python: str, server_args: tuple[str, ...], servers: tuple[str, ...],
-    max_gap: float, **settings: Any,
-) -> VllmEngine:  # fmt: skip
+    given: EngineInputs,
+    *,
+    managed: bool,
+    python: str,
+    server_args: tuple[str, ...],
+    servers: tuple[str, ...],
+    max_gap: float,
+    **settings: Any,
+) -> VllmEngine:
     """The engine, and its server if it is to have one of its own (`engines.vllm`). Raises: UserError."""
     server, dtype = None, given.model.cfg.dtype
     if managed:
-        server = Managed(
-            python, given.folder, dtype=dtype, max_model_len=given.max_prompt_tokens + given.max_completion_tokens,
-            log=given.workdir / "vllm.log", extra=server_args,
-        )  # fmt: skip
+        server = ManagedServer(
+            python,
+            given.folder,
+            dtype=dtype,
+            max_model_len=given.max_prompt_tokens + given.max_completion_tokens,
+            log=given.workdir / "vllm.log",
+            extra=server_args,
+        )
     where = f"{socket.gethostname()} {given.workdir.absolute()}"  # the same when the run is resumed
     try:
         engine = VllmEngine(
-            (server.url,) if server else servers, run=hashlib.sha256(where.encode()).hexdigest()[:12],
-            model=given.model.cfg, dtype=dtype, max_completion_tokens=given.max_completion_tokens,
-            max_prompt_tokens=given.max_prompt_tokens, stop_ids=given.stop_ids, pad_id=given.pad_id, managed=server,
+            (server.url,) if server else servers,
+            run=hashlib.sha256(where.encode()).hexdigest()[:12],
+            model=given.model.cfg,
+            dtype=dtype,
+            max_completion_tokens=given.max_completion_tokens,
+            max_prompt_tokens=given.max_prompt_tokens,
+            stop_ids=given.stop_ids,
+            pad_id=given.pad_id,
+            managed=server,
             **settings,
-        )  # fmt: skip
+        )
     except UserError:
         if server:
             server.stop()
@@ -88,20 +109,35 @@ class VllmEngine:
     max_gap: float | None = None
 
     def __init__(
-        self, servers: tuple[str, ...], *, run: str, model: DecoderConfig, push: str, weights_dir: str,
-        push_address: str, dtype: str, max_completion_tokens: int, max_prompt_tokens: int,
-        stop_ids: tuple[int, ...], pad_id: int, concurrency: int, timeout: float, patience: float,
-        managed: Managed | None = None,
-    ):  # fmt: skip
-        """run: what tells this run from others; dtype: of the weights pushed. Raises: UserError, as `weights.Offer`."""
+        self,
+        servers: tuple[str, ...],
+        *,
+        run: str,
+        model: DecoderConfig,
+        push: str,
+        weights_dir: str,
+        push_address: str,
+        dtype: str,
+        max_completion_tokens: int,
+        max_prompt_tokens: int,
+        stop_ids: tuple[int, ...],
+        pad_id: int,
+        concurrency: int,
+        timeout: float,
+        patience: float,
+        managed: ManagedServer | None = None,
+    ):
+        """run: what tells this run from others; dtype: of the weights pushed. Raises: UserError, as `WeightFile`."""
         self._servers = tuple(server.rstrip("/") for server in servers)
         self._run, self._dtype = f"jaxrl_llm:{run}:", dtype
         self._pulls = push != "reload"  # the server has our backend
         self._push = weights.pull if self._pulls else weights.reload
-        self._offer = weights.Offer(
-            Path(weights_dir) / f"{weights.NAME}{run}", dtype, untied=model.tied_head and not self._pulls,
+        self._offer = weights.WeightFile(
+            Path(weights_dir) / f"{weights.NAME}{run}",
+            dtype,
+            untied=model.tied_head and not self._pulls,
             address=push_address if push == "http" else "",
-        )  # fmt: skip
+        )
         self._model = {ours: getattr(model, name) for ours, name in SHAPE.items()}
         self._length, self._width = max_completion_tokens, max_prompt_tokens
         self._stops, self._pad, self._patience, self._managed = stop_ids, pad_id, patience, managed
@@ -116,17 +152,26 @@ class VllmEngine:
         self._version, self._closed = 0, Event()
 
     def generate(
-        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling,
+        self,
+        prompts: Prompts,
+        key: jax.Array,
+        *,
+        group_size: int,
+        sampling: Sampling,
         max_tokens: np.ndarray | None = None,
-    ) -> Rollouts:  # fmt: skip
+    ) -> Rollouts:
         """group_size completions of each prompt, on the host; max_tokens [B, G]: tokens each may take at most."""
         seeds = np.asarray(jax.random.randint(key, (len(prompts.tokens),), 0, 2**31 - 1 - group_size))
         shape = (len(prompts.tokens), group_size, self._length)
         limits = np.full(shape[:2], self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
         body = {
-            "logprobs": 0, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "stop_token_ids": list(self._stops), "detokenize": False,
-        }  # fmt: skip
+            "logprobs": 0,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(self._stops),
+            "detokenize": False,
+        }
 
         def request(b: int, members: np.ndarray, limit: int) -> dict[str, Any]:
             mine = {"n": len(members), "max_tokens": limit, "seed": int(seeds[b] + members[0])}

@@ -19,11 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 SHARED_MEMORY = "/dev/shm"
@@ -48,7 +44,7 @@ class Update(WeightTransferUpdateInfo):
     timeout: float = 60.0
 
 
-class Pull(WeightTransferEngine[Init, Update]):
+class PullBackend(WeightTransferEngine[Init, Update]):
     """All or nothing: whatever is wrong with a push, the old weights keep serving."""
 
     init_info_cls = Init
@@ -84,7 +80,7 @@ class Extension:
     def forget_push(self) -> None:
         """A push that its trainer did not live to finish is over; there need not be one.
 
-        Asking vLLM to finish it would fail where there is none, and with tensor parallelism a call that fails leaves
+        Asking vLLM to finish it would fail where there is none, and with tensor parallelizm a call that fails leaves
         an answer behind that later calls take for theirs.
         """
         self._weight_update_active = False
@@ -121,7 +117,7 @@ def check(file: Any, tensors: dict[str, tuple[int, ...]]) -> None:
 
 
 def load(file: Any, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
-    """Loads a checked checkpoint as vLLM loads one at its start: fused, sliced for tensor parallelism, and cast."""
+    """Loads a checked checkpoint as vLLM loads one at its start: fused, sliced for tensor parallelizm, and cast."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -137,4 +133,4 @@ def load(file: Any, model: torch.nn.Module, model_config: Any, device: torch.dev
         finalize_layerwise_reload(model, model_config)
 
 
-WeightTransferEngineFactory.register_engine("pull", Pull)
+WeightTransferEngineFactory.register_engine("pull", PullBackend)

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxrl_llm.errors import UserError
 
 
-class Managed:
+class ManagedServer:
     """`python -m jaxrl_llm.serve_vllm` as a child that ends when this process does, however that comes."""
 
     def __init__(self, python: str, model: Path, *, dtype: str, max_model_len: int, log: Path, extra: tuple[str, ...]):
@@ -19,10 +19,25 @@ class Managed:
             port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", log
         command = [
-            sys.executable, "-m", "jaxrl_llm.serve_vllm", "--model", str(model), "--python", python,
-            "--port", str(port), "--dtype", dtype, "--max-model-len", str(max_model_len), "--log", str(log),
-            "--with-parent", "--", *extra,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "jaxrl_llm.serve_vllm",
+            "--model",
+            str(model),
+            "--python",
+            python,
+            "--port",
+            str(port),
+            "--dtype",
+            dtype,
+            "--max-model-len",
+            str(max_model_len),
+            "--log",
+            str(log),
+            "--with-parent",
+            "--",
+            *extra,
+        ]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self._process = subprocess.Popen(

@@ -31,7 +31,7 @@ NAME = "jaxrl_llm-"  # and 12 hexadecimal digits of a run
 PAUSE = "/pause?mode=keep&clear_cache=true"
 
 
-class Offer:
+class WeightFile:
     """One version at a time, in a folder of the run's own, until the next one or `close`.
 
     It stays there after a push, so that a server that was started again can have it again.
@@ -166,7 +166,7 @@ class serve:
         self._server.server_close()
 
 
-def pull(post: Callable[..., Any], offer: Offer, tag: str) -> None:
+def pull(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
     """Makes a server take the offer between two of its steps; whatever fails, its old weights serve on.
 
     post(path, body) -> the server's JSON answer, raising for a refusal.
@@ -180,7 +180,7 @@ def pull(post: Callable[..., Any], offer: Offer, tag: str) -> None:
         post("/resume")
 
 
-def reload(post: Callable[..., Any], offer: Offer, tag: str) -> None:
+def reload(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
     """The same for a server without our backend, which must see the folder; a failure in the middle ends its engine."""
     post(PAUSE)
     try:

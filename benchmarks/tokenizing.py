@@ -1,7 +1,7 @@
-"""How long the start of a run waits for its prompts: `python -m benchmarks.tokenising [--rows 100000]`.
+"""How long the start of a run waits for its prompts: `python -m benchmarks.tokenizing [--rows 100000]`.
 
 Chats of about 165 tokens in a .jsonl file and a byte-level vocabulary of 8,000, made of random words: read and
-tokenised by the first start, then by a second one, which finds the token ids in the cache.
+tokenized by the first start, then by a second one, which finds the token ids in the cache.
 """
 
 from __future__ import annotations
