@@ -39,7 +39,7 @@ ARGUMENTS = ("--enforce-eager", "--no-enable-chunked-prefill", "--skip-tokenizer
 def measure(folder: Path, workdir: Path, push: str, times: int) -> tuple[int, list[float]]:
     """Bytes of a model, and seconds of each of so many pushes after a first."""
     model = hf.load_model(folder)
-    params = hf.load_params(folder, model, sharding.make_mesh(1, 1, 1))
+    params = hf.load_params(folder, model, sharding.make_mesh(data=1, fsdp=1, tensor=1))
     python = str(environment("vllm"))
     server = ManagedServer(python, folder, dtype="float32", max_model_len=64, log=workdir / "vllm.log", extra=ARGUMENTS)
     engine = VllmEngine(

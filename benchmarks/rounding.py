@@ -33,7 +33,7 @@ def measure(dtype: str, length: int, *, prompts: int, scored: int) -> tuple[dict
 
     prompts: in the batch; scored: so many of them at a time.
     """
-    mesh = sharding.make_mesh(1, 1, 1)
+    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
     folder = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
     model = hf.load_model(folder, mesh, dtype=dtype, remat="dots")
     params = hf.load_params(folder, model, mesh)

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from jaxrl_llm.config.checks import Totals
 from jaxrl_llm.data.prompts import Dataset
+from jaxrl_llm.learner.scorers import Scorer
+from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.structs import Config
 
@@ -55,3 +57,13 @@ def batch_table(
 def _count(dataset: Dataset, convert: str) -> str:
     refused = f", {dataset.refused:,} dropped by {convert}" if dataset.refused else ""
     return f"{len(dataset.rows):,} of at most {dataset.width} tokens{refused}"
+
+
+def models_table(scorers: dict[str, Scorer], learners: dict[str, Learner]) -> list[tuple[str, str]]:
+    """The banner's rows on models: which scores, and gives what; which learns, and from which step on."""
+    columns = [f"{name} -> {' + '.join(scorer.columns)}" for name, scorer in scorers.items()]
+    late = {name: f" (from step {x.frozen_steps + 1})" for name, x in learners.items() if x.frozen_steps}
+    return [
+        ("models that score", ", ".join(columns) or "none"),
+        ("models that learn", ", ".join(f"{name}{late.get(name, '')}" for name in learners)),
+    ]

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms import advantages, kl, losses
 from jaxrl_llm.algorithms.credit import make_credit
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.banner import batch_table, print_banner
+from jaxrl_llm.banner import batch_table, models_table, print_banner
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compilation import Compilations, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
@@ -26,12 +26,11 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.evaluate import evaluate, whole_batches
 from jaxrl_llm.health import Health, settings
 from jaxrl_llm.host import disk
-from jaxrl_llm.host.signals import StopSignals
+from jaxrl_llm.host.signals import NoSignals, StopSignals
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.critic import make_critic
 from jaxrl_llm.learner.packing import minibatches
-from jaxrl_llm.learner.scorers import States, make_frozen_scorer, make_scorers
-from jaxrl_llm.learner.scorers import table as scorer_table
+from jaxrl_llm.learner.scorers import FROZEN, States, make_frozen_scorer, make_scorers
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.log import Log
 from jaxrl_llm.models import export, hf
@@ -42,7 +41,7 @@ from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.engine import Engine, EngineInputs
 from jaxrl_llm.rollout.samples import SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
-from jaxrl_llm.run import NoSignals, Run
+from jaxrl_llm.run import Run
 from jaxrl_llm.saved_run import model_folder
 from jaxrl_llm.structs import Array, Config, PyTree
 
@@ -63,12 +62,13 @@ class Loaded:
     dataset: data.Dataset
     held_out: data.Dataset  # the problems to be graded by; the data set itself where a run has no evaluation
     stop_ids: tuple[int, ...]
-    loaded: list[PyTree]  # the model's parameters, until somebody takes them
+    others: dict[str, Path]  # folders of the other models, by their section of the config
+    first_params: list[PyTree]  # the model's parameters, until somebody takes them
     opened: ExitStack  # closes all that the run opens, in reverse order
 
     def params(self) -> PyTree:
         """The model's parameters as its folder has them, in memory of their own."""
-        return self.loaded.pop() if self.loaded else hf.load_params(self.folder, self.model, self.mesh)
+        return self.first_params.pop() if self.first_params else hf.load_params(self.folder, self.model, self.mesh)
 
     def export(self, params: PyTree) -> None:
         """Writes the policy as a Hugging Face folder."""
@@ -79,7 +79,7 @@ class Loaded:
 def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[Run]:
     """The run of `config` in `workdir`, closed on every way out, its checkpoints last but for the lock.
 
-    signals: those that end a process save and end the run too (`stop.StopSignals`).
+    signals: those that end a process save and end the run too (`StopSignals`).
     Raises: UserError, for what a person can put right.
     """
     with ExitStack() as opened, StopSignals(opened) if signals else nullcontext(NoSignals()) as stop:
@@ -93,14 +93,13 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     totals = check(config)
     if config.deterministic:
         compute_deterministically()
-    check_workdir(workdir, config)
+    check_workdir(workdir, config, checks.may_change(config))
     opened.enter_context(disk.locked(workdir))
     mesh = sharding.make_mesh(**config.mesh)
     compatibility.check_batch_fits_mesh(config, mesh, totals.prompts_per_update)
     folder = opened.enter_context(model_folder(config))
-    for section in ("critic", "teacher"):
-        if section in config and config[section].path:
-            hf.find(config[section].path, f"{section}.path")
+    sections = [name for name in ("critic", *FROZEN) if name in config and config[name].path]
+    others = {name: hf.find(config[name].path, f"{name}.path") for name in sections}
     model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
     tokenizer = hf.load_tokenizer(folder)
     dataset = data.load(config, tokenizer)
@@ -110,7 +109,7 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     stop_ids = hf.stop_ids(folder, tokenizer)
     # Wrong files are found before anything is written. A run that resumes has its parameters from the checkpoint.
     begins = config.model.path and not has_checkpoint(workdir / "checkpoints")
-    loaded = [hf.load_params(folder, model, mesh)] if begins else []
+    first_params = [hf.load_params(folder, model, mesh)] if begins else []
     return Loaded(
         config,
         workdir,
@@ -124,7 +123,8 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
         dataset,
         held_out,
         stop_ids,
-        loaded,
+        others,
+        first_params,
         opened,
     )
 
@@ -143,18 +143,17 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
     aggregate = partial(losses.aggregation_weights, **config.aggregate)
     scorers = make_scorers(config, model, sampling, mesh, required, updates=updates, exact=exact)
     learners = {"policy": make_policy(given, sampling, aggregate, off_policy=not own)}
-    if "teacher" in config:
-        teacher = hf.find(config.teacher.path, "teacher.path")
-        scorers["teacher"] = make_frozen_scorer(config, teacher, model.cfg, given.tokenizer, sampling, mesh)
+    for name, folder in given.others.items():
+        if name in FROZEN:
+            scorers[name] = make_frozen_scorer(name, folder, config, model.cfg, given.tokenizer, sampling, mesh)
     if "critic" in config:
-        critic = hf.find(config.critic.path, "critic.path") if config.critic.path else given.folder
+        critic = given.others.get("critic", given.folder)
         learner, scorers["critic"] = make_critic(config, critic, model.cfg, mesh, aggregate)
         learners = {"critic": learner} | learners  # in an update it learns before the policy does
     shapes: States = {name: learner.shapes for name, learner in learners.items()}
     if config.kl.refresh_every:
         shapes["reference"] = shapes["policy"].params
-    models = [("models that score", scorer_table(scorers)), ("models that learn", table(learners))]
-    outputs = open_outputs(given, shapes, models)
+    outputs = open_outputs(given, shapes, models_table(scorers, learners))
     actor = make_actor(given, sampling, greedy="greedy_rewards" in required)
     evaluation = make_evaluation(given)
 
@@ -192,11 +191,11 @@ def make_policy(given: Loaded, sampling: Sampling, aggregate: Callable[[Array], 
         correct=make_importance_weights(off_policy=off_policy, **config.importance),
         off_policy=config.mask.off_policy,
     )
-    hold = {"kl/to_reward": config.adaptive_warmup.kl_to_reward, "update_size": config.adaptive_warmup.update_size}
+    adaptive = {"kl/to_reward": config.adaptive_warmup.kl_to_reward, "update_size": config.adaptive_warmup.update_size}
     more = optim.objective_coefficients(config, totals.scheduled_updates, totals.sequences_per_update)
     learner = update.make_learner(
         objective,
-        optim.make_optimizer(totals.scheduled_updates, hold=hold, more=more, **config.optim),
+        optim.make_optimizer(totals.scheduled_updates, adaptive=adaptive, more=more, **config.optim),
         given.model.shapes(),
         given.params,
         given.mesh,
@@ -204,14 +203,6 @@ def make_policy(given: Loaded, sampling: Sampling, aggregate: Callable[[Array], 
         aggregate=aggregate,
     )
     return replace(learner, frozen_steps=config.critic.warmup_steps if "critic" in config else 0)
-
-
-def table(learners: dict[str, Learner]) -> str:
-    """For the banner: which model learns, and from which step on."""
-    late = {
-        name: f" (from step {learner.frozen_steps + 1})" for name, learner in learners.items() if learner.frozen_steps
-    }
-    return ", ".join(f"{name}{late.get(name, '')}" for name in learners)
 
 
 def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -223,8 +214,7 @@ def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]])
     began_with = {"model.path": hf.fingerprint(given.folder), "data.source": given.dataset.fingerprint()}
     if config.eval.every:
         began_with["eval.source"] = given.held_out.fingerprint()
-    if "teacher" in config:
-        began_with["teacher.path"] = hf.fingerprint(hf.find(config.teacher.path, "teacher.path"))
+    began_with |= {f"{name}.path": hf.fingerprint(folder) for name, folder in given.others.items() if name in FROZEN}
     checkpoints = opened.enter_context(closing(Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)))
     checkpoints.check_room(shapes)
     start = checkpoints.check_beginning()
@@ -245,13 +235,13 @@ def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
     config, dataset, opened = given.config, given.dataset, given.opened
     collate = partial(data.make_prompts, dataset, pad_id=given.tokenizer.pad_token_id)
     iterator = data.iterate(len(dataset.rows), config.prompts_per_step, config.seed, collate)
-    judge = open_score(given, config.reward.functions, config.reward.weights)
+    reward_fn = open_reward_fn(given, config.reward.functions, config.reward.weights)
     engine = opened.enter_context(closing(engines.choose(config).start(engine_inputs(given))))
     weight_check = None
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
         weight_check = WeightCheck(engine, given.model, given.mesh, collate, rows=rows, bound=bound)
-    source = SampleSource(config, engine, sampling, iterator, collate, given.tokenizer, judge, greedy=greedy)
+    source = SampleSource(config, engine, sampling, iterator, collate, given.tokenizer, reward_fn, greedy=greedy)
     actor = Actor(
         engine,
         source,
@@ -281,16 +271,16 @@ def engine_inputs(given: Loaded) -> EngineInputs:
 def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
     """`evaluation(engine)` -> accuracy on the held-out problems, answered greedily."""
     config = given.config
-    score = open_score(given, (config.eval.function,) if config.eval.every else (), (1.0,))
+    reward_fn = open_reward_fn(given, (config.eval.function,) if config.eval.every else (), (1.0,))
     batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
     key = jax.random.key(config.seed)
     return lambda engine: float(
-        evaluate(engine, given.held_out, score, given.tokenizer, batch=batch, key=key)[0].mean()
+        evaluate(engine, given.held_out, reward_fn, given.tokenizer, batch=batch, key=key)[0].mean()
     )
 
 
-def open_score(given: Loaded, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:
-    """What judges completions by these reward functions."""
+def open_reward_fn(given: Loaded, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:
+    """What calls these reward functions, until the run ends."""
     timeout = given.config.reward.timeout
     return given.opened.enter_context(
         closing(RewardFn(functions, weights, timeout=timeout, field="config.reward.timeout"))

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
@@ -24,35 +24,12 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import disk
 from jaxrl_llm.structs import Config, PyTree
 
-# Fields that a resumed run may change: they do not change the run's numbers beyond rounding,
-# are there to be changed (num_steps), or are checked by what they hold (model.path).
-FREE = (
-    "num_steps",
-    "deterministic",
-    "health.",
-    "microbatch",
-    "mesh.",
-    "model.path",
-    "teacher.path",
-    "model.remat",
-    "checkpoint.",
-    "log.",
-    "eval.every",
-    "reward.timeout",
-    "engine.managed",
-    "engine.python",
-    "engine.server",
-    "engine.push",
-    "engine.weights_dir",
-    "engine.concurrency",
-    "engine.timeout",
-    "engine.patience",
-    "engine.max_gap",
-)
 
+def check_workdir(workdir: Path, config: Config, may_change: Collection[str]) -> None:
+    """may_change: fields that may differ from those of the run that is there.
 
-def check_workdir(workdir: Path, config: Config) -> None:
-    """Raises: UserError, if the workdir cannot be made, is foreign, or holds a run of another config."""
+    Raises: UserError, if the workdir cannot be made, is foreign, or holds a run of another config.
+    """
     existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--workdir {workdir} cannot be written ({existing} is no folder of yours): give another")
@@ -66,8 +43,9 @@ def check_workdir(workdir: Path, config: Config) -> None:
     except (ValueError, AttributeError):  # no JSON, or no object
         raise UserError(f"{file} is not a run's config: give another --workdir") from None
     now = flatten(ConfigDict(json.loads(_resolved(config))))
-    for name in sorted(set(before) | set(now)):
-        if before.get(name) != now.get(name) and not name.startswith(FREE):
+    # Names of functions come first: with another one the other fields of its section are others too.
+    for name in sorted(set(before) | set(now), key=lambda name: (not name.endswith(".name"), name)):
+        if before.get(name) != now.get(name) and name not in may_change:
             raise UserError(
                 f"config.{name} is {now.get(name)!r}, but the run in {workdir} has {before.get(name)!r}: "
                 "give another --workdir, or the run's own config"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from jaxrl_llm.compilation import Compilations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import Health
 from jaxrl_llm.health.rules import WINDOW
-from jaxrl_llm.host.signals import SECONDS, StopSignals
+from jaxrl_llm.host.signals import SECONDS, NoSignals, StopSignals
 from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.log import Log
@@ -43,19 +42,6 @@ class Source(Protocol):
     def advance(self, step: int) -> None: ...
 
     def pending(self, seconds: float | None = None) -> Pending: ...
-
-
-class NoSignals:
-    """In the place of a `StopSignals` where signals are the caller's business, as in a notebook."""
-
-    finish: Callable[[], None]
-    seconds = 0.0
-
-    def used(self) -> str:
-        return ""
-
-    def deferred(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @dataclass

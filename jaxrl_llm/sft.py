@@ -23,12 +23,12 @@ from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.data import encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.host.signals import StopSignals
+from jaxrl_llm.host.signals import NoSignals, StopSignals
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.record import Record
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.run import NoSignals, Run
+from jaxrl_llm.run import Run
 from jaxrl_llm.structs import Batch, Config, PyTree
 from jaxrl_llm.train import train
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm.config.schema import Field, MayChange
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import PyTree
+
+MeshSize: TypeAlias = MayChange[Annotated[int, Field(int, low=-1)]]
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = P(("data", "fsdp"))  # the leading axis (prompts) of everything in a batch
@@ -53,7 +56,7 @@ def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
     return sizes["data"], sizes["fsdp"], sizes["tensor"]
 
 
-def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+def make_mesh(*, data: MeshSize, fsdp: MeshSize, tensor: MeshSize) -> Mesh:
     """A mesh with Auto axes (the compiler propagates shardings) over the first devices.
 
     Raises: UserError, if JAX runs in more processes than this one.

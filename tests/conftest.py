@@ -16,3 +16,12 @@ os.environ["XDG_CACHE_HOME"] = str(CACHE.parent)  # no file of a test in the cac
 for number in (signal.SIGINT, signal.SIGHUP):  # ignored in what nohup and a shell's & start, and in its children
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def pytest_configure(config):
+    """Before JAX has its devices. The default tests compile more than they compute: they take XLA's quick compiler.
+
+    The others (slow, parity) compile as a run does.
+    """
+    if "not slow" in config.getoption("markexpr"):
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

@@ -99,7 +99,7 @@ def test_an_estimator_gives_the_same_on_a_mesh(name):
     estimator = getattr(advantages, name)
     fixed = ESTIMATORS[name] | ({"weights": {"a": 1.0, "b": 0.5}} if "weights" in required_inputs(estimator) else {})
     taken = {x: signals[x] for x in required_inputs(estimator) if x in signals}
-    placed = sharding.shard_batch(taken, sharding.make_mesh(2, 4, 1))
+    placed = sharding.shard_batch(taken, sharding.make_mesh(data=2, fsdp=4, tensor=1))
     one, other = (jax.jit(partial(estimator, **fixed))(**x) for x in (taken, placed))
     np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 

@@ -131,7 +131,7 @@ def test_automatic_correction_weighs_what_older_weights_or_another_engine_drew(o
 @pytest.fixture(scope="module")
 def params():
     model = hf.load_model(ARITHMETIC)
-    return hf.load_params(ARITHMETIC, model, sharding.make_mesh(1, 2, 2))
+    return hf.load_params(ARITHMETIC, model, sharding.make_mesh(data=1, fsdp=2, tensor=2))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -211,7 +211,7 @@ class Server:
 
 @pytest.mark.parametrize("meddle", ["stale", "garbled"])
 def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(meddle: str):
-    mesh = sharding.make_mesh(2, 1, 1)
+    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=1)
     model, params = tiny.model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
     nudge: Callable = lambda by, tree: jax.tree.map(lambda x: x * (1 + by), tree)  # noqa: E731
@@ -237,7 +237,7 @@ def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(meddle
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_the_weight_check_asks_the_same_rows_again_where_the_data_set_has_few(rows: int):
     asked: list[int] = []
-    WeightCheck(None, None, sharding.make_mesh(2, 2, 1), asked.extend, rows=rows, bound=1e-3)
+    WeightCheck(None, None, sharding.make_mesh(data=2, fsdp=2, tensor=1), asked.extend, rows=rows, bound=1e-3)
     assert len(asked) == 4
     assert set(asked) == set(range(min(rows, 4)))
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, Mesh
 
@@ -68,7 +69,7 @@ def value_and_gradients(f, arrays, segment_ids):
 )
 def test_a_kernel_is_the_plain_form_and_so_are_its_gradients(kernel, rows, p, mesh):
     arrays, segment_ids, mask = case(rows, p)
-    mesh = sharding.make_mesh(*mesh)
+    mesh = tiny.mesh_of(mesh)
     visible = causal_within(segment_ids)
     with jax.default_matmul_precision("highest"):
         plain = value_and_gradients(lambda q, own, prompt: attend(q, own, visible, prompt, mask), arrays, segment_ids)
@@ -122,7 +123,7 @@ def test_on_a_gpu_score_and_gradient_lower_to_cudnn(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False)
     monkeypatch.setattr(attention_gpu, "fits", lambda *_: True)
-    traced = traced_gradient_of_score(sharding.make_mesh(2, 1, 2), b=4, g=4, p=250, t=100)
+    traced = traced_gradient_of_score(sharding.make_mesh(data=2, fsdp=1, tensor=2), b=4, g=4, p=250, t=100)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaScaleBiasSoftmax(" in text
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward(" in text

@@ -27,7 +27,7 @@ LIMIT = 32
 @pytest.mark.slow
 def test_fifty_ragged_steps_compile_few_programs_and_the_last_ten_almost_none(monkeypatch):
     monkeypatch.setattr(sampler_module, "FIRST_CACHE", 8)
-    compilations, mesh = Compilations(), sharding.make_mesh(1, 1, 1)
+    compilations, mesh = Compilations(), sharding.make_mesh(data=1, fsdp=1, tensor=1)
     model, params = Decoder(tiny.CONFIG, mesh), tiny.model_and_params()[1]
     sampler = sampler_module.Sampler(model, mesh, max_completion_tokens=LIMIT, stop_ids=(), pad_id=0)
     sampler.update_weights(params)

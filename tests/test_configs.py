@@ -51,9 +51,9 @@ def checked(name: str, **changes: object) -> checks.Totals:
     [
         ("grpo", dict(eval__every=0)),
         ("grpo", dict(optim__decay="constant")),
-        ("grpo", dict(correction__action="none")),
-        ("grpo", dict(correction__action="auto", rollout__max_lag=2, correction__level="sequence")),
-        ("grpo", dict(correction__action="truncate", model__dtype="bfloat16", correction__high="3.0")),
+        ("grpo", dict(importance__action="none")),
+        ("grpo", dict(importance__action="auto", rollout__max_lag=2, importance__level="sequence")),
+        ("grpo", dict(importance__action="truncate", model__dtype="bfloat16", importance__high="3.0")),
         ("grpo", dict(kl__placement="none", kl__coef="0.0")),
         ("reinforce", dict(rollout__max_lag=1)),
         ("gspo_token", dict(mask__top_entropy=0.5)),

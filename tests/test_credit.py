@@ -45,7 +45,7 @@ def assign(advantage: dict, *, placement: str = "none", updates: int = 1, reward
     config.update(changes)
     scores = {"old_logprobs": PENALTY, "ref_logprobs": 0 * PENALTY}
     batch = Batch(None, None, MASK, MASK, MASK)
-    made = credit.make_credit(config, sharding.make_mesh(1, 1, 1), updates=updates)
+    made = credit.make_credit(config, sharding.make_mesh(data=1, fsdp=1, tensor=1), updates=updates)
     return made(batch, scores, rewards, {"kl/coef": np.float32(1.0)})
 
 

@@ -61,7 +61,7 @@ def test_explained_variance_by_hand_and_without_what_an_environment_wrote():
 
 def critic_update(shape=(1, 1, 1), microbatch=0, filler=0.0):
     """A critic's parameters and metrics after one update on `tiny.batch()` with a hole that an environment wrote."""
-    mesh = sharding.make_mesh(*shape)
+    mesh = tiny.mesh_of(shape)
     model, params = tiny.model_and_params()
     model = type(model)(model.cfg, mesh)
     params = {"decoder": params, "readout": {"kernel": jnp.full((32, 1), 0.1), "bias": jnp.zeros(1)}}

@@ -52,7 +52,7 @@ class Loaded(NamedTuple):
 
 @pytest.fixture(scope="module")
 def mesh():
-    return sharding.make_mesh(1, 1, 1)
+    return sharding.make_mesh(data=1, fsdp=1, tensor=1)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -399,7 +399,7 @@ ODD_VOCABULARY = {"embed/embedding": P(None, "fsdp"), "head/kernel": P("fsdp", N
 
 
 def test_loading_onto_a_mesh_gives_the_same_arrays_in_the_expected_shards(loaded):
-    mesh = sharding.make_mesh(2, 2, 2)
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     params = hf.load_params(loaded.folder, loaded.model, mesh)
     specs = SPECS | (ODD_VOCABULARY if loaded.name == "qwen2_untied" else {})
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -412,7 +412,7 @@ def test_loading_onto_a_mesh_gives_the_same_arrays_in_the_expected_shards(loaded
 
 def test_a_model_on_a_mesh_gives_the_logits_of_transformers(mesh):
     folder = REFERENCES / "qwen2_untied"
-    wide = sharding.make_mesh(2, 2, 2)
+    wide = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     model, params = load(folder, wide)
     stored = np.load(folder / "reference.npz")
     batch = sharding.shard_batch((stored["tokens_left"], stored["mask_left"]), wide)

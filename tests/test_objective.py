@@ -47,7 +47,7 @@ def one_update(shape, microbatch, loss, terms, monkeypatch, filler=None):
         fill = lambda x: np.where(batch.loss_mask, x, filler)  # noqa: E731
         named = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "policy_mask")
         batch = replace(batch, **{name: fill(getattr(batch, name)).astype(np.float32) for name in named})
-    mesh = sharding.make_mesh(*shape)
+    mesh = tiny.mesh_of(shape)
     optimizer = tiny.optimizer(more={"kl/coef": optim.constant(0.1), "entropy/coef": optim.constant(0.01)})
     params = {"table": jnp.asarray(random_batch(5, b=8)[0], jnp.float32)}
     state, placed = update.init_state(params, optimizer, mesh)
@@ -206,37 +206,37 @@ def test_an_adaptive_kl_coefficient_moves_towards_its_target_by_hand():
 
 def test_an_adaptive_entropy_coefficient_grows_below_its_target_within_its_bounds_and_is_off_above():
     coefficient = optim.entropy_coefficient(coef=0.005, target=0.3, step=0.01, most=0.02)
-    kept = jnp.asarray(coefficient.start)
-    assert float(coefficient.value(kept)) == pytest.approx(0.005)
+    state = jnp.asarray(coefficient.start)
+    assert float(coefficient.value(state)) == pytest.approx(0.005)
     seen = []
     for entropy in (0.2, 0.2, 0.2, 0.4, 0.2, 0.4, 0.4):
-        kept = coefficient.adapt(kept, {"entropy": jnp.float32(entropy)})
-        seen.append((round(float(kept[0]), 4), round(float(coefficient.value(kept)), 4)))
+        state = coefficient.adapt(state, {"entropy": jnp.float32(entropy)})
+        seen.append((round(float(state[0]), 4), round(float(coefficient.value(state)), 4)))
     assert [c for c, _ in seen] == [0.015, 0.02, 0.02, 0.01, 0.02, 0.01, 0.0]
     assert [used for _, used in seen] == [0.015, 0.02, 0.02, 0.0, 0.02, 0.0, 0.0]
 
 
-def rate_after(metrics, hold, steps=3):
-    rate = tiny.optimizer(learning_rate=1.0, warmup_steps=9, hold=hold).coefficients["learning_rate"]
-    kept = jnp.float32(rate.start)
+def rate_after(metrics, adaptive, steps=3):
+    rate = tiny.optimizer(learning_rate=1.0, warmup_steps=9, adaptive=adaptive).coefficients["learning_rate"]
+    state = jnp.float32(rate.start)
     for _ in range(steps):
-        kept = rate.adapt(kept, {k: jnp.float32(v) for k, v in metrics.items()})
-    return round(float(rate.value(kept)), 4)
+        state = rate.adapt(state, {k: jnp.float32(v) for k, v in metrics.items()})
+    return round(float(rate.value(state)), 4)
 
 
 def test_the_warm_up_waits_while_a_measure_is_out_of_bounds_and_never_after_it():
-    hold = {"kl/to_reward": 0.5, "update_size": 0.0}
-    assert rate_after({"kl/to_reward": 0.4}, hold) == 0.4
-    assert rate_after({"kl/to_reward": 0.6}, hold) == 0.1
+    adaptive = {"kl/to_reward": 0.5, "update_size": 0.0}
+    assert rate_after({"kl/to_reward": 0.4}, adaptive) == 0.4
+    assert rate_after({"kl/to_reward": 0.6}, adaptive) == 0.1
     assert rate_after({"kl/to_reward": 0.6}, {"kl/to_reward": 0.0}) == 0.4
     assert rate_after({"update_size": 2.0}, {"update_size": 1.0}) == 0.1
-    optimizer_steps_after_warmup = rate_after({"kl/to_reward": 0.4}, hold, steps=12)
+    optimizer_steps_after_warmup = rate_after({"kl/to_reward": 0.4}, adaptive, steps=12)
     assert optimizer_steps_after_warmup == 1.0
 
 
 def test_the_kl_to_reward_ratio_is_that_of_the_penalty_of_a_completion_to_the_task_reward():
     batch = replace(tiny.batch(), rewards=np.full((tiny.B, tiny.G), -0.5, np.float32))
-    mesh = sharding.make_mesh(1, 1, 1)
+    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
     model, params = tiny.model_and_params()
     optimizer = tiny.optimizer(more={"kl/coef": optim.constant(0.1)})
     state, placed = update.init_state(params, optimizer, mesh)
@@ -259,7 +259,7 @@ def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
         if spoilt == "not finite"
         else dict(loss_mask=batch.loss_mask & False)
     )
-    mesh = sharding.make_mesh(1, 1, 1)
+    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
     model, params = tiny.model_and_params()
     adaptive = optim.kl_coefficient(9, 32, coef=0.1, decay="constant", end=0.0, target=1.0, horizon=100)
     optimizer = tiny.optimizer(warmup_steps=5, more={"kl/coef": adaptive})
@@ -268,13 +268,13 @@ def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
         update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=kl.k3), optimizer, mesh, placed, microbatch=0,
         aggregate=lambda mask: losses.aggregation_weights(mask, mode="token_mean"),
     )  # fmt: skip
-    kept = []
+    state = []
     for x in (batch, replace(batch, **bad), batch):
         state, _ = step(state, sharding.shard_batch(x, mesh), jnp.arange(tiny.B))
-        kept.append(sharding.to_host(state.coef_state))
-    assert kept[0] == kept[1]
-    assert kept[1]["learning_rate"] + 1 == kept[2]["learning_rate"]
-    assert kept[1]["kl/coef"] != kept[2]["kl/coef"]
+        state.append(sharding.to_host(state.coef_state))
+    assert state[0] == state[1]
+    assert state[1]["learning_rate"] + 1 == state[2]["learning_rate"]
+    assert state[1]["kl/coef"] != state[2]["kl/coef"]
 
 
 def test_a_mixed_reference_lies_so_far_between():

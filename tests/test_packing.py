@@ -80,7 +80,7 @@ def test_packed_scores_and_gradients_are_those_of_a_lane_for_each():
 def test_packed_scores_do_not_depend_on_the_mesh_or_the_microbatch(mesh):
     model, params = tiny.model_and_params()
     whole, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))(params, packed(tiny.batch()))
-    mesh = sharding.make_mesh(*mesh)
+    mesh = tiny.mesh_of(mesh)
     score = forward.make_logprob_fn(
         type(model)(tiny.CONFIG, mesh), Sampling(), mesh, 0 if mesh.shape["data"] == 8 else 4
     )

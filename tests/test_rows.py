@@ -178,7 +178,7 @@ def test_a_convert_function_may_drop_rows_which_are_counted_and_leave_the_number
 def test_the_banner_counts_what_was_dropped_and_says_when_rows_are_fewer_than_a_step(tokenizer):
     config = load(ROOT / "configs" / "grpo.py")
     model = hf.load_model(Path(config.model.path)).cfg
-    mesh, totals = sharding.make_mesh(1, 1, 1), checks.check_train(config)
+    mesh, totals = sharding.make_mesh(data=1, fsdp=1, tensor=1), checks.check_train(config)
 
     def shown(count: int, refused: int) -> list:
         ids = [np.arange(3, dtype=np.int32)] * count

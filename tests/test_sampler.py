@@ -23,7 +23,7 @@ KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_
 
 def sample(sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None):
     model, params = tiny.model_and_params(scale=3.0)
-    mesh = sharding.make_mesh(*mesh)
+    mesh = tiny.mesh_of(mesh)
     sampler = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=0)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
     tokens, mask = prompts or tiny.prompts()
@@ -172,11 +172,11 @@ BUDGETS = np.random.default_rng(7).lognormal(1.5, 0.8, (tiny.B, tiny.G)).astype(
 def ragged(monkeypatch, *, halve: bool, first_cache: int, mesh=(1, 1, 1)):
     """Completions cut as BUDGETS says, with or without moving together those who go on."""
     if not halve:
-        monkeypatch.setattr(sampler_module, "half", lambda entries, width: (entries, width))
-        monkeypatch.setattr(compaction, "half", lambda entries, width: (entries, width))
+        monkeypatch.setattr(sampler_module, "smaller_shape", lambda entries, width: (entries, width))
+        monkeypatch.setattr(compaction, "smaller_shape", lambda entries, width: (entries, width))
     monkeypatch.setattr(sampler_module, "FIRST_CACHE", first_cache)
     model, params = tiny.model_and_params(scale=3.0)
-    mesh = sharding.make_mesh(*mesh)
+    mesh = tiny.mesh_of(mesh)
     sampler = Sampler(model, mesh, max_completion_tokens=24, stop_ids=(3,), pad_id=0)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
     shapes, original = [], sampler._reseat
@@ -224,13 +224,13 @@ def test_everyone_alive_has_one_seat_with_their_own_prompt_in_the_smallest_shape
         alive = rng.random((8, 8)) < share
         alive[0, 0] = True
         prompt = np.arange(8) % (8 // devices)
-        entry, source, empty = compaction.move(alive, prompt, devices)
+        entry, source, empty = compaction.plan_compaction(alive, prompt, devices)
         per_device = alive.reshape(devices, -1)
         for d in range(devices):
             np.testing.assert_array_equal(np.sort(source[d][~empty[d]]), np.flatnonzero(per_device[d]))
             local = prompt.reshape(devices, -1)[d]
             for i, row in enumerate(source[d]):
                 assert np.all(local[row[~empty[d, i]] // 8] == local[entry[d, i]])
-        smaller = compaction.half(*source.shape[1:])
+        smaller = compaction.smaller_shape(*source.shape[1:])
         each = alive.reshape(devices, -1, 8).sum(axis=2)
         assert smaller == source.shape[1:] or np.any(np.ceil(each / smaller[1]).sum(axis=1) > smaller[0])

@@ -150,7 +150,7 @@ def test_fsdp_gathers_weights_and_leaves_every_device_its_own_prompts():
     config = dataclasses.replace(tiny.CONFIG, width=128, mlp_width=512, layers=4)
     sizes = {}
     for shape in ((8, 1, 1), (1, 8, 1)):
-        mesh = sharding.make_mesh(*shape)
+        mesh = tiny.mesh_of(shape)
         model = Decoder(config, mesh)
         params = jax.device_put(model.init(jax.random.key(0)), sharding.shardings(model.shapes(), mesh))
         rng = np.random.default_rng(0)
@@ -164,7 +164,7 @@ def test_fsdp_gathers_weights_and_leaves_every_device_its_own_prompts():
 
 
 def test_state_is_initialized_sharded_and_stays_so():
-    mesh = sharding.make_mesh(1, 4, 2)
+    mesh = sharding.make_mesh(data=1, fsdp=4, tensor=2)
     model, params = tiny.model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
     optimizer = tiny.optimizer()
@@ -183,7 +183,7 @@ def test_state_is_initialized_sharded_and_stays_so():
 
 
 def test_a_non_finite_gradient_changes_no_parameter_and_is_counted():
-    mesh, (model, params) = sharding.make_mesh(*ONE), tiny.model_and_params()
+    mesh, (model, params) = tiny.mesh_of(ONE), tiny.model_and_params()
     optimizer = tiny.optimizer()
     kept = jax.tree.map(np.array, params)
     state, placed = update.init_state(params, optimizer, mesh)
@@ -203,7 +203,7 @@ def test_a_non_finite_gradient_changes_no_parameter_and_is_counted():
 
 
 def test_an_update_without_a_trained_token_is_skipped_though_the_optimizer_has_momentum():
-    mesh, (model, params) = sharding.make_mesh(*ONE), tiny.model_and_params()
+    mesh, (model, params) = tiny.mesh_of(ONE), tiny.model_and_params()
     state, placed = update.init_state(params, optimizer := tiny.optimizer(weight_decay=0.1), mesh)
     step = update.make_update_step(
         update.policy_objective(model, losses.ppo_clip(), Sampling()), optimizer, mesh, placed,

@@ -143,7 +143,7 @@ def server(tmp_path_factory) -> Iterator[ManagedServer]:
 
 @pytest.fixture(scope="module")
 def params() -> PyTree:
-    return hf.load_params(FOLDER, MODEL, sharding.make_mesh(1, 2, 2))
+    return hf.load_params(FOLDER, MODEL, sharding.make_mesh(data=1, fsdp=2, tensor=2))
 
 
 def nudged(params: PyTree, by: float) -> PyTree:
@@ -159,7 +159,7 @@ def prompts():
 def gap(params: PyTree, prompts, rollouts: Rollouts, sampling: Sampling | None = None, of: Callable = np.max) -> float:
     """The largest difference to the trainer's log-probabilities, or what `of` makes of all of them."""
     batch = Batch(prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
-    score = forward.make_logprob_fn(MODEL, sampling or Sampling(), sharding.make_mesh(1, 2, 2), 0)
+    score = forward.make_logprob_fn(MODEL, sampling or Sampling(), sharding.make_mesh(data=1, fsdp=2, tensor=2), 0)
     return float(of(np.abs(np.asarray(score(params, batch)) - rollouts.logprobs)[rollouts.loss_mask]))
 
 

@@ -25,6 +25,11 @@ CONFIG = DecoderConfig(
 B, G, P, C = 8, 4, 6, 5
 
 
+def mesh_of(shape: tuple[int, int, int]) -> jax.sharding.Mesh:
+    """A mesh of these sizes of data, fsdp and tensor."""
+    return sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
+
+
 def alarmed(completions: list, **_: object) -> list[float]:
     """A reward that sets an alarm, as math-verify's time limit does; Python refuses that outside of the main thread."""
     signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
@@ -73,7 +78,7 @@ def optimizer(**changes) -> optim.Optimizer:
 @cache
 def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, mode: str = "token_mean"):
     """Parameters and metrics after one optimizer step on the whole `batch()`, on the host."""
-    mesh = sharding.make_mesh(*shape)
+    mesh = mesh_of(shape)
     _, params = model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
     adamw = optimizer(weight_decay=0.1, more={"kl/coef": optim.constant(0.1)})

@@ -7,7 +7,8 @@ channels {name: [B, G]}  each reward function by itself; weights {name: float} i
 greedy_rewards [B]       of the greedy completion of each prompt, which is then sampled too
 token_rewards [B, G, C]  rewards on the last trained token, a KL penalty where it arose
 values [B, G, C]         of a critic, before each token
-logprobs, teacher_logprobs [B, G, C]  of the tokens, by the policy that sampled them and by a teacher
+logprobs [B, G, C]       of the tokens, by the policy that sampled them
+teacher_logprobs [B, G, C]  of the tokens, by a teacher; other models give other columns (`learner.scorers.FROZEN`)
 loss_mask [B, G, C]      the trained tokens
 
 It returns advantages [B, G], or [B, G, C]. Its keyword arguments are the fields of `config.advantage`.
@@ -24,17 +25,7 @@ import jax.numpy as jnp
 from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
-SIGNALS = (
-    "rewards",
-    "channels",
-    "weights",
-    "greedy_rewards",
-    "token_rewards",
-    "values",
-    "logprobs",
-    "teacher_logprobs",
-    "loss_mask",
-)
+SIGNALS = ("rewards", "channels", "weights", "greedy_rewards", "token_rewards", "values", "logprobs", "loss_mask")
 OF_A_GROUP = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")  # of no use at G = 1
 OF_A_TOKEN = ("reinforce_pp", "gae", "distillation")  # these differ within a completion
 

@@ -47,13 +47,11 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
         if estimate_kl:
             term = coefs["kl/coef"] * estimate_kl(scores["old_logprobs"], scores["ref_logprobs"])
             penalty = jnp.where(mask, term, 0.0)
-        inputs: dict[str, Any] = {
+        inputs: dict[str, Any] = scores | {
             "rewards": total - jnp.sum(penalty, axis=-1),
             "channels": {name: jnp.nan_to_num(channels[name]) for name in config.reward.functions},
             "token_rewards": at_the_end(total, mask) - penalty,
-            "values": scores.get("values"),
             "logprobs": scores.get("old_logprobs"),
-            "teacher_logprobs": scores.get("teacher_logprobs"),
             "loss_mask": mask,
         }
         if rewards.greedy is not None:

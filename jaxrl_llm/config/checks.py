@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from jaxrl_llm import rewards
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.combinations import check_algorithm, check_rollout
-from jaxrl_llm.config.fields import CRITIC, SFT, TEACHER, TRAIN
+from jaxrl_llm.config.fields import CRITIC, FROZEN, SFT, TRAIN
 from jaxrl_llm.config.names import required_inputs, resolve
 from jaxrl_llm.config.no_effect import check_no_effect_shared
-from jaxrl_llm.config.schema import check_fields
+from jaxrl_llm.config.schema import Field, check_fields, names_that_may_change
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import check_source
 from jaxrl_llm.errors import UserError
@@ -34,14 +34,31 @@ class Totals:
     completion_tokens: int  # of the whole run, at most
 
 
+NAMED = {"advantage": advantages, "loss": losses, "engine": engines}  # sections whose name is a function of these
+
+
+def train_fields(config: Config) -> dict[str, Field]:
+    """The fields of a config of `train`, by the sections that it has."""
+    fields = TRAIN | (CRITIC if "critic" in config else {})
+    for section, more in FROZEN.items():
+        fields = fields | (more if section in config else {})
+    return fields
+
+
+def may_change(config: Config) -> set[str]:
+    """The fields that a resumed run may change, of a config that is checked."""
+    if "loss" not in config:
+        return names_that_may_change(config, SFT, {})
+    return names_that_may_change(config, train_fields(config), NAMED)
+
+
 def check_train(config: Config) -> Totals:
     """Checks a config of `train` as a whole, touching no device and no file.
 
     Raises: UserError, naming the field.
     """
     critic = "critic" in config
-    fields = TRAIN | (CRITIC if critic else {}) | (TEACHER if "teacher" in config else {})
-    check_fields(config, fields, {"advantage": advantages, "loss": losses, "engine": engines})
+    check_fields(config, train_fields(config), NAMED)
     check_shared(config, config.prompts_per_update)
     if config.prompts_per_step % config.prompts_per_update:
         raise UserError(

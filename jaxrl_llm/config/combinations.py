@@ -8,6 +8,7 @@ from jaxrl_llm.config.names import arguments, own_name, required_inputs, resolve
 from jaxrl_llm.config.no_effect import check_no_effect, looks_at_rewards
 from jaxrl_llm.config.schema import Field
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.scorers import FROZEN
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Config
 
@@ -51,11 +52,10 @@ def check_rewards(config: Config, required: tuple[str, ...]) -> None:
 def check_advantage(config: Config, name: str, required: tuple[str, ...]) -> None:
     """An estimator gets what it asks for, and nothing is made that it does not ask for."""
     given = config.advantage.name
+    there = (*advantages.SIGNALS, *FROZEN.values())
     for signal in required:
-        if signal not in advantages.SIGNALS:
-            raise UserError(
-                f"config.advantage.name = {given!r} asks for {signal!r}: there is {', '.join(advantages.SIGNALS)}"
-            )
+        if signal not in there:
+            raise UserError(f"config.advantage.name = {given!r} asks for {signal!r}: there is {', '.join(there)}")
     if config.group_size < 2 and name in advantages.OF_A_GROUP:
         raise UserError(f"config.group_size = 1: advantage {given!r} compares the members of a group; give 2 or more")
     if name == "pass_at_k" and config.advantage.k > config.group_size:
@@ -63,16 +63,16 @@ def check_advantage(config: Config, name: str, required: tuple[str, ...]) -> Non
     of = arguments(config.advantage)
     if name and of.get("epsilon") == 0 and of.get("normalize") != "none":
         raise UserError("config.advantage.epsilon = 0: equal rewards would be divided by 0; give more, like 1e-4")
-    examples = {"critic": "configs/ppo.py", "teacher": "configs/distillation.py"}
-    for signal, section in (("values", "critic"), ("teacher_logprobs", "teacher")):
-        if signal in required and section not in config:
+    sections = {"critic": ("values", "ppo")} | {name: (column, "distillation") for name, column in FROZEN.items()}
+    for section, (column, example) in sections.items():
+        if column in required and section not in config:
             raise UserError(
-                f"config.{section} is missing: advantage {given!r} asks for {signal}; see {examples[section]}"
+                f"config.{section} is missing: advantage {given!r} asks for {column}; see configs/{example}.py"
             )
-        if section in config and signal not in required:
-            raise UserError(f"config.{section} would be of no use: advantage {given!r} does not ask for its {signal}")
-    if "teacher" in config and not config.teacher.path:
-        raise UserError("config.teacher.path = '': give the teacher's folder or hub id")
+        if section in config and column not in required:
+            raise UserError(f"config.{section} would be of no use: advantage {given!r} does not ask for its {column}")
+        if section in config and section in FROZEN and not config[section].path:
+            raise UserError(f"config.{section}.path = '': give the {section}'s folder or hub id")
 
 
 def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:

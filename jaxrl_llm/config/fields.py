@@ -6,51 +6,50 @@ from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.config.schema import Field, fields_of
 from jaxrl_llm.health.rules import RULES
-from jaxrl_llm.learner import optim
+from jaxrl_llm.learner import optim, scorers
+from jaxrl_llm.sharding import make_mesh
 
 
 def optim_fields(section: str) -> dict[str, Field]:
     """The fields of an optimizer's section."""
-    return fields_of(section, optim.make_optimizer, leave_out=("hold", "more"))
+    return fields_of(section, optim.make_optimizer, leave_out=("adaptive", "more"))
 
 
 # Of a section that is the arguments of one function, the function's annotations say what is allowed.
 SHARED = {
     "seed": Field(int, low=0, high=2**31 - 1),
-    "deterministic": Field(bool),
-    "num_steps": Field(int, low=1),
+    "deterministic": Field(bool, may_change=True),
+    "num_steps": Field(int, low=1, may_change=True),
     "schedule_steps": Field(int, low=0),
     "prompts_per_step": Field(int, low=1),
-    "microbatch": Field(int, low=0),
-    "model.path": Field(str),
+    "microbatch": Field(int, low=0, may_change=True),
+    "model.path": Field(str, may_change=True),
     "model.dtype": Field(str, choices=("float32", "bfloat16")),
-    "model.remat": Field(str, choices=("none", "dots", "full")),
+    "model.remat": Field(str, choices=("none", "dots", "full"), may_change=True),
     "data.source": Field(str),
     "data.convert": Field(str),
     "data.chat_template_args": Field(dict),
     "data.max_prompt_tokens": Field(int, low=1),
     "data.overlong": Field(str, choices=("drop", "error")),
     "rollout.max_completion_tokens": Field(int, low=1),
-    "eval.every": Field(int, low=0),
+    "eval.every": Field(int, low=0, may_change=True),
     "eval.source": Field(str),
     "eval.convert": Field(str),
     "eval.function": Field(str),
     "eval.problems": Field(int, low=1),
-    "reward.timeout": Field(float, low=0, high=1e6),
+    "reward.timeout": Field(float, low=0, high=1e6, may_change=True),
     **fields_of("aggregate", losses.aggregation_weights),
     **optim_fields("optim"),
-    "mesh.data": Field(int, low=-1),
-    "mesh.fsdp": Field(int, low=-1),
-    "mesh.tensor": Field(int, low=-1),
+    **fields_of("mesh", make_mesh),
     **{name: field for rule in RULES for name, field in fields_of("health", rule).items()},
-    "checkpoint.every": Field(int, low=1),
-    "checkpoint.keep": Field(int, low=1),
-    "checkpoint.keep_best": Field(int, low=0),
-    "log.tensorboard": Field(bool),
-    "log.wandb_project": Field(str),
+    "checkpoint.every": Field(int, low=1, may_change=True),
+    "checkpoint.keep": Field(int, low=1, may_change=True),
+    "checkpoint.keep_best": Field(int, low=0, may_change=True),
+    "log.tensorboard": Field(bool, may_change=True),
+    "log.wandb_project": Field(str, may_change=True),
 }
 TRAIN = SHARED | {
-    "log.completions_every": Field(int, low=0),
+    "log.completions_every": Field(int, low=0, may_change=True),
     "group_size": Field(int, low=1),
     "prompts_per_update": Field(int, low=1),
     "epochs": Field(int, low=1),
@@ -84,7 +83,10 @@ CRITIC = {  # of a run whose advantage estimator asks for values
     "critic.warmup_steps": Field(int, low=0),
     **optim_fields("critic.optim"),
 }
-TEACHER = {"teacher.path": Field(str)}  # of a run whose advantage estimator asks for a teacher's log-probabilities
+FROZEN = {  # of a run whose advantage estimator asks for what another model gives
+    section: {f"{section}.path": Field(str, may_change=True)}  # what it holds is checked by its fingerprint
+    for section in scorers.FROZEN
+}
 SFT = SHARED | {
     "data.completion_column": Field(str),
     "model.hidden_size": Field(int, low=1),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxrl_llm.config.load import RENAMED, flatten
 from jaxrl_llm.config.names import arguments, closest, keywords, resolve
@@ -27,6 +27,7 @@ class Field:
     choices: tuple[str, ...] = ()
     above: bool = False  # the low end itself is not allowed
     of: type | None = None  # what each value of a tuple is
+    may_change: bool = False  # in a resumed run: it leaves the run's numbers as they are, to rounding
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value, if anything."""
@@ -53,6 +54,10 @@ Positive = Annotated[float, Field(float, low=0, above=True)]
 Share = Annotated[float, Field(float, low=0, high=1)]
 AtLeastOne = Annotated[int, Field(int, low=1)]
 Count = Annotated[int, Field(int, low=0)]
+
+T = TypeVar("T")
+MAY_CHANGE = "in a resumed run"
+MayChange = Annotated[T, MAY_CHANGE]  # MayChange[Count] is a Count that a resumed run may change
 
 
 def check_fields(config: Config, fields: dict[str, Field], named: dict[str, ModuleType]) -> None:
@@ -85,10 +90,7 @@ def check_fields(config: Config, fields: dict[str, Field], named: dict[str, Modu
 
 def _check_arguments(section: str, name: str, function: Callable[..., Any], given: dict[str, Any]) -> None:
     """The keyword-only arguments of a function are given as it declares them, and no others."""
-    try:
-        hints = get_type_hints(function, include_extras=True)
-    except NameError:  # a name that only type checkers import
-        hints = {}
+    hints = _hints(function)
     taken = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     for key, value in given.items():
         if key not in taken:
@@ -102,9 +104,23 @@ def _check_arguments(section: str, name: str, function: Callable[..., Any], give
 
 def fields_of(section: str, function: Callable[..., Any], *, leave_out: tuple[str, ...] = ()) -> dict[str, Field]:
     """The fields of a section that is the keyword arguments of a function, as their annotations say."""
-    hints = get_type_hints(function, include_extras=True)
-    found = {name: _field(hints[name]) for name in keywords(function) if name not in leave_out}
+    hints = _hints(function)
+    found = {name: _field(hints.get(name)) for name in keywords(function) if name not in leave_out}
     return {f"{section}.{name}": field for name, field in found.items() if field}
+
+
+def names_that_may_change(config: Config, fields: dict[str, Field], named: dict[str, ModuleType]) -> set[str]:
+    """Fields of a checked config that a resumed run may change; the arguments are those of `check_fields`."""
+    for section, module in named.items():
+        fields = fields | fields_of(section, resolve(config[section].name, module))
+    return {name for name, field in fields.items() if field.may_change}
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(function, include_extras=True)
+    except NameError:  # a name that only type checkers import
+        return {}
 
 
 def _field(hint: Any) -> Field | None:
@@ -114,5 +130,7 @@ def _field(hint: Any) -> Field | None:
     if get_origin(hint) is tuple:
         return Field(tuple, of=get_args(hint)[0])
     if get_origin(hint) is Annotated:
-        return get_args(hint)[1]
+        inner, *said = get_args(hint)
+        field = next((x for x in said if isinstance(x, Field)), None) or _field(inner)
+        return replace(field, may_change=MAY_CHANGE in said) if field else None
     return Field(hint) if hint in (bool, int, float, str) else None

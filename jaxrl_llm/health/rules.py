@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 from jaxrl_llm.config.names import keywords
-from jaxrl_llm.config.schema import Count
+from jaxrl_llm.config.schema import Count, MayChange
 
 Record: TypeAlias = dict[str, Any]
 WINDOW = 16  # records that a rule may look back
@@ -127,7 +127,7 @@ def stale_samples(history: Sequence[Record]) -> Finding | None:
     )
 
 
-def updates_skipped(history: Sequence[Record], *, max_skipped: Count) -> Finding | None:
+def updates_skipped(history: Sequence[Record], *, max_skipped: MayChange[Count]) -> Finding | None:
     """F27: updates are skipped, one after the other, and the model stands still."""
     r = history[-1]
     counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row")]

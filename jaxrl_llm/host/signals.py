@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from threading import Event, Lock, Thread, Timer, current_thread, main_thread
 from types import TracebackType
 from typing import NoReturn
@@ -109,6 +109,19 @@ class StopSignals:
 
     def _nothing(self) -> None:
         _say(f"stopped by {self.name} at the start, {self.seconds:.1f} s after the signal: there was nothing to save")
+
+
+class NoSignals:
+    """In the place of a `StopSignals` where signals are the caller's business, as in a notebook."""
+
+    finish: Callable[[], None]
+    seconds = 0.0
+
+    def used(self) -> str:
+        return ""
+
+    def deferred(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def _pass(number: int, frame: object) -> None:

@@ -21,6 +21,11 @@ from jaxrl_llm.structs import Batch, Config, PyTree
 States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference": parameters
 
 
+# Sections of a config with a model that scores and never learns, and the column that it gives. An advantage estimator
+# gets a column by naming it as an argument. One more line here is one more such model.
+FROZEN = {"teacher": "teacher_logprobs"}
+
+
 class Scorer(NamedTuple):
     """A model that scores."""
 
@@ -74,24 +79,20 @@ def score_columns(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: in
     return forward.in_microbatches(per_token, mesh, microbatch)
 
 
-def table(scorers: dict[str, Scorer]) -> str:
-    """For the banner: which model gives what."""
-    return ", ".join(f"{name} -> {' + '.join(scorer.columns)}" for name, scorer in scorers.items()) or "none"
-
-
-def make_teacher(
-    config: Config, folder: Path, policy: DecoderConfig, tokenizer: Any, sampling: Sampling, mesh: Mesh
+def make_frozen_scorer(
+    section: str, folder: Path, config: Config, policy: DecoderConfig, tokenizer: Any, sampling: Sampling, mesh: Mesh
 ) -> Scorer:
-    """The model in `folder`, whose log-probabilities of the policy's own samples the policy learns from.
+    """The model in `folder`, of one of the sections FROZEN: its log-probabilities of what the policy sampled.
 
-    Raises: UserError, for a model that cannot be loaded, or that means something else by the policy's tokens.
+    Raises: UserError, for a model that cannot be loaded, or to which the policy's tokens mean something else.
     """
     model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat="none")
-    compatibility.check_other_model("teacher.path", model.cfg, policy)
+    compatibility.check_other_model(f"{section}.path", model.cfg, policy)
     theirs = hf.load_tokenizer(folder).get_vocab()
     other = next((token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number), None)
     if other is not None:
-        raise UserError(f"config.teacher.path: its tokenizer knows {other!r} by another number: give one of the kind")
+        raise UserError(f"config.{section}.path: its tokenizer knows {other!r} by another number: give one of the kind")
     params = hf.load_params(folder, model, mesh)
-    score = score_columns(model, sampling, mesh, config.microbatch, teacher_logprobs="logprobs")
-    return Scorer(("teacher_logprobs",), lambda states, batch: score(params, batch))
+    column = FROZEN[section]
+    score = score_columns(model, sampling, mesh, config.microbatch, **{column: "logprobs"})
+    return Scorer((column,), lambda states, batch: score(params, batch))

@@ -8,7 +8,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from jaxrl_llm.config.names import arguments, resolve
-from jaxrl_llm.config.schema import AtLeastOne, Positive
+from jaxrl_llm.config.schema import AtLeastOne, MayChange, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import sampler
 from jaxrl_llm.rollout.engine import Engine, EngineChoice, EngineInputs
@@ -52,17 +52,17 @@ def jax() -> EngineChoice:
 
 def vllm(
     *,
-    managed: bool = True,
-    python: str = PYTHON,
-    server_args: tuple[str, ...] = SERVER_ARGS,
-    servers: tuple[str, ...] = (),
-    push: Literal["file", "http", "reload"] = "file",
-    push_address: str = "",
-    weights_dir: str = "/dev/shm",
-    concurrency: AtLeastOne = 64,
-    timeout: Positive = 300.0,
-    patience: Positive = 300.0,
-    max_gap: Positive = 1e-3,
+    managed: MayChange[bool] = True,
+    python: MayChange[str] = PYTHON,
+    server_args: MayChange[tuple[str, ...]] = SERVER_ARGS,
+    servers: MayChange[tuple[str, ...]] = (),
+    push: MayChange[Literal["file", "http", "reload"]] = "file",
+    push_address: MayChange[str] = "",
+    weights_dir: MayChange[str] = "/dev/shm",
+    concurrency: MayChange[AtLeastOne] = 64,
+    timeout: MayChange[Positive] = 300.0,
+    patience: MayChange[Positive] = 300.0,
+    max_gap: MayChange[Positive] = 1e-3,
 ) -> EngineChoice:
     """vLLM servers, of the run's own or elsewhere; configs/grpo_vllm.py says what each argument means."""
     if managed == bool(servers):

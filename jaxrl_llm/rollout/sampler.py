@@ -1,17 +1,16 @@
 """Sampling inside JAX: a prompt is prefilled once for its group, then jitted decode loops.
 
-Completions sit in seats [N, W]: N entries with a copy of their prompt's keys and values, W seats
-each. A loop runs until the cache is full, or until those still alive fit into half the seats;
-then the host moves them together (`rollout.seats`), and doubles the cache where it was full. So the
-tail of long completions does not cost the whole batch, nobody attends over an empty cache,
-and only a handful of shapes is ever compiled.
+The batch is N entries of W slots. An entry has one copy of a prompt's keys and values; a slot has one completion.
+The decode loop runs until the cache is full, or until the living completions fit into half the slots. Then the host
+compacts the batch (`rollout.compaction`), and doubles the cache if it was full. So a few long completions do not cost
+the time of the whole batch, attention does not run over an empty cache, and few shapes are compiled.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jaxrl_llm.algorithms.sampling import Sampling, draw, log_distribution, supp
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
-from jaxrl_llm.rollout.compaction import half, move
+from jaxrl_llm.rollout.compaction import plan_compaction, smaller_shape
 from jaxrl_llm.structs import Array, Prompts, PyTree, Rollouts
 
 FIRST_CACHE = 64  # completion tokens that the first cache holds; a full one is doubled
@@ -44,19 +43,31 @@ class Decoding:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Seats:
-    """The decode loop's state: N entries of W seats."""
+class DecodeState:
+    """A batch that is being sampled: N entries of W slots."""
 
     prompt: Array  # [N] the entry's prompt, counted from its device's first
-    member: Array  # [N, W] the completion b * G + g that sits here
+    completion: Array  # [N, W] which completion it is, b * G + g
     alive: Array  # [N, W] bool
-    budget: Array  # [N, W] the most tokens it may take
+    max_tokens: Array  # [N, W] tokens that it may have at most
     tokens: Array  # [N, W, C] sampled so far
     logprobs: Array  # [N, W, C]
     length: Array  # [N, W] tokens sampled so far
     prompt_mask: Array  # [N, P]
     prefix: list[KeyValue]  # a layer's prompt keys and values [N, K, P, h]
     cache: list[KeyValue]  # a layer's completion keys and values [N, K, W, S, h]
+
+
+class Loop(NamedTuple):
+    """What the decode loop carries from token to token; the rest of the `DecodeState` stands still meanwhile."""
+
+    t: Array  # the token to be sampled next, of every completion
+    token: Array  # [N, W] the one before it
+    alive: Array
+    tokens: Array
+    logprobs: Array
+    length: Array
+    cache: list[KeyValue]
 
 
 class Sampler:
@@ -82,7 +93,7 @@ class Sampler:
         self._place = jax.jit(as_used)
         self._start = jax.jit(partial(start, model), static_argnums=0, compiler_options=ROUND_AS_WRITTEN)
         self._run = jax.jit(partial(run, model), static_argnums=0, donate_argnums=2, compiler_options=ROUND_AS_WRITTEN)
-        self._reseat = jax.jit(partial(reseat, mesh=mesh, devices=self._devices), static_argnames="capacity")
+        self._compact = jax.jit(partial(compact, mesh=mesh, devices=self._devices), static_argnames="capacity")
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Gathers over fsdp, in the dtype of the arithmetic, once here instead of for every token."""
@@ -111,22 +122,22 @@ class Sampler:
         limits = np.full(total, most) if max_tokens is None else np.minimum(max_tokens.reshape(-1), most)
         batch = sharding.shard_batch((prompts.tokens, prompts.mask, limits.reshape(-1, group_size)), self._mesh)
         fixed = Decoding(len(prompts.tokens), group_size, sampling, most, self._stops, self._pad, self._devices)
-        seats = self._start(fixed, self._params, *batch, key)
+        state = self._start(fixed, self._params, *batch, key)
         tokens, logprobs = np.full((total, most), self._pad, np.int32), np.zeros((total, most), np.float32)
         length, t = np.ones(total, np.int32), jnp.int32(1)
         while True:
-            seats, t = self._run(fixed, self._params, seats, t, key)
-            rows = (seats.member, seats.alive, seats.prompt, seats.tokens, seats.logprobs, seats.length)
-            member, alive, prompt, *sampled = sharding.to_host(rows)
-            taken = member < total
+            state, t = self._run(fixed, self._params, state, t, key)
+            rows = (state.completion, state.alive, state.prompt, state.tokens, state.logprobs, state.length)
+            completion, alive, prompt, *sampled = sharding.to_host(rows)
+            taken = completion < total
             for whole, part in zip((tokens, logprobs, length), sampled, strict=True):
-                whole[member[taken]] = part[taken]
+                whole[completion[taken]] = part[taken]
             if not alive.any() or t >= most:
                 break
-            moves = move(alive, prompt, self._devices)
-            capacity = seats.cache[0].keys.shape[3]
+            plan = plan_compaction(alive, prompt, self._devices)
+            capacity = state.cache[0].keys.shape[3]
             capacity = min(2 * capacity, most) if t > capacity else capacity
-            seats = self._reseat(seats, *moves, capacity=capacity)
+            state = self._compact(state, *plan, capacity=capacity)
         shape = (-1, group_size, most)
         mask = (np.arange(most) < length[:, None]).reshape(shape)
         stopped = np.isin(tokens[np.arange(total), length - 1], self._stops).reshape(-1, group_size)
@@ -158,8 +169,8 @@ def _ended(token: Array, stop_ids: tuple[int, ...]) -> jax.Array:
 
 
 def start(
-    model: Decoder, fixed: Decoding, params: PyTree, prompts: Array, prompt_mask: Array, budget: Array, key: Array
-) -> Seats:
+    model: Decoder, fixed: Decoding, params: PyTree, prompts: Array, prompt_mask: Array, max_tokens: Array, key: Array
+) -> DecodeState:
     """Prompts [B, P] prefilled, the first token of every completion sampled, all seated [B, G]."""
     batch, group, length, sampling = fixed.batch, fixed.group, fixed.length, fixed.sampling
     hidden, prefix = model.prefill(params, prompts, prompt_mask)
@@ -172,11 +183,11 @@ def start(
     cfg = model.cfg
     shape = (batch, cfg.kv_heads, group, min(FIRST_CACHE, length), cfg.head_dim)
     cache = [KeyValue(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)) for _ in range(cfg.layers)]
-    return Seats(
+    return DecodeState(
         prompt=jnp.arange(batch, dtype=jnp.int32) % (batch // fixed.devices),
-        member=jnp.arange(batch * group, dtype=jnp.int32).reshape(batch, group),
-        alive=~_ended(token, fixed.stop_ids) & (budget > 1),
-        budget=budget,
+        completion=jnp.arange(batch * group, dtype=jnp.int32).reshape(batch, group),
+        alive=~_ended(token, fixed.stop_ids) & (max_tokens > 1),
+        max_tokens=max_tokens,
         tokens=tokens,
         logprobs=logprobs,
         length=jnp.ones((batch, group), jnp.int32),
@@ -186,44 +197,51 @@ def start(
     )
 
 
-def run(model: Decoder, fixed: Decoding, params: PyTree, seats: Seats, t: Array, key: Array) -> tuple[Seats, Array]:
-    """Decodes from token t on, until the cache is full, all have ended, or half the seats would do."""
+def run(
+    model: Decoder, fixed: Decoding, params: PyTree, state: DecodeState, t: Array, key: Array
+) -> tuple[DecodeState, Array]:
+    """Decodes from token t on, until the cache is full, all have ended, or half the state would do."""
     batch, devices = fixed.batch, fixed.devices
-    n, w = seats.member.shape
-    most = min(seats.tokens.shape[2], seats.cache[0].keys.shape[3] + 1)
-    entries, width = half(n // devices, w)
-    serves = (seats.prompt[:, None] == jnp.arange(batch // devices)[None]).reshape(devices, n // devices, -1)
+    n, w = state.completion.shape
+    most = min(state.tokens.shape[2], state.cache[0].keys.shape[3] + 1)
+    entries, width = smaller_shape(n // devices, w)
+    serves = (state.prompt[:, None] == jnp.arange(batch // devices)[None]).reshape(devices, n // devices, -1)
 
-    def go_on(state: tuple) -> Array:
-        alive = state[2]
-        each = jnp.einsum("dnp,dn->dp", serves.astype(jnp.int32), jnp.sum(alive, axis=1).reshape(devices, -1))
+    def go_on(loop: Loop) -> Array:
+        # Another token, while one can be written and something is alive, until the next smaller shape would hold all
+        # that is alive: then the host compacts the batch. At the smallest shape the loop ends with the last completion.
+        each = jnp.einsum("dnp,dn->dp", serves.astype(jnp.int32), jnp.sum(loop.alive, axis=1).reshape(devices, -1))
         crowded = jnp.any(jnp.sum((each + width - 1) // width, axis=1) > entries)
-        return (state[0] < most) & jnp.any(alive) & (crowded | (entries * width == n // devices * w))
+        return (loop.t < most) & jnp.any(loop.alive) & (crowded | (entries * width == n // devices * w))
 
-    def step(state: tuple) -> tuple:
-        t, token, alive, tokens, logprobs, length, cache = state
-        hidden, cache = model.decode(params, token, t - 1, cache, seats.prefix, seats.prompt_mask)
-        uniform = jnp.take(_uniform(key, t, batch * fixed.group), seats.member, axis=0, mode="clip")
+    def step(loop: Loop) -> Loop:
+        hidden, cache = model.decode(params, loop.token, loop.t - 1, loop.cache, state.prefix, state.prompt_mask)
+        uniform = jnp.take(_uniform(key, loop.t, batch * fixed.group), state.completion, axis=0, mode="clip")
         token, logprob = choose(model.logits(params, hidden), uniform, fixed.sampling)
-        length = length + alive
-        at_t = partial(jax.lax.dynamic_update_index_in_dim, index=t, axis=2)
-        before = partial(jax.lax.dynamic_index_in_dim, index=t, axis=2, keepdims=False)
-        tokens = at_t(tokens, jnp.where(alive, token, before(tokens)))
-        logprobs = at_t(logprobs, jnp.where(alive, logprob, 0.0))
-        alive = alive & ~_ended(token, fixed.stop_ids) & (t + 1 < seats.budget)
-        return t + 1, token, alive, tokens, logprobs, length, cache
+        at_t = partial(jax.lax.dynamic_update_index_in_dim, index=loop.t, axis=2)
+        before = partial(jax.lax.dynamic_index_in_dim, index=loop.t, axis=2, keepdims=False)
+        return Loop(
+            t=loop.t + 1,
+            token=token,
+            alive=loop.alive & ~_ended(token, fixed.stop_ids) & (loop.t + 1 < state.max_tokens),
+            tokens=at_t(loop.tokens, jnp.where(loop.alive, token, before(loop.tokens))),
+            logprobs=at_t(loop.logprobs, jnp.where(loop.alive, logprob, 0.0)),
+            length=loop.length + loop.alive,
+            cache=cache,
+        )
 
-    token = jax.lax.dynamic_index_in_dim(seats.tokens, t - 1, axis=2, keepdims=False)
-    state = (t, token, seats.alive, seats.tokens, seats.logprobs, seats.length, seats.cache)
-    t, _, alive, tokens, logprobs, length, cache = jax.lax.while_loop(go_on, step, state)
-    return replace(seats, alive=alive, tokens=tokens, logprobs=logprobs, length=length, cache=cache), t
+    token = jax.lax.dynamic_index_in_dim(state.tokens, t - 1, axis=2, keepdims=False)
+    loop = Loop(t, token, state.alive, state.tokens, state.logprobs, state.length, state.cache)
+    end = jax.lax.while_loop(go_on, step, loop)
+    made = {name: getattr(end, name) for name in ("alive", "tokens", "logprobs", "length", "cache")}
+    return replace(state, **made), end.t
 
 
-def reseat(
-    seats: Seats, entry: Array, source: Array, empty: Array, *, capacity: int, mesh: Mesh, devices: int
-) -> Seats:
-    """Seats moved as `rollout.seats.move` says, each within its device, with a cache of `capacity` tokens."""
-    n, w = seats.member.shape
+def compact(
+    state: DecodeState, entry: Array, source: Array, empty: Array, *, capacity: int, mesh: Mesh, devices: int
+) -> DecodeState:
+    """DecodeState moved as `rollout.state.move` says, each within its device, with a cache of `capacity` tokens."""
+    n, w = state.completion.shape
 
     def split(x: Array) -> Array:
         return x.reshape(devices, n // devices, *x.shape[1:])
@@ -235,7 +253,7 @@ def reseat(
     def entries(x: Array) -> Array:
         return join(jax.vmap(lambda x, i: x[i])(split(x), entry))
 
-    def per_seat(x: Array) -> Array:
+    def per_slot(x: Array) -> Array:
         return join(jax.vmap(lambda x, i: x.reshape(-1, *x.shape[2:])[i])(split(x), source))
 
     def cached(x: Array) -> Array:
@@ -244,12 +262,12 @@ def reseat(
         return jnp.pad(x, [(0, 0)] * 3 + [(0, capacity - x.shape[3]), (0, 0)])
 
     empty = empty.reshape(-1, empty.shape[-1])
-    return Seats(
-        prompt=entries(seats.prompt),
-        member=jnp.where(empty, jnp.iinfo(jnp.int32).max, per_seat(seats.member)),
-        alive=per_seat(seats.alive) & ~empty,
-        **{name: per_seat(getattr(seats, name)) for name in ("budget", "tokens", "logprobs", "length")},
-        prompt_mask=entries(seats.prompt_mask),
-        prefix=jax.tree.map(entries, seats.prefix),
-        cache=jax.tree.map(cached, seats.cache),
+    return DecodeState(
+        prompt=entries(state.prompt),
+        completion=jnp.where(empty, jnp.iinfo(jnp.int32).max, per_slot(state.completion)),
+        alive=per_slot(state.alive) & ~empty,
+        **{name: per_slot(getattr(state, name)) for name in ("max_tokens", "tokens", "logprobs", "length")},
+        prompt_mask=entries(state.prompt_mask),
+        prefix=jax.tree.map(entries, state.prefix),
+        cache=jax.tree.map(cached, state.cache),
     )
