@@ -1,4 +1,4 @@
-"""The banner at the start of a run: what it learns, from what, and what the batch words come to."""
+"""The banner at the start of a run: model, mesh, data and batch sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxrl_llm.structs import Config
 
 
 def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str] = ()) -> None:
-    """A title, aligned pairs, and lines of text below them."""
+    """Prints a title, aligned pairs, and lines of text below them."""
     console = Console(highlight=False, soft_wrap=True, force_jupyter=False)
     console.print(title, markup=False, style="bold")
     width = max(len(name) for name, _ in rows)
@@ -33,7 +33,7 @@ def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str
 def batch_table(
     config: Config, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset, held_out: Dataset, start: int
 ) -> list[tuple[str, Any]]:
-    """The start-up banner's rows: what the batch words come to, and where the run stands."""
+    """Returns the banner's rows on model, mesh, data and batch sizes, and the step at which the run begins."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
     few = len(dataset.rows) < config.prompts_per_step
@@ -60,7 +60,7 @@ def _count(dataset: Dataset, convert: str) -> str:
 
 
 def models_table(scorers: dict[str, Scorer], learners: dict[str, Learner]) -> list[tuple[str, str]]:
-    """The banner's rows on models: which scores, and gives what; which learns, and from which step on."""
+    """Returns the banner's rows on models: scorers with their columns, and learners with their first step."""
     columns = [f"{name} -> {' + '.join(scorer.columns)}" for name, scorer in scorers.items()]
     late = {name: f" (from step {x.frozen_steps + 1})" for name, x in learners.items() if x.frozen_steps}
     return [

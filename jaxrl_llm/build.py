@@ -1,4 +1,4 @@
-"""Makes the parts of a run from its config: the one place that knows every room."""
+"""Builds the parts of a run from its config. This module connects all other packages."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ from jaxrl_llm.structs import Array, Config, PyTree
 
 @dataclass(frozen=True)
 class Loaded:
-    """What every run is made from, loaded and checked. Nothing is written until then."""
+    """The inputs of every run, loaded and checked before anything is written."""
 
     config: Config
     workdir: Path
     totals: checks.Totals
     compilations: Compilations
-    cache: str  # where compiled programs are kept
+    cache: str  # folder of compiled programs, or "off"
     mesh: Mesh
     folder: Path  # of the model
     model: Decoder
     tokenizer: Any
     dataset: data.Dataset
-    held_out: data.Dataset  # the problems to be graded by; the data set itself where a run has no evaluation
+    held_out: data.Dataset  # evaluation problems; `dataset` itself if the run has no evaluation
     stop_ids: tuple[int, ...]
-    others: dict[str, Path]  # folders of the other models, by their section of the config
-    first_params: list[PyTree]  # the model's parameters, until somebody takes them
-    opened: ExitStack  # closes all that the run opens, in reverse order
+    others: dict[str, Path]  # section of the config -> folder of that other model
+    first_params: list[PyTree]  # the model's parameters, until `params` hands them out
+    opened: ExitStack  # closes everything that the run opens, in reverse order
 
     def params(self) -> PyTree:
-        """The model's parameters as its folder has them, in memory of their own."""
+        """Returns the model's parameters as its folder has them. Each call returns separate arrays."""
         return self.first_params.pop() if self.first_params else hf.load_params(self.folder, self.model, self.mesh)
 
     def export(self, params: PyTree) -> None:
@@ -77,21 +77,21 @@ class Loaded:
 
 @contextmanager
 def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[Run]:
-    """The run of `config` in `workdir`, closed on every way out, its checkpoints last but for the lock.
+    """Opens the run of `config` in `workdir`, and closes it on every exit: the checkpoints last, then the lock.
 
-    signals: those that end a process save and end the run too (`StopSignals`).
-    Raises: UserError, for what a person can put right.
+    signals: signals that end a process save and end the run too (`StopSignals`).
+    Raises: UserError, for an error that the user can fix.
     """
     with ExitStack() as opened, StopSignals(opened) if signals else nullcontext(NoSignals()) as stop:
         yield make_run(load(config, workdir, opened, checks.check_train), stop)
 
 
 def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Config], checks.Totals]) -> Loaded:
-    """Checks config, workdir, mesh, model and data, in this order. Raises: UserError."""
-    compilations, cache = Compilations(), keep_compilations()
-    keep_schedule(workdir, config)
+    """Checks and loads config, workdir, mesh, model and data, in this order. Raises: UserError."""
+    compilations, cache = opened.enter_context(closing(Compilations())), keep_compilations()
+    keep_schedule(workdir, config)  # first: the checks need the schedules' length
     totals = check(config)
-    if config.deterministic:
+    if config.deterministic:  # must come before JAX initializes its devices
         compute_deterministically()
     check_workdir(workdir, config, checks.may_change(config))
     opened.enter_context(disk.locked(workdir))
@@ -107,7 +107,7 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     compatibility.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     compatibility.check_positions(config, model.cfg, dataset, held_out)
     stop_ids = hf.stop_ids(folder, tokenizer)
-    # Wrong files are found before anything is written. A run that resumes has its parameters from the checkpoint.
+    # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
     begins = config.model.path and not has_checkpoint(workdir / "checkpoints")
     first_params = [hf.load_params(folder, model, mesh)] if begins else []
     return Loaded(
@@ -130,12 +130,13 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
 
 
 def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
-    """A run of `train`. Raises: UserError."""
+    """Builds a run of `train`. Raises: UserError."""
     config, mesh, model = given.config, given.mesh, given.model
     compatibility.check_sampling(config, model.cfg)
     compatibility.check_one_at_a_time(config, mesh)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
-    # Whether the policy that samples is, to rounding, the one at the start of the step.
+    # own: the weights that sample are those at the start of the step. exact: in float32, sampler and trainer also
+    # compute the same log-probabilities, to rounding.
     own = engines.choose(config).in_trainer and not config.rollout.max_lag
     exact = own and config.model.dtype == "float32"
     required = required_inputs(resolve(config.advantage.name, advantages))
@@ -149,7 +150,7 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
     if "critic" in config:
         critic = given.others.get("critic", given.folder)
         learner, scorers["critic"] = make_critic(config, critic, model.cfg, mesh, aggregate)
-        learners = {"critic": learner} | learners  # in an update it learns before the policy does
+        learners = {"critic": learner} | learners  # first: it learns before the policy
     shapes: States = {name: learner.shapes for name, learner in learners.items()}
     if config.kl.refresh_every:
         shapes["reference"] = shapes["policy"].params
@@ -158,7 +159,7 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
     evaluation = make_evaluation(given)
 
     def accuracy(states: States) -> float:
-        actor.wait()
+        actor.wait()  # until the engine has the latest weights
         return evaluation(actor.engine)
 
     return Run(
@@ -180,7 +181,7 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
 
 
 def make_policy(given: Loaded, sampling: Sampling, aggregate: Callable[[Array], Array], *, off_policy: bool) -> Learner:
-    """The policy as a learner; off_policy: another engine or older weights may have sampled."""
+    """Builds the policy's learner; off_policy: another engine or older weights may have sampled."""
     config, totals = given.config, given.totals
     objective = update.policy_objective(
         given.model,
@@ -206,9 +207,9 @@ def make_policy(given: Loaded, sampling: Sampling, aggregate: Callable[[Array], 
 
 
 def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """What a run leaves: checkpoints of `shapes`, its log and its health; the banner, with these rows, is printed.
+    """Opens the checkpoints of `shapes`, the log and the health rules of a run, and prints the banner with `rows`.
 
-    Raises: UserError, if the run began from something else, or the disk has no room.
+    Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
     """
     config, workdir, opened = given.config, given.workdir, given.opened
     began_with = {"model.path": hf.fingerprint(given.folder), "data.source": given.dataset.fingerprint()}
@@ -231,7 +232,7 @@ def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]])
 
 
 def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
-    """The engine that the config names, and what draws from it; greedy: each prompt's greedy completion too."""
+    """Starts the config's engine and builds the actor; greedy: also sample each prompt's greedy completion."""
     config, dataset, opened = given.config, given.dataset, given.opened
     collate = partial(data.make_prompts, dataset, pad_id=given.tokenizer.pad_token_id)
     iterator = data.iterate(len(dataset.rows), config.prompts_per_step, config.seed, collate)
@@ -255,7 +256,7 @@ def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
 
 
 def engine_inputs(given: Loaded) -> EngineInputs:
-    """What an engine is told of a run."""
+    """Returns the inputs that an engine gets."""
     return EngineInputs(
         given.model,
         given.mesh,
@@ -269,7 +270,7 @@ def engine_inputs(given: Loaded) -> EngineInputs:
 
 
 def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
-    """`evaluation(engine)` -> accuracy on the held-out problems, answered greedily."""
+    """Returns `evaluation(engine)` -> accuracy of greedy completions on the held-out problems."""
     config = given.config
     reward_fn = open_reward_fn(given, (config.eval.function,) if config.eval.every else (), (1.0,))
     batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
@@ -280,7 +281,7 @@ def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
 
 
 def open_reward_fn(given: Loaded, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:
-    """What calls these reward functions, until the run ends."""
+    """Opens a RewardFn for these functions. It closes when the run ends."""
     timeout = given.config.reward.timeout
     return given.opened.enter_context(
         closing(RewardFn(functions, weights, timeout=timeout, field="config.reward.timeout"))

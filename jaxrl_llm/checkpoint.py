@@ -1,4 +1,4 @@
-"""The workdir and what survives a kill -9: Orbax checkpoints, log files cut back to the step resumed from."""
+"""The workdir of a run, which survives a kill -9: config.json, Orbax checkpoints, and log files cut at a resume."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ from jaxrl_llm.structs import Config, PyTree
 
 
 def check_workdir(workdir: Path, config: Config, may_change: Collection[str]) -> None:
-    """may_change: fields that may differ from those of the run that is there.
+    """Checks that the workdir can hold a run of this config.
 
-    Raises: UserError, if the workdir cannot be made, is foreign, or holds a run of another config.
+    may_change: fields that may differ from the config of the run in the workdir.
+    Raises: UserError, if the workdir is not writable, has files of another program, or holds a run of another config.
     """
     existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--workdir {workdir} cannot be written ({existing} is no folder of yours): give another")
     if not workdir.exists() or all(_is_ours(file) for file in workdir.iterdir()):
-        return  # new, or as good as
+        return  # no run yet
     file = workdir / "config.json"
     if not file.is_file():
         raise UserError(f"--workdir {workdir} is not empty and not a run of ours (no config.json): give a new folder")
     try:
         before = flatten(ConfigDict(json.loads(file.read_text())))
-    except (ValueError, AttributeError):  # no JSON, or no object
+    except (ValueError, AttributeError):  # not JSON, or not an object
         raise UserError(f"{file} is not a run's config: give another --workdir") from None
     now = flatten(ConfigDict(json.loads(_resolved(config))))
-    # Names of functions come first: with another one the other fields of its section are others too.
+    # Function names are compared first: a changed function also changes the other fields of its section.
     for name in sorted(set(before) | set(now), key=lambda name: (not name.endswith(".name"), name)):
         if before.get(name) != now.get(name) and name not in may_change:
             raise UserError(
@@ -53,23 +54,23 @@ def check_workdir(workdir: Path, config: Config, may_change: Collection[str]) ->
 
 
 def keep_schedule(workdir: Path, config: Config) -> None:
-    """Sets config.schedule_steps where it is 0: to what the run in the workdir began with, else to config.num_steps."""
+    """Replaces config.schedule_steps = 0 by its value in the workdir's run, or by config.num_steps in a new run."""
     if "schedule_steps" not in config or config.schedule_steps != 0:
-        return  # missing, of a wrong type, or said: `check_fields` and `check_workdir` judge it
+        return  # missing, of a wrong type, or set: `check_fields` and `check_workdir` check it
     config.schedule_steps = config.num_steps
-    with suppress(OSError, ValueError, KeyError, TypeError):  # no run, or `check_workdir` says what is wrong with it
+    with suppress(OSError, ValueError, KeyError, TypeError):  # no run, or `check_workdir` reports the error
         config.schedule_steps = json.loads((workdir / "config.json").read_text())["schedule_steps"]
 
 
 def _is_ours(file: Path) -> bool:
-    """What launch/tpu_vm.sh keeps in a workdir, and what a run killed before its config.json leaves there."""
+    """Whether launch/tpu_vm.sh, or a run that was killed before it wrote config.json, can have left this file."""
     if file.name == "checkpoints":
         return file.is_dir() and not any(file.iterdir())
     return file.name.startswith(("launch.", "config.json.partial")) or file.name == disk.LOCK
 
 
 def open_workdir(workdir: Path, config: Config) -> None:
-    """Writes the resolved config.json into the workdir. Raises: UserError, if the disk does not take it."""
+    """Writes the resolved config.json into the workdir. Raises: UserError, if the disk write fails."""
     partial = workdir / "config.json.partial"
     with disk.writing(workdir):
         partial.write_text(_resolved(config))
@@ -81,11 +82,11 @@ def _resolved(config: Config) -> str:
 
 
 def cut_back(file: Path, step: int) -> None:
-    """Drops the lines of a JSON-lines log after `step`, and one that a kill tore: they will be written again."""
+    """Removes the lines after `step`, and a torn last line, from a JSON-lines log. A resumed run writes them again."""
     if not file.is_file():
         return
     kept = []
-    *lines, _ = file.read_bytes().split(b"\n")  # what follows the last newline is torn, or nothing
+    *lines, _ = file.read_bytes().split(b"\n")  # the part after the last newline is empty or torn
     for line in lines:
         if json.loads(line)["step"] > step:
             break
@@ -96,30 +97,30 @@ def cut_back(file: Path, step: int) -> None:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a folder of `Checkpoints` holds a complete one."""
+    """Whether a folder of `Checkpoints` holds a complete checkpoint."""
     return folder.is_dir() and bool(ocp.utils.checkpoint_steps(folder))
 
 
 class Pending(NamedTuple):
-    """What a checkpoint keeps of where samples come from: after it, the same ones follow."""
+    """The part of a checkpoint that makes a resumed run continue with the same samples."""
 
-    position: dict[str, Any]  # of the data iterator, after the last batch here
-    batches: list[tuple[dict[str, Any], dict[str, Any]]]  # arrays and metrics of each that is not yet learned from
+    position: dict[str, Any]  # of the data iterator, after the last of `batches`
+    batches: list[tuple[dict[str, Any], dict[str, Any]]]  # arrays and metrics of each batch that waits for its update
 
 
 class Checkpoints:
-    """The states that learn, the data iterator and the step, saved in the background; a torn save never counts."""
+    """Saves model states, the data position and the step in the background. A torn save is never a checkpoint."""
 
     def __init__(self, folder: Path, began_with: dict[str, str], config: Config):
-        """config: the `checkpoint` section; began_with: hashes by field of what the run must find as it was."""
+        """config: the `checkpoint` section; began_with: per field, the hash of a model or data that must not change."""
         self._began_with = began_with
-        self._most = config.keep + config.keep_best + 1  # on the disk at once: those kept, and the one being written
+        self._most = config.keep + config.keep_best + 1  # on the disk at once: all kept ones and the one being written
         by = itemgetter("accuracy")
         policies: list[Any] = [LatestN(config.keep)]
         if config.keep_best:
             policies.append(BestN(get_metric_fn=by, n=config.keep_best, keep_checkpoints_without_metrics=False))
         options = ocp.CheckpointManagerOptions(
-            best_fn=by,  # without it no accuracy is stored, and a resumed run would not know which one is the best
+            best_fn=by,  # without it Orbax stores no accuracy, and a resumed run could not tell the best
             preservation_policy=AnyPreservationPolicy(policies),
             cleanup_tmp_directories=True,
         )
@@ -129,7 +130,7 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def check_room(self, state: PyTree) -> None:
-        """Raises: UserError, if the disk has no room for as many checkpoints of `state` as the run will hold."""
+        """Raises: UserError, if the disk has no room for all checkpoints of `state` that exist at once."""
         one = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         more = max(self._most - len(self._manager.all_steps()), 1)
         if one * more > disk.free(self._folder):
@@ -140,9 +141,9 @@ class Checkpoints:
             )
 
     def save(self, step: int, states: PyTree, pending: Pending, accuracy: float | None) -> None:
-        """Saves a step; returns as soon as the arrays are copied, and they may be donated.
+        """Starts to save a step. Returns when the arrays are copied to the host; then they may be donated.
 
-        Raises: UserError, if the save before this one failed.
+        Raises: UserError, if the previous save failed.
         """
         metrics = [{name: float(x) for name, x in of_batch.items()} for _, of_batch in pending.batches]
         host = {"iterator": pending.position, "began_with": self._began_with, "waiting": metrics}
@@ -154,28 +155,28 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=accuracies)
 
     def check(self) -> None:
-        """Raises: UserError, if the last save has failed. It does not wait for one that is still going on."""
+        """Raises: UserError, if the last save failed. Does not wait for a save that is still running."""
         if not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Returns when all that was saved is on the disk. Raises: UserError, if a save failed."""
+        """Waits until all saves are on the disk. Raises: UserError, if a save failed."""
         with self._saving():
             self._manager.wait_until_finished()
 
     def latest(self) -> Path | None:
-        """The newest checkpoint, which may still be on its way to the disk."""
+        """Path of the newest checkpoint, which may not be complete yet; None if there is none."""
         step = self._manager.latest_step()
         return None if step is None else Path(self._manager.directory) / str(step)
 
     def check_beginning(self) -> int:
-        """The newest complete step, 0 if there is none. Raises: UserError, if the run began from something else."""
+        """Newest complete step, or 0 if none. Raises: UserError, if the run began with another model or other data."""
         step = self._manager.latest_step()
         if step is None:
             return 0
         before = read(self._manager, step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]["began_with"]
         for field, found in self._began_with.items():
-            if before.get(field, found) != found:  # what it did not have then, it may have now
+            if before.get(field, found) != found:  # a field that is new in the config has no hash to compare
                 raise UserError(
                     f"config.{field} holds something else than when this run began: "
                     "put that back, or give another --workdir"
@@ -184,13 +185,14 @@ class Checkpoints:
         return step
 
     def resume(self, states: PyTree, before: int | None = None) -> tuple[int, PyTree, Pending | None]:
-        """The newest complete step, its states, placed as `states` are, and what was pending.
+        """Restores the newest complete checkpoint: step, states with the shardings of `states`, and pending batches.
 
-        states: shapes and shardings are enough. before: only a step below that, and later checkpoints are deleted: the
-        run will make them again. (0, None, None) if there is no checkpoint. Raises: UserError, if it cannot be read.
+        states: shapes and shardings are enough. before: restores only a smaller step, and deletes all other
+        checkpoints, because the run will make them again. Returns (0, None, None) if there is no checkpoint.
+        Raises: UserError, if the checkpoint cannot be read.
         """
         if before is not None:
-            self.wait()
+            self.wait()  # a running save may be one of those to delete
             for later in [step for step in self._manager.all_steps() if step >= before]:
                 self._manager.delete(later)
         step = self._manager.latest_step()
@@ -208,24 +210,24 @@ class Checkpoints:
     def _saving(self) -> Iterator[None]:
         try:
             yield
-        except (jax.errors.JaxRuntimeError, UserError):  # of the devices, and what is said already
+        except (jax.errors.JaxRuntimeError, UserError):  # these are not disk errors
             raise
-        except Exception as error:  # of the disk: Orbax raises many kinds
+        except Exception as error:  # disk errors: Orbax raises many types
             raise UserError(disk.cannot_write(self._folder.parent, _reason(error))) from error
 
     def close(self) -> None:
-        """Waits until all that was saved is on the disk. Raises: UserError, if a save failed."""
+        """Waits until all saves are on the disk, and closes Orbax. Raises: UserError, if a save failed."""
         with self._saving(), closing(self._manager):
             self.wait()
 
 
 def read(manager: ocp.CheckpointManager, step: int, wanted: ocp.args.Composite) -> Any:
-    """The wanted items of a checkpoint. Raises: UserError, if its files cannot be read."""
+    """Reads the wanted items of a checkpoint. Raises: UserError, if its files cannot be read."""
     try:
         return manager.restore(step, args=wanted)
-    except jax.errors.JaxRuntimeError:  # of the devices, such as their memory
+    except jax.errors.JaxRuntimeError:  # device errors, such as out of memory
         raise
-    except Exception as error:  # of the files: Orbax raises many kinds
+    except Exception as error:  # file errors: Orbax raises many types
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
             f"checkpoint {manager.directory / str(step)} cannot be read ({reason[:200]}): "
@@ -234,7 +236,7 @@ def read(manager: ocp.CheckpointManager, step: int, wanted: ocp.args.Composite) 
 
 
 def _reason(error: Exception) -> str:
-    """What an error of Orbax says is the matter: the system's own words, where they are in it."""
+    """Short reason of an Orbax error: the operating system's message, if the error contains one."""
     said = " ".join(str(error).split())
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES):
         if os.strerror(number) in said:
@@ -243,7 +245,10 @@ def _reason(error: Exception) -> str:
 
 
 def quieten_orbax() -> None:
-    """What it raises it also says in tracebacks: in two logs, and in threads of tensorstore. One line of ours does."""
+    """Hides the tracebacks of errors that Orbax also raises: in two loggers, and in threads of tensorstore.
+
+    The program reports such an error in one line.
+    """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_not_of_orbax)
     sys.unraisablehook = _not_of_tensorstore
@@ -254,6 +259,6 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def _not_of_tensorstore(said: sys.UnraisableHookArgs) -> None:
-    """Its writes that end after the first one of a save has failed find no event loop."""
+    """Hides the error of tensorstore writes that end after a save has failed, when the event loop is closed."""
     if str(said.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(said)

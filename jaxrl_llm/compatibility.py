@@ -1,4 +1,4 @@
-"""Whether config, mesh, models and data fit each other: what can be told only once they are loaded."""
+"""Checks that config, mesh, models and data fit each other, once they are loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxrl_llm.structs import Config
 
 
 def check_batch_fits_mesh(config: Config, mesh: Mesh, prompts_per_update: int) -> None:
-    """Every device gets the same number of prompts. Raises: UserError, naming the field."""
+    """Checks that every device gets the same number of prompts. Raises: UserError, naming the field."""
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     sizes = {"microbatch": config.microbatch} if config.microbatch else {"prompts_per_update": prompts_per_update}
     for field, prompts in (sizes | {"prompts_per_step": config.prompts_per_step}).items():
@@ -26,7 +26,7 @@ def check_batch_fits_mesh(config: Config, mesh: Mesh, prompts_per_update: int) -
 
 
 def check_one_at_a_time(config: Config, mesh: Mesh) -> None:
-    """Raises: UserError, if two threads would run programs over several accelerators, which may wait for each other."""
+    """Raises: UserError, if two threads would run programs on several accelerators, because these may deadlock."""
     own, lag = engines.choose(config).in_trainer, config.rollout.max_lag
     if own and lag and mesh.size > 1 and mesh.devices.flat[0].platform != "cpu":
         raise UserError(
@@ -36,7 +36,7 @@ def check_one_at_a_time(config: Config, mesh: Mesh) -> None:
 
 
 def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -> None:
-    """The tokenizer belongs to the model. Raises: UserError, if it makes a token that the model does not have."""
+    """Checks that the tokenizer fits the model. Raises: UserError, if it makes a token that the model does not have."""
     largest = max(int(tokens.max()) for dataset in datasets for tokens in dataset.ids)
     largest = max(largest, tokenizer.pad_token_id, tokenizer.eos_token_id or 0)
     if largest >= model.vocab_size:
@@ -47,7 +47,7 @@ def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -
 
 
 def check_sampling(config: Config, model: DecoderConfig) -> None:
-    """Raises: UserError, if top-k leaves no token out."""
+    """Raises: UserError, if top-k excludes no token."""
     if config.rollout.top_k >= model.vocab_size:
         raise UserError(
             f"config.rollout.top_k = {config.rollout.top_k} does nothing: the model's vocabulary has "
@@ -56,7 +56,7 @@ def check_sampling(config: Config, model: DecoderConfig) -> None:
 
 
 def check_other_model(field: str, other: DecoderConfig, policy: DecoderConfig) -> None:
-    """A critic or a teacher can read what the policy writes. Raises: UserError, naming the field."""
+    """Checks that a critic or teacher covers the policy's tokens and positions. Raises: UserError, naming the field."""
     for what, theirs, ours in (
         ("vocabulary", other.vocab_size, policy.vocab_size),
         ("number of positions", other.max_positions, policy.max_positions),
@@ -68,7 +68,7 @@ def check_other_model(field: str, other: DecoderConfig, policy: DecoderConfig) -
 
 
 def check_positions(config: Config, model: DecoderConfig, *datasets: Dataset) -> None:
-    """Prompt and completion fit the model's positions. Raises: UserError, naming the field."""
+    """Checks that prompt and completion fit the model's positions. Raises: UserError, naming the field."""
     width = max(dataset.width for dataset in datasets)
     if width + config.rollout.max_completion_tokens > model.max_positions:
         raise UserError(

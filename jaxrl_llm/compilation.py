@@ -1,4 +1,4 @@
-"""XLA's compilations: kept on disk from run to run, and counted."""
+"""XLA compilation: the persistent cache, deterministic operations, rounding, and a counter of compiled programs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections import Counter
 from pathlib import Path
 
 import jax
-from jax._src import xla_bridge  # nothing public says whether JAX has its devices
+from jax._src import xla_bridge  # no public function says whether the backends are initialized
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import user_cache
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
-M_ARENA_MAX = -8  # of glibc's malloc.h
+M_ARENA_MAX = -8  # from glibc's malloc.h
 
-# Compiler options of programs that give log-probabilities. By itself XLA leaves out roundings to bfloat16 between
-# operations that it fuses. It fuses otherwise in sampling, scoring and updating, and the three differ by 1e-2.
+# Compiler options of programs that compute log-probabilities. By default XLA skips roundings to bfloat16 inside a
+# fusion. Sampling, scoring and updating fuse differently, so their log-probabilities would differ by 1e-2.
 ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
 
-HEAPS = 4  # that all threads share; glibc would take 8 a core, and keep in each what the compiler freed
+HEAPS = 4  # for all threads; glibc's default is 8 per core, and each keeps the memory that the compiler has freed
 
 
 def keep_compilations() -> str:
-    """Has JAX keep what it compiles in the user's cache folder, unless told otherwise; returns where.
+    """Turns on JAX's persistent compilation cache in the user's cache folder; returns the folder, or "off".
 
-    JAX_COMPILATION_CACHE_DIR names another folder; set but empty, it switches the cache off.
-    To be called before JAX has threads, so that they share a few heaps.
+    JAX_COMPILATION_CACHE_DIR sets another folder. If it is set but empty, the cache is off.
+    Call this before JAX starts threads, because it also limits the number of malloc heaps.
     """
     if platform.libc_ver()[0] == "glibc" and "MALLOC_ARENA_MAX" not in os.environ:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
@@ -41,9 +41,9 @@ def keep_compilations() -> str:
 
 
 def compute_deterministically() -> None:
-    """Has XLA take only operations that repeat bit for bit, on a GPU.
+    """Makes XLA use only bit-for-bit reproducible operations on a GPU.
 
-    Raises: UserError, where JAX has found its devices, since XLA reads its flags just before.
+    Raises: UserError, if JAX has already initialized its devices, because XLA reads its flags right before that.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     if DETERMINISTIC in flags:
@@ -57,14 +57,19 @@ def compute_deterministically() -> None:
 
 
 class Compilations:
-    """Counts the programs compiled, and read from the cache instead, from now on."""
+    """Counts the programs that are compiled or read from the cache after its creation."""
 
     def __init__(self) -> None:
-        self.programs: Counter[str] = Counter()  # by the name of the jitted function
+        self.programs: Counter[str] = Counter()  # by name of the jitted function
         self.seconds = 0.0
         self.from_cache = 0
         jax.monitoring.register_event_duration_secs_listener(self._lasted)
         jax.monitoring.register_event_listener(self._happened)
+
+    def close(self) -> None:
+        """Stops counting: the listeners of JAX outlive a run in a notebook."""
+        jax.monitoring.unregister_event_duration_listener(self._lasted)
+        jax.monitoring.unregister_event_listener(self._happened)
 
     def _lasted(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":

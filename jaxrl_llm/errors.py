@@ -1,4 +1,4 @@
-"""The one exception for what a person can put right; everything else is a bug."""
+"""The exception for an error that the user can fix, and its report. Any other exception is a bug."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import NoReturn
 
 
 class UserError(Exception):
-    """Wrong config, data, checkpoint or reward: one line that names it and the remedy."""
+    """An error in config, data, checkpoint or reward. Its message is one line that names the error and the fix."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line in one line, as for everything else."""
+    """ArgumentParser that raises a one-line `UserError` for a wrong command line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")
 
 
 def describe(error: Exception, within: str = "") -> str:
-    """An exception of a person's own code as "ValueError: bad row (rewards.py:7)".
+    """Describes an exception of the user's code, for example as "ValueError: bad row (rewards.py:7)".
 
-    within: the file whose line is wanted, if it is on the stack; otherwise the innermost one.
+    within: the file to name with its line, if it is on the stack. Otherwise it names the innermost file.
     """
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
-        return said  # names its file and line, and was never on the stack
+        return said  # its message has the file and line, which are not on the stack
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     frame = ([f for f in frames if f.filename == within] or frames)[-1]
     return f"{said} ({frame.filename}:{frame.lineno})"
 
 
 def report(error: BaseException) -> int:
-    """Says on stderr what ended the program, a `UserError` in one line, and returns the exit code."""
+    """Prints the error that ended the program to stderr, a `UserError` in one line, and returns the exit code."""
     if not isinstance(error, UserError):
         traceback.print_exception(error)
         return 1
-    lines: list[str] = []  # what ended the run, then what could not be closed after it
+    lines: list[str] = []  # first the error that ended the run, then errors while closing
     one: BaseException | None = error
     while one:
         line = f"error: {' '.join(str(one).split())}"
@@ -50,7 +50,7 @@ def report(error: BaseException) -> int:
 
 
 def run_main(main: Callable[[], None]) -> NoReturn:
-    """Runs an entry point; a `UserError` becomes one line on stderr and exit code 2."""
+    """Runs an entry point and exits. A `UserError` becomes one line on stderr and exit code 2."""
     try:
         main()
     except UserError as error:

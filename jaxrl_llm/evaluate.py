@@ -45,7 +45,7 @@ LIMITS = {
 
 
 def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
-    """Problems at a time: what makes up so many sequences, no more than there are, the same number on each device."""
+    """Returns the problems per batch: min(sequences, problems), rounded up to the same number on each device."""
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     return -(-min(sequences, problems) // devices) * devices
 
@@ -61,7 +61,7 @@ def evaluate(
     samples: int = 1,
     temperature: float = 0.0,
 ) -> tuple[np.ndarray, list[list[str]]]:
-    """Scores [N, G] and texts of G = samples completions for each of the N problems of a data set."""
+    """Returns scores [N, G] and texts of G = samples completions for each of the N problems of a data set."""
     scores, texts = [], []
     for i, prompts in enumerate(data.batches(dataset, batch, tokenizer.pad_token_id)):
         rollouts = engine.generate(
@@ -70,12 +70,15 @@ def evaluate(
         said, ids = data.decode(tokenizer, rollouts.completions, rollouts.completion_mask)
         scores.append(score(prompts.rows, said, ids)["total"])
         texts += said
-    count = len(dataset.rows)  # the last batch was filled up
+    count = len(dataset.rows)  # without the rows that fill the last batch
     return np.concatenate(scores)[:count], texts[:count]
 
 
 def pass_at(k: int, scores: np.ndarray) -> float:
-    """Unbiased pass@k (arXiv 2107.03374) from scores [N, G], G >= k, where 1 is a solution: 1 - C(G-c, k) / C(G, k)."""
+    """Unbiased pass@k (arXiv 2107.03374) from scores [N, G], G >= k: the mean of 1 - C(G-c, k) / C(G, k).
+
+    c is the number of solutions of a problem: completions with a score of 1 or more.
+    """
     size = scores.shape[1]
     return float(np.mean([1 - comb(size - int(c), k) / comb(size, k) for c in (scores >= 1).sum(axis=1)]))
 
@@ -97,7 +100,7 @@ def main() -> None:
             setattr(args, name, value)
     resolve(args.function, rewards, "--function")
     mesh = sharding.make_mesh(**(run.config.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
-    with ExitStack() as opened:
+    with ExitStack() as opened:  # the model's folder is only needed until the weights are loaded
         step = run.find(args.step) if run else 0
         folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model)
         model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
@@ -144,7 +147,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line. Raises: UserError."""
+    """Parses and checks the command line. Raises: UserError."""
     parser = Parser(prog="python -m jaxrl_llm.evaluate", description=__doc__)
     add = parser.add_argument
     add("--model", help="a Hugging Face folder or hub id")
@@ -194,7 +197,7 @@ def parse() -> argparse.Namespace:
 
 
 def of_model(args: argparse.Namespace) -> dict[str, Any]:
-    """What is not given on the command line, for a model's folder."""
+    """Returns the defaults of the command line for a model's folder."""
     return {
         "function": f"{args.task}.accuracy",
         "convert": "",
@@ -207,7 +210,7 @@ def of_model(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def of_run(config: Config, args: argparse.Namespace) -> dict[str, Any]:
-    """The same for a run: as it evaluates itself."""
+    """Returns the defaults of the command line for a run: the settings of its own evaluation."""
     group = config.group_size if "group_size" in config else 1
     own_task = args.task and not args.task.endswith(FILES)
     return {
@@ -218,6 +221,7 @@ def of_run(config: Config, args: argparse.Namespace) -> dict[str, Any]:
         "max_prompt_tokens": config.data.max_prompt_tokens,
         "chat_template_args": config.data.chat_template_args.to_dict(),
         "max_completion_tokens": config.rollout.max_completion_tokens,
+        # As many sequences at a time as in a rollout of the run.
         "batch": max(config.prompts_per_step * group // args.samples, 1),
         "dtype": config.model.dtype,
     }

@@ -1,4 +1,4 @@
-"""A run's checkpoint as a Hugging Face folder: `python -m jaxrl_llm.export WORKDIR [--step N|best|last] --to DIR`."""
+"""Exports a checkpoint as a Hugging Face folder: `python -m jaxrl_llm.export WORKDIR [--step N|best|last] --to DIR`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def main() -> None:
     if args.to.exists() and (not args.to.is_dir() or any(args.to.iterdir())):
         raise UserError(f"--to {args.to} is there already and not empty: give a new folder")
     inside = args.workdir.resolve() in args.to.resolve().parents
+    # Inside the workdir a running run may write at the same time, so the export takes the run's lock.
     with disk.locked(args.workdir) if inside else nullcontext(), run.model_folder(step) as folder:
         export.save(args.to, run.params(step), folder)
     print(f"step {step} of {args.workdir}, as transformers and vLLM load it, is {args.to}")

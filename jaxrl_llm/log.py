@@ -1,4 +1,4 @@
-"""What a person sees: the banner, a line a step, and the files that keep them."""
+"""The log of a run: console lines, metrics.jsonl, completions.jsonl, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Config
 from jaxrl_llm.tensorboard import TensorBoardWriter
 
-# Label in the console line, key in metrics.jsonl, format. A key that a run has not got is left out.
+# Label in the console line, key in metrics.jsonl, format. Keys that a run does not have are left out.
 COLUMNS = (
     ("loss", "loss/sft", ".4f"),
     ("reward", "reward/mean", ".3f"),
@@ -43,9 +43,9 @@ PHASES = ("rollout", "reward", "score", "update")
 
 
 class Log:
-    """Console, metrics.jsonl, completions.jsonl, TensorBoard and W&B of a run, written by one thread in order.
+    """Writes the console, metrics.jsonl, completions.jsonl, TensorBoard and W&B of a run, in order in one thread.
 
-    The thread waits for a step's numbers while the next step runs. Nothing is open before `begin`.
+    The thread waits for a step's numbers while the next step runs. `begin` opens the files.
     """
 
     def __init__(self, workdir: Path, config: Config):
@@ -54,20 +54,20 @@ class Log:
         self._completions_every = config.log.completions_every if "completions_every" in config.log else 0
         self._config = config.to_dict()
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._written: Future[dict[str, Any]] | None = None  # the record of the last `write`, when it is on the disk
+        self._written: Future[dict[str, Any]] | None = None  # record of the last `write`, done when it is on disk
         self._watched: Future[float] | None = None
         self._files: dict[str, TextIO] = {}
         self._board = self._wandb = self._progress = None
-        terminal = sys.stdout.isatty()  # rich would also believe a notebook's FORCE_COLOR
+        terminal = sys.stdout.isatty()  # rich would also trust a notebook's FORCE_COLOR
         self._console = Console(highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=terminal)
         self._terminal = terminal
 
     def begin(self, step: int) -> None:
-        """Goes on after `step`: later lines of the files are dropped, to be written again."""
+        """Continues after `step`. Drops later lines of the files; the run writes them again."""
         self._close_files()
         self._start, self._began = step, time.perf_counter()
         for name in ("metrics", "completions"):
-            self._files[name] = self._opened(name, step if step else -1)  # step 0 is written again
+            self._files[name] = self._opened(name, step if step else -1)  # the record of step 0 is written again
         self._written = None
         with disk.writing(self._workdir):
             if self._tensorboard:
@@ -82,43 +82,43 @@ class Log:
             atexit.register(self._progress.stop)  # an error must not leave the cursor hidden
 
     def timer(self) -> Timer:
-        """Of a step that begins now, or when the arrays watched last are there."""
+        """Returns the timer of a step that begins now, or when the last watched arrays are ready."""
         return Timer(after=self._watched)
 
     def watch(self, arrays: Any) -> Future[float]:
-        """When the arrays will have been there."""
+        """Returns a future of the time at which the arrays are ready."""
         self._watched = self._thread.submit(_ready, arrays)
         return self._watched
 
     def write(self, record: Record) -> None:
-        """Begins to write a record. Raises: UserError, if the one before it could not be written."""
+        """Starts to write a record. Raises: UserError, if the previous one could not be written."""
         self.finish()
         self._written = self._thread.submit(self._write, record)
 
     def finish(self) -> dict[str, Any] | None:
-        """The record last written since `begin`, when it is on the disk. Raises: UserError, if it cannot be written."""
+        """Waits for the last record since `begin` and returns it. Raises: UserError, if it cannot be written."""
         return self._written.result() if self._written else None
 
     def say(self, text: str) -> None:
-        """A line on the console; nobody need read it."""
+        """Prints a line on the console, if it is still open."""
         try:
             self._console.print(text, markup=False)
-        except (OSError, SystemExit):  # nobody reads any more; SystemExit is what rich makes of a closed pipe
+        except (OSError, SystemExit):  # nobody reads the output; rich raises SystemExit for a closed pipe
             self._console.quiet = True
             if callable(signal.getsignal(signal.SIGHUP)):
-                signal.raise_signal(signal.SIGHUP)  # the end of the run, as with a closed terminal
+                signal.raise_signal(signal.SIGHUP)  # ends the run, as a closed terminal does
 
     def last(self, count: int) -> list[dict[str, Any]]:
-        """The last records in metrics.jsonl, at most so many."""
+        """Returns the last records of metrics.jsonl, at most `count`."""
         with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
             return [json.loads(line) for line in deque(file, maxlen=count)]
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Nothing after `step` is written, and its record has no evaluation."""
+        """Returns whether metrics.jsonl, which ends at `step` or before, has no evaluation of `step`."""
         return all(record["step"] < step or "eval/accuracy" not in record for record in self.last(1))
 
     def add_evaluation(self, step: int, evaluation: dict[str, Any]) -> None:
-        """Writes the record of `step`, the last one if there is any, with its evaluation."""
+        """Adds an evaluation to the record of `step`, which is the last one, or writes a first record."""
         before = self.last(1)
         record = {"step": step} | (before[0] if before else {})
         self._files["metrics"].close()
@@ -127,7 +127,7 @@ class Log:
         self.finish()
 
     def end(self, step: int, compilations: object, stopped: str = "") -> None:
-        """Says what was compiled and how the run ended after `step`; stopped: by which signal, and after how long."""
+        """Prints what was compiled and how the run ended after `step`; stopped: the signal and the time since."""
         self.say(f"compiled: {compilations}")
         if stopped:
             end = f"stopped by {stopped}, after step {step}: the same command with --workdir {self._workdir} goes on"
@@ -136,7 +136,7 @@ class Log:
         self.say(end)
 
     def close(self) -> None:
-        """Closes every sink. Each line was flushed when it was written."""
+        """Closes all outputs. Each line was flushed when it was written."""
         self._thread.shutdown()
         if self._progress:
             self._progress.stop()
@@ -145,7 +145,7 @@ class Log:
         self._close_files()
 
     def _opened(self, name: str, step: int) -> TextIO:
-        """A file for appending, without its lines after `step`."""
+        """Opens a file for appending, without its lines after `step`."""
         file = self._workdir / f"{name}.jsonl"
         with disk.writing(self._workdir):
             cut_back(file, step)
@@ -153,7 +153,7 @@ class Log:
 
     def _close_files(self) -> None:
         for file in self._files.values():
-            with suppress(OSError):  # the rest of a line that a full disk has refused already
+            with suppress(OSError):  # a full disk refuses the rest of a line again
                 file.close()
         if self._board:
             self._board.close()
@@ -162,19 +162,19 @@ class Log:
     def _open_wandb(self) -> Any:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        run_id = hashlib.sha256(str(self._workdir.absolute()).encode()).hexdigest()[:16]  # the same when resumed
+        run_id = hashlib.sha256(str(self._workdir.absolute()).encode()).hexdigest()[:16]  # the same in a resumed run
         where = dict(project=self._wandb_project, name=self._workdir.name, dir=str(self._workdir))
         return wandb.init(**where, id=run_id, config=self._config, resume="allow")
 
     def _write(self, record: Record) -> dict[str, Any]:
-        """In the thread: waits for the numbers of a step."""
+        """Waits for the numbers of a step and writes them. Runs in the thread."""
         written = self._write_plain({"step": record.step} | record.summary())
         if record.samples and self._completions_every and record.step % self._completions_every == 0:
             self._write_sample(record.step, record.samples, jax.device_get(record.rewards))
         return written
 
     def _write_plain(self, record: dict[str, Any]) -> dict[str, Any]:
-        """One object in metrics.jsonl, one line on the console; the file has it before this returns."""
+        """Writes one object to metrics.jsonl, flushed before this returns, and one line to the console."""
         record = {k: _plain(v) for k, v in record.items()}
         step = record["step"]
         self._append("metrics", record)
@@ -189,7 +189,7 @@ class Log:
         return record
 
     def _write_sample(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
-        """One group of the batch into completions.jsonl, and its first two members on the console."""
+        """Writes one group of the batch to completions.jsonl, and its first two completions to the console."""
         prompt, texts, rewards = samples.prompts.rows[0]["prompt"], samples.graded()[0][0], rewards[0]
         self._append("completions", {"step": step, "prompt": prompt, "completions": texts, "rewards": rewards.tolist()})
         asked = prompt[-1]["content"] if isinstance(prompt, list) else prompt
@@ -219,7 +219,7 @@ class Log:
 
 
 def _plain(value: Any) -> float | int | None:
-    """A number that JSON has; None for one that it has not."""
+    """Returns a number for JSON; None if it is not finite."""
     if value is None or isinstance(value, int):
         return value
     return float(value) if math.isfinite(value) else None

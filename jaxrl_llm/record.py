@@ -1,4 +1,4 @@
-"""What a step leaves to be logged, and what the log says of it."""
+"""The record of a step, and its summary for the log."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jaxrl_llm.structs import Array, Rollouts
 
 
 class Timer:
-    """Seconds by phase of one step. Phases may overlap: the host rewards while the device scores."""
+    """Measures the seconds of each phase of a step. Phases may overlap: the host rewards while the device scores."""
 
     def __init__(self, after: Future[float] | None = None):
-        """after: when the device had done the step before, which its first phase may have waited for."""
+        """after: when the device finished the previous step. The first phase may have waited for that."""
         self.began = self._last = time.perf_counter()
         self._after = after
-        self.at: dict[str, float] = {}  # when a phase ended
+        self.at: dict[str, float] = {}  # end of each phase
         self.seconds: dict[str, float] = {}
 
     def lap(self, phase: str, *, since: float | None = None, at: float | None = None) -> None:
-        """A phase ended, now or `at`, that had begun with the end of the one before, or at `since`."""
+        """Ends a phase, now or at time `at`. It began at the end of the previous phase, or at time `since`."""
         at = time.perf_counter() if at is None else at
         since = self._last if since is None else since
-        if not self.at:
+        if not self.at:  # the first phase: time in which the device still did the previous step does not count
             since = max(since, self._after.result()) if self._after else since
             self.began = since
         self._last = self.at[phase] = at
@@ -36,30 +36,30 @@ class Timer:
 
     @property
     def whole(self) -> float:
-        """From the beginning of the first phase to the end of the last."""
+        """Seconds from the beginning of the first phase to the end of the last."""
         return max(self.at.values()) - self.began
 
 
 @dataclass
 class Record:
-    """A step to be logged. Arrays are still on the device."""
+    """A step that the log will write. Arrays are still on the device."""
 
     step: int
     timer: Timer
-    tokens: int  # real ones of the completions
-    updates: list[dict[str, Array]]  # the metrics of each
-    metrics: dict[str, Any]  # of the step as a whole
+    tokens: int  # of the completions, without padding
+    updates: list[dict[str, Array]]  # metrics of each update
+    metrics: dict[str, Any]  # of the whole step
     updated: Future[float]  # when the updates were done
-    scored: Future[float] | None = None  # when the scores were
+    scored: Future[float] | None = None  # when the scores were ready
     samples: Samples | None = None
-    rewards: Array = None  # [B, G], of the task
+    rewards: Array | None = None  # [B, G], task rewards
     evaluation: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """The record as metrics.jsonl has it, but for the step. Waits for the device.
+        """Returns the record for metrics.jsonl, without the step. Waits for the device.
 
-        How sampler and trainer differ is the first update's, a coefficient the last one's; what else updates report is
-        averaged. A channel whose function abstained from every completion is left out.
+        Metrics of the mismatch of sampler and trainer are from the first update, and coefficients from the last one.
+        Other metrics of updates are averaged. A channel is left out if its function abstained from all completions.
         """
         self._finish_timing()
         updates, metrics = sharding.to_host((self.updates, self.metrics))
@@ -72,7 +72,7 @@ class Record:
 
     def _finish_timing(self) -> None:
         timer, updated = self.timer, self.updated.result()
-        if self.scored:
+        if self.scored:  # score and reward overlap: both begin after the rollout
             scored = self.scored.result()
             timer.lap("score", since=timer.at["rollout"], at=scored)
             timer.lap("update", since=max(scored, timer.at["reward"]), at=updated)
@@ -81,9 +81,10 @@ class Record:
 
 
 def of_updates(updates: list[dict[str, Any]]) -> dict[str, Any]:
-    """The metrics of a step's updates as one."""
+    """Merges the metrics of a step's updates."""
     first, last = updates[0], updates[-1]
     record = {name: np.mean([u[name] for u in updates]) for name in first}
+    # From the first update only: later ones have changed the policy, which is no mismatch of the sampler.
     record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "importance/"))}
     record |= {name: x for name, x in last.items() if name.endswith(("learning_rate", "/coef"))}
     if "importance/square" in record:
@@ -92,7 +93,7 @@ def of_updates(updates: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def of_rollouts(rollouts: Rollouts, step: int) -> dict[str, Any]:
-    """How long completions are, and how old the weights were that sampled them."""
+    """Returns the lengths of completions, and the lag in steps of the weights that sampled them."""
     lengths = rollouts.completion_mask.sum(axis=-1)
     record = {"completion/length": lengths.mean(), "completion/length_max": lengths.max()}
     record |= {"completion/truncated": rollouts.truncated.mean()}

@@ -1,4 +1,4 @@
-"""A run read from outside: its config, its checkpoints, and the policy's parameters in one of them."""
+"""Reads a run from outside: its config, its checkpoints, and the policy's parameters in a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxrl_llm.structs import Config, PyTree
 
 
 class SavedRun:
-    """The run of a workdir, which may be going on. Raises: UserError, if there is none."""
+    """Read-only access to the run of a workdir, also while it runs. Raises: UserError, if there is no run."""
 
     def __init__(self, workdir: Path):
         self._folder = workdir / "checkpoints"
@@ -38,9 +38,9 @@ class SavedRun:
         self._manager = ocp.CheckpointManager(self._folder.absolute(), options=options, item_handlers=handlers)
 
     def find(self, which: str) -> int:
-        """A step that has a checkpoint: a number, "last", or "best" by the accuracy that the run itself measured.
+        """Finds a step with a checkpoint: a number, "last", or "best" by the accuracy that the run measured.
 
-        Raises: UserError, which says what steps there are.
+        Raises: UserError, listing the steps, if there is no such checkpoint.
         """
         steps = {step: self._accuracy(step) for step in self._manager.all_steps()}
         there = ", ".join(f"{step}" + ("" if x is None else f" ({x:.1%})") for step, x in steps.items())
@@ -56,10 +56,10 @@ class SavedRun:
         return int(which)
 
     def params(self, step: int, place: Callable[[PyTree], PyTree] | None = None) -> PyTree:
-        """The policy's parameters alone, float32; place(shapes) -> their shardings, or NumPy arrays without it."""
+        """Reads only the policy's parameters, float32. place(shapes) -> shardings; without it, returns NumPy arrays."""
         states = self._manager.item_metadata(step)["state"].tree
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states["policy"]["params"])
-        whole = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # what is not read
+        whole = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # Orbax skips placeholders
         if place:
             how = jax.tree.map(lambda x, at: ocp.ArrayRestoreArgs(sharding=at, dtype=x.dtype), shapes, place(shapes))
         else:
@@ -71,7 +71,7 @@ class SavedRun:
 
     @contextmanager
     def model_folder(self, step: int) -> Iterator[Path]:
-        """The folder that the run began from. Raises: UserError, if it holds another model by now."""
+        """The model folder that the run began with. Raises: UserError, if its model has changed since."""
         wanted = ocp.args.Composite(host=ocp.args.JsonRestore())
         began_with = checkpoint.read(self._manager, step, wanted)["host"]["began_with"]
         with model_folder(self.config) as folder:
@@ -86,7 +86,7 @@ class SavedRun:
 
 @contextmanager
 def model_folder(config: Config) -> Iterator[Path]:
-    """The Hugging Face folder that a run begins from; that of a new model is made here, and gone at the end."""
+    """The Hugging Face folder that a run begins with. For a new model it is a temporary folder, removed at the end."""
     if config.model.path or "hidden_size" not in config.model:  # a size of a new model
         yield hf.find(config.model.path)
         return

@@ -1,7 +1,7 @@
 """A vLLM server for rollouts: `python -m jaxrl_llm.serve_vllm --model DIR [--python PYTHON] [-- vLLM's own arguments]`.
 
-Starts vLLM in a process group of its own, starts it again when its engine dies, and leaves no process behind.
-It imports no JAX: it may run in vLLM's environment, or name the Python of that. The trainer needs neither vLLM
+Starts vLLM in a separate process group, restarts it when its engine dies, and leaves no process behind.
+Imports no JAX: runs in vLLM's environment, or takes the Python of that environment. The trainer needs neither vLLM
 nor torch.
 """
 
@@ -33,30 +33,30 @@ FIXED = (
     "vllm",
     "--logprobs-mode",
     "processed_logprobs",
-    "--enable-scale-out",  # tokens in, tokens and the version of their weights out
+    "--enable-scale-out",  # token ids in, token ids and their weight versions out
     "--worker-extension-cls",
     "jaxrl_llm.rollout.vllm.receive.Extension",
     "--weight-transfer-config",
     '{"backend": "pull"}',
 )
 ENVIRONMENT = dict(
-    VLLM_SERVER_DEV_MODE="1",  # without it there is no route to push weights by
+    VLLM_SERVER_DEV_MODE="1",  # without it there is no route for weight pushes
     VLLM_NO_USAGE_STATS="1",
 )
 ON_A_CPU = dict(
-    VLLM_CPU_KVCACHE_SPACE="1",  # GiB; otherwise a share of all memory
-    VLLM_CPU_OMP_THREADS_BIND="nobind",  # a trainer may be on these cores too
-    TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),  # 15 s of compiling at a start
+    VLLM_CPU_KVCACHE_SPACE="1",  # GiB; the default is a share of all memory
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # a trainer may use the same cores
+    TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),  # saves 15 s of compiling a start
 )
-SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.|vllm_|__KMP_)[^/\s]*$", re.MULTILINE)  # not the weights a trainer offers
-TERMINATE, KILLED = 10.0, 5.0  # seconds that vLLM has to end by itself, and to be gone when killed
-WAITS = (1.0, 60.0)  # seconds after a start that failed, doubled for each one more, up to the last
+SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.|vllm_|__KMP_)[^/\s]*$", re.MULTILINE)  # not the trainer's weight file
+TERMINATE, KILLED = 10.0, 5.0  # seconds to wait after SIGTERM and after SIGKILL
+WAITS = (1.0, 60.0)  # seconds: the first and the longest pause after a failed start; each failure doubles it
 STOPS = (signal.SIGTERM, signal.SIGINT)
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before our own server
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for our own server
 
 
 def check_python(python: str, name: str) -> None:
-    """Raises: UserError, naming the field, if an interpreter cannot import vLLM."""
+    """Raises: UserError, with the field's name, if an interpreter cannot import vLLM."""
     look = "import sys; from importlib.util import find_spec; sys.exit(not find_spec('vllm'))"
     try:
         found = subprocess.run([python, "-c", look], capture_output=True).returncode == 0
@@ -67,7 +67,7 @@ def check_python(python: str, name: str) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises: UserError, if it cannot be listened at."""
+    """Raises: UserError, if a server cannot listen at the port."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -75,7 +75,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subprocess.Popen[bytes]:
-    """vLLM, in a process group of its own."""
+    """Starts vLLM in a separate process group."""
     command = [
         args.python,
         "-m",
@@ -105,7 +105,7 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
 
 
 def guard(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-    """A process that ends vLLM when this process is gone, even by kill -9: its standard input ends then."""
+    """Starts a guard that ends vLLM when its standard input closes: when this process is gone, even by kill -9."""
     code = "import sys; from jaxrl_llm.serve_vllm import end; sys.stdin.read(); end(int(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(process.pid)]
     environment = os.environ | {"PYTHONPATH": python_path()}
@@ -116,10 +116,10 @@ def guard(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
 def running(
     args: argparse.Namespace, extra: list[str], temporary: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], set[Path]]]:
-    """vLLM with its guard, and the end of both; and a set for files in shared memory to be removed then."""
+    """Runs vLLM and its guard, and ends both. Yields vLLM and a set of shared-memory files to remove at the end."""
     process, watch, made = None, None, set()
     try:
-        with undisturbed():
+        with undisturbed():  # a signal in here could leave a process that nothing ends
             process = start(args, extra, temporary)
             watch = guard(process)
         yield process, made
@@ -133,12 +133,12 @@ def running(
 
 
 def python_path() -> str:
-    """With this package in it, which need not be installed."""
+    """Returns a PYTHONPATH with this package: it may not be installed."""
     return os.pathsep.join(x for x in (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")) if x)
 
 
 def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Returns when the server answers. Raises: UserError, if it ends before."""
+    """Returns when the server answers. Raises: UserError, if it ends before that."""
     while True:
         with suppress(OSError), DIRECT.open(f"{url}/health", timeout=5):
             return
@@ -149,7 +149,7 @@ def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def wait_for_the_end(process: subprocess.Popen[bytes], url: str) -> None:
-    """Returns when it has ended, says that its engine is dead, or has closed its door: then it may live on for ever."""
+    """Returns when vLLM has ended, reports a dead engine, or refuses connections: a broken server may never exit."""
     while process.poll() is None:
         try:
             DIRECT.open(f"{url}/health", timeout=5).close()
@@ -158,23 +158,23 @@ def wait_for_the_end(process: subprocess.Popen[bytes], url: str) -> None:
         except OSError as error:
             if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
                 return
-            # otherwise it is busy, or hangs, and may come back
+            # other errors: the server is busy or hangs, and may recover
         time.sleep(1)
 
 
 def end(group: int, reap: Callable[[], object] = lambda: None, made: Iterable[Path] = ()) -> None:
-    """Ends a whole process group, whose workers outlive a server that is merely killed.
+    """Ends a whole process group, because vLLM's workers survive when only the server is killed.
 
-    They are asked first. What they leave in shared memory, as some do that were killed, is removed, and with it
-    `made`, what processes had there that may be gone by now.
+    Sends SIGTERM first, then SIGKILL. Removes the files that the group leaves in shared memory, and the files `made`,
+    from processes that may have ended before.
     """
     left = {*made, *shared_memory(group)}
-    with suppress(ProcessLookupError):  # there is none left
+    with suppress(ProcessLookupError):  # the group is empty
         for number, seconds in ((signal.SIGTERM, TERMINATE), (signal.SIGKILL, KILLED)):
             os.killpg(group, number)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
-                reap()
+                reap()  # a zombie would keep its group in existence
                 left |= shared_memory(group)
                 os.killpg(group, 0)
                 time.sleep(0.1)
@@ -183,7 +183,7 @@ def end(group: int, reap: Callable[[], object] = lambda: None, made: Iterable[Pa
 
 
 def shared_memory(group: int) -> set[Path]:
-    """Files that Python, vLLM and OpenMP made in shared memory for processes of a group. Linux; else none are found."""
+    """Finds shared-memory files that Python, vLLM and OpenMP made for a process group. Finds none outside Linux."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
@@ -194,7 +194,7 @@ def shared_memory(group: int) -> set[Path]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A signal to stop waits until this is over."""
+    """Delays stop signals until the end of the block."""
     came: list[object] = []
     for asked in STOPS:
         signal.signal(asked, lambda *of: came.append(of))
@@ -209,7 +209,7 @@ def undisturbed() -> Iterator[None]:
 
 def _end(*of: object) -> None:
     for asked in STOPS:
-        signal.signal(asked, signal.SIG_IGN)  # stopping takes its time, and is to be whole
+        signal.signal(asked, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
     sys.exit(0)
 
 
@@ -260,7 +260,7 @@ def main() -> None:
                     wait_for_the_end(process, url)
                 print(f"vLLM ended with exit code {process.returncode}: it is started again", flush=True)
             except UserError as error:
-                if not answered:  # ever: something is wrong with it
+                if not answered:  # it has never answered: a restart would not help
                     raise
                 print(f"{error}: it is started again in {pause:g} s", flush=True)
                 time.sleep(pause)

@@ -34,13 +34,13 @@ from jaxrl_llm.train import train
 
 
 def sft_step(run: Run, states: States, step: int) -> tuple[States, Record]:
-    """One update on the next examples. The states given are donated."""
+    """Runs one update on the next examples. Donates the given states."""
     timer = run.log.timer()
     examples = run.actor.next()
     batch = sharding.shard_batch(examples, run.mesh)
     policy, (rows,) = run.learners["policy"], run.minibatches(step)
-    policy.compile(states["policy"], batch, rows)  # may take minutes, so outside of `deferred`
-    with run.stop.deferred():
+    policy.compile(states["policy"], batch, rows)  # may take minutes, so not in `deferred`
+    with run.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
         state, metrics = policy.update(states["policy"], batch, rows)
         states, updates = {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
         updated = run.log.watch(updates)
@@ -51,48 +51,49 @@ def sft_step(run: Run, states: States, step: int) -> tuple[States, Record]:
 
 
 class Examples:
-    """Batches of examples, as a run asks for them. There is no engine whose weights would matter."""
+    """Batches of examples, as a `run.Source`. There is no engine, so it ignores weights."""
 
     def __init__(self, iterator: grain.DatasetIterator):
         self._iterator = iterator
+        # _current: after the last batch read. _position: after the last batch learned from, for checkpoints.
         self._beginning = self._position = self._current = iterator.get_state()
 
     def reset(self, step: int, params: PyTree, pending: Pending | None = None) -> None:
-        """Goes on as `pending` says; without it, at the start of the data."""
+        """Continues at the position of `pending`; without it, at the start of the data."""
         self._position = pending.position if pending else self._beginning
         self._iterator.set_state(self._position)
 
     def next(self) -> Batch:
-        """The next examples, on the host."""
+        """Returns the next examples, on the host."""
         batch = next(self._iterator)
         self._current = self._iterator.get_state()
         return batch
 
     def finish_push(self, params: PyTree) -> dict[str, Any]:
-        """Nothing is to be waited for."""
+        """Returns no metrics: there is no push to wait for."""
         return {}
 
     def push(self, params: PyTree, step: int) -> None:
-        """The next examples have been learned from."""
+        """Marks the last batch as learned from."""
         self._position = self._current
 
     def advance(self, step: int) -> None:
-        """The iterator reads ahead by itself."""
+        """Does nothing: the iterator prefetches without a call."""
 
     def pending(self, seconds: float | None = None) -> Pending:
-        """Where the iterator is after what was learned from."""
+        """Returns the iterator's position after the last batch learned from."""
         return Pending(self._position, [])
 
 
 @contextmanager
 def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[Run]:
-    """The run of an `sft` config, as `build.build` gives that of a `train` config. Raises: UserError."""
+    """Opens the run of an `sft` config, as `build.build` does for `train`. Raises: UserError."""
     with ExitStack() as opened, StopSignals(opened) if signals else nullcontext(NoSignals()) as stop:
         yield make_run(load(config, workdir, opened, checks.check_sft), stop)
 
 
 def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
-    """A run of `sft`; an example is a prompt with one completion (G = 1). Raises: UserError."""
+    """Builds a run of `sft`; an example is a prompt with one completion (G = 1). Raises: UserError."""
     config, model, mesh, tokenizer = given.config, given.model, given.mesh, given.tokenizer
     answers = tokenize_answers(given.dataset, tokenizer, config)
     kept = [i for i, answer in enumerate(answers) if answer]
@@ -123,7 +124,7 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
     def accuracy(states: States) -> float:
         engine.update_weights(states["policy"].params)
         found = evaluation(engine)
-        engine.release()
+        engine.release()  # updates need the memory of the gathered weights
         return found
 
     return Run(
@@ -145,13 +146,13 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
 
 
 def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
-    """Fine-tunes in this process, as `train.steps` trains."""
+    """Fine-tunes in this process and yields records, as `train.steps`."""
     with build(config, workdir, signals=signals) as run:
         yield from train(run, sft_step)
 
 
 def tokenize_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[list[int]]:
-    """Token ids of each row's completion with the end token; empty where it is above the limit."""
+    """Returns the token ids of each row's completion with the end token; [] if it is above the limit."""
     column, limit = config.data.completion_column, config.rollout.max_completion_tokens
     for number, row in zip(dataset.numbers, dataset.rows, strict=True):
         if not isinstance(row.get(column), str):
@@ -169,7 +170,7 @@ def tokenize_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> l
 def make_batch(
     dataset: data.Dataset, answers: list[list[int]], kept: list[int], length: int, pad_id: int, indices: Sequence[int]
 ) -> Batch:
-    """Examples kept[indices] as a Batch with G = 1, on the host."""
+    """Makes a Batch with G = 1 from the examples kept[indices], on the host."""
     rows = [kept[i] for i in indices]
     prompts = data.make_prompts(dataset, rows, pad_id)
     completions = np.full((len(rows), 1, length), pad_id, np.int32)

@@ -1,4 +1,4 @@
-"""The mesh, and which axis of which array lies on which axis of it."""
+"""The device mesh, and the rules that shard parameters and batches over its axes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxrl_llm.structs import PyTree
 MeshSize: TypeAlias = MayChange[Annotated[int, Field(int, low=-1)]]
 
 AXES = ("data", "fsdp", "tensor")
-BATCH = P(("data", "fsdp"))  # the leading axis (prompts) of everything in a batch
+BATCH = P(("data", "fsdp"))  # shards the leading axis (prompts) of each array in a batch
 
-# First match wins. Kernels of `layers/` carry a leading layer axis, never sharded.
+# The first match counts. Parameters of `layers/` have a leading layer axis L, which is never sharded.
 RULES: tuple[tuple[str, P], ...] = (
     (r"embed/embedding$", P("tensor", "fsdp")),  # [V, D]
     (r"head/kernel$", P("fsdp", "tensor")),  # [D, V]
@@ -33,7 +33,7 @@ RULES: tuple[tuple[str, P], ...] = (
 
 
 def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, int, int]:
-    """Sizes of the mesh axes; at most one may be -1, meaning all devices that are left.
+    """Resolves the sizes of the mesh axes. At most one may be -1, for all remaining devices.
 
     Raises: UserError, if the mesh does not fit the devices.
     """
@@ -57,9 +57,9 @@ def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
 
 
 def make_mesh(*, data: MeshSize, fsdp: MeshSize, tensor: MeshSize) -> Mesh:
-    """A mesh with Auto axes (the compiler propagates shardings) over the first devices.
+    """Makes a mesh with Auto axes (the compiler propagates shardings) over the first devices.
 
-    Raises: UserError, if JAX runs in more processes than this one.
+    Raises: UserError, if JAX runs in more than one process or the mesh does not fit the devices.
     """
     if jax.process_count() > 1:
         raise UserError(
@@ -72,12 +72,12 @@ def make_mesh(*, data: MeshSize, fsdp: MeshSize, tensor: MeshSize) -> Mesh:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A pytree path as "layers/attention/query/kernel"."""
+    """Formats a pytree path, for example as "layers/attention/query/kernel"."""
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
 def spec_for(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The rule for a parameter; an axis that does not divide its dimension is left out."""
+    """PartitionSpec of a parameter. Drops a mesh axis if its size does not divide the dimension."""
     rule = next((spec for pattern, spec in RULES if re.search(pattern, name)), P())
     if len(rule) > len(shape):
         return P()
@@ -85,9 +85,9 @@ def spec_for(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def shardings(tree: PyTree, mesh: Mesh, leave_out: str = "") -> PyTree:
-    """NamedShardings for parameters, and for optimizer states that mirror them (matched by path).
+    """NamedShardings of parameters, and of optimizer states with the same structure (matched by path).
 
-    leave_out: a mesh axis over which to keep copies instead.
+    leave_out: a mesh axis over which arrays are replicated.
     """
 
     def place(path: Any, leaf: Any) -> NamedSharding:
@@ -98,10 +98,10 @@ def shardings(tree: PyTree, mesh: Mesh, leave_out: str = "") -> PyTree:
 
 
 def shard_batch(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Puts host arrays on the mesh, prompts split over data and fsdp."""
+    """Puts host arrays on the mesh, with prompts sharded over data and fsdp."""
     return jax.device_put(tree, NamedSharding(mesh, BATCH))
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Device arrays as NumPy arrays, in one transfer."""
+    """Copies device arrays to NumPy arrays in one transfer."""
     return jax.tree.map(np.asarray, jax.device_get(tree))

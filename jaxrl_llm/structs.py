@@ -12,12 +12,16 @@ log-probability given all before it, its mask, its advantage.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 
-Array: TypeAlias = Any  # jax.Array, or np.ndarray: no checker follows their operators through the union
+if TYPE_CHECKING:
+    Array: TypeAlias = jax.Array
+else:
+    Array = jax.Array | np.ndarray  # functions take NumPy's too; a type checker sees JAX's, whose operators it knows
+AnyArray: TypeAlias = Any  # in records, which hold jax.Array on the device, np.ndarray on the host, or None
 PyTree: TypeAlias = Any
 Config: TypeAlias = Any  # an ml_collections.ConfigDict: its fields have no static types
 
@@ -37,12 +41,12 @@ class Prompts:
 class Rollouts:
     """What an engine sampled; padding after the stop token."""
 
-    completions: Array  # [B, G, C] int32
-    completion_mask: Array  # [B, G, C] bool, a real token (attended to)
-    loss_mask: Array  # [B, G, C] bool, sampled by the policy (trained on)
-    logprobs: Array  # [B, G, C] float32, of the distribution actually sampled
-    truncated: Array  # [B, G] bool, the limit came before a stop token
-    versions: Array  # [B, G, C] int32, the step after which the weights that sampled a token were pushed
+    completions: AnyArray  # [B, G, C] int32
+    completion_mask: AnyArray  # [B, G, C] bool, a real token (attended to)
+    loss_mask: AnyArray  # [B, G, C] bool, sampled by the policy (trained on)
+    logprobs: AnyArray  # [B, G, C] float32, of the distribution actually sampled
+    truncated: AnyArray  # [B, G] bool, the limit came before a stop token
+    versions: AnyArray  # [B, G, C] int32, the step after which the weights that sampled a token were pushed
 
 
 @jax.tree_util.register_dataclass
@@ -50,10 +54,10 @@ class Rollouts:
 class Rewards:
     """What completions earned, as the reward functions say."""
 
-    total: Array  # [B, G], the weighted sum of the channels
-    channels: dict[str, Array]  # {function: [B, G]}, NaN where it abstained
-    greedy: Array = None  # [B, 1], the total of each prompt's greedy completion, where an estimator asks for it
-    greedy_lengths: Array = None  # [B, 1], its tokens
+    total: AnyArray  # [B, G], the weighted sum of the channels
+    channels: dict[str, AnyArray]  # {function: [B, G]}, NaN where it abstained
+    greedy: AnyArray = None  # [B, 1], the total of each prompt's greedy completion, where an estimator asks for it
+    greedy_lengths: AnyArray = None  # [B, 1], its tokens
 
 
 @jax.tree_util.register_dataclass
@@ -61,20 +65,20 @@ class Rewards:
 class Batch:
     """What an update needs. A field that a run has no use for is None."""
 
-    prompts: Array  # [B, P] int32
-    prompt_mask: Array  # [B, P] bool
-    completions: Array  # [B, G, C] int32
-    completion_mask: Array  # [B, G, C] bool
-    loss_mask: Array  # [B, G, C] bool
-    advantages: Array = None  # [B, G, C], 0 where nothing is trained
-    values: Array = None  # [B, G, C], the critic's before its update
-    returns: Array = None  # [B, G, C], what the critic is to learn
-    rewards: Array = None  # [B, G], of the task
-    policy_mask: Array = None  # [B, G, C] bool, tokens that the policy loss counts; None: all trained ones
-    sampler_logprobs: Array = None  # [B, G, C], what the engine reported
-    old_logprobs: Array = None  # [B, G, C]; None: this very policy sampled
-    ref_logprobs: Array = None  # [B, G, C], the KL anchor
-    packed_index: Array = None  # [B, N, T] int32, as `packing.pack` makes it; None: each completion is a row
+    prompts: AnyArray  # [B, P] int32
+    prompt_mask: AnyArray  # [B, P] bool
+    completions: AnyArray  # [B, G, C] int32
+    completion_mask: AnyArray  # [B, G, C] bool
+    loss_mask: AnyArray  # [B, G, C] bool
+    advantages: AnyArray = None  # [B, G, C], 0 where nothing is trained
+    values: AnyArray = None  # [B, G, C], the critic's before its update
+    returns: AnyArray = None  # [B, G, C], what the critic is to learn
+    rewards: AnyArray = None  # [B, G], of the task
+    policy_mask: AnyArray = None  # [B, G, C] bool, tokens that the policy loss counts; None: all trained ones
+    sampler_logprobs: AnyArray = None  # [B, G, C], what the engine reported
+    old_logprobs: AnyArray = None  # [B, G, C]; None: this very policy sampled
+    ref_logprobs: AnyArray = None  # [B, G, C], the KL anchor
+    packed_index: AnyArray = None  # [B, N, T] int32, as `packing.pack` makes it; None: each completion is a row
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +86,6 @@ class Batch:
 class TrainState:
     """A model in training: a frozen pytree of arrays."""
 
-    step: Array  # int32 scalar, optimizer updates made (a skipped one included)
     params: PyTree
     opt_state: PyTree
     coef_state: PyTree  # what each coefficient keeps of the updates so far (`optim.Coefficient`)

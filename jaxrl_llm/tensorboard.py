@@ -1,6 +1,6 @@
-"""TensorBoard's events, written by the thread that calls.
+"""Writes TensorBoard events in the calling thread.
 
-tensorboardX's own writer has a thread with a queue: where the disk is full, the thread dies and the queue blocks.
+The writer of tensorboardX has a thread with a queue. On a full disk the thread dies and the queue blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 
 
 class TensorBoardWriter:
-    """Scalars of the steps after `start`; those of an earlier try are to be forgotten."""
+    """Writes scalars of the steps after `start`, and tells TensorBoard to drop those of an earlier attempt."""
 
     def __init__(self, folder: Path, start: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -25,11 +25,11 @@ class TensorBoardWriter:
         self._writer.write_event(again)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """One event with all of them; the file has it before this returns."""
+        """Writes one event with all scalars, and flushes it before this returns."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._writer.write_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
-        with suppress(OSError):  # the rest of an event that a full disk has refused already
+        with suppress(OSError):  # a full disk refuses the rest of an event again
             self._writer.close()

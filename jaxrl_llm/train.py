@@ -1,4 +1,4 @@
-"""GRPO, PPO and their kin: `python -m jaxrl_llm.train --config FILE [--workdir DIR] [--config.field=value]`."""
+"""Reinforcement learning: `python -m jaxrl_llm.train --config FILE [--workdir DIR] [--config.field=value]`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from jaxrl_llm.structs import Config
 
 
 def rl_step(run: Run, states: States, step: int) -> tuple[States, Record]:
-    """One step: sample, score, reward, credit, learn, push. The states given are donated.
+    """Runs one step: sample, score, reward, assign credit, learn, push weights. Donates the given states.
 
-    Raises: UserError, for what a person can put right, such as a reward function that fails.
+    Raises: UserError, for an error that the user can fix, such as a reward function that fails.
     """
     timer = run.log.timer()
     samples = run.actor.next()
     timer.lap("rollout")
     batch = shard_batch(to_batch(samples), run.mesh)
-    scores = run.score(states, batch)  # dispatched before the rewards: the device works while the host judges
+    scores = run.score(states, batch)  # before the rewards: the device scores while the host rewards
     scored = run.log.watch(scores)
     rewards = shard_batch(samples.rewards(), run.mesh)
     batch, metrics = run.assign_credit(batch, scores, rewards, run.coefficients(states))
     timer.lap("reward")
-    # The engine may still read the parameters that the first update donates.
+    # Wait for the push: the engine may still read the parameters that the first update donates.
     metrics |= samples.metrics | run.actor.finish_push(states["policy"].params)
     learners, minibatches = run.learning(step), run.minibatches(step)
     for name, learner in learners.items():
-        learner.compile(states[name], batch, minibatches[0])  # may take minutes, so outside of `deferred`
+        learner.compile(states[name], batch, minibatches[0])  # may take minutes, so not in `deferred`
     updates = []
-    with run.stop.deferred():  # a signal waits: the old states are gone, the new ones are not yet the run's
+    with run.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
         for rows in minibatches:
             updates.append({})
             for name, learner in learners.items():
@@ -50,14 +50,14 @@ def rl_step(run: Run, states: States, step: int) -> tuple[States, Record]:
         tokens = int(samples.rollouts.completion_mask.sum())
         record = Record(step, timer, tokens, updates, metrics, updated, scored, samples, batch.rewards)
         run.commit(states, record)
-        run.actor.push(states["policy"].params, step)  # last: it may run programs of its own
+        run.actor.push(states["policy"].params, step)  # last: it may run other programs on the devices
     return states, record
 
 
 def train(run: Run, one_step: Callable[[Run, States, int], tuple[States, Record]] = rl_step) -> Iterator[dict]:
-    """Takes a run from where it stands to its end, and yields the records of metrics.jsonl, one step late.
+    """Trains from the current step to the end, and yields the records of metrics.jsonl, one step late.
 
-    Raises: UserError, for what a person can put right, and when a health rule stops the run.
+    Raises: UserError, for an error that the user can fix, or if a health rule stops the run.
     """
     states, step = run.restore()
     run.evaluate_first(step)
@@ -65,7 +65,8 @@ def train(run: Run, one_step: Callable[[Run, States, int], tuple[States, Record]
         step += 1
         states, record = one_step(run, states, step)
         record.evaluation = run.evaluate(step)
-        before = run.log.finish()  # the step before is judged, by count and not by time: any two runs judge alike
+        # Always the previous step, not the newest record that is ready: timing must not decide when a rule stops a run.
+        before = run.log.finish()
         run.judge(before)
         with run.stop.deferred():
             run.write(record)
@@ -79,9 +80,9 @@ def train(run: Run, one_step: Callable[[Run, States, int], tuple[States, Record]
 
 
 def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
-    """Trains in this process: the records of metrics.jsonl, as they come. The same workdir goes on where it stands.
+    """Trains in this process and yields the records of metrics.jsonl. Resumes a run that is in the workdir.
 
-    signals: SIGTERM, Ctrl-C and SIGHUP save and end the whole process, as on the command line.
+    signals: on SIGTERM, Ctrl-C and SIGHUP, save the run and end the process, as on the command line.
     """
     with build(config, workdir, signals=signals) as run:
         yield from train(run)

@@ -77,7 +77,7 @@ def test_a_run_that_goes_back_to_a_checkpoint_while_it_lives_has_the_numbers_of_
         assert run.step == 3
         states, step = run.restore(before=2)
         assert step == 1
-        assert int(states["policy"].step) == 1
+        assert float(states["policy"].coef_state["learning_rate"]) == 1
         again = list(train(run))
     assert numbers(again)[-3:] == numbers(straight)[-3:]
     assert numbers(written(tmp_path / "back")) == numbers(written(tmp_path / "straight"))

@@ -21,6 +21,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
@@ -31,8 +32,8 @@ OF_A_TOKEN = ("reinforce_pp", "gae", "distillation")  # these differ within a co
 
 
 def grpo(
-    rewards: Array, *, normalize: Literal["group", "batch", "none"] = "group", epsilon: NotNegative = 1e-4
-) -> jax.Array:
+    rewards: Float[Array, "B G"], *, normalize: Literal["group", "batch", "none"] = "group", epsilon: NotNegative = 1e-4
+) -> Float[Array, "B G"]:
     """Group-relative advantages (arXiv 2402.03300): A = (r - mean_group r) / (std r + epsilon).
 
     G >= 2. normalize: "group" divides by each group's own deviation, "batch" by that of all B x G
@@ -46,38 +47,46 @@ def grpo(
     return centered / (jnp.std(rewards, axis=axis, ddof=1, keepdims=True) + epsilon)
 
 
-def rloo(rewards: Array) -> jax.Array:
+def rloo(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
     """Leave-one-out baseline (arXiv 2402.14740): A_i = r_i - mean of the other G - 1 rewards of the group. G >= 2."""
     g = rewards.shape[1]
     return _centered(rewards) * (g / (g - 1))
 
 
 def reinforce_pp(
-    token_rewards: Array, loss_mask: Array, *, gamma: Share = 1.0, epsilon: NotNegative = 1e-8
-) -> jax.Array:
+    token_rewards: Float[Array, "B G C"],
+    loss_mask: Bool[Array, "B G C"],
+    *,
+    gamma: Share = 1.0,
+    epsilon: NotNegative = 1e-8,
+) -> Float[Array, "B G C"]:
     """REINFORCE++ (arXiv 2501.03262): returns sum_{s >= t} gamma^(s - t) r_s, whitened over the batch's tokens."""
     zeros = jnp.zeros_like(token_rewards)
     return _whiten(gae(token_rewards, zeros, loss_mask, gamma=gamma, lam=1.0, normalize=False), loss_mask, epsilon)
 
 
-def reinforce_pp_baseline(rewards: Array, loss_mask: Array, *, epsilon: NotNegative = 1e-8) -> jax.Array:
+def reinforce_pp_baseline(
+    rewards: Float[Array, "B G"], loss_mask: Bool[Array, "B G C"], *, epsilon: NotNegative = 1e-8
+) -> Float[Array, "B G C"]:
     """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens."""
     return _whiten(jnp.broadcast_to(_centered(rewards)[..., None], loss_mask.shape), loss_mask, epsilon)
 
 
-def remax(rewards: Array, greedy_rewards: Array) -> jax.Array:
+def remax(rewards: Float[Array, "B G"], greedy_rewards: Float[Array, " B"]) -> Float[Array, "B G"]:
     """ReMax (arXiv 2310.10505): A = r - reward of the prompt's greedy completion. G >= 1."""
     return rewards - greedy_rewards[:, None]
 
 
-def opo(rewards: Array, loss_mask: Array) -> jax.Array:
+def opo(rewards: Float[Array, "B G"], loss_mask: Bool[Array, "B G C"]) -> Float[Array, "B G"]:
     """Optimal baseline by length (arXiv 2505.23585): A = r - sum_group l r / sum_group l, l the trained tokens."""
     lengths = jnp.sum(loss_mask, axis=-1).astype(rewards.dtype)
     baseline = jnp.sum(lengths * rewards, axis=1, keepdims=True)
     return _zero_without_signal(rewards - baseline / jnp.maximum(jnp.sum(lengths, axis=1, keepdims=True), 1), rewards)
 
 
-def gdpo(channels: dict[str, Array], weights: dict[str, float], *, epsilon: NotNegative = 1e-4) -> jax.Array:
+def gdpo(
+    channels: dict[str, Float[Array, "B G"]], weights: dict[str, float], *, epsilon: NotNegative = 1e-4
+) -> Float[Array, "B G"]:
     """Each channel normalized by itself (GDPO, arXiv 2601.05242), so that none drowns another. G >= 2.
 
     A = whitened over B x G of sum_n w_n (r_n - mean_group r_n) / (std_group r_n + epsilon).
@@ -87,7 +96,9 @@ def gdpo(channels: dict[str, Array], weights: dict[str, float], *, epsilon: NotN
     return (total - jnp.mean(total)) / (jnp.std(total, ddof=1) + epsilon)
 
 
-def pass_at_k(rewards: Array, *, k: AtLeastOne, threshold: float = 0.5, epsilon: NotNegative = 1e-4) -> jax.Array:
+def pass_at_k(
+    rewards: Float[Array, "B G"], *, k: AtLeastOne, threshold: float = 0.5, epsilon: NotNegative = 1e-4
+) -> Float[Array, "B G"]:
     """Advantages of being in a set of k that holds a success (arXiv 2508.10751), in closed form. 1 <= k <= G.
 
     With n of the G rewards below the threshold: R = 1 - C(n, k) / C(G, k), s = sqrt(R (1 - R)), and
@@ -104,15 +115,15 @@ def pass_at_k(rewards: Array, *, k: AtLeastOne, threshold: float = 0.5, epsilon:
 
 
 def gae(
-    token_rewards: Array,
-    values: Array,
-    loss_mask: Array,
+    token_rewards: Float[Array, "B G C"],
+    values: Float[Array, "B G C"],
+    loss_mask: Bool[Array, "B G C"],
     *,
     gamma: Share = 1.0,
     lam: Share = 1.0,
     normalize: bool = True,
     epsilon: NotNegative = 1e-8,
-) -> jax.Array:
+) -> Float[Array, "B G C"]:
     """Generalized advantage estimation (arXiv 1506.02438) [B, G, C] over the trained tokens alone.
 
     A_t = d_t + gamma lam A_t', d_t = r_t + gamma V_t' - V_t, t' the next trained token; after the last
@@ -132,7 +143,7 @@ def gae(
     return _whiten(advantages, loss_mask, epsilon) if normalize else advantages
 
 
-def distillation(teacher_logprobs: Array, logprobs: Array) -> jax.Array:
+def distillation(teacher_logprobs: Float[Array, "B G C"], logprobs: Float[Array, "B G C"]) -> Float[Array, "B G C"]:
     """On-policy distillation: A_t = log teacher - log policy of token t, minus the reverse KL's one-sample estimate.
 
     Its REINFORCE gradient is that of KL(policy || teacher) at each token, given what the policy wrote before
@@ -141,7 +152,7 @@ def distillation(teacher_logprobs: Array, logprobs: Array) -> jax.Array:
     return teacher_logprobs - logprobs
 
 
-def _whiten(x: Array, mask: Array, epsilon: NotNegative) -> jax.Array:
+def _whiten(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"], epsilon: NotNegative) -> Float[Array, "B G C"]:
     """(x - mean) / sqrt(variance + epsilon) over the entries of the mask, 0 elsewhere.
 
     Rounding must not become a deviation where all entries are equal: hence the second centering, and the root of both.
@@ -152,11 +163,11 @@ def _whiten(x: Array, mask: Array, epsilon: NotNegative) -> jax.Array:
     return centered / jnp.sqrt(jnp.sum(centered**2) / jnp.maximum(count - 1, 1) + epsilon)
 
 
-def _centered(rewards: Array) -> jax.Array:
+def _centered(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
     return _zero_without_signal(rewards - jnp.mean(rewards, axis=1, keepdims=True), rewards)
 
 
-def _zero_without_signal(advantages: Array, rewards: Array) -> jax.Array:
+def _zero_without_signal(advantages: Float[Array, "B G"], rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
     """Exactly 0 where a group's rewards are equal: a mean is off by rounding, which a division would blow up."""
     return jnp.where(jnp.max(rewards, axis=1, keepdims=True) > jnp.min(rewards, axis=1, keepdims=True), advantages, 0.0)
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Bool, Float, Int
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import advantages, kl
@@ -80,19 +81,21 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
     return assign_credit
 
 
-def over_tokens(advantage: Array, mask: Array) -> jax.Array:
+def over_tokens(
+    advantage: Float[Array, "B G"] | Float[Array, "B G C"], mask: Bool[Array, "B G C"]
+) -> Float[Array, "B G C"]:
     """Advantages [B, G] or [B, G, C] on every trained token [B, G, C], 0 elsewhere."""
     by_token = advantage if advantage.ndim == 3 else advantage[..., None]
     return jnp.where(mask, jnp.broadcast_to(by_token, mask.shape), 0.0)
 
 
-def at_the_end(rewards: Array, mask: Array) -> jax.Array:
+def at_the_end(rewards: Float[Array, "B G"], mask: Bool[Array, "B G C"]) -> Float[Array, "B G C"]:
     """Rewards [B, G] on the last trained token of each completion: [B, G, C]."""
     last = mask & (jnp.cumsum(mask, axis=-1) == jnp.sum(mask, axis=-1, keepdims=True))
     return jnp.where(last, rewards[..., None], 0.0)
 
 
-def overlong_penalty(lengths: Array, limit: int, tokens: int) -> jax.Array:
+def overlong_penalty(lengths: Int[Array, "B G"], limit: int, tokens: int) -> Float[Array, "B G"]:
     """DAPO's soft penalty (arXiv 2503.14476) of completions of so many tokens [B, G].
 
     It falls from 0, `tokens` before the limit, to -1 at it.
@@ -100,13 +103,22 @@ def overlong_penalty(lengths: Array, limit: int, tokens: int) -> jax.Array:
     return -jnp.clip((lengths - (limit - tokens)) / tokens, 0.0, 1.0)
 
 
-def lambda_returns(token_rewards: Array, values: Array, loss_mask: Array, *, gamma: float, lam: float) -> jax.Array:
+def lambda_returns(
+    token_rewards: Float[Array, "B G C"],
+    values: Float[Array, "B G C"],
+    loss_mask: Bool[Array, "B G C"],
+    *,
+    gamma: float,
+    lam: float,
+) -> Float[Array, "B G C"]:
     """What a critic is to learn [B, G, C]: V + its generalized advantage, 0 where nothing is trained."""
     ahead = advantages.gae(token_rewards, values, loss_mask, gamma=gamma, lam=lam, normalize=False)
     return ahead + jnp.where(loss_mask, values, 0.0)
 
 
-def explained_variance(values: Array, returns: Array, loss_mask: Array) -> jax.Array:
+def explained_variance(
+    values: Float[Array, "B G C"], returns: Float[Array, "B G C"], loss_mask: Bool[Array, "B G C"]
+) -> Float[Array, ""]:
     """1 - Var(returns - values) / Var(returns) over the trained tokens: 1 is perfect, 0 no better than their mean."""
 
     def variance(x: Array) -> jax.Array:
@@ -118,7 +130,7 @@ def explained_variance(values: Array, returns: Array, loss_mask: Array) -> jax.A
     return jnp.where(spread > 0, 1 - variance(returns - values) / jnp.maximum(spread, 1e-30), 0.0)
 
 
-def reward_metrics(total: Array, channels: Columns, penalty: Array | None) -> Columns:
+def reward_metrics(total: Float[Array, "B G"], channels: Columns, penalty: Float[Array, "B G C"] | None) -> Columns:
     """Means over a step's completions; NaN for a channel whose function abstained from all of them.
 
     penalty [B, G, C]: a KL penalty in the reward, which `total` does not hold and which is logged apart.

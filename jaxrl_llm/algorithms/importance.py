@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import Metrics, ratio_of, sequence_mean
@@ -36,7 +37,9 @@ def make_importance_weights(
     if action == "auto":
         action = "truncate" if off_policy else "none"
 
-    def correct(trainer: Array, sampler: Array, mask: Array) -> tuple[Array, Metrics]:
+    def correct(
+        trainer: Float[Array, "B G C"], sampler: Float[Array, "B G C"], mask: Bool[Array, "B G C"]
+    ) -> tuple[Array, Metrics]:
         d = jnp.where(mask, jax.lax.stop_gradient(trainer) - sampler, 0.0)
         at = {"token": d, "sequence": jnp.sum(d, axis=-1, keepdims=True), "geometric": sequence_mean(d, mask)}[level]
         raw = ratio_of(jnp.broadcast_to(at, d.shape))
@@ -60,7 +63,14 @@ def make_importance_weights(
     return correct
 
 
-def stay_on_policy(logprobs: Array, sampler: Array, advantages: Array, mask: Array, *, threshold: float) -> jax.Array:
+def stay_on_policy(
+    logprobs: Float[Array, "B G C"],
+    sampler: Float[Array, "B G C"],
+    advantages: Float[Array, "B G C"],
+    mask: Bool[Array, "B G C"],
+    *,
+    threshold: float,
+) -> Bool[Array, "B G 1"]:
     """Whether a completion is learned from [B, G, 1]: not if its advantage is negative and the policy has left it.
 
     It has where the mean over its trained tokens of sampler - logprobs is above the threshold (the off-policy
@@ -70,7 +80,7 @@ def stay_on_policy(logprobs: Array, sampler: Array, advantages: Array, mask: Arr
     return ~(gone & (sequence_mean(advantages, mask) < 0))
 
 
-def high_entropy(entropy: Array, mask: Array, *, share: float) -> jax.Array:
+def high_entropy(entropy: Float[Array, "B G C"], mask: Bool[Array, "B G C"], *, share: float) -> Bool[Array, "B G C"]:
     """The share of the batch's trained tokens with the highest entropy [B, G, C], all of it if 1 (arXiv 2506.01939)."""
     threshold = jnp.nanquantile(jnp.where(mask, entropy, jnp.nan), 1 - share)
     return mask & (entropy >= threshold)

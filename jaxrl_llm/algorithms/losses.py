@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from jaxrl_llm.config.schema import Count, NotNegative, Positive
 from jaxrl_llm.errors import UserError
@@ -37,7 +38,7 @@ def ppo_clip(*, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, delta
     if 0 < delta <= 1 + clip_high:
         raise UserError(f"config.loss.delta = {delta} is not above 1 + clip_high: give more, or 0 for none")
 
-    def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
+    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         ratio = ratio_of(logprobs - old_logprobs(logprobs, batch))
         return _clipped(ratio, batch.advantages, clip_low, clip_high, delta)
 
@@ -54,7 +55,7 @@ def gspo(
     "sequence_sum" it is LUSPO (arXiv 2602.05261): each sequence counts by its length.
     """
 
-    def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
+    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         log_ratio = sequence_mean(logprobs - old_logprobs(logprobs, batch), batch.loss_mask)
         if level == "token":
             log_ratio = jax.lax.stop_gradient(log_ratio) + logprobs - jax.lax.stop_gradient(logprobs)
@@ -71,7 +72,7 @@ def gmpo(*, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> LossFn
     One advantage for a sequence is assumed.
     """
 
-    def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
+    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         log_ratio = logprobs - old_logprobs(logprobs, batch)
         clipped = jnp.clip(log_ratio, -clip_low, clip_high)
         up = batch.advantages > 0
@@ -86,7 +87,7 @@ def gmpo(*, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> LossFn
 def reinforce() -> LossFn:
     """-A logprobs (Williams, 1992): exact while the policy that learns is the one that sampled."""
 
-    def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
+    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         return -batch.advantages * logprobs, {}
 
     return loss_fn
@@ -99,7 +100,7 @@ def cispo(*, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> LossF
     `epsilon_high` is the bound itself), and clip_low = 1 means none.
     """
 
-    def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
+    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         ratio = jax.lax.stop_gradient(ratio_of(logprobs - old_logprobs(logprobs, batch)))
         clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
         metrics = {"clip/fraction": _float(clipped != ratio), "ratio/mean": ratio}
@@ -114,7 +115,7 @@ def sapo(*, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Loss
     -(4 / tau) sigmoid(tau (r - 1)) A, with tau_positive where A > 0 and tau_negative elsewhere.
     """
 
-    def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
+    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         ratio = ratio_of(logprobs - old_logprobs(logprobs, batch))
         tau = jnp.where(batch.advantages > 0, tau_positive, tau_negative)
         return -(4 / tau) * jax.nn.sigmoid(tau * (ratio - 1)) * batch.advantages, {"ratio/mean": ratio}
@@ -135,7 +136,7 @@ def vespo(
     of 1 on-policy, that fades far from it on both sides. k and lambda by the sign of A.
     """
 
-    def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
+    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs(logprobs, batch))
         log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
         k = jnp.where(batch.advantages > 0, k_positive, k_negative)
@@ -152,7 +153,7 @@ def topr() -> LossFn:
     -sg(w) A logprobs, w = 1 where A > 0, min(exp(sum over trained tokens of logprobs - old_logprobs), 1) elsewhere.
     """
 
-    def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
+    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs(logprobs, batch))
         log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
         weight = jnp.where(batch.advantages > 0, 1.0, jnp.exp(jnp.minimum(log_w, 0.0)))
@@ -161,24 +162,26 @@ def topr() -> LossFn:
     return loss_fn
 
 
-def old_logprobs(logprobs: Array, batch: Batch) -> jax.Array:
+def old_logprobs(logprobs: Float[Array, "B G C"], batch: Batch) -> Float[Array, "B G C"]:
     """What the ratio is to: without old_logprobs this very policy sampled, and the ratio is 1."""
     return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
 
 
-def ratio_of(log_ratio: Array) -> jax.Array:
+def ratio_of(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """exp of log_ratio within +- LARGEST; beyond, it is constant."""
     return jnp.exp(jnp.clip(log_ratio, -LARGEST, LARGEST))
 
 
-def _clipped(ratio: Array, advantages: Array, low: float, high: float, delta: float = 0.0) -> tuple[Array, Metrics]:
+def _clipped(
+    ratio: Float[Array, "B G C"], advantages: Float[Array, "B G C"], low: float, high: float, delta: float = 0.0
+) -> tuple[Array, Metrics]:
     bounded = jnp.minimum(ratio, delta) if delta else ratio
     loss = -jnp.minimum(bounded * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
     bound = jnp.where(advantages > 0, ratio > 1 + high, ratio < 1 - low) & (advantages != 0)
     return loss, {"clip/fraction": _float(bound), "ratio/mean": ratio}
 
 
-def sequence_mean(x: Array, mask: Array) -> jax.Array:
+def sequence_mean(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"]) -> Float[Array, "B G 1"]:
     """Mean [B, G, 1] of x [B, G, C] over the mask."""
     total = jnp.sum(jnp.where(mask, x, 0.0), axis=-1, keepdims=True)
     return total / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
@@ -191,15 +194,18 @@ def _float(x: Array) -> jax.Array:
 def cross_entropy() -> LossFn:
     """-logprobs: supervised fine-tuning."""
 
-    def loss_fn(logprobs: Array, batch: Batch) -> tuple[Array, Metrics]:
+    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         return -logprobs, {}
 
     return loss_fn
 
 
 def aggregation_weights(
-    mask: Array, *, mode: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"], constant_length: Count = 0
-) -> jax.Array:
+    mask: Bool[Array, "B G C"],
+    *,
+    mode: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"],
+    constant_length: Count = 0,
+) -> Float[Array, "B G C"]:
     """Weights [B, G, C] such that sum(weights * per-token loss) is the loss of this update.
 
     The denominators are those of the whole mask [B, G, C], so that the parts of a

@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Int
 
 from jaxrl_llm.structs import Array, PyTree
 
@@ -24,7 +25,9 @@ class Sampling:
     top_p: float = 1.0
 
 
-def support(logits: Array, sampling: Sampling, token: Array | None = None) -> jax.Array:
+def support(
+    logits: Float[Array, "*n V"], sampling: Sampling, token: Int[Array, "*n"] | None = None
+) -> Float[Array, "*n V"]:
     """Logits [..., V] over the temperature, -inf outside the support of the distribution sampled.
 
     token [...], if given, always belongs to the support. A token that was drawn does so
@@ -49,12 +52,14 @@ def support(logits: Array, sampling: Sampling, token: Array | None = None) -> ja
     return masked_logits
 
 
-def log_distribution(logits: Array, sampling: Sampling) -> jax.Array:
+def log_distribution(logits: Float[Array, "*n V"], sampling: Sampling) -> Float[Array, "*n V"]:
     """Log-probabilities [..., V] of the distribution sampled, -inf outside its support."""
     return jax.nn.log_softmax(support(logits, sampling), axis=-1)
 
 
-def draw(masked_logits: Array, uniform: Array) -> tuple[jax.Array, jax.Array]:
+def draw(
+    masked_logits: Float[Array, "*n V"], uniform: Float[Array, "*n 2"]
+) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
     """Inverse-CDF sampling in two levels: two uniform numbers a row instead of V Gumbel ones.
 
     masked_logits [..., V] as `support` makes it, uniform [..., 2] in [0, 1) -> tokens [...] int32 and their
@@ -77,7 +82,7 @@ def draw(masked_logits: Array, uniform: Array) -> tuple[jax.Array, jax.Array]:
     return block * size + within, chosen - top[..., 0] - jnp.log(jnp.sum(weights, axis=-1))
 
 
-def _invert(weights: Array, uniform: Array) -> jax.Array:
+def _invert(weights: Float[Array, "*n V"], uniform: Float[Array, "*n"]) -> Int[Array, "*n"]:
     """The first index whose cumulative weight is above uniform x total, among those that weigh anything."""
     cdf, some = jnp.cumsum(weights, axis=-1), weights > 0  # XLA's cumsum is not monotone to the last bit
     total = jnp.max(jnp.where(some, cdf, 0.0), axis=-1)
@@ -85,7 +90,9 @@ def _invert(weights: Array, uniform: Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def token_logprobs(logits: Array, token: Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+def token_logprobs(
+    logits: Float[Array, "*n V"], token: Int[Array, "*n"], sampling: Sampling
+) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
     """Log-probability of token [...] and entropy [...] of the distribution sampled, from logits [..., V].
 
     With p the distribution, l its logarithm and H its entropy, per unit of temperature:

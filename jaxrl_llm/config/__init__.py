@@ -1,1 +1,1 @@
-"""Config files: how they are read, what their fields may hold, and which settings go together."""
+"""Config files: loading, the table of fields, and checks of single fields and of combinations."""

@@ -1,4 +1,4 @@
-"""The combinations that configs, models, data and meshes may not have, and the batch table derived."""
+"""Checks a config as a whole, and derives batch sizes and step counts from it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from jaxrl_llm.structs import Config
 
 @dataclass(frozen=True)
 class Totals:
-    """What the batch words come to."""
+    """Batch sizes and step counts that follow from a config."""
 
     prompts_per_update: int
     sequences_per_step: int
     sequences_per_update: int
     updates_per_rollout: int
     updates: int
-    scheduled_updates: int  # that the schedules are laid out for
+    scheduled_updates: int  # optimizer steps that the schedules cover
     warmup_steps: int
-    completion_tokens: int  # of the whole run, at most
+    completion_tokens: int  # upper bound for the whole run
 
 
-NAMED = {"advantage": advantages, "loss": losses, "engine": engines}  # sections whose name is a function of these
+NAMED = {"advantage": advantages, "loss": losses, "engine": engines}  # section -> module that its `name` is in
 
 
 def train_fields(config: Config) -> dict[str, Field]:
-    """The fields of a config of `train`, by the sections that it has."""
+    """Returns the fields of a `train` config, including those of its optional sections."""
     fields = TRAIN | (CRITIC if "critic" in config else {})
     for section, more in FROZEN.items():
         fields = fields | (more if section in config else {})
@@ -46,14 +46,14 @@ def train_fields(config: Config) -> dict[str, Field]:
 
 
 def may_change(config: Config) -> set[str]:
-    """The fields that a resumed run may change, of a config that is checked."""
+    """Returns the fields of a checked config that a resumed run may change."""
     if "loss" not in config:
         return names_that_may_change(config, SFT, {})
     return names_that_may_change(config, train_fields(config), NAMED)
 
 
 def check_train(config: Config) -> Totals:
-    """Checks a config of `train` as a whole, touching no device and no file.
+    """Checks a `train` config as a whole and returns its totals. Uses no device, and reads no data and no weights.
 
     Raises: UserError, naming the field.
     """
@@ -75,9 +75,10 @@ def check_train(config: Config) -> Totals:
         _warmup(config.critic.optim, critic_updates(config), "critic.optim")
         check_schedule(config, config.critic.optim, "critic.optim")
     check_schedule(config, config.optim, "optim")
+    # The policy learns nothing during the critic's warm-up, so its schedules leave those steps out.
     scheduled = updates * (scheduled_steps(config) - waited)
     greedy = "greedy_rewards" in required_inputs(resolve(config.advantage.name, advantages))
-    completions = config.group_size * (1 + config.rollout.resample_rounds) + greedy  # of a prompt
+    completions = config.group_size * (1 + config.rollout.resample_rounds) + greedy  # per prompt
     return Totals(
         prompts_per_update=config.prompts_per_update,
         sequences_per_step=config.prompts_per_step * config.group_size,
@@ -94,17 +95,17 @@ def check_train(config: Config) -> Totals:
 
 
 def critic_updates(config: Config) -> int:
-    """Optimizer steps that the critic's schedule is laid out for; it also learns while the policy waits for it."""
+    """Returns the critic's scheduled optimizer steps, including those of the warm-up in which only it learns."""
     return config.prompts_per_step // config.prompts_per_update * config.epochs * scheduled_steps(config)
 
 
 def scheduled_steps(config: Config) -> int:
-    """Steps that the schedules are laid out for."""
+    """Returns the number of steps that the schedules cover."""
     return config.schedule_steps or config.num_steps
 
 
 def check_schedule(config: Config, section: Config, name: str) -> None:
-    """Raises: UserError, if steps after the end of the schedule would learn nothing."""
+    """Raises: UserError, if steps after the end of the schedule would have learning rate 0."""
     if config.num_steps > scheduled_steps(config) and section.decay != "constant" and not section.end:
         raise UserError(
             f"config.num_steps = {config.num_steps}: the schedule of {name} ends at rate 0 after "
@@ -114,12 +115,12 @@ def check_schedule(config: Config, section: Config, name: str) -> None:
 
 
 def check_sft(config: Config) -> Totals:
-    """Checks a config of `sft` as a whole. Raises: UserError, naming the field."""
+    """Checks an `sft` config as a whole and returns its totals. Raises: UserError, naming the field."""
     check_fields(config, SFT, {})
     check_shared(config, config.prompts_per_step)
     width, heads, kv_heads = (config.model[f] for f in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     new = not config.model.path
-    if new and width % (2 * heads):
+    if new and width % (2 * heads):  # rotary embeddings need an even head size
         raise UserError(
             f"config.model.hidden_size = {width} does not make {heads} heads of an even size: "
             f"give a multiple of {2 * heads}"
@@ -134,7 +135,7 @@ def check_sft(config: Config) -> Totals:
 
 
 def check_shared(config: Config, prompts_per_update: int) -> None:
-    """What every trainer's config must hold."""
+    """Checks the fields that every trainer's config has. Raises: UserError, naming the field."""
     if config.microbatch and prompts_per_update % config.microbatch:
         raise UserError(
             f"config.microbatch = {config.microbatch} does not divide the {prompts_per_update} prompts of an "

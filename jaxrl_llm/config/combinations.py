@@ -1,4 +1,4 @@
-"""Choices of an algorithm that do not go together."""
+"""Checks combinations of algorithm settings that do not work together."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxrl_llm.learner.scorers import FROZEN
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Config
 
-OF_A_SEQUENCE = ("gspo", "gmpo")  # losses with one ratio for a completion
+OF_A_SEQUENCE = ("gspo", "gmpo")  # losses with one importance ratio per completion
 
 
 def check_algorithm(config: Config, updates: int) -> None:
-    """Everything below; updates: optimizer steps on a rollout. Raises: UserError, naming the field."""
+    """Runs all checks below; updates: optimizer steps per rollout. Raises: UserError, naming the field."""
     estimator = resolve(config.advantage.name, advantages, "config.advantage.name")
     loss = resolve(config.loss.name, losses, "config.loss.name")
     required = required_inputs(estimator)
@@ -24,13 +24,13 @@ def check_algorithm(config: Config, updates: int) -> None:
     check_advantage(config, own_name(estimator, advantages), required)
     check_loss(config, own_name(loss, losses), own_name(estimator, advantages), updates)
     check_ratio_of_a_sequence(config, own_name(loss, losses))
-    loss(**arguments(config.loss))  # which may raise
+    loss(**arguments(config.loss))  # a loss checks its arguments when it is built
     check_kl(config, required)
     check_no_effect(config, required, updates)
 
 
 def check_rewards(config: Config, required: tuple[str, ...]) -> None:
-    """Every reward function exists and has a weight, and they reward something if it is required for."""
+    """Checks that every reward function exists and has a weight, and that weights are not all 0 if rewards are used."""
     names, weights = config.reward.functions, config.reward.weights
     if not names or len(names) != len(weights):
         raise UserError(f"config.reward has {len(names)} functions and {len(weights)} weights: give each function one")
@@ -50,7 +50,7 @@ def check_rewards(config: Config, required: tuple[str, ...]) -> None:
 
 
 def check_advantage(config: Config, name: str, required: tuple[str, ...]) -> None:
-    """An estimator gets what it asks for, and nothing is made that it does not ask for."""
+    """Checks that the estimator gets every signal it requires, and that no signal is computed without need."""
     given = config.advantage.name
     there = (*advantages.SIGNALS, *FROZEN.values())
     for signal in required:
@@ -76,7 +76,7 @@ def check_advantage(config: Config, name: str, required: tuple[str, ...]) -> Non
 
 
 def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
-    """The loss fits the advantages and the number of updates on a rollout."""
+    """Checks that the loss fits the advantages, the updates per rollout and the age of the samples."""
     if loss in losses.WITHOUT_RATIO and updates > 1:
         raise UserError(
             f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} updates on a rollout: "
@@ -92,7 +92,7 @@ def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
         )
     if c.action == "mask" and c.low >= c.high:
         raise UserError(f"config.importance.low = {c.low} is not below high = {c.high}: no weight would be kept")
-    if loss and config.rollout.max_lag and c.action == "none":  # a loss of the user's may correct by itself
+    if loss and config.rollout.max_lag and c.action == "none":  # a user's loss may have a correction
         raise UserError(
             f"config.importance.action = 'none' with rollout.max_lag = {config.rollout.max_lag}: loss {loss!r} knows "
             "the policy at the start of the step, not the older one that sampled: set action = 'auto', or max_lag = 0"
@@ -100,7 +100,7 @@ def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
 
 
 def check_ratio_of_a_sequence(config: Config, loss: str) -> None:
-    """A loss with one ratio for a completion counts completions, not tokens."""
+    """Checks that a loss with one ratio per completion is averaged over completions, not over tokens."""
     if loss not in OF_A_SEQUENCE:
         return
     if config.aggregate.mode == "token_mean":
@@ -117,7 +117,7 @@ def check_ratio_of_a_sequence(config: Config, loss: str) -> None:
 
 
 def check_kl(config: Config, required: tuple[str, ...]) -> None:
-    """One place for the penalty, and an estimator that does something there."""
+    """Checks that the KL penalty has an effect where it is placed, and that its adaptive coefficient is stable."""
     k = config.kl
     if k.placement == "loss" and k.estimator == "k1":
         raise UserError(
@@ -148,7 +148,7 @@ def check_kl(config: Config, required: tuple[str, ...]) -> None:
 
 
 def check_rollout(config: Config) -> None:
-    """Members of a group differ, and the engine's settings fit."""
+    """Checks that the completions of a group can differ, and that the engine accepts its settings."""
     r = config.rollout
     if r.top_k == 1:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Every field of the configs, with its type and range."""
+"""The table of all config fields, with their types and ranges."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxrl_llm.sharding import make_mesh
 
 
 def optim_fields(section: str) -> dict[str, Field]:
-    """The fields of an optimizer's section."""
+    """Returns the fields of an optimizer section."""
     return fields_of(section, optim.make_optimizer, leave_out=("adaptive", "more"))
 
 
-# Of a section that is the arguments of one function, the function's annotations say what is allowed.
+# If a section holds the arguments of one function, `fields_of` reads the allowed values from its annotations.
 SHARED = {
     "seed": Field(int, low=0, high=2**31 - 1),
     "deterministic": Field(bool, may_change=True),
@@ -23,7 +23,7 @@ SHARED = {
     "schedule_steps": Field(int, low=0),
     "prompts_per_step": Field(int, low=1),
     "microbatch": Field(int, low=0, may_change=True),
-    "model.path": Field(str, may_change=True),
+    "model.path": Field(str, may_change=True),  # a moved folder is fine: a fingerprint checks its files
     "model.dtype": Field(str, choices=("float32", "bfloat16")),
     "model.remat": Field(str, choices=("none", "dots", "full"), may_change=True),
     "data.source": Field(str),
@@ -75,7 +75,7 @@ TRAIN = SHARED | {
     "rollout.top_k": Field(int, low=0),
     "rollout.top_p": Field(float, low=0, high=1, above=True),
 }
-CRITIC = {  # of a run whose advantage estimator asks for values
+CRITIC = {  # only if the advantage estimator requires values
     "critic.path": Field(str),
     "critic.gamma": Field(float, low=0, high=1),
     "critic.lam": Field(float, low=0, high=1),
@@ -83,8 +83,8 @@ CRITIC = {  # of a run whose advantage estimator asks for values
     "critic.warmup_steps": Field(int, low=0),
     **optim_fields("critic.optim"),
 }
-FROZEN = {  # of a run whose advantage estimator asks for what another model gives
-    section: {f"{section}.path": Field(str, may_change=True)}  # what it holds is checked by its fingerprint
+FROZEN = {  # only if the advantage estimator requires a column of another model
+    section: {f"{section}.path": Field(str, may_change=True)}  # as model.path
     for section in scorers.FROZEN
 }
 SFT = SHARED | {

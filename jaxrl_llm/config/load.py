@@ -1,4 +1,4 @@
-"""Config files: loaded, overridden from the command line, and checked as a whole before anything else happens."""
+"""Loads config files and applies overrides from the command line."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxrl_llm.config.names import closest
 from jaxrl_llm.config.user_modules import importing_from
 from jaxrl_llm.errors import Parser, UserError, describe
 
-if TYPE_CHECKING:  # it imports jax, which the processes of rewards do without
+if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
     from jaxrl_llm.structs import Config
 
 
-RENAMED = {  # fields by the names that they had
+RENAMED = {  # old name of a field -> its new name
     "rollout.engine": "engine.name",
     "rollout.canary_gap": "engine.max_gap",
     "advantage.normalise": "advantage.normalize",
@@ -44,14 +44,14 @@ RENAMED = {  # fields by the names that they had
     },
 }
 
-OPEN = ("data.chat_template_args",)  # sections whose fields are the user's own
+OPEN = ("data.chat_template_args",)  # sections in which the user may add fields
 
 
 def parse_arguments(program: str, description: str, argv: list[str] | None = None) -> tuple[Config, Path]:
-    """The command line of a trainer -> the locked config with its overrides, and the workdir.
+    """Parses a trainer's command line and returns the locked config with its overrides, and the workdir.
 
-    From here on, functions that the config names may be in modules beside the config file, too.
-    Raises: UserError, for a config file that cannot be run and an override that does not fit.
+    Adds the config file's folder and its parent to sys.path, so that the config can name functions from there.
+    Raises: UserError, if the config file cannot be run or an override does not fit.
     """
     parser = Parser(
         prog=f"python -m {program}",
@@ -68,6 +68,7 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
     )
     known, rest = parser.parse_known_args(argv)
     config = load(Path(known.config))
+    # At the end of sys.path, so that these files do not hide installed modules.
     sys.path += [folder for folder in map(str, _folders(Path(known.config))) if folder not in sys.path]
     for argument in rest:
         match = re.fullmatch(r"--config\.([\w.]+)=(.*)", argument, re.DOTALL)
@@ -79,9 +80,9 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
 
 
 def load(path: Path) -> Config:
-    """The ConfigDict that `get_config()` of a Python file returns.
+    """Runs a Python file and returns the ConfigDict of its `get_config()`.
 
-    The file may import modules beside it and in the folder above it, whatever was imported before.
+    The file may import modules from its folder and the parent folder, even if others with these names are imported.
     """
     if not path.is_file():
         raise UserError(f"--config {path}: no such file; give one, e.g. configs/grpo.py")
@@ -97,13 +98,13 @@ def load(path: Path) -> Config:
 
 
 def _folders(path: Path) -> tuple[Path, Path]:
-    """Where a delta's complete file may be: beside it, or in the folder above."""
+    """Returns the config file's folder and its parent: a delta imports its complete config from there."""
     folder = path.resolve().parent
     return folder, folder.parent
 
 
 def override(config: Config, name: str, text: str) -> None:
-    """Sets field `name` ("optim.learning_rate") to a value written as text."""
+    """Sets field `name` (such as "optim.learning_rate") to the value that `text` holds."""
     *sections, last = name.split(".")
     node: Any = config
     for i, part in enumerate(sections):
@@ -129,7 +130,7 @@ def _parse(name: str, old: Any, text: str) -> Any:
         value = tuple(value) if isinstance(value, list) else (value,)
     if isinstance(old, float) and type(value) is int:
         value = float(value)
-    if type(value) is not type(old):
+    if type(value) is not type(old):  # not isinstance: True is an int
         raise UserError(f"config.{name} = {text!r}: give {type(old).__name__}, like {old!r}")
     return value
 
@@ -142,7 +143,7 @@ def _literal(text: str) -> Any:
 
 
 def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
-    """{"optim.learning_rate": 1e-5, ...}; a section of the user's own fields is one dict."""
+    """Flattens a config to {"optim.learning_rate": 1e-5, ...}. A section of OPEN stays one dict."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, ConfigDict) and prefix + key not in OPEN:

@@ -1,4 +1,4 @@
-"""Names in a config: the functions that they stand for, and what those functions take."""
+"""Resolves function names in a config, and lists the arguments of functions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from jaxrl_llm.config.user_modules import own_file
 from jaxrl_llm.errors import UserError, describe
 
-if TYPE_CHECKING:  # it imports jax, which the processes of rewards do without
+if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
     from jaxrl_llm.structs import Config
 
 
 def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., Any]:
-    """The function `name`: of `module` ("grpo"), of a module in it ("arithmetic.accuracy"), or anywhere ("my.mod.f").
+    """Returns the function `name`.
 
-    Raises: UserError, naming what there is, or both functions that a name could mean.
+    It is in `module` ("grpo"), in a submodule of it ("arithmetic.accuracy"), or in any module ("my.mod.f").
+    Raises: UserError, listing the known names, or both functions if the name is ambiguous.
     """
     path, _, attribute = name.rpartition(".")
     inner, found = None, None
@@ -29,6 +30,7 @@ def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., 
     if path:
         ours = f"{module.__name__}.{path}"
         inner = _imported(ours, what, name)
+        # A user's file may have the same name as one of our modules. Then the name is ambiguous.
         file = own_file(path, attribute) if inner else None
         if file and hasattr(inner, attribute):
             raise UserError(
@@ -48,43 +50,45 @@ def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., 
 
 
 def own_name(function: Callable[..., Any], module: ModuleType) -> str:
-    """The name of a function of our module, however it was named; "" for anybody else's."""
+    """Returns the plain name of a function that `module` defines, or "" for any other function."""
     return function.__name__ if function.__module__ == module.__name__ else ""
 
 
 def arguments(section: Config) -> dict[str, Any]:
-    """A named section's keyword arguments: all but the name."""
+    """Returns the keyword arguments in a named section: all fields except `name`."""
     return {key: value for key, value in section.items() if key != "name"}
 
 
 def required_inputs(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of a function's positional arguments: what it asks of its caller, not of the config."""
+    """Returns the names of a function's positional arguments. Its caller supplies them, not the config."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
 
 
 def keywords(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of a function's keyword-only arguments: what it takes from the config."""
+    """Returns the names of a function's keyword-only arguments. The config supplies them."""
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """The one that was meant, if any; two names of a section are not alike for that alone."""
+    """Returns the known name that is most similar to `name`, in a list, or an empty list."""
+    # The cutoff is high, because names of one section share a prefix and would otherwise all be similar.
     return difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
 
 
 def _imported(module: str, what: str, name: str) -> ModuleType | None:
-    """A module, or None if it is not there at all."""
+    """Imports a module. Returns None if it does not exist."""
     try:
         return importlib.import_module(module)
-    except Exception as error:  # whatever the module does
+    except Exception as error:  # a user's module may raise anything
+        # None only if this module is missing, not if one of its imports is.
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return None
         raise UserError(f"{what} {name!r}: importing {module} failed: {describe(error)}") from error
 
 
 def _offered(module: ModuleType) -> list[str]:
-    """Public functions of a module, and those of the modules of a package as "module.function"."""
+    """Lists the public functions of a module, or of a package's modules as "module.function"."""
     if not hasattr(module, "__path__"):
         return _functions(module)
     names = sorted(file.stem for file in Path(module.__path__[0]).glob("[!_]*.py"))
@@ -93,7 +97,7 @@ def _offered(module: ModuleType) -> list[str]:
 
 
 def _functions(module: ModuleType) -> list[str]:
-    """What a module offers by name: its `__all__`, or its public functions."""
+    """Lists the functions that a config may name: `__all__`, or all public functions of a module."""
     members = inspect.getmembers(module, inspect.isfunction)
     mine = [name for name, f in members if not name.startswith("_") and f.__module__ == module.__name__]
     return getattr(module, "__all__", mine)

@@ -1,4 +1,4 @@
-"""Settings that would do nothing are refused."""
+"""Refuses settings that would have no effect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Config
 
-# The sizes of a new model, as configs/sft.py has them.
+# Sizes of a new model, with the values of configs/sft.py.
 SIZES = (
     ("hidden_size", 128),
     ("num_hidden_layers", 4),
@@ -21,12 +21,16 @@ SIZES = (
 
 
 def check_no_effect(config: Config, required: tuple[str, ...], updates: int) -> None:
-    """No setting is there that does nothing. What is as in configs/grpo.py may stay."""
+    """Refuses settings without effect in a `train` config. The values of configs/grpo.py are always allowed.
+
+    required: signals of the advantage estimator; updates: optimizer steps per rollout.
+    Raises: UserError, naming the field.
+    """
     k, r, c, advantage = config.kl, config.rollout, config.importance, config.advantage.name
     no_place, no_warmup = k.placement == "none", not (config.optim.warmup_steps or config.optim.warmup_ratio)
-    same_policy = (
-        engines.choose(config).in_trainer and not r.max_lag
-    )  # the weights that sample are those at the start of the step
+    # same_policy: the weights that sample are those at the start of the step. exact: in float32, sampler and trainer
+    # also compute the same log-probabilities, to rounding.
+    same_policy = engines.choose(config).in_trainer and not r.max_lag
     exact = same_policy and config.model.dtype == "float32"
     unseen = not {"rewards", "token_rewards"} & set(required)
     unweighed, why_not = c.action == "none", "importance.action is 'none'"
@@ -70,13 +74,13 @@ def check_no_effect(config: Config, required: tuple[str, ...], updates: int) -> 
 
 
 def check_no_effect_shared(config: Config) -> None:
-    """The same for what `train` and `sft` share, and for the sizes that `sft` has."""
+    """Does the same for the fields that `train` and `sft` share, and for the model sizes of `sft`."""
     constant = "decay is 'constant'"
     _refuse_no_effect(config, [("optim.end", 0.0, config.optim.decay == "constant", f"optim.{constant}")])
     if "critic" in config:
         end = ("critic.optim.end", 0.0, config.critic.optim.decay == "constant", f"critic.optim.{constant}")
         _refuse_no_effect(config, [end])
-    # 1 is the complete config's, and may stay.
+    # keep_best = 1 is the value of the complete configs, so it is allowed.
     idle = not config.eval.every and config.checkpoint.keep_best > 1
     _refuse_no_effect(config, [("checkpoint.keep_best", 0, idle, "eval.every is 0, and nothing says which is best")])
     if "hidden_size" in config.model:
@@ -85,7 +89,7 @@ def check_no_effect_shared(config: Config) -> None:
 
 
 def _refuse_no_effect(config: Config, rules: Iterable[tuple[str, Any, bool, str]]) -> None:
-    """Refuses a field that is idle, unless it has the value given for it."""
+    """Refuses idle fields unless they are unset. Each rule is (field, unset value, idle, reason)."""
     flat = flatten(config)
     for field, unset, idle, why in rules:
         if idle and flat[field] != unset:
@@ -93,5 +97,5 @@ def _refuse_no_effect(config: Config, rules: Iterable[tuple[str, Any, bool, str]
 
 
 def looks_at_rewards(required: tuple[str, ...]) -> bool:
-    """Whether an estimator that asks for these signals looks at any reward."""
+    """Returns whether an estimator that requires these signals uses any reward."""
     return bool({"rewards", "token_rewards", "channels"} & set(required))

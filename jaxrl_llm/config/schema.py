@@ -1,4 +1,4 @@
-"""What the fields of a config may hold: types, ranges and choices, from the functions whose arguments they are."""
+"""Types, ranges and choices of config fields, read from the annotations of functions."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Field:
-    """What a field may hold: a type, and a range or a set of choices."""
+    """The allowed values of a field: a type, and a range or a set of choices."""
 
     kind: type
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
-    above: bool = False  # the low end itself is not allowed
-    of: type | None = None  # what each value of a tuple is
-    may_change: bool = False  # in a resumed run: it leaves the run's numbers as they are, to rounding
+    above: bool = False  # excludes `low`
+    of: type | None = None  # type of each value of a tuple
+    may_change: bool = False  # in a resumed run: the run's numbers stay the same, to rounding
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value, if anything."""
+        """Describes the problem with a value; None if there is none."""
         wanted = (int, float) if self.kind is float else self.kind
+        # A bool is an int for Python, but not a number in a config.
         if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
             return f"is {value!r} ({type(value).__name__}): give {self.kind.__name__}"
         if isinstance(value, float) and not math.isfinite(value):
@@ -48,7 +49,7 @@ class Field:
         return None
 
 
-# Types of arguments that are fields of the config: what an annotation says is checked.
+# Annotations for arguments that are config fields. The checks enforce them.
 NotNegative = Annotated[float, Field(float, low=0)]
 Positive = Annotated[float, Field(float, low=0, above=True)]
 Share = Annotated[float, Field(float, low=0, high=1)]
@@ -61,10 +62,10 @@ MayChange = Annotated[T, MAY_CHANGE]  # MayChange[Count] is a Count that a resum
 
 
 def check_fields(config: Config, fields: dict[str, Field], named: dict[str, ModuleType]) -> None:
-    """Every field of the table is there and fits; nothing else is.
+    """Checks that a config has exactly the fields of the table, with allowed values.
 
-    named: sections {"loss": losses} whose `name` is a function of that module (or dotted) and
-    whose other fields are its keyword arguments. Raises: UserError, naming the field.
+    named: sections, such as {"loss": losses}. Their `name` is a function of that module, or a dotted name. Their
+    other fields are the function's keyword arguments. Raises: UserError, naming the field.
     """
     flat = flatten(config)
     for section, module in named.items():
@@ -89,7 +90,7 @@ def check_fields(config: Config, fields: dict[str, Field], named: dict[str, Modu
 
 
 def _check_arguments(section: str, name: str, function: Callable[..., Any], given: dict[str, Any]) -> None:
-    """The keyword-only arguments of a function are given as it declares them, and no others."""
+    """Checks that a section gives a function's keyword-only arguments as declared, and no others."""
     hints = _hints(function)
     taken = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     for key, value in given.items():
@@ -103,14 +104,14 @@ def _check_arguments(section: str, name: str, function: Callable[..., Any], give
 
 
 def fields_of(section: str, function: Callable[..., Any], *, leave_out: tuple[str, ...] = ()) -> dict[str, Field]:
-    """The fields of a section that is the keyword arguments of a function, as their annotations say."""
+    """Returns the fields of a section that holds a function's keyword arguments, from their annotations."""
     hints = _hints(function)
     found = {name: _field(hints.get(name)) for name in keywords(function) if name not in leave_out}
     return {f"{section}.{name}": field for name, field in found.items() if field}
 
 
 def names_that_may_change(config: Config, fields: dict[str, Field], named: dict[str, ModuleType]) -> set[str]:
-    """Fields of a checked config that a resumed run may change; the arguments are those of `check_fields`."""
+    """Returns the fields of a checked config that a resumed run may change. Arguments as for `check_fields`."""
     for section, module in named.items():
         fields = fields | fields_of(section, resolve(config[section].name, module))
     return {name for name, field in fields.items() if field.may_change}
@@ -119,12 +120,12 @@ def names_that_may_change(config: Config, fields: dict[str, Field], named: dict[
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(function, include_extras=True)
-    except NameError:  # a name that only type checkers import
+    except NameError:  # an annotation uses a name that only type checkers import
         return {}
 
 
 def _field(hint: Any) -> Field | None:
-    """What an annotation allows; None if it says nothing that can be checked."""
+    """Returns the values that an annotation allows; None if it allows no check."""
     if get_origin(hint) is Literal:
         return Field(str, choices=get_args(hint))
     if get_origin(hint) is tuple:

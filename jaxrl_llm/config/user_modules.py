@@ -1,4 +1,4 @@
-"""Modules of a user's own: imported anew for each config file, and told apart from ours of the same name."""
+"""Imports the user's modules for each config file, and finds user files that share a name with our modules."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ INSTALLED = (
 
 @contextmanager
 def importing_from(*folders: Path) -> Iterator[None]:
-    """Inside, the folders are first on sys.path; their modules are imported anew, and forgotten at the end.
+    """Puts the folders first on sys.path inside the context, and imports their modules from the start.
 
-    So two folders may each have a `grpo.py`. What is installed, and this package, is left alone.
+    At the end it removes these modules again, so two folders may each have a `grpo.py`. Installed packages and this
+    package are not affected.
     """
     path, known = list(sys.path), dict(sys.modules)
+    # Imported user modules with a name that is also in the folders. They come back at the end.
     hidden = [name for name in known if _folder_of(name) and any(_stands_in(name, folder) for folder in folders)]
     for name in hidden:
         del sys.modules[name]
@@ -42,9 +44,9 @@ def importing_from(*folders: Path) -> Iterator[None]:
 
 
 def own_file(name: str, attribute: str) -> Path | None:
-    """The file of the user's own module `name`, if there is one that defines `attribute`. It is not run.
+    """Returns the file of the user's module `name` if it defines `attribute`, else None. Does not run the file.
 
-    What is installed is not the user's own.
+    Installed modules are not the user's.
     """
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.has_location or _home(spec) is None:
@@ -52,6 +54,7 @@ def own_file(name: str, attribute: str) -> Path | None:
     file = Path(str(spec.origin))
     with suppress(SyntaxError, ValueError):  # broken, or no Python source: it may define anything
         code = compile(file.read_bytes(), file, "exec")
+        # "*" is a constant of the code after `from x import *`, which may define any name.
         return file if attribute in code.co_names or ("*",) in code.co_consts else None
     return file
 
@@ -62,7 +65,7 @@ def _stands_in(name: str, folder: Path) -> bool:
 
 
 def _folder_of(name: str) -> Path | None:
-    """The folder that an imported module's topmost package was found in; None if it is ours or installed."""
+    """Returns the folder of a module's top-level package; None if the package is ours or installed."""
     spec = getattr(sys.modules.get(name.partition(".")[0]), "__spec__", None)
     return _home(spec) if spec else None
 

@@ -1,1 +1,1 @@
-"""Problems and their prompts: from files, tasks and functions of yours to token ids."""
+"""Data: rows from files, tasks or user functions, and their prompts as token ids."""

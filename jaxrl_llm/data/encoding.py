@@ -1,4 +1,4 @@
-"""Prompts to token ids: the chat template, the tokenizer, and a check that nothing of a text is lost."""
+"""Converts prompts to token ids with chat template and tokenizer, and checks that no text is lost."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import user_cache
 
 Chat: TypeAlias = list[dict[str, Any]]
-CHUNK = 4096  # prompts at a time: enough for the tokenizer's threads, little memory
-SHOWN = 10_000  # prompts from which on a bar shows the progress
-KEPT = 2**20  # characters of prompts from which on their token ids are kept in the user's cache folder
-HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # what JSON's escapes can say, and no tokenizer takes
-FORMAT = 1  # of what is kept; a change of this file that changes token ids raises it
+CHUNK = 4096  # prompts per tokenizer call: enough for its threads, with little memory
+SHOWN = 10_000  # minimum number of prompts for a progress bar
+KEPT = 2**20  # minimum number of characters for storing token ids in the user's cache folder
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # unpaired surrogates: valid as JSON escapes, but not for tokenizers
+FORMAT = 1  # version of stored token ids: raise it if a change of this file changes them
 
 
 def encode(
@@ -37,16 +37,17 @@ def encode(
     numbers: Sequence[int] = (),
     template_args: Mapping[str, Any] | None = None,
 ) -> list[np.ndarray]:
-    """Token ids (int32) of texts as they are, and of chats through the tokenizer's template; nothing is cut.
+    """Returns the token ids (int32) of texts as they are, and of chats with the tokenizer's template. Cuts nothing.
 
-    A chat ends with the generation prompt, or, where its last message is the assistant's, goes on from there.
-    numbers: where each prompt stands in its source, from 1; template_args: arguments of the chat template.
-    Raises: UserError, naming source and row, for what the template refuses or the tokenizer would lose.
+    A chat ends with the generation prompt. If its last message is from the assistant, the completion continues it.
+    numbers: number of each prompt in its source, from 1; template_args: arguments of the chat template.
+    Raises: UserError, naming source and row, if the template refuses a prompt or the tokenizer would lose text.
     """
     numbers, template_args = numbers or range(1, len(prompts) + 1), template_args or {}
     if any(not isinstance(prompt, str) for prompt in prompts):
         check_template(tokenizer, source, template_args)
     said = json.dumps(prompts, default=str)
+    # Only fast tokenizers can be serialized, and so hashed.
     key = _key(tokenizer, said, template_args) if len(said) >= KEPT and tokenizer.is_fast else ""
     ids = user_cache.load_ids(key, len(prompts)) if key else None
     if ids is None:
@@ -61,7 +62,7 @@ def encode(
 
 
 def check_template(tokenizer: Any, source: str, template_args: Mapping[str, Any]) -> None:
-    """The tokenizer has a chat template that reads the arguments. Raises: UserError, naming those it does not read."""
+    """Checks that a chat template exists and reads all arguments. Raises: UserError, naming an unread one."""
     if not tokenizer.chat_template:
         raise UserError(
             f"{source} holds chats but the tokenizer has no chat template: use an instruct model, or text, or add a "
@@ -77,16 +78,16 @@ def check_template(tokenizer: Any, source: str, template_args: Mapping[str, Any]
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """The begin token, if the tokenizer puts one before a text; chats have theirs from the template."""
+    """Returns [begin token] if the tokenizer puts it before a text, else []. For chats the template adds it."""
     first = tokenizer("")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 def _read_by_template(tokenizer: Any) -> set[str]:
-    """The arguments that the chat template reads: the variables that it does not set itself, and we do not give."""
+    """Returns the variables that the chat template reads, without those that it or this package sets."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", tokenizer.get_chat_template())  # transformers' own tag
+        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", tokenizer.get_chat_template())  # a tag of transformers
         read = jinja2.meta.find_undeclared_variables(environment.parse(template))
     except (ValueError, jinja2.TemplateSyntaxError) as error:
         raise UserError(f"{tokenizer.name_or_path}: the chat template cannot be read ({error}): mend it") from error
@@ -95,7 +96,8 @@ def _read_by_template(tokenizer: Any) -> set[str]:
 
 
 def _key(tokenizer: Any, prompts: str, template_args: Mapping[str, Any]) -> str:
-    """A hash of all that token ids depend on."""
+    """Returns a hash of everything that token ids depend on."""
+    # A template that prints the date gives other token ids each day.
     today = str(date.today()) if "strftime_now" in str(tokenizer.chat_template) else ""
     versions = [FORMAT, *(version(name) for name in ("transformers", "tokenizers"))]
     settings = [versions, tokenizer.chat_template, dict(template_args), tokenizer.special_tokens_map, today]
@@ -106,9 +108,9 @@ def _key(tokenizer: Any, prompts: str, template_args: Mapping[str, Any]) -> str:
 
 
 def _chunks(count: int, source: str) -> Iterator[slice]:
-    """Slices of `count` prompts; on a terminal a bar shows how far they have come."""
+    """Yields slices of `count` prompts, with a progress bar on a terminal."""
     console = Console(stderr=True)
-    shown = sys.stderr.isatty() and count >= SHOWN  # rich would also believe a notebook's FORCE_COLOR
+    shown = sys.stderr.isatty() and count >= SHOWN  # rich would also trust a notebook's FORCE_COLOR
     with Progress(console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task(f"token ids of {source}", total=count)
         for start in range(0, count, CHUNK):
@@ -119,25 +121,25 @@ def _chunks(count: int, source: str) -> Iterator[slice]:
 def _render(source: str, number: int, prompt: str | Chat, tokenizer: Any, template_args: Mapping[str, Any]) -> str:
     if isinstance(prompt, str):
         return prompt
-    begun = prompt[-1]["role"] == "assistant"  # an answer to go on from, as in TRL
+    begun = prompt[-1]["role"] == "assistant"  # the completion continues this answer, as in TRL
     try:
         return tokenizer.apply_chat_template(
             prompt, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun, **template_args
         )
-    except Exception as error:  # the template's own refusals
+    except Exception as error:  # a template may raise anything
         raise UserError(
             f"{source} row {number}: the chat template does not take the prompt: {error}; mend one of them"
         ) from error
 
 
 def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int]) -> list[np.ndarray]:
-    """Token ids of texts, nothing added; in the threads of the tokenizer, if it has some."""
+    """Returns token ids of texts, with nothing added. Fast tokenizers use their threads."""
     for text, number in zip(texts, numbers, strict=True):
         if not text.isascii() and HALF_A_PAIR.search(text):
             raise UserError(f"{source} row {number}: {text[:200]!r} holds half of a character: mend the row")
     if tokenizer.is_fast:
         core = tokenizer.backend_tokenizer
-        core.no_truncation()
+        core.no_truncation()  # a tokenizer.json may switch on truncation and padding
         core.no_padding()
         ids = [encoding.ids for encoding in core.encode_batch_fast(texts, add_special_tokens=False)]
         said = core.decode_batch(ids, skip_special_tokens=False)
@@ -145,6 +147,7 @@ def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
         said = tokenizer.batch_decode(ids)
     for text, back, number in zip(texts, said, numbers, strict=True):
+        # Tokenizers may normalize text and change spaces. Only lost characters are an error.
         if back != text and len(_letters(back)) < len(_letters(unicodedata.normalize("NFC", text))):
             raise UserError(
                 f"{source} row {number}: the model's tokenizer cannot write {text[:200]!r}, only {back[:200]!r}: "

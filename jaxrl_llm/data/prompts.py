@@ -1,4 +1,4 @@
-"""The prompts of a run: a tokenized data set, and a checkpointable Grain iterator over it."""
+"""The prompts of a run: a tokenized data set, and a Grain iterator over it that checkpoints can hold."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ import numpy as np
 from jaxrl_llm.data import encoding
 from jaxrl_llm.data.rows import Row, load_rows
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.structs import Config, Prompts
+from jaxrl_llm.structs import AnyArray, Config, Prompts
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokenized prompts with their rows, none longer than the limit."""
+    """Tokenized prompts and their rows. No prompt is longer than the limit."""
 
     ids: list[np.ndarray]  # int32
     rows: list[Row]
-    dropped: int  # over-long prompts left out
+    dropped: int  # number of over-long prompts that were dropped
     width: int  # P: tokens of the longest prompt
-    numbers: list[int]  # each row's number in its source, from 1
-    refused: int = 0  # rows that the convert function dropped
+    numbers: list[int]  # number of each row in its source, from 1
+    refused: int = 0  # number of rows that the convert function dropped
 
     def fingerprint(self) -> str:
-        """A hash of the token ids and of all columns of the rows, in order."""
+        """Returns a hash of the token ids and of all columns of the rows, in order."""
+        # With the lengths, the same tokens split into other prompts have another hash.
         digest = hashlib.sha256(np.array([len(tokens) for tokens in self.ids]).tobytes())
         digest.update(np.concatenate(self.ids).tobytes())
         for row in self.rows:
@@ -38,7 +39,7 @@ class Dataset:
 
 
 def load(config: Config, tokenizer: Any) -> Dataset:
-    """The prompts to learn from, as the `data` section says. Raises: UserError."""
+    """Loads the training prompts of the `data` section. Raises: UserError."""
     d = config.data
     args = d.chat_template_args.to_dict()
     dataset = read(
@@ -54,7 +55,7 @@ def load(config: Config, tokenizer: Any) -> Dataset:
 
 
 def load_held_out(config: Config, tokenizer: Any) -> Dataset:
-    """The prompts to be judged by, as the `eval` section says; an over-long one is an error: none is left out."""
+    """Loads the evaluation prompts of the `eval` section. An over-long one is an error, so none is left out."""
     e, d = config.eval, config.data
     return read(
         e.source,
@@ -79,7 +80,7 @@ def read(
     problems: int | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """The first `problems` rows of a source (None: all), tokenized; `field` is where `convert` was named."""
+    """Reads and tokenizes the first `problems` rows of a source (None: all); field: the one that named `convert`."""
     found = load_rows(source, convert, field)
     rows, numbers = found.rows[:problems], found.numbers[:problems]
     made = tokenize(
@@ -95,7 +96,7 @@ def read(
 
 
 def check_template_args_used(field: str, template_args: Mapping[str, Any], dataset: Dataset) -> None:
-    """Raises: UserError, naming the field, if there are arguments of a chat template and no chat."""
+    """Raises: UserError, naming the field, if there are chat template arguments but no chats."""
     if template_args and all(isinstance(row["prompt"], str) for row in dataset.rows):
         raise UserError(f"{field} = {dict(template_args)} does nothing: all prompts are text; leave it empty")
 
@@ -110,11 +111,11 @@ def tokenize(
     numbers: Sequence[int] = (),
     template_args: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Chats through the tokenizer's template with its arguments; text as it is, after the tokenizer's begin token.
+    """Tokenizes chats with the tokenizer's template and its arguments, and text as it is after the begin token.
 
-    overlong: what becomes of a prompt above the limit, "drop" (counted) or "error"; nothing is cut.
-    numbers: where each row stands in its source, from 1.
-    Raises: UserError, naming `source`, for a missing template, an over-long prompt, or when none is left.
+    overlong: "drop" (and count) prompts above the limit, or raise an "error"; nothing is cut.
+    numbers: number of each row in its source, from 1.
+    Raises: UserError, naming `source`, for a missing template, an over-long prompt, or if no prompt is left.
     """
     numbers = list(numbers or range(1, len(rows) + 1))
     prompts = [row["prompt"] for row in rows]
@@ -138,22 +139,22 @@ def tokenize(
 
 
 def _begun(begin: list[int], tokens: np.ndarray) -> np.ndarray:
-    """Token ids that begin with `begin`, whether or not the text did already."""
+    """Puts `begin` before the token ids, unless they already start with it."""
     given = tokens[: len(begin)].tolist() == begin
     return tokens if given else np.concatenate([np.array(begin, np.int32), tokens])
 
 
 def _canonical(row: Row) -> str:
-    """A row as text: the same for an equal row in any process, with its columns in any order."""
+    """Returns a row as text. Equal rows give equal text in every process and for any order of columns."""
     try:
         return json.dumps(row, sort_keys=True, default=_plain)
-    except TypeError:  # keys that JSON has not, or of several types
+    except TypeError:  # keys that JSON does not support, or keys of several types
         return json.dumps(_with_text_keys(row), sort_keys=True, default=lambda value: _with_text_keys(_plain(value)))
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has not, as something that it has; without memory addresses and the order of a set."""
-    if hasattr(value, "tolist"):  # NumPy's arrays and numbers
+    """Converts a value for JSON, independent of memory addresses and of the order of a set."""
+    if hasattr(value, "tolist"):  # NumPy arrays and numbers
         return value.tolist()
     if isinstance(value, (set, frozenset)):
         return sorted(map(_canonical, value))
@@ -170,7 +171,7 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Prompts:
-    """Rows `indices` as one batch, padded on the left."""
+    """Makes one batch of the rows `indices`, padded on the left."""
     tokens = np.full((len(indices), dataset.width), pad_id, np.int32)
     mask = np.zeros(tokens.shape, bool)
     for b, i in enumerate(indices):
@@ -181,23 +182,23 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
 
 
 def iterate(size: int, batch: int, seed: int, collate: Callable[[Sequence[int]], Any]) -> grain.DatasetIterator:
-    """Endless shuffled batches over `size` rows, shuffled anew each epoch.
+    """Returns an endless iterator of batches over `size` rows, shuffled again in each epoch.
 
-    Its `get_state()` is a small dict that puts another one at the same place by `set_state`.
+    Its `get_state()` is a small dict. `set_state` moves another iterator to the same position.
     """
     dataset = grain.MapDataset.range(size).seed(seed).shuffle().repeat().batch(batch, batch_fn=collate)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
 
 def batches(dataset: Dataset, batch: int, pad_id: int) -> Iterator[Prompts]:
-    """The data set once, in order; the last batch is filled up by repeating its last row."""
+    """Yields the data set once, in order. Repeats the last row until the last batch is full."""
     for start in range(0, len(dataset.rows), batch):
         last = len(dataset.rows) - 1
         yield make_prompts(dataset, [min(i, last) for i in range(start, start + batch)], pad_id)
 
 
-def decode(tokenizer: Any, completions: np.ndarray, mask: np.ndarray) -> tuple[list[list[str]], list[list[list[int]]]]:
-    """Completions [B, G, C] -> B x G texts without special tokens, and B x G token ids."""
+def decode(tokenizer: Any, completions: AnyArray, mask: AnyArray) -> tuple[list[list[str]], list[list[list[int]]]]:
+    """Decodes completions [B, G, C] to B x G texts without special tokens, and B x G lists of token ids."""
     ids = [[row[m].tolist() for row, m in zip(*group, strict=True)] for group in zip(completions, mask, strict=True)]
     flat = tokenizer.batch_decode([tokens for group in ids for tokens in group], skip_special_tokens=True)
     size = completions.shape[1]

@@ -1,4 +1,4 @@
-"""Rows of problems, one dict of columns each: from tasks, functions of yours, and files."""
+"""Loads rows of problems from tasks, user functions and files. A row is a dict of columns."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from jaxrl_llm.errors import UserError, describe
 
 Row = dict[str, Any]
 FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".parquet")
-KINDS = ".json, .csv, .jsonl or .parquet"  # as a person reads it; the first three may end with .gz
+KINDS = ".json, .csv, .jsonl or .parquet"  # for error messages; .json and .jsonl may end with .gz
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a source; the column "prompt" of each is text, or a list of messages."""
+    """Rows of a source. The column "prompt" of each row is text or a list of messages."""
 
     rows: list[Row]
-    numbers: list[int]  # where each stands in its source, from 1
-    dropped: int  # rows for which convert returned None
+    numbers: list[int]  # number of each row in its source, from 1
+    dropped: int  # number of rows for which convert returned None
 
 
 def check_source(field: str, source: str) -> None:
-    """Raises: UserError, naming the field, for what is neither a task nor a file of a kind that is read."""
+    """Raises: UserError, naming the field, if `source` is neither a task nor a file of a supported kind."""
     if source.endswith(FILES):
         return
     path = Path(source).expanduser()
@@ -50,11 +50,11 @@ def check_source(field: str, source: str) -> None:
 
 
 def load_rows(source: str, convert: str = "", field: str = "data.convert") -> Rows:
-    """Rows of a task ("arithmetic.train"), a function of yours ("my.module.rows"), a file, or files by a pattern.
+    """Loads the rows of a task ("arithmetic.train"), a user function ("my.module.rows"), a file or a file pattern.
 
-    convert names a function row -> row that makes the column "prompt", or None to drop the row (of
-    `jaxrl_llm.data.tasks`, or dotted); `field` is the config field that named it.
-    Raises: UserError, naming the file, the line or row, and what is wrong with it.
+    convert: name of a function row -> row, in `jaxrl_llm.data.tasks` or dotted. The function makes the column
+    "prompt", or returns None to drop the row. field: the config field that named it.
+    Raises: UserError, naming the file, the line or row, and the problem.
     """
     rows = [row for path in _files(source) for row in _read(path)] if source.endswith(FILES) else _made(source)
     if not rows:
@@ -71,7 +71,7 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert") -> Ro
 
 
 def _checked(source: str, number: int, row: Any) -> Row:
-    """A row whose prompt is text or a list of messages with text as content."""
+    """Returns a row with a checked prompt: text, or a list of messages with text as content."""
     if not isinstance(row, dict):
         raise UserError(f"{source} row {number} is {row!r}: make every row a dict of columns")
     if "prompt" not in row:
@@ -79,7 +79,7 @@ def _checked(source: str, number: int, row: Any) -> Row:
             f"{source} row {number} has no column 'prompt' ({_there(row)}): rename one, or set data.convert "
             "(eval.convert for the problems to be judged by)"
         )
-    prompt = row["prompt"].tolist() if hasattr(row["prompt"], "tolist") else row["prompt"]  # an array of pandas'
+    prompt = row["prompt"].tolist() if hasattr(row["prompt"], "tolist") else row["prompt"]  # an array from pandas
     if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
         raise UserError(
             f"{source} row {number}: prompt is {prompt!r}: give text, or a list of messages with role and content"
@@ -95,7 +95,7 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _text(source: str, number: int, content: Any) -> Any:
-    """A message's content; parts {"type": "text", "text": ...} become one text, as templates of text models want it."""
+    """Returns a message's content, with text parts joined: templates of text models expect one text."""
     if not isinstance(content, (list, tuple)):
         return content
     for part in content:
@@ -112,7 +112,7 @@ def _made(source: str) -> list[Any]:
     function = resolve(source, tasks, "data source")
     try:
         return list(function())
-    except Exception as error:  # their own code
+    except Exception as error:  # user code
         raise UserError(f"data source {source} raised {describe(error)}") from error
 
 
@@ -121,14 +121,14 @@ def _converted(source: str, convert: str, function: Any, number: int, row: Row) 
         return function(row)
     except KeyError as error:
         raise UserError(f"{source} row {number} has no column {error} for {convert} ({_there(row)}): add it") from error
-    except Exception as error:  # their own code
+    except Exception as error:  # user code
         raise UserError(f"{source} row {number}: {convert} raised {describe(error)}") from error
 
 
 def _files(source: str) -> list[Path]:
-    """The file, or those that a pattern matches, by name."""
+    """Returns the file, or all files that match a pattern, sorted by name."""
     path = Path(source).expanduser()
-    if path.exists() or not has_magic(source):
+    if path.exists() or not has_magic(source):  # an existing file may have [ or * in its name
         found = [path] if path.exists() else []
     else:
         found = sorted(map(Path, glob(str(path))))
@@ -147,12 +147,13 @@ def _read(path: Path) -> list[Row]:
         content = gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({error}): give a file of yours") from None
-    content = content.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark, as Windows writes it
+    content = content.removeprefix(b"\xef\xbb\xbf")  # byte-order mark, written by Windows programs
     if ".csv" in path.suffixes:
         return _read_csv(path, content)
     if ".json" in path.suffixes and content.lstrip().startswith(b"["):
         rows = _parse(path, "", content, "the file must be one array of JSON objects")
         return [_object(path, f" element {i}", row) for i, row in enumerate(rows, 1)]
+    # Lines of bytes: `splitlines` of a str would also split at U+2028, which may be inside a JSON string.
     lines = enumerate(content.splitlines(), 1)
     wanted = "every line must be one JSON object"
     wanted += ", or the file an array of them" if ".json" in path.suffixes else ""
@@ -162,7 +163,7 @@ def _read(path: Path) -> list[Row]:
 def _parse(path: Path, where: str, text: bytes, wanted: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or brackets without end
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
         raise UserError(f"{path}{where}: {error}: {wanted}") from None
 
 
@@ -173,7 +174,7 @@ def _object(path: Path, where: str, row: Any) -> Row:
 
 
 def _read_csv(path: Path, content: bytes) -> list[Row]:
-    """Every value is text: an answer "007" stays what it is."""
+    """Reads CSV with all values as text: an answer "007" keeps its zeros."""
     try:
         rows = list(csv.DictReader(io.StringIO(content.decode(), newline=""), strict=True))
     except (ValueError, csv.Error) as error:

@@ -1,4 +1,4 @@
-"""The rules, asked after every step, and what they have found so far."""
+"""Applies the health rules after every step, and writes their findings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrl_llm.host import disk
 
 
 class Verdict(NamedTuple):
-    """What is to be done after a step."""
+    """The decision after a step."""
 
     action: str  # "go on", or "stop"
     reason: str = ""
@@ -21,27 +21,27 @@ class Verdict(NamedTuple):
 
 
 class Health:
-    """Judges the records of a run. What is found goes to health.jsonl, and to the console when it begins."""
+    """Judges the records of a run. Writes findings to health.jsonl, and to the console when they are new."""
 
     def __init__(self, workdir: Path, bounds: dict[str, Any], say: Callable[[str], None]):
-        """bounds: the `health` section of the config; say: to the console."""
+        """bounds: the `health` section of the config; say: prints a line on the console."""
         self._workdir, self._file, self._bounds, self._say = workdir, workdir / "health.jsonl", bounds, say
         self._history: list[Record] = []
         self._found: list[Finding] = []
         self._verdict = Verdict("go on")
 
     def begin(self, history: Sequence[Record]) -> None:
-        """Goes on after these records, the last `WINDOW` of the run; later findings are dropped, to be found again."""
+        """Continues after these records, the last `WINDOW` of the run. Drops later findings: rules find them again."""
         self._history = list(history)
         self._found, self._verdict = findings(self._history, self._bounds), Verdict("go on")
         with disk.writing(self._workdir):
             cut_back(self._file, self._history[-1]["step"] if self._history else -1)
 
     def judge(self, record: Record | None) -> Verdict:
-        """What the rules say when this record has come: the next one, or the last one again, with more in it or not."""
+        """Returns the verdict after a record: the next one, or the last one again, perhaps with more entries."""
         if record is None or record in self._history[-1:]:
             return self._verdict
-        if self._history and self._history[-1]["step"] == record["step"]:
+        if self._history and self._history[-1]["step"] == record["step"]:  # with more entries: replace it
             self.begin(self._history[:-1])
         self._history = [*self._history, record][-WINDOW:]
         before, self._found = {finding.id for finding in self._found}, findings(self._history, self._bounds)

@@ -1,8 +1,8 @@
-"""Health rules: pure functions from a run's records so far to what is wrong, why, and what to do about it.
+"""Health rules: pure functions that find a problem in a run's records, with its cause and remedy.
 
-A rule gets the records of metrics.jsonl, oldest first, and returns what it saw, or None. Its keyword arguments are
-fields of `config.health`. docs/health.md has the list; a bound without a source there was calibrated on the runs it
-names.
+A rule gets the records of metrics.jsonl, oldest first, and returns a finding or None. Its keyword arguments are
+fields of `config.health`. docs/health.md lists the rules. If it gives no source for a bound, the bound was calibrated
+on the runs named there.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jaxrl_llm.config.names import keywords
 from jaxrl_llm.config.schema import Count, MayChange
 
 Record: TypeAlias = dict[str, Any]
-WINDOW = 16  # records that a rule may look back
+WINDOW = 16  # number of records that rules get, at most
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a rule saw."""
+    """A problem that a rule found."""
 
     id: str
     severity: str  # "look" or "bad"
@@ -37,7 +37,7 @@ class Finding:
 
 
 def findings(history: Sequence[Record], bounds: Mapping[str, Any]) -> list[Finding]:
-    """What all rules see in the latest records; bounds: the `health` section of a config."""
+    """Applies all rules to the latest records; bounds: the `health` section of a config."""
     latest = [_finite_values(record) for record in history[-WINDOW:]]
     if not latest:
         return []
@@ -46,18 +46,18 @@ def findings(history: Sequence[Record], bounds: Mapping[str, Any]) -> list[Findi
 
 
 def _finite_values(record: Record) -> Record:
-    """A record without what is not finite, which metrics.jsonl has as null; the names of that are in "not_finite"."""
+    """Removes non-finite values (null in metrics.jsonl) from a record, and lists their names in "not_finite"."""
     names = sorted(name for name, x in record.items() if x is None)
     return {name: x for name, x in record.items() if x is not None} | {"not_finite": names}
 
 
 def sampler_mismatch(history: Sequence[Record]) -> Finding | None:
-    """F7: sampler and trainer compute different distributions, beyond what the correction can carry."""
+    """F7: sampler and trainer compute different distributions, too different for the correction."""
     r = history[-1]
     if not {"importance/kl", "importance/mean", "importance/ess", "rollout/lag_p95"} <= r.keys():
         return None
     kl, mean, ess, stale = r["importance/kl"], r["importance/mean"], r["importance/ess"], r["rollout/lag_p95"] > 0
-    signs = [f"KL(sampler || trainer) {kl:.1e}"] if kl > 1e-3 and not stale else []  # older weights are to differ
+    signs = [f"KL(sampler || trainer) {kl:.1e}"] if kl > 1e-3 and not stale else []  # older weights must differ
     signs += [f"mean weight {mean:.2f}"] if not 0.5 <= mean <= 2 else []
     signs += [f"effective sample size {ess:.0%}"] if ess < 0.3 else []
     if not signs:
@@ -76,11 +76,11 @@ def sampler_mismatch(history: Sequence[Record]) -> Finding | None:
 
 
 def stale_weights(history: Sequence[Record]) -> Finding | None:
-    """F23: after a push the servers answer as the weights before it."""
+    """F23: after a push, the servers still answer with the previous weights."""
     last = [r for r in history if "weight_check/gap_before" in r][-3:]
     if len(last) < 3 or not all(r["weight_check/gap"] >= r["weight_check/gap_before"] > 0 for r in last):
         return None
-    if max(r["weight_check/gap"] for r in last) < 1e-5:  # the weights hardly move
+    if max(r["weight_check/gap"] for r in last) < 1e-5:  # the weights hardly change
         return None
     r = last[-1]
     return Finding(
@@ -94,7 +94,7 @@ def stale_weights(history: Sequence[Record]) -> Finding | None:
 
 
 def engine_drift(history: Sequence[Record]) -> Finding | None:
-    """F24: the mismatch grows although the weights stand still."""
+    """F24: the mismatch grows although the weights do not change."""
     still = [r for r in history if r.get("update_norm", 0.0) == 0.0 and "sampler/gap_mean" in r]
     if len(still) < 8 or len(still) < len(history):
         return None
@@ -112,7 +112,7 @@ def engine_drift(history: Sequence[Record]) -> Finding | None:
 
 
 def stale_samples(history: Sequence[Record]) -> Finding | None:
-    """F30: samples are older than the correction bears."""
+    """F30: samples are too old for the correction."""
     r = history[-1]
     lag, weight = r.get("rollout/lag_p95", 0), r.get("importance/mean", 1.0)
     if not lag or abs(weight - 1) <= 0.1:
@@ -128,7 +128,7 @@ def stale_samples(history: Sequence[Record]) -> Finding | None:
 
 
 def updates_skipped(history: Sequence[Record], *, max_skipped: MayChange[Count]) -> Finding | None:
-    """F27: updates are skipped, one after the other, and the model stands still."""
+    """F27: many updates in a row are skipped, and the model does not change."""
     r = history[-1]
     counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row")]
     if not max_skipped or max(counts, default=0) < max_skipped:

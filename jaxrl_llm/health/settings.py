@@ -1,4 +1,4 @@
-"""What a run's settings alone give reason to expect, said before its first step."""
+"""Warnings about a run's settings, printed before its first step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from jaxrl_llm.config.names import arguments, own_name, resolve
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.structs import Config
 
-# From this rate on a model of this width was ruined: Qwen3-0.6B by full fine-tuning at 5e-5, while 1e-6 was stable.
-# The embedded model of width 128 bears 4e-4, swings at 1e-3 and is ruined by 3e-3 (docs/health.md): as Adam's rate
-# for a matrix should, the bound falls with the width (arXiv 2203.03466).
+# Full fine-tuning of Qwen3-0.6B (width 1024) was stable at rate 1e-6 and ruined the model at 5e-5. The embedded model
+# (width 128) is stable at 4e-4, oscillates at 1e-3 and is ruined at 3e-3 (docs/health.md). The bound is proportional
+# to 1 / width, as Adam's rate for a matrix should be (arXiv 2203.03466).
 RATE, WIDTH = 5e-5, 1024
-SUPERVISED = 10  # times as much for a target that stands still: sft, and a critic. configs/sft.py has 2e-3 at 128
-UPDATES, UPDATES_WITH_CRITIC = 4, 16  # on a rollout, at most
+SUPERVISED = 10  # factor for fixed targets, in sft and for a critic: configs/sft.py has 2e-3 at width 128
+UPDATES, UPDATES_WITH_CRITIC = 4, 16  # per rollout; more give a warning
 
 
 def warnings(config: Config, totals: Totals, model: DecoderConfig, platform: str) -> list[str]:
-    """Lines for the console: "warning: ..." for what may ruin a run, "note: ..." for what has no effect.
+    """Returns console lines: "warning: ..." if a setting may ruin the run, "note: ..." if it has no effect.
 
     platform: of the devices, "cpu", "gpu" or "tpu".
     """
@@ -51,7 +51,7 @@ def warnings(config: Config, totals: Totals, model: DecoderConfig, platform: str
 
 
 def _after_the_schedule(config: Config) -> str:
-    """What the rate is once the schedule has ended, if it does."""
+    """Describes the learning rate after the end of the schedule; "" if the run has no such steps."""
     if config.num_steps < config.schedule_steps:
         return ""
     rate = config.optim.learning_rate if config.optim.decay == "constant" else config.optim.end
@@ -69,7 +69,7 @@ def _rate(section: str, rate: float, width: int, factor: int) -> list[str]:
 
 
 def _changed(config: Config) -> list[str]:
-    """Arguments of a loss of ours that bound or bend its ratio, and are not what they are by default."""
+    """Lists the arguments of a built-in loss that act on its ratio and differ from their defaults."""
     loss = resolve(config.loss.name, losses)
     defaults = inspect.signature(loss).parameters if own_name(loss, losses) else {}
     return [

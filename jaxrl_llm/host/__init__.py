@@ -1,1 +1,1 @@
-"""The machine that a run is on: its disk, its signals, its processes, and the user's cache folder."""
+"""The host of a run: disk, signals, helper processes, and the user's cache folder."""

@@ -1,4 +1,4 @@
-"""The disk of a workdir: its lock, its room, and one line for what cannot be written."""
+"""The disk of a workdir: the lock, the free space, and a one-line error for a failed write."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from filelock import FileLock, Timeout
 
 from jaxrl_llm.errors import UserError
 
-LOCK = "lock"  # the file in a workdir that a run holds
+LOCK = "lock"  # file in a workdir that a running run has locked
 
 
 @contextmanager
 def locked(workdir: Path) -> Iterator[None]:
-    """Makes the workdir, and is its only run. The kernel frees the lock of a process that is gone, however it went.
+    """Creates the workdir and holds its lock. The kernel frees the lock when the process ends, even by kill -9.
 
-    A folder that this made and that is still empty at the end is removed.
-    Raises: UserError, if another process has the lock.
+    At the end it removes the folders that it created, if they are empty.
+    Raises: UserError, if another process holds the lock or the disk write fails.
     """
     made = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
-    lock = FileLock(workdir / LOCK, blocking=False, thread_local=False)
+    lock = FileLock(workdir / LOCK, blocking=False, thread_local=False, fallback_to_soft=False)
     with writing(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
         try:
@@ -37,7 +37,7 @@ def locked(workdir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (workdir / LOCK).unlink(missing_ok=True)
+        (workdir / LOCK).unlink(missing_ok=True)  # while locked: after the release it may be the lock of another run
         with suppress(OSError):  # not empty
             for folder in made:
                 folder.rmdir()
@@ -46,7 +46,7 @@ def locked(workdir: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raises: UserError, for an OSError of the block, which writes below `folder`."""
+    """Turns an OSError of the block, which writes below `folder`, into a UserError."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def cannot_write(folder: Path, reason: str) -> str:
-    """The line for a folder that takes no more."""
+    """Error line for a folder in which a write failed."""
     return (
         f"{folder} cannot be written ({reason}; {gigabytes(free(folder))} free there): "
         "make room; the same command goes on from the last checkpoint"
@@ -62,7 +62,7 @@ def cannot_write(folder: Path, reason: str) -> str:
 
 
 def free(folder: Path) -> int:
-    """Bytes that may still be written to the disk of a folder, which need not exist yet."""
+    """Free bytes on the disk of a folder. The folder need not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(there).free
 

@@ -1,4 +1,4 @@
-"""Processes that call functions for this one: a call can be ended at a time limit, and none outlives this process."""
+"""Helper processes that call functions under a time limit. They end when this process ends."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from jaxrl_llm.errors import UserError
 
 
 class Process:
-    """A Python process without accelerators that calls functions for this one, one after the other.
+    """A Python process without accelerators that calls functions for this process, one after the other.
 
-    It has this process's sys.path and working folder, and a session of its own: signals to the group of this process
-    do not reach it. It ends when it is closed and when this process ends, even by kill -9.
-    The processes of Python's own pools import the main module, and so JAX, and may outlive a killed parent.
+    It has the parent's sys.path and working folder, but a separate session, so that signals to the parent's process
+    group do not reach it. It ends when it is closed and when the parent ends, even by kill -9.
+    Python's process pools do not fit: they import the main module, and so JAX, and may outlive a killed parent.
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any):
-        """The first question is function(*args): what it imports is there when the next one is asked."""
+        """Starts the process and its first call, function(*args), which can do the imports for later calls."""
         self.connection, theirs = Pipe()
         self._lifeline, watched = socket.socketpair()
         handed = [theirs.fileno(), watched.fileno()]
@@ -42,12 +42,13 @@ class Process:
             start_new_session=True,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
         )
+        # Only the child keeps these ends open, so this process reads an end of file when the child ends.
         theirs.close()
         watched.close()
         self.ask(function, *args)
 
     def ask(self, function: Callable[..., Any], *args: Any) -> None:
-        """Begins a call. Raises: ChildProcessError, if the process has ended; what cannot be pickled raises too."""
+        """Starts a call. Raises: ChildProcessError, if the process has ended; pickle's error, if pickling fails."""
         question = pickle.dumps((function, args))
         try:
             self.connection.send_bytes(question)
@@ -55,10 +56,10 @@ class Process:
             raise self._ended() from None
 
     def answer(self, seconds: float) -> Any:
-        """What the call that began first, and has no answer yet, returns.
+        """Returns the result of the oldest call without an answer.
 
-        Raises: TimeoutError, if it is not there within so many seconds; ChildProcessError, if the process has ended;
-        UserError, as the function did; RuntimeError, for any other exception of the function.
+        Raises: TimeoutError, if there is no answer within `seconds`; ChildProcessError, if the process has ended;
+        UserError, if the function raised it; RuntimeError, for any other exception of the function.
         """
         try:
             if not self.connection.poll(None if seconds == math.inf else max(0.0, seconds)):
@@ -71,7 +72,7 @@ class Process:
         return value
 
     def close(self) -> None:
-        """Ends the process, and what it has started in its session."""
+        """Kills the process and all processes of its process group."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -85,13 +86,13 @@ class Process:
 
 
 def serve(connection: int, lifeline: int) -> None:
-    """Answers questions until the other side is gone. Both arguments are file descriptors."""
-    # The kernel ends this process with SIGIO when the other end of the lifeline closes. A thread that waits for that
-    # would need the interpreter lock, which a regular expression or a power of integers may hold for hours.
+    """Answers the calls of the parent until it closes the connection. Both arguments are file descriptors."""
+    # The kernel kills this process with SIGIO when the parent's end of the lifeline closes. A waiting thread would need
+    # the GIL, which a regular expression or a power of integers may hold for hours.
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # the other side decides; a handler, for SIG_IGN would be inherited
+        signal.signal(number, lambda *_: None)  # the parent decides; not SIG_IGN, because children inherit it
     for descriptor in (connection, lifeline):
         os.set_inheritable(descriptor, False)
     questions = Connection(connection)
@@ -106,35 +107,35 @@ def serve(connection: int, lifeline: int) -> None:
 def _answer(question: bytes) -> bytes:
     try:
         function, args = pickle.loads(question)
-        answer = None, function(*args)
+        answer = pickle.dumps((None, function(*args)))
     except UserError as error:
-        answer = error, None
+        answer = pickle.dumps((error, None))
     except Exception:
-        answer = RuntimeError(traceback.format_exc()), None
-    sys.stdout.flush()  # what a function prints is seen when it returns
-    return pickle.dumps(answer)
+        answer = pickle.dumps((RuntimeError(traceback.format_exc()), None))
+    sys.stdout.flush()  # prints of the function appear when it returns
+    return answer
 
 
 class Pool:
-    """Processes that call one function for many arguments, each call within a time limit."""
+    """Processes that call one function for many arguments, with a time limit for each call."""
 
     def __init__(self, function: Callable[..., Any], prepare: Callable[[], Any]):
-        """prepare: what each process calls first; its time does not count for the first item."""
+        """prepare: each process calls it first, and its time does not count for the first item."""
         self._function, self._prepare = function, prepare
         self._processes: list[Process | None] = []
 
     def map(self, items: Sequence[tuple[Any, ...]], *, size: int, each: float, whole: float) -> list[Any]:
-        """function(*item) of each item, in `size` processes; None for a call that did not return.
+        """Returns function(*item) of each item, computed in `size` processes; None for a call that did not return.
 
-        A process is ended, and replaced, when its call takes more than `each` seconds, and when all of it takes
-        more than `whole`. Raises: RuntimeError, for an exception of the function.
+        A process is killed and replaced when its call takes more than `each` seconds, or when the whole map takes more
+        than `whole` seconds. Raises: RuntimeError, for an exception of the function.
         """
         answers: list[Any] = [None] * len(items)
         numbers, end = iter(range(len(items))), time.monotonic() + whole
         self._processes += [None] * (size - len(self._processes))
 
         def work(place: int) -> None:
-            for number in numbers:  # the threads take turns: each number is given to one of them
+            for number in numbers:  # all threads share the iterator, so each number goes to one thread
                 answers[number] = self._call(place, items[number], each, end)
 
         with ThreadPoolExecutor(size) as threads:

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C, a closed terminal: a checkpoint and a clean end within the 30 s that a preempted machine has."""
+"""Handles SIGTERM, Ctrl-C and a closed terminal: a checkpoint and a clean end within the 30 s of a preemption."""
 
 from __future__ import annotations
 
@@ -15,44 +15,47 @@ from typing import NoReturn
 
 from jaxrl_llm.errors import report
 
-SECONDS = 30.0  # from the signal to the end of the machine, as clouds grant a preempted one
+SECONDS = 30.0  # from the signal to the end of the machine when a cloud preempts it
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the closed terminal"}
 
 
 class StopSignals:
-    """A context in which a first signal ends the run with exit code 0, and a second one at once, with 128 + its number.
+    """Context in which a first signal ends the run with exit code 0, and a second one at once with 128 + its number.
 
-    The first signal ends the run wherever it is, also in a compilation or in a rollout of many minutes: the step in
-    hand is lost. It waits only for a block `with stop.deferred():`, in which the run's state changes. Python runs no
-    signal handler while the main thread is in such a long call. So one thread of this class reads the signals and
-    another one ends the run: it calls `finish`, closes what is `opened` and exits; the main thread never goes on.
+    The first signal interrupts the run at any point, also in a compilation or a rollout of many minutes. The current
+    step is lost. The signal waits only for a block `with stop.deferred():`, in which the run's state changes.
+    Python runs no signal handler while the main thread is in a long call. So one thread of this class reads the
+    signals, and another one ends the run: it calls `finish`, closes `opened` and exits. The main thread never
+    continues.
     """
 
     def __init__(self, opened: ExitStack):
-        """opened: closes all that the run has opened, in the right order."""
+        """opened: closes all resources of the run, in the right order."""
         self.finish: Callable[[], None] = self._nothing
-        self.name = ""  # of the signal that came
-        self._began = 0.0  # when it came
+        self.name = ""  # of the received signal
+        self._began = 0.0  # time of the signal
         self._opened, self._whole, self._kept = opened, Lock(), False
 
     def __enter__(self) -> StopSignals:
-        signals = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup wants it
+        # A signal that is ignored stays ignored, as SIGHUP under nohup.
+        signals = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, _pass) for number in signals}
         read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
+        os.set_blocking(self._write, False)  # `set_wakeup_fd` requires it
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         Thread(target=self._watch, args=(read,), daemon=True).start()
-        self._opened.callback(self._restore)  # after all that is opened from here on has been closed
+        self._opened.callback(self._restore)  # runs after the resources that are opened later are closed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """From here on the run ends by itself, unless a signal is ending it already: then this does not return."""
+        """Stops signals from ending the run. Does not return if a signal is already ending it."""
         if not self._kept:
             self._take()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """A signal waits for the end of this block. After an exception in it the run ends with that error alone."""
+        """Makes a signal wait for the end of this block. After an exception in it, the run ends with that error."""
+        # No `finally`: after an exception the lock stays taken, so no signal saves a half-changed state.
         self._take()
         self._kept = True
         yield
@@ -61,28 +64,28 @@ class StopSignals:
 
     @property
     def seconds(self) -> float:
-        """Since the signal."""
+        """Seconds since the signal."""
         return time.monotonic() - self._began
 
     def used(self) -> str:
-        """The signal, and how long the end has taken: for the last line, after which no hint comes any more."""
+        """Text for the last line: the signal and the seconds that the end took. No hint is printed after this call."""
         self._hint.cancel()
         return f"{self.name} ({self.seconds:.1f} s of {SECONDS:.0f} s used)"
 
     def _take(self) -> None:
         if self.name:
-            Event().wait()  # for ever: the other thread ends the process
+            Event().wait()  # forever: the other thread ends the process
         self._whole.acquire()
 
     def _restore(self) -> None:
-        if current_thread() is main_thread():  # else the process is about to end
+        if current_thread() is main_thread():  # handlers can change only there; the other thread ends the process
             signal.set_wakeup_fd(self._wakeup)
             for number, handler in self._before.items():
                 signal.signal(number, handler)
             os.close(self._write)
 
     def _watch(self, read: int) -> None:
-        """Runs in a thread. The bytes of the pipe are the numbers of the signals that came."""
+        """Runs in a thread. Each byte of the pipe is the number of a received signal."""
         while came := os.read(read, 1):
             if came[0] not in self._before:
                 continue
@@ -98,12 +101,12 @@ class StopSignals:
         os.close(read)
 
     def _end(self) -> NoReturn:
-        """Runs in a thread, whatever the main thread is doing outside of `deferred`."""
+        """Runs in a thread, at the same time as the main thread's code outside of `deferred`."""
         self._whole.acquire()
         try:
             with self._opened:
                 self.finish()
-        except BaseException as error:  # of a thread, where nobody else would report it
+        except BaseException as error:  # in this thread no other code reports it
             _exit(report(error))
         _exit(0)
 
@@ -112,7 +115,7 @@ class StopSignals:
 
 
 class NoSignals:
-    """In the place of a `StopSignals` where signals are the caller's business, as in a notebook."""
+    """Replaces `StopSignals` where the caller handles signals, as in a notebook."""
 
     finish: Callable[[], None]
     seconds = 0.0
@@ -125,7 +128,7 @@ class NoSignals:
 
 
 def _pass(number: int, frame: object) -> None:
-    """The handler of a signal that a thread deals with."""
+    """Does nothing. Python writes a signal to the wakeup file descriptor only if it has a Python handler."""
 
 
 def _say(line: str) -> None:
@@ -134,11 +137,11 @@ def _say(line: str) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends this process and those it started, whatever its threads are doing."""
+    """Ends this process and its multiprocessing children at once, without waiting for threads."""
     for child in multiprocessing.active_children():
         child.kill()
     with suppress(OSError):
         if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # a progress bar has hidden the cursor
+            sys.stdout.write("\x1b[?25h")  # shows the cursor, which a progress bar has hidden
         sys.stdout.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""The user's cache folder, and lists of token ids kept there from run to run."""
+"""The user's cache folder, and a cache of tokenized data in it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-FILES, BYTES = 16, 2**31  # kept at most; those longest unused go first
+FILES, BYTES = 16, 2**31  # limits of the token cache; the least recently used files are removed first
 
 
 def home() -> Path:
-    """XDG_CACHE_HOME/jaxrl_llm, or ~/.cache/jaxrl_llm."""
+    """Returns XDG_CACHE_HOME/jaxrl_llm, or ~/.cache/jaxrl_llm."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_llm"
 
 
 def load_ids(key: str, count: int) -> list[np.ndarray] | None:
-    """The `count` lists that were saved under `key`; None if they are not there, or damaged."""
+    """Loads the `count` lists of token ids saved under `key`. Returns None if they are missing or damaged."""
     file = home() / "tokens" / f"{key}.npz"
     try:
         with np.load(file) as stored:
             ids, lengths = stored["ids"], stored["lengths"]
-        os.utime(file)
+        os.utime(file)  # marks it as used for `_forget`
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
     return split(ids, lengths) if len(lengths) == count and lengths.sum() == len(ids) else None
 
 
 def save_ids(key: str, ids: Sequence[np.ndarray]) -> None:
-    """Saves lists of token ids; where the folder cannot be written nothing is kept."""
+    """Saves lists of token ids. Does nothing if the folder is not writable."""
     folder = home() / "tokens"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,13 +47,13 @@ def save_ids(key: str, ids: Sequence[np.ndarray]) -> None:
 
 
 def split(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """Pieces of these lengths, one after the other."""
+    """Splits `flat` into consecutive pieces of these lengths."""
     ends = np.cumsum(lengths)
     return [flat[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
 
 def _forget(folder: Path) -> None:
-    """Removes what is beyond the limits; a file that another run removes at the same time is gone as well."""
+    """Removes the least recently used files beyond the limits. Another run may remove files at the same time."""
     found = []
     for file in folder.iterdir():
         with suppress(OSError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import path_name
 from jaxrl_llm.structs import Array, Config, PyTree
 
-Schedule: TypeAlias = Callable[[Array], Array]
+Schedule: TypeAlias = optax.Schedule
 Decay: TypeAlias = Literal["constant", "linear", "cosine"]
 Momentum: TypeAlias = Annotated[float, Field(float, low=0, high=0.9999)]
 
@@ -60,7 +60,7 @@ class Coefficient(NamedTuple):
     """A learning rate or a loss term's coefficient: a pure function of a state that each update moves."""
 
     start: float | tuple[float, ...]  # the state at the start of a run; it is kept in `TrainState.coef_state`
-    value: Callable[[Array], Array]  # state -> coefficient
+    value: Callable[[Array], Any]  # state -> coefficient, a scalar
     adapt: Callable[[Array, dict[str, Array]], Array]  # (state, metrics of an update) -> state; not if it was skipped
 
 

@@ -97,10 +97,11 @@ def policy_objective(
             weights, mismatch = correct(old, batch.sampler_logprobs, batch.loss_mask)
             loss, metrics = loss * weights, metrics | mismatch
         metrics |= {"loss/policy": loss, "entropy": entropy}
-        if batch.ref_logprobs is not None:
-            metrics |= {"kl/ref": k3(logprobs, batch.ref_logprobs)}
+        ref: Array = batch.ref_logprobs
+        if ref is not None:
+            metrics |= {"kl/ref": k3(logprobs, ref)}
         if kl is not None:
-            term = coefs["kl/coef"] * kl(logprobs, batch.ref_logprobs)
+            term = coefs["kl/coef"] * kl(logprobs, ref)
             if kl_weighted:
                 term = term * ratio_of(logprobs - old)
             loss = loss + term
@@ -188,7 +189,7 @@ def make_update_step(
             for name, c in optimizer.coefficients.items()
         }
         params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state, coef_state), metrics
+        return TrainState(params, opt_state, coef_state), metrics
 
     return jax.jit(
         update_step, donate_argnums=0, out_shardings=(state_shardings, None), compiler_options=ROUND_AS_WRITTEN
@@ -210,7 +211,7 @@ def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[Tr
     """A TrainState of shapes, dtypes and shardings alone, and the shardings; params: shapes are enough."""
     init = optimizer.transform.init
     coef_state = {name: jnp.float32(c.start) for name, c in optimizer.coefficients.items()}
-    shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, init(p), coef_state), params)
+    shapes = jax.eval_shape(lambda p: TrainState(p, init(p), coef_state), params)
     placed = sharding.shardings(shapes, mesh)
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed), placed
 
@@ -220,5 +221,4 @@ def init_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainS
     _, placed = abstract_state(params, optimizer, mesh)
     coef_state = {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}
     opt_state = jax.jit(optimizer.transform.init, out_shardings=placed.opt_state)(params)
-    step, coef_state = jax.device_put((jnp.int32(0), coef_state), (placed.step, placed.coef_state))
-    return TrainState(step, params, opt_state, coef_state), placed
+    return TrainState(params, opt_state, jax.device_put(coef_state, placed.coef_state)), placed

@@ -1,6 +1,6 @@
-"""Language models as pure functions of their parameters; nothing here knows of RL."""
+"""Language models as pure functions of their parameters. This package has no RL code."""
 
 import os
 
-# transformers, used here for its tokenizers alone, would say at every start that PyTorch is missing.
+# Only the tokenizers of transformers are used. Without this, transformers warns at every start that PyTorch is missing.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

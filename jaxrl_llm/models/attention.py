@@ -1,7 +1,7 @@
-"""Attention over a prompt shared by its group and over each row's own tokens, in one softmax.
+"""Softmax attention of completion rows to their own tokens and to the prompt of their group.
 
-Shapes: N rows of T tokens to a prompt, K key heads, R query heads to a key head, h their size.
-Keys lie head-major, so that every product is a plain batched one and nothing is transposed for it.
+Shapes: B prompts, N rows per prompt, T tokens per row, K key heads, R query heads per key head, head size h.
+Keys are stored head-major, so that each product is a batched matrix product without a transpose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxrl_llm.structs import Array
 
 
 class KeyValue(NamedTuple):
-    """Keys and values of prompts [B, K, P, h] or of rows [B, K, N, S, h]."""
+    """Keys and values, of prompts [B, K, P, h] or of rows [B, K, N, S, h]."""
 
     keys: Array
     values: Array
@@ -33,18 +33,19 @@ def attend(
     prompt_mask: Array | None = None,
     precision: jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """Softmax attention of query [B, K, N, R, T, h] to its row and to its prompt -> the same shape.
+    """Computes softmax attention of query [B, K, N, R, T, h] to its row and its prompt -> the same shape.
 
-    own [B, K, N, S, h] with own_visible [B, N, T, S]; prompt [B, K, P, h] with prompt_mask [B, P].
-    Scores and their softmax are float32.
+    own [B, K, N, S, h] has the mask own_visible [B, N, T, S]; prompt [B, K, P, h] has the mask prompt_mask [B, P].
+    Scores and softmax are float32.
     """
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    hidden = jnp.finfo(jnp.float32).min
+    hidden = jnp.finfo(jnp.float32).min  # not -inf: a query without a visible key would give NaN
     query = query * jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
     scores = [jnp.where(own_visible[:, None, :, None], product("bknrth,bknsh->bknrts", query, own.keys), hidden)]
     if prompt is not None and prompt_mask is not None:
         shared = product("bknrth,bkph->bknrtp", query, prompt.keys)
         scores.append(jnp.where(prompt_mask[:, None, None, None, None], shared, hidden))
+    # One maximum for both parts makes one softmax. The result does not depend on it, so it needs no gradient.
     top = jnp.max(jnp.stack([jnp.max(s, axis=-1) for s in scores]), axis=0)[..., None]
     weights = [jnp.exp(s - jax.lax.stop_gradient(top)) for s in scores]
     total = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
@@ -55,21 +56,22 @@ def attend(
 
 
 def causal_within(segment_ids: Array) -> jax.Array:
-    """What tokens of rows see of each other [B, N, T, T]: those of the same number in segment_ids [B, N, T], so far."""
+    """Causal mask [B, N, T, T] within rows: a token sees itself and earlier tokens of equal segment_ids [B, N, T]."""
     causal = jnp.tril(jnp.ones((segment_ids.shape[-1],) * 2, bool))
     return causal[None, None] & (segment_ids[..., :, None] == segment_ids[..., None, :])
 
 
 def no_prompt(query: Array) -> tuple[KeyValue, jax.Array]:
-    """Keys, values and mask of prompts without a token, for query [B, K, N, R, T, h]."""
+    """Keys, values and mask of prompts of length 0, for query [B, K, N, R, T, h]."""
     b, k, *_, h = query.shape
     return KeyValue(*(jnp.zeros((b, k, 0, h), query.dtype),) * 2), jnp.zeros((b, 0), bool)
 
 
 def over_mesh(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: int) -> Callable[..., jax.Array]:
-    """`kernel((query, keys, values, segment_ids), (keys, values, mask))` of rows and prompts, on each device's share.
+    """Runs `kernel((query, keys, values, segment_ids), (keys, values, mask))` of rows and prompts on each shard.
 
-    The compiler cannot split a kernel: each device runs it on its prompts, and on its key heads if they divide.
+    The compiler cannot partition a kernel, so `shard_map` does. Prompts are sharded over data and fsdp; key heads
+    over tensor, if the axis size divides their number.
     """
     if mesh is None:
         return kernel
@@ -80,7 +82,7 @@ def over_mesh(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: int
 
 
 def head_major(query: Array, key: Array, value: Array) -> tuple[jax.Array, KeyValue]:
-    """[B, N, T, heads, h] of a layer's projections -> query [B, K, N, R, T, h], keys and values [B, K, N, T, h]."""
+    """A layer's projections [B, N, T, heads, h] -> query [B, K, N, R, T, h], keys and values [B, K, N, T, h]."""
     b, n, t, kv_heads, size = key.shape
     query = query.reshape(b, n, t, kv_heads, -1, size).transpose(0, 3, 1, 4, 2, 5)
     return query, KeyValue(key.transpose(0, 3, 1, 2, 4), value.transpose(0, 3, 1, 2, 4))
@@ -100,7 +102,7 @@ def rotary(positions: Array, size: int, theta: float) -> tuple[jax.Array, jax.Ar
 
 
 def rotate(x: Array, angles: tuple[Array, Array]) -> jax.Array:
-    """x [B, N, T, heads, h] turned by `rotary`'s angles, halves layout."""
+    """Applies `rotary`'s cosine and sine to x [B, N, T, heads, h]. Pairs dimension i with i + h / 2."""
     cos, sin = (a[..., None, :] for a in angles)
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""`attend` for rows of completions as cuDNN's flash attention, forward and backward, by `jax.nn`."""
+"""`attend` for rows of completions with cuDNN's flash attention (forward and backward), through `jax.nn`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from jaxrl_llm.models.attention import KeyValue, causal_within, no_prompt, over_mesh
 from jaxrl_llm.structs import Array
 
-TILE = 64  # lengths are padded to a multiple: with a mask cuDNN takes no odd ones
+TILE = 64  # lengths are padded to a multiple of it: cuDNN accepts no odd length with a mask
 
 
 def fits(device: Any, head_dim: int, dtype: str) -> bool:
-    """Whether cuDNN's kernel runs on this device (NVIDIA, compute capability 8.0 or more) and takes such heads."""
+    """Whether cuDNN's kernel runs on this device (NVIDIA, compute capability >= 8.0) with this head size and dtype."""
     capability = getattr(device, "compute_capability", "")
     ampere = device.platform == "gpu" and capability[:1].isdigit() and float(capability) >= 8.0
     return ampere and head_dim % 8 == 0 and head_dim <= 128 and dtype == "bfloat16"
@@ -32,9 +32,10 @@ def attend_gpu(
     mesh: Mesh | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """query [B, K, N, R, T, h], own [B, K, N, T, h], prompt [B, K, P, h] and its mask [B, P] -> like query.
+    """query [B, K, N, R, T, h], own [B, K, N, T, h], prompt [B, K, P, h], its mask [B, P] -> the shape of query.
 
-    segment_ids [B, N, T]: 0 for padding, which gives 0. A token sees its prompt and its completion so far.
+    segment_ids [B, N, T]: a number per completion, 0 for padding. The output at padding is 0.
+    A token sees its prompt, itself and the earlier tokens of its completion.
     """
     if prompt is None or prompt_mask is None:
         prompt, prompt_mask = no_prompt(query)
@@ -52,7 +53,7 @@ def _attend(
     length = lambda more: ((0, 0), (0, more), (0, 0), (0, 0))  # noqa: E731
 
     def row_major(own: Array, shared: Array) -> jax.Array:
-        shared = jnp.broadcast_to(shared[:, :, None], (b, k, n, p, h))  # cuDNN knows no keys of several rows
+        shared = jnp.broadcast_to(shared[:, :, None], (b, k, n, p, h))  # cuDNN cannot share keys between rows
         return jnp.concatenate([own, shared], axis=3).transpose(0, 2, 3, 1, 4).reshape(b * n, t + p, k, h)
 
     of_prompt = jnp.broadcast_to(prompt_mask[:, None, None], (b, n, t, p))
@@ -65,4 +66,4 @@ def _attend(
         implementation=implementation,
     )
     out = out[:, :t].reshape(b, n, t, k, r, h).transpose(0, 3, 1, 4, 2, 5)
-    return jnp.where(segment_ids[:, None, :, None, :, None] > 0, out, 0)  # no gradient comes from padding
+    return jnp.where(segment_ids[:, None, :, None, :, None] > 0, out, 0)  # so padding gives no gradient

@@ -1,4 +1,4 @@
-"""`attend` for rows of completions as one TPU kernel, forward and backward: JAX's splash attention."""
+"""`attend` for rows of completions with one TPU kernel (forward and backward): JAX's splash attention."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from jax.sharding import Mesh
 from jaxrl_llm.models.attention import KeyValue, no_prompt, over_mesh
 from jaxrl_llm.structs import Array
 
-BLOCK = 512  # queries, and keys, that the kernel holds at once
-BITS = 16  # of a query's index within its row
+BLOCK = 512  # queries, and keys, per kernel block
+BITS = 16  # for a query's index within its row; the bits above hold the start of its completion
 
 
 def fits(device: Any, head_dim: int, dtype: str, length: int) -> bool:
-    """Whether the kernel runs on this device and takes heads of this size, this dtype, and rows of this length."""
-    # float32 would be multiplied in bf16: the kernel has no precision to ask for.
+    """Whether the kernel runs on this device with this head size, dtype and row length."""
+    # Not float32: the kernel has no precision argument and would multiply in bf16.
     return device.platform == "tpu" and length < 2 ** (31 - BITS) and head_dim % 64 == 0 and dtype == "bfloat16"
 
 
 @dataclass(frozen=True)
 class _Visible(splash.Mask):
-    """What queries [T] see of keys [T + P], the row's first: their completion so far, and the prompt.
+    """Mask of queries [T] over keys [T + P], the row's before the prompt's.
 
-    Segment ids alone cannot say so: they are compared for equality, and the prompt is of all segments.
-    The kernel skips the blocks that `__getitem__` says are empty, and asks `mask_function` within the
-    others, with `q_sequence` for the queries: by default their indices, here also where their
-    completion starts. `__getitem__` takes it to start at 0, where it sees most.
+    A query sees its completion up to itself, and the whole prompt. Segment ids cannot express this: the kernel
+    compares them for equality, and the prompt belongs to every segment.
+    The kernel skips the blocks that are empty in `__getitem__`. In the other blocks it calls `mask_function` with
+    the values of `q_sequence`: the query's index, and at run time also the start of its completion.
+    `__getitem__` assumes that completions start at 0, because then a query sees the most keys.
     """
 
     length: int
@@ -46,7 +47,7 @@ class _Visible(splash.Mask):
     def q_sequence(self) -> np.ndarray:
         return np.arange(self.length, dtype=np.int32)
 
-    def mask_function(self, query: Array, key: Array) -> Array:
+    def mask_function(self, query: Any, key: Any) -> Any:
         start, index = query >> BITS, query & (2**BITS - 1)
         return (start <= key) & (key <= index) | (key >= self.length)
 
@@ -64,10 +65,10 @@ def attend_tpu(
     mesh: Mesh | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """query [B, K, N, R, T, h], own [B, K, N, T, h], prompt [B, K, P, h] and its mask [B, P] -> like query.
+    """query [B, K, N, R, T, h], own [B, K, N, T, h], prompt [B, K, P, h], its mask [B, P] -> the shape of query.
 
-    segment_ids [B, N, T]: 0 for padding, else one number for each completion, whose tokens are neighbors.
-    A token sees its prompt and its completion so far; padding gives 0.
+    segment_ids [B, N, T]: a number per completion, 0 for padding. The tokens of a completion are contiguous.
+    A token sees its prompt, itself and the earlier tokens of its completion. The output at padding is 0.
     """
     k, t = query.shape[1], query.shape[-2]
     block = min(BLOCK, t + -t % 128)
@@ -85,7 +86,7 @@ def attend_tpu(
 
 
 def _attend_row(row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int, interpret: bool) -> jax.Array:
-    """One row and its prompt, both padded to blocks: query [K, R, T, h] and so on -> [K, R, T, h]."""
+    """Attention of one row and its prompt, both padded to blocks: query [K, R, T, h] -> [K, R, T, h]."""
     (query, keys, values, segment_ids), (prompt_keys, prompt_values, prompt_mask) = row, prompt
     k, r, t, h = query.shape
     masks = splash.MultiHeadMask([_Visible(t, prompt_mask.size)] * (k * r))
@@ -93,15 +94,17 @@ def _attend_row(row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int
     kernel: Any = splash.make_splash_mha_single_device(masks, block_sizes=sizes, interpret=interpret)
 
     index = jnp.arange(t, dtype=jnp.int32)
-    # Padding sees itself and the prompt: a row that sees nothing has no softmax.
+    # A padding token is a completion of one token: the softmax needs at least one visible key.
     first = (segment_ids == 0) | (segment_ids != jnp.roll(segment_ids, 1)) | (index == 0)
     start = jax.lax.cummax(jnp.where(first, index, 0))
     infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    # The completions' starts are known only at run time, so they replace the static q_sequence of `_Visible`.
     kernel = type(kernel)(*(i._replace(q_sequence=start << BITS | index) for i in infos), **kernel.kwargs)
 
     scaled = (query * jnp.asarray(h**-0.5, query.dtype)).reshape(k * r, t, h)
     keys = jnp.concatenate([keys, prompt_keys], axis=1)
     values = jnp.concatenate([values, prompt_values], axis=1)
+    # Segment ids only hide the prompt's padding: all queries are in segment 1, hidden keys in 0.
     real = jnp.concatenate([jnp.ones_like(index), prompt_mask.astype(jnp.int32)])
     out = kernel(scaled, keys, values, splash.SegmentIds(jnp.ones_like(index), real))
-    return jnp.where(segment_ids[None, :, None] > 0, out, 0).reshape(k, r, t, h)  # no gradient comes from padding
+    return jnp.where(segment_ids[None, :, None] > 0, out, 0).reshape(k, r, t, h)  # so padding gives no gradient

@@ -1,4 +1,4 @@
-"""The Flax NNX modules of a decoder: what has parameters."""
+"""The Flax NNX modules of a decoder: all parts with parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl_llm.structs import Array
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that decides a decoder's shapes and arithmetic."""
+    """Sizes and arithmetic of a decoder."""
 
     vocab_size: int
     width: int
@@ -31,16 +31,16 @@ class DecoderConfig:
     qkv_bias: bool  # Qwen2
     qk_norm: bool  # Qwen3
     dtype: str = "float32"  # of activations and matrix products; parameters stay float32
-    remat: str = "none"  # what the backward pass computes again: none | dots | full
+    remat: str = "none"  # rematerialization in the backward pass: none | dots | full
 
     @property
     def precision(self) -> jax.lax.Precision | None:
-        """float32 means float32: accelerators would multiply it in bf16 or TF32 unasked."""
+        """HIGHEST for float32, because accelerators multiply float32 in bf16 or TF32 by default."""
         return jax.lax.Precision.HIGHEST if self.dtype == "float32" else None
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention: the projections on both sides of `attend`."""
+    """Grouped-query attention: the projections before and after `attend`."""
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -64,7 +64,7 @@ class Attention(nnx.Module):
         return rotate(query, angles), rotate(key, angles), value
 
     def __call__(self, attended: Array) -> jax.Array:
-        """[B, N, T, heads, h] -> [B, N, T, D]."""
+        """Applies the output projection: [B, N, T, heads, h] -> [B, N, T, D]."""
         return self.output(attended.reshape(*attended.shape[:3], -1))
 
 
@@ -99,11 +99,11 @@ class Block(nnx.Module):
 
 
 class EmbedAndHead(nnx.Module):
-    """What is below and above the layers: embedding, last norm, head."""
+    """The parts outside the layers: embedding, final norm, head."""
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
-        self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=init, rngs=rngs)  # rows in the table's dtype
+        self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=init, rngs=rngs)  # returns the table's dtype
         self.norm = _norm(cfg, cfg.width, rngs=rngs)
         if not cfg.tied_head:
             self.head = _linear(cfg, cfg.width, cfg.vocab_size, rngs=rngs)
@@ -113,11 +113,11 @@ class Linear(nnx.Linear):
     """x [..., D] -> [..., E]."""
 
     def __call__(self, x: Array) -> jax.Array:
-        # One axis of tokens: over several, XLA copies both factors of the kernel's gradient transposed.
+        # One token axis: with several, XLA copies and transposes both factors of the kernel's gradient.
         flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         y = jnp.matmul(flat, self.kernel[...].astype(self.dtype), precision=self.precision)
         if self.bias is not None:
-            # The bias is rounded as the engines round it, but added in float32: its gradient is a sum over all tokens.
+            # The bias is rounded as in the engines, but added in float32: its gradient is a sum over all tokens.
             y = (y.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)
         return y.reshape(*x.shape[:-1], -1)
 

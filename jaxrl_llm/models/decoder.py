@@ -1,8 +1,7 @@
-"""The decoder shared by all families: pure functions over a tree of parameters.
+"""The decoder of all model families: pure functions over a parameter tree.
 
-Prompts are [B, P] and run once. What follows a prompt lies in rows [B, N, T], each with one or
-several completions; all attend to the keys and values of their prompt, of which one copy serves
-the whole group.
+Prompts [B, P] run once per group. Completions are in rows [B, N, T], one or several to a row. All rows of a group
+attend to one copy of the keys and values of their prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from jaxrl_llm.structs import Array, PyTree
 
 
 def last_state(hidden: Array, mask: Array) -> jax.Array:
-    """Hidden state [B, D] of the last real token, hidden [B, P, D], mask [B, P] padded on either side."""
+    """Hidden state [B, D] of the last real token. hidden is [B, P, D]; mask [B, P] may be padded left or right."""
     last = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
     return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
@@ -31,8 +30,8 @@ def last_state(hidden: Array, mask: Array) -> jax.Array:
 class Decoder:
     """Pure functions over a parameter tree {"layers", "embed", "norm", "head"}.
 
-    "layers" is stacked [L, ...] and scanned (training: one layer is compiled), or a list of layers
-    as `unstack` makes it (sampling: a slice of a stack would be copied for every token).
+    "layers" is either stacked [L, ...] and scanned (training), so that XLA compiles one layer, or a list of layers
+    from `unstack` (sampling), because a scan would copy each layer's slice of the stack for every token.
     """
 
     def __init__(self, cfg: DecoderConfig, mesh: Mesh | None = None):
@@ -44,17 +43,17 @@ class Decoder:
         )
 
     def init(self, key: Array) -> PyTree:
-        """Fresh float32 parameters, normal(0, 0.02)."""
+        """Initializes float32 parameters; kernels and embedding are normal(0, 0.02)."""
         block_key, ends_key = jax.random.split(key)
         blocks = jax.vmap(lambda k: _pure(Block(self.cfg, nnx.Rngs(k))))(jax.random.split(block_key, self.cfg.layers))
         return {"layers": blocks, **_pure(EmbedAndHead(self.cfg, nnx.Rngs(ends_key)))}
 
     def shapes(self) -> PyTree:
-        """The parameter tree's shapes and dtypes."""
+        """Shapes and dtypes of the parameter tree."""
         return jax.eval_shape(self.init, jax.random.key(0))
 
     def prefill(self, params: PyTree, tokens: Array, mask: Array) -> tuple[jax.Array, Any]:
-        """Prompts [B, P] -> hidden [B, P, D], and each layer's keys and values [B, K, P, h]."""
+        """Runs prompts [B, P] -> hidden [B, P, D], and the keys and values [B, K, P, h] of each layer."""
         angles = rotary(_positions(mask), self.cfg.head_dim, self.cfg.rope_theta)
         attend_packed = self._attend_packed(mask[:, None].astype(jnp.int32))
 
@@ -70,10 +69,10 @@ class Decoder:
     def forward(
         self, params: PyTree, prompts: Array, prompt_mask: Array, tokens: Array, positions: Array, segment_ids: Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Prompts [B, P] and the rows [B, N, T] after them -> hidden [B, P, D] and [B, N, T, D].
+        """Runs prompts [B, P] and their completion rows [B, N, T] -> hidden [B, P, D] and [B, N, T, D].
 
-        positions [B, N, T] count from a completion's first token. segment_ids [B, N, T] tells the
-        completions in a row apart. Every product is one over the tokens of prompts and rows.
+        positions [B, N, T] count from the first token of a completion. segment_ids [B, N, T] number the completions
+        of a row. Each matrix product covers the tokens of prompts and rows together.
         """
         length = prompts.shape[1]
 
@@ -106,9 +105,9 @@ class Decoder:
     def decode(
         self, params: PyTree, tokens: Array, t: Array, cache: Any, prefix: Any, prefix_mask: Array
     ) -> tuple[jax.Array, Any]:
-        """Completion token t of every row, tokens [B, N] -> hidden [B, N, D], and the cache with it.
+        """Decodes completion token t of each row: tokens [B, N] -> hidden [B, N, D], and the cache with token t.
 
-        cache: each layer's keys and values [B, K, N, S, h] of tokens 0 .. t-1, t < S.
+        cache: the KV cache [B, K, N, S, h] of each layer, with tokens 0 .. t-1, t < S.
         """
         positions = jnp.broadcast_to(jnp.sum(prefix_mask, axis=-1)[:, None, None] + t, (*tokens.shape, 1))
         angles = rotary(positions, self.cfg.head_dim, self.cfg.rope_theta)
@@ -136,12 +135,12 @@ class Decoder:
         return logits.reshape(*hidden.shape[:-1], -1)
 
     def unstack(self, params: PyTree) -> PyTree:
-        """The tree with its layers as a list."""
+        """Returns the parameter tree with the stacked layers as a list."""
         layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(self.cfg.layers)]
         return params | {"layers": layers}
 
     def _attend_packed(self, segment_ids: Array) -> Callable[..., jax.Array]:
-        """Causal attention within each completion of rows [B, N, T], by the platform's kernel where it fits."""
+        """Causal attention within each completion of rows [B, N, T], with the platform's kernel if it fits."""
         if self.mesh is not None:
             device, heads = self.mesh.devices.flat[0], (self.cfg.head_dim, self.cfg.dtype)
             if attention_tpu.fits(device, *heads, segment_ids.shape[-1]):
@@ -152,7 +151,7 @@ class Decoder:
         return lambda query, own, *prompt: attend(query, own, visible, *prompt, precision=self.cfg.precision)
 
     def _through(self, layer: Callable, x: Array, layers: PyTree, *per_layer: Any) -> tuple[Array, Any]:
-        """x through all layers; `layer` maps (x, (a layer's parameters, ...)) to x and something to collect."""
+        """Runs x through all layers. `layer` maps (x, (a layer's parameters, ...)) to x and an output to collect."""
         if not isinstance(layers, list):
             return jax.lax.scan(self._remat(layer), x, (layers, *per_layer))
         collected = []
@@ -162,11 +161,11 @@ class Decoder:
         return x, collected
 
     def _embed(self, params: PyTree, tokens: Array) -> jax.Array:
-        # Rows are taken before they are cast: the gradient adds up thousands of rows of a frequent token, in float32.
+        # The cast follows the lookup: a frequent token's gradient sums thousands of rows, which must happen in float32.
         x = self._embed_and_head(params).embed(tokens).astype(self.cfg.dtype)
         if self.mesh is None:
             return x
-        # Left to itself the compiler would split the width as the embedding is, and give every device all prompts.
+        # Without the constraint XLA shards the width, as in the embedding, and each device holds all prompts.
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
 
     def _block(self, params: PyTree) -> Block:
@@ -185,12 +184,12 @@ class Decoder:
 
 
 def _positions(mask: Array) -> jax.Array:
-    """Of each prompt token [B, 1, P], counted from its first real one."""
+    """Position of each prompt token [B, 1, P], counted from the first real token."""
     return jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
 
 
 def _of_prompt(own: KeyValue) -> KeyValue:
-    """Keys and values of a prompt's only row [B, K, 1, P, h] -> [B, K, P, h]."""
+    """Removes the row axis of a prompt's keys and values: [B, K, 1, P, h] -> [B, K, P, h]."""
     return KeyValue(own.keys[:, :, 0], own.values[:, :, 0])
 
 
@@ -199,6 +198,6 @@ def _pure(module: nnx.Module) -> PyTree:
 
 
 def _merge(graphdef: Any, state: Any, params: PyTree) -> Any:
-    state = jax.tree.map(lambda x: x, state)  # a copy: `replace_by_pure_dict` writes in place
+    state = jax.tree.map(lambda x: x, state)  # a copy, because `replace_by_pure_dict` writes in place
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)

@@ -1,4 +1,4 @@
-"""Parameters as the tensors of a Hugging Face checkpoint, and folders of them written."""
+"""Converts parameters to the tensors of a Hugging Face checkpoint, and writes checkpoint folders."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jaxrl_llm.models.hf import NAMES, stored_dtype, tensor_names
 from jaxrl_llm.structs import PyTree
 
 SHARD_BYTES = 5 * 2**30
-TIED = {"model.embed_tokens.weight": "lm_head.weight"}  # what a head shares, if it is not one of its own
+TIED = {"model.embed_tokens.weight": "lm_head.weight"}  # embedding -> tied head, which shares its tensor
 
 
 def save(folder: Path, params: PyTree, source: Path) -> None:
-    """Writes a folder that `transformers` loads: weights in `source`'s dtype, its other files as they are.
+    """Writes a folder that `transformers` loads: weights in `source`'s dtype, and copies of `source`'s other files.
 
-    `folder` is never half-written: the new one is complete before it takes the place of the old.
-    Raises: UserError, if the disk does not take it.
+    The new folder is complete before it replaces an old `folder`, so `folder` is never half-written.
+    Raises: UserError, if the disk write fails.
     """
     dtype = stored_dtype(source)
     with disk.writing(folder):
@@ -44,13 +44,13 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
     shard: dict[str, np.ndarray] = {}
     files: list[Path] = []
 
-    def flush() -> None:  # one shard in memory at a time; its name waits for their number
+    def flush() -> None:  # one shard in host memory at a time; the final name needs the number of shards
         files.append(partial / f"{len(files)}.safetensors")
         try:
             save_file(shard, files[-1], metadata={"format": "pt"})
-        except SafetensorError as error:  # its kind of an OSError
+        except SafetensorError as error:  # safetensors raises it instead of an OSError
             raise OSError(str(error)) from error
-        files[-1].chmod(0o644)  # like the other files; safetensors makes it the owner's alone
+        files[-1].chmod(0o644)  # like the other files; safetensors makes it readable by the owner only
         weight_map.update(dict.fromkeys(shard, files[-1]))
         shard.clear()
 
@@ -70,6 +70,7 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         for file, name in final.items():
             file.rename(partial / name)
+    # A folder cannot be replaced in one step, so the old one moves aside and is deleted last.
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -79,9 +80,9 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
 
 
 def tensors(params: PyTree, dtype: Any, *, untied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
-    """Each tensor of a Hugging Face checkpoint, by its name there, fetched from the devices one at a time.
+    """Yields the name and value of each Hugging Face tensor, fetched from the devices one at a time.
 
-    untied: a head that is tied to the embedding comes as a tensor of its own too.
+    untied: a head that is tied to the embedding is also yielded as a separate tensor.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = sharding.path_name(path)
@@ -95,7 +96,7 @@ def tensors(params: PyTree, dtype: Any, *, untied: bool = False) -> Iterator[tup
 
 
 def shapes(params: PyTree, *, untied: bool = False) -> dict[str, tuple[int, ...]]:
-    """The shape of each of those tensors, in their order."""
+    """Shapes of the tensors that `tensors` yields, in the same order."""
     made = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = sharding.path_name(path)

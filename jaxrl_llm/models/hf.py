@@ -1,4 +1,4 @@
-"""Hugging Face folders read: config.json, safetensors, tokenizer."""
+"""Reads Hugging Face folders: config.json, safetensors, tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import PyTree
 
-# Our parameter -> the tensor's name, one for each layer where it has a {}. Kernels are transposed.
+# Parameter path -> tensor name, with {} for the layer. Kernels are transposed in the file.
 NAMES = {
     "embed/embedding": "model.embed_tokens.weight",
     "norm/scale": "model.norm.weight",
@@ -39,7 +39,7 @@ NAMES = {
     "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
 }
 
-# Files beside config.json and the weights that change what a model reads, writes, or stops at.
+# Besides config.json and the weights, these files change the input tokens, the output text or the stop ids.
 SETTINGS = (
     "generation_config.json",
     "tokenizer.json",
@@ -55,21 +55,21 @@ SETTINGS = (
 
 
 def find(path: str, field: str = "model.path") -> Path:
-    """The local folder of a checkpoint: `path` itself, or a hub id downloaded to the hub's cache.
+    """Returns the local folder of a checkpoint: `path` itself, or a hub id downloaded to the hub's cache.
 
-    Raises: UserError, naming the field, if it is neither.
+    Raises: UserError, naming `field`, if `path` is neither.
     """
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file():
         return folder
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(f"{field} {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
-    from huggingface_hub import snapshot_download  # slow to import, and needed for hub ids alone
+    from huggingface_hub import snapshot_download  # slow to import, and only needed for hub ids
 
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
         return Path(snapshot_download(path, allow_patterns=wanted))
-    except Exception as error:  # offline, unknown, gated: the hub has many kinds, all for the user
+    except Exception as error:  # offline, unknown, gated: the hub raises many types, all for the user
         raise UserError(f"{field} {path!r} is no local folder, and the hub says: {_reason(error)}") from error
 
 
@@ -78,7 +78,7 @@ def _reason(error: Exception) -> str:
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """config.json, or another JSON file of a folder, as a dict. Raises: UserError, if it holds none."""
+    """Reads config.json, or another JSON file of a folder. Raises: UserError, if it holds no JSON object."""
     try:
         found = json.loads((folder / name).read_text())
     except (OSError, ValueError) as error:
@@ -89,7 +89,10 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def load_model(folder: Path, mesh: Mesh | None = None, *, dtype: str = "float32", remat: str = "none") -> Decoder:
-    """The decoder of a folder, on a mesh; its family is the module of this package named by `model_type`."""
+    """Builds the decoder of a folder on a mesh. `model_type` names the module of this package for its family.
+
+    Raises: UserError, for a family, quantization or dtype that is not supported.
+    """
     hf = read_config(folder)
     family = str(hf.get("model_type", ""))
     if family not in (known := families()):
@@ -107,7 +110,7 @@ def load_model(folder: Path, mesh: Mesh | None = None, *, dtype: str = "float32"
 
 
 def stored_dtype(folder: Path) -> np.dtype:
-    """What the folder's weights are stored in. Raises: UserError, if we cannot store it."""
+    """Dtype of the folder's weights. Raises: UserError, if we cannot write it."""
     hf = read_config(folder)
     name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     if name not in ("float32", "bfloat16", "float16"):
@@ -116,35 +119,36 @@ def stored_dtype(folder: Path) -> np.dtype:
 
 
 def families() -> list[str]:
-    """The modules beside this one that describe a family."""
+    """Names of the modules in this package that define a model family."""
     here = Path(__file__).parent
     return sorted(f.stem for f in here.glob("*.py") if "\ndef decoder_config(" in f.read_text(encoding="utf-8"))
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer, just as its tokenizer.json says. Raises: UserError, if it has none or an incomplete one.
+    """Loads the folder's tokenizer, exactly as tokenizer.json defines it.
 
-    For a Qwen config.json AutoTokenizer takes vocabulary and merges alone, and splits text by Qwen's own rules:
-    other token ids than those a model was trained with that has another tokenizer, such as a distilled one.
+    AutoTokenizer is only the fallback. For a Qwen config.json it takes only the vocabulary and the merges, and splits
+    text by Qwen's rules. A model trained with another tokenizer, such as a distilled one, then gets wrong token ids.
+    Raises: UserError, if there is no tokenizer or it is incomplete.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(str(folder))
-    except Exception as error:  # transformers raises many kinds here, all about the files
+    except Exception as error:  # transformers raises many types here, all about the files
         raise UserError(f"{folder}: no tokenizer can be loaded ({_reason(error)}): restore tokenizer.json") from error
-    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):  # what transformers makes out of no files
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):  # transformers returns this for missing files
         raise UserError(f"{folder}: the tokenizer has no vocabulary: restore tokenizer.json")
-    if tokenizer.pad_token_id is None:  # never attended to, never scored: any id serves
+    if tokenizer.pad_token_id is None:  # padding is never attended to or scored, so any id works
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a completion: of generation_config.json, config.json and the tokenizer.
+    """Token ids that end a completion, from generation_config.json, config.json and the tokenizer together.
 
-    Raises: UserError, if there is none (a completion would never end).
+    Raises: UserError, if there is none, because a completion would never end.
     """
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -162,9 +166,9 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def load_params(folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
-    """float32 parameters, each tensor read straight into its shards.
+    """Loads float32 parameters. Each shard is read directly from the file to its device.
 
-    Raises: UserError, for a tensor that is missing, unknown or of another shape, and a broken file.
+    Raises: UserError, for a tensor that is missing, unknown or of the wrong shape, and for a broken file.
     """
     where = _index(folder)
     shapes = model.shapes()
@@ -179,9 +183,9 @@ def load_params(folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that make up the checkpoint: one, or those of its index; what else lies there is not read.
+    """Weight files of the checkpoint: one file, or the files of its index. Other files are ignored.
 
-    Raises: UserError, if there is none or one is missing.
+    Raises: UserError, if there is no weight file or one is missing.
     """
     listing = "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
@@ -198,7 +202,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _index(folder: Path) -> dict[str, Any]:
-    """Every tensor's name -> the open file that holds it."""
+    """Maps each tensor name to the open file that holds it."""
     where = {}
     for file in weight_files(folder):
         try:
@@ -229,7 +233,7 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, layers: 
                     f"{folder}: tensor {tensor} is {found}, config.json makes it {shape}: use one checkpoint's files"
                 )
             expected.add(tensor)
-    harmless = ("lm_head.weight", "rotary_emb.inv_freq")  # a stored copy of a tied head; constants
+    harmless = ("lm_head.weight", "rotary_emb.inv_freq")  # a copy of a tied head; rotary constants
     for tensor in sorted(set(where) - expected):
         if not tensor.endswith(harmless):
             family = read_config(folder)["model_type"]
@@ -237,7 +241,7 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, layers: 
 
 
 def _read(where: dict[str, Any], name: str, shape: tuple[int, ...], index: Any) -> np.ndarray:
-    """The part `index` of our parameter `name`, as float32."""
+    """Reads the part `index` of parameter `name` as float32."""
     spans = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
 
     def one(tensor: str, spans: list[slice]) -> np.ndarray:
@@ -252,7 +256,7 @@ def _read(where: dict[str, Any], name: str, shape: tuple[int, ...], index: Any) 
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash to tell models apart without reading all of them: of a weight file, its size and ends."""
+    """Hash that tells models apart. For speed it reads only the first and last 1 MiB of a weight file."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name in SETTINGS:
         if (folder / name).is_file():

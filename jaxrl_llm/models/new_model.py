@@ -1,4 +1,4 @@
-"""A new small model from nothing: config.json and a character tokenizer with a chat template."""
+"""Defines a new small model: writes config.json and a byte-level tokenizer with a chat template."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ARCHITECTURE = {
 
 
 def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, Any]], column: str) -> None:
-    """Writes config.json, generation_config.json and a tokenizer of one token for each byte found in `rows`.
+    """Writes config.json, generation_config.json and a tokenizer with one token for each byte found in `rows`.
 
-    sizes: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-    intermediate_size. rows: chats or text in "prompt", the text to be learned in `column`.
+    sizes: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, intermediate_size.
+    rows: "prompt" holds chats or text; `column` holds the text to learn.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -39,8 +39,8 @@ def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, An
     for row in rows:
         prompt = row["prompt"]
         texts += [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
-    # Bytes in Qwen's own notation and no merges: transformers makes a Qwen2Tokenizer out of any tokenizer
-    # beside a Qwen2 config.json, with a pre-tokenizer and a decoder of its own; for this one they change nothing.
+    # Next to a Qwen2 config.json, transformers loads any tokenizer as a Qwen2Tokenizer, with Qwen's pre-tokenizer and
+    # decoder. They change nothing for a tokenizer with Qwen's byte notation and no merges.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters = sorted(
         {c for piece, _ in byte_level.pre_tokenize_str("".join(sorted(set("".join(texts))))) for c in piece}

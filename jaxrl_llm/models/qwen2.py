@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on query, key and value."""
+"""The Qwen2 and Qwen2.5 families: biases on query, key and value."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NUMBERS = (
 
 
 def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
-    """The decoder that a Hugging Face config.json of this family describes.
+    """Converts a Hugging Face config.json of this family to a DecoderConfig.
 
-    Raises: UserError, naming a key that is missing or asks for what is not built.
+    Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    hf = {name: value for name, value in hf.items() if value is not None}  # null is as good as missing
+    hf = {name: value for name, value in hf.items() if value is not None}  # null means missing
     for name in NUMBERS:
         if not isinstance(hf.get(name, 0), (int, float)):
             raise UserError(f"config.json: {name} is {hf[name]!r}, which is no number: restore the file")
@@ -59,7 +59,7 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
 
 
 def rope_theta(hf: dict[str, Any]) -> float:
-    """The rotary base, from where either generation of config.json keeps it."""
+    """Rotary base. Old and new config.json store it in different keys. Raises: UserError, for rope scaling."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UserError(f"config.json: the rope settings are {rope!r}: restore the file")

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): norms on query and key in place of Qwen2's biases."""
+"""The dense Qwen3 family: norms on query and key instead of Qwen2's biases."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxrl_llm.models.blocks import DecoderConfig
 
 
 def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
-    """The decoder that a Hugging Face config.json of this family describes.
+    """Converts a Hugging Face config.json of this family to a DecoderConfig.
 
-    Raises: UserError, naming a key that is missing or asks for what is not built.
+    Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
     if hf.get("attention_bias"):
         raise UserError("config.json: attention_bias is true: only Qwen3 without attention biases is supported")
     shared = qwen2.decoder_config(hf, dtype, remat)
-    head_dim = hf.get("head_dim") or 128  # the family's default; not width / heads
+    head_dim = hf.get("head_dim") or 128  # the default of the family, not width / heads
     return dataclasses.replace(shared, head_dim=head_dim, qkv_bias=False, qk_norm=True)

@@ -1,6 +1,6 @@
-"""Rewards for mathematics with a known answer: what the last \\boxed{} holds, judged by math-verify.
+"""Rewards for mathematics with a known answer: math-verify judges the content of the last \\boxed{}.
 
-The forms of an answer that count as equal, and those that do not, are a table in tests/test_math.py.
+A table in tests/test_math.py lists forms of an answer that count as equal, and forms that do not.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jaxrl_llm.host.process import Pool
 __all__ = ["accuracy", "is_boxed"]
 
 EACH, WHOLE = 5.0, 60.0  # seconds for one answer (most take 0.01), and for all answers of a batch
-LONGEST = 2000  # characters: a longer answer earns 0
-PROCESSES, SHARE = 8, 32  # at most so many processes; for fewer answers than a share no other one is started
+LONGEST = 2000  # characters; a longer answer earns 0
+PROCESSES, SHARE = 8, 32  # at most PROCESSES processes, and one per SHARE answers
 
 
 def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float]:
-    """1 where the last \\boxed{} of the completion equals the answer as mathematics.
+    """Returns 1 where the last \\boxed{} of the completion is mathematically equal to the answer, else 0.
 
-    A box that is empty, not closed or longer than LONGEST characters earns 0. So does an answer that is not judged in
-    time: a line on stderr says how many. Raises: ValueError, for a row whose answer is neither text nor a number.
+    A box earns 0 if it is empty, not closed, longer than LONGEST characters, or not judged in time. A line on stderr
+    counts the late ones. Raises: ValueError, if the answer of a row is neither text nor a number.
     """
     pairs = [(_clean(last_box(_text(c)) or ""), _clean(_wanted(a))) for c, a in zip(completions, answer, strict=True)]
     equal = {pair: _plainly_equal(*pair) for pair in pairs}
@@ -43,15 +43,15 @@ def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[
 
 
 def is_boxed(completions: list[Any], **columns: Any) -> list[float]:
-    """1 where the last \\boxed{} of the completion is closed and not empty."""
+    """Returns 1 where the last \\boxed{} of the completion is closed and not empty, else 0."""
     return [float(bool(last_box(_text(c)))) for c in completions]
 
 
 def last_box(text: str) -> str | None:
-    """What the last \\boxed{} or \\fbox{} holds; None if there is none, or if it is not closed.
+    """Returns the content of the last \\boxed{} or \\fbox{}; None if there is none, or if it is not closed.
 
-    A box that is not closed takes the place of the one before it: the completion was cut, or went wrong, while it said
-    its last word, and what it said earlier is no longer its answer.
+    A last box that is not closed also makes earlier boxes invalid. The completion was cut or went wrong while it wrote
+    its final answer, so an earlier box is not the answer.
     """
     openings = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))
     if not openings:
@@ -69,7 +69,7 @@ def _text(completion: Any) -> str:
 
 
 def _wanted(answer: Any) -> str:
-    """The answer of a row as text: without GSM8K's "####" and what is before it, or without its own box."""
+    """Returns the answer of a row as text, without GSM8K's "####" and all text before it, or without its box."""
     if isinstance(answer, Number) and not isinstance(answer, complex) and math.isfinite(answer):  # pyright: ignore
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
@@ -96,7 +96,7 @@ SIGNS = {
     "\u00a0": " ",
     "\u202f": " ",
 }
-# What people and models write around or inside of a number, and what math-verify does not read, or reads wrongly.
+# Common notation around or inside a number that math-verify does not read, or reads wrongly.
 REWRITES = [
     (re.compile(pattern, re.DOTALL), by)
     for pattern, by in (
@@ -116,14 +116,14 @@ REWRITES = [
 
 
 def _repeating(sign: str, whole: str, fixed: str, repeated: str) -> str:
-    """0.1\\overline{6} as \\frac{1}{6}."""
+    """Converts a repeating decimal to a fraction: 0.1\\overline{6} to \\frac{1}{6}."""
     nines = (10 ** len(repeated) - 1) * 10 ** len(fixed)
     value = Fraction(int(whole + fixed + repeated) - int(whole + fixed or 0), nines)
     return f"{sign}\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _clean(text: str) -> str:
-    """An answer as math-verify reads it; nothing of one that is too long."""
+    """Rewrites an answer for math-verify; returns "" if it is too long."""
     if len(text) > LONGEST:
         return ""
     text = text.translate(str.maketrans(SIGNS)).strip()
@@ -133,7 +133,7 @@ def _clean(text: str) -> str:
 
 
 def _plainly_equal(box: str, answer: str) -> bool | None:
-    """Of equal text, integers, choices (A) and words; None: mathematics must tell."""
+    """Compares equal text, integers, choices (A) and words; returns None if math-verify must decide."""
     if not box or box == answer:
         return bool(box)
     if all(re.fullmatch(r"-?\d{1,300}", text, re.ASCII) for text in (box, answer)):
@@ -151,13 +151,13 @@ def _plainly_equal(box: str, answer: str) -> bool | None:
 
 
 def _choice(text: str) -> str:
-    """ "A" of A, (A), \\text{(A)}, A. and (A) 5; "" of anything else."""
+    """Returns "A" for A, (A), \\text{(A)}, A. and (A) 5; "" for anything else."""
     found = re.fullmatch(r"\(?([A-Z])(?:\)?|[.):]\s+(?!and\b|or\b)[^()]*)", _unwrapped(text))
     return found[1] if found else ""
 
 
 def _unwrapped(text: str) -> str:
-    """Without commands for text and letters: \\text{}, \\textbf{}, \\mathrm{} …"""
+    """Removes commands for text and letters, but not their content: \\text{}, \\textbf{}, \\mathrm{} …"""
     return re.sub(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text).strip()
 
 
@@ -167,12 +167,12 @@ def _pool() -> Pool:
 
 
 def _prepare() -> None:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit: the pool has
-    _equal("\\sqrt{4}", "2")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about its missing time limit; the pool has one
+    _equal("\\sqrt{4}", "2")  # the slow import must not count against the first answer's limit
 
 
 def _equal(box: str, answer: str) -> bool:
-    """In a process of the pool, which alone needs half a second to import math-verify."""
+    """Runs in a process of the pool: only there math-verify is imported, which takes half a second."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     config = [LatexExtractionConfig(boxed_match_priority=0)]

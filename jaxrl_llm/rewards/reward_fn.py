@@ -1,4 +1,4 @@
-"""Calls the reward functions of a config: in processes of their own, within a time limit, their answers checked."""
+"""Calls a config's reward functions in separate processes with a time limit, and checks what they return."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from jaxrl_llm.config.names import resolve
 from jaxrl_llm.errors import UserError, describe
 from jaxrl_llm.host.process import Process
 
-__all__: tuple[str, ...] = ()  # nothing here is a reward that a config may name
+__all__: tuple[str, ...] = ()  # no function here is a reward that a config may name
 
 T = TypeVar("T")
 Reward: TypeAlias = Callable[..., Any]
-SEARCH = 1.0  # seconds: a function that raised this soon is called again for single completions, for as long at most
-LARGEST = float(np.finfo(np.float32).max)
+SEARCH = 1.0  # seconds: a function that fails within this time is called again for single completions, for this long
+LARGEST = float(np.finfo(np.float32).max)  # channels are float32
 
 
 class RewardFn:
     """`reward_fn(rows, texts, ids)` -> named channels [B, G] and their weighted sum "total" [B, G].
 
-    rows: B data rows; texts and ids: B x G completions. Where a function said None its channel is NaN and adds nothing.
-    Raises: UserError, naming the function, and the row and the completion if it is for one of them.
+    rows: B data rows; texts and ids: B x G completions. Where a function returns None, its channel is NaN and adds 0.
+    Raises: UserError, naming the function, and the row and completion if one of them causes the error.
 
-    With a time limit each function has a process of its own (see `Process`), so that the limit holds whatever the
-    function does, and all functions run at the same time. After an error a RewardFn is closed.
+    With a time limit, each function has its own process (see `Process`). So the limit holds whatever the function
+    does, and all functions run at the same time. After an error, the RewardFn is closed.
     """
 
     def __init__(self, names: Sequence[str], weights: Sequence[float], timeout: float, *, field: str):
-        """timeout: seconds for one batch of one function, of the config's `field`; 0: no limit, and no process."""
+        """timeout: seconds for one batch of one function, set by the config's `field`; 0: no limit and no process."""
         self._names, self._weights, self._timeout, self._field = names, weights, timeout, field
         self._processes = {name: Process(_resolved, name) for name in names if timeout}
         self._starting = set(self._processes)
@@ -59,15 +59,15 @@ class RewardFn:
         return channels | {"total": np.asarray(np.sum(weighted, axis=0), np.float32)}
 
     def start(self, grade: Callable[[], T]) -> Callable[[], T]:
-        """Begins `grade`, which calls this RewardFn, in a thread; the result waits for it, and may be called again.
+        """Starts `grade`, which calls this RewardFn, in a thread. Returns a function that waits for its result.
 
-        Without a time limit it begins when waited for, in the thread that waits: a function may set an alarm, which
-        Python allows in the main thread alone.
+        That function may be called repeatedly. Without a time limit, its first call runs `grade` in the caller's
+        thread: a reward function may set an alarm, and Python allows alarms only in the main thread.
         """
         return self._thread.submit(grade).result if self._timeout else cache(grade)
 
     def close(self) -> None:
-        """Ends the processes; what is being judged is given up."""
+        """Ends the processes, also while they judge a batch."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         for process in self._processes.values():
             process.close()
@@ -77,7 +77,7 @@ class RewardFn:
 
     def _ask_processes(self, rows: list[dict[str, Any]], *completions: Any) -> dict[str, list[float]]:
         try:
-            while self._starting:  # no limit: this process has imported the same before
+            while self._starting:  # no limit: this process has run the same imports before
                 self._answer(self._starting.pop(), math.inf, len(rows))
             end = time.monotonic() + self._timeout
             for name, process in self._processes.items():
@@ -89,7 +89,7 @@ class RewardFn:
                     raise self._cannot_be_sent(name, rows, error) from error
             return {name: self._answer(name, end, len(rows)) for name in self._processes}
         except BaseException:
-            self.close()  # a process that is still at work would answer the next question with this one's numbers
+            self.close()  # a process that still works would return this batch's numbers for the next one
             raise
 
     def _answer(self, name: str, end: float, count: int) -> Any:
@@ -118,7 +118,7 @@ class RewardFn:
 
 
 def call_by_name(name: str, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]) -> list[float]:
-    """`call` of the function that a config names."""
+    """Runs `call` for the function that a config names."""
     return call(name, resolve(name, rewards, "reward"), rows, texts, ids)
 
 
@@ -137,7 +137,7 @@ def _can_be_sent(value: Any) -> bool:
 def call(
     name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
 ) -> list[float]:
-    """One reward function over a flat list of completions, its answer checked; None becomes NaN."""
+    """Calls one reward function on a flat list of completions and checks the result; None becomes NaN."""
     arguments = _arguments(name, function, rows, texts, ids)
     began, slow = time.monotonic(), False
     try:
@@ -164,7 +164,7 @@ def call(
 
 @cache
 def _loop() -> asyncio.Runner:
-    """One event loop for all batches: a client that a module keeps belongs to the loop it began in."""
+    """Returns one event loop for all batches, because a client that a module keeps is tied to its first loop."""
     return asyncio.Runner()
 
 
@@ -173,16 +173,17 @@ async def _awaited(values: Any) -> Any:
 
 
 def _listed(values: Any, count: int) -> Any:
-    """A sequence, an array [N] or an iterator (at most one more than `count`) as a list; anything else as it is."""
+    """Converts a sequence, an array [N] or an iterator to a list; returns anything else as it is."""
     if hasattr(values, "tolist"):  # NumPy, jax, torch, pandas
         return values.tolist()
     if isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping, Set)):
+        # An iterator may be endless; one value more than `count` is enough to see that it is too long.
         return list(values if isinstance(values, Sequence) else islice(values, count + 1))
     return values
 
 
 def _kind(returned: Any, values: Any) -> str:
-    """What a function returned, in few words."""
+    """Describes what a function returned, in a few words."""
     kind = type(returned).__name__
     if len(getattr(returned, "shape", ())) > 1:
         return f"{kind} of shape {tuple(returned.shape)}"
@@ -198,7 +199,7 @@ def _number(name: str, value: Any, row: dict[str, Any], text: str) -> float:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not abs(number) <= LARGEST:
+    if not abs(number) <= LARGEST:  # true for NaN too
         raise UserError(
             f"reward {name} returned {value!r:.200} for {_show(row, text)}: return a finite number, or None to abstain"
         )
@@ -208,7 +209,7 @@ def _number(name: str, value: Any, row: dict[str, Any], text: str) -> float:
 def _arguments(
     name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
 ) -> dict[str, Any]:
-    """What the function asks for by name, or everything if it takes **kwargs."""
+    """Returns the arguments that the function names, or all of them if it takes **kwargs."""
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
     prompts, said = zip(*(_said(row["prompt"], text) for row, text in zip(rows, texts, strict=True)), strict=True)
     columns.pop("prompt")
@@ -227,7 +228,7 @@ def _arguments(
 
 
 def _said(prompt: Any, text: str) -> tuple[Any, Any]:
-    """Prompt and completion as TRL gives them: an answer that the prompt began is part of the completion."""
+    """Returns prompt and completion as TRL does: an answer that the prompt starts is part of the completion."""
     if isinstance(prompt, str):
         return prompt, text
     if prompt[-1]["role"] == "assistant":
@@ -239,7 +240,7 @@ def _said(prompt: Any, text: str) -> tuple[Any, Any]:
 def _culprit(
     name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
 ) -> int | None:
-    """Index of the first completion that makes the function raise by itself; None if the search finds none in time."""
+    """Returns the index of the first completion that alone makes the function raise; None if not found in time."""
     end = time.monotonic() + SEARCH
     for i in range(len(rows)):
         if time.monotonic() > end:
@@ -252,6 +253,6 @@ def _culprit(
 
 
 def _show(row: dict[str, Any], text: str) -> str:
-    """The row and the completion, short enough for one line."""
+    """Formats the row and the completion, short enough for one line."""
     shown = {key: value for key, value in row.items() if key != "prompt"} or row["prompt"]
     return f"row {str(shown)[:200]}, completion {text[:200]!r}"

@@ -1,1 +1,1 @@
-"""Where completions come from. An engine knows token ids, not text."""
+"""Rollouts: engines sample completions, and the actor hands them to the learner."""

@@ -1,10 +1,10 @@
-"""The actor: completions for the steps to come, from weights that are pushed to it."""
+"""The actor: pushes weights to the engine and samples the batches of the next steps."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import jax
@@ -13,24 +13,15 @@ from jaxrl_llm.checkpoint import Pending
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.samples import Samples, SampleSource
+from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.structs import Array, PyTree, Rollouts
 
 
-class WeightCheck(Protocol):
-    """Asks the engine something after a push, and compares the answer with what the trainer computes."""
-
-    def ask(self) -> Rollouts: ...
-
-    def check(self, answer: Rollouts, params: PyTree) -> dict[str, Any]:
-        """Metrics. Raises: UserError, if the engine has other weights."""
-        ...
-
-
 class Actor:
-    """Samples for step after step. The samples of step s come from the weights after step s - 1 - lag.
+    """Samples a batch for each step. The batch of step s comes from the weights after step s - 1 - lag.
 
-    `next`, `push` and `advance` are called once a step, in this order. With a lag, one thread pushes and samples while
-    the caller's own learns; what it does when is decided by counting, never by time.
+    Call `next`, `push` and `advance` once per step, in this order. With a lag, one thread pushes and samples while the
+    caller's thread learns. The step count decides the order of its work, not the time.
     """
 
     def __init__(
@@ -44,7 +35,7 @@ class Actor:
         last: int,
         weight_check: WeightCheck | None = None,
     ):
-        """key: of the run; last: its last step; iterator: of the prompts, the one that `source` draws from."""
+        """key: the run's key; last: the run's last step; iterator: the prompt iterator of `source`."""
         self.engine, self._source, self._iterator, self._key = engine, source, iterator, key
         self._lag, self._last, self._check = lag, last, weight_check
         self._beginning = self._position = iterator.get_state()
@@ -53,8 +44,8 @@ class Actor:
         self._pushed: Future[Rollouts | None]
 
     def reset(self, step: int, params: PyTree, pending: Pending | None = None) -> None:
-        """Goes on after `step` with these weights, and as `pending` says; without it, at the start of the data."""
-        self._prefetcher.close(wait=True)  # what it samples now moves the iterator
+        """Continues after `step` with these weights and the batches of `pending`; None: from the start of the data."""
+        self._prefetcher.close(wait=True)  # waits: a batch in sampling still moves the iterator
         self._prefetcher = Prefetcher(self._sample, lag=self._lag, last=self._last)
         position, batches = pending or Pending(self._beginning, [])
         self._iterator.set_state(position)
@@ -64,40 +55,40 @@ class Actor:
         self._prefetcher.begin(step, [replace(samples, position=position) for samples in made])
 
     def next(self) -> Samples:
-        """The samples of the next step, when they are there. They stay the next ones until the `push` after them."""
+        """Waits for the batch of the next step and returns it. Returns the same batch until `push`."""
         self._current = self._prefetcher.next()
         return self._current
 
     def finish_push(self, params: PyTree) -> dict[str, Any]:
-        """Returns when the engine reads the parameters last pushed no more, with metrics of what it has now.
+        """Waits until the engine no longer reads the last pushed parameters; returns the weight check's metrics.
 
-        params: those. Before that, an update must not donate their memory.
+        params: the last pushed parameters. An update must not donate their memory before this returns.
         """
         answer = self._pushed.result()
         return self._check.check(answer, params) if self._check and answer else {}
 
     def wait(self) -> None:
-        """Returns when the engine has the weights last pushed."""
+        """Waits until the engine has the last pushed weights."""
         self._pushed.result()
 
     def push(self, params: PyTree, step: int) -> None:
-        """The next samples have been learned from in `step`: they are dropped, and its weights are pushed."""
+        """Drops the batch that `step` has learned from, and pushes the weights after `step`."""
         self._position = self._current.position
         self._prefetcher.used()
         self._pushed = self._prefetcher.do(self._push, params, step)
 
     def advance(self, step: int) -> None:
-        """All is done that step `step` needs the engine and the device for: one more step may be sampled for."""
+        """Allows one more batch: `step` no longer needs the engine or the device."""
         self._prefetcher.learned(step)
 
     def pending(self, seconds: float | None = None) -> Pending:
-        """The batches that are ordered and not yet learned from, or those of them that come in so many seconds."""
+        """Waits for the ordered batches that no step has used, at most `seconds`, and returns the finished ones."""
         batches = self._prefetcher.waiting(seconds)
         position = batches[-1].position if batches else self._position
         return Pending(position, [(self._source.to_checkpoint(samples), samples.metrics) for samples in batches])
 
     def close(self) -> None:
-        """Nothing more is begun."""
+        """Starts nothing more."""
         self._prefetcher.close()
 
     def _push(self, params: PyTree, step: int) -> Rollouts | None:
@@ -106,6 +97,6 @@ class Actor:
 
     def _sample(self, step: int) -> Samples:
         samples = self._source.sample(jax.random.fold_in(self._key, step))
-        if not self._lag:
+        if not self._lag:  # with a lag, one push may serve several batches
             self.engine.release()
         return replace(samples, position=self._iterator.get_state())

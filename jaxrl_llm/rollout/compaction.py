@@ -1,4 +1,4 @@
-"""Batch compaction: plans, on the host, how the sampler's batch shrinks when completions have ended.
+"""Batch compaction: plans on the host how the sampler's batch shrinks when completions have ended.
 
 Every device has n entries of w slots. An entry has one prompt; a prompt may have several entries. The plan says which
 living completion goes into which slot of a smaller batch. No completion moves to another device.
@@ -10,15 +10,16 @@ import numpy as np
 
 
 def smaller_shape(entries: int, width: int) -> tuple[int, int]:
-    """The next smaller shape: half the slots an entry, or half the entries once each has one slot."""
+    """Returns the next smaller shape: half the slots per entry, or half the entries if each has one slot."""
     return (entries, -(-width // 2)) if width > 1 else (-(-entries // 2), 1)
 
 
 def plan_compaction(alive: np.ndarray, prompt: np.ndarray, devices: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where the living completions [N, W] go, in the smallest shape that fits all devices.
+    """Plans the moves of the living completions [N, W] into the smallest shape that fits all devices.
 
-    prompt [N] is each entry's prompt. Returns, for each device: the old entry [d, n'] whose prompt the new entry gets,
-    the old slot n * W + w [d, n', w'] whose completion each new slot gets, and whether it is empty [d, n', w'].
+    prompt [N] is the prompt of each entry. Returns, for each device d: entry [d, n'], the old entry that gives its
+    prompt to each new entry; source [d, n', w'], the old slot n * W + w that gives its completion to each new slot; and
+    empty [d, n', w'], True for new slots without a completion.
     """
     width = alive.shape[1]
     alive, prompt = alive.reshape(devices, -1, width), prompt.reshape(devices, -1)
@@ -43,6 +44,6 @@ def plan_compaction(alive: np.ndarray, prompt: np.ndarray, devices: int) -> tupl
 
 
 def _needed(alive: np.ndarray, prompt: np.ndarray, width: int) -> int:
-    """Entries of `width` slots for those alive [n, w]: ceil(alive / width) of each prompt."""
+    """Counts the entries of `width` slots for alive [n, w]: the sum over prompts of ceil(alive / width)."""
     each = np.bincount(prompt, weights=alive.sum(axis=1))
     return int(np.sum(np.ceil(each / width)))

@@ -1,4 +1,4 @@
-"""Where completions come from. An engine knows token ids, not text."""
+"""The engine interface. An engine samples completions; it knows token ids, not text."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 
 class Engine(Protocol):
-    """What a run asks of a source of completions."""
+    """Samples completions with the weights that the trainer pushes."""
 
-    max_gap: float | None  # allowed between its log-probabilities and the trainer's after a push; None: not checked
+    max_gap: float | None  # largest difference to the trainer's log-probabilities after a push; None: no check
 
     def generate(
         self,
@@ -30,32 +30,32 @@ class Engine(Protocol):
         sampling: Sampling,
         max_tokens: np.ndarray | None = None,
     ) -> Rollouts:
-        """group_size completions of each prompt, on the host; the stop token belongs to the completion.
+        """Samples group_size completions of each prompt, on the host. The stop token belongs to the completion.
 
-        max_tokens [B, G]: of each completion at most, where that is less than the run's limit.
+        max_tokens [B, G]: the limit of each completion, where it is below the run's limit.
         """
         ...
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
-        """From here on, samples come from these parameters, and say that they are of this version."""
+        """Samples from these parameters from now on, and reports `version` with each token."""
         ...
 
     def release(self) -> None:
-        """Frees what memory it can until the next `update_weights`."""
+        """Frees as much memory as possible until the next `update_weights`."""
         ...
 
     def close(self) -> None:
-        """Ends what the engine has started."""
+        """Stops everything that the engine has started."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """What a run gives an engine to start with."""
+    """The inputs that a run gives to an engine at its start."""
 
     model: Decoder
     mesh: Mesh
-    folder: Path  # of the model that the run begins with
+    folder: Path  # of the run's initial model
     workdir: Path
     max_prompt_tokens: int
     max_completion_tokens: int
@@ -64,8 +64,8 @@ class EngineInputs:
 
 
 class EngineChoice(NamedTuple):
-    """What the function that a config names as its engine returns."""
+    """The return value of an engine function (`rollout.engines`)."""
 
     start: Callable[[EngineInputs], Engine]  # raises UserError
-    in_trainer: bool = False  # it computes in the trainer's process, with the trainer's own arithmetic
-    check: Callable[[], None] = lambda: None  # what takes more than a look at the config; raises UserError
+    in_trainer: bool = False  # it runs in the trainer's process, with the trainer's arithmetic
+    check: Callable[[], None] = lambda: None  # checks that need more than the config; raises UserError

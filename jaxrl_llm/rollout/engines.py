@@ -1,4 +1,4 @@
-"""The engines that a config may name: functions of the `engine` section that check it, and say how to start."""
+"""The built-in engines. Each function checks the `engine` section of a config and returns an `EngineChoice`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxrl_llm.rollout.vllm import engine as servers_of_vllm
 from jaxrl_llm.serve_vllm import LOOPBACK, check_python
 from jaxrl_llm.structs import Config
 
-__all__ = ["jax", "vllm"]  # what a config may name
+__all__ = ["jax", "vllm"]  # names for config.engine.name
 
 PYTHON = ".vllm/bin/python"  # where launch/vllm_cpu.sh and launch/vllm_gpu.sh install vLLM
-# Chunked prefill ends vLLM's CPU engine where requests have seeds.
+# With chunked prefill, vLLM's CPU engine dies on requests with seeds.
 SERVER_ARGS = (
     "--enforce-eager",
     "--no-enable-chunked-prefill",
@@ -31,12 +31,12 @@ SERVER_ARGS = (
 
 
 def choose(config: Config) -> EngineChoice:
-    """The engine that a config names. Raises: UserError, if its section does not fit."""
+    """Returns the engine that a config names. Raises: UserError, if the `engine` section does not fit it."""
     return resolve(config.engine.name, sys.modules[__name__], "config.engine.name")(**arguments(config.engine))
 
 
 def jax() -> EngineChoice:
-    """The sampler in this process, on the devices and the mesh of the trainer."""
+    """The JAX sampler, in the trainer's process, on its devices and its mesh."""
 
     def start(given: EngineInputs) -> Engine:
         return sampler.Sampler(
@@ -64,7 +64,7 @@ def vllm(
     patience: MayChange[Positive] = 300.0,
     max_gap: MayChange[Positive] = 1e-3,
 ) -> EngineChoice:
-    """vLLM servers, of the run's own or elsewhere; configs/grpo_vllm.py says what each argument means."""
+    """vLLM servers, started by the run or elsewhere. configs/grpo_vllm.py explains each argument."""
     if managed == bool(servers):
         raise UserError(
             f"config.engine.managed = {managed} and engine.servers = {servers}: give servers, or let the run "
@@ -94,7 +94,7 @@ def vllm(
 
 
 def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> None:
-    """Servers have addresses, and reach the weights. Raises: UserError."""
+    """Raises: UserError, if an address is wrong, or if a server cannot reach the weights."""
     for server in servers:
         url = urlsplit(server)
         if url.scheme not in ("http", "https") or not url.hostname:

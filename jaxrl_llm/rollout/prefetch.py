@@ -1,4 +1,4 @@
-"""Sampling ahead of learning: one thread that is given new weights, and samples, in a fixed order."""
+"""Sampling ahead of learning: one thread pushes weights and samples batches, in a fixed order."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ R = TypeVar("R")
 
 
 class Prefetcher(Generic[T]):
-    """Batches of the steps to come, in order, at most `lag` of them before the step in hand has been learned.
+    """Samples the batches of the next steps in order, at most `lag` batches ahead of the current step.
 
-    The batch of step s is sampled with the weights after step s - 1 - lag (at the start of a run: the first ones),
-    however long sampling or learning takes: which weights make which batch is a matter of counting, not of timing.
-    With lag 0 the caller's own thread samples. What was ordered after something that failed is not begun.
+    The batch of step s is sampled with the weights after step s - 1 - lag (at the start of a run: the first weights).
+    The step count decides this, not the time that sampling or learning takes. With lag 0 the caller's thread samples.
+    After a failure, the jobs that were ordered later do not start.
     """
 
     def __init__(self, sample: Callable[[int], T], *, lag: int, last: int):
-        """sample(step) -> its batch; last: the step after which none is sampled."""
+        """sample(step) -> the batch of the step; last: the last step to sample for."""
         self._sample, self._lag, self._last = sample, lag, last
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._batches: deque[Future[T] | int] = deque()  # a number is a step that the caller's thread samples for
+        self._batches: deque[Future[T] | int] = deque()  # int: a step that the caller's thread samples for
         self._failed: BaseException | None = None
 
     def begin(self, start: int, made: Iterable[T]) -> None:
-        """After step `start`: the batches `made` before a restart are there already, the others follow."""
+        """Starts after step `start`. made: the first batches, sampled before a resume; the others are ordered now."""
         for batch in made:
             there: Future[T] = Future()
             there.set_result(batch)
@@ -39,33 +39,33 @@ class Prefetcher(Generic[T]):
             self._order(step)
 
     def next(self) -> T:
-        """The batch of the next step, when it is there. It is the next one's until it is `used`."""
+        """Waits for the batch of the next step and returns it. Returns the same batch until `used`."""
         batch = self._batches[0]
         return self._here(batch) if isinstance(batch, int) else batch.result()
 
     def used(self) -> None:
-        """The next batch is that of the step after."""
+        """Drops the current batch."""
         self._batches.popleft()
 
     def learned(self, step: int) -> None:
-        """One more may be sampled, with what the thread was given to do until now."""
+        """Orders one more batch. It is sampled after all earlier jobs of `do`."""
         self._order(step + 1 + self._lag)
 
     def do(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Runs a function in that thread, after all that was ordered before. Its result raises what failed there."""
+        """Runs a function in the thread, after all earlier jobs. The future raises the thread's first error."""
         return self._thread.submit(self._run, partial(function, *args, **kwargs))
 
     def waiting(self, seconds: float | None = None) -> list[T]:
-        """The batches that are not yet used, when all ordered ones are there, or those there after so many seconds.
+        """Waits for all ordered batches, at most `seconds`; returns the unused ones up to the first unfinished one.
 
-        One that failed, and those after it, are left out: `next` raises what it failed with.
+        Leaves out a batch that failed and all batches after it: `next` raises the error.
         """
         ordered = [batch for batch in self._batches if not isinstance(batch, int)]
         done, _ = wait(ordered, seconds)
         return [batch.result() for batch in takewhile(lambda x: x in done and not x.exception(), ordered)]
 
     def close(self, *, wait: bool = False) -> None:
-        """Nothing more is begun; wait: and what was begun has ended."""
+        """Starts nothing more; wait: returns when the running job has ended."""
         self._thread.shutdown(wait=wait, cancel_futures=True)
 
     def _order(self, step: int) -> None:
@@ -73,7 +73,7 @@ class Prefetcher(Generic[T]):
             self._batches.append(self.do(self._sample, step) if self._lag else step)
 
     def _here(self, step: int) -> T:
-        self.do(_same, None).result()  # when all ordered before is done
+        self.do(_same, None).result()  # waits for all earlier jobs, such as a push
         return self._sample(step)
 
     def _run(self, function: Callable[[], R]) -> R:

@@ -1,8 +1,8 @@
-"""Sampling inside JAX: a prompt is prefilled once for its group, then jitted decode loops.
+"""The in-JAX sampler: prefills each prompt once for its group, then runs jitted decode loops.
 
 The batch is N entries of W slots. An entry has one copy of a prompt's keys and values; a slot has one completion.
-The decode loop runs until the cache is full, or until the living completions fit into half the slots. Then the host
-compacts the batch (`rollout.compaction`), and doubles the cache if it was full. So a few long completions do not cost
+The decode loop runs until the KV cache is full, or until the living completions fit into half the slots. Then the host
+compacts the batch (`rollout.compaction`), and doubles the cache if it is full. So a few long completions do not cost
 the time of the whole batch, attention does not run over an empty cache, and few shapes are compiled.
 """
 
@@ -25,44 +25,44 @@ from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.rollout.compaction import plan_compaction, smaller_shape
 from jaxrl_llm.structs import Array, Prompts, PyTree, Rollouts
 
-FIRST_CACHE = 64  # completion tokens that the first cache holds; a full one is doubled
+FIRST_CACHE = 64  # completion tokens in the first KV cache; a full cache is doubled
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What is fixed while a batch is sampled, and in the programs compiled for it."""
+    """The static values of a batch. The compiled programs depend on them."""
 
     batch: int  # prompts
-    group: int  # completions of each
+    group: int  # completions of each prompt
     sampling: Sampling
-    length: int  # the most tokens of a completion
+    length: int  # largest number of tokens in a completion
     stop_ids: tuple[int, ...]
     pad_id: int
-    devices: int  # that share the prompts
+    devices: int  # number of devices that share the prompts
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """A batch that is being sampled: N entries of W slots."""
+    """The state of a batch in decoding: N entries of W slots."""
 
-    prompt: Array  # [N] the entry's prompt, counted from its device's first
-    completion: Array  # [N, W] which completion it is, b * G + g
+    prompt: Array  # [N] index of the entry's prompt among the prompts of its device
+    completion: Array  # [N, W] index of the completion, b * G + g
     alive: Array  # [N, W] bool
-    max_tokens: Array  # [N, W] tokens that it may have at most
-    tokens: Array  # [N, W, C] sampled so far
+    max_tokens: Array  # [N, W] token limit of the completion
+    tokens: Array  # [N, W, C] sampled until now
     logprobs: Array  # [N, W, C]
-    length: Array  # [N, W] tokens sampled so far
+    length: Array  # [N, W] number of sampled tokens
     prompt_mask: Array  # [N, P]
-    prefix: list[KeyValue]  # a layer's prompt keys and values [N, K, P, h]
-    cache: list[KeyValue]  # a layer's completion keys and values [N, K, W, S, h]
+    prefix: list[KeyValue]  # per layer, prompt keys and values [N, K, P, h]
+    cache: list[KeyValue]  # per layer, completion keys and values [N, K, W, S, h]
 
 
 class Loop(NamedTuple):
-    """What the decode loop carries from token to token; the rest of the `DecodeState` stands still meanwhile."""
+    """The carry of the decode loop. The other fields of `DecodeState` do not change in the loop."""
 
-    t: Array  # the token to be sampled next, of every completion
-    token: Array  # [N, W] the one before it
+    t: Array  # index of the next token, the same for all completions
+    token: Array  # [N, W] token t - 1
     alive: Array
     tokens: Array
     logprobs: Array
@@ -71,9 +71,9 @@ class Loop(NamedTuple):
 
 
 class Sampler:
-    """The in-JAX engine. Keys come from the caller: the same key gives the same completions."""
+    """The in-JAX engine. The caller gives the key: the same key gives the same completions."""
 
-    max_gap: float | None = None  # every step compares its log-probabilities with the trainer's
+    max_gap: float | None = None  # None: every step compares sampler and trainer anyway
 
     def __init__(
         self, model: Decoder, mesh: Mesh, *, max_completion_tokens: int, stop_ids: tuple[int, ...], pad_id: int
@@ -92,21 +92,22 @@ class Sampler:
 
         self._place = jax.jit(as_used)
         self._start = jax.jit(partial(start, model), static_argnums=0, compiler_options=ROUND_AS_WRITTEN)
+        # The state is donated: no second copy of the KV cache.
         self._run = jax.jit(partial(run, model), static_argnums=0, donate_argnums=2, compiler_options=ROUND_AS_WRITTEN)
         self._compact = jax.jit(partial(compact, mesh=mesh, devices=self._devices), static_argnames="capacity")
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
-        """Gathers over fsdp, in the dtype of the arithmetic, once here instead of for every token."""
-        self.release()  # the old copy need not live beside the new
+        """Casts the weights to the compute dtype and gathers them over fsdp, once per push and not per token."""
+        self.release()  # first, so that the old and the new copy are not in memory together
         self._version = version
         self._params = self._place(params)
 
     def release(self) -> None:
-        """Frees the gathered weights: while the policy learns, their memory is worth more than they are."""
+        """Frees the gathered weights: the update of the policy needs the memory."""
         self._params = None
 
     def close(self) -> None:
-        """It has started nothing."""
+        """Does nothing: the sampler has started nothing."""
 
     def generate(
         self,
@@ -117,7 +118,7 @@ class Sampler:
         sampling: Sampling,
         max_tokens: np.ndarray | None = None,
     ) -> Rollouts:
-        """`group_size` completions of each prompt, on the host; max_tokens [B, G]: tokens each may take at most."""
+        """Samples `group_size` completions of each prompt, on the host; max_tokens [B, G]: limit of each completion."""
         total, most = len(prompts.tokens) * group_size, self._length
         limits = np.full(total, most) if max_tokens is None else np.minimum(max_tokens.reshape(-1), most)
         batch = sharding.shard_batch((prompts.tokens, prompts.mask, limits.reshape(-1, group_size)), self._mesh)
@@ -129,6 +130,7 @@ class Sampler:
             state, t = self._run(fixed, self._params, state, t, key)
             rows = (state.completion, state.alive, state.prompt, state.tokens, state.logprobs, state.length)
             completion, alive, prompt, *sampled = sharding.to_host(rows)
+            # Compaction drops ended completions, so their tokens are copied out before it.
             taken = completion < total
             for whole, part in zip((tokens, logprobs, length), sampled, strict=True):
                 whole[completion[taken]] = part[taken]
@@ -146,12 +148,12 @@ class Sampler:
 
 
 def _as_used(dtype: jnp.dtype, path: Any, leaf: Array) -> Array:
-    """Kernels and the embedding are multiplied in `dtype` anyway; norms are applied in float32."""
+    """Casts kernels and the embedding to `dtype`, the dtype of their matmuls. Norms compute in float32."""
     return leaf if sharding.path_name(path).endswith("scale") else leaf.astype(dtype)
 
 
 def choose(logits: Array, uniform: Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Tokens [...] and their log-probabilities from logits [..., V] and uniform numbers [..., 2]."""
+    """Samples tokens [...] and their log-probabilities from logits [..., V] and uniform numbers [..., 2]."""
     if sampling.temperature > 0:
         return draw(support(logits, sampling), uniform)
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -159,8 +161,8 @@ def choose(logits: Array, uniform: Array, sampling: Sampling) -> tuple[jax.Array
     return token, jnp.take_along_axis(logprobs, token[..., None], axis=-1)[..., 0]
 
 
-def _uniform(key: Array, t: Array, total: int) -> jax.Array:
-    """Token t of completion m uses row m of fold_in(key, t), wherever it sits."""
+def _uniform(key: Array, t: Array | int, total: int) -> jax.Array:
+    """Uniform numbers [total, 2] for token t. Row m belongs to completion m, whatever slot compaction gives it."""
     return jax.random.uniform(jax.random.fold_in(key, t), (total, 2))
 
 
@@ -171,12 +173,12 @@ def _ended(token: Array, stop_ids: tuple[int, ...]) -> jax.Array:
 def start(
     model: Decoder, fixed: Decoding, params: PyTree, prompts: Array, prompt_mask: Array, max_tokens: Array, key: Array
 ) -> DecodeState:
-    """Prompts [B, P] prefilled, the first token of every completion sampled, all seated [B, G]."""
+    """Prefills prompts [B, P] and samples the first token of each completion, with N = B and W = G."""
     batch, group, length, sampling = fixed.batch, fixed.group, fixed.length, fixed.sampling
     hidden, prefix = model.prefill(params, prompts, prompt_mask)
     logits = model.logits(params, last_state(hidden, prompt_mask))
     uniform = _uniform(key, 0, batch * group).reshape(batch, group, 2)
-    each = jax.vmap(partial(choose, sampling=sampling), in_axes=(None, 1), out_axes=1)  # one copy of the logits
+    each = jax.vmap(partial(choose, sampling=sampling), in_axes=(None, 1), out_axes=1)  # a group shares its logits
     token, logprob = each(logits, uniform)
     tokens = jnp.full((batch, group, length), fixed.pad_id, jnp.int32).at[:, :, 0].set(token)
     logprobs = jnp.zeros((batch, group, length), jnp.float32).at[:, :, 0].set(logprob)
@@ -200,16 +202,17 @@ def start(
 def run(
     model: Decoder, fixed: Decoding, params: PyTree, state: DecodeState, t: Array, key: Array
 ) -> tuple[DecodeState, Array]:
-    """Decodes from token t on, until the cache is full, all have ended, or half the state would do."""
+    """Decodes from token t until the cache is full, all completions have ended, or the next smaller shape is enough."""
     batch, devices = fixed.batch, fixed.devices
     n, w = state.completion.shape
+    # Token t needs the keys of tokens 0 .. t - 1, so a cache of S entries is enough for token S.
     most = min(state.tokens.shape[2], state.cache[0].keys.shape[3] + 1)
     entries, width = smaller_shape(n // devices, w)
     serves = (state.prompt[:, None] == jnp.arange(batch // devices)[None]).reshape(devices, n // devices, -1)
 
     def go_on(loop: Loop) -> Array:
-        # Another token, while one can be written and something is alive, until the next smaller shape would hold all
-        # that is alive: then the host compacts the batch. At the smallest shape the loop ends with the last completion.
+        # Stops early if the living completions fit into the next smaller shape on every device: then the host compacts
+        # the batch. The smallest shape never stops early.
         each = jnp.einsum("dnp,dn->dp", serves.astype(jnp.int32), jnp.sum(loop.alive, axis=1).reshape(devices, -1))
         crowded = jnp.any(jnp.sum((each + width - 1) // width, axis=1) > entries)
         return (loop.t < most) & jnp.any(loop.alive) & (crowded | (entries * width == n // devices * w))
@@ -240,7 +243,7 @@ def run(
 def compact(
     state: DecodeState, entry: Array, source: Array, empty: Array, *, capacity: int, mesh: Mesh, devices: int
 ) -> DecodeState:
-    """DecodeState moved as `rollout.state.move` says, each within its device, with a cache of `capacity` tokens."""
+    """Moves the state as `plan_compaction` says, within each device, into a cache of `capacity` tokens."""
     n, w = state.completion.shape
 
     def split(x: Array) -> Array:
@@ -262,6 +265,7 @@ def compact(
         return jnp.pad(x, [(0, 0)] * 3 + [(0, capacity - x.shape[3]), (0, 0)])
 
     empty = empty.reshape(-1, empty.shape[-1])
+    # An empty slot gets an index out of range, which `generate` skips.
     return DecodeState(
         prompt=entries(state.prompt),
         completion=jnp.where(empty, jnp.iinfo(jnp.int32).max, per_slot(state.completion)),

@@ -1,4 +1,4 @@
-"""A step's completions and what they earned; DAPO's dynamic sampling (arXiv 2503.14476)."""
+"""The completions of a step and their rewards; DAPO's dynamic sampling (arXiv 2503.14476)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.structs import Array, Config, Prompts, Rewards, Rollouts
 
-Graded: TypeAlias = tuple[list[list[str]], dict[str, np.ndarray]]  # B x G texts, and channels [B, G]
+Graded: TypeAlias = tuple[list[list[str]], dict[str, np.ndarray]]  # B x G texts, and reward channels [B, G]
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Prompts and what was sampled for them, on the host."""
+    """Prompts and their completions, on the host."""
 
     prompts: Prompts
     rollouts: Rollouts
-    graded: Callable[[], Graded]  # waits for it, so that the device may score meanwhile
-    greedy: Samples | None = None  # the same prompts' greedy completions, a group of 1
-    metrics: dict[str, Any] = field(default_factory=dict)  # of how they were sampled
-    position: dict[str, Any] = field(default_factory=dict)  # of the data iterator after them
+    graded: Callable[[], Graded]  # waits for the reward functions; the device can score meanwhile
+    greedy: Samples | None = None  # greedy completions of the same prompts, with G = 1
+    metrics: dict[str, Any] = field(default_factory=dict)  # of the sampling
+    position: dict[str, Any] = field(default_factory=dict)  # of the data iterator after these prompts
 
     @property
     def no_signal(self) -> np.ndarray:
-        """Groups [B] whose members all earned the same, which teaches nothing."""
+        """True for groups [B] in which all completions have the same reward: they give no learning signal."""
         return np.ptp(self.graded()[1]["total"], axis=1) == 0
 
     def rewards(self) -> Rewards:
-        """What the reward functions say. Waits for them."""
+        """Waits for the reward functions and returns the rewards."""
         channels = dict(self.graded()[1])
         rewards = Rewards(channels.pop("total"), channels)
         if not self.greedy:
@@ -45,7 +45,7 @@ class Samples:
 
 
 class SampleSource:
-    """Samples what the next prompts say, and lets it be graded."""
+    """Samples completions for the next prompts and starts the reward functions."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class SampleSource:
         *,
         greedy: bool,
     ):
-        """collate(numbers) -> those rows of the data set; greedy: each prompt's greedy completion is drawn too."""
+        """collate(numbers) -> these rows of the data set; greedy: also sample each prompt's greedy completion."""
         self._config, self._engine, self._sampling, self._prompts = config, engine, sampling, prompts
         self._collate, self._tokenizer, self._score, self._greedy = collate, tokenizer, score, greedy
 
     def sample(self, key: Array) -> Samples:
-        """The next prompts sampled."""
+        """Samples the next prompts."""
         config, metrics = self._config, {}
 
         def draw(key: Array) -> Samples:
@@ -75,16 +75,17 @@ class SampleSource:
             metrics = {"groups/no_signal_sampled": samples.no_signal.mean()}
             more = lambda i: draw(jax.random.fold_in(key, i))  # noqa: E731
             samples, metrics["groups/replaced"] = refill(samples, more, config.rollout.resample_rounds)
+        # After `refill`, which may replace prompts.
         greedy = self._draw(samples.prompts, key, 1, Sampling(temperature=0)) if self._greedy else None
         return replace(samples, greedy=greedy, metrics=metrics)
 
     def to_checkpoint(self, samples: Samples) -> dict[str, Any]:
-        """What a checkpoint needs of a batch that is not yet learned from: arrays."""
+        """Returns the arrays that a checkpoint keeps of a batch that no update has used yet."""
         greedy = {"greedy": samples.greedy.rollouts} if samples.greedy else {}
         return {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
 
     def from_checkpoint(self, kept: dict[str, Any], metrics: dict[str, Any]) -> Samples:
-        """The batch that `keep` was given, to be graded anew; its records may have become dicts."""
+        """Rebuilds the batch of `to_checkpoint` and grades it again. kept: a checkpoint holds dataclasses as dicts."""
         prompts = self._collate(kept["numbers"])
         rollouts, *greedy = (Rollouts(**kept[name]) for name in ("rollouts", "greedy") if name in kept)
         samples = replace(self._graded(prompts, rollouts), metrics=metrics)
@@ -104,9 +105,9 @@ class SampleSource:
 
 
 def refill(samples: Samples, draw: Callable[[int], Samples], rounds: int) -> tuple[Samples, int]:
-    """Puts groups of `draw(1)`, `draw(2)` ... in the place of those without signal, and counts the replaced.
+    """Replaces groups without signal by groups of `draw(1)`, `draw(2)` ..., and counts the replaced groups.
 
-    It ends when every group has a signal, or after so many rounds; what a round samples beyond need is dropped.
+    Stops when every group has a signal, or after `rounds` rounds. Drops the fresh groups that it does not need.
     """
     replaced = 0
     for i in range(1, rounds + 1):
@@ -121,7 +122,7 @@ def refill(samples: Samples, draw: Callable[[int], Samples], rounds: int) -> tup
 
 
 def _put(samples: Samples, at: np.ndarray, fresh: Samples, found: np.ndarray) -> Samples:
-    """Groups `found` of fresh in the places `at`."""
+    """Replaces groups `at` of samples by groups `found` of fresh."""
     put = dict(zip(at.tolist(), found.tolist(), strict=True))
 
     def array(old: np.ndarray, new: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""After each push: is what the servers now say of a greedy completion what the trainer says of it?"""
+"""The weight check: after each push, compares the servers' log-probabilities with the trainer's."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.structs import Batch, Prompts, PyTree, Rollouts
 
-PROMPTS, TOKENS = 4, 16  # at least, and of an answer at most
+PROMPTS, TOKENS = 4, 16  # prompts, rounded up to a multiple of the devices; tokens of an answer at most
 
 
 class WeightCheck:
-    """A few prompts answered greedily, and the log-probabilities of the answers compared.
+    """Answers a few prompts greedily and compares the log-probabilities of servers and trainer.
 
-    weight_check/gap is the largest difference between the servers' and the trainer's. weight_check/gap_before, where
-    the answer is that of the push before, is the one to what the trainer said then: a push that did not arrive has
+    weight_check/gap is the largest difference. weight_check/gap_before is the largest difference to the trainer's
+    log-probabilities at the previous push; it exists if the answer has not changed since. If a push did not arrive,
     gap > gap_before.
     """
 
@@ -38,7 +38,7 @@ class WeightCheck:
         rows: int,
         bound: float,
     ):
-        """collate(numbers) -> those of the data set's rows; bound: of weight_check/gap."""
+        """collate(numbers) -> these rows of the data set; rows: their number; bound: limit of weight_check/gap."""
         self._engine, self._mesh, self._bound = engine, mesh, bound
         self._score = make_logprob_fn(model, Sampling(), mesh, microbatch=0)
         devices = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -46,16 +46,17 @@ class WeightCheck:
         self._last: tuple[Rollouts, np.ndarray] | None = None
 
     def ask(self) -> Rollouts:
-        """What the servers answer."""
+        """Samples the servers' answers."""
         limit = np.full((len(self._prompts.tokens), 1), TOKENS)
         return self._engine.generate(
             self._prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0), max_tokens=limit
         )
 
     def check(self, answer: Rollouts, params: PyTree) -> dict[str, Any]:
-        """Metrics of an answer by the weights last pushed. Raises: UserError, if the servers have others.
+        """Returns the metrics of an answer; params: the last pushed weights.
 
-        Of the thread that computes all else: of two programs at a time with collectives each may wait for the other.
+        Call it in the thread that runs all other programs: two programs with collectives at the same time can deadlock.
+        Raises: UserError, if the servers have other weights.
         """
         prompts = self._prompts
         batch = Batch(prompts.tokens, prompts.mask, answer.completions, answer.completion_mask, answer.loss_mask)
@@ -66,7 +67,7 @@ class WeightCheck:
         metrics = {"weight_check/gap": gaps.max()}
         if last and np.array_equal(last[0].completions, answer.completions):
             metrics["weight_check/gap_before"] = np.where(mask, np.abs(answer.logprobs - last[1]), 0.0).max()
-        if not gaps.max() <= self._bound:  # NaN too
+        if not gaps.max() <= self._bound:  # not `>`, which is False for NaN
             stale = metrics.get("weight_check/gap_before", np.inf) < gaps.max()
             b, _, t = np.unravel_index(np.argmax(gaps), gaps.shape)
             raise UserError(

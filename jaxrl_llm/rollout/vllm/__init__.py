@@ -1,1 +1,1 @@
-"""vLLM as an engine: servers, requests, and weights on their way to them."""
+"""The vLLM engine: servers, requests and weight pushes."""

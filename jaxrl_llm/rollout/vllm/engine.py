@@ -1,4 +1,4 @@
-"""Completions from vLLM servers: the Engine protocol over HTTP, whatever happens to a server meanwhile."""
+"""The `Engine` protocol over HTTP, for vLLM servers that may fail and restart."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.rollout.vllm.server import ManagedServer
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
-SOON = 10.0  # seconds in which a server that is well says what it has
-WAITS = (0.5, 5.0)  # seconds before the second try, doubled for each one after, up to the last
-SETTINGS = {  # what a server must have been started with, for its numbers to mean what ours do
+SOON = 10.0  # seconds: timeout of short requests, and of the wait for a server's lock
+WAITS = (0.5, 5.0)  # seconds: the first and the longest pause before a retry; each retry doubles it
+SETTINGS = {  # required settings of a server, and the reason: its samples must mean the same as ours
     "logprobs_mode": ("processed_logprobs", "its log-probabilities would not be of the distribution sampled"),
     "generation_config": ("vllm", "the model folder's generation_config.json would change the sampling"),
 }
-SHAPE = {  # what a server's model must have as ours has it: in config.json, and in DecoderConfig
+SHAPE = {  # fields that must agree between the models: names in config.json and in DecoderConfig
     "hidden_size": "width",
     "num_hidden_layers": "layers",
     "num_attention_heads": "heads",
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class Unavailable(Exception):
-    """No answer, or one that a restart, a push or another try may mend."""
+    """No answer, or an error that a restart, a push or a retry may fix."""
 
 
 def start(
@@ -59,7 +59,7 @@ def start(
     max_gap: float,
     **settings: Any,
 ) -> VllmEngine:
-    """The engine, and its server if it is to have one of its own (`engines.vllm`). Raises: UserError."""
+    """Starts the engine, and its server if `managed` (arguments: `engines.vllm`). Raises: UserError."""
     server, dtype = None, given.model.cfg.dtype
     if managed:
         server = ManagedServer(
@@ -70,7 +70,7 @@ def start(
             log=given.workdir / "vllm.log",
             extra=server_args,
         )
-    where = f"{socket.gethostname()} {given.workdir.absolute()}"  # the same when the run is resumed
+    where = f"{socket.gethostname()} {given.workdir.absolute()}"  # does not change when the run resumes
     try:
         engine = VllmEngine(
             (server.url,) if server else servers,
@@ -93,17 +93,17 @@ def start(
 
 
 def _all(jobs: Sequence[Future[T]]) -> list[T]:
-    """Their results. Raises: what the first to fail raises, without waiting for those before it."""
+    """Returns the results of all jobs. Raises the error of the first job that fails, without waiting for the others."""
     for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
         job.result()
     return [job.result() for job in jobs]
 
 
 class VllmEngine:
-    """Samples from vLLM servers and pushes weights into them, each of which is this run's alone.
+    """Samples from vLLM servers and pushes weights to them. Each server belongs to one run.
 
-    Every token comes with the version of the weights that made it, as the server says. A server that is away,
-    was started again or lost its weights gets them again, and its requests are repeated, for `patience` seconds.
+    The server reports, for every token, the version of the weights that sampled it. If a server is down, restarts or
+    loses its weights, the engine pushes them again and repeats its requests, for at most `patience` seconds.
     """
 
     max_gap: float | None = None
@@ -127,10 +127,10 @@ class VllmEngine:
         patience: float,
         managed: ManagedServer | None = None,
     ):
-        """run: what tells this run from others; dtype: of the weights pushed. Raises: UserError, as `WeightFile`."""
+        """run: an id of the run; dtype: of the pushed weights. Raises: UserError, like `WeightFile`."""
         self._servers = tuple(server.rstrip("/") for server in servers)
         self._run, self._dtype = f"jaxrl_llm:{run}:", dtype
-        self._pulls = push != "reload"  # the server has our backend
+        self._pulls = push != "reload"  # the server has `receive.PullBackend`
         self._push = weights.pull if self._pulls else weights.reload
         self._offer = weights.WeightFile(
             Path(weights_dir) / f"{weights.NAME}{run}",
@@ -144,10 +144,10 @@ class VllmEngine:
         at_once = concurrency * len(servers)
         limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
         times = httpx.Timeout(timeout, connect=5.0, pool=None)
-        self._client = httpx.Client(timeout=times, limits=limits, trust_env=False)  # through no proxy
+        self._client = httpx.Client(timeout=times, limits=limits, trust_env=False)  # no proxy
         self._pool = ThreadPoolExecutor(at_once)
         self._locks = {server: Lock() for server in self._servers}
-        self._ready: set[str] = set()  # servers that this process has checked and fed since they started
+        self._ready: set[str] = set()  # servers that this process has checked, with no unfinished push
         self._tensors: dict[str, list[int]] = {}
         self._version, self._closed = 0, Event()
 
@@ -160,7 +160,8 @@ class VllmEngine:
         sampling: Sampling,
         max_tokens: np.ndarray | None = None,
     ) -> Rollouts:
-        """group_size completions of each prompt, on the host; max_tokens [B, G]: tokens each may take at most."""
+        """Samples group_size completions of each prompt, on the host; max_tokens [B, G]: limit of each completion."""
+        # vLLM gives member i of a request the seed plus i: leave room below 2**31.
         seeds = np.asarray(jax.random.randint(key, (len(prompts.tokens),), 0, 2**31 - 1 - group_size))
         shape = (len(prompts.tokens), group_size, self._length)
         limits = np.full(shape[:2], self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
@@ -173,17 +174,22 @@ class VllmEngine:
             "detokenize": False,
         }
 
-        def request(b: int, members: np.ndarray, limit: int) -> dict[str, Any]:
-            mine = {"n": len(members), "max_tokens": limit, "seed": int(seeds[b] + members[0])}
+        def request(b: int, first: int, members: np.ndarray, limit: int) -> dict[str, Any]:
+            mine = {"n": len(members), "max_tokens": limit, "seed": int(seeds[b] + first)}
             return {"token_ids": prompts.tokens[b][prompts.mask[b]].tolist(), "sampling_params": body | mine}
 
-        # One request for all members of a group with the same limit: the server shares their prompt.
-        parts = [(b, np.flatnonzero(row == n), int(n)) for b, row in enumerate(limits) for n in np.unique(row)]
+        # One request for all members of a group with the same limit, so that they share the prompt on the server.
+        # Seeds of a group's requests follow each other: two members never have the same one.
+        parts = [
+            (b, int(np.sum(row < n)), np.flatnonzero(row == n), int(n))
+            for b, row in enumerate(limits)
+            for n in np.unique(row)
+        ]
         answers = _all([self._pool.submit(self._group, part[0], request(*part)) for part in parts])
         tokens, logprobs = np.full(shape, self._pad, np.int32), np.zeros(shape, np.float32)
         versions = np.full(shape, self._version, np.int32)
         mask, truncated = np.zeros(shape, bool), np.zeros(shape[:2], bool)
-        for (b, members, _), choices in zip(parts, answers, strict=True):
+        for (b, _, members, _), choices in zip(parts, answers, strict=True):
             for choice in choices:
                 at = b, members[choice["index"]], slice(len(choice["token_ids"]))
                 tokens[at], mask[at] = choice["token_ids"], True
@@ -193,7 +199,7 @@ class VllmEngine:
         return Rollouts(tokens, mask, mask, logprobs, truncated, versions)
 
     def _group(self, b: int, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """The choices of prompt b's group, from one server or, if that is away, the next."""
+        """Returns the choices of prompt b's group. If a server is unavailable, asks the next one."""
 
         def once(server: str) -> list[dict[str, Any]]:
             choices = self.request(server, "POST", "/inference/v1/generate", request)["choices"]
@@ -209,7 +215,7 @@ class VllmEngine:
         return self._persist(once, islice(cycle(self._servers), b % len(self._servers), None))
 
     def _spans(self, choice: dict[str, Any]) -> list[tuple[int, int, int]]:
-        """First token, last + 1 and version of the weights; -1: none of this run's. Raises: UserError, if another's."""
+        """Spans (first token, last + 1, weight version); -1: of no run. Raises: UserError, if of another run."""
         if not (spans := choice.get("weight_versions")):
             raise UserError("the vLLM server does not say which weights made a token: take vLLM 0.32 or newer")
         return [(x["start"], x["end"], self._number(x["version"])) for x in spans]
@@ -224,17 +230,17 @@ class VllmEngine:
         return int(tag.removeprefix(self._run)) if tag.startswith(self._run) else -1
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
-        """From here on, samples come from these parameters; returns when every server has them."""
+        """Pushes the parameters to all servers. Returns when every server has them."""
         self._tensors = {name: list(shape) for name, shape in export.shapes(params).items()}
         self._offer.write(params)
         self._version = version
         _all([self._pool.submit(self._persist, self._bring, cycle([server])) for server in self._servers])
 
     def release(self) -> None:
-        """The servers' memory is their own."""
+        """Does nothing: the servers manage their own memory."""
 
     def close(self) -> None:
-        """Stops asking, frees the servers for another run, and stops one that is ours."""
+        """Cancels the requests, frees the servers for another run, and stops a managed server."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for server in () if self._managed else self._servers:
@@ -248,11 +254,11 @@ class VllmEngine:
         self._offer.close()
 
     def _persist(self, action: Callable[[str], T], servers: Iterable[str]) -> T:
-        """action(server); while it raises Unavailable, again on the next of endless `servers`, until patience ends."""
+        """Returns action(server). On Unavailable, tries the next of the endless `servers`, until patience ends."""
         end, pause = 0.0, WAITS[0]
         for server in servers:
             try:
-                if end:
+                if end:  # a retry: the server may have lost its weights
                     self._bring(server)
                 return action(server)
             except Unavailable as error:
@@ -268,17 +274,17 @@ class VllmEngine:
         raise AssertionError("servers is endless")
 
     def _bring(self, server: str) -> None:
-        """Puts the current weights into a server that has not got them."""
+        """Pushes the current weights to a server that does not have them."""
         post = lambda path, body=None: self.request(server, "POST", path, body)  # noqa: E731
         with self._alone(server):
             has = self._has(server)
-            fresh = has < 0 or server not in self._ready  # it was started again, or has half a push
+            fresh = has < 0 or server not in self._ready  # it was restarted, or has an unfinished push
             if has == self._version and not fresh:
                 return
-            self._ready.discard(server)
+            self._ready.discard(server)  # before the push: if it fails, the next one starts from the check
             if fresh:
                 self._check(server)
-                post("/resume")  # where a trainer was killed in the middle of a push
+                post("/resume")  # a trainer killed during a push leaves the server paused
                 if self._pulls:
                     post("/collective_rpc", {"method": "forget_push"})
                     init = {"tensors": self._tensors, "model": self._model}
@@ -288,7 +294,7 @@ class VllmEngine:
 
     @contextmanager
     def _alone(self, server: str) -> Iterator[None]:
-        """Raises: Unavailable, if another thread does not finish with the server soon."""
+        """Holds the lock of a server. Raises: Unavailable, if another thread keeps it too long."""
         if not self._locks[server].acquire(timeout=SOON):
             raise Unavailable("another request waits for it")
         try:
@@ -297,11 +303,11 @@ class VllmEngine:
             self._locks[server].release()
 
     def _has(self, server: str) -> int:
-        """The version of the weights that it says it has; -1: none of this run's."""
+        """Returns the weight version that the server reports; -1: of no run."""
         return self._number(self.request(server, "GET", "/weight_info", timeout=SOON)["weight_version"])
 
     def _check(self, server: str) -> None:
-        """Raises: UserError, if a server was started in a way that would make its samples something else."""
+        """Raises: UserError, if the server's settings would change the samples or do not fit the run."""
         told = self.request(server, "GET", "/server_info?config_format=json")["vllm_config"]
         model, backend = told["model_config"], (told["weight_transfer_config"] or {}).get("backend")
         for name, (wanted, otherwise) in SETTINGS.items():
@@ -323,12 +329,12 @@ class VllmEngine:
             )
 
     def request(self, server: str, method: str, path: str, body: Any = None, **options: Any) -> Any:
-        """The JSON answer. Raises: Unavailable, or UserError for a refusal that would come again."""
+        """Returns the JSON answer. Raises: Unavailable, if a retry may help; otherwise UserError."""
         send = partial(self._client.request, method, server + path, json=body, **options)
         try:
             try:
                 answer = send()
-            except httpx.RemoteProtocolError:  # a connection kept from before, which the server has closed since
+            except httpx.RemoteProtocolError:  # the server has closed this kept connection
                 answer = send()
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
             raise Unavailable(f"{type(error).__name__} {error} at {path}") from None

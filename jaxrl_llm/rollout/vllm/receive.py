@@ -1,9 +1,9 @@
-"""Runs inside vLLM's workers, beside no JAX: pulls weights the trainer offers, checks all of them, then loads them.
+"""Runs inside vLLM's workers, without JAX: pulls the weights that the trainer offers, checks them all, then loads them.
 
 vllm serve MODEL --worker-extension-cls jaxrl_llm.rollout.vllm.receive.Extension \\
     --weight-transfer-config '{"backend": "pull"}'
 
-Written for vLLM 0.32's weight-transfer API; `load` is the one place that knows how vLLM takes a checkpoint.
+Written for vLLM 0.32's weight-transfer API. Only `load` depends on how vLLM loads a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 SHARED_MEMORY = "/dev/shm"
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # weights and their token go through no proxy
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy sees the weights and their token
 
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """tensors: {name: shape} of every tensor that a push must hold; model: fields of its config.json."""
+    """tensors: {name: shape} of all tensors of a push; model: required fields of the server model's config.json."""
 
     tensors: dict[str, list[int]]
     model: dict[str, Any]
@@ -36,7 +36,7 @@ class Init(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """A safetensors file: a path on this host, or a URL that the trainer serves with a token."""
+    """A safetensors file: a path on this host, or a URL that the trainer serves to clients with the token."""
 
     path: str = ""
     url: str = ""
@@ -45,7 +45,7 @@ class Update(WeightTransferUpdateInfo):
 
 
 class PullBackend(WeightTransferEngine[Init, Update]):
-    """All or nothing: whatever is wrong with a push, the old weights keep serving."""
+    """Checks a whole push before it loads any tensor. If the push is wrong, the old weights stay in use."""
 
     init_info_cls = Init
     update_info_cls = Update
@@ -58,7 +58,7 @@ class PullBackend(WeightTransferEngine[Init, Update]):
         self.tensors = {name: tuple(shape) for name, shape in init_info.tensors.items()}
 
     def start_weight_update(self) -> None:
-        pass  # nothing is touched until all is checked
+        pass  # the model does not change before `receive_weights` has checked all tensors
 
     def finish_weight_update(self) -> None:
         pass
@@ -73,27 +73,27 @@ class PullBackend(WeightTransferEngine[Init, Update]):
 
 
 class Extension:
-    """Part of each of vLLM's workers, and the reason why they import this module."""
+    """A mixin of vLLM's workers. vLLM imports this module for it, and the import registers `PullBackend`."""
 
-    _weight_update_active: bool  # the worker's own
+    _weight_update_active: bool  # an attribute of the worker
 
     def forget_push(self) -> None:
-        """A push that its trainer did not live to finish is over; there need not be one.
+        """Drops the unfinished push of a killed trainer, if there is one.
 
-        Asking vLLM to finish it would fail where there is none, and with tensor parallelizm a call that fails leaves
-        an answer behind that later calls take for theirs.
+        vLLM's own call to finish a push fails if there is none. With tensor parallelism, a failed call leaves an
+        answer in the queue, and later calls read it as their own.
         """
         self._weight_update_active = False
 
 
 @contextmanager
 def _local(update: Update) -> Iterator[str]:
-    """The file of an update, fetched if it is not on this host."""
+    """Yields the path of an update's file. Downloads the file first if it is not on this host."""
     if update.path:
         yield update.path
         return
     request = urllib.request.Request(update.url, headers={"Authorization": f"Bearer {update.token}"})
-    # Without a name, so that it goes with its worker.
+    # A file without a name: the system frees it even if the worker is killed.
     with tempfile.TemporaryFile(dir=SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None) as kept:
         with DIRECT.open(request, timeout=update.timeout) as response:
             shutil.copyfileobj(response, kept, 2**22)
@@ -102,7 +102,7 @@ def _local(update: Update) -> Iterator[str]:
 
 
 def check(file: Any, tensors: dict[str, tuple[int, ...]]) -> None:
-    """Raises: ValueError, for a tensor that is missing, unknown, of another shape or not finite."""
+    """Raises: ValueError, if a tensor is missing, unknown, of another shape or not finite."""
     names = set(file.keys())
     if missing := sorted(set(tensors) - names):
         raise ValueError(f"refused: the weights lack {len(missing)} tensors, the first {missing[0]}")
@@ -117,13 +117,13 @@ def check(file: Any, tensors: dict[str, tuple[int, ...]]) -> None:
 
 
 def load(file: Any, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
-    """Loads a checked checkpoint as vLLM loads one at its start: fused, sliced for tensor parallelizm, and cast."""
+    """Loads a checked checkpoint as vLLM does at its start: fused, sliced for tensor parallelism, and cast."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in file.keys():  # noqa: SIM118, it is no dict
+        for name in file.keys():  # noqa: SIM118, not a dict
             yield name, file.get_tensor(name)
-        # vLLM's CPU linear layers keep a packed copy, which a tied head would otherwise not renew.
+        # vLLM's CPU linear layers keep a packed copy. Without this, a tied head keeps its old one.
         if getattr(model_config.hf_config, "tie_word_embeddings", False) and device.type == "cpu":
             yield "lm_head.weight", file.get_tensor("model.embed_tokens.weight")
 

@@ -1,4 +1,4 @@
-"""A vLLM server that the trainer starts for itself, and that ends with it."""
+"""A vLLM server that the trainer starts and that ends with the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxrl_llm.errors import UserError
 
 
 class ManagedServer:
-    """`python -m jaxrl_llm.serve_vllm` as a child that ends when this process does, however that comes."""
+    """Runs `python -m jaxrl_llm.serve_vllm` as a child, which ends when this process ends, even by kill -9."""
 
     def __init__(self, python: str, model: Path, *, dtype: str, max_model_len: int, log: Path, extra: tuple[str, ...]):
         with socket.socket() as free:
@@ -45,12 +45,12 @@ class ManagedServer:
             )
 
     def check(self) -> None:
-        """Raises: UserError, if it has given up."""
+        """Raises: UserError, if the child has ended."""
         if self._process.poll() is not None:
             said = self.log.read_text(errors="replace").strip().splitlines()[-1:]
             raise UserError(f"the vLLM server did not start ({' '.join(said)[:300]}): see {self.log}")
 
     def stop(self) -> None:
-        """Ends it and all it started."""
+        """Ends the child and all processes that it started."""
         self._process.terminate()
         self._process.wait()

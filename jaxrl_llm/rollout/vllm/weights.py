@@ -1,4 +1,4 @@
-"""A policy's weights on offer to vLLM servers: one safetensors file in shared memory, by its path or over HTTP."""
+"""Offers the policy's weights to vLLM servers: one safetensors file in shared memory, by path or over HTTP."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from jaxrl_llm.structs import PyTree
 
 DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
 FILE, LOCK = "model.safetensors", "lock"
-NAME = "jaxrl_llm-"  # and 12 hexadecimal digits of a run
-# Requests are kept; what their old weights left in the caches is dropped, whatever vLLM does when it is not told.
+NAME = "jaxrl_llm-"  # prefix of a run's folder; 12 hexadecimal digits follow
+# Keeps the requests but clears the caches, which hold values of the old weights. Does not rely on vLLM's default.
 PAUSE = "/pause?mode=keep&clear_cache=true"
 
 
 class WeightFile:
-    """One version at a time, in a folder of the run's own, until the next one or `close`.
+    """Holds one version of the weights in the run's own folder, until the next version or `close`.
 
-    It stays there after a push, so that a server that was started again can have it again.
+    The file stays after a push, so that a restarted server can load it again.
     """
 
     def __init__(self, folder: Path, dtype: Any, *, untied: bool, address: str = ""):
-        """dtype: what the tensors are cast to; untied: a tied head is written too; address: serve it there by HTTP.
+        """dtype: cast the tensors to it; untied: also write a tied head; address: serve the file there over HTTP.
 
-        Raises: UserError, if the folder cannot be made or others can write into it, or the address is not ours.
+        Raises: UserError, if the folder cannot be made, is open to other users, or the address is not of this host.
         """
         self.folder, self._dtype, self._untied = folder, np.dtype(dtype), untied
         sweep(folder.parent)
@@ -56,17 +56,17 @@ class WeightFile:
                 "another folder"
             )
         self._lock = FileLock(folder / LOCK, blocking=False, thread_local=False)
-        with suppress(OSError):  # a trainer that hangs may have it still
+        with suppress(OSError):  # a hung trainer may still hold it
             self._lock.acquire()
-        self._server = serve(folder / FILE, address) if address else None
+        self._server = WeightServer(folder / FILE, address) if address else None
 
     def write(self, params: PyTree) -> None:
-        """The weights in the place of those before, a tensor at a time: the devices hold no second copy.
+        """Replaces the weights, one tensor at a time: the devices hold no second copy.
 
         Raises: UserError, if a tensor is not finite or there is no room.
         """
         file = self.folder / FILE
-        file.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)  # first, to make room for the new file
         shapes = export.shapes(params, untied=self._untied).values()
         size = sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
         free = shutil.disk_usage(self.folder).free
@@ -80,7 +80,7 @@ class WeightFile:
 
     @property
     def source(self) -> dict[str, str]:
-        """What a server is told: where the file is."""
+        """The location of the file, for a server."""
         return self._server.source if self._server else {"path": str(self.folder / FILE)}
 
     def close(self) -> None:
@@ -91,17 +91,17 @@ class WeightFile:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a folder of this user's, and no link to one, that nobody else can look into."""
+    """Returns whether a folder belongs to this user, is not a link, and is closed to all other users."""
     about = folder.lstat()
     return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077
 
 
 def sweep(parent: Path) -> None:
-    """Removes the weights of runs that were killed: their locks are there, and free."""
+    """Removes the weights of killed runs: their lock files exist, but nobody holds them."""
     for lock in parent.glob(f"{NAME}{'[0-9a-f]' * 12}/{LOCK}"):
-        if not is_private(lock.parent):  # opening a lock there could harm what it links to
+        if not is_private(lock.parent):  # opening a lock could harm the target of a link
             continue
-        with suppress(OSError):  # its run is alive
+        with suppress(OSError):  # the run is alive
             with FileLock(lock, blocking=False):
                 (lock.parent / FILE).unlink(missing_ok=True)
             lock.unlink(missing_ok=True)
@@ -111,8 +111,8 @@ def sweep(parent: Path) -> None:
 def write_stream(file: BinaryIO, params: PyTree, dtype: Any, *, untied: bool = False) -> None:
     """Writes params as one safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes in order.
 
-    The library writes a file only from all of its tensors at once; this needs one at a time.
-    Raises: UserError, naming a tensor that is not finite.
+    Needs one tensor in memory at a time; the safetensors library needs all of them.
+    Raises: UserError, with the name of the tensor, if one is not finite.
     """
     header, offset, kind = {}, 0, np.dtype(dtype)
     for name, shape in export.shapes(params, untied=untied).items():
@@ -131,8 +131,8 @@ def write_stream(file: BinaryIO, params: PyTree, dtype: Any, *, untied: bool = F
         file.write(tensor.reshape(-1).view(np.uint8).data)
 
 
-class serve:
-    """One file over HTTP to whoever has the token, and nothing else."""
+class WeightServer:
+    """Serves one file over HTTP to clients that have the token, and nothing else."""
 
     def __init__(self, file: Path, address: str):
         token = secrets.token_urlsafe(32)
@@ -167,9 +167,9 @@ class serve:
 
 
 def pull(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
-    """Makes a server take the offer between two of its steps; whatever fails, its old weights serve on.
+    """Makes a server load the offer between two engine steps. If this fails, the old weights stay in use.
 
-    post(path, body) -> the server's JSON answer, raising for a refusal.
+    post(path, body) -> the server's JSON answer; it raises if the server refuses.
     """
     post(PAUSE)
     try:
@@ -181,7 +181,7 @@ def pull(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
 
 
 def reload(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
-    """The same for a server without our backend, which must see the folder; a failure in the middle ends its engine."""
+    """Does the same for a server without our backend that sees the folder. A failure in the middle ends its engine."""
     post(PAUSE)
     try:
         post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(offer.folder)}})
