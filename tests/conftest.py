@@ -18,10 +18,19 @@ for number in (signal.SIGINT, signal.SIGHUP):  # ignored in what nohup and a she
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-def pytest_configure(config):
-    """Before JAX has its devices. The default tests compile more than they compute: they take XLA's quick compiler.
+QUICK = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
-    The others (slow, parity) compile as a run does.
+
+def pytest_configure(config):
+    """The default tests compile more than they compute, so this process takes XLA's quick compiler.
+
+    The processes that tests start, and the slow and parity tests, compile as a run does.
     """
-    if "not slow" in config.getoption("markexpr"):
-        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses")
+    if runs_tests and "not slow" in config.getoption("markexpr"):
+        import jax
+
+        flags = os.environ["XLA_FLAGS"]
+        os.environ["XLA_FLAGS"] = flags + QUICK
+        jax.devices()  # XLA reads its flags here, once
+        os.environ["XLA_FLAGS"] = flags

@@ -223,13 +223,14 @@ def test_distillation_is_the_gap_to_the_teacher_and_its_gradient_that_of_the_rev
     p, log_q = jax.nn.softmax(logits), jax.nn.log_softmax(teacher)
 
     def loss(x, token):  # REINFORCE with the advantage of one sampled token
-        logprob = jax.nn.log_softmax(x)[token]
-        return -advantages.distillation(log_q[token], jax.lax.stop_gradient(logprob)) * logprob
+        logprob = jax.nn.log_softmax(x)[None, None, [token]]
+        return (-advantages.distillation(log_q[None, None, [token]], jax.lax.stop_gradient(logprob)) * logprob).sum()
 
     mean = sum(p[token] * jax.grad(loss)(logits, token) for token in range(7))
     reverse_kl = jax.grad(lambda x: (jax.nn.softmax(x) * (jax.nn.log_softmax(x) - log_q)).sum())(logits)
     np.testing.assert_allclose(mean, reverse_kl, atol=1e-9)
-    np.testing.assert_allclose(advantages.distillation(np.log([0.5]), np.log([0.25])), np.log([2.0]))
+    half, quarter = np.log([[[0.5]]]), np.log([[[0.25]]])
+    np.testing.assert_allclose(advantages.distillation(half, quarter), np.log([[[2.0]]]))
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1.0])

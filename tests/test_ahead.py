@@ -150,7 +150,7 @@ def test_weights_are_offered_as_the_checkpoint_they_came_from(params, dtype, tmp
 def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_of_a_live_one_are_not(tmp_path):
     killed, foreign, alive, last = (tmp_path / f"jaxrl_llm-{name * 12}" for name in "abcd")
     script = (
-        "import os, sys; from pathlib import Path; from jaxrl_llm.rollout.weights import WeightFile; "
+        "import os, sys; from pathlib import Path; from jaxrl_llm.rollout.vllm.weights import WeightFile; "
         "offer = WeightFile(Path(sys.argv[1]), 'float32', untied=False); (offer.folder / 'model.safetensors').touch(); "
         "os.kill(os.getpid(), 9)"
     )

@@ -71,7 +71,7 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
         )
         source = SampleSource(
             config, SimpleNamespace(generate=generate), Sampling(), iter([sampled(0, [True] * B).prompts]), None, None,
-            SimpleNamespace(ahead=lambda judge: judge), greedy=False,
+            SimpleNamespace(start=lambda grade: grade), greedy=False,
         )  # fmt: skip
         whole = source.sample(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()

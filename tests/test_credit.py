@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -46,7 +47,7 @@ def assign(advantage: dict, *, placement: str = "none", updates: int = 1, reward
     scores = {"old_logprobs": PENALTY, "ref_logprobs": 0 * PENALTY}
     batch = Batch(None, None, MASK, MASK, MASK)
     made = credit.make_credit(config, sharding.make_mesh(data=1, fsdp=1, tensor=1), updates=updates)
-    return made(batch, scores, rewards, {"kl/coef": np.float32(1.0)})
+    return made(batch, scores, rewards, {"kl/coef": jnp.float32(1.0)})
 
 
 def test_a_penalty_is_taken_off_the_reward_where_it_arose_and_none_counts_as_zero():

@@ -113,7 +113,7 @@ def test_what_is_not_judged_in_time_earns_nothing_holds_nothing_and_is_counted(m
     assert math.accuracy(chats(*(f"\\boxed{{{box}}}" for box in boxes)), ["2"] * 5) == [0, 1, 0, 0, 0]
     assert time.monotonic() - began < 30
     said = capfd.readouterr().err
-    assert said == ("math.accuracy: 3 of 5 answers were not graded in time and earn 0, the first is 9^{9^{9^{9}}}\n")
+    assert said == ("math.accuracy: 3 of 5 answers were not judged in time and earn 0, the first is 9^{9^{9^{9}}}\n")
 
 
 def test_a_batch_of_endless_answers_ends_at_the_deadline(monkeypatch, capfd):
@@ -121,7 +121,7 @@ def test_a_batch_of_endless_answers_ends_at_the_deadline(monkeypatch, capfd):
     began = time.monotonic()
     assert math.accuracy(chats(*(f"\\boxed{{9^{{9^{{9^{{{i}}}}}}}}}" for i in range(9, 50))), ["2"] * 41) == [0] * 41
     assert time.monotonic() - began < 10
-    assert "41 of 41 answers were not graded in time" in capfd.readouterr().err
+    assert "41 of 41 answers were not judged in time" in capfd.readouterr().err
 
 
 def test_text_that_is_the_answer_and_integers_need_no_mathematics(monkeypatch):

@@ -40,7 +40,7 @@ TERMS = {  # what an objective may have besides
 def one_update(shape, microbatch, loss, terms, monkeypatch, filler=None):
     """Parameters and metrics after an update of a model that is a table of log-probabilities."""
     table = lambda model, params, batch, sampling: (params["table"][batch.prompts[:, 0]],) * 2  # noqa: E731
-    monkeypatch.setattr(forward, "completion_logprobs", table)
+    monkeypatch.setattr(update, "completion_logprobs", table)
     _, batch = random_batch(0, b=8)
     batch = replace(batch, prompts=np.arange(8)[:, None], policy_mask=np.random.default_rng(1).random((8, 4, 5)) < 0.8)
     if filler is not None:
@@ -87,7 +87,7 @@ def test_every_loss_and_term_makes_an_update_of_its_own(monkeypatch):
 
 def with_logprobs(monkeypatch, entropy=0.5):
     """Objectives whose parameters are the log-probabilities themselves."""
-    monkeypatch.setattr(forward, "completion_logprobs", lambda model, params, *_: (params, entropy * params**2))
+    monkeypatch.setattr(update, "completion_logprobs", lambda model, params, *_: (params, entropy * params**2))
 
 
 def random_batch(seed=0, b=3):
@@ -268,13 +268,13 @@ def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
         update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=kl.k3), optimizer, mesh, placed, microbatch=0,
         aggregate=lambda mask: losses.aggregation_weights(mask, mode="token_mean"),
     )  # fmt: skip
-    state = []
+    states = []
     for x in (batch, replace(batch, **bad), batch):
         state, _ = step(state, sharding.shard_batch(x, mesh), jnp.arange(tiny.B))
-        state.append(sharding.to_host(state.coef_state))
-    assert state[0] == state[1]
-    assert state[1]["learning_rate"] + 1 == state[2]["learning_rate"]
-    assert state[1]["kl/coef"] != state[2]["kl/coef"]
+        states.append(sharding.to_host(state.coef_state))
+    assert states[0] == states[1]
+    assert states[1]["learning_rate"] + 1 == states[2]["learning_rate"]
+    assert states[1]["kl/coef"] != states[2]["kl/coef"]
 
 
 def test_a_mixed_reference_lies_so_far_between():

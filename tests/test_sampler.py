@@ -179,13 +179,13 @@ def ragged(monkeypatch, *, halve: bool, first_cache: int, mesh=(1, 1, 1)):
     mesh = tiny.mesh_of(mesh)
     sampler = Sampler(model, mesh, max_completion_tokens=24, stop_ids=(3,), pad_id=0)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
-    shapes, original = [], sampler._reseat
+    shapes, original = [], sampler._compact
 
     def reseat(*args, capacity):
         shapes.append((args[2].shape, capacity))
         return original(*args, capacity=capacity)
 
-    monkeypatch.setattr(sampler, "_reseat", reseat)
+    monkeypatch.setattr(sampler, "_compact", reseat)
     rollouts = sampler.generate(
         Prompts(*tiny.prompts(), [], np.arange(tiny.B)),
         jax.random.key(5),

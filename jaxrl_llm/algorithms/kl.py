@@ -34,6 +34,6 @@ def k3(logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]) -
 
 
 @partial(jax.jit, donate_argnums=0)
-def mix_params(ref_params: PyTree, params: PyTree, rate: float) -> PyTree:
+def mix_params(ref_params: PyTree, params: PyTree, rate: float | Array) -> PyTree:
     """The reference moved towards the policy: (1 - rate) ref + rate policy, in the reference's memory."""
     return jax.tree.map(lambda ref, new: (1 - rate) * ref + rate * new, ref_params, params)
