@@ -91,6 +91,21 @@ def test_the_gsm8k_recipe_runs_end_to_end(qwen, tmp_path):
     assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
 
 
+@pytest.mark.slow
+def test_the_countdown_recipe_runs_end_to_end(qwen, tmp_path):
+    small = [
+        f"--config.model.path={qwen}", "--config.num_steps=1", "--config.prompts_per_step=4",
+        "--config.prompts_per_update=4", "--config.microbatch=2", "--config.group_size=2", "--config.eval.problems=4",
+        "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=0",
+        "--config.data.max_prompt_tokens=400",
+    ]  # fmt: skip
+    result = run(tmp_path / "run", *small, config="configs/recipes/qwen2_5_0_5b_countdown.py")
+    assert result.returncode == 0, result.stderr
+    first, last = records(tmp_path / "run")
+    assert first["eval/accuracy"] == last["eval/accuracy"] == 0  # of random weights
+    assert last["reward/countdown.accuracy"] == 0
+
+
 def test_the_gsm8k_recipe_refuses_rows_of_another_format(qwen, tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "How many?"}) + "\n")
     result = run(

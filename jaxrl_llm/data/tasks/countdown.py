@@ -1,14 +1,16 @@
-"""Countdown: reach a target from three numbers, each used once, with + - * (arXiv 2503.01307's game, small)."""
+"""Countdown: make a target from three numbers, each used once, with + - * (the game of arXiv 2503.01307, small)."""
 
 from __future__ import annotations
 
+import operator
 import zlib
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-PROBLEMS = 20_000
+PROBLEMS, DRAWS = 20_000, 120_000
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def train() -> list[dict[str, Any]]:
@@ -17,7 +19,7 @@ def train() -> list[dict[str, Any]]:
 
 
 def held_out() -> list[dict[str, Any]]:
-    """About a tenth of the problems; a set of numbers with its target is in one split only."""
+    """About a tenth of the problems. The numbers of a problem, with its target, are in one split only."""
     return [row for row in _problems() if _is_held_out(row)]
 
 
@@ -27,23 +29,23 @@ def _is_held_out(row: dict[str, Any]) -> bool:
 
 @cache
 def _problems() -> list[dict[str, Any]]:
+    """Draws solutions (x op y) op z, and keeps one of each set of numbers with each target from 1 to 199."""
     rng, seen, rows = np.random.default_rng(0), set(), []
-    while len(rows) < PROBLEMS:
-        numbers = tuple(int(n) for n in rng.integers(1, 30, 3))
-        x, y, z = rng.permutation(numbers)
-        left, right = rng.choice(["+", "-", "*"], 2)
-        answer = f"{x}{left}{y}{right}{z}"
-        target = eval(answer)  # our own text of three integers and two signs
-        if not 0 < target < 200 or (key := (tuple(sorted(numbers)), target)) in seen:
+    drawn, signs = rng.integers(1, 30, (DRAWS, 3)).tolist(), rng.choice(list(SIGNS), (DRAWS, 2)).tolist()
+    for (x, y, z), (first, second) in zip(drawn, signs, strict=True):
+        target, numbers = SIGNS[second](SIGNS[first](x, y), z), sorted((x, y, z))
+        key = (*numbers, target)
+        if not 0 < target < 200 or key in seen:
             continue
         seen.add(key)
-        text = f"{' '.join(map(str, numbers))} = {target}"
-        rows.append(
-            {
-                "prompt": [{"role": "user", "content": text}],
-                "numbers": list(numbers),
-                "target": target,
-                "answer": answer,
-            }
-        )
+        row = {"prompt": _chat(numbers, target), "numbers": numbers, "target": target}
+        rows.append(row | {"answer": f"({x}{first}{y}){second}{z}"})
+        if len(rows) == PROBLEMS:
+            break
     return rows
+
+
+def _chat(numbers: list[int], target: int) -> list[dict[str, str]]:
+    given = ", ".join(map(str, numbers))
+    text = f"Make {target} from the numbers {given}. Use each number once, and only + - * and brackets. "
+    return [{"role": "user", "content": text + "Answer with the expression alone."}]

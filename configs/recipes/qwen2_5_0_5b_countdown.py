@@ -1,0 +1,32 @@
+"""GRPO on Countdown with Qwen2.5-0.5B-Instruct, a delta on configs/grpo.py; the problems come with the package.
+
+python -m jaxrl_llm.train --config configs/recipes/qwen2_5_0_5b_countdown.py --workdir runs/countdown
+
+Not measured: it needs the model's weights and an accelerator. tests/test_recipes.py runs it on a small model of the
+same architecture.
+"""
+
+import grpo
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps = 500
+    c.prompts_per_step = c.prompts_per_update = 64
+    c.group_size = 8
+    c.microbatch = 8
+    c.model.path = "Qwen/Qwen2.5-0.5B-Instruct"
+    c.model.dtype = "bfloat16"
+    c.model.remat = "full"
+    c.data.source = "countdown.train"
+    c.data.max_prompt_tokens = 128
+    c.eval.source = "countdown.held_out"
+    c.eval.function = "countdown.accuracy"
+    c.eval.problems = 500
+    c.reward.functions = ("countdown.accuracy", "countdown.is_expression")
+    c.reward.weights = (1.0, 0.1)
+    c.rollout.max_completion_tokens = 64
+    c.optim.learning_rate = 1e-6
+    c.optim.decay = "constant"
+    return c
