@@ -23,7 +23,7 @@ from benchmarks.workloads import WORKLOADS
 from jaxrl_llm import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
-from jaxrl_llm.rollout.vllm.server import ManagedServer
+from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 
 SMALL = WORKLOADS["even"]
 SIZES = [

@@ -33,12 +33,12 @@ from jaxrl_llm.learner.packing import minibatches
 from jaxrl_llm.learner.scorers import FROZEN, States, make_frozen_scorer, make_scorers
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.log import Log
-from jaxrl_llm.models import export, hf
+from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
-from jaxrl_llm.rollout.engine import Engine, EngineInputs
+from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.samples import SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.run import Run
@@ -72,7 +72,7 @@ class Loaded:
 
     def export(self, params: PyTree) -> None:
         """Writes the policy as a Hugging Face folder."""
-        export.save(self.workdir / "hf", params, self.folder)
+        hf_export.save(self.workdir / "hf", params, self.folder)
 
 
 @contextmanager

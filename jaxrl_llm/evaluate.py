@@ -27,7 +27,7 @@ from jaxrl_llm.data.rows import FILES
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.reward_fn import RewardFn
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.saved_run import SavedRun
 from jaxrl_llm.structs import Config

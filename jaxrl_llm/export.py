@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.host import disk
-from jaxrl_llm.models import export
+from jaxrl_llm.models import hf_export
 from jaxrl_llm.saved_run import SavedRun
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     inside = args.workdir.resolve() in args.to.resolve().parents
     # Inside the workdir a running run may write at the same time, so the export takes the run's lock.
     with disk.locked(args.workdir) if inside else nullcontext(), run.model_folder(step) as folder:
-        export.save(args.to, run.params(step), folder)
+        hf_export.save(args.to, run.params(step), folder)
     print(f"step {step} of {args.workdir}, as transformers and vLLM load it, is {args.to}")
 
 

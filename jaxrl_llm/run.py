@@ -173,6 +173,7 @@ class Run:
             self.save(seconds=max(SECONDS / 2 - self.stop.seconds, 0))
         self.log.finish()
         self.checkpoints.wait()
-        if self.step and self.stop.seconds < SECONDS / 2:  # it is smaller than a checkpoint, and never half-written
+        # The folder is smaller than a checkpoint, and never half-written. There are no states while `restore` runs.
+        if self.states and self.step and self.stop.seconds < SECONDS / 2:
             self.export(self.states["policy"].params)
         self.log.end(self.step, self.compilations, self.stop.used())

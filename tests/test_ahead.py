@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 from jaxrl_llm import compatibility, sharding
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import export, hf
+from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.sampler import Sampler
@@ -288,8 +288,8 @@ def test_what_others_left_beside_the_weights_is_not_touched(make: Callable, tmp_
 
 
 def test_exported_tensors_are_as_long_as_their_shapes_say(params):
-    shapes = export.shapes(params, untied=True)
-    made = {name: tensor.shape for name, tensor in export.tensors(params, np.float32, untied=True)}
+    shapes = hf_export.shapes(params, untied=True)
+    made = {name: tensor.shape for name, tensor in hf_export.tensors(params, np.float32, untied=True)}
     assert list(made) == list(shapes)
     assert made == shapes
-    assert partial(export.shapes, untied=False)(params).keys() == shapes.keys() - {"lm_head.weight"}
+    assert partial(hf_export.shapes, untied=False)(params).keys() == shapes.keys() - {"lm_head.weight"}

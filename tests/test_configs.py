@@ -75,3 +75,31 @@ def test_what_is_left_as_it_is_in_the_config_with_a_server_may_stay_with_servers
 def test_a_critics_constant_rate_has_no_end():
     with pytest.raises(UserError, match=r"config.critic.optim.end = 1e-05 does nothing: critic.optim.decay is"):
         checked("ppo", critic__optim__decay="constant", critic__optim__end="1e-5")
+
+
+@pytest.mark.parametrize("old", config.RENAMED)
+def test_a_field_by_an_old_name_is_told_its_new_one_which_is_there(old):
+    now = config.RENAMED[old]
+    there = config.flatten(config.load(ROOT / "configs" / "grpo_vllm.py"))
+    assert now in there
+    with pytest.raises(UserError, match=f"renamed to {now}"):
+        config.override(config.load(ROOT / "configs" / "grpo_vllm.py"), old, "1")
+
+
+def test_a_config_file_of_before_is_told_what_its_sections_and_arguments_are_called_now(tmp_path):
+    old = tmp_path / "old.py"
+    lines = (
+        f"import sys; sys.path.append({str(ROOT / 'configs')!r}); import grpo\nfrom ml_collections import ConfigDict\n"
+    )
+    body = "def get_config():\n    c = grpo.get_config()\n    {}\n    return c\n"
+    old.write_text(lines + body.format("c.hold.update_size = 0.1"))
+    with pytest.raises(UserError, match="section hold was renamed to adaptive_warmup"):
+        config.load(old)
+    for change, words in {
+        "c.correction = ConfigDict(dict(level='token'))": "level is not a field: it was renamed to importance",
+        "c.advantage = ConfigDict(dict(name='grpo', normalise='none'))": "it was renamed to advantage.normalize",
+        "c.reward.functions, c.reward.weights = ('maths.accuracy',), (1.0,)": "did you mean math.accuracy",
+    }.items():
+        old.write_text(lines + body.format(change))
+        with pytest.raises(UserError, match=words):
+            checks.check_train(config.load(old).lock())

@@ -28,7 +28,7 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
-from jaxrl_llm.models import export, hf
+from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Batch, Prompts
@@ -272,7 +272,7 @@ def test_dtype_and_remat_are_those_asked_for(folder):
 
 def test_load_save_load_is_identical(loaded, mesh, tmp_path):
     saved = tmp_path / "saved"
-    export.save(saved, loaded.params, loaded.folder)
+    hf_export.save(saved, loaded.params, loaded.folder)
     before, after = tensors_of(loaded.folder), tensors_of(saved)
     assert after.keys() == before.keys()
     for name, tensor in before.items():
@@ -285,7 +285,7 @@ def test_load_save_load_is_identical(loaded, mesh, tmp_path):
 
 def test_a_saved_folder_has_the_parameters_given_and_not_the_source_s(loaded, mesh, tmp_path):
     trained = perturbed(loaded.params)
-    export.save(tmp_path / "saved", trained, loaded.folder)
+    hf_export.save(tmp_path / "saved", trained, loaded.folder)
     assert_trees_equal(load(tmp_path / "saved", mesh)[1], trained)
 
 
@@ -294,7 +294,7 @@ def test_a_saved_folder_has_the_other_files_of_the_source_and_no_stale_index(loa
     others = {"config.json", "generation_config.json", "merges.txt", "tokenizer.model", "chat_template.jinja"}
     for name in others - {"config.json", "generation_config.json"}:
         (source / name).write_text(name)
-    export.save(tmp_path / "saved", loaded.params, source)
+    hf_export.save(tmp_path / "saved", loaded.params, source)
     assert {file.name for file in (tmp_path / "saved").iterdir()} == others | {"model.safetensors"}
     for name in others:
         assert (tmp_path / "saved" / name).read_bytes() == (source / name).read_bytes()
@@ -304,17 +304,17 @@ def test_saving_replaces_an_earlier_folder_and_leaves_nothing_beside_it(loaded, 
     for left_by_a_kill in ("saved", "saved.partial"):
         (tmp_path / left_by_a_kill).mkdir()
         (tmp_path / left_by_a_kill / "old.safetensors").write_text("old")
-    export.save(tmp_path / "saved", loaded.params, loaded.folder)
+    hf_export.save(tmp_path / "saved", loaded.params, loaded.folder)
     assert [file.name for file in tmp_path.iterdir()] == ["saved"]
     assert not (tmp_path / "saved" / "old.safetensors").exists()
 
 
 def test_a_sharded_save_reloads_equal_and_its_index_is_right(loaded, mesh, tmp_path, monkeypatch):
     limit = 20_000
-    monkeypatch.setattr(export, "SHARD_BYTES", limit)
+    monkeypatch.setattr(hf_export, "SHARD_BYTES", limit)
     saved = tmp_path / "saved"
     trained = perturbed(loaded.params)
-    export.save(saved, trained, loaded.folder)
+    hf_export.save(saved, trained, loaded.folder)
     assert_trees_equal(load(saved, mesh)[1], trained)
 
     index = json.loads((saved / "model.safetensors.index.json").read_text())
@@ -345,7 +345,7 @@ def test_a_checkpoint_of_16_bits_is_computed_in_float32_and_written_back_as_it_w
     query = stored["model.layers.1.self_attn.q_proj.weight"].astype(np.float32)
     np.testing.assert_array_equal(params["layers"]["attention"]["query"]["kernel"][1], query.T)
 
-    export.save(tmp_path / "saved", params, folder)
+    hf_export.save(tmp_path / "saved", params, folder)
     written = tensors_of(tmp_path / "saved")
     assert {tensor.dtype for tensor in written.values()} == {kind}
     assert {name: x.tobytes() for name, x in written.items()} == {name: x.tobytes() for name, x in stored.items()}
@@ -667,14 +667,14 @@ def test_fresh_weights_give_the_greedy_completions_of_transformers(live, mesh):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("limit", [export.SHARD_BYTES, 20_000], ids=["one file", "shards"])
+@pytest.mark.parametrize("limit", [hf_export.SHARD_BYTES, 20_000], ids=["one file", "shards"])
 def test_transformers_loads_a_saved_folder_and_computes_the_same(
     live, make_references, mesh, tmp_path, monkeypatch, limit
 ):
-    monkeypatch.setattr(export, "SHARD_BYTES", limit)
+    monkeypatch.setattr(hf_export, "SHARD_BYTES", limit)
     saved = tmp_path / "saved"
     trained = perturbed(live.params)
-    export.save(saved, trained, live.folder)
+    hf_export.save(saved, trained, live.folder)
     reloaded = make_references.load(saved)
     arrays = make_references.reference(reloaded, FRESH[live.name])
     assert np.abs(arrays["logits_left"] - live.stored["logits_left"]).max() > 100 * TOLERANCE  # it was trained

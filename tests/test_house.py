@@ -44,6 +44,10 @@ def test_a_function_fits_on_a_screen_and_takes_few_arguments():
     assert (long, wide) == ([], [])
 
 
+def test_the_formatter_is_trusted():
+    assert sum(len(re.findall(r"# fmt:", file.read_text())) for file in PACKAGE) <= 5
+
+
 def test_the_loop_reads_like_a_page():
     loop = {node.name: node for file, node in FUNCTIONS if file == ROOT / "jaxrl_llm" / "train.py"}
     assert len((ROOT / "jaxrl_llm" / "train.py").read_text().splitlines()) <= 100

@@ -52,10 +52,10 @@ def write_qwen(folder: Path) -> None:
 def write_weights(folder: Path) -> None:
     import jax
 
-    from jaxrl_llm.models import export, hf
+    from jaxrl_llm.models import hf, hf_export
 
     model = hf.load_model(folder)
-    export.save(folder.with_name("qwen"), model.init(jax.random.key(0)), folder)
+    hf_export.save(folder.with_name("qwen"), model.init(jax.random.key(0)), folder)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from jaxrl_llm.build import build
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
-from jaxrl_llm.rollout.engine import Engine, EngineChoice, EngineInputs
+from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Prompts, Rollouts
 from jaxrl_llm.train import rl_step, steps, train

@@ -32,7 +32,7 @@ from jaxrl_llm.learner import forward
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
-from jaxrl_llm.rollout.vllm.server import ManagedServer
+from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 from jaxrl_llm.structs import Batch, PyTree, Rollouts
 
 pytestmark = pytest.mark.vllm

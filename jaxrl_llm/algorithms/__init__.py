@@ -1,1 +1,1 @@
-"""The mathematics of the algorithms: pure functions that know no device and no config."""
+"""The mathematics of the algorithms, as pure functions. Only `credit` uses the config and the mesh."""

@@ -1,18 +1,19 @@
-"""Advantage estimators: pure functions of what a rollout earned.
+"""Advantage estimators: pure functions from the rewards of a rollout to advantages.
 
-An estimator names what it needs by its positional arguments, and gets it:
+The names of an estimator's positional arguments select its inputs:
 
-rewards [B, G]           the weighted sum of all channels; a KL penalty in the reward is in it
-channels {name: [B, G]}  each reward function by itself; weights {name: float} its weight in the sum
-greedy_rewards [B]       of the greedy completion of each prompt, which is then sampled too
-token_rewards [B, G, C]  rewards on the last trained token, a KL penalty where it arose
-values [B, G, C]         of a critic, before each token
-logprobs [B, G, C]       of the tokens, by the policy that sampled them
-teacher_logprobs [B, G, C]  of the tokens, by a teacher; other models give other columns (`learner.scorers.FROZEN`)
-loss_mask [B, G, C]      the trained tokens
+rewards [B, G]           weighted sum of all channels, with the overlong penalty and a KL penalty in the reward
+channels {name: [B, G]}  rewards of each reward function; weights {name: float} their weights in the sum
+greedy_rewards [B]       rewards of the greedy completion of each prompt, which the run then samples too
+token_rewards [B, G, C]  rewards on the last trained token, and a KL penalty on each token
+values [B, G, C]         the critic's value before each token
+logprobs [B, G, C]       log-probabilities of the tokens, by the policy at the start of the step
+teacher_logprobs [B, G, C]  the same by a teacher; other models give other columns (`learner.scorers.FROZEN`)
+loss_mask [B, G, C]      True on trained tokens
 
-It returns advantages [B, G], or [B, G, C]. Its keyword arguments are the fields of `config.advantage`.
-Standard deviations have ddof = 1, as in TRL and veRL. epsilon is added to a deviation, and in whitening to a variance.
+An estimator returns advantages [B, G] or [B, G, C]. Its keyword arguments are the fields of `config.advantage`.
+Standard deviations have ddof = 1, as in TRL and veRL. epsilon is added to the deviation; `_whiten` adds it to the
+variance.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
 SIGNALS = ("rewards", "channels", "weights", "greedy_rewards", "token_rewards", "values", "logprobs", "loss_mask")
-OF_A_GROUP = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")  # of no use at G = 1
-OF_A_TOKEN = ("reinforce_pp", "gae", "distillation")  # these differ within a completion
+OF_A_GROUP = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")  # these need G >= 2
+OF_A_TOKEN = ("reinforce_pp", "gae", "distillation")  # advantages differ within a completion
 
 
 def grpo(
     rewards: Float[Array, "B G"], *, normalize: Literal["group", "batch", "none"] = "group", epsilon: NotNegative = 1e-4
 ) -> Float[Array, "B G"]:
-    """Group-relative advantages (arXiv 2402.03300): A = (r - mean_group r) / (std r + epsilon).
+    """Computes group-relative advantages (arXiv 2402.03300): A = (r - mean_group r) / (std r + epsilon).
 
-    G >= 2. normalize: "group" divides by each group's own deviation, "batch" by that of all B x G
-    rewards (arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv 2503.20783). A group without signal has A = 0.
-    A KL penalty in the reward needs "none": the deviation of a group without signal would be that of the penalty.
+    G >= 2. normalize: "group" divides by the deviation of each group, "batch" by the deviation of all B x G rewards
+    (arXiv 2508.08221), and "none" does not divide (Dr. GRPO, arXiv 2503.20783). A group with equal rewards has A = 0.
+    A KL penalty in the reward needs "none": if the task rewards of a group are equal, the penalty alone would
+    determine the deviation.
     """
     centered = _centered(rewards)
     if normalize == "none":
@@ -48,8 +50,9 @@ def grpo(
 
 
 def rloo(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
-    """Leave-one-out baseline (arXiv 2402.14740): A_i = r_i - mean of the other G - 1 rewards of the group. G >= 2."""
+    """Computes leave-one-out advantages (arXiv 2402.14740): A_i = r_i - mean of the group's other rewards. G >= 2."""
     g = rewards.shape[1]
+    # The same in closed form: r_i - mean of the other G - 1 = (r_i - mean of all G) G / (G - 1).
     return _centered(rewards) * (g / (g - 1))
 
 
@@ -60,7 +63,8 @@ def reinforce_pp(
     gamma: Share = 1.0,
     epsilon: NotNegative = 1e-8,
 ) -> Float[Array, "B G C"]:
-    """REINFORCE++ (arXiv 2501.03262): returns sum_{s >= t} gamma^(s - t) r_s, whitened over the batch's tokens."""
+    """Computes REINFORCE++ (arXiv 2501.03262): sum_{s >= t} gamma^(s - t) r_s, whitened over the batch's tokens."""
+    # With values of 0 and lam = 1, an advantage of `gae` is the discounted sum of the later rewards.
     zeros = jnp.zeros_like(token_rewards)
     return _whiten(gae(token_rewards, zeros, loss_mask, gamma=gamma, lam=1.0, normalize=False), loss_mask, epsilon)
 
@@ -68,17 +72,20 @@ def reinforce_pp(
 def reinforce_pp_baseline(
     rewards: Float[Array, "B G"], loss_mask: Bool[Array, "B G C"], *, epsilon: NotNegative = 1e-8
 ) -> Float[Array, "B G C"]:
-    """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens."""
+    """Computes REINFORCE++ with the group mean as baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens."""
     return _whiten(jnp.broadcast_to(_centered(rewards)[..., None], loss_mask.shape), loss_mask, epsilon)
 
 
 def remax(rewards: Float[Array, "B G"], greedy_rewards: Float[Array, " B"]) -> Float[Array, "B G"]:
-    """ReMax (arXiv 2310.10505): A = r - reward of the prompt's greedy completion. G >= 1."""
+    """Computes ReMax (arXiv 2310.10505): A = r - reward of the prompt's greedy completion. G >= 1."""
     return rewards - greedy_rewards[:, None]
 
 
 def opo(rewards: Float[Array, "B G"], loss_mask: Bool[Array, "B G C"]) -> Float[Array, "B G"]:
-    """Optimal baseline by length (arXiv 2505.23585): A = r - sum_group l r / sum_group l, l the trained tokens."""
+    """Computes advantages with the length-weighted optimal baseline (OPO, arXiv 2505.23585).
+
+    A = r - sum_group l r / sum_group l, where l is the number of trained tokens of a completion.
+    """
     lengths = jnp.sum(loss_mask, axis=-1).astype(rewards.dtype)
     baseline = jnp.sum(lengths * rewards, axis=1, keepdims=True)
     return _zero_without_signal(rewards - baseline / jnp.maximum(jnp.sum(lengths, axis=1, keepdims=True), 1), rewards)
@@ -87,9 +94,9 @@ def opo(rewards: Float[Array, "B G"], loss_mask: Bool[Array, "B G C"]) -> Float[
 def gdpo(
     channels: dict[str, Float[Array, "B G"]], weights: dict[str, float], *, epsilon: NotNegative = 1e-4
 ) -> Float[Array, "B G"]:
-    """Each channel normalized by itself (GDPO, arXiv 2601.05242), so that none drowns another. G >= 2.
+    """Normalizes each channel separately (GDPO, arXiv 2601.05242), so that no channel dominates the sum. G >= 2.
 
-    A = whitened over B x G of sum_n w_n (r_n - mean_group r_n) / (std_group r_n + epsilon).
+    A = sum_n w_n (r_n - mean_group r_n) / (std_group r_n + epsilon), whitened over B x G.
     """
     normalized = (weights[name] * grpo(x, epsilon=epsilon) for name, x in channels.items() if weights[name])
     total = jnp.sum(jnp.stack(list(normalized)), axis=0)
@@ -99,11 +106,11 @@ def gdpo(
 def pass_at_k(
     rewards: Float[Array, "B G"], *, k: AtLeastOne, threshold: float = 0.5, epsilon: NotNegative = 1e-4
 ) -> Float[Array, "B G"]:
-    """Advantages of being in a set of k that holds a success (arXiv 2508.10751), in closed form. 1 <= k <= G.
+    """Computes pass@k advantages in closed form (arXiv 2508.10751): a set of k needs one success. 1 <= k <= G.
 
-    With n of the G rewards below the threshold: R = 1 - C(n, k) / C(G, k), s = sqrt(R (1 - R)), and
-    A = (1 - R) / (s + epsilon) for a success, (1 - R - C(n - 1, k - 1) / C(G - 1, k - 1)) / (s + epsilon) for a
-    failure.
+    A success has a reward of at least `threshold`. With n failures among G completions:
+    R = 1 - C(n, k) / C(G, k), s = sqrt(R (1 - R)), A = (1 - R) / (s + epsilon) for a success, and
+    A = (1 - R - C(n - 1, k - 1) / C(G - 1, k - 1)) / (s + epsilon) for a failure.
     """
     g = rewards.shape[1]
     failed = rewards < threshold
@@ -124,15 +131,16 @@ def gae(
     normalize: bool = True,
     epsilon: NotNegative = 1e-8,
 ) -> Float[Array, "B G C"]:
-    """Generalized advantage estimation (arXiv 1506.02438) [B, G, C] over the trained tokens alone.
+    """Computes generalized advantage estimates [B, G, C] (arXiv 1506.02438) over the trained tokens.
 
-    A_t = d_t + gamma lam A_t', d_t = r_t + gamma V_t' - V_t, t' the next trained token; after the last
-    both are 0. What an environment wrote in between is stepped over. normalize: whitened over them.
+    A_t = d_t + gamma lam A_t', d_t = r_t + gamma V_t' - V_t, where t' is the next trained token. After the last
+    trained token, A and V are 0. Tokens of an environment are skipped. normalize: whiten over the trained tokens.
     """
 
     def back(after: tuple[Array, Array], now: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
         (next_value, next_advantage), (reward, value, trained) = after, now
         advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
+        # An untrained token passes on the value and the advantage of the next trained token.
         kept = (jnp.where(trained, value, next_value), jnp.where(trained, advantage, next_advantage))
         return kept, jnp.where(trained, advantage, 0.0)
 
@@ -144,18 +152,20 @@ def gae(
 
 
 def distillation(teacher_logprobs: Float[Array, "B G C"], logprobs: Float[Array, "B G C"]) -> Float[Array, "B G C"]:
-    """On-policy distillation: A_t = log teacher - log policy of token t, minus the reverse KL's one-sample estimate.
+    """Computes advantages for on-policy distillation: A_t = log teacher - log policy of token t.
 
-    Its REINFORCE gradient is that of KL(policy || teacher) at each token, given what the policy wrote before
-    (arXiv 2306.13649 with its lambda and beta at 1). No reward is looked at.
+    A_t is minus a one-sample estimate of the reverse KL. The REINFORCE gradient is the gradient of
+    KL(policy || teacher) at each token, given the policy's earlier tokens (arXiv 2306.13649 with lambda = beta = 1).
+    Rewards are not used.
     """
     return teacher_logprobs - logprobs
 
 
 def _whiten(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"], epsilon: NotNegative) -> Float[Array, "B G C"]:
-    """(x - mean) / sqrt(variance + epsilon) over the entries of the mask, 0 elsewhere.
+    """Returns (x - mean) / sqrt(variance + epsilon) over the entries in the mask, and 0 elsewhere.
 
-    Rounding must not become a deviation where all entries are equal: hence the second centering, and the root of both.
+    If all entries are equal, rounding errors must not count as a deviation. So this function subtracts the mean
+    twice, and adds epsilon before it takes the root.
     """
     count = jnp.maximum(jnp.sum(mask), 1)
     centered = jnp.where(mask, x - jnp.sum(jnp.where(mask, x, 0.0)) / count, 0.0)
@@ -168,12 +178,12 @@ def _centered(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
 
 
 def _zero_without_signal(advantages: Float[Array, "B G"], rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
-    """Exactly 0 where a group's rewards are equal: a mean is off by rounding, which a division would blow up."""
+    """Sets A to exactly 0 where the rewards of a group are equal: a division would amplify the mean's rounding error."""
     return jnp.where(jnp.max(rewards, axis=1, keepdims=True) > jnp.min(rewards, axis=1, keepdims=True), advantages, 0.0)
 
 
 def _all_from(n: Array, g: int, k: int) -> jax.Array:
-    """C(n, k) / C(g, k): the chance that k drawn from g are all of some n of them; exactly 0 for n < k."""
+    """Returns C(n, k) / C(g, k), the probability that k draws from g items all hit a given n; exactly 0 for n < k."""
     chance = jnp.ones_like(n)
     for i in range(k):
         chance = chance * jnp.maximum(n - i, 0) / (g - i)

@@ -1,4 +1,4 @@
-"""From what completions earned to what the learners learn: one program on the device."""
+"""Credit assignment: one compiled program from rewards and scores to advantages, returns and masks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ CreditFn: TypeAlias = Callable[[Batch, Columns, Rewards, Columns], tuple[Batch, 
 
 
 def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
-    """`assign_credit(batch, scores, rewards, coefs) -> batch, metrics`, of scalars.
+    """Returns `assign_credit(batch, scores, rewards, coefs) -> (batch, metrics)`. The metrics are scalars.
 
-    scores: {column: [B, G, C]} of the models that score; coefs: {"kl/coef": scalar} with a KL penalty in the reward.
-    The batch gets rewards, advantages, the tokens that the policy loss counts, the log-probabilities that the losses
-    compare to, and the critic's values and returns. updates: on a rollout; with one, its own are the old ones.
+    scores: {column: [B, G, C]} of all scorers. coefs: {"kl/coef": scalar}, for a KL penalty in the reward.
+    The new batch also has rewards, advantages, the policy mask, old and reference log-probabilities, and the critic's
+    values and returns. updates: number of updates on a rollout. A single update uses its own log-probabilities as the
+    old ones.
     """
     estimator = resolve(config.advantage.name, advantages)
     required = required_inputs(estimator)
@@ -48,6 +49,7 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
         if estimate_kl:
             term = coefs["kl/coef"] * estimate_kl(scores["old_logprobs"], scores["ref_logprobs"])
             penalty = jnp.where(mask, term, 0.0)
+        # An abstention counts as 0, as in the weighted sum.
         inputs: dict[str, Any] = scores | {
             "rewards": total - jnp.sum(penalty, axis=-1),
             "channels": {name: jnp.nan_to_num(channels[name]) for name in config.reward.functions},
@@ -57,7 +59,7 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
         }
         if rewards.greedy is not None:
             greedy = rewards.greedy
-            if tokens:
+            if tokens:  # the baseline must have the same penalty as the reward
                 greedy = greedy + overlong_penalty(rewards.greedy_lengths, mask.shape[-1], tokens)
             inputs["greedy_rewards"] = greedy[:, 0]
         advantage = estimator(**{name: inputs[name] for name in required if name != "weights"}, **fixed)
@@ -84,21 +86,21 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
 def over_tokens(
     advantage: Float[Array, "B G"] | Float[Array, "B G C"], mask: Bool[Array, "B G C"]
 ) -> Float[Array, "B G C"]:
-    """Advantages [B, G] or [B, G, C] on every trained token [B, G, C], 0 elsewhere."""
+    """Broadcasts advantages [B, G] or [B, G, C] to the trained tokens [B, G, C]; 0 elsewhere."""
     by_token = advantage if advantage.ndim == 3 else advantage[..., None]
     return jnp.where(mask, jnp.broadcast_to(by_token, mask.shape), 0.0)
 
 
 def at_the_end(rewards: Float[Array, "B G"], mask: Bool[Array, "B G C"]) -> Float[Array, "B G C"]:
-    """Rewards [B, G] on the last trained token of each completion: [B, G, C]."""
+    """Puts rewards [B, G] on the last trained token of each completion: [B, G, C]."""
     last = mask & (jnp.cumsum(mask, axis=-1) == jnp.sum(mask, axis=-1, keepdims=True))
     return jnp.where(last, rewards[..., None], 0.0)
 
 
 def overlong_penalty(lengths: Int[Array, "B G"], limit: int, tokens: int) -> Float[Array, "B G"]:
-    """DAPO's soft penalty (arXiv 2503.14476) of completions of so many tokens [B, G].
+    """Computes DAPO's soft overlong penalty (arXiv 2503.14476) [B, G] from lengths [B, G] in tokens.
 
-    It falls from 0, `tokens` before the limit, to -1 at it.
+    The penalty falls linearly from 0 at `limit - tokens` to -1 at `limit`.
     """
     return -jnp.clip((lengths - (limit - tokens)) / tokens, 0.0, 1.0)
 
@@ -111,7 +113,7 @@ def lambda_returns(
     gamma: float,
     lam: float,
 ) -> Float[Array, "B G C"]:
-    """What a critic is to learn [B, G, C]: V + its generalized advantage, 0 where nothing is trained."""
+    """Computes the critic's targets [B, G, C]: V + generalized advantage; 0 on untrained tokens."""
     ahead = advantages.gae(token_rewards, values, loss_mask, gamma=gamma, lam=lam, normalize=False)
     return ahead + jnp.where(loss_mask, values, 0.0)
 
@@ -119,7 +121,7 @@ def lambda_returns(
 def explained_variance(
     values: Float[Array, "B G C"], returns: Float[Array, "B G C"], loss_mask: Bool[Array, "B G C"]
 ) -> Float[Array, ""]:
-    """1 - Var(returns - values) / Var(returns) over the trained tokens: 1 is perfect, 0 no better than their mean."""
+    """Computes 1 - Var(returns - values) / Var(returns) over trained tokens: 1 is perfect, 0 as good as the mean."""
 
     def variance(x: Array) -> jax.Array:
         count = jnp.maximum(jnp.sum(loss_mask), 1)
@@ -131,14 +133,15 @@ def explained_variance(
 
 
 def reward_metrics(total: Float[Array, "B G"], channels: Columns, penalty: Float[Array, "B G C"] | None) -> Columns:
-    """Means over a step's completions; NaN for a channel whose function abstained from all of them.
+    """Returns means over the completions of a step. A channel is NaN if its function abstained from all of them.
 
-    penalty [B, G, C]: a KL penalty in the reward, which `total` does not hold and which is logged apart.
+    penalty [B, G, C]: the KL penalty in the reward. `total` does not include it; it has its own metrics.
     """
     metrics = {"reward/mean": jnp.mean(total), "reward/std": jnp.std(total)}
     metrics |= {f"reward/{name}": jnp.nanmean(x) for name, x in channels.items()}
     if penalty is not None:
         of_sequence = jnp.sum(penalty, axis=-1)
+        # k1 has a sign: a negative penalty pays the policy for leaving the reference.
         metrics |= {"reward/kl": -jnp.mean(of_sequence), "reward/kl_pays": jnp.mean(of_sequence < 0)}
     if total.shape[1] > 1:
         metrics["groups/no_signal"] = jnp.mean(jnp.ptp(total, axis=1) == 0)

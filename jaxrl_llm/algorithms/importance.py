@@ -1,4 +1,4 @@
-"""Tokens that the policy loss weighs or leaves out: drawn by another distribution, off-policy, or of low entropy."""
+"""Weights and masks of the policy loss: importance weights, off-policy mask and entropy mask."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def make_importance_weights(
     high: Positive = 2.0,
     off_policy: bool = False,
 ) -> ImportanceFn:
-    """`correct(trainer, sampler, mask)` -> weights [B, G, C] of the policy loss, and metrics of the mismatch.
+    """Returns `correct(trainer, sampler, mask)` -> weights [B, G, C] of the policy loss, and metrics of the mismatch.
 
-    trainer and sampler [B, G, C]: log-probabilities of the same policy as each computes them. With d their
-    difference, w = exp(d) at each token (level "token"), exp(sum d) of the sequence ("sequence"), or exp(mean d)
-    ("geometric"). action "truncate": min(w, high) (arXiv 2505.24298); "mask": w within [low, high], 0 outside
-    (IcePop, arXiv 2510.18855); "none": 1, and the metrics are of w; "auto": "truncate" if off_policy,
-    which is said of samples by another engine or by older weights, else "none". Sums and means are over the mask.
-    importance/kl is k3 of KL(sampler || trainer).
+    trainer and sampler [B, G, C] are log-probabilities of the sampled tokens, by the trainer and by the engine. With
+    d = trainer - sampler, w is exp(d) per token (level "token"), exp(sum d) per sequence ("sequence"), or exp(mean d)
+    per sequence ("geometric"). Sums and means are over the mask.
+    action "truncate" returns min(w, high) (arXiv 2505.24298). "mask" returns w within [low, high], and 0 outside
+    (IcePop, arXiv 2510.18855). "none" returns 1, but the metrics describe w. "auto" is "truncate" if off_policy, else
+    "none". off_policy: another engine or older weights may have sampled.
+    importance/kl is the k3 estimate of KL(sampler || trainer).
     """
     if action == "auto":
         action = "truncate" if off_policy else "none"
@@ -40,6 +41,7 @@ def make_importance_weights(
     def correct(
         trainer: Float[Array, "B G C"], sampler: Float[Array, "B G C"], mask: Bool[Array, "B G C"]
     ) -> tuple[Array, Metrics]:
+        # The weights are constants of the loss: no gradient flows through them.
         d = jnp.where(mask, jax.lax.stop_gradient(trainer) - sampler, 0.0)
         at = {"token": d, "sequence": jnp.sum(d, axis=-1, keepdims=True), "geometric": sequence_mean(d, mask)}[level]
         raw = ratio_of(jnp.broadcast_to(at, d.shape))
@@ -54,7 +56,7 @@ def make_importance_weights(
             "importance/mean": counted,
             "importance/weight_min": raw,
             "importance/weight_max": raw,
-            "importance/square": counted**2,  # mean^2 / square: the effective sample size, as a share
+            "importance/square": counted**2,  # mean^2 / square is the effective sample size, as a share
             "importance/kl": k3(sampler, jnp.where(mask, trainer, sampler)),
             "importance/acted_on": (counted != raw).astype(jnp.float32),
         }
@@ -71,16 +73,17 @@ def stay_on_policy(
     *,
     threshold: float,
 ) -> Bool[Array, "B G 1"]:
-    """Whether a completion is learned from [B, G, 1]: not if its advantage is negative and the policy has left it.
+    """Computes the off-policy sequence mask [B, G, 1] of DeepSeek-V3.2 (arXiv 2512.02556), False for ignored completions.
 
-    It has where the mean over its trained tokens of sampler - logprobs is above the threshold (the off-policy
-    sequence mask of DeepSeek-V3.2, arXiv 2512.02556).
+    A completion is ignored if its advantage is negative and the mean of sampler - logprobs over its trained tokens is
+    above the threshold.
     """
     gone = sequence_mean(sampler - jax.lax.stop_gradient(logprobs), mask) > threshold
     return ~(gone & (sequence_mean(advantages, mask) < 0))
 
 
 def high_entropy(entropy: Float[Array, "B G C"], mask: Bool[Array, "B G C"], *, share: float) -> Bool[Array, "B G C"]:
-    """The share of the batch's trained tokens with the highest entropy [B, G, C], all of it if 1 (arXiv 2506.01939)."""
+    """Marks the share of the batch's trained tokens with the highest entropy [B, G, C]; 1: all (arXiv 2506.01939)."""
+    # NaN excludes untrained tokens from the quantile.
     threshold = jnp.nanquantile(jnp.where(mask, entropy, jnp.nan), 1 - share)
     return mask & (entropy >= threshold)

@@ -1,7 +1,8 @@
-"""Losses: factories that hold hyperparameters and return `loss_fn(logprobs, batch)`.
+"""Losses: factories that take hyperparameters and return `loss_fn(logprobs, batch)`.
 
-A loss_fn maps logprobs [B, G, C] to a per-token loss [B, G, C] and a dict of per-token
-metrics [B, G, C] (averaged over trained tokens). Reduction is `aggregation_weights`.
+A loss_fn maps logprobs [B, G, C] to a per-token loss [B, G, C] and a dict of per-token metrics [B, G, C].
+`aggregation_weights` reduces the loss; metrics are averaged over trained tokens. In the equations, A is the advantage,
+r = exp(logprobs - old_logprobs) the ratio of a token, and sg stops the gradient.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from jaxrl_llm.structs import Array, Batch
 Metrics: TypeAlias = dict[str, Array]
 LossFn: TypeAlias = Callable[[Array, Batch], tuple[Array, Metrics]]
 
-__all__ = ["cispo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "topr", "vespo"]  # what a config may name
+__all__ = ["cispo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "topr", "vespo"]  # names for a config
 
-WITHOUT_RATIO = ("reinforce",)  # exact only while the policy that learns is the one that sampled
-OF_A_SEQUENCE = ("gmpo",)  # one advantage for a whole completion
-LARGEST = 20.0  # log-ratio: of what is beyond, exp and its gradient would soon not be finite
+WITHOUT_RATIO = ("reinforce",)  # correct only for samples of the current policy
+WITH_SEQUENCE_ADVANTAGE = ("gmpo",)  # needs one advantage per completion
+LARGEST = 20.0  # bound of log-ratios: keeps exp and its gradient finite
 
 
 def ppo_clip(*, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, delta: NotNegative = 0.0) -> LossFn:
-    """Clipped surrogate (arXiv 1707.06347; clip_high > clip_low as in DAPO, arXiv 2503.14476).
+    """Returns the clipped surrogate loss (arXiv 1707.06347; clip_high > clip_low as in DAPO, arXiv 2503.14476).
 
     -min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprobs - old_logprobs).
-    delta > 1 + clip_high bounds the loss of a token with A < 0 too (0: it does not). It is the two-sided
-    bound of arXiv 2505.07291 and, being the same function, the c of dual clip (arXiv 1912.09729).
-    Raises: UserError, for a delta that would take the place of clip_high.
+    delta > 1 + clip_high also bounds the loss of tokens with A < 0 (0: no bound). It is the two-sided bound of
+    arXiv 2505.07291, and equals the c of dual clip (arXiv 1912.09729).
+    Raises: UserError, if 0 < delta <= 1 + clip_high, because delta would then replace clip_high.
     """
     if 0 < delta <= 1 + clip_high:
         raise UserError(f"config.loss.delta = {delta} is not above 1 + clip_high: give more, or 0 for none")
@@ -48,16 +49,16 @@ def ppo_clip(*, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, delta
 def gspo(
     *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4, level: Literal["sequence", "token"] = "sequence"
 ) -> LossFn:
-    """Group sequence policy optimization (arXiv 2507.18071): `ppo_clip` with a ratio of sequences.
+    """Returns group sequence policy optimization (arXiv 2507.18071): `ppo_clip` with one ratio per sequence.
 
-    s = exp(mean over trained tokens of logprobs - old_logprobs). level "token" (GSPO-token) has the same
-    value, and the gradient s d(logprobs_t) at token t, for advantages that differ by token. With aggregation
-    "sequence_sum" it is LUSPO (arXiv 2602.05261): each sequence counts by its length.
+    s = exp(mean over trained tokens of logprobs - old_logprobs). level "token" (GSPO-token) has the same value and the
+    gradient s d(logprobs_t) at token t, for advantages that differ between tokens. With aggregation "sequence_sum" it
+    is LUSPO (arXiv 2602.05261): each sequence counts in proportion to its length.
     """
 
     def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         log_ratio = sequence_mean(logprobs - old_logprobs(logprobs, batch), batch.loss_mask)
-        if level == "token":
+        if level == "token":  # the two log-probabilities cancel in the value, but not in the gradient
             log_ratio = jax.lax.stop_gradient(log_ratio) + logprobs - jax.lax.stop_gradient(logprobs)
         ratio = jnp.broadcast_to(ratio_of(log_ratio), logprobs.shape)
         return _clipped(ratio, batch.advantages, clip_low, clip_high)
@@ -66,10 +67,10 @@ def gspo(
 
 
 def gmpo(*, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> LossFn:
-    """Geometric-mean policy optimization (arXiv 2507.20673): each token's ratio is clipped, then their mean taken.
+    """Returns geometric-mean policy optimization (arXiv 2507.20673): the mean of the clipped ratios of all tokens.
 
-    -A exp(mean_t l_t), l_t = min(l, clip(l, -clip_low, clip_high)) for A > 0, the max for A < 0, l the log-ratio.
-    One advantage for a sequence is assumed.
+    -A exp(mean_t l_t), where l is the log-ratio and l_t = min(l, clip(l, -clip_low, clip_high)) for A > 0. For A < 0,
+    max replaces min. It needs one advantage per sequence.
     """
 
     def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
@@ -85,7 +86,7 @@ def gmpo(*, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> LossFn
 
 
 def reinforce() -> LossFn:
-    """-A logprobs (Williams, 1992): exact while the policy that learns is the one that sampled."""
+    """Returns -A logprobs (Williams, 1992). It is correct only for samples of the current policy."""
 
     def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         return -batch.advantages * logprobs, {}
@@ -94,10 +95,10 @@ def reinforce() -> LossFn:
 
 
 def cispo(*, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> LossFn:
-    """Clipped importance weights (MiniMax-M1, arXiv 2506.13585): no token loses its gradient.
+    """Returns REINFORCE with clipped importance weights (MiniMax-M1, arXiv 2506.13585): each token keeps its gradient.
 
-    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs. As in the paper the bound is 1 + clip_high (TRL's
-    `epsilon_high` is the bound itself), and clip_low = 1 means none.
+    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs. The upper bound is 1 + clip_high, as in the paper; TRL's
+    `epsilon_high` is the bound itself. clip_low = 1 means no lower bound.
     """
 
     def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
@@ -110,7 +111,7 @@ def cispo(*, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> LossF
 
 
 def sapo(*, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> LossFn:
-    """Soft adaptive policy optimization (arXiv 2511.20347): a sigmoid gate instead of a clip.
+    """Returns soft adaptive policy optimization (arXiv 2511.20347): a sigmoid gate replaces the clip.
 
     -(4 / tau) sigmoid(tau (r - 1)) A, with tau_positive where A > 0 and tau_negative elsewhere.
     """
@@ -130,10 +131,10 @@ def vespo(
     k_negative: NotNegative = 3.0,
     lambda_negative: NotNegative = 2.0,
 ) -> LossFn:
-    """Variational sequence-level soft policy optimization (arXiv 2602.10693).
+    """Returns variational sequence-level soft policy optimization (arXiv 2602.10693).
 
-    -sg(w^k exp(lambda (1 - w))) A logprobs, w = exp(sum over trained tokens of logprobs - old_logprobs): a weight
-    of 1 on-policy, that fades far from it on both sides. k and lambda by the sign of A.
+    -sg(w^k exp(lambda (1 - w))) A logprobs, w = exp(sum over trained tokens of logprobs - old_logprobs). The weight is
+    1 on-policy, and approaches 0 for small and for large w. k and lambda depend on the sign of A.
     """
 
     def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
@@ -141,6 +142,7 @@ def vespo(
         log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
         k = jnp.where(batch.advantages > 0, k_positive, k_negative)
         slope = jnp.where(batch.advantages > 0, lambda_positive, lambda_negative)
+        # One exp of a sum: w^k alone may overflow.
         weight = jnp.exp(k * log_w + slope * (1 - ratio_of(log_w)))
         return -weight * batch.advantages * logprobs, {"vespo/weight": weight, "ratio/mean": ratio_of(log_ratio)}
 
@@ -148,7 +150,7 @@ def vespo(
 
 
 def topr() -> LossFn:
-    """Tapered off-policy REINFORCE (arXiv 2503.14286): only what was bad is weighed, and never by more than 1.
+    """Returns tapered off-policy REINFORCE (arXiv 2503.14286): only completions with A <= 0 have weights, of at most 1.
 
     -sg(w) A logprobs, w = 1 where A > 0, min(exp(sum over trained tokens of logprobs - old_logprobs), 1) elsewhere.
     """
@@ -163,12 +165,12 @@ def topr() -> LossFn:
 
 
 def old_logprobs(logprobs: Float[Array, "B G C"], batch: Batch) -> Float[Array, "B G C"]:
-    """What the ratio is to: without old_logprobs this very policy sampled, and the ratio is 1."""
+    """Returns batch.old_logprobs, or the current ones if it is None: then the old policy is the current, and r = 1."""
     return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
 
 
 def ratio_of(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """exp of log_ratio within +- LARGEST; beyond, it is constant."""
+    """Returns exp(log_ratio), with log_ratio clipped to +- LARGEST."""
     return jnp.exp(jnp.clip(log_ratio, -LARGEST, LARGEST))
 
 
@@ -177,12 +179,13 @@ def _clipped(
 ) -> tuple[Array, Metrics]:
     bounded = jnp.minimum(ratio, delta) if delta else ratio
     loss = -jnp.minimum(bounded * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
+    # Tokens without a gradient: the clip is active only on the side to which the advantage pushes the ratio.
     bound = jnp.where(advantages > 0, ratio > 1 + high, ratio < 1 - low) & (advantages != 0)
     return loss, {"clip/fraction": _float(bound), "ratio/mean": ratio}
 
 
 def sequence_mean(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"]) -> Float[Array, "B G 1"]:
-    """Mean [B, G, 1] of x [B, G, C] over the mask."""
+    """Computes the mean [B, G, 1] of x [B, G, C] over the mask."""
     total = jnp.sum(jnp.where(mask, x, 0.0), axis=-1, keepdims=True)
     return total / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
 
@@ -192,7 +195,7 @@ def _float(x: Array) -> jax.Array:
 
 
 def cross_entropy() -> LossFn:
-    """-logprobs: supervised fine-tuning."""
+    """Returns -logprobs, the loss of supervised fine-tuning."""
 
     def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         return -logprobs, {}
@@ -206,15 +209,15 @@ def aggregation_weights(
     mode: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"],
     constant_length: Count = 0,
 ) -> Float[Array, "B G C"]:
-    """Weights [B, G, C] such that sum(weights * per-token loss) is the loss of this update.
+    """Returns weights [B, G, C]: the loss of an update is sum(weights * per-token loss).
 
-    The denominators are those of the whole mask [B, G, C], so that the parts of a
-    micro-batched or sharded update add up to the same number. mode:
+    The denominators cover the whole mask [B, G, C], so the parts of a micro-batched or sharded update add up to the
+    same loss. mode:
     "token_mean"     1 / trained tokens (DAPO, arXiv 2503.14476),
-    "sequence_mean"  1 / (sequences x the sequence's own tokens) (GRPO, arXiv 2402.03300),
+    "sequence_mean"  1 / (sequences x trained tokens of the sequence) (GRPO, arXiv 2402.03300),
     "sequence_sum"   1 / sequences (LUSPO, arXiv 2602.05261),
     "constant"       1 / (sequences x constant_length) (Dr. GRPO, arXiv 2503.20783).
-    A sequence without a trained token counts for nothing.
+    A sequence without a trained token has weight 0 and is not in `sequences`.
     """
     mask = mask.astype(jnp.float32)
     lengths = jnp.sum(mask, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The distribution that is sampled, and that is scored: one definition for both."""
+"""The sampled distribution: one definition of temperature, top-k and top-p for sampler and trainer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxtyping import Float, Int
 
 from jaxrl_llm.structs import Array, PyTree
 
-BLOCK = 128  # the most tokens of a block in `draw`: divides most vocabularies, and a TPU's vectors are as wide
+BLOCK = 128  # largest number of tokens per block in `draw`: divides most vocabularies, and fits a TPU vector
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature first, then top-k, then top-p of what is left (vLLM's order). 0, 0, 1 switch each off."""
+    """Sampling settings: temperature, then top-k, then top-p of the rest (vLLM's order). 0, 0, 1 switch each off."""
 
-    temperature: float = 1.0  # 0: greedy, reported under the plain softmax
+    temperature: float = 1.0  # 0: greedy; log-probabilities are of the plain softmax
     top_k: int = 0
     top_p: float = 1.0
 
@@ -28,11 +28,11 @@ class Sampling:
 def support(
     logits: Float[Array, "*n V"], sampling: Sampling, token: Int[Array, "*n"] | None = None
 ) -> Float[Array, "*n V"]:
-    """Logits [..., V] over the temperature, -inf outside the support of the distribution sampled.
+    """Divides logits [..., V] by the temperature and sets them to -inf outside the support of the sampled distribution.
 
-    token [...], if given, always belongs to the support. A token that was drawn does so
-    under the policy that drew it; under a later policy this keeps the ratio finite.
-    Ties at a threshold are all masked_logits, so the support is a function of the logits alone.
+    token [...], if given, always belongs to the support. A sampled token is in the support of the policy that sampled
+    it, but a later policy may exclude it: this keeps the ratio finite.
+    All ties at a threshold are kept, so the support depends only on the logits.
     """
     if sampling.temperature > 0:
         logits = logits / sampling.temperature
@@ -43,28 +43,28 @@ def support(
     if sampling.top_p < 1:
         ordered = jnp.sort(masked_logits, axis=-1, descending=True)
         probs = jax.nn.softmax(ordered, axis=-1)
-        inside = jnp.cumsum(probs, axis=-1) - probs < sampling.top_p  # mass of the better ones
+        inside = jnp.cumsum(probs, axis=-1) - probs < sampling.top_p  # probability of all larger logits
         threshold = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
         masked_logits = jnp.where(masked_logits >= threshold, masked_logits, -jnp.inf)
-    if token is not None and masked_logits is not logits:
+    if token is not None and masked_logits is not logits:  # without top-k and top-p, the support is the vocabulary
         chosen = jax.nn.one_hot(token, logits.shape[-1], dtype=bool)
         masked_logits = jnp.where(chosen, logits, masked_logits)
     return masked_logits
 
 
 def log_distribution(logits: Float[Array, "*n V"], sampling: Sampling) -> Float[Array, "*n V"]:
-    """Log-probabilities [..., V] of the distribution sampled, -inf outside its support."""
+    """Returns log-probabilities [..., V] of the sampled distribution, -inf outside its support."""
     return jax.nn.log_softmax(support(logits, sampling), axis=-1)
 
 
 def draw(
     masked_logits: Float[Array, "*n V"], uniform: Float[Array, "*n 2"]
 ) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
-    """Inverse-CDF sampling in two levels: two uniform numbers a row instead of V Gumbel ones.
+    """Samples by inverse CDF in two levels, with two uniform numbers per row instead of V Gumbel numbers.
 
-    masked_logits [..., V] as `support` makes it, uniform [..., 2] in [0, 1) -> tokens [...] int32 and their
-    log-probabilities [...]. First a block of tokens, then a token of it: a single float32 sum over a
-    whole vocabulary would lose its tail. A token of probability zero is never drawn.
+    masked_logits [..., V] from `support`, uniform [..., 2] in [0, 1) -> tokens [...] int32 and their log-probabilities
+    [...]. It samples a block of tokens, then a token in the block: one float32 sum over the whole vocabulary would
+    lose the tail. It never samples a token of probability zero.
     """
     size = min(1 << (math.isqrt(masked_logits.shape[-1]).bit_length() - 1), BLOCK)
     top = jnp.max(masked_logits, axis=-1, keepdims=True)
@@ -83,8 +83,9 @@ def draw(
 
 
 def _invert(weights: Float[Array, "*n V"], uniform: Float[Array, "*n"]) -> Int[Array, "*n"]:
-    """The first index whose cumulative weight is above uniform x total, among those that weigh anything."""
-    cdf, some = jnp.cumsum(weights, axis=-1), weights > 0  # XLA's cumsum is not monotone to the last bit
+    """Returns the first index with positive weight and a cumulative weight above uniform x total."""
+    # XLA's cumsum is not exactly monotone, so the total is the maximum and not the last entry.
+    cdf, some = jnp.cumsum(weights, axis=-1), weights > 0
     total = jnp.max(jnp.where(some, cdf, 0.0), axis=-1)
     return jnp.argmax(some & (cdf > (uniform * total)[..., None]), axis=-1).astype(jnp.int32)
 
@@ -93,10 +94,10 @@ def _invert(weights: Float[Array, "*n V"], uniform: Float[Array, "*n"]) -> Int[A
 def token_logprobs(
     logits: Float[Array, "*n V"], token: Int[Array, "*n"], sampling: Sampling
 ) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
-    """Log-probability of token [...] and entropy [...] of the distribution sampled, from logits [..., V].
+    """Returns log-probability [...] of token [...] and entropy [...] of the sampled distribution, from logits [..., V].
 
-    With p the distribution, l its logarithm and H its entropy, per unit of temperature:
-    d l_token / d logits = onehot(token) - p, and d H / d logits = -p (l + H).
+    With probabilities p, log-probabilities l and entropy H, at temperature 1:
+    d l_token / d logits = onehot(token) - p, and d H / d logits = -p (l + H). Other temperatures divide both.
     """
     return _token_logprobs(logits, token, sampling)[0]
 
@@ -106,7 +107,9 @@ def _token_logprobs(logits: Array, token: Array, sampling: Sampling) -> tuple[tu
     top = jnp.max(masked_logits, axis=-1, keepdims=True)
     weights = jnp.exp(masked_logits - top)
     total = jnp.sum(weights, axis=-1)
+    # Outside the support, 0 x -inf would be NaN.
     mean = jnp.sum(jnp.where(weights > 0, weights * (masked_logits - top), 0.0), axis=-1) / total
+    # The names let `completion_logprobs` save both, so that its backward pass does not sum over V again.
     log_total = checkpoint_name(jnp.log(total) + top[..., 0], "log_total")
     entropy = checkpoint_name(jnp.log(total) - mean, "entropy")
     chosen = jnp.take_along_axis(masked_logits, token[..., None], axis=-1)[..., 0]

@@ -12,7 +12,7 @@ from jaxrl_llm.learner.scorers import FROZEN
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Config
 
-OF_A_SEQUENCE = ("gspo", "gmpo")  # losses with one importance ratio per completion
+WITH_SEQUENCE_RATIO = ("gspo", "gmpo")  # losses with one importance ratio per completion
 
 
 def check_algorithm(config: Config, updates: int) -> None:
@@ -82,7 +82,7 @@ def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
             f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} updates on a rollout: "
             "set epochs = 1 and prompts_per_update = prompts_per_step, or another loss"
         )
-    if loss in losses.OF_A_SEQUENCE and advantage in advantages.OF_A_TOKEN:
+    if loss in losses.WITH_SEQUENCE_ADVANTAGE and advantage in advantages.OF_A_TOKEN:
         raise UserError(f"config.loss.name = {loss!r} wants an advantage a completion, {advantage!r} gives one a token")
     e, c = config.entropy, config.importance
     if e.target and not (e.step and e.most >= e.coef and e.most):
@@ -101,7 +101,7 @@ def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
 
 def check_ratio_of_a_sequence(config: Config, loss: str) -> None:
     """Checks that a loss with one ratio per completion is averaged over completions, not over tokens."""
-    if loss not in OF_A_SEQUENCE:
+    if loss not in WITH_SEQUENCE_RATIO:
         return
     if config.aggregate.mode == "token_mean":
         raise UserError(

@@ -91,7 +91,12 @@ def load(path: Path) -> Config:
             get_config = runpy.run_path(str(path)).get("get_config", lambda: None)
             config = get_config()
     except Exception as error:
-        raise UserError(f"{path} cannot be run: {describe(error, str(path))}: put the file right") from error
+        said = describe(error, str(path))
+        sections = {old.split(".")[0]: new.split(".")[0] for old, new in RENAMED.items()}
+        for old, new in sections.items():
+            if isinstance(error, AttributeError) and old != new and f"'{old}'" in said.replace('"', "'"):
+                said += f" (section {old} was renamed to {new})"
+        raise UserError(f"{path} cannot be run: {said}: put the file right") from error
     if not isinstance(config, ConfigDict):
         raise UserError(f"{path} gives no config: define get_config(), returning an ml_collections.ConfigDict")
     return config

@@ -94,6 +94,8 @@ def _check_arguments(section: str, name: str, function: Callable[..., Any], give
     hints = _hints(function)
     taken = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     for key, value in given.items():
+        if (old := f"{section}.{key}") in RENAMED:
+            raise UserError(f"config.{old} is not an argument: it was renamed to {RENAMED[old]}")
         if key not in taken:
             raise UserError(f"config.{section}.{key} is not an argument: {name} takes {', '.join(taken) or 'nothing'}")
         if (field := _field(hints.get(key))) and (problem := field.problem(value)):

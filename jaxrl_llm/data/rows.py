@@ -18,8 +18,8 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.errors import UserError, describe
 
 Row = dict[str, Any]
-FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".parquet")
-KINDS = ".json, .csv, .jsonl or .parquet"  # for error messages; .json and .jsonl may end with .gz
+FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
+KINDS = ".json, .csv, .jsonl or .parquet"  # for error messages; all but .parquet may end with .gz
 
 
 @dataclass(frozen=True)

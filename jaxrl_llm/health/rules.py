@@ -120,7 +120,7 @@ def stale_samples(history: Sequence[Record]) -> Finding | None:
     return Finding(
         "stale_samples",
         "look",
-        f"95 % of the tokens are at most {lag:g} updates old, their mean weight is {weight:.2f}",
+        f"95 % of the tokens are at most {lag:g} steps old, their mean weight is {weight:.2f}",
         "rollouts are too far off-policy",
         "lower rollout.max_lag",
         "arXiv 2505.24298",

@@ -10,8 +10,8 @@ import grain
 import jax
 
 from jaxrl_llm.checkpoint import Pending
-from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.prefetch import Prefetcher
+from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import Samples, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.structs import Array, PyTree, Rollouts

@@ -11,7 +11,7 @@ from jaxrl_llm.config.names import arguments, resolve
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import sampler
-from jaxrl_llm.rollout.engine import Engine, EngineChoice, EngineInputs
+from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.vllm import engine as servers_of_vllm
 from jaxrl_llm.serve_vllm import LOOPBACK, check_python
 from jaxrl_llm.structs import Config

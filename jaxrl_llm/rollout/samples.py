@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.rewards.reward_fn import RewardFn
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Config, Prompts, Rewards, Rollouts
 
 Graded: TypeAlias = tuple[list[list[str]], dict[str, np.ndarray]]  # B x G texts, and reward channels [B, G]

@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Batch, Prompts, PyTree, Rollouts
 
 PROMPTS, TOKENS = 4, 16  # prompts, rounded up to a multiple of the devices; tokens of an answer at most

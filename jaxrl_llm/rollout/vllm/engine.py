@@ -20,11 +20,11 @@ import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import export
+from jaxrl_llm.models import hf_export
 from jaxrl_llm.models.blocks import DecoderConfig
-from jaxrl_llm.rollout.engine import EngineInputs
+from jaxrl_llm.rollout.protocol import EngineInputs
 from jaxrl_llm.rollout.vllm import weights
-from jaxrl_llm.rollout.vllm.server import ManagedServer
+from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 SOON = 10.0  # seconds: timeout of short requests, and of the wait for a server's lock
@@ -231,7 +231,7 @@ class VllmEngine:
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Pushes the parameters to all servers. Returns when every server has them."""
-        self._tensors = {name: list(shape) for name, shape in export.shapes(params).items()}
+        self._tensors = {name: list(shape) for name, shape in hf_export.shapes(params).items()}
         self._offer.write(params)
         self._version = version
         _all([self._pool.submit(self._persist, self._bring, cycle([server])) for server in self._servers])

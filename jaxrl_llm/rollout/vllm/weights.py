@@ -21,7 +21,7 @@ import numpy as np
 from filelock import FileLock
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import export
+from jaxrl_llm.models import hf_export
 from jaxrl_llm.structs import PyTree
 
 DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
@@ -67,7 +67,7 @@ class WeightFile:
         """
         file = self.folder / FILE
         file.unlink(missing_ok=True)  # first, to make room for the new file
-        shapes = export.shapes(params, untied=self._untied).values()
+        shapes = hf_export.shapes(params, untied=self._untied).values()
         size = sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
         free = shutil.disk_usage(self.folder).free
         if size > free:
@@ -115,14 +115,14 @@ def write_stream(file: BinaryIO, params: PyTree, dtype: Any, *, untied: bool = F
     Raises: UserError, with the name of the tensor, if one is not finite.
     """
     header, offset, kind = {}, 0, np.dtype(dtype)
-    for name, shape in export.shapes(params, untied=untied).items():
+    for name, shape in hf_export.shapes(params, untied=untied).items():
         size = math.prod(shape) * kind.itemsize
         header[name] = {"dtype": DTYPES[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
-    for name, tensor in export.tensors(params, dtype, untied=untied):
+    for name, tensor in hf_export.tensors(params, dtype, untied=untied):
         if not np.isfinite(tensor).all():
             raise UserError(
                 f"the policy's {name} is not finite and was not pushed: resume from the last checkpoint "
