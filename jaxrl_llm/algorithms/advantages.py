@@ -2,7 +2,7 @@
 
 The names of an estimator's positional arguments select its inputs:
 
-rewards [B, G]           weighted sum of all channels, with the overlong penalty and a KL penalty in the reward
+rewards [B, G]           weighted sum of all channels, including the overlong penalty and a KL penalty in the reward
 channels {name: [B, G]}  rewards of each reward function; weights {name: float} their weights in the sum
 greedy_rewards [B]       rewards of the greedy completion of each prompt, which the run then samples too
 token_rewards [B, G, C]  rewards on the last trained token, and a KL penalty on each token
@@ -72,7 +72,7 @@ def reinforce_pp(
 def reinforce_pp_baseline(
     rewards: Float[Array, "B G"], loss_mask: Bool[Array, "B G C"], *, epsilon: NotNegative = 1e-8
 ) -> Float[Array, "B G C"]:
-    """Computes REINFORCE++ with the group mean as baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens."""
+    """Computes REINFORCE++ with a group baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens."""
     return _whiten(jnp.broadcast_to(_centered(rewards)[..., None], loss_mask.shape), loss_mask, epsilon)
 
 
@@ -178,12 +178,12 @@ def _centered(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
 
 
 def _zero_without_signal(advantages: Float[Array, "B G"], rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
-    """Sets A to exactly 0 where the rewards of a group are equal: a division would amplify the mean's rounding error."""
+    """Sets A to exactly 0 in groups with equal rewards: a division would amplify the rounding error of the mean."""
     return jnp.where(jnp.max(rewards, axis=1, keepdims=True) > jnp.min(rewards, axis=1, keepdims=True), advantages, 0.0)
 
 
 def _all_from(n: Array, g: int, k: int) -> jax.Array:
-    """Returns C(n, k) / C(g, k), the probability that k draws from g items all hit a given n; exactly 0 for n < k."""
+    """Returns C(n, k) / C(g, k): the probability that k random items of g are all among a given n; 0 for n < k."""
     chance = jnp.ones_like(n)
     for i in range(k):
         chance = chance * jnp.maximum(n - i, 0) / (g - i)

@@ -49,9 +49,9 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
         if estimate_kl:
             term = coefs["kl/coef"] * estimate_kl(scores["old_logprobs"], scores["ref_logprobs"])
             penalty = jnp.where(mask, term, 0.0)
-        # An abstention counts as 0, as in the weighted sum.
         inputs: dict[str, Any] = scores | {
             "rewards": total - jnp.sum(penalty, axis=-1),
+            # An abstention counts as 0, as in the weighted sum.
             "channels": {name: jnp.nan_to_num(channels[name]) for name in config.reward.functions},
             "token_rewards": at_the_end(total, mask) - penalty,
             "logprobs": scores.get("old_logprobs"),

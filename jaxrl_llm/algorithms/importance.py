@@ -73,9 +73,9 @@ def stay_on_policy(
     *,
     threshold: float,
 ) -> Bool[Array, "B G 1"]:
-    """Computes the off-policy sequence mask [B, G, 1] of DeepSeek-V3.2 (arXiv 2512.02556), False for ignored completions.
+    """Computes the off-policy sequence mask [B, G, 1] of DeepSeek-V3.2 (arXiv 2512.02556): True for kept completions.
 
-    A completion is ignored if its advantage is negative and the mean of sampler - logprobs over its trained tokens is
+    A completion is left out if its advantage is negative and the mean of sampler - logprobs over its trained tokens is
     above the threshold.
     """
     gone = sequence_mean(sampler - jax.lax.stop_gradient(logprobs), mask) > threshold

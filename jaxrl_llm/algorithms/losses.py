@@ -21,7 +21,7 @@ from jaxrl_llm.structs import Array, Batch
 Metrics: TypeAlias = dict[str, Array]
 LossFn: TypeAlias = Callable[[Array, Batch], tuple[Array, Metrics]]
 
-__all__ = ["cispo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "topr", "vespo"]  # names for a config
+__all__ = ["cispo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "topr", "vespo"]  # names that a config may use
 
 WITHOUT_RATIO = ("reinforce",)  # correct only for samples of the current policy
 WITH_SEQUENCE_ADVANTAGE = ("gmpo",)  # needs one advantage per completion
@@ -67,7 +67,7 @@ def gspo(
 
 
 def gmpo(*, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> LossFn:
-    """Returns geometric-mean policy optimization (arXiv 2507.20673): the mean of the clipped ratios of all tokens.
+    """Returns geometric-mean policy optimization (arXiv 2507.20673): the geometric mean of clipped ratios.
 
     -A exp(mean_t l_t), where l is the log-ratio and l_t = min(l, clip(l, -clip_low, clip_high)) for A > 0. For A < 0,
     max replaces min. It needs one advantage per sequence.
@@ -150,7 +150,7 @@ def vespo(
 
 
 def topr() -> LossFn:
-    """Returns tapered off-policy REINFORCE (arXiv 2503.14286): only completions with A <= 0 have weights, of at most 1.
+    """Returns tapered off-policy REINFORCE (arXiv 2503.14286): only samples with A <= 0 are weighted, by at most 1.
 
     -sg(w) A logprobs, w = 1 where A > 0, min(exp(sum over trained tokens of logprobs - old_logprobs), 1) elsewhere.
     """
@@ -165,7 +165,7 @@ def topr() -> LossFn:
 
 
 def old_logprobs(logprobs: Float[Array, "B G C"], batch: Batch) -> Float[Array, "B G C"]:
-    """Returns batch.old_logprobs, or the current ones if it is None: then the old policy is the current, and r = 1."""
+    """Returns batch.old_logprobs. If it is None, the old policy is the current one, and the ratio is 1."""
     return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
 
 
@@ -179,7 +179,7 @@ def _clipped(
 ) -> tuple[Array, Metrics]:
     bounded = jnp.minimum(ratio, delta) if delta else ratio
     loss = -jnp.minimum(bounded * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
-    # Tokens without a gradient: the clip is active only on the side to which the advantage pushes the ratio.
+    # The clip is active only on the side to which the advantage pushes the ratio.
     bound = jnp.where(advantages > 0, ratio > 1 + high, ratio < 1 - low) & (advantages != 0)
     return loss, {"clip/fraction": _float(bound), "ratio/mean": ratio}
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from jaxrl_llm.structs import Array, PyTree
 
-BLOCK = 128  # largest number of tokens per block in `draw`: divides most vocabularies, and fits a TPU vector
+BLOCK = 128  # largest number of tokens per block in `draw`: divides most vocabularies, and is the width of a TPU vector
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ def support(
 ) -> Float[Array, "*n V"]:
     """Divides logits [..., V] by the temperature and sets them to -inf outside the support of the sampled distribution.
 
-    token [...], if given, always belongs to the support. A sampled token is in the support of the policy that sampled
-    it, but a later policy may exclude it: this keeps the ratio finite.
+    token [...], if given, always belongs to the support. Otherwise, a later policy could exclude a sampled token, and
+    the log-ratio would not be finite.
     All ties at a threshold are kept, so the support depends only on the logits.
     """
     if sampling.temperature > 0:

@@ -1,1 +1,1 @@
-"""What learns and what scores: everything that is differentiated, and what feeds it."""
+"""Learners and scorers: forward passes, objectives, optimizer steps and their batches."""

@@ -1,4 +1,4 @@
-"""PPO's critic: the policy's decoder with one number in place of the vocabulary."""
+"""PPO's critic: the policy's decoder with a scalar readout instead of the vocabulary head."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from jaxrl_llm.structs import Array, Batch, Config, PyTree
 def make_critic(
     config: Config, folder: Path, policy: DecoderConfig, mesh: Mesh, aggregate: Callable[[Array], Array]
 ) -> tuple[Learner, Scorer]:
-    """The critic of a config, which starts as the model in `folder` with a readout of zeros.
+    """Returns the critic's learner and scorer. The critic starts as the model in `folder`, with a readout of zeros.
 
-    aggregate: as the policy's. Raises: UserError, for a model that cannot be loaded, or cannot read what the policy
-    writes.
+    aggregate: maps a loss mask to weights, as for the policy.
+    Raises: UserError, if the model cannot be loaded, or does not cover the policy's tokens and positions.
     """
     whole = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
     compatibility.check_other_model("critic.path", whole.cfg, policy)
-    model = Decoder(replace(whole.cfg, tied_head=True), mesh)  # it has no use for a head
+    # A critic needs no head; with tied_head, the parameter tree has none.
+    model = Decoder(replace(whole.cfg, tied_head=True), mesh)
 
     def with_readout(decoder: PyTree) -> PyTree:
         readout = {"kernel": jnp.zeros((model.cfg.width, 1)), "bias": jnp.zeros(1)}
@@ -59,9 +60,9 @@ def make_critic(
 
 
 def value_objective(model: Decoder, *, clip: float) -> update.Objective:
-    """Squared error to the returns, max of plain and clipped (arXiv 1707.06347; OpenAI's baselines).
+    """Returns an objective: the clipped squared error to the returns (arXiv 1707.06347; OpenAI's baselines).
 
-    max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; clip = 0: the plain one.
+    max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; clip = 0: (V - R)^2 / 2.
     """
 
     def objective(params: PyTree, batch: Batch, coefs: losses.Metrics) -> tuple[Array, losses.Metrics]:

@@ -19,14 +19,14 @@ from jaxrl_llm.structs import Array, Batch, PyTree
 ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
 
 
-LOGITS_AT_ONCE = 2**25  # elements of the largest logits array that a device holds: 128 MiB in float32
+LOGITS_AT_ONCE = 2**25  # largest number of logits on a device at a time: 128 MiB in float32
 
 
 def completion_states(model: Decoder, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """In packed rows: the hidden state before each completion token [B, N, T, D], the tokens, their index [B, N, T].
+    """Computes, in packed rows, the state before each token [B, N, T, D], the tokens and their index [B, N, T].
 
-    The one place of the shift by one: token t is predicted by the hidden state before
-    it, token 0 by the prompt's last. A prompt is run once for its group.
+    Only this function shifts by one: the hidden state before token t predicts it. For token 0, this is the last state
+    of the prompt. Each prompt runs once for its group.
     """
     b, g, c = batch.completions.shape
     index = jnp.arange(g * c).reshape(1, g, c) if batch.packed_index is None else batch.packed_index
@@ -44,8 +44,9 @@ def completion_states(model: Decoder, params: PyTree, batch: Batch) -> tuple[jax
 
 
 def _in_order(x: Array, index: Array, batch: Batch) -> jax.Array:
-    """Per-token values in rows [B, N, T] -> [B, G, C], 0 on padding."""
+    """Moves per-token values from rows [B, N, T] to completions [B, G, C]; 0 on padding."""
     size = batch.completions[0].size
+    # Padding gets an index out of range, which mode="drop" skips.
     place = jax.vmap(lambda x, at: jnp.zeros(size).at[jnp.where(at < 0, size, at)].set(x, mode="drop"))
     return jnp.where(batch.completion_mask, place(x, index).reshape(batch.completions.shape), 0.0)
 
@@ -53,9 +54,9 @@ def _in_order(x: Array, index: Array, batch: Batch) -> jax.Array:
 def completion_logprobs(
     model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy [B, G, C] of every completion token, 0 on padding.
+    """Returns log-probability and entropy [B, G, C] of each completion token; 0 on padding.
 
-    Logits are made for a few tokens at a time, and again in the backward pass.
+    To save memory, it computes logits for a few tokens at a time, and computes them again in the backward pass.
     """
     states, tokens, index = completion_states(model, params, batch)
 
@@ -67,26 +68,27 @@ def completion_logprobs(
     size = min(max(LOGITS_AT_ONCE * devices // (b * n * model.cfg.vocab_size), 1), t)
     count = -(-t // size)
     parts = tuple(_chunks(x, count, size) for x in (states, tokens))
-    if count > 1:  # a single chunk may as well be kept for the backward pass
+    if count > 1:  # a single chunk is small: its logits are kept for the backward pass
         head = jax.checkpoint(head, policy=jax.checkpoint_policies.save_only_these_names("log_total", "entropy"))
     logprobs, entropy = (_in_order(_joined(x, t), index, batch) for x in jax.lax.map(head, parts))
     return logprobs, entropy
 
 
 def completion_values(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
-    """A critic's value [B, G, C] of the text before every completion token, 0 on padding.
+    """Returns the critic's value [B, G, C] of the text before each completion token; 0 on padding.
 
-    params: {"decoder": as `model` takes them, "readout": {"kernel": [D, 1], "bias": [1]}}.
+    params: {"decoder": parameters of `model`, "readout": {"kernel": [D, 1], "bias": [1]}}.
     """
     states, _, index = completion_states(model, params["decoder"], batch)
     readout = params["readout"]
     flat = states.reshape(-1, states.shape[-1]).astype(jnp.float32)
+    # By default, accelerators round the factors of a float32 product to bfloat16 or TF32.
     values = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
     return _in_order(values.reshape(index.shape), index, batch)
 
 
 def _chunks(x: Array, count: int, size: int) -> jax.Array:
-    """[B, G, C, ...] -> [count, B, G, size, ...], padded at the end."""
+    """Splits rows [B, N, T, ...] into chunks [count, B, N, size, ...], padded at the end."""
     pad = [(0, 0)] * x.ndim
     pad[2] = (0, count * size - x.shape[2])
     x = jnp.pad(x, pad)
@@ -94,13 +96,16 @@ def _chunks(x: Array, count: int, size: int) -> jax.Array:
 
 
 def _joined(x: Array, length: int) -> jax.Array:
-    """The inverse of `_chunks` for per-token arrays: [count, B, G, size] -> [B, G, length]."""
+    """Inverts `_chunks` for per-token arrays: [count, B, N, size] -> [B, N, length]."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(*x.shape[:2], -1)[:, :, :length]
 
 
 def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, microbatch: int) -> ScoreFn:
-    """`per_token(params, batch)`, [B, G, C] or several of them, jitted, so many prompts at a time (0: all at once)."""
+    """Returns a jitted `per_token` that takes `microbatch` prompts at a time (0: all at once).
+
+    `per_token(params, batch)` returns one or more arrays [B, G, C].
+    """
 
     @partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
     def score(params: PyTree, batch: Batch) -> PyTree:
@@ -113,12 +118,12 @@ def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, mi
 
 
 def make_logprob_fn(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int) -> ScoreFn:
-    """`score(params, batch)` -> log-probabilities [B, G, C], without gradients."""
+    """Returns `score(params, batch)` -> log-probabilities [B, G, C], without gradients."""
     return in_microbatches(lambda params, x: completion_logprobs(model, params, x, sampling)[0], mesh, microbatch)
 
 
 def split_batch(tree: PyTree, parts: int) -> PyTree:
-    """[B, ...] -> [parts, B / parts, ...], strided so that every device keeps its own rows."""
+    """Splits [B, ...] into [parts, B / parts, ...] with a stride, so that each device keeps its own rows."""
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), tree)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer and every schedule: optax, with warm-up counted in optimizer steps."""
+"""The optimizer, the learning rate and the coefficients of loss terms, with optax. Schedules count optimizer steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Momentum: TypeAlias = Annotated[float, Field(float, low=0, high=0.9999)]
 
 
 def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, section: str = "optim") -> int:
-    """Warm-up as optimizer steps, from either way of saying it in a section of the config.
+    """Returns the number of warm-up steps, from the steps or the ratio in a section of the config.
 
-    Raises: UserError, if both are given or nothing is left after the warm-up.
+    Raises: UserError, if both are set, if the ratio is not in [0, 1), or if no step is left after the warm-up.
     """
     if warmup_steps and warmup_ratio:
         raise UserError(f"{section}.warmup_steps and {section}.warmup_ratio are both set: set one of them to 0")
@@ -38,10 +38,10 @@ def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, se
 
 
 def schedule(peak: float, *, decay: Decay, end: float, total_steps: int, warmup: int = 0) -> Schedule:
-    """Linear warm-up to `peak` over `warmup` steps, then decay to `end` at `total_steps`.
+    """Returns a schedule: linear warm-up to `peak` over `warmup` steps, then decay to `end` at `total_steps`.
 
-    decay: "constant" (stays at peak) | "linear" | "cosine". The first step is never at
-    rate 0: step i of the warm-up has peak * (i + 1) / (warmup + 1).
+    decay: "constant" (stays at peak) | "linear" | "cosine". Step i of the warm-up has peak * (i + 1) / (warmup + 1),
+    so the first step does not have rate 0.
     """
     rest = max(total_steps - warmup, 1)
     if decay == "constant":
@@ -57,22 +57,22 @@ def schedule(peak: float, *, decay: Decay, end: float, total_steps: int, warmup:
 
 
 class Coefficient(NamedTuple):
-    """A learning rate or a loss term's coefficient: a pure function of a state that each update moves."""
+    """A learning rate or the coefficient of a loss term: a pure function of a state. Each update changes the state."""
 
-    start: float | tuple[float, ...]  # the state at the start of a run; it is kept in `TrainState.coef_state`
+    start: float | tuple[float, ...]  # first state; the current one is in `TrainState.coef_state`
     value: Callable[[Array], Any]  # state -> coefficient, a scalar
     adapt: Callable[[Array, dict[str, Array]], Array]  # (state, metrics of an update) -> state; not if it was skipped
 
 
 class Optimizer(NamedTuple):
-    """What an update does with a gradient."""
+    """A gradient transformation, and the coefficients of an update."""
 
-    transform: optax.GradientTransformation  # at a learning rate of 1
-    coefficients: dict[str, Coefficient]  # "learning_rate" and those of the objective, by the name they are logged by
+    transform: optax.GradientTransformation  # with learning rate 1
+    coefficients: dict[str, Coefficient]  # metric name -> coefficient: "learning_rate", and the objective's
 
 
 def constant(coef: float) -> Coefficient:
-    """The same at every step."""
+    """Returns a coefficient that never changes."""
     return Coefficient(coef, lambda state: state, lambda state, metrics: state)
 
 
@@ -86,9 +86,10 @@ def kl_coefficient(
     target: NotNegative,
     horizon: AtLeastOne,
 ) -> Coefficient:
-    """By `schedule`; or, with a target, proportional control (arXiv 1909.08593) by updates of so many sequences.
+    """Returns a KL coefficient that follows `schedule` or, with a target, proportional control (arXiv 1909.08593).
 
-    coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) sequences / horizon), KL the mean of k3 over tokens.
+    coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) sequences / horizon), after each update of `sequences`
+    sequences. KL is the mean of k3 over tokens.
     """
     rate = schedule(coef, decay=decay, end=end, total_steps=total_steps)
     if not target:
@@ -101,9 +102,10 @@ def kl_coefficient(
 
 
 def entropy_coefficient(*, coef: NotNegative, target: NotNegative, step: NotNegative, most: NotNegative) -> Coefficient:
-    """Constant; or, with a target, c where the last update's entropy was at most that, else 0 (arXiv 2505.22312).
+    """Returns an entropy coefficient that is constant or, with a target, adaptive (arXiv 2505.22312).
 
-    c grows by `step` after an update below the target, shrinks by it after one above, and stays within 0 and `most`.
+    The adaptive coefficient is c if the entropy of the last update was at most the target, else 0. c grows by `step`
+    after an update with entropy at most the target, and otherwise shrinks by `step`. It stays in [0, `most`].
     """
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
@@ -114,7 +116,7 @@ def entropy_coefficient(*, coef: NotNegative, target: NotNegative, step: NotNega
 
 
 def objective_coefficients(config: Config, total_steps: int, sequences: int) -> dict[str, Coefficient]:
-    """Coefficients of the terms that a config's objective, or its reward, has; sequences: those of an update."""
+    """Returns the KL and entropy coefficients that a config uses; sequences: number of sequences per update."""
     made = {}
     if config.kl.placement != "none":
         by = {name: config.kl[name] for name in ("coef", "decay", "end", "target", "horizon")}
@@ -125,7 +127,7 @@ def objective_coefficients(config: Config, total_steps: int, sequences: int) -> 
 
 
 def decayed(params: PyTree) -> PyTree:
-    """True where weight decay applies: matrices, not norms, biases or the embedding."""
+    """Returns True for parameters with weight decay: matrices, but not norms, biases or the embedding."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith("/kernel"), params)
 
 
@@ -145,10 +147,11 @@ def make_optimizer(
     adaptive: dict[str, float] | None = None,
     more: dict[str, Coefficient] | None = None,
 ) -> Optimizer:
-    """AdamW behind global-norm clipping (0: none); `more` are the coefficients of the objective.
+    """Returns AdamW with global-norm clipping (0: none); `more` are the coefficients of the objective.
 
-    A non-finite gradient changes nothing, moves no coefficient and is counted in the state's `total_notfinite`.
-    The warm-up waits: the rate stays where it is after an update with a metric above its bound in adaptive (0: none).
+    A non-finite gradient changes no parameter and no coefficient. The state counts it in `total_notfinite`.
+    adaptive: {metric: bound}, 0 for no bound. In the warm-up, the rate does not rise after an update with a metric
+    above its bound.
     """
     warmup = count_warmup(total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
     rate = schedule(learning_rate, decay=decay, end=end, warmup=warmup, total_steps=total_steps)
@@ -159,7 +162,9 @@ def make_optimizer(
         return jnp.where(held, state, state + 1)
 
     chain = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
+    # Rate 1, because `update_step` multiplies by the rate: it depends on metrics, which optax does not see.
     chain.append(optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed))
+    # After max_consecutive_errors, optax would apply the non-finite gradient.
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
     learning_rate_now = Coefficient(0.0, rate, adapt)
     return Optimizer(transform, {"learning_rate": learning_rate_now} | (more or {}))

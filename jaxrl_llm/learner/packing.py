@@ -1,4 +1,4 @@
-"""Completions of a prompt one after the other in rows, so that little is computed on padding."""
+"""Builds batches. Packs several completions of a group into one row, to compute little on padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxrl_llm.structs import Array, Batch, Config
 
 
 def to_batch(samples: Samples) -> Batch:
-    """What was sampled, packed into rows, on the host."""
+    """Converts samples to a batch, packed into rows, on the host."""
     prompts, rollouts = samples.prompts, samples.rollouts
     packed_index = pack(rollouts.completion_mask.sum(axis=-1), rollouts.completions.shape[-1])
     return Batch(
@@ -27,20 +27,20 @@ def to_batch(samples: Samples) -> Batch:
 
 
 def minibatches(config: Config, step: int) -> Iterator[Array]:
-    """Rows of each update of a step: the first epoch in order, later ones shuffled by (seed, step, epoch)."""
+    """Yields the rows of each update of a step: first epoch in order, later ones shuffled by (seed, step, epoch)."""
     for epoch in range(config.epochs):
         rows = np.arange(config.prompts_per_step)
-        if epoch:
+        if epoch:  # the seed depends on no earlier step, so a resumed run gets the same rows
             np.random.default_rng((config.seed, step, epoch)).shuffle(rows)
         yield from jnp.asarray(rows.reshape(-1, config.prompts_per_update))
 
 
 def pack(lengths: np.ndarray, limit: int) -> np.ndarray:
-    """Where each token of completions of lengths [B, G], each at most `limit` = C, is computed.
+    """Assigns each token to a place in the rows of its group. lengths [B, G] are at most `limit` = C tokens.
 
-    Returns packed_index [B, N, T] int32: the token g * C + t of its group, or -1 for none. A row holds whole
-    completions. T is C halved as often as the longest completion allows, and N is one of 1, 2, 3, 4, 6,
-    8, 12 ...: few shapes are compiled in a run.
+    Returns packed_index [B, N, T] int32: the index g * C + t of a token in its group, or -1 for padding. A row has
+    only whole completions. T is C, halved as often as the longest completion allows. N is one of 1, 2, 3, 4, 6, 8,
+    12 ... So a run compiles few shapes.
     """
     width = limit
     while width % 2 == 0 and width // 2 >= lengths.max():
@@ -49,14 +49,14 @@ def pack(lengths: np.ndarray, limit: int) -> np.ndarray:
     count = _round_up(max(len(row) for row in rows))
     packed_index = np.full((len(lengths), count, width), -1, np.int32)
     for b, row in enumerate(rows):
-        for n, segment_ids in enumerate(row):
-            taken = np.concatenate([g * limit + np.arange(lengths[b, g]) for g in segment_ids])
+        for n, completions in enumerate(row):
+            taken = np.concatenate([g * limit + np.arange(lengths[b, g]) for g in completions])
             packed_index[b, n, : len(taken)] = taken
     return packed_index
 
 
 def _fill(lengths: np.ndarray, width: int) -> list[list[int]]:
-    """Members of each row: the longest first, each into the first row that has room."""
+    """Lists the completions of each row. Places the longest first, each in the first row with room."""
     rows: list[list[int]] = []
     room: list[int] = []
     for g in np.argsort(-lengths, kind="stable"):
@@ -70,6 +70,6 @@ def _fill(lengths: np.ndarray, width: int) -> list[list[int]]:
 
 
 def _round_up(count: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16 ..."""
+    """Rounds up to one of 1, 2, 3, 4, 6, 8, 12, 16 ..."""
     power = 1 << (count - 1).bit_length()
     return 3 * power // 4 if power >= 4 and count <= 3 * power // 4 else power

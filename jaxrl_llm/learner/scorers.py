@@ -1,4 +1,4 @@
-"""The models that score a step's completions: which there are, and which columns each gives."""
+"""Scorers: models that compute columns [B, G, C] for the completions of a step, such as log-probabilities."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from jaxrl_llm.structs import Batch, Config, PyTree
 States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference": parameters
 
 
-# Sections of a config with a model that scores and never learns, and the column that it gives. An advantage estimator
-# gets a column by naming it as an argument. One more line here is one more such model.
+# Config section of a model that scores but never learns -> its column. An advantage estimator gets the column as an
+# argument of this name. For another such model, add a line.
 FROZEN = {"teacher": "teacher_logprobs"}
 
 
 class Scorer(NamedTuple):
-    """A model that scores."""
+    """A model that scores completions."""
 
-    columns: tuple[str, ...]  # what it gives, [B, G, C] each
+    columns: tuple[str, ...]  # their names; each is [B, G, C]
     score: Callable[[States, Batch], dict[str, jax.Array]]
 
 
@@ -43,24 +43,25 @@ def make_scorers(
     updates: int,
     exact: bool,
 ) -> dict[str, Scorer]:
-    """The policy and its reference as scorers, as far as a step needs their columns, in the order in which they run.
+    """Returns reference and policy as scorers, in the order in which they run, if a step needs their columns.
 
-    required: what the advantage estimator asks for; updates: on a rollout; exact: the weights that sample are those at
-    the start of the step, and the sampler's log-probabilities are the trainer's own to rounding.
+    required: inputs of the advantage estimator. updates: number of updates on a rollout. exact: the sampler has
+    the weights of the start of the step, and its log-probabilities equal the trainer's, to rounding.
     """
-    # As many prompts at a time as in the update: products of other shapes may round otherwise, which shows in a ratio.
+    # As many prompts at a time as in the update: other shapes may round differently, and the ratio would not be 1.
     at_once = config.microbatch or config.prompts_per_update
     scorers = {}
     if config.kl.placement != "none":
         reference = score_columns(model, sampling, mesh, at_once, ref_logprobs="logprobs")
         scorers["reference"] = Scorer(("ref_logprobs",), lambda states, batch: reference(states["reference"], batch))
     columns = {}
-    # With one update on a rollout, the update's own log-probabilities are the old ones.
+    # A single update on a rollout uses its own log-probabilities as the old ones.
     if updates > 1 or config.kl.placement == "reward" or "logprobs" in required:
         columns["old_logprobs"] = "logprobs"
     if config.mask.top_entropy < 1:
         columns["entropy"] = "entropy"
     if exact and list(columns) == ["old_logprobs"]:
+        # The sampler has already computed them: no forward pass is needed.
         scorers["sampler"] = Scorer(("old_logprobs",), lambda states, batch: {"old_logprobs": batch.sampler_logprobs})
     elif columns:
         policy = score_columns(model, sampling, mesh, at_once, **columns)
@@ -69,7 +70,10 @@ def make_scorers(
 
 
 def score_columns(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int, **columns: str) -> forward.ScoreFn:
-    """`score(params, batch) -> {column: [B, G, C]}`, from one forward pass; columns: name="logprobs" or "entropy"."""
+    """Returns `score(params, batch) -> {column: [B, G, C]}`, with one forward pass for all columns.
+
+    columns: column="logprobs" or column="entropy".
+    """
 
     def per_token(params: PyTree, batch: Batch) -> dict[str, jax.Array]:
         logprobs, entropy = forward.completion_logprobs(model, params, batch, sampling)
@@ -82,9 +86,11 @@ def score_columns(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: in
 def make_frozen_scorer(
     section: str, folder: Path, config: Config, policy: DecoderConfig, tokenizer: Any, sampling: Sampling, mesh: Mesh
 ) -> Scorer:
-    """The model in `folder`, of one of the sections FROZEN: its log-probabilities of what the policy sampled.
+    """Returns the model in `folder` as a scorer: its log-probabilities of the sampled tokens.
 
-    Raises: UserError, for a model that cannot be loaded, or to which the policy's tokens mean something else.
+    section: its section of the config, one of FROZEN.
+    Raises: UserError, if the model cannot be loaded, does not cover the policy's tokens and positions, or has other ids
+    for these tokens.
     """
     model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat="none")
     compatibility.check_other_model(f"{section}.path", model.cfg, policy)

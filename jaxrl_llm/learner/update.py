@@ -1,4 +1,4 @@
-"""Updates: the objective of the policy, and one optimizer step. The only code under jax.grad."""
+"""Updates: the objective of the policy, and the optimizer step. Only this module calls jax.grad."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 
 @dataclass(frozen=True)
 class Learner:
-    """A model that learns; its TrainState is held by the loop."""
+    """A model in training. The loop holds its TrainState."""
 
-    update_step: jax.stages.Wrapped  # (state, batch, rows) -> state, metrics; the state is donated
-    shapes: TrainState  # shapes, dtypes and shardings of its state
-    init: Callable[[], TrainState]  # its state at step 0
-    coefficients: Callable[[TrainState], Metrics]  # what each coefficient is in the next update
-    prefix: str = ""  # of its metrics' names
-    frozen_steps: int = 0  # steps of the run in which it does not learn yet
+    update_step: jax.stages.Wrapped  # (state, batch, rows) -> state, metrics; donates the state
+    shapes: TrainState  # shapes, dtypes and shardings of the state
+    init: Callable[[], TrainState]  # returns the state at step 0
+    coefficients: Callable[[TrainState], Metrics]  # state -> coefficients of the next update
+    prefix: str = ""  # prefix of its metric names
+    frozen_steps: int = 0  # first steps of the run, in which it does not learn
 
     def compile(self, state: TrainState, batch: Batch, rows: Array) -> None:
-        """Compiles the update for batches of this shape, if it is not yet."""
+        """Compiles the update for batches of this shape, unless it is compiled."""
         self.update_step.lower(state, batch, rows).compile()
 
     def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
-        """One optimizer step on batch[rows]. The state given is donated."""
+        """Runs one optimizer step on batch[rows]. Donates the state."""
         state, metrics = self.update_step(state, batch, rows)
         return state, {f"{self.prefix}{name}": x for name, x in metrics.items()}
 
     def skipped(self, state: TrainState) -> Metrics:
-        """Updates skipped so far, and in a row, for a gradient that is not finite or without a trained token.
+        """Counts skipped updates, in total and in a row: the gradient was not finite, or no token was trained.
 
-        Copies: the next update donates the state.
+        Returns copies, because the next update donates the state.
         """
         finite = state.opt_state
         counts = {"updates/skipped": finite.total_notfinite + 0, "updates/skipped_in_a_row": finite.notfinite_count + 0}
@@ -54,7 +54,7 @@ class Learner:
 
 
 def coefficients(optimizer: Optimizer, coef_state: PyTree) -> Metrics:
-    """What each coefficient is, from what it keeps in a TrainState."""
+    """Computes the coefficients from the `coef_state` of a TrainState."""
     return {name: c.value(coef_state[name]) for name, c in optimizer.coefficients.items()}
 
 
@@ -71,12 +71,12 @@ def policy_objective(
     correct: ImportanceFn | None = None,
     off_policy: float = 0.0,
 ) -> Objective:
-    """`objective(params, batch, coefs)` -> per-token loss and metrics.
+    """Returns `objective(params, batch, coefs)` -> per-token loss and metrics.
 
-    w loss_fn + coefs["kl/coef"] kl - coefs["entropy/coef"] H. kl is an estimator of `algorithms.kl`, or None where
-    the loss has no such term; kl_weighted multiplies it by the ratio pi / pi_old, which makes its gradient
-    unbiased off-policy (arXiv 2512.02556). w is 0 outside `batch.policy_mask` and for completions that `stay_on_policy`
-    leaves out (off_policy > 0), and what `correct` makes of the sampler's log-probabilities elsewhere.
+    w loss_fn + coefs["kl/coef"] kl - coefs["entropy/coef"] H. kl is an estimator of `algorithms.kl`, or None for no KL
+    term. kl_weighted multiplies it by the ratio pi / pi_old, which makes its gradient unbiased off-policy
+    (arXiv 2512.02556). w is 0 outside `batch.policy_mask`, and 0 for completions that `stay_on_policy` leaves out
+    (off_policy is its threshold; 0: none). Elsewhere, w is the importance weight from `correct`.
     """
     correct = correct or make_importance_weights()
 
@@ -124,7 +124,7 @@ def make_learner(
     microbatch: int,
     aggregate: Callable[[Array], Array],
 ) -> Learner:
-    """A learner whose parameters have these shapes and begin as params(); the rest as `make_update_step` takes it."""
+    """Returns a learner. params() gives its first parameters, of these shapes; for the rest, see `make_update_step`."""
     abstract, placed = abstract_state(shapes, optimizer, mesh)
     step = make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
     now = jax.jit(lambda state: coefficients(optimizer, state.coef_state))
@@ -140,17 +140,18 @@ def make_update_step(
     microbatch: int,
     aggregate: Callable[[Array], Array],
 ) -> jax.stages.Wrapped:
-    """`update_step(state, batch, rows) -> state, metrics`: one optimizer step on batch[rows].
+    """Returns `update_step(state, batch, rows) -> state, metrics`: one optimizer step on batch[rows].
 
-    Jitted over the mesh, the state donated, micro-batches of `microbatch` prompts (0: all
-    at once) scanned: any value gives the same gradient to rounding. aggregate maps the loss
-    mask to weights, as `aggregation_weights` does. Metrics are means over the trained tokens
-    of the whole update; those named *_max and *_min are maxima and minima.
+    It is jitted over the mesh, donates the state, and scans over micro-batches of `microbatch` prompts (0: all at
+    once). Every `microbatch` gives the same gradient, to rounding. aggregate maps the loss mask to weights, as
+    `aggregation_weights` does. Metrics are means over the trained tokens of the whole update; *_max and *_min are
+    maxima and minima.
     """
 
     def update_step(state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
         place = NamedSharding(mesh, sharding.BATCH)
         batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], place), batch)
+        # Before the split into micro-batches, because the denominators count the whole update.
         weights = aggregate(batch.loss_mask)
         shares = aggregation_weights(batch.loss_mask, mode="token_mean")
         coefs = coefficients(optimizer, state.coef_state)
@@ -172,7 +173,7 @@ def make_update_step(
             grads, parts = jax.lax.scan(accumulate, zeros, split_batch((batch, weights, shares), count))
             metrics = {name: REDUCTIONS.get(name[-4:], jnp.sum)(x) for name, x in parts.items()}
 
-        # Without a trained token the optimizer's momentum would still move the parameters: skip it, as for a NaN.
+        # Without a trained token, momentum would still move the parameters. With NaN, the optimizer skips the update.
         trained = jnp.any(batch.loss_mask)
         usable = jax.tree.map(lambda g: jnp.where(trained, g, jnp.nan), grads)
         updates, opt_state = optimizer.transform.update(usable, state.opt_state, state.params)
@@ -183,6 +184,7 @@ def make_update_step(
             length = jnp.sum(batch.loss_mask) / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
             reward = jnp.maximum(jnp.mean(jnp.abs(batch.rewards)), 1e-6)
             metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
+        # A skipped update must not advance a schedule or an adaptive coefficient.
         learned = jnp.isfinite(metrics["grad_norm"]) & trained
         coef_state = {
             name: jnp.where(learned, c.adapt(state.coef_state[name], metrics), state.coef_state[name])
@@ -200,7 +202,7 @@ REDUCTIONS = {"_max": jnp.max, "_min": jnp.min}
 
 
 def reduce(name: str, values: Array, shares: Array) -> jax.Array:
-    """A per-token metric [B, G, C] as this part's term of the mean, or its extreme, over trained tokens."""
+    """Reduces a per-token metric [B, G, C] of a micro-batch to its term of the mean, or to its maximum or minimum."""
     if name[-4:] in REDUCTIONS:
         nothing = -jnp.inf if name.endswith("_max") else jnp.inf
         return REDUCTIONS[name[-4:]](jnp.where(shares > 0, values, nothing))
@@ -208,7 +210,7 @@ def reduce(name: str, values: Array, shares: Array) -> jax.Array:
 
 
 def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
-    """A TrainState of shapes, dtypes and shardings alone, and the shardings; params: shapes are enough."""
+    """Returns a TrainState of shapes, dtypes and shardings, and the shardings. For params, shapes are enough."""
     init = optimizer.transform.init
     coef_state = {name: jnp.float32(c.start) for name, c in optimizer.coefficients.items()}
     shapes = jax.eval_shape(lambda p: TrainState(p, init(p), coef_state), params)
@@ -217,8 +219,9 @@ def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[Tr
 
 
 def init_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
-    """A TrainState at step 0, the optimizer's part made already sharded, and the shardings of the whole."""
+    """Returns a TrainState at step 0 and its shardings."""
     _, placed = abstract_state(params, optimizer, mesh)
     coef_state = {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}
+    # With out_shardings, no device ever holds the whole optimizer state.
     opt_state = jax.jit(optimizer.transform.init, out_shardings=placed.opt_state)(params)
     return TrainState(params, opt_state, jax.device_put(coef_state, placed.coef_state)), placed
