@@ -61,7 +61,9 @@ def start(tmp_path: Path, *words: str, before: str = "ready") -> subprocess.Pope
     process = subprocess.Popen([sys.executable, str(tmp_path / "program.py"), *words], start_new_session=True, **pipes)
     process.said = []  # type: ignore[attr-defined]
     while before not in process.said:  # type: ignore[attr-defined]
-        process.said.append(process.stdout.readline().strip())  # type: ignore[attr-defined, union-attr]
+        line = process.stdout.readline()  # type: ignore[union-attr]
+        assert line, process.communicate()[1]
+        process.said.append(line.strip())  # type: ignore[attr-defined]
     return process
 
 
