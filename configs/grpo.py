@@ -15,128 +15,137 @@ import jaxrl_llm
 
 def get_config() -> ConfigDict:
     c = ConfigDict()
-    c.seed = 0  # of the order of prompts and of sampling
-    # On a GPU: only operations that repeat bit for bit, as all do on a CPU. What that costs in speed is not measured.
+    c.seed = 0  # random seed for the order of prompts and for sampling
+    # True: on a GPU, use only operations that repeat bit for bit. On a CPU all of them do. The cost in speed is not
+    # measured.
     c.deterministic = False
-    c.num_steps = 100  # rollouts of prompts_per_step prompts each
-    c.schedule_steps = 0  # steps that warm-up and decay are laid out for; 0: num_steps. A resumed run keeps its own
+    c.num_steps = 100  # number of steps; each step is one rollout of prompts_per_step prompts
+    c.schedule_steps = 0  # steps that warm-up and decay cover; 0: num_steps. A resumed run keeps its first value
 
-    # The batch. Sequences per optimizer step = prompts_per_update x group_size.
+    # Batch sizes. One optimizer step has prompts_per_update x group_size sequences.
     c.prompts_per_step = 64  # B: prompts in a rollout
-    c.group_size = 8  # G: completions of one prompt
-    c.prompts_per_update = 64  # one optimizer step's share of B
-    c.epochs = 1  # passes over a rollout; B / prompts_per_update x epochs optimizer steps
-    c.microbatch = 0  # prompts at a time in memory (0: all); never changes the gradient
+    c.group_size = 8  # G: completions per prompt
+    c.prompts_per_update = 64  # prompts of the rollout in one optimizer step
+    c.epochs = 1  # passes over a rollout: B / prompts_per_update x epochs optimizer steps
+    c.microbatch = 0  # prompts in memory at a time; 0: all. It never changes the gradient
 
     c.model = ConfigDict()
-    c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")  # a folder, or a hub id
-    c.model.dtype = "float32"  # of activations; parameters and the optimizer are float32
-    c.model.remat = "dots"  # recomputed in the backward pass: none | dots | full
+    c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")  # a folder or a hub id
+    c.model.dtype = "float32"  # dtype of activations; parameters and optimizer state are float32
+    c.model.remat = "dots"  # activations that the backward pass recomputes: none | dots | full
 
     c.data = ConfigDict()
     c.data.source = "arithmetic.train"  # a task, a .jsonl, .json, .csv or .parquet file, or my.module.function
-    c.data.convert = ""  # function row -> row with a column "prompt", or None to drop it; e.g. gsm8k.convert
-    c.data.max_prompt_tokens = 16  # longer prompts are never cut
-    c.data.overlong = "drop"  # but dropped and counted (drop), or refused (error)
-    c.data.chat_template_args = ConfigDict()  # of the model's chat template, e.g. enable_thinking = False
+    # Name of a function row -> row with a column "prompt", or None to drop the row; e.g. gsm8k.convert. "": none.
+    c.data.convert = ""
+    c.data.max_prompt_tokens = 16  # limit of a prompt in tokens; a longer prompt is never cut
+    c.data.overlong = "drop"  # for longer prompts: drop (drop and count them) | error (stop the run)
+    c.data.chat_template_args = ConfigDict()  # arguments of the model's chat template, e.g. enable_thinking = False
 
     c.eval = ConfigDict()
-    c.eval.every = 10  # steps between evaluations, one before the first and one at the end; 0: none
-    c.eval.source = "arithmetic.held_out"
-    c.eval.convert = ""  # as data.convert, for these rows
-    c.eval.problems = 1000  # the first so many, answered greedily
-    c.eval.function = "arithmetic.accuracy"  # the reward function that judges
+    c.eval.every = 10  # steps between evaluations; also before the first step and at the end; 0: no evaluation
+    c.eval.source = "arithmetic.held_out"  # source of the evaluation problems, like data.source
+    c.eval.convert = ""  # like data.convert, for the evaluation problems; "": none
+    c.eval.problems = 1000  # the first problems of the source; each gets one greedy completion
+    c.eval.function = "arithmetic.accuracy"  # reward function that judges the completions
 
     c.reward = ConfigDict()
-    c.reward.functions = (
-        "arithmetic.accuracy",
-        "arithmetic.thought",
-    )  # ours, or my.module.function with TRL's signature
-    c.reward.weights = (1.0, 0.0)  # a weight of 0 logs a channel and rewards nothing
+    # Names of reward functions: ours, or my.module.function with TRL's signature.
+    c.reward.functions = ("arithmetic.accuracy", "arithmetic.thought")
+    c.reward.weights = (1.0, 0.0)  # weight of each function in the reward; 0: the function is only logged
 
-    # Seconds for one batch of one function, eval.function too; a run stops where it takes longer. 0: no limit, and the
-    # function runs in the trainer's own process, for debuggers and functions that need JAX's devices (docs/rewards.md)
+    # Seconds that a function may take for one batch (eval.function too). If it takes longer, the run stops.
+    # 0: no limit, and the function runs in the trainer's process. Use 0 for debuggers and for functions that need JAX's
+    # devices (docs/rewards.md).
     c.reward.timeout = 600.0
-    c.reward.overlong_tokens = 0  # the last so many tokens before the limit cost from 0 to 1 (DAPO); 0: none do
+    # Tokens before the limit of a completion. Over them, its penalty grows from 0 to 1 (DAPO). 0: no penalty.
+    c.reward.overlong_tokens = 0
 
-    # A function of jaxrl_llm.algorithms.advantages, or my.module.function, and its arguments.
-    # normalize: group | batch | none
+    # The advantage estimator: a function of jaxrl_llm.algorithms.advantages, or my.module.function, and its arguments.
+    # normalize: deviation that the advantage is divided by: group | batch | none. epsilon is added to the deviation.
     c.advantage = ConfigDict(dict(name="grpo", normalize="group", epsilon=1e-4))
 
-    # A function of jaxrl_llm.algorithms.losses, or my.module.function, and its arguments. With one update on a
-    # rollout, as here, the ratio is 1 and nothing is clipped.
+    # The loss: a function of jaxrl_llm.algorithms.losses, or my.module.function, and its arguments.
+    # The ratio is clipped to 1 - clip_low ... 1 + clip_high. delta: upper bound of the ratio for A < 0; 0: no bound.
+    # With one update per rollout, as here, the ratio is 1 and nothing is clipped.
     c.loss = ConfigDict(dict(name="ppo_clip", clip_low=0.2, clip_high=0.2, delta=0.0))
 
     c.aggregate = ConfigDict()
-    c.aggregate.mode = "token_mean"  # | sequence_mean | sequence_sum | constant
-    c.aggregate.constant_length = 0  # tokens that mode "constant" divides each sequence by
+    c.aggregate.mode = "token_mean"  # reduction of token losses: token_mean | sequence_mean | sequence_sum | constant
+    c.aggregate.constant_length = 0  # tokens that mode "constant" divides each sequence by; 0: for the other modes
 
     c.kl = ConfigDict()
-    c.kl.placement = "loss"  # none | reward | loss
-    c.kl.estimator = "k3"  # k1 (reward only) | k2 | k3
-    c.kl.coef = 1e-3
-    c.kl.decay = "constant"  # | linear | cosine, to kl.end at the last optimizer step
-    c.kl.end = 0.0
-    c.kl.weighted = False  # k3 in the loss times pi / pi_old
-    c.kl.target = 0.0  # kl.coef moves towards this mean KL of a token; 0: it does not
-    c.kl.horizon = 10_000  # in so many sequences, about
-    c.kl.refresh_every = 0  # steps after which the reference moves to the policy; 0: never
-    c.kl.mix = 1.0  # so far: 1 is all the way
+    c.kl.placement = "loss"  # place of the KL penalty to the reference: none | reward | loss
+    c.kl.estimator = "k3"  # k1 (only in the reward) | k2 | k3
+    c.kl.coef = 1e-3  # coefficient of the penalty, at the start
+    c.kl.decay = "constant"  # schedule of the coefficient: constant | linear | cosine
+    c.kl.end = 0.0  # coefficient at the last optimizer step, with a linear or cosine decay
+    c.kl.weighted = False  # True: multiply k3 in the loss by pi / pi_old
+    c.kl.target = 0.0  # mean KL per token that kl.coef adapts to; 0: kl.coef does not adapt
+    c.kl.horizon = 10_000  # about the number of sequences in which kl.coef adapts to the target
+    c.kl.refresh_every = 0  # steps between two moves of the reference towards the policy; 0: it never moves
+    c.kl.mix = 1.0  # how far a move goes: (1 - mix) reference + mix policy; 1: the reference becomes the policy
 
     c.entropy = ConfigDict()
-    c.entropy.coef = 0.0  # of a bonus for entropy
-    c.entropy.target = 0.0  # it grows by `step` an update while entropy is below, else shrinks; 0: it stays
-    c.entropy.step = 0.0
-    c.entropy.most = 0.0  # and never exceeds this
+    c.entropy.coef = 0.0  # coefficient of the entropy bonus, at the start; 0: no bonus at the start
+    c.entropy.target = 0.0  # entropy that entropy.coef adapts to; 0: entropy.coef does not adapt
+    c.entropy.step = 0.0  # change per update: up if the entropy is at or below the target, else down; 0: no target
+    c.entropy.most = 0.0  # largest value of the adaptive coefficient; 0: no target
 
     c.mask = ConfigDict()
-    c.mask.truncated = False  # whether completions that the limit cut are left out
-    c.mask.top_entropy = 1.0  # the share of tokens, those of highest entropy, that the policy loss counts
-    c.mask.off_policy = 0.0  # completions of A < 0 whose mean log(pi_sampler / pi) is above are left out; 0: none
+    c.mask.truncated = False  # True: do not train on completions that the token limit cut
+    c.mask.top_entropy = 1.0  # share of tokens in the policy loss, those with the highest entropy; 1: all tokens
+    # Leave out completions with A < 0 if their mean log(pi_sampler / pi) is above this value. 0: leave out none.
+    c.mask.off_policy = 0.0
 
-    # Weights for tokens that another engine or older weights drew: token | sequence | geometric, and
-    # none | truncate | mask | auto, which is truncate where there are such tokens
+    # Importance weights for tokens that another engine or older weights sampled.
+    # level: token | sequence | geometric. action: none | truncate (to high) | mask (to 0 outside low ... high) | auto
+    # (truncate if there are such tokens, else none).
     c.importance = ConfigDict(dict(level="token", action="auto", low=0.0, high=2.0))
 
     c.rollout = ConfigDict()
-    c.rollout.max_completion_tokens = 12
-    c.rollout.temperature = 1.0  # what is sampled is what is scored, for these three too
-    c.rollout.top_k = 0  # 0: off
-    c.rollout.top_p = 1.0  # 1: off
-    c.rollout.max_lag = 0  # steps that sampling may be ahead of learning; 0: one after the other
-    c.rollout.resample_rounds = 0  # of fresh prompts at most, for groups whose members all earn the same (DAPO)
+    c.rollout.max_completion_tokens = 12  # limit of a completion in tokens
+    c.rollout.temperature = 1.0  # of sampling; the trainer's log-probabilities also use temperature, top_k and top_p
+    c.rollout.top_k = 0  # sample from this number of most likely tokens; 0: from all
+    c.rollout.top_p = 1.0  # sample from the most likely tokens with this total probability; 1: from all
+    c.rollout.max_lag = 0  # steps that sampling may be ahead of learning; 0: sampling and learning take turns
+    # Rounds of fresh prompts, at most, that replace groups whose completions all have the same reward (DAPO). 0: none.
+    c.rollout.resample_rounds = 0
 
-    # A function of jaxrl_llm.rollout.engines, or my.module.function, and its arguments: jax | vllm, as in grpo_vllm.py
+    # The rollout engine: a function of jaxrl_llm.rollout.engines, or my.module.function, and its arguments: jax | vllm.
+    # configs/grpo_vllm.py has the arguments of vllm.
     c.engine = ConfigDict(dict(name="jax"))
 
-    c.optim = ConfigDict()
-    c.optim.learning_rate = 1e-4
-    c.optim.warmup_steps = 5  # optimizer steps
-    c.optim.warmup_ratio = 0.0  # or a share of all optimizer steps
-    c.optim.decay = "linear"  # constant | linear | cosine, to optim.end
-    c.optim.end = 0.0
-    c.optim.clip_norm = 1.0  # of the whole gradient; 0: off
-    c.optim.weight_decay = 0.0  # of matrices alone
-    c.optim.b1 = 0.9
-    c.optim.b2 = 0.95
-    c.optim.eps = 1e-8
+    c.optim = ConfigDict()  # AdamW
+    c.optim.learning_rate = 1e-4  # after the warm-up
+    c.optim.warmup_steps = 5  # optimizer steps of the warm-up; 0: none, or as warmup_ratio says
+    c.optim.warmup_ratio = 0.0  # the warm-up as a share of all optimizer steps; 0: as warmup_steps says
+    c.optim.decay = "linear"  # schedule after the warm-up: constant | linear | cosine
+    c.optim.end = 0.0  # learning rate at the end of a linear or cosine decay
+    c.optim.clip_norm = 1.0  # largest norm of the whole gradient; 0: no clipping
+    c.optim.weight_decay = 0.0  # only for matrices; 0: none
+    c.optim.b1 = 0.9  # decay rate of the mean of gradients
+    c.optim.b2 = 0.95  # decay rate of the mean of squared gradients
+    c.optim.eps = 1e-8  # added to the denominator of an update
 
-    c.adaptive_warmup = ConfigDict()  # adaptive warm-up: its rate stays where it is
-    c.adaptive_warmup.kl_to_reward = 0.0  # while the KL penalty is above this share of the task reward; 0: not for that
-    c.adaptive_warmup.update_size = 0.0  # while an update is above this share of the parameters' norm; 0: not for that
+    c.adaptive_warmup = ConfigDict()  # the learning rate of the warm-up does not rise while a value is above its bound
+    c.adaptive_warmup.kl_to_reward = 0.0  # bound of KL penalty / task reward; 0: no bound
+    c.adaptive_warmup.update_size = 0.0  # bound of the norm of an update / norm of the parameters; 0: no bound
 
-    c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))  # -1: all devices left
+    c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))  # devices on each axis; -1: all devices left
 
     c.health = ConfigDict()
-    c.health.max_skipped = 10  # updates skipped in a row (no finite gradient or trained token) end the run; 0: never
+    # After this number of skipped updates in a row, the run stops. 0: it never stops for this.
+    # An update is skipped if its gradient is not finite or no token is trained.
+    c.health.max_skipped = 10
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 25  # steps; also at every evaluation, at SIGTERM or Ctrl-C, and at the end
-    c.checkpoint.keep = 2  # the latest so many
-    c.checkpoint.keep_best = 1  # and the best so many by evaluation, if there is any
+    c.checkpoint.keep = 2  # number of latest checkpoints to keep
+    c.checkpoint.keep_best = 1  # also keep this number of best checkpoints by evaluation; 0: none
 
     c.log = ConfigDict()
-    c.log.completions_every = 25  # steps between samples shown and kept in completions.jsonl; 0: none
-    c.log.tensorboard = True
-    c.log.wandb_project = ""  # a project name switches W&B on
+    c.log.completions_every = 25  # steps between samples on the console and in completions.jsonl; 0: no samples
+    c.log.tensorboard = True  # also write TensorBoard files
+    c.log.wandb_project = ""  # name of a W&B project; "": W&B is off
     return c

@@ -1,31 +1,32 @@
-"""GRPO with rollouts from a vLLM server on this machine's CPU, which the run starts, feeds and stops by itself.
+"""GRPO with rollouts from a vLLM server on the CPU of this machine. The run starts it, pushes weights and stops it.
 
-launch/vllm_cpu.sh                                            # installs vLLM first, in .vllm
+launch/vllm_cpu.sh                                            # installs vLLM in .vllm first
 python -m jaxrl_llm.train --config configs/grpo_vllm.py
 
 Measured, as for configs/grpo.py: 11.0 % before, 99.9 %, 100.0 % and 100.0 % after (seeds 0, 1 and 2), in 357, 267 and
 282 seconds of steps on two CPU cores that the server shares, the first beside other work.
 """
 
-import grpo  # configs/grpo.py, where every other field is explained
+import grpo  # configs/grpo.py explains every other field
 from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
     c.engine = ConfigDict(dict(name="vllm"))
-    c.engine.managed = True  # a server of the run's own; False: those in `servers`
-    c.engine.python = ".vllm/bin/python"  # of the environment that vLLM is installed in
-    # vLLM's own arguments for it; chunked prefill ends vLLM's CPU engine where requests have seeds
+    c.engine.managed = True  # True: the run starts its own server; False: it uses those in `servers`
+    c.engine.python = ".vllm/bin/python"  # Python of the environment with vLLM
+    # Arguments of vLLM for that server. With chunked prefill, vLLM's CPU engine dies on requests with seeds.
     c.engine.server_args = (
         "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--max-num-seqs", "512",
     )  # fmt: skip
-    c.engine.servers = ()  # addresses, like "http://127.0.0.1:8000", of python -m jaxrl_llm.serve_vllm
-    c.engine.push = "file"  # how weights get there: file | http | reload (a server without our backend)
-    c.engine.push_address = ""  # of this host as the servers reach it, for push = "http"
-    c.engine.weights_dir = "/dev/shm"  # where the file is; it takes as much memory as the weights
-    c.engine.concurrency = 64  # requests at a time to each server, a group each
-    c.engine.timeout = 300.0  # seconds for one request, after which it is repeated
+    # Addresses of servers of python -m jaxrl_llm.serve_vllm, like "http://127.0.0.1:8000". (): with managed = True.
+    c.engine.servers = ()
+    c.engine.push = "file"  # how weights get to a server: file | http | reload (for a server without our backend)
+    c.engine.push_address = ""  # address of this host for the servers, with push = "http"; "": with file and reload
+    c.engine.weights_dir = "/dev/shm"  # folder of the weight file; the file takes as much memory as the weights
+    c.engine.concurrency = 64  # requests to each server at a time; a request is one group
+    c.engine.timeout = 300.0  # seconds that one request may take; then it is repeated
     c.engine.patience = 300.0  # seconds that a server may be away before the run stops
-    c.engine.max_gap = 1e-3  # the largest difference of a log-probability between server and trainer
+    c.engine.max_gap = 1e-3  # largest difference of a log-probability between server and trainer before the run stops
     return c

@@ -1,17 +1,17 @@
-"""GSPO-token (arXiv 2507.18071): GSPO for advantages that may differ from token to token.
+"""GSPO-token (arXiv 2507.18071): GSPO for advantages that may differ between tokens.
 
 python -m jaxrl_llm.train --config configs/gspo_token.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 99.9 % at least.
 """
 
-import grpo  # configs/grpo.py, where every field is explained
+import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.num_steps, c.prompts_per_update = 50, 16  # four updates on a rollout
+    c.num_steps, c.prompts_per_update = 50, 16  # four updates per rollout
     c.loss = ConfigDict(dict(name="gspo", clip_low=3e-4, clip_high=4e-4, level="token"))
     c.aggregate.mode = "sequence_mean"
     c.kl.placement, c.kl.coef = "none", 0.0

@@ -1,11 +1,11 @@
-"""Pass@k training (arXiv 2508.10751): a set of k completions earns what the best of it earns.
+"""Pass@k training (arXiv 2508.10751): the reward of a set of k completions is the reward of its best one.
 
 python -m jaxrl_llm.train --config configs/pass_at_k.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 99.9 % at least.
 """
 
-import grpo  # configs/grpo.py, where every field is explained
+import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
 
 

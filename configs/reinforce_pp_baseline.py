@@ -1,11 +1,11 @@
-"""REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): whitened over the batch, k2 in the loss.
+"""REINFORCE++ with the group mean as baseline (arXiv 2501.03262): whitened over the batch, k2 in the loss.
 
 python -m jaxrl_llm.train --config configs/reinforce_pp_baseline.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.9 % of 1,000 held-out problems, 99.9 % at least.
 """
 
-import grpo  # configs/grpo.py, where every field is explained
+import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
 
 

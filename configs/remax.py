@@ -1,11 +1,11 @@
-"""ReMax (arXiv 2310.10505): one completion a prompt, the reward of its greedy completion as baseline.
+"""ReMax (arXiv 2310.10505): one completion per prompt; the baseline is the reward of the greedy completion.
 
 python -m jaxrl_llm.train --config configs/remax.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.8 % of 1,000 held-out problems, 99.7 % at least.
 """
 
-import grpo  # configs/grpo.py, where every field is explained
+import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
 
 

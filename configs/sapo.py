@@ -1,17 +1,17 @@
-"""SAPO (arXiv 2511.20347): a sigmoid gate in the place of the clip.
+"""SAPO (arXiv 2511.20347): a sigmoid gate replaces the clip.
 
 python -m jaxrl_llm.train --config configs/sapo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 99.9 % at least.
 """
 
-import grpo  # configs/grpo.py, where every field is explained
+import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.num_steps, c.prompts_per_update = 50, 16  # four updates on a rollout
+    c.num_steps, c.prompts_per_update = 50, 16  # four updates per rollout
     c.loss = ConfigDict(dict(name="sapo", tau_positive=1.0, tau_negative=1.05))
     c.aggregate.mode = "sequence_mean"
     c.kl.placement, c.kl.coef = "none", 0.0

@@ -1,4 +1,4 @@
-"""The embedded model, from nothing but the procedural task.
+"""Supervised fine-tuning of a new model on the procedural task; this made the embedded model.
 
 python -m jaxrl_llm.sft --config configs/sft.py
 
@@ -10,18 +10,19 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    c = ConfigDict()
-    c.seed = 0  # of the first parameters and the order of examples
-    c.deterministic = False  # on a GPU: only operations that repeat bit for bit
+    c = ConfigDict()  # configs/grpo.py explains the fields without a comment
+    c.seed = 0  # random seed for the first parameters and the order of examples
+    c.deterministic = False  # True: on a GPU, use only operations that repeat bit for bit
     c.num_steps = 1500  # optimizer steps
-    c.schedule_steps = 0  # steps that warm-up and decay are laid out for; 0: num_steps. A resumed run keeps its own
-    c.prompts_per_step = 256  # examples in one
-    c.microbatch = 0  # examples at a time in memory (0: all); never changes the gradient
+    c.schedule_steps = 0  # steps that warm-up and decay cover; 0: num_steps. A resumed run keeps its first value
+    c.prompts_per_step = 256  # examples in one optimizer step
+    c.microbatch = 0  # examples in memory at a time; 0: all. It never changes the gradient
 
     c.model = ConfigDict()
     c.model.path = ""  # a folder or hub id to start from; "": a new Qwen2 model of the sizes below
     c.model.dtype = "float32"
     c.model.remat = "none"
+    # Sizes of a new model, with the names of a Hugging Face config.json. Only used with model.path = "".
     c.model.hidden_size = 128
     c.model.num_hidden_layers = 4
     c.model.num_attention_heads = 4
@@ -31,7 +32,7 @@ def get_config() -> ConfigDict:
     c.data = ConfigDict()
     c.data.source = "arithmetic.demonstrations"
     c.data.convert = ""
-    c.data.completion_column = "completion"  # the text to be learned
+    c.data.completion_column = "completion"  # column with the text to learn
     c.data.max_prompt_tokens = 16
     c.data.overlong = "drop"
     c.data.chat_template_args = ConfigDict()
@@ -43,11 +44,12 @@ def get_config() -> ConfigDict:
     c.eval.problems = 1000
     c.eval.function = "arithmetic.accuracy"
 
-    c.reward = ConfigDict(dict(timeout=600.0))  # seconds for one batch of eval.function
+    c.reward = ConfigDict(dict(timeout=600.0))  # seconds that eval.function may take for one batch; 0: no limit
 
     c.aggregate = ConfigDict(dict(mode="token_mean", constant_length=0))
 
-    c.rollout = ConfigDict(dict(max_completion_tokens=12))  # longer examples are dropped and counted
+    # Limit of a completion in tokens. Longer examples are dropped and counted.
+    c.rollout = ConfigDict(dict(max_completion_tokens=12))
 
     c.optim = ConfigDict()
     c.optim.learning_rate = 2e-3
@@ -63,7 +65,7 @@ def get_config() -> ConfigDict:
 
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
 
-    c.health = ConfigDict(dict(max_skipped=10))  # updates skipped in a row end the run; 0: never
+    c.health = ConfigDict(dict(max_skipped=10))  # skipped updates in a row that stop the run; 0: none do
 
     c.checkpoint = ConfigDict(dict(every=200, keep=1, keep_best=0))
 

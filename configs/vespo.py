@@ -1,17 +1,17 @@
-"""VESPO (arXiv 2602.10693): a smooth weight of whole sequences that is 1 on-policy and fades far from it.
+"""VESPO (arXiv 2602.10693): one smooth weight per completion, which is 1 on-policy and falls to 0 far off-policy.
 
 python -m jaxrl_llm.train --config configs/vespo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 100.0 % at least.
 """
 
-import grpo  # configs/grpo.py, where every field is explained
+import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.num_steps, c.prompts_per_update = 50, 16  # four updates on a rollout
+    c.num_steps, c.prompts_per_update = 50, 16  # four updates per rollout
     c.loss = ConfigDict(dict(name="vespo", k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0))
     c.kl.placement, c.kl.coef = "none", 0.0
     return c

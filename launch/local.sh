@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Train on this machine, in a virtual environment of the checkout's own (.venv):
+# Trains on this machine, in the virtual environment .venv of the checkout:
 #
 #   launch/local.sh [--dry-run] [trainer arguments; default: --config configs/grpo.py]
 #
-#   EXTRA=cuda      also install that extra of the package (cuda, tpu, test, parity)
-#   PYTHON=python3  interpreter a new environment is made with (3.11 or newer)
+#   EXTRA=cuda      also installs that extra of the package (cuda, tpu, test, parity)
+#   PYTHON=python3  interpreter for a new environment (3.11 or newer)
 #
-# Paths are relative to the checkout. With --workdir, the same command again resumes the run.
+# Paths are relative to the checkout. With --workdir, the same command resumes the run.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -18,7 +18,7 @@ if [ "${1-}" = --dry-run ]; then
 fi
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 
-# One place decides between printing and doing, so what is printed is what is done.
+# Only this function decides to print or to run a command. So a dry run prints exactly the commands of a real run.
 run() {
   if [ "$dry" ]; then
     local line
@@ -32,11 +32,11 @@ run() {
 run cd "$root"
 [ -x .venv/bin/python ] || run "${PYTHON:-python3}" -m venv .venv
 
-# The stamp makes a second start instant; a changed pyproject.toml or another EXTRA installs again.
+# If the stamp is newer than pyproject.toml, nothing is installed. Another EXTRA has another stamp.
 stamp=.venv/.installed-${EXTRA:-plain}
 if ! [ "$stamp" -nt pyproject.toml ]; then
   run .venv/bin/python -m pip install -c constraints.txt -e ".${EXTRA:+[$EXTRA]}"
   run touch "$stamp"
 fi
 
-run exec .venv/bin/python -m jaxrl_llm.train "$@" # exec: a SIGTERM reaches the trainer itself
+run exec .venv/bin/python -m jaxrl_llm.train "$@" # exec: a SIGTERM goes to the trainer itself

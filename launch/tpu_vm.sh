@@ -62,14 +62,14 @@ case $type in
 esac
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 
-# Each step is one line of shell, built here, then printed or evaluated: the dry run cannot drift
-# from the launch. gcloud mends a broken connection by running the command again, so each must bear
-# repeating; the keep-alive is what notices that a VM has vanished.
+# Each step is one line of shell. It is built here, and then printed or evaluated. So the dry run always equals the
+# launch. gcloud repairs a broken connection by running the command again, so each command must be repeatable. The
+# keep-alive detects that a VM is gone.
 q() { local line; line=$(printf '%q ' "$@"); printf %s "${line% }"; }
 tpu() { q gcloud --quiet compute tpus tpu-vm "$1" "$name" --zone="$zone" ${project:+--project="$project"} "${@:2}"; }
 vm() {
   local text="mkdir -p jaxrl_llm && cd jaxrl_llm || exit; $1"
-  case $text in *\'*) text=$(q "$text") ;; *) text="'$text'" ;; esac # a dry run is there to be read
+  case $text in *\'*) text=$(q "$text") ;; *) text="'$text'" ;; esac # so the dry run is easy to read
   printf %s "$(tpu ssh --ssh-flag=-oServerAliveInterval=15) --command=$text"
 }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -80,15 +80,15 @@ train=$(q .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" "$@")
 describe=$(tpu describe --format='value(state)')
 create=$(tpu create --accelerator-type="$type" --version="$version" ${spot:+--spot})
 remove=$(tpu delete)
-# A run holds a lock as long as it lives: unlike a pid file, a lock does not outlive a crash or reboot.
+# A run holds a lock until it ends. A pid file stays after a crash or reboot, a lock does not.
 probe=$(vm "[ -e $there ] || { echo new; exit; }; flock -n $there/launch.lock echo idle || echo busy")
-# Half a stream, or none, must not pass for a work directory: the run would start over.
+# A stream that is cut or missing must not become a work directory: the run would then start from step 0.
 send="tar -C $here -cf - . | \
 $(vm "rm -rf $there.part && mkdir -p $there.part && tar -C $there.part -xf - && mv $there.part $there")"
-# A private index takes the checkout as it is on disk and leaves the user's staging area alone.
+# A private index copies the checkout as it is on disk, and does not change the user's staging area.
 copy="(export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) && git add --all && \
 git archive \$(git write-tree)) | $(vm "tar -xf -")"
-# uv, because the usual images bring a Python older than 3.11.
+# This uses uv, because the Python of the usual images is older than 3.11.
 install=$(vm "export PATH=\$HOME/.local/bin:\$PATH; \
 command -v uv > /dev/null || python3 -m pip install --quiet --user uv; \
 [ -x .venv/bin/python ] || uv venv --python 3.12 && uv pip install -c constraints.txt -e \".[tpu]\"")
@@ -96,8 +96,8 @@ start=$(vm "mkdir -p $there && exec 9> $there/launch.lock && { flock -n 9 || exi
 { (trap \"\" HUP; (echo \$BASHPID > $there/launch.pid; exec $train); echo \$? > $there/launch.exit) \
 >> $there/launch.log 2>&1 < /dev/null & }")
 follow=$(vm "flock -s $there/launch.lock true & tail -n 200 -s 0.2 -F --pid=\$! $there/launch.log")
-# Hard links freeze the directory at once, so a checkpoint rotated away meanwhile still arrives whole
-# (tar's status 1 is only the log growing); and only a whole copy replaces the last one.
+# Hard links take a snapshot of the directory at once. So a checkpoint that is deleted meanwhile still arrives complete.
+# Status 1 of tar only means that the log grew. Only a complete copy replaces the last one.
 fetch="rm -rf $here.part && mkdir -p $here.part && $(vm "rm -rf $there.snap; cp -al $there $there.snap && \
 { tar -C $there.snap -cf - . || [ \$? = 1 ]; }; status=\$?; rm -rf $there.snap; exit \$status") | \
 tar -C $here.part -xf - && rm -rf $here && mv $here.part $here"

@@ -1,12 +1,12 @@
-"""GRPO on Countdown with Qwen2.5-0.5B-Instruct, a delta on configs/grpo.py; the problems come with the package.
+"""GRPO on Countdown with Qwen2.5-0.5B-Instruct. It changes configs/grpo.py; the problems are in the package.
 
 python -m jaxrl_llm.train --config configs/recipes/qwen2_5_0_5b_countdown.py --workdir runs/countdown
 
-Not measured: it needs the model's weights and an accelerator. tests/test_recipes.py runs it on a small model of the
-same architecture.
+Not measured: it needs the weights of the model and an accelerator. tests/test_recipes.py runs it with a small model
+of the same architecture.
 """
 
-import grpo
+import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
 
 

@@ -1,10 +1,10 @@
-"""GRPO on GSM8K from Qwen2.5-0.5B-Instruct, for one accelerator host (nothing in here was measured yet).
+"""GRPO on GSM8K with Qwen2.5-0.5B-Instruct, for one host with accelerators. Nothing here is measured yet.
 
 hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
 python -m jaxrl_llm.train --config configs/recipes/qwen2_5_0_5b_gsm8k.py --workdir runs/gsm8k
 """
 
-import grpo  # configs/grpo.py, where every field is explained
+import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
 
 

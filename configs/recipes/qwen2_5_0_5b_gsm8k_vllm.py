@@ -1,10 +1,10 @@
-"""The same with rollouts from vLLM on one GPU and the trainer on another (nothing in here was measured yet).
+"""qwen2_5_0_5b_gsm8k with rollouts from vLLM on one GPU and the trainer on another. Nothing here is measured yet.
 
 CUDA_VISIBLE_DEVICES=1 launch/vllm_gpu.sh --model Qwen/Qwen2.5-0.5B-Instruct --dtype bfloat16 --max-model-len 1024
 CUDA_VISIBLE_DEVICES=0 EXTRA=cuda launch/local.sh --config configs/recipes/qwen2_5_0_5b_gsm8k_vllm.py
 """
 
-import grpo_vllm  # configs/grpo_vllm.py, where the fields of such a rollout are explained
+import grpo_vllm  # configs/grpo_vllm.py explains the fields of `engine`
 import qwen2_5_0_5b_gsm8k  # the run without vLLM
 from ml_collections import ConfigDict
 
@@ -13,6 +13,6 @@ def get_config() -> ConfigDict:
     c = qwen2_5_0_5b_gsm8k.get_config()
     c.engine = grpo_vllm.get_config().engine
     c.engine.managed, c.engine.servers = False, ("http://127.0.0.1:8000",)
-    c.rollout.max_lag = 1  # the next batch is sampled while this one is learned
-    c.engine.max_gap = 0.5  # bfloat16 on both sides rounds differently
+    c.rollout.max_lag = 1  # sample the next batch while the run learns from this one
+    c.engine.max_gap = 0.5  # server and trainer round bfloat16 differently
     return c
