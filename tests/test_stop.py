@@ -127,7 +127,7 @@ def test_a_signal_that_is_ignored_stays_ignored_as_nohup_wants_it(tmp_path):
 def test_a_workdir_has_one_run_at_a_time_and_a_killed_one_does_not_hold_it(tmp_path):
     workdir = tmp_path / "a" / "run"
     code = f"""
-import time; from pathlib import Path; from jaxrl_llm.disk import locked
+import time; from pathlib import Path; from jaxrl_llm.host.disk import locked
 with locked(Path({str(workdir)!r})):
     print("locked", flush=True); time.sleep(60)
 """
