@@ -97,7 +97,7 @@ def test_the_countdown_recipe_runs_end_to_end(qwen, tmp_path):
         f"--config.model.path={qwen}", "--config.num_steps=1", "--config.prompts_per_step=4",
         "--config.prompts_per_update=4", "--config.microbatch=2", "--config.group_size=2", "--config.eval.problems=4",
         "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=0",
-        "--config.data.max_prompt_tokens=400",
+        "--config.data.max_prompt_tokens=400", "--config.mesh.fsdp=2",
     ]  # fmt: skip
     result = run(tmp_path / "run", *small, config="configs/recipes/qwen2_5_0_5b_countdown.py")
     assert result.returncode == 0, result.stderr
