@@ -97,6 +97,11 @@ def shardings(tree: PyTree, mesh: Mesh, leave_out: str = "") -> PyTree:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
+def heads_spec(kv_heads: int, mesh: Mesh) -> P:
+    """Returns the spec of arrays [B, K, ...]: prompts over data and fsdp, heads over tensor if it divides them."""
+    return P(("data", "fsdp"), "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None)
+
+
 def shard_batch(tree: PyTree, mesh: Mesh) -> PyTree:
     """Puts host arrays on the mesh, with prompts sharded over data and fsdp."""
     return jax.device_put(tree, NamedSharding(mesh, BATCH))

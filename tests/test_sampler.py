@@ -217,6 +217,37 @@ def test_moving_together_and_growing_the_cache_change_no_token(monkeypatch):
     np.testing.assert_array_equal(plain.completions, spread.completions)
 
 
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 2)])
+def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more(shape, monkeypatch):
+    """After the start, after each move and after each loop: the whole / (data x fsdp x tensor)."""
+    monkeypatch.setattr(sampler_module, "FIRST_CACHE", 4)
+    model, params = tiny.model_and_params(scale=3.0)
+    mesh, seen = tiny.mesh_of(shape), []
+    sampler = Sampler(model, mesh, max_completion_tokens=24, stop_ids=(3,), pad_id=0)
+    sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
+
+    def watched(name, of_result):
+        original = getattr(sampler, name)
+
+        def call(*args, **kwargs):
+            result = original(*args, **kwargs)
+            seen.append((name, jax.tree.leaves(of_result(result))))
+            for x in seen[-1][1]:
+                assert x.addressable_shards[0].data.nbytes * np.prod(shape) == x.nbytes, name
+            return result
+
+        monkeypatch.setattr(sampler, name, call)
+
+    watched("_start", lambda state: (state.prefix, state.cache))
+    watched("_run", lambda result: (result[0].prefix, result[0].cache))
+    watched("_compact", lambda state: (state.prefix, state.cache))
+    prompts = Prompts(*tiny.prompts(), [], np.arange(tiny.B))
+    budgets = dict(group_size=tiny.G, sampling=Sampling(), max_tokens=BUDGETS)
+    sampler.generate(prompts, jax.random.key(5), **budgets)
+    assert {name for name, _ in seen} == {"_start", "_run", "_compact"}
+    assert all(len(leaves) == 4 * model.cfg.layers for _, leaves in seen)
+
+
 @pytest.mark.parametrize("devices", [1, 4])
 def test_everyone_alive_has_one_seat_with_their_own_prompt_in_the_smallest_shape(devices):
     rng = np.random.default_rng(devices)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm import sharding
 from jaxrl_llm.structs import Array
 
 
@@ -75,7 +76,7 @@ def over_mesh(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: int
     """
     if mesh is None:
         return kernel
-    heads = P(("data", "fsdp"), "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None)
+    heads = sharding.heads_spec(kv_heads, mesh)
     rows = P(("data", "fsdp"))
     specs = ((heads, heads, heads, rows), (heads, heads, rows))
     return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)

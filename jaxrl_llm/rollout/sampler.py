@@ -8,7 +8,7 @@ the time of the whole batch, attention does not run over an empty cache, and few
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,18 +83,32 @@ class Sampler:
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
         self._version = 0
-        placed = sharding.shardings(model.shapes(), mesh, leave_out="fsdp")
+        weights = sharding.shardings(model.shapes(), mesh, leave_out="fsdp")
         dtype = jnp.dtype(model.cfg.dtype)
 
         def as_used(params: PyTree) -> PyTree:
             cast = jax.tree_util.tree_map_with_path(partial(_as_used, dtype), params)
-            return model.unstack(jax.lax.with_sharding_constraint(cast, placed))
+            return model.unstack(jax.lax.with_sharding_constraint(cast, weights))
 
         self._place = jax.jit(as_used)
-        self._start = jax.jit(partial(start, model), static_argnums=0, compiler_options=ROUND_AS_WRITTEN)
+        rows = NamedSharding(mesh, sharding.BATCH)
+        heads = NamedSharding(mesh, sharding.heads_spec(model.cfg.kv_heads, mesh))
+        # Left to itself the compiler would keep a whole KV cache on every device.
+        parts: dict[str, Any] = {f.name: heads if f.name in ("prefix", "cache") else rows for f in fields(DecodeState)}
+        placed = DecodeState(**parts)
+        self._start = jax.jit(
+            partial(start, model), static_argnums=0, out_shardings=placed, compiler_options=ROUND_AS_WRITTEN
+        )
         # The state is donated: no second copy of the KV cache.
-        self._run = jax.jit(partial(run, model), static_argnums=0, donate_argnums=2, compiler_options=ROUND_AS_WRITTEN)
-        self._compact = jax.jit(partial(compact, mesh=mesh, devices=self._devices), static_argnames="capacity")
+        self._run = jax.jit(
+            partial(run, model),
+            static_argnums=0,
+            donate_argnums=2,
+            out_shardings=(placed, None),
+            compiler_options=ROUND_AS_WRITTEN,
+        )
+        self._move_slots = jax.jit(partial(move_slots, mesh=mesh, devices=self._devices))
+        self._move_layer = jax.jit(partial(move_layer, mesh=mesh, devices=self._devices), static_argnames="capacity")
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Casts the weights to the compute dtype and gathers them over fsdp, once per push and not per token."""
@@ -145,6 +159,20 @@ class Sampler:
         stopped = np.isin(tokens[np.arange(total), length - 1], self._stops).reshape(-1, group_size)
         versions = np.full(mask.shape, self._version, np.int32)
         return Rollouts(tokens.reshape(shape), mask, mask, logprobs.reshape(shape), ~stopped, versions)
+
+    def _compact(
+        self, state: DecodeState, entry: np.ndarray, source: np.ndarray, empty: np.ndarray, *, capacity: int
+    ) -> DecodeState:
+        """Moves the batch as `plan_compaction` says, into a cache of `capacity` tokens.
+
+        The layers move one after the other: only one of them is in memory twice, and all use one program.
+        """
+        prefix, cache = state.prefix, state.cache
+        slots = self._move_slots(replace(state, prefix=[], cache=[]), entry, source, empty)
+        for i in range(len(cache)):
+            moved = self._move_layer(prefix[i], cache[i], entry, source, capacity=capacity)
+            prefix[i], cache[i] = jax.block_until_ready(moved)  # waits, or the host would allocate the next layer now
+        return replace(slots, prefix=prefix, cache=cache)
 
 
 def _as_used(dtype: jnp.dtype, path: Any, leaf: Array) -> Array:
@@ -240,38 +268,52 @@ def run(
     return replace(state, **made), end.t
 
 
-def compact(
-    state: DecodeState, entry: Array, source: Array, empty: Array, *, capacity: int, mesh: Mesh, devices: int
+def move_slots(
+    state: DecodeState, entry: Array, source: Array, empty: Array, *, mesh: Mesh, devices: int
 ) -> DecodeState:
-    """Moves the state as `plan_compaction` says, within each device, into a cache of `capacity` tokens."""
-    n, w = state.completion.shape
-
-    def split(x: Array) -> Array:
-        return x.reshape(devices, n // devices, *x.shape[1:])
+    """Moves all but the keys and values as `plan_compaction` says, each slot within its device."""
 
     def join(x: Array) -> Array:
-        x = x.reshape(-1, *x.shape[2:])
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, sharding.BATCH))
+        return jax.lax.with_sharding_constraint(x.reshape(-1, *x.shape[2:]), NamedSharding(mesh, sharding.BATCH))
 
     def entries(x: Array) -> Array:
-        return join(jax.vmap(lambda x, i: x[i])(split(x), entry))
+        return join(jax.vmap(lambda x, i: x[i])(_by_device(x, devices), entry))
 
     def per_slot(x: Array) -> Array:
-        return join(jax.vmap(lambda x, i: x.reshape(-1, *x.shape[2:])[i])(split(x), source))
-
-    def cached(x: Array) -> Array:
-        x = join(jax.vmap(lambda x, i: x[i // w, :, i % w])(split(x), source))  # [N, W, K, S, h]
-        x = jnp.moveaxis(x, 2, 1)
-        return jnp.pad(x, [(0, 0)] * 3 + [(0, capacity - x.shape[3]), (0, 0)])
+        return join(jax.vmap(lambda x, i: x.reshape(-1, *x.shape[2:])[i])(_by_device(x, devices), source))
 
     empty = empty.reshape(-1, empty.shape[-1])
     # An empty slot gets an index out of range, which `generate` skips.
-    return DecodeState(
+    return replace(
+        state,
         prompt=entries(state.prompt),
         completion=jnp.where(empty, jnp.iinfo(jnp.int32).max, per_slot(state.completion)),
         alive=per_slot(state.alive) & ~empty,
         **{name: per_slot(getattr(state, name)) for name in ("max_tokens", "tokens", "logprobs", "length")},
         prompt_mask=entries(state.prompt_mask),
-        prefix=jax.tree.map(entries, state.prefix),
-        cache=jax.tree.map(cached, state.cache),
     )
+
+
+def move_layer(
+    prefix: KeyValue, cache: KeyValue, entry: Array, source: Array, *, capacity: int, mesh: Mesh, devices: int
+) -> tuple[KeyValue, KeyValue]:
+    """Moves a layer's prompt keys and values [N, K, P, h] and cache [N, K, W, S, h], each slot within its device."""
+    place = NamedSharding(mesh, sharding.heads_spec(cache.keys.shape[1], mesh))
+    w = cache.keys.shape[2]
+
+    def of_entries(x: Array) -> Array:
+        x = jax.vmap(lambda x, i: x[i])(_by_device(x, devices), entry)
+        return jax.lax.with_sharding_constraint(x.reshape(-1, *x.shape[2:]), place)
+
+    def of_slots(x: Array) -> Array:
+        x = jax.vmap(lambda x, i: x[i // w, :, i % w])(_by_device(x, devices), source)  # [d, n', w', K, S, h]
+        x = jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 2, 1)
+        x = jnp.pad(x, [(0, 0)] * 3 + [(0, capacity - x.shape[3]), (0, 0)])
+        return jax.lax.with_sharding_constraint(x, place)
+
+    return jax.tree.map(of_entries, prefix), jax.tree.map(of_slots, cache)
+
+
+def _by_device(x: Array, devices: int) -> jax.Array:
+    """[N, ...] -> [devices, N / devices, ...]."""
+    return x.reshape(devices, x.shape[0] // devices, *x.shape[1:])
