@@ -47,7 +47,7 @@ def test_fifty_ragged_steps_compile_few_programs_and_the_last_ten_almost_none(mo
     programs = compilations.programs
     assert programs["jit(start)"] == 1, programs
     assert 2 <= programs["jit(run)"] <= 14, programs  # of 6 widths x 3 caches
-    assert 1 <= programs["jit(compact)"] <= 36, programs  # from any shape to any smaller one: a gather each
+    assert 1 <= programs["jit(move_layer)"] <= 36, programs  # from any shape to any smaller one: a gather each
     assert 1 <= programs["jit(score)"] <= 6, programs
     assert programs.total() - before_last_ten <= 6, programs
 

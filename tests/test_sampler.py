@@ -181,11 +181,11 @@ def ragged(monkeypatch, *, halve: bool, first_cache: int, mesh=(1, 1, 1)):
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
     shapes, original = [], sampler._compact
 
-    def reseat(*args, capacity):
-        shapes.append((args[2].shape, capacity))
-        return original(*args, capacity=capacity)
+    def compact(slots, state, plan, *, capacity):
+        shapes.append((plan.source.shape, capacity))
+        return original(slots, state, plan, capacity=capacity)
 
-    monkeypatch.setattr(sampler, "_compact", reseat)
+    monkeypatch.setattr(sampler, "_compact", compact)
     rollouts = sampler.generate(
         Prompts(*tiny.prompts(), [], np.arange(tiny.B)),
         jax.random.key(5),

@@ -6,7 +6,11 @@ living completion goes into which slot of a smaller batch. No completion moves t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+
+from jaxrl_llm.structs import AnyArray
 
 
 def smaller_shape(entries: int, width: int) -> tuple[int, int]:
@@ -14,12 +18,28 @@ def smaller_shape(entries: int, width: int) -> tuple[int, int]:
     return (entries, -(-width // 2)) if width > 1 else (-(-entries // 2), 1)
 
 
-def plan_compaction(alive: np.ndarray, prompt: np.ndarray, devices: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+class Plan(NamedTuple):
+    """Where each entry and slot of the smaller batch comes from, for each of d devices."""
+
+    entry: np.ndarray  # [d, n'] the old entry whose prompt the new entry gets
+    source: np.ndarray  # [d, n', w'] the old slot n * W + w whose completion the new slot gets
+    empty: np.ndarray  # [d, n', w'] bool, the new slot gets none
+
+    def of_entries(self, x: AnyArray) -> np.ndarray:
+        """Moves an array [N, ...] of entries."""
+        split = x.reshape(len(self.entry), -1, *x.shape[1:])
+        return np.concatenate([part[at] for part, at in zip(split, self.entry, strict=True)])
+
+    def of_slots(self, x: AnyArray) -> np.ndarray:
+        """Moves an array [N, W, ...] of slots."""
+        split = x.reshape(len(self.source), -1, *x.shape[2:])
+        return np.concatenate([part[at] for part, at in zip(split, self.source, strict=True)])
+
+
+def plan_compaction(alive: np.ndarray, prompt: np.ndarray, devices: int) -> Plan:
     """Plans the moves of the living completions [N, W] into the smallest shape that fits all devices.
 
-    prompt [N] is the prompt of each entry. Returns, for each device d: entry [d, n'], the old entry that gives its
-    prompt to each new entry; source [d, n', w'], the old slot n * W + w that gives its completion to each new slot; and
-    empty [d, n', w'], True for new slots without a completion.
+    prompt [N] is the prompt of each entry.
     """
     width = alive.shape[1]
     alive, prompt = alive.reshape(devices, -1, width), prompt.reshape(devices, -1)
@@ -40,7 +60,7 @@ def plan_compaction(alive: np.ndarray, prompt: np.ndarray, devices: int) -> tupl
                 group = slots[first : first + shape[1]]
                 entry[d, new], source[d, new, : len(group)], empty[d, new, : len(group)] = at[0], group, False
                 new += 1
-    return entry, source, empty
+    return Plan(entry, source, empty)
 
 
 def _needed(alive: np.ndarray, prompt: np.ndarray, width: int) -> int:

@@ -22,7 +22,7 @@ from jaxrl_llm.algorithms.sampling import Sampling, draw, log_distribution, supp
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
-from jaxrl_llm.rollout.compaction import plan_compaction, smaller_shape
+from jaxrl_llm.rollout.compaction import Plan, plan_compaction, smaller_shape
 from jaxrl_llm.structs import Array, Prompts, PyTree, Rollouts
 
 FIRST_CACHE = 64  # completion tokens in the first KV cache; a full cache is doubled
@@ -107,7 +107,6 @@ class Sampler:
             out_shardings=(placed, None),
             compiler_options=ROUND_AS_WRITTEN,
         )
-        self._move_slots = jax.jit(partial(move_slots, mesh=mesh, devices=self._devices))
         self._move_layer = jax.jit(partial(move_layer, mesh=mesh, devices=self._devices), static_argnames="capacity")
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
@@ -139,40 +138,43 @@ class Sampler:
         fixed = Decoding(len(prompts.tokens), group_size, sampling, most, self._stops, self._pad, self._devices)
         state = self._start(fixed, self._params, *batch, key)
         tokens, logprobs = np.full((total, most), self._pad, np.int32), np.zeros((total, most), np.float32)
-        length, t = np.ones(total, np.int32), jnp.int32(1)
+        length, t = np.ones(total, np.int32), np.int32(1)
         while True:
             state, t = self._run(fixed, self._params, state, t, key)
-            rows = (state.completion, state.alive, state.prompt, state.tokens, state.logprobs, state.length)
-            completion, alive, prompt, *sampled = sharding.to_host(rows)
+            slots, t = sharding.to_host((replace(state, prefix=[], cache=[]), t))
             # Compaction drops ended completions, so their tokens are copied out before it.
-            taken = completion < total
-            for whole, part in zip((tokens, logprobs, length), sampled, strict=True):
-                whole[completion[taken]] = part[taken]
-            if not alive.any() or t >= most:
+            taken = slots.completion < total
+            for whole, part in ((tokens, slots.tokens), (logprobs, slots.logprobs), (length, slots.length)):
+                whole[slots.completion[taken]] = part[taken]
+            if not slots.alive.any() or t >= most:
                 break
-            plan = plan_compaction(alive, prompt, self._devices)
+            plan = plan_compaction(slots.alive, slots.prompt, self._devices)
             capacity = state.cache[0].keys.shape[3]
             capacity = min(2 * capacity, most) if t > capacity else capacity
-            state = self._compact(state, *plan, capacity=capacity)
+            state = self._compact(slots, state, plan, capacity=capacity)
         shape = (-1, group_size, most)
         mask = (np.arange(most) < length[:, None]).reshape(shape)
         stopped = np.isin(tokens[np.arange(total), length - 1], self._stops).reshape(-1, group_size)
         versions = np.full(mask.shape, self._version, np.int32)
         return Rollouts(tokens.reshape(shape), mask, mask, logprobs.reshape(shape), ~stopped, versions)
 
-    def _compact(
-        self, state: DecodeState, entry: np.ndarray, source: np.ndarray, empty: np.ndarray, *, capacity: int
-    ) -> DecodeState:
-        """Moves the batch as `plan_compaction` says, into a cache of `capacity` tokens.
+    def _compact(self, slots: DecodeState, state: DecodeState, plan: Plan, *, capacity: int) -> DecodeState:
+        """Moves the batch as planned, into a cache of `capacity` tokens. slots: the state on the host, without layers.
 
-        The layers move one after the other: only one of them is in memory twice, and all use one program.
+        The layers move one after the other: only one of them is in memory twice, and all use one program. The rest is
+        small and on the host already, where moving it needs no program.
         """
         prefix, cache = state.prefix, state.cache
-        slots = self._move_slots(replace(state, prefix=[], cache=[]), entry, source, empty)
         for i in range(len(cache)):
-            moved = self._move_layer(prefix[i], cache[i], entry, source, capacity=capacity)
+            moved = self._move_layer(prefix[i], cache[i], plan.entry, plan.source, capacity=capacity)
             prefix[i], cache[i] = jax.block_until_ready(moved)  # waits, or the host would allocate the next layer now
-        return replace(slots, prefix=prefix, cache=cache)
+        entries = {name: plan.of_entries(getattr(slots, name)) for name in ("prompt", "prompt_mask")}
+        each = {name: plan.of_slots(getattr(slots, name)) for name in ("max_tokens", "tokens", "logprobs", "length")}
+        empty = plan.empty.reshape(-1, plan.empty.shape[-1])
+        each["alive"] = plan.of_slots(slots.alive) & ~empty
+        # An empty slot gets an index out of range, which `generate` skips.
+        each["completion"] = np.where(empty, np.iinfo(np.int32).max, plan.of_slots(slots.completion))
+        return DecodeState(**sharding.shard_batch(entries | each, self._mesh), prefix=prefix, cache=cache)
 
 
 def _as_used(dtype: jnp.dtype, path: Any, leaf: Array) -> Array:
@@ -268,32 +270,6 @@ def run(
     return replace(state, **made), end.t
 
 
-def move_slots(
-    state: DecodeState, entry: Array, source: Array, empty: Array, *, mesh: Mesh, devices: int
-) -> DecodeState:
-    """Moves all but the keys and values as `plan_compaction` says, each slot within its device."""
-
-    def join(x: Array) -> Array:
-        return jax.lax.with_sharding_constraint(x.reshape(-1, *x.shape[2:]), NamedSharding(mesh, sharding.BATCH))
-
-    def entries(x: Array) -> Array:
-        return join(jax.vmap(lambda x, i: x[i])(_by_device(x, devices), entry))
-
-    def per_slot(x: Array) -> Array:
-        return join(jax.vmap(lambda x, i: x.reshape(-1, *x.shape[2:])[i])(_by_device(x, devices), source))
-
-    empty = empty.reshape(-1, empty.shape[-1])
-    # An empty slot gets an index out of range, which `generate` skips.
-    return replace(
-        state,
-        prompt=entries(state.prompt),
-        completion=jnp.where(empty, jnp.iinfo(jnp.int32).max, per_slot(state.completion)),
-        alive=per_slot(state.alive) & ~empty,
-        **{name: per_slot(getattr(state, name)) for name in ("max_tokens", "tokens", "logprobs", "length")},
-        prompt_mask=entries(state.prompt_mask),
-    )
-
-
 def move_layer(
     prefix: KeyValue, cache: KeyValue, entry: Array, source: Array, *, capacity: int, mesh: Mesh, devices: int
 ) -> tuple[KeyValue, KeyValue]:
@@ -302,18 +278,15 @@ def move_layer(
     w = cache.keys.shape[2]
 
     def of_entries(x: Array) -> Array:
-        x = jax.vmap(lambda x, i: x[i])(_by_device(x, devices), entry)
+        x = jax.vmap(lambda x, i: x[i])(x.reshape(devices, -1, *x.shape[1:]), entry)
         return jax.lax.with_sharding_constraint(x.reshape(-1, *x.shape[2:]), place)
 
     def of_slots(x: Array) -> Array:
-        x = jax.vmap(lambda x, i: x[i // w, :, i % w])(_by_device(x, devices), source)  # [d, n', w', K, S, h]
+        x = jax.vmap(lambda x, i: x[i // w, :, i % w])(
+            x.reshape(devices, -1, *x.shape[1:]), source
+        )  # [d, n', w', K, S, h]
         x = jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 2, 1)
         x = jnp.pad(x, [(0, 0)] * 3 + [(0, capacity - x.shape[3]), (0, 0)])
         return jax.lax.with_sharding_constraint(x, place)
 
     return jax.tree.map(of_entries, prefix), jax.tree.map(of_slots, cache)
-
-
-def _by_device(x: Array, devices: int) -> jax.Array:
-    """[N, ...] -> [devices, N / devices, ...]."""
-    return x.reshape(devices, x.shape[0] // devices, *x.shape[1:])
