@@ -44,6 +44,12 @@ class Source(Protocol):
     def pending(self, seconds: float | None = None) -> Pending: ...
 
 
+@jax.jit
+def _copied(params: PyTree) -> PyTree:
+    """Copies parameters by one program."""
+    return jax.tree.map(jnp.copy, params)
+
+
 @dataclass
 class Run:
     """The parts of a run, in the order in which a step uses them, and its current state."""
@@ -85,7 +91,7 @@ class Run:
             states = {name: learner.init() for name, learner in self.learners.items()}
             if self.reference:
                 # A copy, because the first update donates the policy's parameters.
-                states["reference"] = jax.tree.map(jnp.copy, states["policy"].params)
+                states["reference"] = _copied(states["policy"].params)
         elif self.reference and "reference" not in states:  # it never moves, so checkpoints leave it out
             states["reference"] = self.reference()
         self.log.begin(step)

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from jaxrl_llm import sharding
 from jaxrl_llm.host import disk
 from jaxrl_llm.models.hf import NAMES, stored_dtype, tensor_names
-from jaxrl_llm.structs import PyTree
+from jaxrl_llm.structs import Array, PyTree
 
 SHARD_BYTES = 5 * 2**30
 TIED = {"model.embed_tokens.weight": "lm_head.weight"}  # embedding -> tied head, which shares its tensor
@@ -79,6 +79,16 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _layer(stacked: Array, i: int) -> Array:
+    """Returns stacked[i] where it is. Indexing a jax.Array outside of jit would compile two programs for each shape."""
+    return stacked[i] if isinstance(stacked, np.ndarray) else _index(stacked, i)
+
+
+@jax.jit
+def _index(stacked: Array, i: Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stacked, i, keepdims=False)
+
+
 def tensors(params: PyTree, dtype: Any, *, untied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the name and value of each Hugging Face tensor, fetched from the devices one at a time.
 
@@ -86,9 +96,9 @@ def tensors(params: PyTree, dtype: Any, *, untied: bool = False) -> Iterator[tup
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = sharding.path_name(path)
-        parts = leaf if "{}" in NAMES[name] else leaf[None]
-        for i, tensor in enumerate(tensor_names(name, len(parts))):
-            part = np.asarray(jax.device_get(parts[i])).astype(dtype, copy=False)
+        stacked = "{}" in NAMES[name]
+        for i, tensor in enumerate(tensor_names(name, leaf.shape[0] if stacked else 1)):
+            part = np.asarray(jax.device_get(_layer(leaf, i) if stacked else leaf)).astype(dtype, copy=False)
             part = np.ascontiguousarray(part.T if name.endswith("kernel") else part)
             yield tensor, part
             if untied and tensor in TIED and "head" not in params:
