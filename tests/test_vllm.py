@@ -525,5 +525,5 @@ def test_a_run_killed_while_its_server_lives_on_resumes_with_it(server, tmp_path
     assert result.returncode == 0, result.stderr
     assert log_of(tmp_path / "run").startswith(before)
     assert [s["step"] for s in records(tmp_path / "run")] == list(range(1, 9))
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["rollout"]["engine"] == "vllm"
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["engine"]["name"] == "vllm"
     assert httpx.get(server.url + "/weight_info").json()["weight_version"] == "default"
