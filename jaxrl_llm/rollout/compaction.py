@@ -1,69 +1,121 @@
-"""Batch compaction: plans on the host how the sampler's batch shrinks when completions have ended.
+"""Batch compaction: which living completions go into which slots of a smaller batch.
 
-Every device has n entries of w slots. An entry has one prompt; a prompt may have several entries. The plan says which
-living completion goes into which slot of a smaller batch. No completion moves to another device.
+A batch has B prompts with G completions each. A smaller batch has, on each device, n entries of w slots. An entry has
+one prompt, and a slot one of its completions; a prompt may have several entries. No completion moves to another device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.structs import AnyArray
+from jaxrl_llm.shapes import Cost, Ladder
+
+BLOCK = 64  # tokens; no KV cache is smaller
 
 
-def smaller_shape(entries: int, width: int) -> tuple[int, int]:
-    """Returns the next smaller shape: half the slots per entry, or half the entries if each has one slot."""
-    return (entries, -(-width // 2)) if width > 1 else (-(-entries // 2), 1)
+class Slots(NamedTuple):
+    """The shape of a batch in decoding: on each device, n entries of w slots, with a KV cache of `capacity` tokens."""
+
+    entries: int
+    width: int
+    capacity: int
+
+    @property
+    def count(self) -> int:
+        return self.entries * self.width
+
+    def fits(self, alive: np.ndarray) -> np.ndarray:
+        """Whether the living completions fit. alive [..., d, p]: their number for each of a device's prompts."""
+        return np.all(np.sum(-(-alive // self.width), axis=-1) <= self.entries, axis=-1)
+
+
+def slot_shapes(prompts: int, group: int, length: int) -> list[Slots]:
+    """Lists the shapes of a batch of `prompts` per device and `group` completions each, the largest first.
+
+    Every shape has a quarter of the slots of the one before, or a quarter of the capacity: steps of a half would save
+    little more, and need twice the programs.
+    """
+    counts = [(prompts, group)]
+    while (count := counts[-1][0] * counts[-1][1]) > 1:
+        entries, width = counts[-1]
+        counts.append((entries, width // 4) if width >= 4 else (max(count // 4, 1), 1))
+    capacities = [length]
+    while capacities[-1] >= 4 * BLOCK:
+        capacities.append(-(-capacities[-1] // (4 * BLOCK)) * BLOCK)
+    return [Slots(*count, capacity) for count in counts for capacity in capacities]
 
 
 class Plan(NamedTuple):
-    """Where each entry and slot of the smaller batch comes from, for each of d devices."""
+    """The completions in the slots of a batch, for each of d devices."""
 
-    entry: np.ndarray  # [d, n'] the old entry whose prompt the new entry gets
-    source: np.ndarray  # [d, n', w'] the old slot n * W + w whose completion the new slot gets
-    empty: np.ndarray  # [d, n', w'] bool, the new slot gets none
-
-    def of_entries(self, x: AnyArray) -> np.ndarray:
-        """Moves an array [N, ...] of entries."""
-        split = x.reshape(len(self.entry), -1, *x.shape[1:])
-        return np.concatenate([part[at] for part, at in zip(split, self.entry, strict=True)])
-
-    def of_slots(self, x: AnyArray) -> np.ndarray:
-        """Moves an array [N, W, ...] of slots."""
-        split = x.reshape(len(self.source), -1, *x.shape[2:])
-        return np.concatenate([part[at] for part, at in zip(split, self.source, strict=True)])
+    prompt: np.ndarray  # [d, n] the prompt of each entry, among those of its device
+    completion: np.ndarray  # [d, n, w] the completion p * G + g in each slot, among those of its device; or NONE
+    below: np.ndarray  # [2] entries and width of a smaller batch: the loop ends when the living fit into it
 
 
-def plan_compaction(alive: np.ndarray, prompt: np.ndarray, devices: int) -> Plan:
-    """Plans the moves of the living completions [N, W] into the smallest shape that fits all devices.
-
-    prompt [N] is the prompt of each entry.
-    """
-    width = alive.shape[1]
-    alive, prompt = alive.reshape(devices, -1, width), prompt.reshape(devices, -1)
-    shape = alive.shape[1:]
-    while (smaller := smaller_shape(*shape)) != shape and all(
-        _needed(a, p, smaller[1]) <= smaller[0] for a, p in zip(alive, prompt, strict=True)
-    ):
-        shape = smaller
-    entry = np.zeros((devices, shape[0]), np.int32)
-    source = np.zeros((devices, *shape), np.int32)
-    empty = np.ones((devices, *shape), bool)
-    for d in range(devices):
-        new = 0
-        for which in np.unique(prompt[d]):
-            at = np.flatnonzero(prompt[d] == which)
-            slots = (at[:, None] * width + np.arange(width))[alive[d, at]]
-            for first in range(0, len(slots), shape[1]):
-                group = slots[first : first + shape[1]]
-                entry[d, new], source[d, new, : len(group)], empty[d, new, : len(group)] = at[0], group, False
-                new += 1
-    return Plan(entry, source, empty)
+NONE = np.iinfo(np.int32).max  # out of range: JAX drops what is written there
 
 
-def _needed(alive: np.ndarray, prompt: np.ndarray, width: int) -> int:
-    """Counts the entries of `width` slots for alive [n, w]: the sum over prompts of ceil(alive / width)."""
-    each = np.bincount(prompt, weights=alive.sum(axis=1))
-    return int(np.sum(np.ceil(each / width)))
+def plan_compaction(alive: np.ndarray, slots: Slots, below: tuple[int, int], devices: int) -> Plan:
+    """Plans the slots of the living completions [B, G]. They must fit. The largest shape keeps all in their places."""
+    group = alive.shape[1]
+    if (slots.entries * devices, slots.width) == alive.shape:
+        prompt, completion = np.arange(slots.entries), np.arange(slots.count).reshape(slots[:2])
+        each = (np.broadcast_to(x, (devices, *x.shape)).astype(np.int32) for x in (prompt, completion))
+        return Plan(*each, np.asarray(below, np.int32))
+    prompt = np.zeros((devices, slots.entries), np.int32)
+    completion = np.full((devices, slots.entries, slots.width), NONE, np.int32)
+    for d, of_device in enumerate(alive.reshape(devices, -1, group)):
+        entry = 0
+        for p, members in enumerate(of_device):
+            living = p * group + np.flatnonzero(members)
+            for first in range(0, len(living), slots.width):
+                part = living[first : first + slots.width]
+                prompt[d, entry], completion[d, entry, : len(part)] = p, part
+                entry += 1
+    return Plan(prompt, completion, np.asarray(below, np.int32))
+
+
+class DecodeShapes:
+    """The shapes in use of one kind of batch, and what a token costs in each."""
+
+    def __init__(self, shapes: list[Slots], seconds: Callable[[Slots], float], devices: int, ladder: Ladder | None):
+        """seconds(shape): of one token of the whole batch. Without a ladder, a fixed few shapes are in use."""
+        self._shapes, self._seconds, self._devices, self.ladder = shapes, seconds, devices, ladder
+
+    def in_use(self) -> list[Slots]:
+        """Returns the shapes that this call may use."""
+        if self.ladder:
+            return [Slots(*shape) for shape in self.ladder.in_use()]
+        whole = self._shapes[0]
+        few = [s for s in self._shapes if s.capacity == whole.capacity and 16 * s.count <= whole.count][:1]
+        long = whole.capacity >= 4 * BLOCK  # a short completion ends before another program pays
+        return [s for s in self._shapes if s.count == whole.count] + few * long
+
+    def choose(self, alive: np.ndarray, t: int) -> tuple[Slots, tuple[int, int]]:
+        """Returns the cheapest shape for token t of the living completions [B, G], and the next smaller batch.
+
+        The loop ends when the living fit into that batch, entries and width of a device; (-1, 1): none is smaller.
+        """
+        living = self._count(alive)
+        there = [shape for shape in self.in_use() if shape.capacity >= t]
+        best = min((shape for shape in there if shape.fits(living)), key=self._seconds)
+        smaller = [shape for shape in there if shape.count < best.count and self._seconds(shape) < self._seconds(best)]
+        below = max(smaller, key=lambda shape: shape.count, default=Slots(-1, 1, 0))
+        return best, (below.entries, below.width)
+
+    def cost(self, lengths: np.ndarray) -> Cost:
+        """Returns `cost(shapes)`: the seconds to decode completions of these lengths [B, G]."""
+        ends = np.unique(np.linspace(1, lengths.max(), 256).astype(int))
+        t, tokens = ends[:-1], np.diff(ends)
+        living = np.moveaxis(self._count(lengths[..., None] > t), -1, 0)
+        each = {s: np.where(s.fits(living) & (s.capacity >= t), self._seconds(s), np.inf) for s in self._shapes}
+        return lambda shapes: float(np.sum(np.min([each[Slots(*s)] for s in shapes], axis=0) * tokens))
+
+    def _count(self, alive: np.ndarray) -> np.ndarray:
+        """Counts the living of each prompt: [B, G, ...] -> [d, p, ...]."""
+        each = alive.sum(axis=1)
+        return each.reshape(self._devices, -1, *each.shape[1:])

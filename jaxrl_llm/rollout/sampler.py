@@ -1,13 +1,14 @@
 """The in-JAX sampler: prefills each prompt once for its group, then runs jitted decode loops.
 
-The batch is N entries of W slots. An entry has one copy of a prompt's keys and values; a slot has one completion.
-The decode loop runs until the KV cache is full, or until the living completions fit into half the slots. Then the host
-compacts the batch (`rollout.compaction`), and doubles the cache if it is full. So a few long completions do not cost
-the time of the whole batch, attention does not run over an empty cache, and few shapes are compiled.
+A batch has B prompts with G completions each. Its keys and values stay where they are. When few completions are left,
+a decode loop copies these into a smaller batch (`rollout.compaction`), runs there, and writes back what it has
+sampled. So a few long completions do not cost the time of the whole batch, and every shape is one program. The shapes
+in use come from the run's book (`jaxrl_llm.shapes`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,13 +20,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling, draw, log_distribution, support
-from jaxrl_llm.compilation import ROUND_AS_WRITTEN
+from jaxrl_llm.compilation import ROUND_AS_WRITTEN, compile_checked
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
-from jaxrl_llm.rollout.compaction import Plan, plan_compaction, smaller_shape
+from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compaction, slot_shapes
+from jaxrl_llm.shapes import RATES, Book, Shape, abstract
 from jaxrl_llm.structs import Array, Prompts, PyTree, Rollouts
 
-FIRST_CACHE = 64  # completion tokens in the first KV cache; a full cache is doubled
+KNOBS = "rollout.max_completion_tokens, group_size or prompts_per_step"  # less of one needs less memory
 
 
 @dataclass(frozen=True)
@@ -38,28 +40,38 @@ class Decoding:
     length: int  # largest number of tokens in a completion
     stop_ids: tuple[int, ...]
     pad_id: int
-    devices: int  # number of devices that share the prompts
+    mesh: Mesh
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that share the prompts."""
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """Entries of a device and their width, if every completion has a slot."""
+        return self.batch // self.devices, self.group
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """The state of a batch in decoding: N entries of W slots."""
+    """The state of a batch in decoding."""
 
-    prompt: Array  # [N] index of the entry's prompt among the prompts of its device
-    completion: Array  # [N, W] index of the completion, b * G + g
-    alive: Array  # [N, W] bool
-    max_tokens: Array  # [N, W] token limit of the completion
-    tokens: Array  # [N, W, C] sampled until now
-    logprobs: Array  # [N, W, C]
-    length: Array  # [N, W] number of sampled tokens
-    prompt_mask: Array  # [N, P]
-    prefix: list[KeyValue]  # per layer, prompt keys and values [N, K, P, h]
-    cache: list[KeyValue]  # per layer, completion keys and values [N, K, W, S, h]
+    alive: Array  # [B, G] bool
+    max_tokens: Array  # [B, G] token limit of the completion
+    tokens: Array  # [B, G, C] sampled until now
+    logprobs: Array  # [B, G, C]
+    length: Array  # [B, G] number of sampled tokens
+    prompt_mask: Array  # [B, P]
+    prefix: list[KeyValue]  # per layer, prompt keys and values [B, K, P, h]
+    cache: list[
+        KeyValue
+    ]  # per layer, completion keys and values [B, K, G, S, h]; S = C, in a smaller batch its capacity
 
 
 class Loop(NamedTuple):
-    """The carry of the decode loop. The other fields of `DecodeState` do not change in the loop."""
+    """The carry of the decode loop, over N entries of W slots."""
 
     t: Array  # index of the next token, the same for all completions
     token: Array  # [N, W] token t - 1
@@ -76,10 +88,18 @@ class Sampler:
     max_gap: float | None = None  # None: every step compares sampler and trainer anyway
 
     def __init__(
-        self, model: Decoder, mesh: Mesh, *, max_completion_tokens: int, stop_ids: tuple[int, ...], pad_id: int
+        self,
+        model: Decoder,
+        mesh: Mesh,
+        *,
+        max_completion_tokens: int,
+        stop_ids: tuple[int, ...],
+        pad_id: int,
+        book: Book | None = None,
     ):
-        self._mesh = mesh
-        self._devices = mesh.shape["data"] * mesh.shape["fsdp"]
+        """book: of the run that the completions are for. Without it, all shapes may be in use from the first call."""
+        self._mesh, self._cfg = mesh, model.cfg
+        self._book, self._learns = book or Book(), book is not None
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
         self._version = 0
@@ -102,12 +122,11 @@ class Sampler:
         # The state is donated: no second copy of the KV cache.
         self._run = jax.jit(
             partial(run, model),
-            static_argnums=0,
-            donate_argnums=2,
+            static_argnums=(0, 1),
+            donate_argnums=3,
             out_shardings=(placed, None),
             compiler_options=ROUND_AS_WRITTEN,
         )
-        self._move_layer = jax.jit(partial(move_layer, mesh=mesh, devices=self._devices), static_argnames="capacity")
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Casts the weights to the compute dtype and gathers them over fsdp, once per push and not per token."""
@@ -132,49 +151,59 @@ class Sampler:
         max_tokens: np.ndarray | None = None,
     ) -> Rollouts:
         """Samples `group_size` completions of each prompt, on the host; max_tokens [B, G]: limit of each completion."""
-        total, most = len(prompts.tokens) * group_size, self._length
-        limits = np.full(total, most) if max_tokens is None else np.minimum(max_tokens.reshape(-1), most)
-        batch = sharding.shard_batch((prompts.tokens, prompts.mask, limits.reshape(-1, group_size)), self._mesh)
-        fixed = Decoding(len(prompts.tokens), group_size, sampling, most, self._stops, self._pad, self._devices)
-        state = self._start(fixed, self._params, *batch, key)
-        tokens, logprobs = np.full((total, most), self._pad, np.int32), np.zeros((total, most), np.float32)
-        length, t = np.ones(total, np.int32), np.int32(1)
-        while True:
-            state, t = self._run(fixed, self._params, state, t, key)
-            slots, t = sharding.to_host((replace(state, prefix=[], cache=[]), t))
-            # Compaction drops ended completions, so their tokens are copied out before it.
-            taken = slots.completion < total
-            for whole, part in ((tokens, slots.tokens), (logprobs, slots.logprobs), (length, slots.length)):
-                whole[slots.completion[taken]] = part[taken]
-            if not slots.alive.any() or t >= most:
-                break
-            plan = plan_compaction(slots.alive, slots.prompt, self._devices)
-            capacity = state.cache[0].keys.shape[3]
-            capacity = min(2 * capacity, most) if t > capacity else capacity
-            state = self._compact(slots, state, plan, capacity=capacity)
-        shape = (-1, group_size, most)
-        mask = (np.arange(most) < length[:, None]).reshape(shape)
-        stopped = np.isin(tokens[np.arange(total), length - 1], self._stops).reshape(-1, group_size)
+        count, most = len(prompts.tokens), self._length
+        limits = np.full((count, group_size), most) if max_tokens is None else np.minimum(max_tokens, most)
+        batch = sharding.shard_batch((prompts.tokens, prompts.mask, limits), self._mesh)
+        fixed = Decoding(count, group_size, sampling, most, self._stops, self._pad, self._mesh)
+        shapes, name = self._shapes(fixed, prompts.tokens.shape[1])
+        state, t = self._start(fixed, self._params, *batch, key), 1
+        compile = self._compiler(fixed, state, key)
+        while (alive := np.asarray(state.alive)).any() and t < most:
+            slots, below = shapes.choose(alive, t)
+            self._book.ready(name, slots, compile)
+            plan = plan_compaction(alive, slots, below, fixed.devices)
+            state, now = self._run(fixed, slots, self._params, state, np.int32(t), key, plan)
+            t = int(now)
+        tokens, logprobs, length = sharding.to_host((state.tokens, state.logprobs, state.length))
+        if shapes.ladder:
+            shapes.ladder.settle(shapes.cost(length))
+            self._book.compile_ahead(name, compile)
+        mask = np.arange(most) < length[..., None]
+        last = np.take_along_axis(tokens, length[..., None] - 1, axis=-1)[..., 0]
         versions = np.full(mask.shape, self._version, np.int32)
-        return Rollouts(tokens.reshape(shape), mask, mask, logprobs.reshape(shape), ~stopped, versions)
+        return Rollouts(tokens, mask, mask, logprobs, ~np.isin(last, self._stops), versions)
 
-    def _compact(self, slots: DecodeState, state: DecodeState, plan: Plan, *, capacity: int) -> DecodeState:
-        """Moves the batch as planned, into a cache of `capacity` tokens. slots: the state on the host, without layers.
+    def _shapes(self, fixed: Decoding, width: int) -> tuple[DecodeShapes, str]:
+        """Returns the shapes of a batch with prompts of this width, and their name in the book."""
+        cfg, rates = self._cfg, RATES[self._mesh.devices.flat[0].platform]
+        prompts, group = fixed.whole
+        weights = sum(x.size for x in jax.tree.leaves(self._params)) / self._mesh.shape["tensor"]
+        kept = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim / self._mesh.shape["tensor"]  # numbers for each token
+        size = jnp.dtype(cfg.dtype).itemsize
 
-        The layers move one after the other: only one of them is in memory twice, and all use one program. The rest is
-        small and on the host already, where moving it needs no program.
-        """
-        prefix, cache = state.prefix, state.cache
-        for i in range(len(cache)):
-            moved = self._move_layer(prefix[i], cache[i], plan.entry, plan.source, capacity=capacity)
-            prefix[i], cache[i] = jax.block_until_ready(moved)  # waits, or the host would allocate the next layer now
-        entries = {name: plan.of_entries(getattr(slots, name)) for name in ("prompt", "prompt_mask")}
-        each = {name: plan.of_slots(getattr(slots, name)) for name in ("max_tokens", "tokens", "logprobs", "length")}
-        empty = plan.empty.reshape(-1, plan.empty.shape[-1])
-        each["alive"] = plan.of_slots(slots.alive) & ~empty
-        # An empty slot gets an index out of range, which `generate` skips.
-        each["completion"] = np.where(empty, np.iinfo(np.int32).max, plan.of_slots(slots.completion))
-        return DecodeState(**sharding.shard_batch(entries | each, self._mesh), prefix=prefix, cache=cache)
+        def seconds(slots: Slots) -> float:
+            read = weights + kept * (slots.count * slots.capacity + slots.entries * width)
+            return read * size / rates.bandwidth + 2 * weights * slots.count / rates.flops
+
+        possible = slot_shapes(prompts, group, fixed.length)
+        name = f"sampling {fixed.batch} x {group}, {width} + {fixed.length} tokens, {fixed.sampling}"
+        ladder = None
+        if self._learns and fixed.sampling.temperature > 0:  # greedy: an evaluation, or a baseline
+            ladder = self._book.ladder(name, possible, rates.compile)
+            ladder.begin()
+        return DecodeShapes(possible, seconds, fixed.devices, ladder), name
+
+    def _compiler(self, fixed: Decoding, state: DecodeState, key: jax.Array) -> Callable[[Shape], None]:
+        """Returns `compile(shape)`, which compiles the decode loop of a shape."""
+        args = abstract((self._params, state, np.int32(1), key))
+
+        def compile(shape: Shape) -> None:
+            slots = Slots(*shape)
+            ints = lambda *size: jax.ShapeDtypeStruct(size, np.int32)  # noqa: E731
+            plan = Plan(ints(fixed.devices, slots.entries), ints(fixed.devices, *slots[:2]), ints(2))
+            compile_checked(self._run.lower(fixed, slots, *args, plan), "the decode loop", KNOBS)
+
+        return compile
 
 
 def _as_used(dtype: jnp.dtype, path: Any, leaf: Array) -> Array:
@@ -213,11 +242,9 @@ def start(
     tokens = jnp.full((batch, group, length), fixed.pad_id, jnp.int32).at[:, :, 0].set(token)
     logprobs = jnp.zeros((batch, group, length), jnp.float32).at[:, :, 0].set(logprob)
     cfg = model.cfg
-    shape = (batch, cfg.kv_heads, group, min(FIRST_CACHE, length), cfg.head_dim)
+    shape = (batch, cfg.kv_heads, group, length, cfg.head_dim)
     cache = [KeyValue(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)) for _ in range(cfg.layers)]
     return DecodeState(
-        prompt=jnp.arange(batch, dtype=jnp.int32) % (batch // fixed.devices),
-        completion=jnp.arange(batch * group, dtype=jnp.int32).reshape(batch, group),
         alive=~_ended(token, fixed.stop_ids) & (max_tokens > 1),
         max_tokens=max_tokens,
         tokens=tokens,
@@ -230,63 +257,102 @@ def start(
 
 
 def run(
-    model: Decoder, fixed: Decoding, params: PyTree, state: DecodeState, t: Array, key: Array
+    model: Decoder, fixed: Decoding, slots: Slots, params: PyTree, state: DecodeState, t: Array, key: Array, plan: Plan
 ) -> tuple[DecodeState, Array]:
-    """Decodes from token t until the cache is full, all completions have ended, or the next smaller shape is enough."""
-    batch, devices = fixed.batch, fixed.devices
-    n, w = state.completion.shape
+    """Decodes the completions of `plan` from token t on, in a smaller batch of shape `slots`.
+
+    It ends when the KV cache is full, all completions have ended, or the living fit into `plan.below` on every device.
+    """
+    of, total = take(fixed, slots, state, plan), fixed.batch * fixed.group
+    entries, width = plan.below
+    prompts = fixed.batch // fixed.devices
+    serves = plan.prompt[..., None] == jnp.arange(prompts)[None, None]  # [d, n, p]
+    first = jnp.arange(fixed.devices)[:, None, None] * (prompts * fixed.group)  # completion of each device
+    number = jnp.minimum(plan.completion, prompts * fixed.group - 1) + first
     # Token t needs the keys of tokens 0 .. t - 1, so a cache of S entries is enough for token S.
-    most = min(state.tokens.shape[2], state.cache[0].keys.shape[3] + 1)
-    entries, width = smaller_shape(n // devices, w)
-    serves = (state.prompt[:, None] == jnp.arange(batch // devices)[None]).reshape(devices, n // devices, -1)
+    most = min(fixed.length, slots.capacity + 1)
 
     def go_on(loop: Loop) -> Array:
-        # Stops early if the living completions fit into the next smaller shape on every device: then the host compacts
-        # the batch. The smallest shape never stops early.
-        each = jnp.einsum("dnp,dn->dp", serves.astype(jnp.int32), jnp.sum(loop.alive, axis=1).reshape(devices, -1))
+        living = jnp.sum(loop.alive, axis=1).reshape(fixed.devices, -1)
+        each = jnp.einsum("dnp,dn->dp", serves.astype(jnp.int32), living)
         crowded = jnp.any(jnp.sum((each + width - 1) // width, axis=1) > entries)
-        return (loop.t < most) & jnp.any(loop.alive) & (crowded | (entries * width == n // devices * w))
+        return (loop.t < most) & jnp.any(loop.alive) & crowded
 
     def step(loop: Loop) -> Loop:
-        hidden, cache = model.decode(params, loop.token, loop.t - 1, loop.cache, state.prefix, state.prompt_mask)
-        uniform = jnp.take(_uniform(key, loop.t, batch * fixed.group), state.completion, axis=0, mode="clip")
+        hidden, cache = model.decode(params, loop.token, loop.t - 1, loop.cache, of.prefix, of.prompt_mask)
+        uniform = jnp.take(_uniform(key, loop.t, total), number.reshape(loop.alive.shape), axis=0)
         token, logprob = choose(model.logits(params, hidden), uniform, fixed.sampling)
         at_t = partial(jax.lax.dynamic_update_index_in_dim, index=loop.t, axis=2)
         before = partial(jax.lax.dynamic_index_in_dim, index=loop.t, axis=2, keepdims=False)
         return Loop(
             t=loop.t + 1,
             token=token,
-            alive=loop.alive & ~_ended(token, fixed.stop_ids) & (loop.t + 1 < state.max_tokens),
+            alive=loop.alive & ~_ended(token, fixed.stop_ids) & (loop.t + 1 < of.max_tokens),
             tokens=at_t(loop.tokens, jnp.where(loop.alive, token, before(loop.tokens))),
             logprobs=at_t(loop.logprobs, jnp.where(loop.alive, logprob, 0.0)),
             length=loop.length + loop.alive,
             cache=cache,
         )
 
-    token = jax.lax.dynamic_index_in_dim(state.tokens, t - 1, axis=2, keepdims=False)
-    loop = Loop(t, token, state.alive, state.tokens, state.logprobs, state.length, state.cache)
-    end = jax.lax.while_loop(go_on, step, loop)
+    token = jax.lax.dynamic_index_in_dim(of.tokens, t - 1, axis=2, keepdims=False)
+    end = jax.lax.while_loop(go_on, step, Loop(t, token, of.alive, of.tokens, of.logprobs, of.length, of.cache))
     made = {name: getattr(end, name) for name in ("alive", "tokens", "logprobs", "length", "cache")}
-    return replace(state, **made), end.t
+    return put(fixed, slots, state, replace(of, **made), plan), end.t
 
 
-def move_layer(
-    prefix: KeyValue, cache: KeyValue, entry: Array, source: Array, *, capacity: int, mesh: Mesh, devices: int
-) -> tuple[KeyValue, KeyValue]:
-    """Moves a layer's prompt keys and values [N, K, P, h] and cache [N, K, W, S, h], each slot within its device."""
-    place = NamedSharding(mesh, sharding.heads_spec(cache.keys.shape[1], mesh))
-    w = cache.keys.shape[2]
+WRITTEN = ("alive", "tokens", "logprobs", "length")  # what the decode loop writes for each completion, with the cache
+
+
+def take(fixed: Decoding, slots: Slots, state: DecodeState, plan: Plan) -> DecodeState:
+    """Copies what a plan names into a smaller batch of N = d n entries of W slots. The whole batch is not copied."""
+    cache = jax.tree.map(lambda x: x[:, :, :, : slots.capacity], state.cache)
+    if slots[:2] == fixed.whole:
+        return replace(state, cache=cache)
+    group, last = fixed.group, fixed.batch // fixed.devices * fixed.group - 1
+    source = jnp.minimum(plan.completion, last)  # an empty slot reads any completion
 
     def of_entries(x: Array) -> Array:
-        x = jax.vmap(lambda x, i: x[i])(x.reshape(devices, -1, *x.shape[1:]), entry)
-        return jax.lax.with_sharding_constraint(x.reshape(-1, *x.shape[2:]), place)
+        return _by_device(fixed, lambda x, prompt: x[prompt], x, plan.prompt)
 
     def of_slots(x: Array) -> Array:
-        x = jax.vmap(lambda x, i: x[i // w, :, i % w])(
-            x.reshape(devices, -1, *x.shape[1:]), source
-        )  # [d, n', w', K, S, h]
-        x = jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 2, 1)
-        x = jnp.pad(x, [(0, 0)] * 3 + [(0, capacity - x.shape[3]), (0, 0)])
-        return jax.lax.with_sharding_constraint(x, place)
+        return _by_device(fixed, lambda x, at: x[at // group, at % group], x, source)
 
-    return jax.tree.map(of_entries, prefix), jax.tree.map(of_slots, cache)
+    def of_cache(x: Array) -> Array:
+        return _by_device(fixed, lambda x, at: jnp.moveaxis(x[at // group, :, at % group], 1, 2), x, source)
+
+    heads = NamedSharding(fixed.mesh, sharding.heads_spec(state.cache[0].keys.shape[1], fixed.mesh))
+    layers = jax.tree.map(of_entries, state.prefix), jax.tree.map(of_cache, cache)
+    prefix, cache = jax.lax.with_sharding_constraint(layers, heads)
+    taken = {name: of_slots(getattr(state, name)) for name in ("max_tokens", *WRITTEN)}
+    taken["alive"] &= (plan.completion <= last).reshape(taken["alive"].shape)
+    return DecodeState(**taken, prompt_mask=of_entries(state.prompt_mask), prefix=prefix, cache=cache)
+
+
+def put(fixed: Decoding, slots: Slots, state: DecodeState, taken: DecodeState, plan: Plan) -> DecodeState:
+    """Writes a smaller batch back to where `take` has it from. Drops the empty slots."""
+    if slots[:2] == fixed.whole:
+        whole = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, 0, 3), state.cache, taken.cache)
+        return replace(taken, cache=whole)
+    group = fixed.group
+
+    def of_slots(x: Array, new: Array) -> Array:
+        def one(x: Array, at: Array, new: Array) -> Array:
+            return x.at[at // group, at % group].set(new, mode="drop")
+
+        return _by_device(fixed, one, x, plan.completion, new)
+
+    def of_cache(x: Array, new: Array) -> Array:
+        def one(x: Array, at: Array, new: Array) -> Array:
+            return x.at[at // group, :, at % group, : slots.capacity].set(jnp.moveaxis(new, 2, 1), mode="drop")
+
+        return _by_device(fixed, one, x, plan.completion, new)
+
+    written = {name: of_slots(getattr(state, name), getattr(taken, name)) for name in WRITTEN}
+    return replace(state, **written, cache=jax.tree.map(of_cache, state.cache, taken.cache))
+
+
+def _by_device(fixed: Decoding, function: Callable[..., Array], x: Array, index: Array, *more: Array) -> Array:
+    """Applies `function` to each device's part of x and more, and index [d, ...]: so no device needs another's part."""
+    parts = [y.reshape(fixed.devices, -1, *y.shape[1:]) for y in (x, *more)]
+    made = jax.vmap(function)(parts[0], index, *parts[1:])
+    return made.reshape(-1, *made.shape[2:])

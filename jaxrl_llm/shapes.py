@@ -1,0 +1,151 @@
+"""The shapes of a run: few programs, the largest first, and smaller ones only where they pay.
+
+Every shape of an array is another program, and a program takes seconds to minutes to compile. So a kind of work, such
+as the decode loop, has a short list of shapes, the largest first, which holds everything. A smaller shape is compiled
+when the time that it would have saved until now exceeds the time to compile it (rent or buy: this costs at most twice
+as much as the best choice in hindsight). A background thread compiles it while steps run in the larger shape.
+
+The times are estimates from `RATES`, not measurements, and a new shape comes into use a number of calls later. So the
+shapes of a step depend only on the data and on the steps before: a run that is killed and resumed takes the same
+shapes, because a checkpoint holds the book.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from jaxrl_llm.structs import PyTree
+
+Shape: TypeAlias = tuple[int, ...]
+Cost: TypeAlias = Callable[[Iterable[Shape]], float]  # seconds that a call takes if these shapes are in use
+EARLIEST, LATEST = 2, 50  # calls between the order of a shape and its use
+
+
+class Rates(NamedTuple):
+    """Rough speeds of a device. They only decide when a smaller shape pays."""
+
+    flops: float  # operations a second
+    bandwidth: float  # bytes a second
+    compile: float  # seconds to compile a program
+
+
+RATES = {"cpu": Rates(1e11, 1e10, 5.0), "gpu": Rates(3e14, 2e12, 30.0), "tpu": Rates(1e14, 7e11, 60.0)}
+
+
+@dataclass
+class Ladder:
+    """The shapes of one kind of work. One thread at a time may use it."""
+
+    shapes: tuple[Shape, ...]  # the largest first
+    price: float  # seconds to compile a shape
+    calls: int = 0
+    due: dict[Shape, int] = field(default_factory=dict)  # shape -> call from which it is in use
+    rent: dict[Shape, float] = field(default_factory=dict)  # shape -> seconds that it would have saved until now
+
+    def begin(self) -> None:
+        """Begins a call."""
+        self.calls += 1
+        self.due.setdefault(self.shapes[0], self.calls)
+
+    def in_use(self) -> list[Shape]:
+        """Returns the shapes that this call may use, the largest first."""
+        return [shape for shape in self.shapes if self.due.get(shape, math.inf) <= self.calls]
+
+    def settle(self, cost: Cost) -> None:
+        """Adds up what each missing shape saves in this call, and orders the best one if it pays.
+
+        cost: the seconds of this call with given shapes. A shape that pays in the first call is in use at once: the run
+        compiles there anyway.
+        """
+        have = list(self.due)
+        now = cost(have)
+        for shape in self.shapes:
+            if shape not in self.due:
+                self.rent[shape] = self.rent.get(shape, 0.0) + now - cost([*have, shape])
+        best = max(self.rent, key=lambda shape: self.rent[shape], default=None)
+        if best is None or self.rent[best] < self.price:
+            return
+        wait = min(max(math.ceil(self.price / max(now, 1e-9)), EARLIEST), LATEST)
+        self.due[best] = self.calls + (wait if self.calls > 1 else 0)
+        self.rent = {}  # the other shapes save less from now on
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps, for JSON."""
+        listed = {
+            name: [[*shape, x] for shape, x in of.items()] for name, of in (("due", self.due), ("rent", self.rent))
+        }
+        return {"calls": self.calls, **listed}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state. Forgets shapes that the ladder does not have."""
+        self.calls = state["calls"]
+        self.due, self.rent = (
+            {tuple(shape): x for *shape, x in state[name] if tuple(shape) in self.shapes} for name in ("due", "rent")
+        )
+
+
+class Book:
+    """The ladders of a run, and the thread that compiles their shapes in the background."""
+
+    def __init__(self) -> None:
+        self._ladders: dict[str, Ladder] = {}
+        self._loaded: dict[str, Any] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
+        self._jobs: dict[tuple[str, Shape], Future[None]] = {}  # programs compiled or being compiled
+
+    def ladder(self, name: str, shapes: Iterable[Shape], price: float) -> Ladder:
+        """Returns the ladder of this name, made at the first call from its state in a checkpoint if there is one."""
+        if name not in self._ladders:
+            self._ladders[name] = Ladder(tuple(shapes), price)
+            if name in self._loaded:
+                self._ladders[name].load(self._loaded.pop(name))
+        return self._ladders[name]
+
+    def ready(self, name: str, shape: Shape, compile: Callable[[Shape], None]) -> None:
+        """Returns when a shape is compiled: compiles it in this thread, or waits for the background."""
+        if (name, shape) not in self._jobs:
+            self._jobs[name, shape] = Future()
+            self._jobs[name, shape].set_result(None)
+            compile(shape)
+        self._jobs[name, shape].result()
+
+    def compile_ahead(self, name: str, compile: Callable[[Shape], None]) -> None:
+        """Starts to compile the shapes of a ladder that are in use or ordered, in the background, each once.
+
+        Raises: the error of a compilation that has failed, such as a program that does not fit the memory.
+        """
+        for shape in self._ladders[name].due:
+            if (name, shape) not in self._jobs:
+                self._jobs[name, shape] = self._thread.submit(compile, shape)
+        for job in self._jobs.values():
+            if job.done():
+                job.result()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the states of the ladders, for JSON."""
+        return self._loaded | {name: ladder.state() for name, ladder in self._ladders.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the states of a checkpoint; {}: from the beginning."""
+        self._loaded = dict(state)
+        self._ladders = {}
+
+    def close(self) -> None:
+        """Drops what waits to be compiled, and waits for the program that is being compiled."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def abstract(tree: PyTree) -> PyTree:
+    """Replaces arrays by their shapes, dtypes and placements, to compile a program without them."""
+
+    def one(x: Any) -> Any:
+        placed = isinstance(x, jax.Array) and x.committed
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if placed else None)
+
+    return jax.tree.map(one, tree)
