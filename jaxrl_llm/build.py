@@ -29,8 +29,8 @@ from jaxrl_llm.host import disk
 from jaxrl_llm.host.signals import NoSignals, StopSignals
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.critic import make_critic
-from jaxrl_llm.learner.packing import minibatches
-from jaxrl_llm.learner.scorers import FROZEN, States, make_frozen_scorer, make_scorers
+from jaxrl_llm.learner.packing import Packing, minibatches, packed_shapes
+from jaxrl_llm.learner.scorers import FROZEN, Scorer, States, make_frozen_scorer, make_scorers
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.log import Log
 from jaxrl_llm.models import hf, hf_export
@@ -43,6 +43,7 @@ from jaxrl_llm.rollout.samples import SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.run import Run
 from jaxrl_llm.saved_run import model_folder
+from jaxrl_llm.shapes import RATES, TRAINING, Book, Shape
 from jaxrl_llm.structs import Array, Config, PyTree
 
 
@@ -63,6 +64,7 @@ class Loaded:
     held_out: data.Dataset  # evaluation problems; `dataset` itself if the run has no evaluation
     stop_ids: tuple[int, ...]
     others: dict[str, Path]  # section of the config -> folder of that other model
+    book: Book  # the shapes of the run
     first_params: list[PyTree]  # the model's parameters, until `params` hands them out
     opened: ExitStack  # closes everything that the run opens, in reverse order
 
@@ -124,6 +126,7 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
         held_out,
         stop_ids,
         others,
+        opened.enter_context(closing(Book())),
         first_params,
         opened,
     )
@@ -176,6 +179,8 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
         accuracy=accuracy,
         export=given.export,
         compilations=given.compilations,
+        book=given.book,
+        packing=make_packing(given, scorers, learners),
         **outputs,
     )
 
@@ -248,6 +253,7 @@ def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
         source,
         iterator,
         jax.random.key(config.seed),
+        book=given.book,
         lag=config.rollout.max_lag,
         last=config.num_steps,
         weight_check=weight_check,
@@ -266,7 +272,27 @@ def engine_inputs(given: Loaded) -> EngineInputs:
         given.config.rollout.max_completion_tokens,
         given.stop_ids,
         given.tokenizer.pad_token_id,
+        given.book,
     )
+
+
+def make_packing(given: Loaded, scorers: dict[str, Scorer], learners: dict[str, Learner]) -> Packing:
+    """Returns the packing of completions into rows, in the shapes of the run."""
+    config, cfg = given.config, given.model.cfg
+    rates, devices = RATES[given.mesh.devices.flat[0].platform], given.mesh.devices.size
+    prompts, limit = config.prompts_per_step, config.rollout.max_completion_tokens
+    weights = sum(x.size for x in jax.tree.leaves(given.model.shapes()))
+    programs = sum(isinstance(x.program, jax.stages.Wrapped) for x in scorers.values()) + len(learners)
+    passes = programs - len(learners) + 3 * config.epochs * len(learners)  # an update is three times a forward pass
+
+    def seconds(shape: Shape) -> float:
+        rows, width = shape
+        of_weights = 2 * weights * (given.dataset.width + rows * width)
+        of_attention = 4 * cfg.layers * cfg.heads * cfg.head_dim * rows * width * (width + given.dataset.width)
+        return passes * prompts * (of_weights + of_attention) / rates.flops / devices
+
+    ladder = given.book.ladder(TRAINING, packed_shapes(config.group_size, limit), programs * rates.compile)
+    return Packing(ladder, seconds, limit)
 
 
 def make_evaluation(given: Loaded) -> Callable[[Engine], float]:

@@ -104,7 +104,7 @@ def has_checkpoint(folder: Path) -> bool:
 class Pending(NamedTuple):
     """The part of a checkpoint that makes a resumed run continue with the same samples."""
 
-    position: dict[str, Any]  # of the data iterator, after the last of `batches`
+    position: dict[str, Any]  # of the source of batches, after the last of `batches`
     batches: list[tuple[dict[str, Any], dict[str, Any]]]  # arrays and metrics of each batch that waits for its update
 
 
@@ -140,13 +140,16 @@ class Checkpoints:
                 "another --workdir"
             )
 
-    def save(self, step: int, states: PyTree, pending: Pending, accuracy: float | None) -> None:
+    def save(
+        self, step: int, states: PyTree, pending: Pending, accuracy: float | None, ladders: dict[str, Any]
+    ) -> None:
         """Starts to save a step. Returns when the arrays are copied to the host; then they may be donated.
 
+        ladders: the states of the ladders of shapes that learning uses (`shapes.Book`).
         Raises: UserError, if the previous save failed.
         """
         metrics = [{name: float(x) for name, x in of_batch.items()} for _, of_batch in pending.batches]
-        host = {"iterator": pending.position, "began_with": self._began_with, "waiting": metrics}
+        host = {"iterator": pending.position, "began_with": self._began_with, "waiting": metrics, "ladders": ladders}
         items = {"state": ocp.args.StandardSave(states), "host": ocp.args.JsonSave(host)}
         if pending.batches:
             items["waiting"] = ocp.args.StandardSave([arrays for arrays, _ in pending.batches])
@@ -184,11 +187,11 @@ class Checkpoints:
         self._began_with = before | self._began_with
         return step
 
-    def resume(self, states: PyTree, before: int | None = None) -> tuple[int, PyTree, Pending | None]:
-        """Restores the newest complete checkpoint: step, states with the shardings of `states`, and pending batches.
+    def resume(self, states: PyTree, before: int | None = None) -> tuple[int, PyTree, Pending | None, dict[str, Any]]:
+        """Restores the newest checkpoint: step, states with the shardings of `states`, pending batches, ladders.
 
         states: shapes and shardings are enough. before: restores only a smaller step, and deletes all other
-        checkpoints, because the run will make them again. Returns (0, None, None) if there is no checkpoint.
+        checkpoints, because the run will make them again. Returns (0, None, None, {}) if there is no checkpoint.
         Raises: UserError, if the checkpoint cannot be read.
         """
         if before is not None:
@@ -197,14 +200,16 @@ class Checkpoints:
                 self._manager.delete(later)
         step = self._manager.latest_step()
         if step is None:
-            return 0, None, None
+            return 0, None, None, {}
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, states)
         wanted = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
         restored = read(self._manager, step, wanted)
         metrics, arrays = restored["host"]["waiting"], []
         if metrics:
             arrays = read(self._manager, step, ocp.args.Composite(waiting=ocp.args.StandardRestore()))["waiting"]
-        return step, restored["state"], Pending(restored["host"]["iterator"], list(zip(arrays, metrics, strict=True)))
+        host, batches = restored["host"], list(zip(arrays, metrics, strict=True))
+        # Checkpoints of earlier versions have no ladders.
+        return step, restored["state"], Pending(host["iterator"], batches), host.get("ladders", {})
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

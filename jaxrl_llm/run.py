@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms import kl
@@ -23,6 +24,7 @@ from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.log import Log
 from jaxrl_llm.record import Record
+from jaxrl_llm.shapes import TRAINING, Book, Shape, abstract
 from jaxrl_llm.structs import Array, Batch, Config, PyTree
 
 
@@ -71,6 +73,10 @@ class Run:
     accuracy: Callable[[States], float]  # on the held-out problems
     export: Callable[[PyTree], None]  # writes the policy's parameters as a Hugging Face folder
     compilations: Compilations
+    book: Book
+    packing: Callable[[np.ndarray], np.ndarray] | None = (
+        None  # lengths [B, G] -> packed_index [B, N, T]; None: no packing
+    )
     # The current state. After a signal, another thread saves it.
     step: int = 0  # last step that `states` contain
     states: States = field(default_factory=dict)
@@ -86,7 +92,8 @@ class Run:
             self.actor.finish_push(self.states["policy"].params)
             self.log.finish()
             self.states, self.saved, self.unwritten = {}, self.step, None
-        step, states, pending = self.checkpoints.resume(self.shapes, before)
+        step, states, pending, ladders = self.checkpoints.resume(self.shapes, before)
+        self.book.load(TRAINING, ladders)
         if states is None:
             states = {name: learner.init() for name, learner in self.learners.items()}
             if self.reference:
@@ -105,6 +112,25 @@ class Run:
     def score(self, states: States, batch: Batch) -> dict[str, Array]:
         """Returns the columns [B, G, C] of all scorers."""
         return {name: x for scorer in self.scorers.values() for name, x in scorer.score(states, batch).items()}
+
+    def compile(self, states: States, plain: Batch, batch: Batch, rows: Array) -> None:
+        """Compiles scoring and learning for the shape of this batch, and for ordered shapes in the background.
+
+        plain: the batch that is scored. batch: the batch of an update on `rows`.
+        Raises: UserError, if a program does not fit the memory.
+        """
+        states, plain, batch, rows = abstract((states, plain, batch, rows))
+        index = batch.packed_index
+
+        def compile(shape: Shape) -> None:
+            packed = jax.ShapeDtypeStruct((index.shape[0], *shape), index.dtype, sharding=index.sharding)
+            for scorer in self.scorers.values():
+                scorer.compile(states, replace(plain, packed_index=packed))
+            for name, learner in self.learners.items():
+                learner.compile(states[name], replace(batch, packed_index=packed), rows)
+
+        self.book.ready(TRAINING, index.shape[1:], compile)
+        self.book.compile_ahead(TRAINING, compile)
 
     def coefficients(self, states: States) -> dict[str, Array]:
         """Returns the policy's coefficients for the next update."""
@@ -160,7 +186,7 @@ class Run:
         """Saves the states and the batches sampled ahead. seconds: how long it may wait for these batches."""
         self.log.finish()  # a resumed run expects the record of the checkpoint's step in the log
         states = {name: self.states[name] for name in self.shapes}
-        self.checkpoints.save(self.step, states, self.actor.pending(seconds), accuracy)
+        self.checkpoints.save(self.step, states, self.actor.pending(seconds), accuracy, self.book.state(TRAINING))
         self.saved = self.step
 
     def finish(self) -> None:

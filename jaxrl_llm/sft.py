@@ -141,6 +141,7 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
         accuracy=accuracy,
         export=given.export,
         compilations=given.compilations,
+        book=given.book,
         **outputs,
     )
 

@@ -24,6 +24,7 @@ from jaxrl_llm.structs import PyTree
 
 Shape: TypeAlias = tuple[int, ...]
 Cost: TypeAlias = Callable[[Iterable[Shape]], float]  # seconds that a call takes if these shapes are in use
+TRAINING, SAMPLING = "training", "sampling"  # kinds of work; names of ladders begin with one
 EARLIEST, LATEST = 2, 50  # calls between the order of a shape and its use
 
 
@@ -83,10 +84,11 @@ class Ladder:
         return {"calls": self.calls, **listed}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state. Forgets shapes that the ladder does not have."""
-        self.calls = state["calls"]
+        """Goes on from a state; {}: from the beginning. Leaves out shapes that the ladder does not have."""
+        self.calls = state.get("calls", 0)
         self.due, self.rent = (
-            {tuple(shape): x for *shape, x in state[name] if tuple(shape) in self.shapes} for name in ("due", "rent")
+            {tuple(shape): x for *shape, x in state.get(name, ()) if tuple(shape) in self.shapes}
+            for name in ("due", "rent")
         )
 
 
@@ -103,8 +105,7 @@ class Book:
         """Returns the ladder of this name, made at the first call from its state in a checkpoint if there is one."""
         if name not in self._ladders:
             self._ladders[name] = Ladder(tuple(shapes), price)
-            if name in self._loaded:
-                self._ladders[name].load(self._loaded.pop(name))
+            self._ladders[name].load(self._loaded.pop(name, {}))
         return self._ladders[name]
 
     def ready(self, name: str, shape: Shape, compile: Callable[[Shape], None]) -> None:
@@ -127,14 +128,18 @@ class Book:
             if job.done():
                 job.result()
 
-    def state(self) -> dict[str, Any]:
-        """Returns the states of the ladders, for JSON."""
-        return self._loaded | {name: ladder.state() for name, ladder in self._ladders.items()}
+    def state(self, kind: str) -> dict[str, Any]:
+        """Returns the states of the ladders whose name begins with `kind`, for JSON."""
+        known = self._loaded | {name: ladder.state() for name, ladder in self._ladders.items()}
+        return {name: state for name, state in known.items() if name.startswith(kind)}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, kind: str, state: Mapping[str, Any]) -> None:
         """Goes on from the states of a checkpoint; {}: from the beginning."""
-        self._loaded = dict(state)
-        self._ladders = {}
+        for name, ladder in self._ladders.items():
+            if name.startswith(kind):
+                ladder.load(state.get(name, {}))
+        others = {name: x for name, x in self._loaded.items() if not name.startswith(kind)}
+        self._loaded = others | {name: x for name, x in state.items() if name not in self._ladders}
 
     def close(self) -> None:
         """Drops what waits to be compiled, and waits for the program that is being compiled."""

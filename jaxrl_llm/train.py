@@ -25,17 +25,16 @@ def rl_step(run: Run, states: States, step: int) -> tuple[States, Record]:
     timer = run.log.timer()
     samples = run.actor.next()
     timer.lap("rollout")
-    batch = shard_batch(to_batch(samples), run.mesh)
-    scores = run.score(states, batch)  # before the rewards: the device scores while the host rewards
+    plain = shard_batch(to_batch(samples, run.packing), run.mesh)
+    scores = run.score(states, plain)  # before the rewards: the device scores while the host rewards
     scored = run.log.watch(scores)
     rewards = shard_batch(samples.rewards(), run.mesh)
-    batch, metrics = run.assign_credit(batch, scores, rewards, run.coefficients(states))
+    batch, metrics = run.assign_credit(plain, scores, rewards, run.coefficients(states))
     timer.lap("reward")
     # Wait for the push: the engine may still read the parameters that the first update donates.
     metrics |= samples.metrics | run.actor.finish_push(states["policy"].params)
     learners, minibatches = run.learning(step), run.minibatches(step)
-    for name, learner in learners.items():
-        learner.compile(states[name], batch, minibatches[0])  # may take minutes, so not in `deferred`
+    run.compile(states, plain, batch, minibatches[0])  # may take minutes, so not in `deferred`
     updates = []
     with run.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
         for rows in minibatches:

@@ -14,9 +14,16 @@ import tiny
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, update
-from jaxrl_llm.learner.packing import pack
+from jaxrl_llm.learner import packing
+from jaxrl_llm.learner.packing import Packing, packed_shapes
+from jaxrl_llm.shapes import Ladder
 
 LIMIT = 32
+
+
+def pack(lengths: np.ndarray, limit: int) -> np.ndarray:
+    """Packs into the smallest shape that holds all."""
+    return packing.pack(lengths, limit, packing.which_hold(lengths, packed_shapes(lengths.shape[1], limit))[-1])
 
 
 def ragged(seed: int, b: int = 8, g: int = 8, median: float = 6.0) -> np.ndarray:
@@ -46,9 +53,33 @@ def test_ragged_completions_take_less_than_half_the_room_and_full_ones_no_more_t
     )
 
 
-def test_a_thousand_ragged_batches_have_at_most_a_dozen_shapes():
-    shapes = {pack(ragged(seed, median=m), LIMIT).shape for seed in range(250) for m in (3, 6, 9, 12)}
-    assert len(shapes) <= 12, sorted(shapes)
+@pytest.mark.parametrize("limit", [5, 12, 32, 100, 512, 2048])
+@pytest.mark.parametrize("group", [1, 3, 8, 64])
+def test_a_run_has_at_most_sixteen_shapes_and_the_largest_holds_everything(group, limit):
+    shapes = packed_shapes(group, limit)
+    assert len(shapes) <= 16
+    sizes = [n * t for n, t in shapes]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == group * limit
+    assert shapes[0] in packing.which_hold(np.full((2, group), limit), shapes)
+    assert not any(n * t < group * limit for n, t in packing.which_hold(np.full((2, group), limit), shapes))
+
+
+def test_a_step_is_packed_into_the_cheapest_shape_in_use_and_a_smaller_one_is_ordered_once_it_pays():
+    shapes = packed_shapes(8, LIMIT)
+    work = lambda shape: shape[0] * shape[1] / 100  # noqa: E731
+    ladder = Ladder(tuple(shapes), price=5.0)
+    pack_next, seen = Packing(ladder, work, LIMIT), []
+    for seed in range(20):
+        lengths = ragged(seed)
+        index = pack_next(lengths)
+        assert (index >= 0).sum() == lengths.sum()
+        seen.append(index.shape[1:])
+    assert seen[0] == shapes[0]
+    assert 2 <= len(set(seen)) <= 4
+    assert work(seen[-1]) <= work(seen[0]) / 2
+    changes = [i for i in range(1, 20) if seen[i] not in seen[:i]]
+    assert changes[0] > 3  # the first order: padding has cost as much as compiling
 
 
 def packed(batch):

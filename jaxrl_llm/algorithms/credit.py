@@ -76,7 +76,8 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
         return jax.lax.with_sharding_constraint(made, place), metrics
 
     def assign_credit(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Batch, Columns]:
-        made, metrics = assign(batch, scores, rewards, coefs)
+        # Without packed rows: it does not read them, and their shapes would be further programs.
+        made, metrics = assign(replace(batch, packed_index=None), scores, rewards, coefs)
         wanted = {"values", "ref_logprobs"} | ({"old_logprobs"} if updates > 1 else set())
         return replace(batch, **made, **{name: scores[name] for name in wanted & scores.keys()}), metrics
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -53,10 +52,9 @@ def make_critic(
         microbatch=config.microbatch,
         aggregate=aggregate,
     )
-    score = forward.in_microbatches(partial(forward.completion_values, model), mesh, config.microbatch)
-    return replace(learner, prefix="critic/"), Scorer(
-        ("values",), lambda states, batch: {"values": score(states["critic"].params, batch)}
-    )
+    values = lambda params, batch: {"values": forward.completion_values(model, params, batch)}  # noqa: E731
+    score = forward.in_microbatches(values, mesh, config.microbatch)
+    return replace(learner, prefix="critic/"), Scorer(("values",), lambda states: states["critic"].params, score)
 
 
 def value_objective(model: Decoder, *, clip: float) -> update.Objective:

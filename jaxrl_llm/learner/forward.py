@@ -19,6 +19,7 @@ from jaxrl_llm.structs import Array, Batch, PyTree
 ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
 
 
+KNOBS = "microbatch, or set model.remat = 'full'"  # config fields with which scoring and updates need less memory
 LOGITS_AT_ONCE = 2**25  # largest number of logits on a device at a time: 128 MiB in float32
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import compatibility
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.compilation import compile_checked
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.models import hf
@@ -30,7 +32,18 @@ class Scorer(NamedTuple):
     """A model that scores completions."""
 
     columns: tuple[str, ...]  # their names; each is [B, G, C]
-    score: Callable[[States, Batch], dict[str, jax.Array]]
+    params: Callable[[States], PyTree]  # its parameters
+    program: Callable[[PyTree, Batch], dict[str, jax.Array]]  # (params, batch) -> columns
+
+    def score(self, states: States, batch: Batch) -> dict[str, jax.Array]:
+        return self.program(self.params(states), batch)
+
+    def compile(self, states: States, batch: Batch) -> None:
+        """Compiles the program for batches of this shape. Of states and batch, shapes are enough."""
+        if isinstance(self.program, jax.stages.Wrapped):
+            compile_checked(
+                self.program.lower(self.params(states), batch), f"scoring of {self.columns[0]}", forward.KNOBS
+            )
 
 
 def make_scorers(
@@ -53,7 +66,7 @@ def make_scorers(
     scorers = {}
     if config.kl.placement != "none":
         reference = score_columns(model, sampling, mesh, at_once, ref_logprobs="logprobs")
-        scorers["reference"] = Scorer(("ref_logprobs",), lambda states, batch: reference(states["reference"], batch))
+        scorers["reference"] = Scorer(("ref_logprobs",), itemgetter("reference"), reference)
     columns = {}
     # A single update on a rollout uses its own log-probabilities as the old ones.
     if updates > 1 or config.kl.placement == "reward" or "logprobs" in required:
@@ -62,10 +75,11 @@ def make_scorers(
         columns["entropy"] = "entropy"
     if exact and list(columns) == ["old_logprobs"]:
         # The sampler has already computed them: no forward pass is needed.
-        scorers["sampler"] = Scorer(("old_logprobs",), lambda states, batch: {"old_logprobs": batch.sampler_logprobs})
+        known = lambda params, batch: {"old_logprobs": batch.sampler_logprobs}  # noqa: E731
+        scorers["sampler"] = Scorer(("old_logprobs",), lambda states: None, known)
     elif columns:
         policy = score_columns(model, sampling, mesh, at_once, **columns)
-        scorers["policy"] = Scorer(tuple(columns), lambda states, batch: policy(states["policy"].params, batch))
+        scorers["policy"] = Scorer(tuple(columns), lambda states: states["policy"].params, policy)
     return scorers
 
 
@@ -101,4 +115,4 @@ def make_frozen_scorer(
     params = hf.load_params(folder, model, mesh)
     column = FROZEN[section]
     score = score_columns(model, sampling, mesh, config.microbatch, **{column: "logprobs"})
-    return Scorer((column,), lambda states, batch: score(params, batch))
+    return Scorer((column,), lambda states: params, score)

@@ -16,8 +16,8 @@ from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weight
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.compilation import ROUND_AS_WRITTEN
-from jaxrl_llm.learner.forward import completion_logprobs, count_parts, split_batch
+from jaxrl_llm.compilation import ROUND_AS_WRITTEN, compile_checked
+from jaxrl_llm.learner.forward import KNOBS, completion_logprobs, count_parts, split_batch
 from jaxrl_llm.learner.optim import Optimizer
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
@@ -35,8 +35,8 @@ class Learner:
     frozen_steps: int = 0  # first steps of the run, in which it does not learn
 
     def compile(self, state: TrainState, batch: Batch, rows: Array) -> None:
-        """Compiles the update for batches of this shape, unless it is compiled."""
-        self.update_step.lower(state, batch, rows).compile()
+        """Compiles the update for batches of this shape. Of all arguments, shapes are enough."""
+        compile_checked(self.update_step.lower(state, batch, rows), f"the {self.prefix}update", KNOBS)
 
     def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step on batch[rows]. Donates the state."""

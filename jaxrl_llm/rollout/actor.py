@@ -14,6 +14,7 @@ from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import Samples, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
+from jaxrl_llm.shapes import SAMPLING, Book
 from jaxrl_llm.structs import Array, PyTree, Rollouts
 
 
@@ -31,14 +32,16 @@ class Actor:
         iterator: grain.DatasetIterator,
         key: Array,
         *,
+        book: Book,
         lag: int,
         last: int,
         weight_check: WeightCheck | None = None,
     ):
-        """key: the run's key; last: the run's last step; iterator: the prompt iterator of `source`."""
+        """key: the run's key; last: the run's last step; iterator: the prompts of `source`; book: of the run."""
         self.engine, self._source, self._iterator, self._key = engine, source, iterator, key
         self._lag, self._last, self._check = lag, last, weight_check
-        self._beginning = self._position = iterator.get_state()
+        self._book = book
+        self._beginning = self._position = self._now()
         self._prefetcher: Prefetcher[Samples] = Prefetcher(self._sample, lag=lag, last=last)
         self._current: Samples
         self._pushed: Future[Rollouts | None]
@@ -48,7 +51,8 @@ class Actor:
         self._prefetcher.close(wait=True)  # waits: a batch in sampling still moves the iterator
         self._prefetcher = Prefetcher(self._sample, lag=self._lag, last=self._last)
         position, batches = pending or Pending(self._beginning, [])
-        self._iterator.set_state(position)
+        self._iterator.set_state(position["data"])
+        self._book.load(SAMPLING, position["shapes"])
         self._position = position
         self._pushed = self._prefetcher.do(self._push, params, step)
         made = [self._source.from_checkpoint(arrays, metrics) for arrays, metrics in batches]
@@ -99,4 +103,8 @@ class Actor:
         samples = self._source.sample(jax.random.fold_in(self._key, step))
         if not self._lag:  # with a lag, one push may serve several batches
             self.engine.release()
-        return replace(samples, position=self._iterator.get_state())
+        return replace(samples, position=self._now())
+
+    def _now(self) -> dict[str, Any]:
+        """Returns the position of the data, and the shapes in use: both decide the next batch."""
+        return {"data": self._iterator.get_state(), "shapes": self._book.state(SAMPLING)}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_llm.shapes import Cost, Ladder
+from jaxrl_llm.structs import AnyArray
 
 BLOCK = 64  # tokens; no KV cache is smaller
 
@@ -51,9 +52,9 @@ def slot_shapes(prompts: int, group: int, length: int) -> list[Slots]:
 class Plan(NamedTuple):
     """The completions in the slots of a batch, for each of d devices."""
 
-    prompt: np.ndarray  # [d, n] the prompt of each entry, among those of its device
-    completion: np.ndarray  # [d, n, w] the completion p * G + g in each slot, among those of its device; or NONE
-    below: np.ndarray  # [2] entries and width of a smaller batch: the loop ends when the living fit into it
+    prompt: AnyArray  # [d, n] the prompt of each entry, among those of its device
+    completion: AnyArray  # [d, n, w] the completion p * G + g in each slot, among those of its device; or NONE
+    below: AnyArray  # [2] entries and width of a smaller batch: the loop ends when the living fit into it
 
 
 NONE = np.iinfo(np.int32).max  # out of range: JAX drops what is written there
@@ -64,8 +65,8 @@ def plan_compaction(alive: np.ndarray, slots: Slots, below: tuple[int, int], dev
     group = alive.shape[1]
     if (slots.entries * devices, slots.width) == alive.shape:
         prompt, completion = np.arange(slots.entries), np.arange(slots.count).reshape(slots[:2])
-        each = (np.broadcast_to(x, (devices, *x.shape)).astype(np.int32) for x in (prompt, completion))
-        return Plan(*each, np.asarray(below, np.int32))
+        prompt, completion = (np.stack([x] * devices).astype(np.int32) for x in (prompt, completion))
+        return Plan(prompt, completion, np.asarray(below, np.int32))
     prompt = np.zeros((devices, slots.entries), np.int32)
     completion = np.full((devices, slots.entries, slots.width), NONE, np.int32)
     for d, of_device in enumerate(alive.reshape(devices, -1, group)):

@@ -45,6 +45,7 @@ def jax() -> EngineChoice:
             max_completion_tokens=given.max_completion_tokens,
             stop_ids=given.stop_ids,
             pad_id=given.pad_id,
+            book=given.book,
         )
 
     return EngineChoice(start, in_trainer=True)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.shapes import Book
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 
@@ -61,6 +62,7 @@ class EngineInputs:
     max_completion_tokens: int
     stop_ids: tuple[int, ...]
     pad_id: int
+    book: Book  # the shapes of the run
 
 
 class EngineChoice(NamedTuple):

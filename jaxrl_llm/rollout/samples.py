@@ -27,7 +27,7 @@ class Samples:
     graded: Callable[[], Graded]  # waits for the reward functions; the device can score meanwhile
     greedy: Samples | None = None  # greedy completions of the same prompts, with G = 1
     metrics: dict[str, Any] = field(default_factory=dict)  # of the sampling
-    position: dict[str, Any] = field(default_factory=dict)  # of the data iterator after these prompts
+    position: dict[str, Any] = field(default_factory=dict)  # of the actor's data and shapes after these prompts
 
     @property
     def no_signal(self) -> np.ndarray:
