@@ -16,6 +16,7 @@ from jaxrl_llm.learner import forward
 from jaxrl_llm.rollout import compaction
 from jaxrl_llm.rollout import sampler as sampler_module
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.shapes import Book, Rates
 from jaxrl_llm.structs import Batch, Prompts
 
 KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_p=0.7), Sampling(1.3, 8, 0.9)]
@@ -169,99 +170,90 @@ def test_a_token_that_left_the_support_keeps_a_finite_log_probability():
 BUDGETS = np.random.default_rng(7).lognormal(1.5, 0.8, (tiny.B, tiny.G)).astype(int).clip(1, 24)
 
 
-def ragged(monkeypatch, *, halve: bool, first_cache: int, mesh=(1, 1, 1)):
-    """Completions cut as BUDGETS says, with or without moving together those who go on."""
-    if not halve:
-        monkeypatch.setattr(sampler_module, "smaller_shape", lambda entries, width: (entries, width))
-        monkeypatch.setattr(compaction, "smaller_shape", lambda entries, width: (entries, width))
-    monkeypatch.setattr(sampler_module, "FIRST_CACHE", first_cache)
+def ragged(monkeypatch, *, mesh=(1, 1, 1), rates=None):
+    """Completions cut as BUDGETS says; with rates, in all shapes that these make cheap. And the shapes used."""
+    if rates:
+        monkeypatch.setattr(compaction, "BLOCK", 2)
+        monkeypatch.setattr(sampler_module, "RATES", {"cpu": rates})
     model, params = tiny.model_and_params(scale=3.0)
-    mesh = tiny.mesh_of(mesh)
-    sampler = Sampler(model, mesh, max_completion_tokens=24, stop_ids=(3,), pad_id=0)
+    mesh, book = tiny.mesh_of(mesh), Book()
+    sampler = Sampler(model, mesh, max_completion_tokens=24, stop_ids=(3,), pad_id=0, book=book)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
-    shapes, original = [], sampler._compact
+    shapes, original = [], sampler._run
 
-    def compact(slots, state, plan, *, capacity):
-        shapes.append((plan.source.shape, capacity))
-        return original(slots, state, plan, capacity=capacity)
+    def run(fixed, slots, *args):
+        state, t = original(fixed, slots, *args)
+        shapes.append(slots)
+        for x in jax.tree.leaves((state.prefix, state.cache)):
+            assert x.addressable_shards[0].data.nbytes * mesh.devices.size == x.nbytes
+        return state, t
 
-    monkeypatch.setattr(sampler, "_compact", compact)
-    rollouts = sampler.generate(
-        Prompts(*tiny.prompts(), [], np.arange(tiny.B)),
-        jax.random.key(5),
-        group_size=tiny.G,
-        sampling=Sampling(),
-        max_tokens=BUDGETS,
-    )
+    run.lower = original.lower
+    monkeypatch.setattr(sampler, "_run", run)
+    for _ in range(6 if rates else 1):  # until all shapes are in use
+        rollouts = sampler.generate(
+            Prompts(*tiny.prompts(), [], np.arange(tiny.B)),
+            jax.random.key(5),
+            group_size=tiny.G,
+            sampling=Sampling(),
+            max_tokens=BUDGETS,
+        )
+    book.close()
     return rollouts, shapes
 
 
-def test_moving_together_and_growing_the_cache_change_no_token(monkeypatch):
+def test_smaller_batches_and_shorter_caches_change_no_token(monkeypatch):
     with monkeypatch.context() as patch:
-        plain, shapes = ragged(patch, halve=False, first_cache=64)
-    assert not shapes
+        plain, shapes = ragged(patch)
+    assert set(shapes) == {(8, 4, 24)}
     lengths = plain.completion_mask.sum(axis=-1)
     assert np.all(lengths <= BUDGETS)
     assert 0 < plain.truncated.sum() < plain.truncated.size  # some stopped by themselves
     np.testing.assert_array_equal(lengths[plain.truncated], BUDGETS[plain.truncated])
+    free = Rates(flops=1e9, bandwidth=1e8, compile=1e-6)  # compiling costs nothing: every shape pays
     with monkeypatch.context() as patch:
-        moved, shapes = ragged(patch, halve=True, first_cache=4)
-    assert {capacity for _, capacity in shapes} >= {8, 16}
-    assert min(np.prod(shape) for shape, _ in shapes) <= tiny.B * tiny.G / 8
+        moved, shapes = ragged(patch, rates=free)
+    assert {slots.capacity for slots in shapes} == {6, 24}
+    assert {(slots.entries, slots.width) for slots in shapes} >= {(8, 4), (8, 1), (1, 1)}
     np.testing.assert_array_equal(plain.completions, moved.completions)
     np.testing.assert_array_equal(plain.completion_mask, moved.completion_mask)
     np.testing.assert_array_equal(plain.truncated, moved.truncated)
     np.testing.assert_allclose(plain.logprobs, moved.logprobs, atol=1e-5)
     with monkeypatch.context() as patch:
-        spread, _ = ragged(patch, halve=True, first_cache=4, mesh=(2, 2, 2))
+        spread, _ = ragged(patch, rates=free, mesh=(2, 2, 2))
     np.testing.assert_array_equal(plain.completions, spread.completions)
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 2)])
-def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more(shape, monkeypatch):
-    """After the start, after each move and after each loop: the whole / (data x fsdp x tensor)."""
-    monkeypatch.setattr(sampler_module, "FIRST_CACHE", 4)
+def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more(shape):
+    """After the start; `ragged` asserts it after each loop: the whole / (data x fsdp x tensor)."""
     model, params = tiny.model_and_params(scale=3.0)
-    mesh, seen = tiny.mesh_of(shape), []
+    mesh = tiny.mesh_of(shape)
     sampler = Sampler(model, mesh, max_completion_tokens=24, stop_ids=(3,), pad_id=0)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
-
-    def watched(name, of_result):
-        original = getattr(sampler, name)
-
-        def call(*args, **kwargs):
-            result = original(*args, **kwargs)
-            seen.append((name, jax.tree.leaves(of_result(result))))
-            for x in seen[-1][1]:
-                assert x.addressable_shards[0].data.nbytes * np.prod(shape) == x.nbytes, name
-            return result
-
-        monkeypatch.setattr(sampler, name, call)
-
-    watched("_start", lambda state: (state.prefix, state.cache))
-    watched("_run", lambda result: (result[0].prefix, result[0].cache))
-    watched("_compact", lambda state: (state.prefix, state.cache))
-    prompts = Prompts(*tiny.prompts(), [], np.arange(tiny.B))
-    budgets = dict(group_size=tiny.G, sampling=Sampling(), max_tokens=BUDGETS)
-    sampler.generate(prompts, jax.random.key(5), **budgets)
-    assert {name for name, _ in seen} == {"_start", "_run", "_compact"}
-    assert all(len(leaves) == 4 * model.cfg.layers for _, leaves in seen)
+    fixed = sampler_module.Decoding(tiny.B, tiny.G, Sampling(), 24, (3,), 0, mesh)
+    batch = sharding.shard_batch((*tiny.prompts(), BUDGETS), mesh)
+    state = sampler._start(fixed, sampler._params, *batch, jax.random.key(5))
+    layers = jax.tree.leaves((state.prefix, state.cache))
+    assert len(layers) == 4 * model.cfg.layers
+    for x in layers:
+        assert x.addressable_shards[0].data.nbytes * np.prod(shape) == x.nbytes
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_everyone_alive_has_one_seat_with_their_own_prompt_in_the_smallest_shape(devices):
+def test_every_living_completion_has_one_slot_with_its_own_prompt(devices):
     rng = np.random.default_rng(devices)
     for share in (0.9, 0.5, 0.3, 0.1, 0.02):
         alive = rng.random((8, 8)) < share
         alive[0, 0] = True
-        prompt = np.arange(8) % (8 // devices)
-        entry, source, empty = compaction.plan_compaction(alive, prompt, devices)
-        per_device = alive.reshape(devices, -1)
+        of_device = alive.reshape(devices, -1, 8)
+        there = [s for s in compaction.slot_shapes(8 // devices, 8, 64) if s.fits(of_device.sum(axis=2))]
+        slots = there[-1]
+        prompt, completion, _ = compaction.plan_compaction(alive, slots, (-1, 1), devices)
+        assert completion.shape == (devices, *slots[:2])
         for d in range(devices):
-            np.testing.assert_array_equal(np.sort(source[d][~empty[d]]), np.flatnonzero(per_device[d]))
-            local = prompt.reshape(devices, -1)[d]
-            for i, row in enumerate(source[d]):
-                assert np.all(local[row[~empty[d, i]] // 8] == local[entry[d, i]])
-        smaller = compaction.smaller_shape(*source.shape[1:])
-        each = alive.reshape(devices, -1, 8).sum(axis=2)
-        assert smaller == source.shape[1:] or np.any(np.ceil(each / smaller[1]).sum(axis=1) > smaller[0])
+            taken = completion[d][completion[d] < 64]
+            if slots != there[0]:  # the largest shape keeps all completions in their places, the ended ones too
+                np.testing.assert_array_equal(np.sort(taken), np.flatnonzero(of_device[d]))
+            for entry, row in zip(prompt[d], completion[d], strict=True):
+                assert np.all(row[row < 64] // 8 == entry)
