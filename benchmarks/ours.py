@@ -127,7 +127,8 @@ def one_run(workload: Workload, folder: Path, remat: str, microbatch: int) -> It
     config = make_config(workload, folder, remat, microbatch)
     with tempfile.TemporaryDirectory() as workdir, build(config, Path(workdir)) as run:
         model, limit = hf.load_model(folder, run.mesh, remat=remat), workload.completion_tokens
-        run.actor = Prescribed(workload, Sampler(model, run.mesh, max_completion_tokens=limit, stop_ids=(), pad_id=PAD))
+        engine = Sampler(model, run.mesh, max_completion_tokens=limit, stop_ids=(), pad_id=PAD, book=run.book)
+        run.actor = Prescribed(workload, engine)
         yield run
 
 
@@ -158,7 +159,7 @@ def step_function(run: Run, compilations: Compilations) -> Callable[[int], dict]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=9, help="after the first (default: %(default)s)")
     parser.add_argument("--microbatch", type=int, default=1, help="prompts at a time")
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots")
     args = parser.parse_args()

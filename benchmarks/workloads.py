@@ -82,6 +82,7 @@ WORKLOADS = {
         Workload("vocabulary", **WIDE_HEAD, prompts=8, group=8, prompt_tokens=64, completion_tokens=128),
         Workload("long_prompt", **SMALL, prompts=8, group=16, prompt_tokens=512, completion_tokens=64),
         Workload("ragged", **SMALL, prompts=8, group=8, prompt_tokens=64, completion_tokens=256, median_length=48),
+        Workload("ragged_6", **SMALL, prompts=6, group=8, prompt_tokens=96, completion_tokens=192, median_length=40),
     )
 }
 

@@ -14,6 +14,8 @@ from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.rollout.compaction import Slots
+from jaxrl_llm.shapes import MOST, SAMPLING, TRAINING, Shape
 from jaxrl_llm.structs import Config
 
 
@@ -67,3 +69,20 @@ def models_table(scorers: dict[str, Scorer], learners: dict[str, Learner]) -> li
         ("models that score", ", ".join(columns) or "none"),
         ("models that learn", ", ".join(f"{name}{late.get(name, '')}" for name in learners)),
     ]
+
+
+def shapes_table(slots: Sequence[Slots], packed: Sequence[Shape]) -> list[tuple[str, str]]:
+    """Returns the banner's rows on shapes, each a program to compile: the largest of decoding and of packed rows."""
+    rows = []
+    if slots:
+        largest = slots[0]
+        text = f"{largest.entries} x {largest.width} completions a device, {largest.capacity} tokens"
+        rows.append(("decoding, largest shape", text + _smaller(slots, SAMPLING)))
+    n, t = packed[0]
+    rows.append(("learning, largest shape", f"{n} rows of {t} tokens a prompt" + _smaller(packed, TRAINING)))
+    return rows
+
+
+def _smaller(shapes: Sequence[Shape], kind: str) -> str:
+    count = min(len(shapes), MOST[kind]) - 1
+    return f"; up to {count} of {len(shapes) - 1} smaller ones, once they pay" if count else ""

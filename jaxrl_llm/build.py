@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms import advantages, kl, losses
 from jaxrl_llm.algorithms.credit import make_credit
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.banner import batch_table, models_table, print_banner
+from jaxrl_llm.banner import batch_table, models_table, print_banner, shapes_table
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compilation import Compilations, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
@@ -38,12 +38,13 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
+from jaxrl_llm.rollout.compaction import Slots, slot_shapes
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.samples import SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.run import Run
 from jaxrl_llm.saved_run import model_folder
-from jaxrl_llm.shapes import RATES, TRAINING, Book, Shape
+from jaxrl_llm.shapes import MOST, RATES, TRAINING, Book, Shape
 from jaxrl_llm.structs import Array, Config, PyTree
 
 
@@ -157,7 +158,11 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
     shapes: States = {name: learner.shapes for name, learner in learners.items()}
     if config.kl.refresh_every:
         shapes["reference"] = shapes["policy"].params
-    outputs = open_outputs(given, shapes, models_table(scorers, learners))
+    packing = make_packing(given, scorers, learners)
+    slots = decode_shapes(config, mesh) if engines.choose(config).in_trainer else []
+    outputs = open_outputs(
+        given, shapes, [*models_table(scorers, learners), *shapes_table(slots, packing.ladder.shapes)]
+    )
     actor = make_actor(given, sampling, greedy="greedy_rewards" in required)
     evaluation = make_evaluation(given)
 
@@ -180,7 +185,7 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
         export=given.export,
         compilations=given.compilations,
         book=given.book,
-        packing=make_packing(given, scorers, learners),
+        packing=packing,
         **outputs,
     )
 
@@ -291,8 +296,15 @@ def make_packing(given: Loaded, scorers: dict[str, Scorer], learners: dict[str, 
         of_attention = 4 * cfg.layers * cfg.heads * cfg.head_dim * rows * width * (width + given.dataset.width)
         return passes * prompts * (of_weights + of_attention) / rates.flops / devices
 
-    ladder = given.book.ladder(TRAINING, packed_shapes(config.group_size, limit), programs * rates.compile)
+    shapes, price = packed_shapes(config.group_size, limit), programs * rates.compile
+    ladder = given.book.ladder(TRAINING, shapes, price=price, most=MOST[TRAINING])
     return Packing(ladder, seconds, limit)
+
+
+def decode_shapes(config: Config, mesh: Mesh) -> list[Slots]:
+    """Returns the shapes in which the JAX sampler may decode, the largest first."""
+    prompts = config.prompts_per_step // (mesh.shape["data"] * mesh.shape["fsdp"])
+    return slot_shapes(prompts, config.group_size, config.rollout.max_completion_tokens)
 
 
 def make_evaluation(given: Loaded) -> Callable[[Engine], float]:

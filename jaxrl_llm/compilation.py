@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +22,7 @@ M_ARENA_MAX = -8  # from glibc's malloc.h
 # fusion. Sampling, scoring and updating fuse differently, so their log-probabilities would differ by 1e-2.
 ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
 
+COMPILER = "compiler"  # name of the thread that compiles ahead
 HEAPS = 4  # for all threads; glibc's default is 8 per core, and each keeps the memory that the compiler has freed
 
 
@@ -87,7 +89,8 @@ class Compilations:
 
     def __init__(self) -> None:
         self.programs: Counter[str] = Counter()  # by name of the jitted function
-        self.seconds = 0.0
+        self.seconds = 0.0  # of the threads that run steps
+        self.in_background = 0.0  # seconds of the thread that compiles ahead (`shapes.Book`)
         self.from_cache = 0
         jax.monitoring.register_event_duration_secs_listener(self._lasted)
         jax.monitoring.register_event_listener(self._happened)
@@ -100,10 +103,14 @@ class Compilations:
     def _lasted(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.programs[str(kwargs.get("fun_name", ""))] += 1
-            self.seconds += duration_secs
+            if threading.current_thread().name.startswith(COMPILER):
+                self.in_background += duration_secs
+            else:
+                self.seconds += duration_secs
 
     def _happened(self, event: str, **kwargs: str | int) -> None:
         self.from_cache += event == "/jax/compilation_cache/cache_hits"
 
     def __str__(self) -> str:
-        return f"{self.programs.total()} programs in {self.seconds:.0f}s, {self.from_cache} of them from the cache"
+        behind = f" and {self.in_background:.0f}s in the background" if self.in_background else ""
+        return f"{self.programs.total()} programs in {self.seconds:.0f}s{behind}, {self.from_cache} from the cache"

@@ -20,11 +20,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
+from jaxrl_llm.compilation import COMPILER
 from jaxrl_llm.structs import PyTree
 
 Shape: TypeAlias = tuple[int, ...]
 Cost: TypeAlias = Callable[[Iterable[Shape]], float]  # seconds that a call takes if these shapes are in use
 TRAINING, SAMPLING = "training", "sampling"  # kinds of work; names of ladders begin with one
+MOST = {TRAINING: 3, SAMPLING: 4}  # shapes of a kind that may be in use: a run has few programs
 EARLIEST, LATEST = 2, 50  # calls between the order of a shape and its use
 
 
@@ -45,6 +47,7 @@ class Ladder:
 
     shapes: tuple[Shape, ...]  # the largest first
     price: float  # seconds to compile a shape
+    most: int  # shapes that may be in use
     calls: int = 0
     due: dict[Shape, int] = field(default_factory=dict)  # shape -> call from which it is in use
     rent: dict[Shape, float] = field(default_factory=dict)  # shape -> seconds that it would have saved until now
@@ -65,6 +68,8 @@ class Ladder:
         compiles there anyway.
         """
         have = list(self.due)
+        if len(have) == self.most:
+            return
         now = cost(have)
         for shape in self.shapes:
             if shape not in self.due:
@@ -98,13 +103,13 @@ class Book:
     def __init__(self) -> None:
         self._ladders: dict[str, Ladder] = {}
         self._loaded: dict[str, Any] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=COMPILER)
         self._jobs: dict[tuple[str, Shape], Future[None]] = {}  # programs compiled or being compiled
 
-    def ladder(self, name: str, shapes: Iterable[Shape], price: float) -> Ladder:
+    def ladder(self, name: str, shapes: Iterable[Shape], *, price: float, most: int) -> Ladder:
         """Returns the ladder of this name, made at the first call from its state in a checkpoint if there is one."""
         if name not in self._ladders:
-            self._ladders[name] = Ladder(tuple(shapes), price)
+            self._ladders[name] = Ladder(tuple(shapes), price, most)
             self._ladders[name].load(self._loaded.pop(name, {}))
         return self._ladders[name]
 

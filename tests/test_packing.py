@@ -13,8 +13,7 @@ import tiny
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.learner import forward, update
-from jaxrl_llm.learner import packing
+from jaxrl_llm.learner import forward, packing, update
 from jaxrl_llm.learner.packing import Packing, packed_shapes
 from jaxrl_llm.shapes import Ladder
 
@@ -68,7 +67,7 @@ def test_a_run_has_at_most_sixteen_shapes_and_the_largest_holds_everything(group
 def test_a_step_is_packed_into_the_cheapest_shape_in_use_and_a_smaller_one_is_ordered_once_it_pays():
     shapes = packed_shapes(8, LIMIT)
     work = lambda shape: shape[0] * shape[1] / 100  # noqa: E731
-    ladder = Ladder(tuple(shapes), price=5.0)
+    ladder = Ladder(tuple(shapes), price=5.0, most=4)
     pack_next, seen = Packing(ladder, work, LIMIT), []
     for seed in range(20):
         lengths = ragged(seed)

@@ -64,14 +64,14 @@ class Packing:
 
     def __init__(self, ladder: Ladder, seconds: Callable[[Shape], float], limit: int):
         """seconds(shape): of scoring and updates; limit: C."""
-        self._ladder, self._seconds, self._limit = ladder, seconds, limit
+        self.ladder, self._seconds, self._limit = ladder, seconds, limit
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
         """Packs completions of these lengths [B, G] -> packed_index [B, N, T]. Counts as a step of the run."""
-        seconds = {shape: self._seconds(shape) for shape in which_hold(lengths, self._ladder.shapes)}
-        self._ladder.begin()
-        self._ladder.settle(lambda shapes: min(seconds[shape] for shape in shapes if shape in seconds))
-        shape = min((shape for shape in self._ladder.in_use() if shape in seconds), key=lambda shape: seconds[shape])
+        seconds = {shape: self._seconds(shape) for shape in which_hold(lengths, self.ladder.shapes)}
+        self.ladder.begin()
+        self.ladder.settle(lambda shapes: min(seconds[shape] for shape in shapes if shape in seconds))
+        shape = min((shape for shape in self.ladder.in_use() if shape in seconds), key=lambda shape: seconds[shape])
         return pack(lengths, self._limit, shape)
 
 

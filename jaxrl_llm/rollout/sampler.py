@@ -24,7 +24,7 @@ from jaxrl_llm.compilation import ROUND_AS_WRITTEN, compile_checked
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compaction, slot_shapes
-from jaxrl_llm.shapes import RATES, SAMPLING, Book, Shape, abstract
+from jaxrl_llm.shapes import MOST, RATES, SAMPLING, Book, Shape, abstract
 from jaxrl_llm.structs import Array, Prompts, PyTree, Rollouts
 
 KNOBS = "rollout.max_completion_tokens, group_size or prompts_per_step"  # less of one needs less memory
@@ -189,7 +189,7 @@ class Sampler:
         name = f"{SAMPLING} {fixed.batch} x {group}, {width} + {fixed.length} tokens, {fixed.sampling}"
         ladder = None
         if self._learns and fixed.sampling.temperature > 0:  # greedy: an evaluation, or a baseline
-            ladder = self._book.ladder(name, possible, rates.compile)
+            ladder = self._book.ladder(name, possible, price=rates.compile, most=MOST[SAMPLING])
             ladder.begin()
         return DecodeShapes(possible, seconds, fixed.devices, ladder), name
 
