@@ -87,6 +87,11 @@ class DecodeShapes:
         """seconds(shape): of one token of the whole batch. Without a ladder, a fixed few shapes are in use."""
         self._shapes, self._seconds, self._devices, self.ladder = shapes, seconds, devices, ladder
 
+    @property
+    def possible(self) -> list[Slots]:
+        """Returns the shapes that any call may use, the largest first."""
+        return self._shapes if self.ladder else self.in_use()
+
     def in_use(self) -> list[Slots]:
         """Returns the shapes that this call may use."""
         if self.ladder:

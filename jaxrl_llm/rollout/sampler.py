@@ -8,7 +8,7 @@ in use come from the run's book (`jaxrl_llm.shapes`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling, draw, log_distribution, support
@@ -102,6 +103,7 @@ class Sampler:
         self._book, self._learns = book or Book(), book is not None
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
+        self._weights = sum(x.size for x in jax.tree.leaves(model.shapes()))
         self._version = 0
         weights = sharding.shardings(model.shapes(), mesh, leave_out="fsdp")
         dtype = jnp.dtype(model.cfg.dtype)
@@ -110,12 +112,16 @@ class Sampler:
             cast = jax.tree_util.tree_map_with_path(partial(_as_used, dtype), params)
             return model.unstack(jax.lax.with_sharding_constraint(cast, weights))
 
-        self._place = jax.jit(as_used)
+        self._unstacked = unstacked = dict(weights)
+        unstacked["layers"] = [
+            jax.tree.map(lambda at: NamedSharding(mesh, P(*at.spec[1:])), weights["layers"])
+        ] * model.cfg.layers
+        self._place = jax.jit(as_used, out_shardings=unstacked)
         rows = NamedSharding(mesh, sharding.BATCH)
         heads = NamedSharding(mesh, sharding.heads_spec(model.cfg.kv_heads, mesh))
         # Left to itself the compiler would keep a whole KV cache on every device.
         parts: dict[str, Any] = {f.name: heads if f.name in ("prefix", "cache") else rows for f in fields(DecodeState)}
-        placed = DecodeState(**parts)
+        self._placed = placed = DecodeState(**parts)
         self._start = jax.jit(
             partial(start, model), static_argnums=0, out_shardings=placed, compiler_options=ROUND_AS_WRITTEN
         )
@@ -156,8 +162,10 @@ class Sampler:
         batch = sharding.shard_batch((prompts.tokens, prompts.mask, limits), self._mesh)
         fixed = Decoding(count, group_size, sampling, most, self._stops, self._pad, self._mesh)
         shapes, name = self._shapes(fixed, prompts.tokens.shape[1])
+        if shapes.ladder:
+            shapes.ladder.begin()
         state, t = self._start(fixed, self._params, *batch, key), 1
-        compile = self._compiler(fixed, state, key)
+        compile = self._compiler(fixed, *abstract((self._params, state, key)))
         while (alive := np.asarray(state.alive)).any() and t < most:
             slots, below = shapes.choose(alive, t)
             self._book.ready(name, slots, compile)
@@ -173,11 +181,41 @@ class Sampler:
         versions = np.full(mask.shape, self._version, np.int32)
         return Rollouts(tokens, mask, mask, logprobs, ~np.isin(last, self._stops), versions)
 
+    def programs(
+        self, params: PyTree, prompts: int, width: int, group: int, sampling: Sampling
+    ) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yields (name, compile) of each program for batches of these sizes; params: shapes are enough."""
+        fixed = Decoding(prompts, group, sampling, self._length, self._stops, self._pad, self._mesh)
+        shapes, _ = self._shapes(fixed, width)
+        rows = NamedSharding(self._mesh, sharding.BATCH)
+        sizes = ((prompts, width), np.int32), ((prompts, width), bool), ((prompts, group), np.int32)
+        batch = [jax.ShapeDtypeStruct(*size, sharding=rows) for size in sizes]
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        placing = self._place.lower(params)
+        weights = jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), placing.out_info, self._unstacked
+        )
+        starting = self._start.lower(fixed, weights, *batch, key)
+        state = starting.out_info
+        placed = {
+            f.name: jax.tree.map(
+                lambda x, at=getattr(self._placed, f.name): jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+                getattr(state, f.name),
+            )
+            for f in fields(DecodeState)
+        }
+        yield "weights of the sampler", lambda: compile_checked(placing, "the sampler's copy of the weights", KNOBS)
+        yield f"prompts, {prompts} x {width}", lambda: compile_checked(starting, "the prompts' forward pass", KNOBS)
+        compile = self._compiler(fixed, weights, DecodeState(**placed), key)
+        for slots in shapes.possible:
+            name = f"decoding, {slots.entries} x {slots.width} a device, {slots.capacity} tokens"
+            yield name, partial(compile, slots)
+
     def _shapes(self, fixed: Decoding, width: int) -> tuple[DecodeShapes, str]:
         """Returns the shapes of a batch with prompts of this width, and their name in the book."""
         cfg, rates = self._cfg, RATES[self._mesh.devices.flat[0].platform]
         prompts, group = fixed.whole
-        weights = sum(x.size for x in jax.tree.leaves(self._params)) / self._mesh.shape["tensor"]
+        weights = self._weights / self._mesh.shape["tensor"]
         kept = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim / self._mesh.shape["tensor"]  # numbers for each token
         size = jnp.dtype(cfg.dtype).itemsize
 
@@ -190,18 +228,17 @@ class Sampler:
         ladder = None
         if self._learns and fixed.sampling.temperature > 0:  # greedy: an evaluation, or a baseline
             ladder = self._book.ladder(name, possible, price=rates.compile, most=MOST[SAMPLING])
-            ladder.begin()
         return DecodeShapes(possible, seconds, fixed.devices, ladder), name
 
-    def _compiler(self, fixed: Decoding, state: DecodeState, key: jax.Array) -> Callable[[Shape], None]:
-        """Returns `compile(shape)`, which compiles the decode loop of a shape."""
-        args = abstract((self._params, state, np.int32(1), key))
+    def _compiler(self, fixed: Decoding, params: PyTree, state: DecodeState, key: PyTree) -> Callable[[Shape], None]:
+        """Returns `compile(shape)`, which compiles the decode loop of a shape. Of the arguments, shapes are enough."""
 
         def compile(shape: Shape) -> None:
             slots = Slots(*shape)
             ints = lambda *size: jax.ShapeDtypeStruct(size, np.int32)  # noqa: E731
             plan = Plan(ints(fixed.devices, slots.entries), ints(fixed.devices, *slots[:2]), ints(2))
-            compile_checked(self._run.lower(fixed, slots, *args, plan), "the decode loop", KNOBS)
+            lowered = self._run.lower(fixed, slots, params, state, ints(), key, plan)
+            compile_checked(lowered, "the decode loop", KNOBS)
 
         return compile
 
