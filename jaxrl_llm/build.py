@@ -35,11 +35,13 @@ from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.log import Log
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.programs import Program, of_learning
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.compaction import Slots, slot_shapes
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
+from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.run import Run
@@ -165,6 +167,14 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
     )
     actor = make_actor(given, sampling, greedy="greedy_rewards" in required)
     evaluation = make_evaluation(given)
+    assign_credit = make_credit(config, mesh, updates=updates)
+
+    def programs() -> Iterator[Program]:
+        if isinstance(actor.engine, Sampler):
+            for batch in batches(given, sampling, greedy="greedy_rewards" in required):
+                yield from actor.engine.programs(learners["policy"].shapes.params, **batch)
+        parts = config, mesh, scorers, learners, assign_credit
+        yield from of_learning(*parts, packing.ladder.shapes, given.dataset.width)
 
     def accuracy(states: States) -> float:
         actor.wait()  # until the engine has the latest weights
@@ -178,12 +188,13 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
         learners=learners,
         shapes=shapes,
         stop=stop,
-        assign_credit=make_credit(config, mesh, updates=updates),
+        assign_credit=assign_credit,
         minibatches=lambda step: list(minibatches(config, step)),
         reference=given.params if config.kl.placement != "none" else None,
         accuracy=accuracy,
         export=given.export,
         compilations=given.compilations,
+        programs=programs,
         book=given.book,
         packing=packing,
         **outputs,
@@ -305,6 +316,18 @@ def decode_shapes(config: Config, mesh: Mesh) -> list[Slots]:
     """Returns the shapes in which the JAX sampler may decode, the largest first."""
     prompts = config.prompts_per_step // (mesh.shape["data"] * mesh.shape["fsdp"])
     return slot_shapes(prompts, config.group_size, config.rollout.max_completion_tokens)
+
+
+def batches(given: Loaded, sampling: Sampling, *, greedy: bool) -> list[dict[str, Any]]:
+    """Returns sizes and sampling of the batches that the engine samples, as arguments of `Sampler.programs`."""
+    config, width = given.config, given.dataset.width
+    made = [dict(prompts=config.prompts_per_step, width=width, group=config.group_size, sampling=sampling)]
+    if greedy:
+        made.append(made[0] | dict(group=1, sampling=Sampling(0.0)))
+    if config.eval.every:
+        batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
+        made.append(dict(prompts=batch, width=given.held_out.width, group=1, sampling=Sampling(0.0)))
+    return made
 
 
 def make_evaluation(given: Loaded) -> Callable[[Engine], float]:

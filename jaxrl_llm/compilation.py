@@ -58,7 +58,7 @@ def compute_deterministically() -> None:
     os.environ["XLA_FLAGS"] = " ".join([*flags, DETERMINISTIC])
 
 
-def compile_checked(lowered: jax.stages.Lowered, what: str, knobs: str) -> None:
+def compile_checked(lowered: jax.stages.Lowered, what: str, knobs: str) -> jax.stages.Compiled:
     """Compiles a program, and checks that the memory of a device holds it. JAX keeps the program for its next call.
 
     what: the program's name; knobs: config fields that make it smaller.
@@ -71,13 +71,13 @@ def compile_checked(lowered: jax.stages.Lowered, what: str, knobs: str) -> None:
             raise
         raise UserError(f"{what} does not fit the device's memory ({_first_line(error)}): lower {knobs}") from error
     used, there = compiled.memory_analysis(), (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    if used is None or not there:  # a CPU knows no limit
-        return
-    need = used.argument_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes + used.temp_size_in_bytes
-    if need > there:
+    need = 0 if used is None else used.argument_size_in_bytes + used.temp_size_in_bytes
+    need += 0 if used is None else used.output_size_in_bytes - used.alias_size_in_bytes
+    if there and need > there:  # a CPU knows no limit
         raise UserError(
             f"{what} needs {need / 2**30:.1f} GiB on each device, which has {there / 2**30:.1f} GiB: lower {knobs}"
         )
+    return compiled
 
 
 def _first_line(error: Exception) -> str:

@@ -16,21 +16,22 @@ from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.credit import CreditFn
 from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.update import Learner
-from jaxrl_llm.shapes import Shape
-from jaxrl_llm.structs import Batch, Config, PyTree, Rewards
+from jaxrl_llm.shapes import Shape, placed
+from jaxrl_llm.structs import Batch, Config, Rewards
 
 Program: TypeAlias = tuple[str, Callable[[], None]]  # name, and a function that compiles it
 
 
 def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None:
-    """Compiles programs one after the other, and says name and seconds of each. Raises: UserError, if one is too big."""
-    count, began = 0, time.perf_counter()
+    """Compiles programs one after the other, and says the seconds of each. Raises: UserError, if one is too big."""
+    seconds: dict[str, float] = {}
     for name, compile in programs:
-        start = time.perf_counter()
-        compile()
-        count += 1
-        say(f"{time.perf_counter() - start:7.1f}s  {name}")
-    say(f"{time.perf_counter() - began:7.1f}s  {count} programs")
+        if name not in seconds:
+            start = time.perf_counter()
+            compile()
+            seconds[name] = time.perf_counter() - start
+            say(f"{seconds[name]:7.1f}s  {name}")
+    say(f"{sum(seconds.values()):7.1f}s  {len(seconds)} programs")
 
 
 def of_learning(
@@ -43,16 +44,17 @@ def of_learning(
     width: int,
 ) -> Iterator[Program]:
     """Yields the programs of scoring and learning, for packed rows of each of `shapes`; width: P."""
-    plain, states = batch_shapes(config, mesh, width), state_shapes(learners)
+    place = NamedSharding(mesh, sharding.BATCH)
+    plain, states = placed(batch_shapes(config, width), place), state_shapes(learners)
     score = jax.ShapeDtypeStruct(plain.completions.shape, jnp.float32)
     scores = {column: score for scorer in scorers.values() for column in scorer.columns}
     policy = learners["policy"]
     coefs = jax.eval_shape(policy.coefficients, states["policy"])
     credited, _ = jax.eval_shape(assign_credit, plain, scores, _rewards(config), coefs)
-    batch = placed(credited, mesh)
+    batch = placed(credited, place)
     rows = jax.ShapeDtypeStruct((config.prompts_per_update,), jnp.int32)
     for shape in shapes:
-        index = placed(jax.ShapeDtypeStruct((config.prompts_per_step, *shape), jnp.int32), mesh)
+        index = jax.ShapeDtypeStruct((config.prompts_per_step, *shape), jnp.int32, sharding=place)
         text = f"{shape[0]} rows of {shape[1]} a prompt"
         for name, scorer in scorers.items():
             if isinstance(scorer.program, jax.stages.Wrapped):
@@ -68,19 +70,13 @@ def state_shapes(learners: dict[str, Learner]) -> States:
     return states | {"reference": states["policy"].params}
 
 
-def batch_shapes(config: Config, mesh: Mesh, width: int) -> Batch:
+def batch_shapes(config: Config, width: int) -> Batch:
     """Returns the batch of a step before its scores, as shapes; width: P."""
     b, g, c = config.prompts_per_step, config.group_size, config.rollout.max_completion_tokens
     of = jax.ShapeDtypeStruct
     tokens, mask = of((b, g, c), jnp.int32), of((b, g, c), bool)
     prompts = of((b, width), jnp.int32), of((b, width), bool)
-    return placed(Batch(*prompts, tokens, mask, mask, sampler_logprobs=of((b, g, c), jnp.float32)), mesh)
-
-
-def placed(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Adds the sharding of a batch to shapes."""
-    at = NamedSharding(mesh, sharding.BATCH)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
+    return Batch(*prompts, tokens, mask, mask, sampler_logprobs=of((b, g, c), jnp.float32))
 
 
 def _rewards(config: Config) -> Rewards:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from jaxrl_llm.host.signals import SECONDS, NoSignals, StopSignals
 from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.log import Log
+from jaxrl_llm.programs import Program
 from jaxrl_llm.record import Record
 from jaxrl_llm.shapes import TRAINING, Book, Shape, abstract
 from jaxrl_llm.structs import Array, Batch, Config, PyTree
@@ -73,6 +74,7 @@ class Run:
     accuracy: Callable[[States], float]  # on the held-out problems
     export: Callable[[PyTree], None]  # writes the policy's parameters as a Hugging Face folder
     compilations: Compilations
+    programs: Callable[[], Iterator[Program]]  # the larger programs of the run, in all their shapes
     book: Book
     packing: Callable[[np.ndarray], np.ndarray] | None = (
         None  # lengths [B, G] -> packed_index [B, N, T]; None: no packing

@@ -141,6 +141,7 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
         accuracy=accuracy,
         export=given.export,
         compilations=given.compilations,
+        programs=lambda: iter(()),
         book=given.book,
         **outputs,
     )
@@ -183,7 +184,7 @@ def make_batch(
 
 
 def main() -> None:
-    config, workdir = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.")
+    config, workdir, _ = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.")
     for _ in steps(config, workdir, signals=True):
         pass
 

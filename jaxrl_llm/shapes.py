@@ -159,3 +159,8 @@ def abstract(tree: PyTree) -> PyTree:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if placed else None)
 
     return jax.tree.map(one, tree)
+
+
+def placed(tree: PyTree, at: jax.sharding.Sharding) -> PyTree:
+    """Returns the shapes and dtypes of a tree, all with one sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)

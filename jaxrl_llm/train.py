@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from jaxrl_llm import programs
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import run_main
@@ -15,6 +17,8 @@ from jaxrl_llm.record import Record
 from jaxrl_llm.run import Run
 from jaxrl_llm.sharding import shard_batch
 from jaxrl_llm.structs import Config
+
+COMPILE_ONLY = "compile the programs of the run into the cache of compiled code, in all its shapes, and end"
 
 
 def rl_step(run: Run, states: States, step: int) -> tuple[States, Record]:
@@ -78,6 +82,12 @@ def train(run: Run, one_step: Callable[[Run, States, int], tuple[States, Record]
     run.finish()
 
 
+def compile_only(config: Config) -> None:
+    """Compiles the programs of a run into the cache, in all shapes that it may use, without a step."""
+    with TemporaryDirectory() as workdir, build(config, Path(workdir)) as run:
+        programs.compile_all(run.programs(), run.log.say)
+
+
 def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
     """Trains in this process and yields the records of metrics.jsonl. Resumes a run that is in the workdir.
 
@@ -88,7 +98,10 @@ def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[d
 
 
 def main() -> None:
-    config, workdir = parse_arguments("jaxrl_llm.train", "Reinforcement learning: GRPO, PPO and their kin.")
+    description = "Reinforcement learning: GRPO, PPO and their kin."
+    config, workdir, flags = parse_arguments("jaxrl_llm.train", description, flags={"--compile-only": COMPILE_ONLY})
+    if flags:
+        return compile_only(config)
     for _ in steps(config, workdir, signals=True):
         pass
 

@@ -68,8 +68,8 @@ def test_arguments_of_the_chat_template_reach_training_evaluation_and_the_comman
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": chat("3 apples?"), "answer": "3"}) + "\n")
     files = [f"--config.{name}.source={tmp_path}/rows.jsonl" for name in ("data", "eval")]
     argv = ["--config", str(ROOT / "configs" / "grpo.py"), *files, "--config.data.max_prompt_tokens=99"]
-    plain, _ = parse_arguments("test", "", argv)
-    config, _ = parse_arguments("test", "", [*argv, "--config.data.chat_template_args.enable_thinking=false"])
+    plain, *_ = parse_arguments("test", "", argv)
+    config, *_ = parse_arguments("test", "", [*argv, "--config.data.chat_template_args.enable_thinking=false"])
     checks.check_train(config)
     assert config.to_dict()["data"]["chat_template_args"] == {"enable_thinking": False}
     for loaded in (data.load, data.load_held_out):

@@ -555,7 +555,7 @@ def test_a_task_of_ones_own_is_refused(place: Path, refuse: Refuse, text: str, w
 def a_run(folder: Path, **changes: Any) -> None:
     """What the workdir of the tiny command holds first, but for some fields."""
     folder.mkdir()
-    config, _ = parse_arguments("test", "", command())
+    config, *_ = parse_arguments("test", "", command())
     (folder / "config.json").write_text(json.dumps(config.to_dict() | changes))
 
 

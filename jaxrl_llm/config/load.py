@@ -6,8 +6,10 @@ import ast
 import re
 import runpy
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
@@ -47,9 +49,12 @@ RENAMED = {  # old name of a field -> its new name
 OPEN = ("data.chat_template_args",)  # sections in which the user may add fields
 
 
-def parse_arguments(program: str, description: str, argv: list[str] | None = None) -> tuple[Config, Path]:
-    """Parses a trainer's command line and returns the locked config with its overrides, and the workdir.
+def parse_arguments(
+    program: str, description: str, argv: list[str] | None = None, *, flags: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Config, Path, list[str]]:
+    """Parses a trainer's command line: the locked config with its overrides, the workdir, and the flags that are set.
 
+    flags: name -> help text of each flag that the program has.
     Adds the config file's folder and its parent to sys.path, so that the config can name functions from there.
     Raises: UserError, if the config file cannot be run or an override does not fit.
     """
@@ -66,6 +71,8 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
         metavar="DIR",
         help="where the run is kept; an existing run is resumed (default: runs/<config>-<date>-<time>)",
     )
+    for name, text in flags.items():
+        parser.add_argument(name, action="append_const", const=name, dest="flags", help=text)
     known, rest = parser.parse_known_args(argv)
     config = load(Path(known.config))
     # At the end of sys.path, so that these files do not hide installed modules.
@@ -76,7 +83,7 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
             raise UserError(f"unknown argument {argument}: fields of the config are set by --config.field=value")
         override(config, match[1], match[2])
     fresh = Path("runs") / f"{Path(known.config).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    return config.lock(), known.workdir or fresh
+    return config.lock(), known.workdir or fresh, (known.flags if flags else None) or []
 
 
 def load(path: Path) -> Config:

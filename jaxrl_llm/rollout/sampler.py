@@ -25,7 +25,7 @@ from jaxrl_llm.compilation import ROUND_AS_WRITTEN, compile_checked
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compaction, slot_shapes
-from jaxrl_llm.shapes import MOST, RATES, SAMPLING, Book, Shape, abstract
+from jaxrl_llm.shapes import MOST, RATES, SAMPLING, Book, Shape, abstract, placed
 from jaxrl_llm.structs import Array, Prompts, PyTree, Rollouts
 
 KNOBS = "rollout.max_completion_tokens, group_size or prompts_per_step"  # less of one needs less memory
@@ -121,16 +121,16 @@ class Sampler:
         heads = NamedSharding(mesh, sharding.heads_spec(model.cfg.kv_heads, mesh))
         # Left to itself the compiler would keep a whole KV cache on every device.
         parts: dict[str, Any] = {f.name: heads if f.name in ("prefix", "cache") else rows for f in fields(DecodeState)}
-        self._placed = placed = DecodeState(**parts)
+        self._placed = DecodeState(**parts)
         self._start = jax.jit(
-            partial(start, model), static_argnums=0, out_shardings=placed, compiler_options=ROUND_AS_WRITTEN
+            partial(start, model), static_argnums=0, out_shardings=self._placed, compiler_options=ROUND_AS_WRITTEN
         )
         # The state is donated: no second copy of the KV cache.
         self._run = jax.jit(
             partial(run, model),
             static_argnums=(0, 1),
             donate_argnums=3,
-            out_shardings=(placed, None),
+            out_shardings=(self._placed, None),
             compiler_options=ROUND_AS_WRITTEN,
         )
 
@@ -192,21 +192,13 @@ class Sampler:
         batch = [jax.ShapeDtypeStruct(*size, sharding=rows) for size in sizes]
         key = jax.eval_shape(lambda: jax.random.key(0))
         placing = self._place.lower(params)
-        weights = jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), placing.out_info, self._unstacked
-        )
+        weights = jax.tree.map(placed, placing.out_info, self._unstacked)
         starting = self._start.lower(fixed, weights, *batch, key)
         state = starting.out_info
-        placed = {
-            f.name: jax.tree.map(
-                lambda x, at=getattr(self._placed, f.name): jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-                getattr(state, f.name),
-            )
-            for f in fields(DecodeState)
-        }
+        at = {f.name: placed(getattr(state, f.name), getattr(self._placed, f.name)) for f in fields(DecodeState)}
         yield "weights of the sampler", lambda: compile_checked(placing, "the sampler's copy of the weights", KNOBS)
         yield f"prompts, {prompts} x {width}", lambda: compile_checked(starting, "the prompts' forward pass", KNOBS)
-        compile = self._compiler(fixed, weights, DecodeState(**placed), key)
+        compile = self._compiler(fixed, weights, DecodeState(**at), key)
         for slots in shapes.possible:
             name = f"decoding, {slots.entries} x {slots.width} a device, {slots.capacity} tokens"
             yield name, partial(compile, slots)
