@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.shapes import Shape, placed
 from jaxrl_llm.structs import Batch, Config, Rewards
 
-Program: TypeAlias = tuple[str, Callable[[], None]]  # name, and a function that compiles it
+Program: TypeAlias = tuple[str, Callable[[], Any]]  # name, and a function that compiles it
 
 
 def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None:

@@ -104,7 +104,7 @@ class Book:
         self._ladders: dict[str, Ladder] = {}
         self._loaded: dict[str, Any] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=COMPILER)
-        self._jobs: dict[tuple[str, Shape], Future[None]] = {}  # programs compiled or being compiled
+        self._jobs: dict[tuple[str, Shape], Future[Any]] = {}  # programs compiled or being compiled
 
     def ladder(self, name: str, shapes: Iterable[Shape], *, price: float, most: int) -> Ladder:
         """Returns the ladder of this name, made at the first call from its state in a checkpoint if there is one."""
@@ -113,7 +113,7 @@ class Book:
             self._ladders[name].load(self._loaded.pop(name, {}))
         return self._ladders[name]
 
-    def ready(self, name: str, shape: Shape, compile: Callable[[Shape], None]) -> None:
+    def ready(self, name: str, shape: Shape, compile: Callable[[Shape], Any]) -> None:
         """Returns when a shape is compiled: compiles it in this thread, or waits for the background."""
         if (name, shape) not in self._jobs:
             self._jobs[name, shape] = Future()
@@ -121,7 +121,7 @@ class Book:
             compile(shape)
         self._jobs[name, shape].result()
 
-    def compile_ahead(self, name: str, compile: Callable[[Shape], None]) -> None:
+    def compile_ahead(self, name: str, compile: Callable[[Shape], Any]) -> None:
         """Starts to compile the shapes of a ladder that are in use or ordered, in the background, each once.
 
         Raises: the error of a compilation that has failed, such as a program that does not fit the memory.

@@ -38,12 +38,12 @@ class Scorer(NamedTuple):
     def score(self, states: States, batch: Batch) -> dict[str, jax.Array]:
         return self.program(self.params(states), batch)
 
-    def compile(self, states: States, batch: Batch) -> None:
-        """Compiles the program for batches of this shape. Of states and batch, shapes are enough."""
-        if isinstance(self.program, jax.stages.Wrapped):
-            compile_checked(
-                self.program.lower(self.params(states), batch), f"scoring of {self.columns[0]}", forward.KNOBS
-            )
+    def compile(self, states: States, batch: Batch) -> jax.stages.Compiled | None:
+        """Compiles the program, if it is one, for batches of this shape. Of states and batch, shapes are enough."""
+        if not isinstance(self.program, jax.stages.Wrapped):
+            return None
+        lowered = self.program.lower(self.params(states), batch)
+        return compile_checked(lowered, f"scoring of {self.columns[0]}", forward.KNOBS)
 
 
 def make_scorers(

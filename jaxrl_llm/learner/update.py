@@ -34,9 +34,9 @@ class Learner:
     prefix: str = ""  # prefix of its metric names
     frozen_steps: int = 0  # first steps of the run, in which it does not learn
 
-    def compile(self, state: TrainState, batch: Batch, rows: Array) -> None:
+    def compile(self, state: TrainState, batch: Batch, rows: Array) -> jax.stages.Compiled:
         """Compiles the update for batches of this shape. Of all arguments, shapes are enough."""
-        compile_checked(self.update_step.lower(state, batch, rows), f"the {self.prefix}update", KNOBS)
+        return compile_checked(self.update_step.lower(state, batch, rows), f"the {self.prefix}update", KNOBS)
 
     def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step on batch[rows]. Donates the state."""

@@ -183,7 +183,7 @@ class Sampler:
 
     def programs(
         self, params: PyTree, prompts: int, width: int, group: int, sampling: Sampling
-    ) -> Iterator[tuple[str, Callable[[], None]]]:
+    ) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Yields (name, compile) of each program for batches of these sizes; params: shapes are enough."""
         fixed = Decoding(prompts, group, sampling, self._length, self._stops, self._pad, self._mesh)
         shapes, _ = self._shapes(fixed, width)
@@ -222,15 +222,17 @@ class Sampler:
             ladder = self._book.ladder(name, possible, price=rates.compile, most=MOST[SAMPLING])
         return DecodeShapes(possible, seconds, fixed.devices, ladder), name
 
-    def _compiler(self, fixed: Decoding, params: PyTree, state: DecodeState, key: PyTree) -> Callable[[Shape], None]:
+    def _compiler(
+        self, fixed: Decoding, params: PyTree, state: DecodeState, key: PyTree
+    ) -> Callable[[Shape], jax.stages.Compiled]:
         """Returns `compile(shape)`, which compiles the decode loop of a shape. Of the arguments, shapes are enough."""
 
-        def compile(shape: Shape) -> None:
+        def compile(shape: Shape) -> jax.stages.Compiled:
             slots = Slots(*shape)
             ints = lambda *size: jax.ShapeDtypeStruct(size, np.int32)  # noqa: E731
             plan = Plan(ints(fixed.devices, slots.entries), ints(fixed.devices, *slots[:2]), ints(2))
             lowered = self._run.lower(fixed, slots, params, state, ints(), key, plan)
-            compile_checked(lowered, "the decode loop", KNOBS)
+            return compile_checked(lowered, "the decode loop", KNOBS)
 
         return compile
 
