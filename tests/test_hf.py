@@ -27,7 +27,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner import forward
+from jaxrl_llm.learner import forward, head
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.sampler import Sampler
@@ -177,7 +177,7 @@ def test_group_native_logprobs_equal_the_flat_forward(loaded, monkeypatch):
     prompts, prompt_mask = (np.stack([stored[f"{what}_{side}"][i] for i, side in rows]) for what in ("tokens", "mask"))
     completions = np.random.default_rng(1).integers(0, vocabulary, (len(rows), group, width)).astype(np.int32)
     mask = np.arange(width) < np.array([[5, 1], [2, 5], [3, 4], [5, 2]])[..., None]
-    monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 2 * len(rows) * group * vocabulary)  # the head in three parts
+    monkeypatch.setattr(head, "tokens_at_once", lambda *_: 2 * len(rows) * group)  # the head in three parts
     score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling(temperature=0.7)))
     logprobs, entropy = sharding.to_host(score(params, Batch(prompts, prompt_mask, completions, mask, mask)))
 

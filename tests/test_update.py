@@ -13,8 +13,8 @@ import tiny
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import losses
-from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.learner import forward, update
+from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs
+from jaxrl_llm.learner import forward, head, update
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Batch
 
@@ -77,15 +77,43 @@ def test_what_stands_in_the_padding_changes_nothing():
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 100, 10_000])
+@pytest.mark.parametrize("chunk", [3, 100, 10_000])
 def test_scores_do_not_depend_on_how_many_logits_are_held_at_once(chunk, monkeypatch):
     model, params = tiny.model_and_params()
     batch = tiny.batch()
     whole = score(model, params, batch, Sampling())
-    monkeypatch.setattr(forward, "LOGITS_AT_ONCE", chunk)
+    monkeypatch.setattr(head, "tokens_at_once", lambda *_: chunk)
     chunked = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))
     for a, b in zip(whole, chunked(params, batch), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("shape", "width"), [((1, 1, 1), 32), ((2, 2, 2), 32), ((1, 8, 1), 20)], ids=str)
+def test_the_head_in_chunks_has_the_gradients_of_the_plain_head_on_every_mesh(shape, width, tied, monkeypatch):
+    monkeypatch.setattr(head, "tokens_at_once", lambda *_: 7)
+    config = dataclasses.replace(tiny.CONFIG, width=width, heads=2, kv_heads=2, head_dim=10, tied_head=tied)
+    mesh, rng = tiny.mesh_of(shape), np.random.default_rng(4)
+    model, params = Decoder(config, mesh), jax.tree.map(lambda x: x * 9, Decoder(config).init(jax.random.key(0)))
+    states = rng.normal(size=(tiny.B, 2, 10, width)).astype(np.float32)
+    tokens = rng.integers(0, config.vocab_size, states.shape[:3])
+    weights = rng.normal(size=(2, *tokens.shape)).astype(np.float32)
+    sampling = Sampling(temperature=0.7)
+
+    def plain(params, states):
+        return token_logprobs(model.logits(params, states), tokens, sampling)
+
+    def chunked(params, states):
+        return head.logprobs(model, sampling, model.head_kernel(params), states, tokens)
+
+    def values_and_gradients(scored, *given):
+        total = lambda *given: sum(jnp.sum(x * w) for x, w in zip(scored(*given), weights, strict=True))  # noqa: E731
+        return jax.jit(lambda *x: (scored(*x), jax.grad(total, argnums=(0, 1))(*x)))(*given)
+
+    placed = jax.device_put(params, sharding.shardings(params, mesh)), sharding.shard_batch(states, mesh)
+    ours, theirs = values_and_gradients(chunked, *placed), values_and_gradients(plain, params, states)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
 def test_no_array_of_all_logits_is_held_at_a_vocabulary_of_152k():

@@ -8,7 +8,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from jaxrl_llm.structs import Array, PyTree
@@ -99,24 +98,28 @@ def token_logprobs(
     With probabilities p, log-probabilities l and entropy H, at temperature 1:
     d l_token / d logits = onehot(token) - p, and d H / d logits = -p (l + H). Other temperatures divide both.
     """
-    return _token_logprobs(logits, token, sampling)[0]
+    return token_logprobs_and_saved(logits, token, sampling)[0]
 
 
-def _token_logprobs(logits: Array, token: Array, sampling: Sampling) -> tuple[tuple[Array, Array], PyTree]:
+def token_logprobs_and_saved(logits: Array, token: Array, sampling: Sampling) -> tuple[tuple[Array, Array], PyTree]:
+    """Returns what `token_logprobs` does, and what `token_logprobs_gradient` takes.
+
+    Of the latter, the last two, [...] each, spare the backward pass sums over V, though it computes logits again.
+    """
     masked_logits = support(logits, sampling, token)
     top = jnp.max(masked_logits, axis=-1, keepdims=True)
     weights = jnp.exp(masked_logits - top)
     total = jnp.sum(weights, axis=-1)
     # Outside the support, 0 x -inf would be NaN.
     mean = jnp.sum(jnp.where(weights > 0, weights * (masked_logits - top), 0.0), axis=-1) / total
-    # The names let `completion_logprobs` save both, so that its backward pass does not sum over V again.
-    log_total = checkpoint_name(jnp.log(total) + top[..., 0], "log_total")
-    entropy = checkpoint_name(jnp.log(total) - mean, "entropy")
+    log_total = jnp.log(total) + top[..., 0]
+    entropy = jnp.log(total) - mean
     chosen = jnp.take_along_axis(masked_logits, token[..., None], axis=-1)[..., 0]
     return (chosen - log_total, entropy), (logits, token, log_total, entropy)
 
 
-def _token_logprobs_gradient(sampling: Sampling, saved: PyTree, given: tuple[Array, Array]) -> tuple[Array, None]:
+def token_logprobs_gradient(sampling: Sampling, saved: PyTree, given: tuple[Array, Array]) -> tuple[Array, None]:
+    """Returns the gradient with respect to the logits [..., V], from those of the log-probability and the entropy."""
     logits, token, log_total, entropy = saved
     of_logprob, of_entropy = (x[..., None] for x in given)
     logprobs = support(logits, sampling, token) - log_total[..., None]
@@ -127,4 +130,4 @@ def _token_logprobs_gradient(sampling: Sampling, saved: PyTree, given: tuple[Arr
     return gradient / (sampling.temperature or 1.0), None
 
 
-token_logprobs.defvjp(_token_logprobs, _token_logprobs_gradient)
+token_logprobs.defvjp(token_logprobs_and_saved, token_logprobs_gradient)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
-from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs
+from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN
+from jaxrl_llm.learner import head
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.structs import Array, Batch, PyTree
 
@@ -20,7 +21,6 @@ ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
 
 
 KNOBS = "microbatch, or set model.remat = 'full'"  # config fields with which scoring and updates need less memory
-LOGITS_AT_ONCE = 2**25  # largest number of logits on a device at a time: 128 MiB in float32
 
 
 def completion_states(model: Decoder, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -55,24 +55,10 @@ def _in_order(x: Array, index: Array, batch: Batch) -> jax.Array:
 def completion_logprobs(
     model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log-probability and entropy [B, G, C] of each completion token; 0 on padding.
-
-    To save memory, it computes logits for a few tokens at a time, and computes them again in the backward pass.
-    """
+    """Returns log-probability and entropy [B, G, C] of each completion token; 0 on padding."""
     states, tokens, index = completion_states(model, params, batch)
-
-    def head(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        return token_logprobs(model.logits(params, part[0]), part[1], sampling)
-
-    b, n, t = index.shape
-    devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
-    size = min(max(LOGITS_AT_ONCE * devices // (b * n * model.cfg.vocab_size), 1), t)
-    count = -(-t // size)
-    parts = tuple(_chunks(x, count, size) for x in (states, tokens))
-    if count > 1:  # a single chunk is small: its logits are kept for the backward pass
-        head = jax.checkpoint(head, policy=jax.checkpoint_policies.save_only_these_names("log_total", "entropy"))
-    logprobs, entropy = (_in_order(_joined(x, t), index, batch) for x in jax.lax.map(head, parts))
-    return logprobs, entropy
+    scored = head.logprobs(model, sampling, model.head_kernel(params), states, tokens)
+    return jax.tree.map(lambda x: _in_order(x, index, batch), scored)
 
 
 def completion_values(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
@@ -86,20 +72,6 @@ def completion_values(model: Decoder, params: PyTree, batch: Batch) -> jax.Array
     # By default, accelerators round the factors of a float32 product to bfloat16 or TF32.
     values = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
     return _in_order(values.reshape(index.shape), index, batch)
-
-
-def _chunks(x: Array, count: int, size: int) -> jax.Array:
-    """Splits rows [B, N, T, ...] into chunks [count, B, N, size, ...], padded at the end."""
-    pad = [(0, 0)] * x.ndim
-    pad[2] = (0, count * size - x.shape[2])
-    x = jnp.pad(x, pad)
-    return jnp.moveaxis(x.reshape(*x.shape[:2], count, size, *x.shape[3:]), 2, 0)
-
-
-def _joined(x: Array, length: int) -> jax.Array:
-    """Inverts `_chunks` for per-token arrays: [count, B, N, size] -> [B, N, length]."""
-    x = jnp.moveaxis(x, 0, 2)
-    return x.reshape(*x.shape[:2], -1)[:, :, :length]
 
 
 def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, microbatch: int) -> ScoreFn:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.models import attention_gpu, attention_tpu
 from jaxrl_llm.models.attention import KeyValue, attend, causal_within, head_major, rotary, token_major
@@ -97,7 +98,7 @@ class Decoder:
             from_packed = attend_packed(*head_major(*of_packed), _of_prompt(own), prompt_mask)
             return block.finish(x, join(token_major(from_prompts), token_major(from_packed))), None
 
-        x = self._embed(params, join(prompts[:, None], tokens))
+        x = self._embed(params, join(prompts[:, None], tokens), by_width=True)
         x, _ = self._through(layer, x, params["layers"])
         of_prompts, of_packed = split(self._embed_and_head(params).norm(x))
         return of_prompts[:, 0], of_packed
@@ -129,10 +130,15 @@ class Decoder:
 
     def logits(self, params: PyTree, hidden: Array) -> jax.Array:
         """hidden [..., D] -> float32 logits [..., V]."""
-        kernel = params["embed"]["embedding"].T if self.cfg.tied_head else params["head"]["kernel"]
-        flat, kernel = (x.astype(self.cfg.dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), kernel))
+        flat, kernel = (
+            x.astype(self.cfg.dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), self.head_kernel(params))
+        )
         logits = jnp.matmul(flat, kernel, precision=self.cfg.precision, preferred_element_type=jnp.float32)
         return logits.reshape(*hidden.shape[:-1], -1)
+
+    def head_kernel(self, params: PyTree) -> jax.Array:
+        """The head's kernel [D, V], in float32."""
+        return params["embed"]["embedding"].T if self.cfg.tied_head else params["head"]["kernel"]
 
     def unstack(self, params: PyTree) -> PyTree:
         """Returns the parameter tree with the stacked layers as a list."""
@@ -160,11 +166,15 @@ class Decoder:
             collected.append(more)
         return x, collected
 
-    def _embed(self, params: PyTree, tokens: Array) -> jax.Array:
+    def _embed(self, params: PyTree, tokens: Array, *, by_width: bool = False) -> jax.Array:
+        """by_width: the table is split over fsdp. Each device looks up its part of the width, and sends it on."""
         # The cast follows the lookup: a frequent token's gradient sums thousands of rows, which must happen in float32.
         x = self._embed_and_head(params).embed(tokens).astype(self.cfg.dtype)
         if self.mesh is None:
             return x
+        if by_width and self.cfg.width % self.mesh.shape["fsdp"] == 0:
+            # Without it, and with a vocabulary split over tensor, each device would hold the rows of all devices.
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P("data", None, None, "fsdp")))
         # Without the constraint XLA shards the width, as in the embedding, and each device holds all prompts.
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
 

@@ -1,0 +1,116 @@
+"""What devices send each other, in the compiled programs: each parameter a fixed number of times a micro-batch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import pytest
+import tiny
+
+from benchmarks.collectives import Collective, Sizes, collectives, lower
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.decoder import Decoder
+
+CONFIG = DecoderConfig(
+    vocab_size=65_536, width=32, layers=3, heads=4, kv_heads=2, head_dim=8, mlp_width=8192, max_positions=4096,
+    rope_theta=1e4, norm_eps=1e-6, tied_head=False, qkv_bias=True, qk_norm=False, remat="full",
+)  # fmt: skip
+SIZES = Sizes(prompts=16, microbatch=8, group=8, prompt_tokens=16, completion_tokens=256)
+PARTS, CHUNKS = 2, 4  # micro-batches; chunks of a micro-batch's tokens, on either mesh
+MESHES = [(1, 8, 1), (2, 2, 2)]
+
+
+@cache
+def compiled(program: str, mesh: tuple[int, int, int]) -> list[Collective]:
+    return collectives(lower(program, CONFIG, tiny.mesh_of(mesh), SIZES).compile().as_text())
+
+
+def parameter_bytes(mesh: tuple[int, int, int], *names: str) -> int:
+    """Bytes of these parameters, gathered over data and fsdp."""
+    shapes = Decoder(CONFIG).shapes()
+    return sum(x.size * 4 for name in names for x in jax.tree.leaves(shapes[name])) // mesh[2]
+
+
+def state_bytes(mesh: tuple[int, int, int]) -> int:
+    """Bytes of the states of a device's tokens in a micro-batch."""
+    rows = SIZES.microbatch // (mesh[0] * mesh[1])
+    return rows * (SIZES.prompt_tokens + SIZES.group * SIZES.completion_tokens) * CONFIG.width * 4
+
+
+def of_tensor(mesh: tuple[int, int, int], times: int) -> int:
+    """Bytes that a split over tensor costs in a micro-batch: so many sums of the states, in each layer."""
+    return 2 * times * CONFIG.layers * state_bytes(mesh) if mesh[2] > 1 else 0
+
+
+def sent(found: list[Collective]) -> int:
+    return sum(c.bytes * c.times for c in found)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("program", ["update", "score"])
+def test_in_a_chunk_of_tokens_no_device_sends_a_kernel_or_logits(program, mesh):
+    inside = [c for c in compiled(program, mesh) if len(c.loops) > 1 and CONFIG.layers not in c.loops]
+    if mesh[2] == 1:
+        assert inside == []
+    for c in inside:  # sums over the split vocabulary: of states, and of numbers for each token
+        assert c.bytes <= 2 * state_bytes(mesh) // CHUNKS, c
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_an_update_gathers_parameters_twice_and_reduces_gradients_once_a_micro_batch(mesh):
+    """The embedding stays where it is; over data, its gradient is summed."""
+    layers, head = parameter_bytes(mesh, "layers"), parameter_bytes(mesh, "head")
+    embedding = parameter_bytes(mesh, "embed") // mesh[1] if mesh[0] > 1 else 0
+    # The CPU's compiler reduces gradients of layers with an all-reduce, which sends twice as much as it must.
+    most = 4 * layers + 3 * head + 2 * embedding + of_tensor(mesh, 10) + 4 * state_bytes(mesh)
+    assert sent(compiled("update", mesh)) <= PARTS * 1.05 * most
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_scoring_gathers_parameters_once_a_micro_batch(mesh):
+    most = parameter_bytes(mesh, "layers", "head") + of_tensor(mesh, 3) + 4 * state_bytes(mesh)
+    assert sent(compiled("score", mesh)) <= PARTS * 1.05 * most
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_critics_update_sends_the_parameters_of_layers_and_nothing_of_a_vocabulary(mesh):
+    found = compiled("critic", mesh)
+    in_layers = [c for c in found if CONFIG.layers in c.loops]
+    assert sent(in_layers) <= PARTS * 1.05 * (4 * parameter_bytes(mesh, "layers") + of_tensor(mesh, 10))
+    embedding = 2 * parameter_bytes(mesh, "embed") // mesh[1] if mesh[0] > 1 else 0
+    for c in set(found) - set(in_layers):
+        assert c.bytes <= max(2 * state_bytes(mesh), embedding), c
+
+
+def test_the_parser_counts_bytes_and_loops_of_both_compilers():
+    text = """
+%body.1 (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %two = s32[] constant(2)
+  %next = s32[] add(%i, %two)
+  %permuted = (bf16[8,4]{1,0}, bf16[8,4]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
+  ROOT %out = (s32[], f32[8,4]) tuple(%next, %y)
+}
+%condition.1 (p: (s32[], f32[8,4])) -> pred[] {
+  %bound = s32[] constant(8)
+  %counter = s32[] get-tuple-element(%p), index=0
+  ROOT %less = pred[] compare(%counter, %bound), direction=LT
+}
+%all-reduce-scatter.1 (x: f32[8,4]) -> f32[1,4] {
+  %sum = f32[8,4]{1,0:T(8,128)} all-reduce(%x), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %own = f32[1,4] dynamic-slice(%sum, %at, %zero), dynamic_slice_sizes={1,4}
+}
+ENTRY %main.1 (x: f32[8,4]) -> f32[8,4] {
+  %while.1 = (s32[], f32[8,4]) while(%x), condition=%condition.1, body=%body.1
+  %fused = f32[1,4] fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+  %alone = f32[8,4] all-gather(%x), replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_1'}, dimensions={0}
+  %slice = f32[1,4]{1,0} reduce-scatter(%x), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
+  ROOT %both = (f32[4], f32[4]) all-reduce(%x, %y), replica_groups={}, to_apply=%add
+}
+"""
+    assert [(c.kind, c.bytes, c.loops) for c in collectives(text)] == [
+        ("collective-permute", 64, (4,)),
+        ("reduce-scatter", 128, ()),
+        ("reduce-scatter", 128, ()),
+        ("all-reduce", 64, ()),
+    ]
