@@ -37,7 +37,7 @@ def minibatches(config: Config, step: int) -> Iterator[Array]:
         rows = np.arange(config.prompts_per_step)
         if epoch:  # the seed depends on no earlier step, so a resumed run gets the same rows
             np.random.default_rng((config.seed, step, epoch)).shuffle(rows)
-        yield from jnp.asarray(rows.reshape(-1, config.prompts_per_update))
+        yield from map(jnp.asarray, rows.reshape(-1, config.prompts_per_update))
 
 
 def packed_shapes(group: int, limit: int) -> list[Shape]:

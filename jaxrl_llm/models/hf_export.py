@@ -79,6 +79,9 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+AT_ONCE = 2**28  # bytes that the host may hold of all layers together
+
+
 def _layer(stacked: Array, i: int) -> Array:
     """Returns stacked[i] where it is. Indexing a jax.Array outside of jit would compile two programs for each shape."""
     return stacked[i] if isinstance(stacked, np.ndarray) else _index(stacked, i)
@@ -97,6 +100,8 @@ def tensors(params: PyTree, dtype: Any, *, untied: bool = False) -> Iterator[tup
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = sharding.path_name(path)
         stacked = "{}" in NAMES[name]
+        if leaf.nbytes <= AT_ONCE:
+            leaf = np.asarray(jax.device_get(leaf))  # all layers: a slice on the device is a program for each shape
         for i, tensor in enumerate(tensor_names(name, leaf.shape[0] if stacked else 1)):
             part = np.asarray(jax.device_get(_layer(leaf, i) if stacked else leaf)).astype(dtype, copy=False)
             part = np.ascontiguousarray(part.T if name.endswith("kernel") else part)
