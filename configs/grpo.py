@@ -116,7 +116,8 @@ def get_config() -> ConfigDict:
 
     # The rollout engine: a function of jaxrl_llm.rollout.engines, or my.module.function, and its arguments: jax | vllm.
     # configs/grpo_vllm.py has the arguments of vllm.
-    c.engine = ConfigDict(dict(name="jax"))
+    # max_sequences: completions that have a KV cache at once; the others wait for their turn. 0: all.
+    c.engine = ConfigDict(dict(name="jax", max_sequences=0))
 
     c.optim = ConfigDict()  # AdamW
     c.optim.learning_rate = 1e-4  # after the warm-up

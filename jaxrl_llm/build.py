@@ -39,7 +39,7 @@ from jaxrl_llm.programs import Program, of_learning
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
-from jaxrl_llm.rollout.compaction import Slots, slot_shapes
+from jaxrl_llm.rollout.compaction import Slots, prompts_at_once, slot_shapes
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import SampleSource
@@ -314,8 +314,9 @@ def make_packing(given: Loaded, scorers: dict[str, Scorer], learners: dict[str, 
 
 def decode_shapes(config: Config, mesh: Mesh) -> list[Slots]:
     """Returns the shapes in which the JAX sampler may decode, the largest first."""
-    prompts = config.prompts_per_step // (mesh.shape["data"] * mesh.shape["fsdp"])
-    return slot_shapes(prompts, config.group_size, config.rollout.max_completion_tokens)
+    group, devices = config.group_size, mesh.shape["data"] * mesh.shape["fsdp"]
+    prompts = prompts_at_once(config.prompts_per_step, group, devices, engines.choose(config).max_sequences)
+    return slot_shapes(prompts // devices, group, config.rollout.max_completion_tokens)
 
 
 def batches(given: Loaded, sampling: Sampling, *, greedy: bool) -> list[dict[str, Any]]:

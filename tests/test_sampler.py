@@ -22,10 +22,10 @@ from jaxrl_llm.structs import Batch, Prompts
 KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_p=0.7), Sampling(1.3, 8, 0.9)]
 
 
-def sample(sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None):
+def sample(sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None, most=0):
     model, params = tiny.model_and_params(scale=3.0)
     mesh = tiny.mesh_of(mesh)
-    sampler = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=0)
+    sampler = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=0, max_sequences=most)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
     tokens, mask = prompts or tiny.prompts()
     return sampler.generate(
@@ -89,6 +89,21 @@ def test_the_mesh_does_not_change_what_is_sampled():
     spread = sharding.to_host(sample(mesh=(2, 2, 2)))
     np.testing.assert_array_equal(single.completions, spread.completions)
     np.testing.assert_allclose(single.logprobs, spread.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mesh", "most"), [((1, 1, 1), 9), ((2, 2, 2), 16)])
+def test_completions_that_wait_for_their_turn_have_the_same_tokens(mesh, most):
+    whole, in_turns = sharding.to_host(sample()), sample(mesh=mesh, most=most)
+    np.testing.assert_array_equal(whole.completions, in_turns.completions)
+    np.testing.assert_array_equal(whole.completion_mask, in_turns.completion_mask)
+    np.testing.assert_allclose(whole.logprobs, in_turns.logprobs, atol=1e-5)
+
+
+def test_as_many_prompts_as_allowed_have_a_cache_at_once_and_every_device_equally_many():
+    assert compaction.prompts_at_once(64, 8, 1, 0) == 64
+    assert compaction.prompts_at_once(64, 8, 1, 511) == 32
+    assert compaction.prompts_at_once(60, 8, 4, 200) == 20
+    assert compaction.prompts_at_once(8, 4, 8, 1) == 8  # one prompt a device, at least
 
 
 @pytest.mark.parametrize("sampling", KINDS, ids=str)
@@ -231,8 +246,9 @@ def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more(shape):
     mesh = tiny.mesh_of(shape)
     sampler = Sampler(model, mesh, max_completion_tokens=24, stop_ids=(3,), pad_id=0)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
-    fixed = sampler_module.Decoding(tiny.B, tiny.G, Sampling(), 24, (3,), 0, mesh)
-    batch = sharding.shard_batch((*tiny.prompts(), BUDGETS), mesh)
+    fixed = sampler._decoding(tiny.B, tiny.G, Sampling())
+    number = np.arange(tiny.B * tiny.G, dtype=np.int32).reshape(tiny.B, tiny.G)
+    batch = sharding.shard_batch((*tiny.prompts(), number, BUDGETS), mesh)
     state = sampler._start(fixed, sampler._params, *batch, jax.random.key(5))
     layers = jax.tree.leaves((state.prefix, state.cache))
     assert len(layers) == 4 * model.cfg.layers

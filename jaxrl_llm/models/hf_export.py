@@ -100,10 +100,10 @@ def tensors(params: PyTree, dtype: Any, *, untied: bool = False) -> Iterator[tup
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = sharding.path_name(path)
         stacked = "{}" in NAMES[name]
-        if leaf.nbytes <= AT_ONCE:
-            leaf = np.asarray(jax.device_get(leaf))  # all layers: a slice on the device is a program for each shape
+        # A slice on the device is a program for each shape, so the host slices what is small.
+        values: Any = jax.device_get(leaf) if leaf.nbytes <= AT_ONCE else leaf
         for i, tensor in enumerate(tensor_names(name, leaf.shape[0] if stacked else 1)):
-            part = np.asarray(jax.device_get(_layer(leaf, i) if stacked else leaf)).astype(dtype, copy=False)
+            part = np.asarray(jax.device_get(_layer(values, i) if stacked else values)).astype(dtype, copy=False)
             part = np.ascontiguousarray(part.T if name.endswith("kernel") else part)
             yield tensor, part
             if untied and tensor in TIED and "head" not in params:

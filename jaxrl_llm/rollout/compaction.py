@@ -33,6 +33,15 @@ class Slots(NamedTuple):
         return np.all(np.sum(-(-alive // self.width), axis=-1) <= self.entries, axis=-1)
 
 
+def prompts_at_once(prompts: int, group: int, devices: int, most: int) -> int:
+    """Returns how many of a batch's prompts have a KV cache at once: with their groups at most `most`; 0: all.
+
+    It divides their number, and every device has equally many.
+    """
+    fitting = [n for n in range(devices, prompts + 1, devices) if prompts % n == 0 and n * group <= (most or n * group)]
+    return max(fitting, default=devices)
+
+
 def slot_shapes(prompts: int, group: int, length: int) -> list[Slots]:
     """Lists the shapes of a batch of `prompts` per device and `group` completions each, the largest first.
 

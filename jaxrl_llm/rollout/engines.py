@@ -8,7 +8,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from jaxrl_llm.config.names import arguments, resolve
-from jaxrl_llm.config.schema import AtLeastOne, MayChange, Positive
+from jaxrl_llm.config.schema import AtLeastOne, AtLeastZero, MayChange, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
@@ -35,8 +35,11 @@ def choose(config: Config) -> EngineChoice:
     return resolve(config.engine.name, sys.modules[__name__], "config.engine.name")(**arguments(config.engine))
 
 
-def jax() -> EngineChoice:
-    """The JAX sampler, in the trainer's process, on its devices and its mesh."""
+def jax(*, max_sequences: MayChange[AtLeastZero] = 0) -> EngineChoice:
+    """The JAX sampler, in the trainer's process, on its devices and its mesh.
+
+    max_sequences: completions that have a KV cache at once; the others wait for their turn. 0: all.
+    """
 
     def start(given: EngineInputs) -> Engine:
         return sampler.Sampler(
@@ -45,10 +48,11 @@ def jax() -> EngineChoice:
             max_completion_tokens=given.max_completion_tokens,
             stop_ids=given.stop_ids,
             pad_id=given.pad_id,
+            max_sequences=max_sequences,
             book=given.book,
         )
 
-    return EngineChoice(start, in_trainer=True)
+    return EngineChoice(start, in_trainer=True, max_sequences=max_sequences)
 
 
 def vllm(

@@ -70,4 +70,5 @@ class EngineChoice(NamedTuple):
 
     start: Callable[[EngineInputs], Engine]  # raises UserError
     in_trainer: bool = False  # it runs in the trainer's process, with the trainer's arithmetic
+    max_sequences: int = 0  # completions that have a KV cache in the trainer at once; 0: all
     check: Callable[[], None] = lambda: None  # checks that need more than the config; raises UserError

@@ -24,18 +24,19 @@ from jaxrl_llm.algorithms.sampling import Sampling, draw, log_distribution, supp
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN, compile_checked
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
-from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compaction, slot_shapes
+from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compaction, prompts_at_once, slot_shapes
 from jaxrl_llm.shapes import MOST, RATES, SAMPLING, Book, Shape, abstract, placed
 from jaxrl_llm.structs import Array, Prompts, PyTree, Rollouts
 
-KNOBS = "rollout.max_completion_tokens, group_size or prompts_per_step"  # less of one needs less memory
+KNOBS = "engine.max_sequences or rollout.max_completion_tokens"  # less of one needs less memory
 
 
 @dataclass(frozen=True)
 class Decoding:
     """The static values of a batch. The compiled programs depend on them."""
 
-    batch: int  # prompts
+    batch: int  # prompts that have a KV cache at once
+    whole_batch: int  # prompts of the call; they take turns
     group: int  # completions of each prompt
     sampling: Sampling
     length: int  # largest number of tokens in a completion
@@ -60,6 +61,7 @@ class DecodeState:
     """The state of a batch in decoding."""
 
     alive: Array  # [B, G] bool
+    number: Array  # [B, G] of the completion in the whole batch
     max_tokens: Array  # [B, G] token limit of the completion
     tokens: Array  # [B, G, C] sampled until now
     logprobs: Array  # [B, G, C]
@@ -96,10 +98,11 @@ class Sampler:
         max_completion_tokens: int,
         stop_ids: tuple[int, ...],
         pad_id: int,
+        max_sequences: int = 0,
         book: Book | None = None,
     ):
-        """book: of the run that the completions are for. Without it, all shapes may be in use from the first call."""
-        self._mesh, self._cfg = mesh, model.cfg
+        """max_sequences: completions that have a KV cache at once, the others wait; 0: all. book: of the run."""
+        self._mesh, self._cfg, self._most = mesh, model.cfg, max_sequences
         self._book, self._learns = book or Book(), book is not None
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
@@ -159,14 +162,32 @@ class Sampler:
         """Samples `group_size` completions of each prompt, on the host; max_tokens [B, G]: limit of each completion."""
         count, most = len(prompts.tokens), self._length
         limits = np.full((count, group_size), most) if max_tokens is None else np.minimum(max_tokens, most)
-        batch = sharding.shard_batch((prompts.tokens, prompts.mask, limits), self._mesh)
-        fixed = Decoding(count, group_size, sampling, most, self._stops, self._pad, self._mesh)
-        shapes, name = self._shapes(fixed, prompts.tokens.shape[1])
+        number = np.arange(count * group_size, dtype=np.int32).reshape(count, group_size)
+        fixed = self._decoding(count, group_size, sampling)
+        turns = []
+        for first in range(0, count, fixed.batch):
+            at = slice(first, first + fixed.batch)
+            arrays = prompts.tokens[at], prompts.mask[at], number[at], limits[at]
+            turns.append(self._decode(fixed, key, *arrays))
+        tokens, logprobs, length = (np.concatenate(x) for x in zip(*turns, strict=True))
+        mask = np.arange(most) < length[..., None]
+        last = np.take_along_axis(tokens, length[..., None] - 1, axis=-1)[..., 0]
+        versions = np.full(mask.shape, self._version, np.int32)
+        return Rollouts(tokens, mask, mask, logprobs, ~np.isin(last, self._stops), versions)
+
+    def _decoding(self, prompts: int, group: int, sampling: Sampling) -> Decoding:
+        devices = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
+        at_once = prompts_at_once(prompts, group, devices, self._most)
+        return Decoding(at_once, prompts, group, sampling, self._length, self._stops, self._pad, self._mesh)
+
+    def _decode(self, fixed: Decoding, key: jax.Array, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Decodes prompts [B, P] with mask, numbers [B, G] and limits [B, G] -> tokens, logprobs [B, G, C], lengths."""
+        shapes, name = self._shapes(fixed, arrays[0].shape[1])
         if shapes.ladder:
             shapes.ladder.begin()
-        state, t = self._start(fixed, self._params, *batch, key), 1
+        state, t = self._start(fixed, self._params, *sharding.shard_batch(arrays, self._mesh), key), 1
         compile = self._compiler(fixed, *abstract((self._params, state, key)))
-        while (alive := np.asarray(state.alive)).any() and t < most:
+        while (alive := np.asarray(state.alive)).any() and t < fixed.length:
             slots, below = shapes.choose(alive, t)
             self._book.ready(name, slots, compile)
             plan = plan_compaction(alive, slots, below, fixed.devices)
@@ -176,19 +197,17 @@ class Sampler:
         if shapes.ladder:
             shapes.ladder.settle(shapes.cost(length))
             self._book.compile_ahead(name, compile)
-        mask = np.arange(most) < length[..., None]
-        last = np.take_along_axis(tokens, length[..., None] - 1, axis=-1)[..., 0]
-        versions = np.full(mask.shape, self._version, np.int32)
-        return Rollouts(tokens, mask, mask, logprobs, ~np.isin(last, self._stops), versions)
+        return tokens, logprobs, length
 
     def programs(
         self, params: PyTree, prompts: int, width: int, group: int, sampling: Sampling
     ) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Yields (name, compile) of each program for batches of these sizes; params: shapes are enough."""
-        fixed = Decoding(prompts, group, sampling, self._length, self._stops, self._pad, self._mesh)
+        fixed = self._decoding(prompts, group, sampling)
         shapes, _ = self._shapes(fixed, width)
+        prompts = fixed.batch
         rows = NamedSharding(self._mesh, sharding.BATCH)
-        sizes = ((prompts, width), np.int32), ((prompts, width), bool), ((prompts, group), np.int32)
+        sizes = ((prompts, width), np.int32), ((prompts, width), bool), *[((prompts, group), np.int32)] * 2
         batch = [jax.ShapeDtypeStruct(*size, sharding=rows) for size in sizes]
         key = jax.eval_shape(lambda: jax.random.key(0))
         placing = self._place.lower(params)
@@ -216,7 +235,7 @@ class Sampler:
             return read * size / rates.bandwidth + 2 * weights * slots.count / rates.flops
 
         possible = slot_shapes(prompts, group, fixed.length)
-        name = f"{SAMPLING} {fixed.batch} x {group}, {width} + {fixed.length} tokens, {fixed.sampling}"
+        name = f"{SAMPLING} {fixed.whole_batch} x {group}, {width} + {fixed.length} tokens, {fixed.sampling}"
         ladder = None
         if self._learns and fixed.sampling.temperature > 0:  # greedy: an evaluation, or a baseline
             ladder = self._book.ladder(name, possible, price=rates.compile, most=MOST[SAMPLING])
@@ -261,13 +280,20 @@ def _ended(token: Array, stop_ids: tuple[int, ...]) -> jax.Array:
 
 
 def start(
-    model: Decoder, fixed: Decoding, params: PyTree, prompts: Array, prompt_mask: Array, max_tokens: Array, key: Array
+    model: Decoder,
+    fixed: Decoding,
+    params: PyTree,
+    prompts: Array,
+    prompt_mask: Array,
+    number: Array,
+    max_tokens: Array,
+    key: Array,
 ) -> DecodeState:
-    """Prefills prompts [B, P] and samples the first token of each completion, with N = B and W = G."""
+    """Prefills prompts [B, P] and samples the first token of each completion."""
     batch, group, length, sampling = fixed.batch, fixed.group, fixed.length, fixed.sampling
     hidden, prefix = model.prefill(params, prompts, prompt_mask)
     logits = model.logits(params, last_state(hidden, prompt_mask))
-    uniform = _uniform(key, 0, batch * group).reshape(batch, group, 2)
+    uniform = jnp.take(_uniform(key, 0, fixed.whole_batch * group), number, axis=0)
     each = jax.vmap(partial(choose, sampling=sampling), in_axes=(None, 1), out_axes=1)  # a group shares its logits
     token, logprob = each(logits, uniform)
     tokens = jnp.full((batch, group, length), fixed.pad_id, jnp.int32).at[:, :, 0].set(token)
@@ -277,6 +303,7 @@ def start(
     cache = [KeyValue(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)) for _ in range(cfg.layers)]
     return DecodeState(
         alive=~_ended(token, fixed.stop_ids) & (max_tokens > 1),
+        number=number,
         max_tokens=max_tokens,
         tokens=tokens,
         logprobs=logprobs,
@@ -294,12 +321,10 @@ def run(
 
     It ends when the KV cache is full, all completions have ended, or the living fit into `plan.below` on every device.
     """
-    of, total = take(fixed, slots, state, plan), fixed.batch * fixed.group
+    of, total = take(fixed, slots, state, plan), fixed.whole_batch * fixed.group
     entries, width = plan.below
     prompts = fixed.batch // fixed.devices
     serves = plan.prompt[..., None] == jnp.arange(prompts)[None, None]  # [d, n, p]
-    first = jnp.arange(fixed.devices)[:, None, None] * (prompts * fixed.group)  # completion of each device
-    number = jnp.minimum(plan.completion, prompts * fixed.group - 1) + first
     # Token t needs the keys of tokens 0 .. t - 1, so a cache of S entries is enough for token S.
     most = min(fixed.length, slots.capacity + 1)
 
@@ -311,7 +336,7 @@ def run(
 
     def step(loop: Loop) -> Loop:
         hidden, cache = model.decode(params, loop.token, loop.t - 1, loop.cache, of.prefix, of.prompt_mask)
-        uniform = jnp.take(_uniform(key, loop.t, total), number.reshape(loop.alive.shape), axis=0)
+        uniform = jnp.take(_uniform(key, loop.t, total), of.number, axis=0)
         token, logprob = choose(model.logits(params, hidden), uniform, fixed.sampling)
         at_t = partial(jax.lax.dynamic_update_index_in_dim, index=loop.t, axis=2)
         before = partial(jax.lax.dynamic_index_in_dim, index=loop.t, axis=2, keepdims=False)
@@ -354,7 +379,7 @@ def take(fixed: Decoding, slots: Slots, state: DecodeState, plan: Plan) -> Decod
     heads = NamedSharding(fixed.mesh, sharding.heads_spec(state.cache[0].keys.shape[1], fixed.mesh))
     layers = jax.tree.map(of_entries, state.prefix), jax.tree.map(of_cache, cache)
     prefix, cache = jax.lax.with_sharding_constraint(layers, heads)
-    taken = {name: of_slots(getattr(state, name)) for name in ("max_tokens", *WRITTEN)}
+    taken = {name: of_slots(getattr(state, name)) for name in ("number", "max_tokens", *WRITTEN)}
     taken["alive"] &= (plan.completion <= last).reshape(taken["alive"].shape)
     return DecodeState(**taken, prompt_mask=of_entries(state.prompt_mask), prefix=prefix, cache=cache)
 
