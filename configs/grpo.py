@@ -27,9 +27,7 @@ def get_config() -> ConfigDict:
     c.group_size = 8  # G: completions per prompt
     c.prompts_per_update = 64  # prompts of the rollout in one optimizer step
     c.epochs = 1  # passes over a rollout: B / prompts_per_update x epochs optimizer steps
-    # Prompts in memory at a time; 0: all. It never changes the gradient. Here 16 is faster than all 64, because the
-    # activations stay in the processor's cache.
-    c.microbatch = 16
+    c.microbatch = 0  # prompts in memory at a time; 0: all. It never changes the gradient
 
     c.model = ConfigDict()
     c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")  # a folder or a hub id
