@@ -33,6 +33,9 @@ def get_config() -> ConfigDict:
     c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")  # a folder or a hub id
     c.model.dtype = "float32"  # dtype of activations; parameters and optimizer state are float32
     c.model.remat = "dots"  # activations that the backward pass recomputes: none | dots | full
+    # Parts in which the completions of a prompt are scored and learned from, one after the other. More parts need less
+    # memory, and a forward pass more. It never changes the gradient
+    c.model.row_parts = 1
 
     c.data = ConfigDict()
     c.data.source = "arithmetic.train"  # a task, a .jsonl, .json, .csv or .parquet file, or my.module.function

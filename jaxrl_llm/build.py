@@ -105,7 +105,8 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     folder = opened.enter_context(model_folder(config))
     sections = [name for name in ("critic", *FROZEN) if name in config and config[name].path]
     others = {name: hf.find(config[name].path, f"{name}.path") for name in sections}
-    model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
+    parts = config.model.row_parts if "loss" in config else 1  # `sft` has one completion of each prompt
+    model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat, row_parts=parts)
     tokenizer = hf.load_tokenizer(folder)
     dataset = data.load(config, tokenizer)
     held_out = data.load_held_out(config, tokenizer) if config.eval.every else dataset

@@ -15,6 +15,7 @@ from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, packing, update
 from jaxrl_llm.learner.packing import Packing, packed_shapes
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.shapes import Ladder
 
 LIMIT = 32
@@ -104,6 +105,51 @@ def test_packed_scores_and_gradients_are_those_of_a_lane_for_each():
     scale = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(gradient))
     for a, b in zip(jax.tree.leaves(gradient_apart), jax.tree.leaves(gradient), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(scale, 1))
+
+
+def gradient_of(model, params, batch):
+    """Log-probabilities and entropies, and the gradient of a random weighting of both."""
+    weights = jnp.asarray(np.random.default_rng(3).normal(size=batch.completions.shape), jnp.float32)
+
+    def total(params, batch):
+        logprobs, entropy = forward.completion_logprobs(model, params, batch, Sampling(temperature=0.7))
+        return jnp.sum(logprobs * weights) + jnp.sum(entropy * weights), (logprobs, entropy)
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))(params, batch)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 9])
+@pytest.mark.parametrize("mesh", [None, (2, 2, 2)])
+def test_a_group_in_parts_has_the_same_scores_and_gradients(parts, mesh):
+    whole, params = tiny.model_and_params(scale=2.0)
+    batch = tiny.batch()
+    ((_, together), gradient) = gradient_of(whole, params, batch)
+    config = dataclasses.replace(tiny.CONFIG, row_parts=parts, remat="full")
+    model = Decoder(config, mesh and tiny.mesh_of(mesh))
+    if mesh:
+        params = jax.device_put(params, sharding.shardings(params, model.mesh))
+        batch = sharding.shard_batch(batch, model.mesh)
+    ((_, apart), gradient_in_parts) = gradient_of(model, params, batch)
+    for a, b in zip(apart, together, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    scale = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(gradient))
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(gradient_in_parts), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(scale, 1))
+
+
+def test_a_group_in_parts_needs_less_memory():
+    config = dataclasses.replace(tiny.CONFIG, width=64, mlp_width=256, max_positions=4096, remat="full")
+    of = jax.ShapeDtypeStruct
+
+    def compiled(parts: int):
+        model = Decoder(dataclasses.replace(config, row_parts=parts))
+        tokens, mask = of((1, 8, 256), jnp.int32), of((1, 8, 256), bool)
+        batch = update.Batch(of((1, 64), jnp.int32), of((1, 64), bool), tokens, mask, mask)
+        total = lambda params, batch: forward.completion_logprobs(model, params, batch, Sampling())[0].sum()  # noqa: E731
+        return jax.jit(jax.grad(total)).lower(model.shapes(), batch).compile()
+
+    whole, in_parts = (compiled(parts).memory_analysis().temp_size_in_bytes for parts in (1, 8))
+    assert in_parts < 0.4 * whole, (in_parts, whole)
 
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])

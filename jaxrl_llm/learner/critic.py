@@ -30,7 +30,8 @@ def make_critic(
     aggregate: maps a loss mask to weights, as for the policy.
     Raises: UserError, if the model cannot be loaded, or does not cover the policy's tokens and positions.
     """
-    whole = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat)
+    c = config.model
+    whole = hf.load_model(folder, mesh, dtype=c.dtype, remat=c.remat, row_parts=c.row_parts)
     compatibility.check_other_model("critic.path", whole.cfg, policy)
     # A critic needs no head; with tied_head, the parameter tree has none.
     model = Decoder(replace(whole.cfg, tied_head=True), mesh)

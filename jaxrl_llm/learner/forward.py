@@ -20,45 +20,76 @@ from jaxrl_llm.structs import Array, Batch, PyTree
 ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
 
 
-KNOBS = "microbatch, or set model.remat = 'full'"  # config fields with which scoring and updates need less memory
+# Config fields with which scoring and updates need less memory.
+KNOBS = "microbatch, or raise model.row_parts, or set model.remat = 'full'"
 
 
-def completion_states(model: Decoder, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes, in packed rows, the state before each token [B, N, T, D], the tokens and their index [B, N, T].
+def over_rows(model: Decoder, params: PyTree, batch: Batch, per_token: Callable[[Array, Array], PyTree]) -> PyTree:
+    """Computes values [B, G, C] of completion tokens; 0 on padding. Each prompt runs once for its group.
 
-    Only this function shifts by one: the hidden state before token t predicts it. For token 0, this is the last state
-    of the prompt. Each prompt runs once for its group.
+    per_token(states, tokens) -> values [B, N, T], from the state before each token [B, N, T, D] and the tokens
+    [B, N, T] of packed rows. With model.cfg.row_parts, some of the rows run at a time, and again in the backward pass.
     """
     b, g, c = batch.completions.shape
     index = jnp.arange(g * c).reshape(1, g, c) if batch.packed_index is None else batch.packed_index
     index = jnp.broadcast_to(index, (b, *index.shape[1:]))
+    parts = min(model.cfg.row_parts, index.shape[1])
+    if parts == 1:
+        rows = _rows(batch, index)
+        prompt_hidden, hidden = model.forward(params, batch.prompts, batch.prompt_mask, *rows)
+        first = last_state(prompt_hidden, batch.prompt_mask)
+        return _in_order(per_token(_before(first, hidden, rows[1]), rows[0]), index, batch)
+    prompt_hidden, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
+    # Their gradients are sums over the parts, which must happen in float32.
+    first, prefix = jax.tree.map(jnp.float32, (last_state(prompt_hidden, batch.prompt_mask), prefix))
+
+    def part(index: Array) -> PyTree:
+        rows = _rows(batch, index)
+        shared = jax.tree.map(lambda x: x.astype(model.cfg.dtype), prefix)
+        return per_token(_before(first, model.extend(params, shared, batch.prompt_mask, *rows), rows[1]), rows[0])
+
+    size = -(-index.shape[1] // parts)
+    index = jnp.pad(index, ((0, 0), (0, parts * size - index.shape[1]), (0, 0)), constant_values=-1)
+    scored = jax.lax.map(jax.checkpoint(part), jnp.swapaxes(index.reshape(b, parts, size, -1), 0, 1))
+    scored = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(index.shape), scored)
+    return _in_order(scored, index, batch)
+
+
+def _rows(batch: Batch, index: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns tokens, positions and segment_ids [B, N, T] of the completion tokens index [B, N, T]."""
+    c = batch.completions.shape[2]
     in_rows = jax.vmap(lambda x, at: jnp.where(at < 0, 0, x.reshape(-1)[at]))
-    tokens = in_rows(batch.completions, index)
     segment_ids = jnp.where(in_rows(batch.completion_mask, index), index // c + 1, 0)
-    positions = jnp.where(index < 0, 0, index % c)
-    prompt_hidden, hidden = model.forward(params, batch.prompts, batch.prompt_mask, tokens, positions, segment_ids)
+    return in_rows(batch.completions, index), jnp.where(index < 0, 0, index % c), segment_ids
+
+
+def _before(first: Array, hidden: Array, positions: Array) -> jax.Array:
+    """Returns the state before each token [B, N, T, D], from the states hidden and those after the prompts [B, D].
+
+    Only this function shifts by one: the hidden state before token t predicts it. For token 0, this is the last state
+    of the prompt.
+    """
     before = jnp.pad(hidden, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
-    first = last_state(prompt_hidden, batch.prompt_mask)[:, None, None]
     # Through float32, because the gradient of `first` is a sum over the group.
-    states = jnp.where((positions == 0)[..., None], first.astype(jnp.float32), before.astype(jnp.float32))
-    return states.astype(hidden.dtype), tokens, index
+    first = first[:, None, None].astype(jnp.float32)
+    return jnp.where((positions == 0)[..., None], first, before.astype(jnp.float32)).astype(hidden.dtype)
 
 
-def _in_order(x: Array, index: Array, batch: Batch) -> jax.Array:
+def _in_order(values: PyTree, index: Array, batch: Batch) -> PyTree:
     """Moves per-token values from rows [B, N, T] to completions [B, G, C]; 0 on padding."""
     size = batch.completions[0].size
     # Padding gets an index out of range, which mode="drop" skips.
     place = jax.vmap(lambda x, at: jnp.zeros(size).at[jnp.where(at < 0, size, at)].set(x, mode="drop"))
-    return jnp.where(batch.completion_mask, place(x, index).reshape(batch.completions.shape), 0.0)
+    mask = batch.completion_mask
+    return jax.tree.map(lambda x: jnp.where(mask, place(x, index).reshape(mask.shape), 0.0), values)
 
 
 def completion_logprobs(
     model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log-probability and entropy [B, G, C] of each completion token; 0 on padding."""
-    states, tokens, index = completion_states(model, params, batch)
-    scored = head.logprobs(model, sampling, model.head_kernel(params), states, tokens)
-    return jax.tree.map(lambda x: _in_order(x, index, batch), scored)
+    kernel = model.head_kernel(params)
+    return over_rows(model, params, batch, partial(head.logprobs, model, sampling, kernel))
 
 
 def completion_values(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
@@ -66,12 +97,15 @@ def completion_values(model: Decoder, params: PyTree, batch: Batch) -> jax.Array
 
     params: {"decoder": parameters of `model`, "readout": {"kernel": [D, 1], "bias": [1]}}.
     """
-    states, _, index = completion_states(model, params["decoder"], batch)
     readout = params["readout"]
-    flat = states.reshape(-1, states.shape[-1]).astype(jnp.float32)
-    # By default, accelerators round the factors of a float32 product to bfloat16 or TF32.
-    values = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
-    return _in_order(values.reshape(index.shape), index, batch)
+
+    def values(states: Array, tokens: Array) -> jax.Array:
+        flat = states.reshape(-1, states.shape[-1]).astype(jnp.float32)
+        # By default, accelerators round the factors of a float32 product to bfloat16 or TF32.
+        value = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
+        return value.reshape(tokens.shape)
+
+    return over_rows(model, params["decoder"], batch, values)
 
 
 def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, microbatch: int) -> ScoreFn:

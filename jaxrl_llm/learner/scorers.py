@@ -106,7 +106,7 @@ def make_frozen_scorer(
     Raises: UserError, if the model cannot be loaded, does not cover the policy's tokens and positions, or has other ids
     for these tokens.
     """
-    model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat="none")
+    model = hf.load_model(folder, mesh, dtype=config.model.dtype, row_parts=config.model.row_parts)
     compatibility.check_other_model(f"{section}.path", model.cfg, policy)
     theirs = hf.load_tokenizer(folder).get_vocab()
     other = next((token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number), None)

@@ -32,6 +32,7 @@ class DecoderConfig:
     qk_norm: bool  # Qwen3
     dtype: str = "float32"  # of activations and matrix products; parameters stay float32
     remat: str = "none"  # rematerialization in the backward pass: none | dots | full
+    row_parts: int = 1  # parts in which a group's packed rows are scored and learned from, one after the other
 
     @property
     def precision(self) -> jax.lax.Precision | None:

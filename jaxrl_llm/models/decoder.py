@@ -103,6 +103,23 @@ class Decoder:
         of_prompts, of_packed = split(self._embed_and_head(params).norm(x))
         return of_prompts[:, 0], of_packed
 
+    def extend(
+        self, params: PyTree, prefix: Any, prompt_mask: Array, tokens: Array, positions: Array, segment_ids: Array
+    ) -> jax.Array:
+        """Runs completion rows [B, N, T], as `forward`, after the prompts of `prefill` -> hidden [B, N, T, D]."""
+        after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
+        angles = rotary(after_prompt, self.cfg.head_dim, self.cfg.rope_theta)
+        attend_packed = self._attend_packed(segment_ids)
+
+        def layer(x: Array, scanned: tuple[PyTree, KeyValue]) -> tuple[Array, None]:
+            params_l, prompt = scanned
+            block = self._block(params_l)
+            attended = attend_packed(*head_major(*block.project(x, angles)), prompt, prompt_mask)
+            return block.finish(x, token_major(attended)), None
+
+        x, _ = self._through(layer, self._embed(params, tokens, by_width=True), params["layers"], prefix)
+        return self._embed_and_head(params).norm(x)
+
     def decode(
         self, params: PyTree, tokens: Array, t: Array, cache: Any, prefix: Any, prefix_mask: Array
     ) -> tuple[jax.Array, Any]:

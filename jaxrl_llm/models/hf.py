@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return found
 
 
-def load_model(folder: Path, mesh: Mesh | None = None, *, dtype: str = "float32", remat: str = "none") -> Decoder:
+def load_model(
+    folder: Path, mesh: Mesh | None = None, *, dtype: str = "float32", remat: str = "none", row_parts: int = 1
+) -> Decoder:
     """Builds the decoder of a folder on a mesh. `model_type` names the module of this package for its family.
 
     Raises: UserError, for a family, quantization or dtype that is not supported.
@@ -106,7 +109,7 @@ def load_model(folder: Path, mesh: Mesh | None = None, *, dtype: str = "float32"
         )
     stored_dtype(folder)
     module = importlib.import_module(f"jaxrl_llm.models.{family}")
-    return Decoder(module.decoder_config(hf, dtype, remat), mesh)
+    return Decoder(replace(module.decoder_config(hf, dtype, remat), row_parts=row_parts), mesh)
 
 
 def stored_dtype(folder: Path) -> np.dtype:
