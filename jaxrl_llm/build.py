@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.log import Log
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.programs import Program, of_learning
+from jaxrl_llm.programs import Program, compile_all, of_learning
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
@@ -89,6 +90,15 @@ def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[R
     """
     with ExitStack() as opened, StopSignals(opened) if signals else nullcontext(NoSignals()) as stop:
         yield make_run(load(config, workdir, opened, checks.check_train), stop)
+
+
+COMPILE_ONLY = "compile the programs of the run into the cache of compiled code, in all its shapes, and end"
+
+
+def compile_only(config: Config) -> None:
+    """Compiles the programs of a run into the cache, in all shapes that it may use, without a step."""
+    with TemporaryDirectory() as workdir, build(config, Path(workdir)) as run:
+        compile_all(run.programs(), run.log.say)
 
 
 def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Config], checks.Totals]) -> Loaded:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from jaxrl_llm import programs
-from jaxrl_llm.build import build
+from jaxrl_llm.build import COMPILE_ONLY, build, compile_only
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.learner.packing import to_batch
@@ -17,8 +15,6 @@ from jaxrl_llm.record import Record
 from jaxrl_llm.run import Run
 from jaxrl_llm.sharding import shard_batch
 from jaxrl_llm.structs import Config
-
-COMPILE_ONLY = "compile the programs of the run into the cache of compiled code, in all its shapes, and end"
 
 
 def rl_step(run: Run, states: States, step: int) -> tuple[States, Record]:
@@ -80,12 +76,6 @@ def train(run: Run, one_step: Callable[[Run, States, int], tuple[States, Record]
         run.judge(last)
         yield last
     run.finish()
-
-
-def compile_only(config: Config) -> None:
-    """Compiles the programs of a run into the cache, in all shapes that it may use, without a step."""
-    with TemporaryDirectory() as workdir, build(config, Path(workdir)) as run:
-        programs.compile_all(run.programs(), run.log.say)
 
 
 def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
