@@ -147,8 +147,8 @@ class Book:
         self._loaded = others | {name: x for name, x in state.items() if name not in self._ladders}
 
     def close(self) -> None:
-        """Drops what waits to be compiled, and waits for the program that is being compiled."""
-        self._thread.shutdown(cancel_futures=True)
+        """Drops what waits to be compiled. Does not wait for the program that is being compiled: SIGTERM gives seconds."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def abstract(tree: PyTree) -> PyTree:

@@ -67,7 +67,7 @@ def test_a_ladder_goes_on_from_its_state_as_if_it_had_never_stopped():
         assert book.state("sampling") == {}
 
 
-def test_an_error_in_the_background_is_raised_at_the_next_call():
+def test_an_error_in_the_background_is_raised_by_the_step():
     def fails(shape: tuple[int, ...]) -> None:
         raise MemoryError(f"{shape}")
 
@@ -77,9 +77,11 @@ def test_an_error_in_the_background_is_raised_at_the_next_call():
     book.ready("training", (8,), lambda shape: None)
     with suppress(MemoryError):  # raised here, if the thread is quick
         book.compile_ahead("training", fails)
-    book.close()
+    with pytest.raises(MemoryError, match=r"\(1,\)"):
+        book.ready("training", (1,), fails)
     with pytest.raises(MemoryError, match=r"\(1,\)"):
         book.compile_ahead("training", fails)
+    book.close()
 
 
 def ragged_config(steps: int):
