@@ -147,7 +147,7 @@ class Book:
         self._loaded = others | {name: x for name, x in state.items() if name not in self._ladders}
 
     def close(self) -> None:
-        """Drops what waits to be compiled. Does not wait for the program that is being compiled: SIGTERM gives seconds."""
+        """Drops what waits to be compiled. Does not wait for the compiler: after SIGTERM a run has seconds."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
