@@ -26,7 +26,7 @@ from jaxrl_llm.structs import PyTree
 Shape: TypeAlias = tuple[int, ...]
 Cost: TypeAlias = Callable[[Iterable[Shape]], float]  # seconds that a call takes if these shapes are in use
 TRAINING, SAMPLING = "training", "sampling"  # kinds of work; names of ladders begin with one
-MOST = {TRAINING: 3, SAMPLING: 4}  # shapes of a kind that may be in use: a run has few programs
+MOST = {TRAINING: 3, SAMPLING: 6}  # shapes of a kind that may be in use: a run has few programs
 EARLIEST, LATEST = 2, 50  # calls between the order of a shape and its use
 
 
@@ -34,11 +34,12 @@ class Rates(NamedTuple):
     """Rough speeds of a device. They only decide when a smaller shape pays."""
 
     flops: float  # operations a second
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes of weights a second, in decoding
+    cache: float  # bytes of keys and values a second, in decoding
     compile: float  # seconds to compile a program
 
 
-RATES = {"cpu": Rates(1e11, 1e10, 5.0), "gpu": Rates(3e14, 2e12, 30.0), "tpu": Rates(1e14, 7e11, 60.0)}
+RATES = {"cpu": Rates(1e11, 2e10, 2e9, 5.0), "gpu": Rates(3e14, 2e12, 1e12, 30.0), "tpu": Rates(1e14, 7e11, 5e11, 60.0)}
 
 
 @dataclass
@@ -64,22 +65,27 @@ class Ladder:
     def settle(self, cost: Cost) -> None:
         """Adds up what each missing shape saves in this call, and orders the best one if it pays.
 
-        cost: the seconds of this call with given shapes. A shape that pays in the first call is in use at once: the run
-        compiles there anyway.
+        cost: the seconds of this call with given shapes. In the first call, all shapes that pay are in use at once: the
+        run compiles there anyway.
         """
+        while self._order(cost) and self.calls == 1:
+            pass
+
+    def _order(self, cost: Cost) -> bool:
         have = list(self.due)
         if len(have) == self.most:
-            return
+            return False
         now = cost(have)
         for shape in self.shapes:
             if shape not in self.due:
                 self.rent[shape] = self.rent.get(shape, 0.0) + now - cost([*have, shape])
         best = max(self.rent, key=lambda shape: self.rent[shape], default=None)
         if best is None or self.rent[best] < self.price:
-            return
+            return False
         wait = min(max(math.ceil(self.price / max(now, 1e-9)), EARLIEST), LATEST)
         self.due[best] = self.calls + (wait if self.calls > 1 else 0)
         self.rent = {}  # the other shapes save less from now on
+        return True
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps, for JSON."""

@@ -14,6 +14,7 @@ from jaxrl_llm.structs import Array, Batch, Config
 
 ROW = 32  # tokens; narrower rows are slower, so several short completions share one
 NARROW = 128  # tokens; the least width for which narrower rows, with less attention, may pay
+ROOM = 1.25  # a batch's tokens, over those of the first one
 SHARES = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8, 1 / 16)  # of the tokens of the largest shape
 
 
@@ -68,11 +69,13 @@ class Packing:
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
         """Packs completions of these lengths [B, G] -> packed_index [B, N, T]. Counts as a step of the run."""
-        seconds = {shape: self._seconds(shape) for shape in which_hold(lengths, self.ladder.shapes)}
         self.ladder.begin()
-        self.ladder.settle(lambda shapes: min(seconds[shape] for shape in shapes if shape in seconds))
-        shape = min((shape for shape in self.ladder.in_use() if shape in seconds), key=lambda shape: seconds[shape])
-        return pack(lengths, self._limit, shape)
+        # The first batch stands for those to come, some of which need more room.
+        likely = lengths if self.ladder.calls > 1 else np.minimum(lengths * ROOM, self._limit).astype(int)
+        holding = which_hold(likely, self.ladder.shapes)
+        self.ladder.settle(lambda shapes: min(self._seconds(shape) for shape in shapes if shape in holding))
+        holding = which_hold(lengths, self.ladder.in_use())
+        return pack(lengths, self._limit, min(holding, key=self._seconds))
 
 
 def which_hold(lengths: np.ndarray, shapes: Iterable[Shape]) -> list[Shape]:

@@ -42,7 +42,11 @@ def attend(
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     hidden = jnp.finfo(jnp.float32).min  # not -inf: a query without a visible key would give NaN
     query = query * jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
-    scores = [jnp.where(own_visible[:, None, :, None], product("bknrth,bknsh->bknrts", query, own.keys), hidden)]
+    if query.shape[4] == 1:  # decoding: with the keys first, a CPU need not rearrange them for every token
+        scored = product("bknsh,bknrth->bknrts", own.keys, query)
+    else:
+        scored = product("bknrth,bknsh->bknrts", query, own.keys)
+    scores = [jnp.where(own_visible[:, None, :, None], scored, hidden)]
     if prompt is not None and prompt_mask is not None:
         shared = product("bknrth,bkph->bknrtp", query, prompt.keys)
         scores.append(jnp.where(prompt_mask[:, None, None, None, None], shared, hidden))

@@ -45,16 +45,15 @@ def prompts_at_once(prompts: int, group: int, devices: int, most: int) -> int:
 def slot_shapes(prompts: int, group: int, length: int) -> list[Slots]:
     """Lists the shapes of a batch of `prompts` per device and `group` completions each, the largest first.
 
-    Every shape has a quarter of the slots of the one before, or a quarter of the capacity: steps of a half would save
-    little more, and need twice the programs.
+    Every shape has half of the slots of another, or half of the capacity. A run uses few of them: those that pay.
     """
     counts = [(prompts, group)]
-    while (count := counts[-1][0] * counts[-1][1]) > 1:
+    while counts[-1] != (1, 1):
         entries, width = counts[-1]
-        counts.append((entries, width // 4) if width >= 4 else (max(count // 4, 1), 1))
+        counts.append((entries, -(-width // 2)) if width > 1 else (-(-entries // 2), 1))
     capacities = [length]
-    while capacities[-1] >= 4 * BLOCK:
-        capacities.append(-(-capacities[-1] // (4 * BLOCK)) * BLOCK)
+    while capacities[-1] >= 2 * BLOCK:
+        capacities.append(-(-capacities[-1] // (2 * BLOCK)) * BLOCK)
     return [Slots(*count, capacity) for count in counts for capacity in capacities]
 
 
@@ -106,9 +105,9 @@ class DecodeShapes:
         if self.ladder:
             return [Slots(*shape) for shape in self.ladder.in_use()]
         whole = self._shapes[0]
-        few = [s for s in self._shapes if s.capacity == whole.capacity and 16 * s.count <= whole.count][:1]
-        long = whole.capacity >= 4 * BLOCK  # a short completion ends before another program pays
-        return [s for s in self._shapes if s.count == whole.count] + few * long
+        few = [s for s in self._shapes if s.capacity == whole.capacity and 8 * s.count <= whole.count][:1]
+        short = [s for s in self._shapes if s.count == whole.count and 4 * s.capacity <= whole.capacity][:1]
+        return [whole, *short, *few * bool(short)]  # short completions end before another program pays
 
     def choose(self, alive: np.ndarray, t: int) -> tuple[Slots, tuple[int, int]]:
         """Returns the cheapest shape for token t of the living completions [B, G], and the next smaller batch.

@@ -231,8 +231,9 @@ class Sampler:
         size = jnp.dtype(cfg.dtype).itemsize
 
         def seconds(slots: Slots) -> float:
-            read = weights + kept * (slots.count * slots.capacity + slots.entries * width)
-            return read * size / rates.bandwidth + 2 * weights * slots.count / rates.flops
+            read = kept * (slots.count * slots.capacity + slots.entries * width)
+            work = 2 * weights * slots.count / rates.flops
+            return weights * size / rates.bandwidth + read * size / rates.cache + work
 
         possible = slot_shapes(prompts, group, fixed.length)
         name = f"{SAMPLING} {fixed.whole_batch} x {group}, {width} + {fixed.length} tokens, {fixed.sampling}"
