@@ -228,7 +228,7 @@ def test_smaller_batches_and_shorter_caches_change_no_token(monkeypatch):
     free = Rates(flops=1e9, bandwidth=1e8, cache=1e8, compile=1e-6)  # compiling costs nothing: every shape pays
     with monkeypatch.context() as patch:
         moved, shapes = ragged(patch, rates=free)
-    assert {slots.capacity for slots in shapes} >= {6, 24}
+    assert len({slots.capacity for slots in shapes}) >= 3
     assert len({(slots.entries, slots.width) for slots in shapes}) >= 3
     np.testing.assert_array_equal(plain.completions, moved.completions)
     np.testing.assert_array_equal(plain.completion_mask, moved.completion_mask)
