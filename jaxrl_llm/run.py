@@ -84,6 +84,7 @@ class Run:
     states: States = field(default_factory=dict)
     saved: int = 0  # last step in a checkpoint
     unwritten: Record | None = None  # record of `step` until it is written
+    ladders: dict[str, Any] = field(default_factory=dict)  # of learning, after `step` (`shapes.Book`)
 
     def restore(self, before: int | None = None) -> tuple[States, int]:
         """Returns the states of the newest checkpoint and its step, or the first states and 0.
@@ -96,6 +97,7 @@ class Run:
             self.states, self.saved, self.unwritten = {}, self.step, None
         step, states, pending, ladders = self.checkpoints.resume(self.shapes, before)
         self.book.load(TRAINING, ladders)
+        self.ladders = ladders
         if states is None:
             states = {name: learner.init() for name, learner in self.learners.items()}
             if self.reference:
@@ -152,6 +154,7 @@ class Run:
     def commit(self, states: States, record: Record) -> None:
         """Makes a step the current state. Before this call a signal loses the step; after it a signal saves it."""
         self.states, self.step, self.unwritten = states, record.step, record
+        self.ladders = self.book.state(TRAINING)  # a copy: a signal may come when the next step has counted already
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Returns the accuracy after `step` if an evaluation is due, else {}."""
@@ -188,7 +191,7 @@ class Run:
         """Saves the states and the batches sampled ahead. seconds: how long it may wait for these batches."""
         self.log.finish()  # a resumed run expects the record of the checkpoint's step in the log
         states = {name: self.states[name] for name in self.shapes}
-        self.checkpoints.save(self.step, states, self.actor.pending(seconds), accuracy, self.book.state(TRAINING))
+        self.checkpoints.save(self.step, states, self.actor.pending(seconds), accuracy, self.ladders)
         self.saved = self.step
 
     def finish(self) -> None:

@@ -135,14 +135,16 @@ class Book:
         for shape in self._ladders[name].due:
             if (name, shape) not in self._jobs:
                 self._jobs[name, shape] = self._thread.submit(compile, shape)
-        for job in self._jobs.values():
+        for job in list(self._jobs.values()):  # a copy: sampling ahead adds jobs in another thread
             if job.done():
                 job.result()
 
     def state(self, kind: str) -> dict[str, Any]:
         """Returns the states of the ladders whose name begins with `kind`, for JSON."""
-        known = self._loaded | {name: ladder.state() for name, ladder in self._ladders.items()}
-        return {name: state for name, state in known.items() if name.startswith(kind)}
+        # Only ladders of this kind: another thread may be using the others.
+        ladders = {name: ladder for name, ladder in list(self._ladders.items()) if name.startswith(kind)}
+        waiting = {name: state for name, state in list(self._loaded.items()) if name.startswith(kind)}
+        return waiting | {name: ladder.state() for name, ladder in ladders.items()}
 
     def load(self, kind: str, state: Mapping[str, Any]) -> None:
         """Goes on from the states of a checkpoint; {}: from the beginning."""

@@ -51,6 +51,8 @@ class Actor:
         self._prefetcher.close(wait=True)  # waits: a batch in sampling still moves the iterator
         self._prefetcher = Prefetcher(self._sample, lag=self._lag, last=self._last)
         position, batches = pending or Pending(self._beginning, [])
+        if "data" not in position:  # of a checkpoint of an earlier version
+            position = {"data": position, "shapes": {}}
         self._iterator.set_state(position["data"])
         self._book.load(SAMPLING, position["shapes"])
         self._position = position
