@@ -145,7 +145,7 @@ def test_from_the_third_step_on_no_step_compiles_and_a_resumed_run_takes_the_sam
 
 def test_a_checkpoint_has_the_shapes_of_its_step_although_the_next_step_has_counted(cheap, tmp_path):
     """A signal saves the last whole step from another thread, at any moment of the next one."""
-    with build.build(ragged_config(3), tmp_path) as run:
+    with build.build(ragged_config(10), tmp_path) as run:
         states, _ = run.restore()
         states, _ = rl_step(run, states, 1)
         run.packing(np.full((8, 4), 5))  # the next step has begun
