@@ -1,9 +1,9 @@
-"""The shapes of a run: few programs, the largest first, and smaller ones only where they pay.
+"""The shapes of a run: few programs, first those that hold everything, and others only where they pay.
 
 Every shape of an array is another program, and a program takes seconds to minutes to compile. So a kind of work, such
-as the decode loop, has a short list of shapes, the largest first, which holds everything. A smaller shape is compiled
+as the decode loop, has a short list of shapes, and begins with one that holds everything. Another shape is compiled
 when the time that it would have saved until now exceeds the time to compile it (rent or buy: this costs at most twice
-as much as the best choice in hindsight). A background thread compiles it while steps run in the larger shape.
+as much as the best choice in hindsight). A background thread compiles it while steps run in the others.
 
 The times are estimates from `RATES`, not measurements, and a new shape comes into use a number of calls later. So the
 shapes of a step depend only on the data and on the steps before: a run that is killed and resumed takes the same
@@ -36,10 +36,10 @@ class Rates(NamedTuple):
     flops: float  # operations a second
     bandwidth: float  # bytes of weights a second, in decoding
     cache: float  # bytes of keys and values a second, in decoding
-    compile: float  # seconds to compile a program
+    compile: float  # seconds to compile a decode loop, or a forward pass; an update takes three times as long
 
 
-RATES = {"cpu": Rates(1e11, 2e10, 2e9, 5.0), "gpu": Rates(3e14, 2e12, 1e12, 30.0), "tpu": Rates(1e14, 7e11, 5e11, 60.0)}
+RATES = {"cpu": Rates(7e10, 2e10, 8e9, 4.0), "gpu": Rates(3e14, 2e12, 1e12, 30.0), "tpu": Rates(1e14, 7e11, 5e11, 60.0)}
 
 
 @dataclass
@@ -53,10 +53,11 @@ class Ladder:
     due: dict[Shape, int] = field(default_factory=dict)  # shape -> call from which it is in use
     rent: dict[Shape, float] = field(default_factory=dict)  # shape -> seconds that it would have saved until now
 
-    def begin(self) -> None:
-        """Begins a call."""
+    def begin(self, *first: Shape) -> None:
+        """Begins a call. first: the shapes in use from the first call on; one of them holds everything."""
         self.calls += 1
-        self.due.setdefault(self.shapes[0], self.calls)
+        if not self.due:
+            self.due = dict.fromkeys(first, self.calls)
 
     def in_use(self) -> list[Shape]:
         """Returns the shapes that this call may use, the largest first."""

@@ -77,7 +77,7 @@ class Batch:
     sampler_logprobs: AnyArray = None  # [B, G, C], reported by the engine
     old_logprobs: AnyArray = None  # [B, G, C], by the policy before the first update; None: by the current policy
     ref_logprobs: AnyArray = None  # [B, G, C], by the reference (the KL anchor)
-    packed_index: AnyArray = None  # [B, N, T] int32, from `packing.pack`; None: each completion is a row
+    packed_index: AnyArray = None  # [B, E, N, T] int32, from `packing.pack`; None: each completion is a row
 
 
 @jax.tree_util.register_dataclass

@@ -84,3 +84,11 @@ def test_the_programs_of_a_step_round_alike_so_that_a_policy_that_has_not_moved_
     assert clipped["gspo"] < bound
     assert clipped["ppo_clip"] == 0
     assert gap < 1e-4  # of sampler and trainer, in the mean
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_never_learns_needs_only_bfloat16_and_computes_the_same_bits(family):
+    model, batch = Decoder(replace(CONFIG, dtype="bfloat16", **FAMILIES[family])), random_batch(8, 4, 8, 16)
+    score = forward.make_logprob_fn(model, Sampling(), sharding.make_mesh(data=1, fsdp=4, tensor=2), 4)
+    params = sharp(model)
+    np.testing.assert_array_equal(score(model.as_used(params), batch), score(params, batch))

@@ -410,6 +410,15 @@ def test_loading_onto_a_mesh_gives_the_same_arrays_in_the_expected_shards(loaded
     assert_trees_equal(params, loaded.params)
 
 
+def test_a_model_that_never_learns_is_loaded_in_the_dtype_of_its_products(loaded):
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    model = hf.load_model(loaded.folder, mesh, dtype="bfloat16")
+    params = hf.load_params(loaded.folder, model, mesh, learns=False)
+    assert_trees_equal(params, model.as_used(hf.load_params(loaded.folder, model, mesh)))
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16", "float32"}
+    assert params["embed"]["embedding"].dtype == "bfloat16" and params["norm"]["scale"].dtype == "float32"
+
+
 def test_a_model_on_a_mesh_gives_the_logits_of_transformers(mesh):
     folder = REFERENCES / "qwen2_untied"
     wide = sharding.make_mesh(data=2, fsdp=2, tensor=2)

@@ -203,7 +203,7 @@ def ragged(monkeypatch, *, mesh=(1, 1, 1), rates=None):
             assert x.addressable_shards[0].data.nbytes * mesh.devices.size == x.nbytes
         return state, t
 
-    run.lower = original.lower
+    run.trace = original.trace
     monkeypatch.setattr(sampler, "_run", run)
     for _ in range(6 if rates else 1):  # until all shapes are in use
         rollouts = sampler.generate(

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import build, shapes
+from jaxrl_llm import build, learning, shapes
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.rollout import compaction
 from jaxrl_llm.rollout import sampler as sampler_module
@@ -24,7 +24,7 @@ COSTS = {(8,): 8.0, (4,): 4.0, (2,): 2.0, (1,): 1.0}
 
 def call(ladder: Ladder, needed: int) -> list[int]:
     """One call that needs a shape of at least this size. Returns the shapes in use before it settles."""
-    ladder.begin()
+    ladder.begin((8,))
     in_use = [size for (size,) in ladder.in_use()]
     ladder.settle(lambda have: min(COSTS[shape] for shape in have if shape[0] >= needed))
     return in_use
@@ -39,7 +39,7 @@ def test_a_smaller_shape_is_ordered_when_padding_has_cost_as_much_as_its_compila
 
 def test_a_shape_that_pays_in_the_first_call_is_in_use_at_once():
     ladder = Ladder(tuple(COSTS), price=5.0, most=4)
-    ladder.begin()
+    ladder.begin((8,))
     ladder.settle(lambda have: min(COSTS[shape] for shape in have if shape[0] >= 1))
     assert ladder.in_use() == [(8,), (1,)]
 
@@ -99,7 +99,7 @@ def ragged_config(steps: int):
 def cheap(monkeypatch):
     """Rates at which smaller shapes pay within a few steps."""
     rates = {"cpu": Rates(flops=1e9, bandwidth=1e8, cache=1e8, compile=1.0)}
-    for module in (shapes, sampler_module, build):
+    for module in (shapes, sampler_module, learning):
         monkeypatch.setattr(module, "RATES", rates)
     monkeypatch.setattr(compaction, "BLOCK", 8)
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_has_the_shapes_of_its_step_although_the_next_step_has_coun
     with build.build(ragged_config(10), tmp_path) as run:
         states, _ = run.restore()
         states, _ = rl_step(run, states, 1)
-        run.packing(np.full((8, 4), 5))  # the next step has begun
+        run.packing(np.full((8, 4), 5), 8)  # the next step has begun
         run.save()
         run.checkpoints.wait()
         *_, ladders = run.checkpoints.resume(run.shapes)

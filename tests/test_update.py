@@ -173,6 +173,15 @@ def test_mesh_and_microbatch_together_give_the_same_update():
     assert_same_update(tiny.one_update(), tiny.one_update((2, 2, 2), microbatch=4))
 
 
+@pytest.mark.parametrize(
+    ("packed", "shape", "microbatch"),
+    [((1, 5), (1, 1, 1), 0), ((3, 5), (1, 1, 1), 3), ((1, 10), (2, 2, 2), 4)],
+    ids=str,
+)
+def test_a_group_may_be_in_several_micro_batches(packed, shape, microbatch):
+    assert_same_update(tiny.one_update(), tiny.one_update(shape, microbatch, packed=packed))
+
+
 def test_fsdp_gathers_weights_and_leaves_every_device_its_own_prompts():
     """Were the batch copied to all devices, memory would be several times that of plain data parallelizm."""
     config = dataclasses.replace(tiny.CONFIG, width=128, mlp_width=512, layers=4)

@@ -13,15 +13,16 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN
-from jaxrl_llm.learner import head
+from jaxrl_llm.learner import head, microbatches
+from jaxrl_llm.learner.microbatches import Microbatch
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.structs import Array, Batch, PyTree
 
 ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
 
 
-# Config fields with which scoring and updates need less memory.
-KNOBS = "microbatch, or raise model.row_parts, or set model.remat = 'full'"
+# With which scoring and updates need less memory.
+REMEDY = "lower microbatch, or raise model.row_parts, or set model.remat = 'full'"
 
 
 def over_rows(model: Decoder, params: PyTree, batch: Batch, per_token: Callable[[Array, Array], PyTree]) -> PyTree:
@@ -31,8 +32,10 @@ def over_rows(model: Decoder, params: PyTree, batch: Batch, per_token: Callable[
     [B, N, T] of packed rows. With model.cfg.row_parts, some of the rows run at a time, and again in the backward pass.
     """
     b, g, c = batch.completions.shape
-    index = jnp.arange(g * c).reshape(1, g, c) if batch.packed_index is None else batch.packed_index
-    index = jnp.broadcast_to(index, (b, *index.shape[1:]))
+    if batch.packed_index is None:
+        index = jnp.broadcast_to(jnp.arange(g * c).reshape(1, g, c), (b, g, c))
+    else:
+        index = batch.packed_index.reshape(b, -1, batch.packed_index.shape[-1])
     parts = min(model.cfg.row_parts, index.shape[1])
     if parts == 1:
         rows = _rows(batch, index)
@@ -116,10 +119,13 @@ def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, mi
 
     @partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
     def score(params: PyTree, batch: Batch) -> PyTree:
-        parts = split_batch(batch, count_parts(batch.prompts.shape[0], microbatch))
-        scored = jax.lax.map(lambda part: per_token(params, part), parts)
-        joined = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(batch.completions.shape), scored)
-        return jax.lax.with_sharding_constraint(joined, NamedSharding(mesh, sharding.BATCH))
+        run, place = jax.jit(per_token, inline=True), NamedSharding(mesh, sharding.BATCH)
+
+        def visit(part: Microbatch) -> PyTree:
+            return jax.lax.with_sharding_constraint(part.spread(run(params, part.batch)), place)
+
+        sum_of, zeros = partial(jax.tree.map, jnp.add), partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+        return microbatches.over(batch, visit, sum_of, zeros, microbatch=microbatch, mesh=mesh)
 
     return score
 
@@ -127,12 +133,3 @@ def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, mi
 def make_logprob_fn(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int) -> ScoreFn:
     """Returns `score(params, batch)` -> log-probabilities [B, G, C], without gradients."""
     return in_microbatches(lambda params, x: completion_logprobs(model, params, x, sampling)[0], mesh, microbatch)
-
-
-def split_batch(tree: PyTree, parts: int) -> PyTree:
-    """Splits [B, ...] into [parts, B / parts, ...] with a stride, so that each device keeps its own rows."""
-    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), tree)
-
-
-def count_parts(prompts: int, microbatch: int) -> int:
-    return prompts // microbatch if microbatch else 1

@@ -120,7 +120,7 @@ def _joined(x: Array, like: Array) -> jax.Array:
 def _shared(model: Decoder) -> Mesh | None:
     """The mesh, if several of its devices have rows of the batch."""
     mesh = model.mesh
-    return mesh if mesh is not None and mesh.shape["data"] * mesh.shape["fsdp"] > 1 else None
+    return mesh if mesh is not None and sharding.prompt_shards(mesh) > 1 else None
 
 
 def _on_each_device(model: Decoder, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

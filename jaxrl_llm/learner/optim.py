@@ -144,11 +144,14 @@ def make_optimizer(
     b1: Momentum,
     b2: Momentum,
     eps: Positive,
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32",
     adaptive: dict[str, float] | None = None,
     more: dict[str, Coefficient] | None = None,
 ) -> Optimizer:
     """Returns AdamW with global-norm clipping (0: none); `more` are the coefficients of the objective.
 
+    momentum_dtype: of the mean of gradients. The mean of their squares stays in float32: with bfloat16, a b2 close to 1
+    would add nothing to it.
     A non-finite gradient changes no parameter and no coefficient. The state counts it in `total_notfinite`.
     adaptive: {metric: bound}, 0 for no bound. In the warm-up, the rate does not rise after an update with a metric
     above its bound.
@@ -163,7 +166,9 @@ def make_optimizer(
 
     chain = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     # Rate 1, because `update_step` multiplies by the rate: it depends on metrics, which optax does not see.
-    chain.append(optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed))
+    chain.append(
+        optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed, mu_dtype=momentum_dtype)
+    )
     # After max_consecutive_errors, optax would apply the non-finite gradient.
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
     learning_rate_now = Coefficient(0.0, rate, adapt)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm import distributed
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.shapes import Ladder, Shape
-from jaxrl_llm.structs import Array, Batch, Config
+from jaxrl_llm.structs import AnyArray, Batch, Config
 
 ROW = 32  # tokens; narrower rows are slower, so several short completions share one
-NARROW = 128  # tokens; the least width for which narrower rows, with less attention, may pay
-ROOM = 1.25  # a batch's tokens, over those of the first one
-SHARES = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8, 1 / 16)  # of the tokens of the largest shape
+KERNEL = 128  # tokens; the TPU's attention kernel needs rows of a multiple, and narrower ones pay less
 
 
-def to_batch(samples: Samples, pack: Callable[[np.ndarray], np.ndarray] | None) -> Batch:
-    """Converts samples to a batch on the host. pack: lengths [B, G] -> packed_index [B, N, T]; None: no packing."""
+def to_batch(samples: Samples, pack: Callable[[np.ndarray, int], np.ndarray] | None) -> Batch:
+    """Converts samples to a batch on the host. pack: lengths [B, G], P -> packed_index [B, E, N, T]; None: none."""
     prompts, rollouts = samples.prompts, samples.rollouts
+    index = None
+    if pack:  # the lengths of all processes decide the shape of the rows
+        lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1))
+        index = pack(lengths, prompts.tokens.shape[1])[distributed.part(len(lengths))]
     return Batch(
         prompts.tokens,
         prompts.mask,
@@ -28,74 +30,88 @@ def to_batch(samples: Samples, pack: Callable[[np.ndarray], np.ndarray] | None) 
         rollouts.completion_mask,
         rollouts.loss_mask,
         sampler_logprobs=rollouts.logprobs,
-        packed_index=pack(rollouts.completion_mask.sum(axis=-1)) if pack else None,
+        packed_index=index,
     )
 
 
-def minibatches(config: Config, step: int) -> Iterator[Array]:
+def minibatches(config: Config, step: int) -> Iterator[AnyArray]:
     """Yields the rows of each update of a step: first epoch in order, later ones shuffled by (seed, step, epoch)."""
     for epoch in range(config.epochs):
         rows = np.arange(config.prompts_per_step)
         if epoch:  # the seed depends on no earlier step, so a resumed run gets the same rows
             np.random.default_rng((config.seed, step, epoch)).shuffle(rows)
-        yield from map(jnp.asarray, rows.reshape(-1, config.prompts_per_update))
+        yield from rows.reshape(-1, config.prompts_per_update).astype(np.int32)
 
 
 def packed_shapes(group: int, limit: int) -> list[Shape]:
-    """Lists the shapes [N, T] of a group's packed rows, the largest first. limit: C, the most tokens of a completion.
+    """Lists the shapes [N, T] of the packed rows of a prompt in a micro-batch, the largest first. limit: C.
 
-    A row has C tokens, or some whole completions if these are short; where C is large there are rows of a quarter too.
+    A row has C tokens, or some whole completions if these are short. It may also have half as many again, which leaves
+    less padding at its end, and where C is large a quarter.
     """
     joined = max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * limit <= ROW))
-    shapes = set(_shares(group // joined, joined * limit))
-    if limit >= 4 * NARROW:
-        shapes |= set(_shares(4 * group, -(-limit // (4 * NARROW)) * NARROW)[1:])
+    widths = [joined * limit]
+    if joined == 1 < group:
+        step = 1 if limit % KERNEL else KERNEL
+        widths.append(-(-3 * limit // (2 * step)) * step)
+    if limit >= 4 * KERNEL:
+        widths.append(-(-limit // (4 * KERNEL)) * KERNEL)
+    shapes: list[Shape] = []
+    for width in widths:
+        rows = rows_of(group, limit, width)
+        while shapes[-1:] != [(1, width)]:
+            shapes.append((rows, width))
+            rows = -(-rows // 2)
     return sorted(shapes, key=lambda shape: (-shape[0] * shape[1], -shape[1]))
 
 
-def _shares(rows: int, width: int) -> list[Shape]:
-    """Lists [N, T] with the SHARES of rows, or of the width if there is one row."""
-    if rows == 1:
-        return list(dict.fromkeys((1, math.ceil(share * width)) for share in SHARES))
-    return list(dict.fromkeys((math.ceil(share * rows), width) for share in SHARES))
+def rows_of(group: int, limit: int, width: int) -> int:
+    """Returns the most rows of this width that the completions of a group may need."""
+    return -(-group // max(width // limit, 1))
+
+
+def index_shape(group: int, limit: int, shape: Shape) -> tuple[int, int, int]:
+    """Returns E, N and T of a packed_index. E is the largest number of micro-batches that a prompt may be in."""
+    rows, width = shape
+    return -(-rows_of(group, limit, width) // rows), rows, width
 
 
 class Packing:
     """Packs the completions of each step into rows, in one of few shapes."""
 
-    def __init__(self, ladder: Ladder, seconds: Callable[[Shape], float], limit: int):
-        """seconds(shape): of scoring and updates; limit: C."""
+    def __init__(self, ladder: Ladder, seconds: Callable[[Shape, int, np.ndarray], float], limit: int):
+        """seconds(shape, P, parts): of scoring and updates, if prompts [B] are in so many micro-batches; limit: C."""
         self.ladder, self._seconds, self._limit = ladder, seconds, limit
 
-    def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Packs completions of these lengths [B, G] -> packed_index [B, N, T]. Counts as a step of the run."""
-        self.ladder.begin()
-        # The first batch stands for those to come, some of which need more room.
-        likely = lengths if self.ladder.calls > 1 else np.minimum(lengths * ROOM, self._limit).astype(int)
-        holding = which_hold(likely, self.ladder.shapes)
-        self.ladder.settle(lambda shapes: min(self._seconds(shape) for shape in shapes if shape in holding))
-        holding = which_hold(lengths, self.ladder.in_use())
-        return pack(lengths, self._limit, min(holding, key=self._seconds))
+    def __call__(self, lengths: np.ndarray, prompt_tokens: int) -> np.ndarray:
+        """Packs completions of these lengths [B, G] -> packed_index [B, E, N, T]. Counts as a step of the run."""
+        rows: dict[int, np.ndarray] = {}  # width -> rows that each prompt needs
+        for width in {width for _, width in self.ladder.shapes if width >= lengths.max()}:
+            rows[width] = np.array([len(fill(of_group, width)) for of_group in lengths])
 
+        def seconds(shape: Shape) -> float:
+            count, width = shape
+            return self._seconds(shape, prompt_tokens, -(-rows[width] // count)) if width in rows else math.inf
 
-def which_hold(lengths: np.ndarray, shapes: Iterable[Shape]) -> list[Shape]:
-    """Returns the shapes [N, T] whose rows hold the completions of every group; lengths [B, G]."""
-    widths = {width for _, width in shapes if width >= lengths.max()}
-    needed = {width: max(len(fill(of_group, width)) for of_group in lengths) for width in widths}
-    return [shape for shape in shapes if needed.get(shape[1], math.inf) <= shape[0]]
+        self.ladder.begin(min((s for s in self.ladder.shapes if s[1] >= self._limit), key=seconds))
+        # No later shape is larger than the first one, so what fits the memory in the first step fits in all.
+        largest = max(math.prod(shape) for shape in self.ladder.due)
+        self.ladder.settle(lambda shapes: min(seconds(s) for s in shapes if math.prod(s) <= largest))
+        return pack(lengths, self._limit, min(self.ladder.in_use(), key=seconds))
 
 
 def pack(lengths: np.ndarray, limit: int, shape: Shape) -> np.ndarray:
     """Assigns each token to a place in the rows of its group. lengths [B, G] are at most `limit` = C tokens.
 
-    Returns packed_index [B, N, T] int32: the index g * C + t of a token in its group, or -1 for padding. A row has
+    Returns packed_index [B, E, N, T] int32: the index g * C + t of a token in its group, or -1 for padding. A row has
     only whole completions.
     """
-    packed_index = np.full((len(lengths), *shape), -1, np.int32)
+    rows, width = shape
+    packed_index = np.full((len(lengths), *index_shape(lengths.shape[1], limit, shape)), -1, np.int32)
     for b, of_group in enumerate(lengths):
-        for n, completions in enumerate(fill(of_group, shape[1])):
+        for n, completions in enumerate(fill(of_group, width)):
             taken = np.concatenate([g * limit + np.arange(of_group[g]) for g in completions])
-            packed_index[b, n, : len(taken)] = taken
+            packed_index[b, n // rows, n % rows, : len(taken)] = taken
     return packed_index
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -12,9 +13,10 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import compatibility
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.compilation import compile_checked
+from jaxrl_llm.compilation import Program
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
+from jaxrl_llm.learner.forward import REMEDY
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
@@ -26,6 +28,13 @@ States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference":
 # Config section of a model that scores but never learns -> its column. An advantage estimator gets the column as an
 # argument of this name. For another such model, add a line.
 FROZEN = {"teacher": "teacher_logprobs"}
+
+
+class Frozen(NamedTuple):
+    """A model that scores but never learns."""
+
+    model: Decoder
+    params: PyTree
 
 
 class Scorer(NamedTuple):
@@ -40,10 +49,15 @@ class Scorer(NamedTuple):
 
     def compile(self, states: States, batch: Batch) -> jax.stages.Compiled | None:
         """Compiles the program, if it is one, for batches of this shape. Of states and batch, shapes are enough."""
+        program = self.described(self.columns[0], states, batch)
+        return program.compile() if program else None
+
+    def described(self, text: str, states: States, batch: Batch) -> Program | None:
+        """Returns what `score` runs for batches of this shape, if it is a program. Shapes are enough."""
         if not isinstance(self.program, jax.stages.Wrapped):
             return None
-        lowered = self.program.lower(self.params(states), batch)
-        return compile_checked(lowered, f"scoring of {self.columns[0]}", forward.KNOBS)
+        params = self.params(states)
+        return Program("scoring", f"scoring of {text}", partial(self.program.trace, params, batch), REMEDY, params)
 
 
 def make_scorers(
@@ -97,12 +111,11 @@ def score_columns(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: in
     return forward.in_microbatches(per_token, mesh, microbatch)
 
 
-def make_frozen_scorer(
-    section: str, folder: Path, config: Config, policy: DecoderConfig, tokenizer: Any, sampling: Sampling, mesh: Mesh
-) -> Scorer:
-    """Returns the model in `folder` as a scorer: its log-probabilities of the sampled tokens.
+def load_frozen(
+    section: str, folder: Path, config: Config, policy: DecoderConfig, tokenizer: Any, mesh: Mesh
+) -> Frozen:
+    """Loads the model in `folder`; section: its section of the config, one of FROZEN.
 
-    section: its section of the config, one of FROZEN.
     Raises: UserError, if the model cannot be loaded, does not cover the policy's tokens and positions, or has other ids
     for these tokens.
     """
@@ -112,7 +125,10 @@ def make_frozen_scorer(
     other = next((token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number), None)
     if other is not None:
         raise UserError(f"config.{section}.path: its tokenizer knows {other!r} by another number: give one of the kind")
-    params = hf.load_params(folder, model, mesh)
-    column = FROZEN[section]
-    score = score_columns(model, sampling, mesh, config.microbatch, **{column: "logprobs"})
-    return Scorer((column,), lambda states: params, score)
+    return Frozen(model, hf.load_params(folder, model, mesh, learns=False))
+
+
+def make_frozen_scorer(section: str, frozen: Frozen, microbatch: int, sampling: Sampling, mesh: Mesh) -> Scorer:
+    """Returns a model as a scorer: its log-probabilities of the sampled tokens."""
+    score = score_columns(frozen.model, sampling, mesh, microbatch, **{FROZEN[section]: "logprobs"})
+    return Scorer((FROZEN[section],), lambda states: frozen.params, score)

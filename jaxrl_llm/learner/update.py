@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weight
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.compilation import ROUND_AS_WRITTEN, compile_checked
-from jaxrl_llm.learner.forward import KNOBS, completion_logprobs, count_parts, split_batch
+from jaxrl_llm.compilation import ROUND_AS_WRITTEN, Program
+from jaxrl_llm.learner import microbatches
+from jaxrl_llm.learner.forward import REMEDY, completion_logprobs
+from jaxrl_llm.learner.microbatches import Microbatch
 from jaxrl_llm.learner.optim import Optimizer
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
@@ -36,7 +39,12 @@ class Learner:
 
     def compile(self, state: TrainState, batch: Batch, rows: Array) -> jax.stages.Compiled:
         """Compiles the update for batches of this shape. Of all arguments, shapes are enough."""
-        return compile_checked(self.update_step.lower(state, batch, rows), f"the {self.prefix}update", KNOBS)
+        return self.described("", state, batch, rows).compile()
+
+    def described(self, text: str, state: TrainState, batch: Batch, rows: Array) -> Program:
+        """Returns what `update` runs for batches of this shape. Of all arguments, shapes are enough."""
+        trace = partial(self.update_step.trace, state, batch, rows)
+        return Program("update", f"the {self.prefix}update{text}", trace, REMEDY, state)
 
     def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step on batch[rows]. Donates the state."""
@@ -159,19 +167,15 @@ def make_update_step(
         def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
             per_token, metrics = objective(params, part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
+            shares = jnp.where(part.loss_mask, shares, 0.0)  # a part of a group counts only its own tokens
             return total, {name: reduce(name, x, shares) for name, x in metrics.items()} | {"loss/total": total}
 
-        def accumulate(grads: PyTree, part: tuple[Batch, Array, Array]) -> tuple[PyTree, Metrics]:
-            more, metrics = jax.grad(loss, has_aux=True)(state.params, *part)
-            return jax.tree.map(jnp.add, grads, more), metrics
+        gradient = jax.jit(jax.grad(loss, has_aux=True), inline=True)
 
-        count = count_parts(rows.shape[0], microbatch)
-        if count == 1:
-            grads, metrics = jax.grad(loss, has_aux=True)(state.params, batch, weights, shares)
-        else:
-            zeros = jax.tree.map(jnp.zeros_like, state.params)
-            grads, parts = jax.lax.scan(accumulate, zeros, split_batch((batch, weights, shares), count))
-            metrics = {name: REDUCTIONS.get(name[-4:], jnp.sum)(x) for name, x in parts.items()}
+        def visit(part: Microbatch) -> tuple[PyTree, Metrics]:
+            return gradient(state.params, part.batch, *part.take((weights, shares)))
+
+        grads, metrics = microbatches.over(batch, visit, join, nothing, microbatch=microbatch, mesh=mesh)
 
         # Without a trained token, momentum would still move the parameters. With NaN, the optimizer skips the update.
         trained = jnp.any(batch.loss_mask)
@@ -198,15 +202,35 @@ def make_update_step(
     )
 
 
-REDUCTIONS = {"_max": jnp.max, "_min": jnp.min}
+class Reduction(NamedTuple):
+    """How a metric of tokens is reduced, and joined over micro-batches."""
+
+    reduce: Callable[[Array], Array]
+    join: Callable[[Array, Array], Array]
+    nothing: float  # of no tokens
+
+
+SUM = Reduction(jnp.sum, jnp.add, 0.0)
+REDUCTIONS = {"_max": Reduction(jnp.max, jnp.maximum, -jnp.inf), "_min": Reduction(jnp.min, jnp.minimum, jnp.inf)}
 
 
 def reduce(name: str, values: Array, shares: Array) -> jax.Array:
     """Reduces a per-token metric [B, G, C] of a micro-batch to its term of the mean, or to its maximum or minimum."""
-    if name[-4:] in REDUCTIONS:
-        nothing = -jnp.inf if name.endswith("_max") else jnp.inf
-        return REDUCTIONS[name[-4:]](jnp.where(shares > 0, values, nothing))
-    return jnp.sum(jnp.where(shares > 0, values * shares, 0.0))
+    how = REDUCTIONS.get(name[-4:], SUM)
+    terms = values * shares if how is SUM else values
+    return how.reduce(jnp.where(shares > 0, terms, how.nothing))
+
+
+def join(sums: tuple[PyTree, Metrics], more: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
+    """Joins gradients and metrics of micro-batches."""
+    grads = jax.tree.map(jnp.add, sums[0], more[0])
+    return grads, {name: REDUCTIONS.get(name[-4:], SUM).join(x, more[1][name]) for name, x in sums[1].items()}
+
+
+def nothing(shapes: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
+    """Returns gradients and metrics of no tokens, of these shapes."""
+    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
+    return grads, {name: jnp.full(x.shape, REDUCTIONS.get(name[-4:], SUM).nothing) for name, x in shapes[1].items()}
 
 
 def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:

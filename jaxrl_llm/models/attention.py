@@ -42,8 +42,12 @@ def attend(
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     hidden = jnp.finfo(jnp.float32).min  # not -inf: a query without a visible key would give NaN
     query = query * jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
-    if query.shape[4] == 1:  # decoding: with the keys first, a CPU need not rearrange them for every token
-        scored = product("bknsh,bknrth->bknrts", own.keys, query)
+    if query.shape[4] == 1:
+        # Decoding. With the keys first, a CPU need not rearrange them for every token. The barrier keeps its compiler
+        # from turning the product around, together with the transpose that follows.
+        scored = product("bknsh,bknrh->bknsr", own.keys, query[..., 0, :])
+        scored = jax.lax.platform_dependent(scored, cpu=jax.lax.optimization_barrier, default=lambda x: x)
+        scored = jnp.swapaxes(scored, -1, -2)[..., None, :]
     else:
         scored = product("bknrth,bknsh->bknrts", query, own.keys)
     scores = [jnp.where(own_visible[:, None, :, None], scored, hidden)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ class DecoderConfig:
     qk_norm: bool  # Qwen3
     dtype: str = "float32"  # of activations and matrix products; parameters stay float32
     remat: str = "none"  # rematerialization in the backward pass: none | dots | full
+    transposed: bool = False  # kernels of layers are [E, D], not [D, E]: on a CPU, products with few rows are faster
     row_parts: int = 1  # parts in which a group's packed rows are scored and learned from, one after the other
 
     @property
@@ -113,10 +115,19 @@ class EmbedAndHead(nnx.Module):
 class Linear(nnx.Linear):
     """x [..., D] -> [..., E]."""
 
+    def __init__(self, cfg: DecoderConfig, din: int, dout: int, **options: Any):
+        super().__init__(din, dout, dtype=jnp.dtype(cfg.dtype), **options)
+        self.cfg = cfg
+
     def __call__(self, x: Array) -> jax.Array:
         # One token axis: with several, XLA copies and transposes both factors of the kernel's gradient.
         flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        y = jnp.matmul(flat, self.kernel[...].astype(self.dtype), precision=self.precision)
+        kernel, precision = self.kernel[...].astype(self.dtype), self.cfg.precision
+        if self.cfg.transposed:  # the barrier keeps the compiler from turning the product around
+            product = jax.lax.dot_general(kernel, flat, (((1,), (1,)), ((), ())), precision=precision)
+            y = jax.lax.optimization_barrier(product).T
+        else:
+            y = jnp.matmul(flat, kernel, precision=precision)
         if self.bias is not None:
             # The bias is rounded as in the engines, but added in float32: its gradient is a sum over all tokens.
             y = (y.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)
@@ -124,8 +135,7 @@ class Linear(nnx.Linear):
 
 
 def _linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> Linear:
-    init, dtype = nnx.initializers.normal(0.02), jnp.dtype(cfg.dtype)
-    return Linear(din, dout, use_bias=use_bias, kernel_init=init, dtype=dtype, precision=cfg.precision, rngs=rngs)
+    return Linear(cfg, din, dout, use_bias=use_bias, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
 
 
 def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:

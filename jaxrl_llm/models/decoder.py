@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm.models import attention_gpu, attention_tpu
 from jaxrl_llm.models.attention import KeyValue, attend, causal_within, head_major, rotary, token_major
 from jaxrl_llm.models.blocks import Block, DecoderConfig, EmbedAndHead
-from jaxrl_llm.sharding import BATCH
+from jaxrl_llm.sharding import BATCH, path_name
 from jaxrl_llm.structs import Array, PyTree
 
 
@@ -52,6 +52,20 @@ class Decoder:
     def shapes(self) -> PyTree:
         """Shapes and dtypes of the parameter tree."""
         return jax.eval_shape(self.init, jax.random.key(0))
+
+    def as_used(self, params: PyTree) -> PyTree:
+        """Casts parameters to the dtype of their products. Norms compute in float32, and stay in it.
+
+        This is all that a model needs that never learns: it computes the same numbers.
+        """
+        dtypes = self.used_dtypes(params)
+        return jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
+
+    def used_dtypes(self, params: PyTree) -> PyTree:
+        """Returns the dtypes of `as_used`; of params, shapes are enough."""
+        is_scale = lambda path: path_name(path).endswith("scale")  # noqa: E731
+        dtype = lambda path, x: jnp.dtype(x.dtype if is_scale(path) else self.cfg.dtype)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(dtype, params)
 
     def prefill(self, params: PyTree, tokens: Array, mask: Array) -> tuple[jax.Array, Any]:
         """Runs prompts [B, P] -> hidden [B, P, D], and the keys and values [B, K, P, h] of each layer."""

@@ -55,9 +55,10 @@ SETTINGS = (
 )
 
 
-def find(path: str, field: str = "model.path") -> Path:
+def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
     """Returns the local folder of a checkpoint: `path` itself, or a hub id downloaded to the hub's cache.
 
+    weights: False, to download only what describes the model.
     Raises: UserError, naming `field`, if `path` is neither.
     """
     folder = Path(path).expanduser()
@@ -68,7 +69,7 @@ def find(path: str, field: str = "model.path") -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and only needed for hub ids
 
     try:
-        wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        wanted = ["*.json", "*.jinja", "*.txt", "*.model"] + ["*.safetensors"] * weights
         return Path(snapshot_download(path, allow_patterns=wanted))
     except Exception as error:  # offline, unknown, gated: the hub raises many types, all for the user
         raise UserError(f"{field} {path!r} is no local folder, and the hub says: {_reason(error)}") from error
@@ -168,21 +169,31 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def load_params(folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
-    """Loads float32 parameters. Each shard is read directly from the file to its device.
+def load_params(folder: Path, model: Decoder, mesh: Mesh, *, learns: bool = True) -> PyTree:
+    """Loads float32 parameters. Each shard is read directly from the file to its devices.
 
+    learns: False for a model that never learns: its parameters have the dtypes of `Decoder.as_used`.
     Raises: UserError, for a tensor that is missing, unknown or of the wrong shape, and for a broken file.
     """
     where = _index(folder)
     shapes = model.shapes()
     _check_tensors(folder, where, shapes, model.cfg.layers)
 
-    def load(path: Any, leaf: Any) -> jax.Array:
+    def load(path: Any, leaf: Any, dtype: Any) -> jax.Array:
         name = sharding.path_name(path)
         place = jax.NamedSharding(mesh, sharding.spec_for(name, leaf.shape, mesh))
-        return jax.make_array_from_callback(leaf.shape, place, lambda index: _read(where, name, leaf.shape, index))
+        devices: dict[tuple[range, ...], list[Any]] = {}  # devices that have the same part
+        for device, index in place.addressable_devices_indices_map(leaf.shape).items():
+            spans = tuple(range(*s.indices(size)) for s, size in zip(index or (), leaf.shape, strict=True))
+            devices.setdefault(spans, []).append(device)
+        arrays = []
+        for spans, same in devices.items():  # the host holds one part at a time
+            part = _read(where, name, spans, dtype)
+            arrays += [jax.device_put(part, device) for device in same]
+        return jax.make_array_from_single_device_arrays(leaf.shape, place, arrays)
 
-    return jax.tree_util.tree_map_with_path(load, shapes)
+    dtypes = jax.tree.map(lambda x: x.dtype, shapes) if learns else model.used_dtypes(shapes)
+    return jax.tree_util.tree_map_with_path(load, shapes, dtypes)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -243,19 +254,16 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, layers: 
             raise UserError(f"{folder}: tensor {tensor} is unknown to {family}: use one checkpoint's files")
 
 
-def _read(where: dict[str, Any], name: str, shape: tuple[int, ...], index: Any) -> np.ndarray:
-    """Reads the part `index` of parameter `name` as float32."""
-    spans = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
-
-    def one(tensor: str, spans: list[slice]) -> np.ndarray:
+def _read(where: dict[str, Any], name: str, spans: tuple[range, ...], dtype: Any) -> np.ndarray:
+    """Reads the part `spans` of parameter `name`."""
+    stacked = "{}" in NAMES[name]
+    part = np.empty([len(span) for span in spans], dtype)
+    of_tensor = tuple(slice(span.start, span.stop) for span in spans[stacked:])
+    for i, tensor in enumerate([NAMES[name].format(layer) for layer in spans[0]] if stacked else [NAMES[name]]):
         stored = where[tensor].get_slice(tensor)
-        part = stored[tuple(spans[::-1])].T if name.endswith("kernel") else stored[tuple(spans)]
-        return np.ascontiguousarray(part, dtype=np.float32)
-
-    if "{}" not in NAMES[name]:
-        return one(NAMES[name], spans)
-    layers = range(spans[0].start, spans[0].stop)
-    return np.stack([one(NAMES[name].format(i), spans[1:]) for i in layers])
+        values = stored[of_tensor[::-1]].T if name.endswith("kernel") else stored[of_tensor]
+        part[i if stacked else ...] = values
+    return part
 
 
 def fingerprint(folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxrl_llm import sharding
+from jaxrl_llm import distributed, sharding
 from jaxrl_llm.host import disk
 from jaxrl_llm.models.hf import NAMES, stored_dtype, tensor_names
 from jaxrl_llm.structs import Array, PyTree
@@ -25,12 +26,18 @@ TIED = {"model.embed_tokens.weight": "lm_head.weight"}  # embedding -> tied head
 def save(folder: Path, params: PyTree, source: Path) -> None:
     """Writes a folder that `transformers` loads: weights in `source`'s dtype, and copies of `source`'s other files.
 
+    All processes call it, and the first one writes.
+
     The new folder is complete before it replaces an old `folder`, so `folder` is never half-written.
     Raises: UserError, if the disk write fails.
     """
     dtype = stored_dtype(source)
-    with disk.writing(folder):
-        _save(folder, params, source, dtype)
+    if distributed.first():
+        with disk.writing(folder):
+            _save(folder, params, source, dtype)
+    else:
+        deque(tensors(params, dtype), maxlen=0)  # gathers them together with the first process
+    distributed.wait("export")
 
 
 def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
@@ -101,9 +108,9 @@ def tensors(params: PyTree, dtype: Any, *, untied: bool = False) -> Iterator[tup
         name = sharding.path_name(path)
         stacked = "{}" in NAMES[name]
         # A slice on the device is a program for each shape, so the host slices what is small.
-        values: Any = jax.device_get(leaf) if leaf.nbytes <= AT_ONCE else leaf
+        values: Any = sharding.whole_to_host(leaf) if leaf.nbytes <= AT_ONCE else leaf
         for i, tensor in enumerate(tensor_names(name, leaf.shape[0] if stacked else 1)):
-            part = np.asarray(jax.device_get(_layer(values, i) if stacked else values)).astype(dtype, copy=False)
+            part = sharding.whole_to_host(_layer(values, i) if stacked else values).astype(dtype, copy=False)
             part = np.ascontiguousarray(part.T if name.endswith("kernel") else part)
             yield tensor, part
             if untied and tensor in TIED and "head" not in params:

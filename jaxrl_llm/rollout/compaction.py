@@ -91,9 +91,18 @@ def plan_compaction(alive: np.ndarray, slots: Slots, below: tuple[int, int], dev
 class DecodeShapes:
     """The shapes in use of one kind of batch, and what a token costs in each."""
 
-    def __init__(self, shapes: list[Slots], seconds: Callable[[Slots], float], devices: int, ladder: Ladder | None):
-        """seconds(shape): of one token of the whole batch. Without a ladder, a fixed few shapes are in use."""
-        self._shapes, self._seconds, self._devices, self.ladder = shapes, seconds, devices, ladder
+    def __init__(
+        self,
+        shapes: list[Slots],
+        seconds: Callable[[Slots], float],
+        *,
+        devices: int,
+        price: float,
+        ladder: Ladder | None,
+    ):
+        """seconds(shape): of one token. price: seconds to compile. Without a ladder, the first few shapes stay."""
+        self._shapes, self._seconds, self._devices, self._price = shapes, seconds, devices, price
+        self.ladder = ladder
 
     @property
     def possible(self) -> list[Slots]:
@@ -102,12 +111,18 @@ class DecodeShapes:
 
     def in_use(self) -> list[Slots]:
         """Returns the shapes that this call may use."""
-        if self.ladder:
-            return [Slots(*shape) for shape in self.ladder.in_use()]
+        return [Slots(*shape) for shape in self.ladder.in_use()] if self.ladder else self.first()
+
+    def first(self) -> list[Slots]:
+        """Returns the shapes in use before any length is known, the largest first."""
         whole = self._shapes[0]
-        few = [s for s in self._shapes if s.capacity == whole.capacity and 8 * s.count <= whole.count][:1]
         short = [s for s in self._shapes if s.count == whole.count and 4 * s.capacity <= whole.capacity][:1]
-        return [whole, *short, *few * bool(short)]  # short completions end before another program pays
+        long = [s for s in self._shapes if s.capacity == whole.capacity]
+        fewer = [s for n in (2, 8) for s in [s for s in long if n * s.count <= whole.count][:1]]
+        # One call of long completions should save more time than the program takes to compile.
+        tokens = [(s, s.capacity) for s in short] + [(s, whole.capacity // 2) for s in fewer]
+        pays = [s for s, n in tokens if n * (self._seconds(whole) - self._seconds(s)) >= self._price]
+        return [whole, *pays]
 
     def choose(self, alive: np.ndarray, t: int) -> tuple[Slots, tuple[int, int]]:
         """Returns the cheapest shape for token t of the living completions [B, G], and the next smaller batch.

@@ -9,12 +9,14 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from jaxrl_llm import distributed
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Config, Prompts, Rewards, Rollouts
 
+SAMPLING = "sampling"  # channel of the thread that samples
 Graded: TypeAlias = tuple[list[list[str]], dict[str, np.ndarray]]  # B x G texts, and reward channels [B, G]
 
 
@@ -33,6 +35,10 @@ class Samples:
     def no_signal(self) -> np.ndarray:
         """True for groups [B] in which all completions have the same reward: they give no learning signal."""
         return np.ptp(self.graded()[1]["total"], axis=1) == 0
+
+    def tokens(self) -> int:
+        """Returns the number of sampled tokens."""
+        return int(self.rollouts.completion_mask.sum())
 
     def rewards(self) -> Rewards:
         """Waits for the reward functions and returns the rewards."""
@@ -72,9 +78,10 @@ class SampleSource:
 
         samples = draw(key)
         if config.rollout.resample_rounds:
-            metrics = {"groups/no_signal_sampled": samples.no_signal.mean()}
+            metrics = {"groups/no_signal_sampled": distributed.gather(samples.no_signal, SAMPLING).mean()}
             more = lambda i: draw(jax.random.fold_in(key, i))  # noqa: E731
-            samples, metrics["groups/replaced"] = refill(samples, more, config.rollout.resample_rounds)
+            rounds = config.rollout.resample_rounds
+            samples, metrics["groups/replaced"] = refill(samples, more, self._collate, rounds)
         # After `refill`, which may replace prompts.
         greedy = self._draw(samples.prompts, key, 1, Sampling(temperature=0)) if self._greedy else None
         return replace(samples, greedy=greedy, metrics=metrics)
@@ -104,38 +111,44 @@ class SampleSource:
         return Samples(prompts, rollouts, self._score.start(judge))
 
 
-def refill(samples: Samples, draw: Callable[[int], Samples], rounds: int) -> tuple[Samples, int]:
+def refill(
+    samples: Samples, draw: Callable[[int], Samples], collate: Callable[[Any], Prompts], rounds: int
+) -> tuple[Samples, int]:
     """Replaces groups without signal by groups of `draw(1)`, `draw(2)` ..., and counts the replaced groups.
 
     Stops when every group has a signal, or after `rounds` rounds. Drops the fresh groups that it does not need.
+    A group may go to another process. collate(numbers) -> these rows of the data set.
     """
     replaced = 0
     for i in range(1, rounds + 1):
-        lacking = np.flatnonzero(samples.no_signal)
+        lacking = np.flatnonzero(distributed.gather(samples.no_signal, SAMPLING))
         if not len(lacking):
             break
         fresh = draw(i)
-        found = np.flatnonzero(~fresh.no_signal)[: len(lacking)]
-        samples = _put(samples, lacking[: len(found)], fresh, found)
+        found = np.flatnonzero(~distributed.gather(fresh.no_signal, SAMPLING))[: len(lacking)]
+        samples = _put(samples, lacking[: len(found)], fresh, found, collate)
         replaced += len(found)
     return samples, replaced
 
 
-def _put(samples: Samples, at: np.ndarray, fresh: Samples, found: np.ndarray) -> Samples:
-    """Replaces groups `at` of samples by groups `found` of fresh."""
-    put = dict(zip(at.tolist(), found.tolist(), strict=True))
+def _put(
+    samples: Samples, at: np.ndarray, fresh: Samples, found: np.ndarray, collate: Callable[[Any], Prompts]
+) -> Samples:
+    """Replaces groups `at` of samples by groups `found` of fresh: their numbers in the batches of all processes."""
+    part = distributed.part(len(samples.no_signal) * distributed.count())
+    given = found[(part.start <= found) & (found < part.stop)] - part.start  # from this process
+    taken = (part.start <= at) & (at < part.stop)  # of the replaced ones, those of this process
+    here = at[taken] - part.start
 
     def array(old: np.ndarray, new: np.ndarray) -> np.ndarray:
         old = np.array(old)
-        old[at] = new[found]
+        old[here] = distributed.gather(new[given], SAMPLING)[taken]
         return old
 
-    def rows(old: list, new: list) -> list:
-        return [new[put[i]] if i in put else row for i, row in enumerate(old)]
-
     (texts, channels), (new_texts, new_channels) = samples.graded(), fresh.graded()
-    graded = rows(texts, new_texts), {name: array(x, new_channels[name]) for name, x in channels.items()}
-    a, b = samples.prompts, fresh.prompts
-    tokens, mask, numbers = (array(getattr(a, x), getattr(b, x)) for x in ("tokens", "mask", "numbers"))
-    prompts = Prompts(tokens, mask, rows(a.rows, b.rows), numbers)
+    moved = [group for of_one in distributed.exchange([new_texts[i] for i in given], SAMPLING) for group in of_one]
+    put = dict(zip(here.tolist(), np.flatnonzero(taken).tolist(), strict=True))
+    texts = [moved[put[i]] if i in put else group for i, group in enumerate(texts)]
+    graded = texts, {name: array(x, new_channels[name]) for name, x in channels.items()}
+    prompts = collate(array(samples.prompts.numbers, fresh.prompts.numbers))
     return Samples(prompts, jax.tree.map(array, samples.rollouts, fresh.rollouts), lambda: graded)

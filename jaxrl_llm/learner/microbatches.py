@@ -1,0 +1,105 @@
+"""Micro-batches: the part of a batch that is in memory at a time.
+
+A micro-batch has some prompts, and of each prompt N of its packed rows. A prompt with more rows is in several
+micro-batches, and runs in each of them. How many there are depends on the lengths of the completions, so the compiled
+loop ends when no row is left: rows without tokens cost nothing, and need no program of another shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm import sharding
+from jaxrl_llm.structs import Array, Batch, PyTree
+
+
+class Microbatch(NamedTuple):
+    """Some prompts of a batch, with some of their completions."""
+
+    batch: Batch  # its masks are False on all other completions
+    take: Callable[[PyTree], PyTree]  # arrays [B, ...] of all prompts -> the rows of these prompts
+    spread: Callable[[PyTree], PyTree]  # rows of these prompts -> arrays [B, ...], 0 for all others
+
+
+def over(
+    batch: Batch,
+    visit: Callable[[Microbatch], PyTree],
+    join: Callable[[PyTree, PyTree], PyTree],
+    nothing: Callable[[PyTree], PyTree],
+    *,
+    microbatch: int,
+    mesh: Mesh,
+) -> PyTree:
+    """Joins what `visit` returns for each micro-batch of `microbatch` prompts (0: of all).
+
+    nothing: shapes of that -> what to begin with. visit is traced twice: give it a jitted function.
+    """
+    count, part = split(batch, microbatch, mesh)
+    if isinstance(count, int) and count == 1:
+        return visit(part(0))
+    start = nothing(jax.eval_shape(lambda: visit(part(0))))
+    return jax.lax.fori_loop(0, count, lambda i, joined: join(joined, visit(part(i))), start)
+
+
+def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Callable[[Array | int], Microbatch]]:
+    """Returns the number of micro-batches of `microbatch` prompts (0: of all), and `part(i)`, the micro-batch i.
+
+    Each completion is in one of them. Each device goes through its own prompts, so none needs another's.
+    """
+    devices = sharding.prompt_shards(mesh)
+    prompts = len(batch.prompts) // devices  # of a device
+    at_once = microbatch // devices or prompts
+    packed: Array = batch.packed_index
+    parts = 1 if packed is None else packed.shape[1]
+    if parts == 1 and at_once == prompts:
+        return 1, lambda i: Microbatch(batch, lambda tree: tree, lambda tree: tree)
+
+    def of_device(x: Array) -> Array:
+        return x.reshape(devices, prompts, *x.shape[1:])
+
+    count: int | Array = -(-prompts // at_once)
+    used = jnp.ones((devices, prompts), bool)
+    if parts > 1:
+        used = of_device(jnp.any(packed >= 0, axis=(2, 3))).reshape(devices, -1)
+        count = -(-jnp.max(jnp.sum(used, axis=1)) // at_once)
+    # The parts of each device that have tokens, in order, and then the others.
+    order = jnp.argsort(~used, axis=1, stable=True)
+    order = jnp.pad(order, ((0, 0), (0, -order.shape[1] % at_once)))
+
+    def part(i: Array | int) -> Microbatch:
+        at = jax.lax.dynamic_slice_in_dim(order, i * at_once, at_once, axis=1)
+        has_tokens = i * at_once + jnp.arange(at_once)[None] < jnp.sum(used, axis=1, keepdims=True)
+        prompt, rows = at // parts, at % parts
+
+        def take(tree: PyTree) -> PyTree:
+            one = lambda x: jax.vmap(lambda x, at: x[at])(of_device(x), prompt).reshape(-1, *x.shape[1:])  # noqa: E731
+            return jax.tree.map(one, tree)
+
+        def spread(tree: PyTree) -> PyTree:
+            def of(x: Array, at: Array) -> Array:
+                return jnp.zeros((prompts, *x.shape[1:]), x.dtype).at[at].add(x)  # a prompt may be here twice
+
+            one = lambda x: jax.vmap(of)(x.reshape(devices, at_once, *x.shape[1:]), prompt)  # noqa: E731
+            return jax.tree.map(lambda x: one(x).reshape(-1, *x.shape[1:]), tree)
+
+        taken, index, here = take(replace(batch, packed_index=None)), None, has_tokens.reshape(-1, 1, 1)
+        if packed is not None:
+            index = jax.vmap(lambda x, b, n: x[b, n])(of_device(packed), prompt, rows)
+            index = jnp.where(has_tokens[..., None, None], index, -1).reshape(-1, 1, *index.shape[2:])
+            here = _completions_of(index, *batch.completions.shape[1:])
+        masks = {name: getattr(taken, name) & here for name in ("completion_mask", "loss_mask")}
+        return Microbatch(replace(taken, packed_index=index, **masks), take, spread)
+
+    return count, part
+
+
+def _completions_of(index: Array, group: int, limit: int) -> jax.Array:
+    """Whether packed rows index [B, E, N, T] have completion g: [B, G, 1]."""
+    number = jnp.where(index < 0, group, index // limit).reshape(len(index), 1, -1)
+    return jnp.any(number == jnp.arange(group)[None, :, None], axis=-1, keepdims=True)
