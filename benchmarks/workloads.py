@@ -100,4 +100,8 @@ def read(folder: str) -> Workload:
 def write(workload: Workload, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "workload.json").write_text(json.dumps(asdict(workload)))
-    (folder / "config.json").write_text(json.dumps(workload.model_config(), indent=1))
+    config = workload.model_config()
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    # Otherwise TRL also stops at the stop tokens of the folder's tokenizer.
+    stops = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
+    (folder / "generation_config.json").write_text(json.dumps(stops))

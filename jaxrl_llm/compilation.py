@@ -7,13 +7,16 @@ import os
 import platform
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from jax._src import xla_bridge  # no public function says whether the backends are initialized
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import user_cache
+from jaxrl_llm.structs import PyTree
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 M_ARENA_MAX = -8  # from glibc's malloc.h
@@ -58,10 +61,10 @@ def compute_deterministically() -> None:
     os.environ["XLA_FLAGS"] = " ".join([*flags, DETERMINISTIC])
 
 
-def compile_checked(lowered: jax.stages.Lowered, what: str, knobs: str) -> jax.stages.Compiled:
+def compile_checked(lowered: jax.stages.Lowered, what: str, remedy: str) -> jax.stages.Compiled:
     """Compiles a program, and checks that the memory of a device holds it. JAX keeps the program for its next call.
 
-    what: the program's name; knobs: config fields that make it smaller.
+    what: the program's name; remedy: what to change in the config to make it smaller.
     Raises: UserError, if the memory is too small.
     """
     try:
@@ -69,15 +72,31 @@ def compile_checked(lowered: jax.stages.Lowered, what: str, knobs: str) -> jax.s
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise UserError(f"{what} does not fit the device's memory ({_first_line(error)}): lower {knobs}") from error
-    used, there = compiled.memory_analysis(), (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+        raise UserError(f"{what} does not fit the device's memory ({_first_line(error)}): {remedy}") from error
+    used, there = compiled.memory_analysis(), (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     need = 0 if used is None else used.argument_size_in_bytes + used.temp_size_in_bytes
     need += 0 if used is None else used.output_size_in_bytes - used.alias_size_in_bytes
     if there and need > there:  # a CPU knows no limit
         raise UserError(
-            f"{what} needs {need / 2**30:.1f} GiB on each device, which has {there / 2**30:.1f} GiB: lower {knobs}"
+            f"{what} needs {need / 2**30:.1f} GiB on each device, which has {there / 2**30:.1f} GiB: {remedy}"
         )
     return compiled
+
+
+class Program(NamedTuple):
+    """A program of a run, which shapes are enough to compile."""
+
+    phase: str  # of a step: push | prompts | decoding | scoring | update
+    name: str
+    trace: Callable[[], jax.stages.Traced]
+    remedy: str  # what to change in the config if it does not fit the memory
+    states: PyTree  # the states of models among its arguments, as shapes with shardings
+    beside: PyTree = ()  # what else is in memory then, without the states of models
+    times: int = 1  # that it runs in its phase
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles it. Raises: UserError, if the memory is too small."""
+        return compile_checked(self.trace().lower(), self.name, self.remedy)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,15 +2,73 @@
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 import tiny
+from jax.sharding import Mesh, NamedSharding
 
-from benchmarks.collectives import Collective, Sizes, collectives, lower
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.learner import critic, forward, optim, update
+from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.plan.collectives import Collective, collectives
+from jaxrl_llm.structs import Batch
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """B prompts, in micro-batches; G completions of each; tokens P and C."""
+
+    prompts: int = 64
+    microbatch: int = 8
+    group: int = 8
+    prompt_tokens: int = 512
+    completion_tokens: int = 1024
+    packed: tuple[int, int] | None = None  # N and T of the rows in a micro-batch; None: each completion is a row
+
+
+def lower(program: str, config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> jax.stages.Lowered:
+    """Traces "update", "score" or "critic" for a mesh."""
+    b, microbatch = sizes.prompts, sizes.microbatch
+    batch = _batch(mesh, sizes)
+    model = Decoder(replace(config, tied_head=True) if program == "critic" else config, mesh)
+    shapes, objective = model.shapes(), update.policy_objective(model, losses.ppo_clip(), Sampling())
+    if program == "critic":
+        readout = {"kernel": jnp.zeros((config.width, 1)), "bias": jnp.zeros(1)}
+        shapes, objective = {"decoder": shapes, "readout": readout}, critic.value_objective(model, clip=0.2)
+    adamw = optim.make_optimizer(
+        10, learning_rate=1e-6, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0, clip_norm=1.0,
+        weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8,
+    )  # fmt: skip
+    state, placed = update.abstract_state(shapes, adamw, mesh)
+    if program == "score":
+        return forward.make_logprob_fn(model, Sampling(), mesh, microbatch).lower(state.params, batch)
+    aggregate = partial(losses.aggregation_weights, mode="token_mean")
+    step = update.make_update_step(objective, adamw, mesh, placed, microbatch=microbatch, aggregate=aggregate)
+    return step.lower(state, batch, jax.ShapeDtypeStruct((b,), jnp.int32))
+
+
+def _batch(mesh: Mesh, sizes: Sizes) -> Batch:
+    place = NamedSharding(mesh, sharding.BATCH)
+    prompts = (sizes.prompts, sizes.prompt_tokens)
+    completions = (sizes.prompts, sizes.group, sizes.completion_tokens)
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)  # noqa: E731
+    names = ("advantages", "values", "returns", "sampler_logprobs", "old_logprobs")
+    index = None
+    if sizes.packed:
+        index = of((sizes.prompts, *index_shape(sizes.group, sizes.completion_tokens, sizes.packed)), "int32")
+    return Batch(
+        of(prompts, "int32"), of(prompts, "bool"), of(completions, "int32"), of(completions, "bool"),
+        of(completions, "bool"), packed_index=index, **{name: of(completions, "float32") for name in names},
+    )  # fmt: skip
+
 
 CONFIG = DecoderConfig(
     vocab_size=65_536, width=32, layers=3, heads=4, kv_heads=2, head_dim=8, mlp_width=8192, max_positions=4096,
@@ -22,8 +80,9 @@ MESHES = [(1, 8, 1), (2, 2, 2)]
 
 
 @cache
-def compiled(program: str, mesh: tuple[int, int, int]) -> list[Collective]:
-    return collectives(lower(program, CONFIG, tiny.mesh_of(mesh), SIZES).compile().as_text())
+def compiled(program: str, mesh: tuple[int, int, int], packed: tuple[int, int] | None = None) -> list[Collective]:
+    lowered = lower(program, CONFIG, tiny.mesh_of(mesh), replace(SIZES, packed=packed))
+    return collectives(lowered.compile().as_text())
 
 
 def parameter_bytes(mesh: tuple[int, int, int], *names: str) -> int:
@@ -74,6 +133,14 @@ def test_scoring_gathers_parameters_once_a_micro_batch(mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_with_some_of_its_rows_in_a_micro_batch_no_prompt_goes_to_another_device(mesh):
+    """The program computes the number of micro-batches, which counts as 1 here."""
+    most = parameter_bytes(mesh, "layers", "head") + of_tensor(mesh, 3) + 4 * state_bytes(mesh)
+    rows = SIZES.group, SIZES.completion_tokens  # as many tokens in a micro-batch as without packing
+    assert sent(compiled("score", mesh, (rows[0] // 2, rows[1]))) <= 1.05 * most
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_critics_update_sends_the_parameters_of_layers_and_nothing_of_a_vocabulary(mesh):
     found = compiled("critic", mesh)
     in_layers = [c for c in found if CONFIG.layers in c.loops]
@@ -103,6 +170,8 @@ def test_the_parser_counts_bytes_and_loops_of_both_compilers():
 ENTRY %main.1 (x: f32[8,4]) -> f32[8,4] {
   %while.1 = (s32[], f32[8,4]) while(%x), condition=%condition.1, body=%body.1
   %fused = f32[1,4] fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+  %begins = f32[8,4] all-gather(%x), channel_id=7, replica_groups={}, frontend_attributes={chain_id="0"}
+  %goes_on = f32[8,4] all-gather(%x), channel_id=7, replica_groups={}, frontend_attributes={chain_id="0"}
   %alone = f32[8,4] all-gather(%x), replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_1'}, dimensions={0}
   %slice = f32[1,4]{1,0} reduce-scatter(%x), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
   ROOT %both = (f32[4], f32[4]) all-reduce(%x, %y), replica_groups={}, to_apply=%add
@@ -111,6 +180,7 @@ ENTRY %main.1 (x: f32[8,4]) -> f32[8,4] {
     assert [(c.kind, c.bytes, c.loops) for c in collectives(text)] == [
         ("collective-permute", 64, (4,)),
         ("reduce-scatter", 128, ()),
+        ("all-gather", 128, ()),
         ("reduce-scatter", 128, ()),
         ("all-reduce", 64, ()),
     ]

@@ -1,0 +1,64 @@
+"""Operations of the matrix products in a program, counted in its jaxpr: the compiler's own count visits a loop once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+def flops(traced: jax.stages.Traced, turns: int = 1) -> float:
+    """Counts the operations of all devices together; an addition and a multiplication are two.
+
+    turns: of a loop that the program itself decides to end, such as that over micro-batches. Of the branches of a
+    condition the largest counts. A kernel counts all its blocks, also those that its mask skips.
+    """
+    return _of_jaxpr(traced.jaxpr.jaxpr, turns)
+
+
+def _of_jaxpr(jaxpr: Any, turns: int) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "dot_general":
+            total += _of_product(equation)
+        elif name == "cond":
+            total += max(_of_jaxpr(branch.jaxpr, turns) for branch in params["branches"])
+        else:
+            total += _times(name, params, turns) * sum(_of_jaxpr(inner, turns) for inner in _inner(params))
+    return total
+
+
+def _of_product(equation: Any) -> float:
+    left, right = (x.aval.shape for x in equation.invars[:2])
+    (contracted, right_contracted), (_, right_batch) = equation.params["dimension_numbers"]
+    del contracted
+    free = [n for i, n in enumerate(right) if i not in (*right_contracted, *right_batch)]
+    return 2.0 * math.prod(left) * math.prod(free)
+
+
+def _times(name: str, params: dict[str, Any], turns: int) -> int:
+    """How often an equation runs the programs in it, on all devices."""
+    if name == "scan":
+        return params["length"]
+    if name == "while":
+        return turns
+    if name == "shard_map":  # its shapes are those of a device
+        axes = (
+            params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+        )  # by version of JAX
+        return math.prod(params["mesh"].shape[axis] for axis in axes)
+    if name == "pallas_call":
+        return math.prod(params["grid_mapping"].grid)
+    return 1
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    """Yields the jaxprs in the parameters of an equation."""
+    for value in params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            one = getattr(one, "jaxpr", one)  # of a closed one
+            if hasattr(one, "eqns"):
+                yield one

@@ -1,0 +1,268 @@
+"""The phases of a step on a TPU slice: memory, operations, traffic and an estimated time of each of their programs."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm import compatibility
+from jaxrl_llm.compilation import Program
+from jaxrl_llm.config import checks
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.scorers import FROZEN, Frozen
+from jaxrl_llm.learning import Learning, Models, describe_models, make_learning, make_packing
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.plan.chips import Chip
+from jaxrl_llm.plan.collectives import Collective, collectives
+from jaxrl_llm.plan.flops import flops
+from jaxrl_llm.programs import of_learning
+from jaxrl_llm.rollout import engines
+from jaxrl_llm.rollout.compaction import prompts_at_once
+from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.shapes import Book
+from jaxrl_llm.sharding import prompt_shards, shardings
+from jaxrl_llm.structs import Config, PyTree
+
+FUSED = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel, such as that of attention
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A program of a step, on one chip. Its time is the larger one of arithmetic, memory and collectives."""
+
+    name: str
+    times: int  # that a step runs it
+    error: str = ""  # why the compiler refuses it
+    compile_seconds: float = 0.0
+    instructions: int = 0
+    program: int = 0  # bytes at its peak: arguments, temporaries and results
+    beside: int = 0  # bytes of arrays that it does not use, and that are in memory with it
+    fused: bool = False  # attention is the fused kernel
+    flops: float = 0.0
+    traffic: float = 0.0  # bytes of weights, optimizer state and KV cache that it must read and write
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        return self.program + self.beside
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that a chip sends, by kind of collective."""
+        total: Counter[str] = Counter()
+        for one in self.collectives:
+            total[one.kind] += one.bytes * one.times
+        return dict(total)
+
+    def seconds(self, chip: Chip) -> dict[str, float]:
+        """Returns the seconds that arithmetic, memory and collectives each need at the chip's published speeds."""
+        sent = sum(self.sent.values())
+        return {
+            "arithmetic": self.flops / chip.flops,
+            "memory": self.traffic / chip.bandwidth,
+            "collectives": sent / chip.ring,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on a mesh: what its chips hold, and the phases of a step."""
+
+    models: Models
+    holds: dict[str, int]  # bytes on a chip: parameters, optimizer ...
+    phases: list[Phase]
+    tokens: int  # of the completions of a step, at most
+
+    def seconds(self, chip: Chip) -> float:
+        """Returns the estimated seconds of a step."""
+        return sum(phase.times * max(phase.seconds(chip).values()) for phase in self.phases)
+
+    def fits(self, chip: Chip) -> bool:
+        return not any(phase.error or phase.peak > chip.memory * 2**30 for phase in self.phases)
+
+
+def make_plan(
+    config: Config,
+    mesh: Mesh,
+    width: int,
+    dump: Path,
+    *,
+    say: Callable[[Phase], None] = lambda phase: None,
+    most: float = math.inf,
+) -> Plan:
+    """Compiles the programs of a step, in the shapes of completions that all have their largest length.
+
+    width: tokens of a prompt; dump: the empty folder in which XLA reports the memory of programs.
+    say: gets each phase as soon as it is there. most: bytes of a chip; the first phase that needs more is the last one.
+    Raises: UserError, if the config is wrong. A program that does not fit is no error.
+    """
+    totals = checks.check_train(config)
+    compatibility.check_batch_fits_mesh(config, mesh, totals.prompts_per_update)
+    folder = hf.find(config.model.path, weights=False)
+    models = describe_models(config, totals, mesh, folder, weights=False)
+    frozen = {name: _frozen(models, name) for name in FROZEN if name in models.others}
+    learning = make_learning(models, lambda: None, frozen)
+    states = learning.all_states() | {name: other.params for name, other in frozen.items()}
+    book, phases = Book(), list[Phase]()
+    packing = make_packing(models, learning, book)
+    lengths = np.full((config.prompts_per_step, config.group_size), config.rollout.max_completion_tokens)
+    shape = packing(lengths, width).shape[1:]
+    sampler = _sampler(models, book)
+    copy = sampler.resident(states["policy"].params)
+    holds = _holds(states, copy, models)
+    if sum(holds.values()) > most:
+        phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
+        return Plan(models, holds, phases, 0)
+    for program in _programs(models, learning, sampler, shape[1:], width):
+        beside = chip_bytes(states) - chip_bytes(program.states) + chip_bytes(program.beside)
+        phase = _measure(models, program, beside, shape[0], copy, dump)
+        say(phase)
+        phases.append(phase)
+        if most < math.inf and (phase.error or phase.peak > most):
+            break
+    book.close()
+    tokens = math.prod(lengths.shape) * config.rollout.max_completion_tokens
+    return Plan(models, holds, phases, tokens)
+
+
+def _frozen(models: Models, name: str) -> Frozen:
+    """Returns a model that never learns, with the shapes of its parameters."""
+    config = models.config.model
+    model = hf.load_model(models.others[name], models.mesh, dtype=config.dtype, row_parts=config.row_parts)
+    return Frozen(model, _placed(model.shapes(), model, models.mesh))
+
+
+def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
+    of = lambda x, dtype, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)  # noqa: E731
+    return jax.tree.map(of, shapes, model.used_dtypes(shapes), shardings(shapes, mesh))
+
+
+def _sampler(models: Models, book: Book) -> Sampler:
+    config = models.config
+    return Sampler(
+        models.model,
+        models.mesh,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        stop_ids=(1,),
+        pad_id=0,
+        max_sequences=engines.choose(config).max_sequences,
+        book=book,
+    )
+
+
+def _programs(
+    models: Models, learning: Learning, sampler: Sampler, shape: tuple[int, int], width: int
+) -> Iterator[Program]:
+    """Yields the programs of a step: of the decode loops, the largest. Another engine samples elsewhere."""
+    config = models.config
+    batch = dict(prompts=config.prompts_per_step, width=width, group=config.group_size, sampling=learning.sampling)
+    of_sampler = sampler.programs(learning.learners["policy"].shapes.params, **batch)
+    for program in of_sampler if engines.choose(config).in_trainer else ():
+        yield program
+        if program.phase == "decoding":
+            break
+    yield from of_learning(config, models.mesh, learning, [shape], width)
+
+
+def _measure(models: Models, program: Program, beside: int, parts: int, copy: PyTree, dump: Path) -> Phase:
+    """Compiles a program. parts: micro-batches that a prompt is in; copy: the sampler's weights."""
+    config, totals = models.config, models.totals
+    prompts = config.prompts_per_update if program.phase == "update" else config.prompts_per_step
+    turns = prompts // (config.microbatch or prompts) * parts
+    batches = config.prompts_per_step // at_once(models)
+    runs = {"update": totals.updates_per_rollout, "prompts": batches, "decoding": batches}
+    times = runs.get(program.phase, program.times)
+    if program.phase == "decoding":
+        turns = config.rollout.max_completion_tokens
+    traced, began = program.trace(), time.perf_counter()
+    try:
+        compiled = program.compile()
+    except UserError as error:
+        return Phase(program.name, times, error=str(error), beside=beside)
+    seconds, text = time.perf_counter() - began, compiled.as_text() or ""
+    return Phase(
+        program.name,
+        times,
+        compile_seconds=seconds,
+        instructions=text.count(" = "),
+        program=allocated(compiled, dump),
+        beside=beside,
+        fused=FUSED in text,
+        flops=flops(traced, turns) / models.mesh.size,
+        traffic=_traffic(program, compiled, turns, models, copy),
+        collectives=tuple(collectives(text, turns)),
+    )
+
+
+def at_once(models: Models) -> int:
+    """Returns how many prompts have a KV cache at once."""
+    config = models.config
+    most = engines.choose(config).max_sequences
+    return prompts_at_once(config.prompts_per_step, config.group_size, prompt_shards(models.mesh), most)
+
+
+def _traffic(program: Program, compiled: jax.stages.Compiled, turns: int, models: Models, copy: PyTree) -> float:
+    """Bytes that a chip must at least read and write: no activations, and of a scoring model what the layers gather."""
+    used: Any = compiled.memory_analysis()
+    if program.phase == "decoding":  # each token reads the weights and the whole cache
+        return turns * used.argument_size_in_bytes
+    if program.phase in ("push", "prompts"):
+        return used.argument_size_in_bytes + used.output_size_in_bytes
+    # The gathered weights are written and read in each pass: one to score, three to learn, with the recomputed one.
+    gathered = 2 * chip_bytes(copy)
+    if program.phase == "scoring":
+        return turns * gathered
+    gradients = 2 * chip_bytes(program.states.params)
+    return turns * (3 * gathered + gradients) + used.argument_size_in_bytes + used.output_size_in_bytes
+
+
+def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
+    """Returns the bytes of HBM that a program needs on a chip, as the TPU compiler has placed them."""
+    used: Any = compiled.memory_analysis()
+    if hasattr(used, "total_allocation_bytes"):  # JAX 0.12
+        return used.total_allocation_bytes
+    # The newest is of this program. The helper functions of JAX are compiled for the CPU.
+    reports = [file for file in dump.glob("*memory-usage-report.txt") if ".cpu_" not in file.name]
+    text = max(reports, key=lambda file: file.stat().st_mtime).read_text() if reports else ""
+    found = re.search(r"Memory Space: default.*?Total bytes[^\d]*([\d,]+)", text, re.DOTALL)
+    return int(found[1].replace(",", "")) if found else used.peak_memory_in_bytes
+
+
+def chip_bytes(tree: PyTree) -> int:
+    """Returns the bytes of a tree of shapes with shardings on each chip."""
+
+    def of(x: Any) -> int:
+        return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(of(x) for x in jax.tree.leaves(tree))
+
+
+def _holds(states: PyTree, copy: PyTree, models: Models) -> dict[str, int]:
+    """Returns the bytes on a chip of what stays in memory between programs."""
+    holds = {}
+    for name, state in states.items():
+        if hasattr(state, "params"):
+            holds[f"{name} parameters"] = chip_bytes(state.params)
+            holds[f"{name} optimizer"] = chip_bytes(state.opt_state)
+        else:
+            holds[name] = chip_bytes(state)
+    config, cfg, tensor = models.config, models.model.cfg, models.mesh.shape["tensor"]
+    if engines.choose(config).in_trainer:
+        completions = at_once(models) // prompt_shards(models.mesh) * config.group_size
+        heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
+        of_token = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
+        holds["sampler's copy (while it samples)"] = chip_bytes(copy)
+        holds["KV cache (while it samples)"] = completions * config.rollout.max_completion_tokens * of_token
+    return holds

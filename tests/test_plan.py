@@ -1,0 +1,145 @@
+"""`python -m jaxrl_llm.plan`: what it counts, and that it says of a slice what the TPU compiler says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from jaxrl_llm.config import load as configs
+from jaxrl_llm.plan import phases
+from jaxrl_llm.plan.chips import CHIPS
+from jaxrl_llm.plan.flops import flops
+from jaxrl_llm.plan.phases import Phase, make_plan
+from jaxrl_llm.plan.search import candidates
+
+ROOT = Path(__file__).parent.parent
+V5E = CHIPS["v5e"]
+
+
+def test_operations_are_counted_with_loops_branches_and_recomputed_layers():
+    x = jnp.ones((4, 8))
+
+    def looped(x):
+        layer = jax.checkpoint(lambda x, _: (jnp.tanh(x @ jnp.ones((8, 8))), None))
+        x, _ = jax.lax.scan(layer, x, None, length=3)
+        x = jax.lax.while_loop(lambda x: x.sum() < 0, lambda x: x @ jnp.ones((8, 8)), x)
+        return jax.lax.cond(x.sum() > 0, lambda x: x @ jnp.ones((8, 8)), lambda x: x, x)
+
+    product = 2 * 4 * 8 * 8
+    assert flops(jax.jit(looped).trace(x), turns=5) == (3 + 5 + 1) * product
+    # Backward, a layer costs its recomputed product and that of the gradient of x.
+    scanned = lambda x: jax.lax.scan(jax.checkpoint(lambda x, _: (x @ jnp.ones((8, 8)), None)), x, None, length=3)[0]  # noqa: E731
+    assert flops(jax.jit(jax.grad(lambda x: jnp.sum(jnp.tanh(scanned(x))))).trace(x)) >= 6 * product
+    batched = jax.jit(lambda x, y: jnp.einsum("bij,bjk->bik", x, y))
+    assert flops(batched.trace(jnp.ones((7, 2, 3)), jnp.ones((7, 3, 5)))) == 7 * 2 * 2 * 3 * 5
+
+
+def test_operations_in_shard_map_are_those_of_all_devices():
+    mesh = tiny.mesh_of((1, 4, 2))
+    rows = jax.sharding.PartitionSpec("fsdp")
+    product = jax.shard_map(lambda x: x @ jnp.ones((8, 8)), mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    assert flops(jax.jit(product).trace(jnp.ones((16, 8)))) == 2 * 2 * 16 * 8 * 8  # tensor computes it twice
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    config = configs.load(ROOT / "configs" / "grpo.py")
+    config.update_from_flattened_dict({"microbatch": 16, "mesh.tensor": 2, "engine.max_sequences": 256})
+    mesh = tiny.mesh_of((1, 4, 2))
+    return make_plan(config.lock(), mesh, 8, tmp_path_factory.mktemp("dump"))
+
+
+def test_a_plan_has_every_program_of_a_step_and_how_often_it_runs(plan):
+    found = {phase.name.split(",")[0]: phase.times for phase in plan.phases}
+    of_sampler = {"a layer for the sampler": 4, "embedding and head for the sampler": 1, "prompts": 2, "decoding": 2}
+    assert found == of_sampler | {"scoring of reference": 1, "the update": 1}
+    assert all(phase.program and phase.compile_seconds and phase.instructions for phase in plan.phases)
+
+
+def test_the_bytes_of_a_chip_are_those_of_its_shards(plan):
+    numbers = sum(x.size for x in jax.tree.leaves(plan.models.model.shapes()))
+    split = plan.holds["policy parameters"]
+    assert numbers * 4 / 8 <= split <= 1.05 * numbers * 4 / 8  # norms and biases are on each device
+    assert plan.holds["policy optimizer"] == pytest.approx(2 * split, rel=1e-3)
+    assert plan.holds["reference"] == split
+    assert numbers * 4 / 2 <= plan.holds["sampler's copy (while it samples)"] <= 1.05 * numbers * 4 / 2
+    # 256 completions over 4 devices, 12 tokens, keys and values of 4 layers, 1 of 2 heads with 32 numbers
+    assert plan.holds["KV cache (while it samples)"] == 64 * 12 * 2 * 4 * 32 * 4
+
+
+def test_what_lives_beside_a_program_is_counted(plan):
+    by = {phase.name.split(",")[0]: phase.beside for phase in plan.phases}
+    policy = plan.holds["policy parameters"] + plan.holds["policy optimizer"]
+    assert by["decoding"] == by["prompts"] == pytest.approx(policy + plan.holds["reference"], abs=64)
+    assert by["the update"] == plan.holds["reference"]
+    assert by["scoring of reference"] == pytest.approx(policy, abs=64)
+    copy = plan.holds["sampler's copy (while it samples)"]
+    others = policy * 2 / 3 + plan.holds["reference"]
+    for name in ("a layer for the sampler", "embedding and head for the sampler"):
+        assert others < by[name] < others + copy + plan.holds["policy parameters"]
+
+
+def test_the_operations_of_scoring_and_update_are_those_of_their_tokens(plan):
+    by = {phase.name.split(",")[0]: phase.flops * 8 for phase in plan.phases}
+    cfg = plan.models.model.cfg
+    of_layer = 2 * cfg.width * (cfg.heads + cfg.kv_heads) * cfg.head_dim + 3 * cfg.width * cfg.mlp_width
+    tokens = 64 * (8 + 8 * 12)
+    forward = 2 * tokens * cfg.layers * of_layer
+    assert forward < by["scoring of reference"] < 1.5 * forward  # and attention and head
+    assert 2.9 < by["the update"] / by["scoring of reference"] < 4.1
+
+
+def test_a_phase_takes_as_long_as_its_slowest_resource():
+    phase = Phase("update", 2, flops=V5E.flops, traffic=3 * V5E.bandwidth)
+    assert phase.seconds(V5E) == {"arithmetic": 1.0, "memory": 3.0, "collectives": 0.0}
+
+
+def test_a_program_that_the_compiler_refuses_is_a_phase_that_does_not_fit(plan):
+    refused = phases.Plan(plan.models, plan.holds, [*plan.phases, Phase("update", 1, error="too big")], 1)
+    assert plan.fits(V5E) and not refused.fits(V5E)
+    crowded = phases.Plan(plan.models, plan.holds, [Phase("update", 1, program=9 * 2**30, beside=7 * 2**30)], 1)
+    assert not crowded.fits(V5E)
+
+
+def test_a_search_compiles_nothing_for_what_cannot_fit_and_tries_only_meshes_that_suit(tmp_path):
+    config = configs.load(ROOT / "configs" / "grpo.py").lock()
+    found = list(candidates(config, 16))
+    assert {(c.mesh.fsdp, c.mesh.tensor) for c in found} == {(16, 1), (8, 2)}  # the model has 2 heads of keys
+    assert all(c.prompts_per_update % c.microbatch == 0 and c.microbatch % c.mesh.fsdp == 0 for c in found)
+    small = make_plan(config, tiny.mesh_of((1, 4, 2)), 8, tmp_path, most=2**20)
+    assert [phase.name for phase in small.phases] == ["sampling"] and not small.fits(V5E)
+
+
+def told(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jaxrl_llm.plan", "--config", str(ROOT / "configs" / "grpo.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
+
+
+@pytest.mark.parametrize(
+    ("topology", "words"),
+    [("h100:8", ("--topology h100:8", "v5e:4x4")), ("v5e:4x4", ("pip install 'jaxrl_llm[tpu]'",))],
+)
+def test_a_topology_is_refused_in_a_line(topology, words):
+    if find_spec("libtpu") and topology == "v5e:4x4":
+        pytest.skip("the TPU compiler is installed")
+    done = told("--topology", topology)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+    assert all(word in done.stderr for word in words)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("libtpu"), reason="needs the tpu extra")
+def test_the_tpu_compiler_plans_the_embedded_model():
+    sizes = "--config.model.dtype=bfloat16", "--config.microbatch=16"
+    done = told("--topology", "v5e:2x2", "--json", *sizes)
+    (found,) = json.loads(done.stdout)
+    assert done.returncode == 0 and found["fits"], done.stderr
+    assert max(phase["peak"] for phase in found["phases"]) < 2**30
