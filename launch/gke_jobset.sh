@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# shellcheck disable=SC2034 # options are also read by their names
+set -euo pipefail
+
+usage() {
+  cat <<'END'
+Train on a TPU slice of a GKE cluster, as a JobSet.
+
+  launch/gke_jobset.sh --name NAME --image IMAGE --accelerator TYPE --topology 4x4 --nodes 4 --bucket BUCKET
+                       [options] [-- trainer arguments]
+
+  --name NAME             the JobSet; also names the work directory, /runs/NAME
+  --image IMAGE           built from the Dockerfile of the checkout with EXTRA=tpu, pushed to a registry
+  --accelerator TYPE      cloud.google.com/gke-tpu-accelerator of the node pool, e.g. tpu-v5-lite-podslice
+  --topology AxB          cloud.google.com/gke-tpu-topology of the node pool, e.g. 4x4
+  --nodes N               hosts of the slice: 4x4 chips of v5e are 4 hosts
+  --bucket BUCKET         a Cloud Storage bucket, mounted at /runs; see launch/tpu_pod.sh --help for what it needs
+  --pvc CLAIM             instead a PersistentVolumeClaim that all pods may write (ReadWriteMany), such as Filestore
+  --workdir DIR           below /runs [/runs/NAME]
+  --service-account NAME  Kubernetes service account of the pods; with --bucket it needs access to the bucket
+  --spot                  on spot nodes
+  --restarts N            how often a run that fails is started again [3]; after a preemption it always is
+  --grace SECONDS         from SIGTERM to SIGKILL: longer than the rollout or the updates of a step, and 30 s to save
+                          [300]. Spot nodes give less time
+  --dry-run               print the manifest, ready for kubectl apply -f -; apply nothing
+
+Applies the manifest with kubectl. The cluster needs JobSet 0.6 or newer [trainer arguments: --config configs/grpo.py].
+The log:      kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=NAME,batch.kubernetes.io/job-completion-index=0
+To stop it:   kubectl delete jobset NAME   All pods save. The same command again resumes.
+END
+}
+die() { echo "gke_jobset.sh: $*" >&2; exit 2; }
+
+name='' image='' accelerator='' topology='' nodes='' bucket='' pvc='' workdir='' service_account='' spot='' restarts=3
+grace=300 dry=''
+while [ $# -gt 0 ]; do
+  case $1 in
+    --name | --image | --accelerator | --topology | --nodes | --bucket | --pvc | --workdir | --service-account | \
+      --restarts | --grace)
+      case ${2:-"--"} in --*) die "$1 needs a value: $1 VALUE" ;; esac
+      field=${1#--}
+      printf -v "${field//-/_}" %s "$2"; shift ;;
+    --spot) spot=1 ;;
+    --dry-run) dry=1 ;;
+    -h | --help) usage; exit ;;
+    --) shift; break ;;
+    *) die "unknown option '$1': trainer arguments go after --, and --help lists the options" ;;
+  esac
+  shift
+done
+for field in name image accelerator topology nodes; do
+  [ "${!field}" ] || die "--$field is missing: --help has an example"
+done
+[[ $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] ||
+  die "--name '$name' is no name for Kubernetes: give at most 40 small letters, digits and -, e.g. --name grpo"
+[[ $topology =~ ^[0-9]+(x[0-9]+)+$ ]] || die "--topology '$topology' is not like 4x4"
+for field in nodes restarts grace; do
+  [[ ${!field} =~ ^[0-9]+$ ]] || die "--$field '${!field}' is not a number"
+done
+all=$((${topology//x/ * }))
+if [ "$nodes" = 0 ] || [ $((all % nodes)) != 0 ]; then
+  die "--nodes $nodes cannot share the $all chips of --topology $topology evenly: give the slice's number of hosts"
+fi
+chips=$((all / nodes))
+case ${bucket:+b}${pvc:+p} in b | p) ;; *) die "the pods need one shared disk: give --bucket or --pvc" ;; esac
+case ${workdir:=/runs/$name} in /runs/*) ;; *) die "--workdir '$workdir' is not below /runs, the shared disk" ;; esac
+[ $# -gt 0 ] || set -- --config configs/grpo.py
+
+# A JSON string is also a YAML string. Kubernetes would replace $(NAME) in an argument, and reads $$ as $.
+json() {
+  local text=${1//\\/\\\\}
+  text=${text//\"/\\\"} text=${text//$'\n'/\\n} text=${text//$'\t'/\\t} text=${text//\$/\$\$}
+  printf '"%s"' "$text"
+}
+args=''
+for word in --workdir "$workdir" --distributed auto "$@"; do args+="${args:+, }$(json "$word")"; done
+
+template=$(dirname "${BASH_SOURCE[0]}")/gke_jobset.yaml
+drop=()
+[ "$spot" ] || drop+=(-e '/ #spot$/d')
+[ "$bucket" ] || drop+=(-e '/ #bucket$/d')
+[ "$pvc" ] || drop+=(-e '/ #pvc$/d')
+[ "$service_account" ] || drop+=(-e '/ #service-account$/d')
+text=$(sed -e 1,2d "${drop[@]}" -e 's/ #[a-z-]*$//' "$template")
+for field in NAME RESTARTS NODES GRACE SERVICE_ACCOUNT ACCELERATOR TOPOLOGY IMAGE CHIPS PVC BUCKET ARGS; do
+  value=$(printf %s "$field" | tr '[:upper:]' '[:lower:]')
+  text=${text//@"$field"@/"${!value}"} # ARGS is the last: what a user writes is not filled in again
+done
+
+if [ "$dry" ]; then
+  printf '%s\n' "$text"
+  exit
+fi
+command -v kubectl > /dev/null || die "kubectl is missing: install it, https://kubernetes.io/docs/tasks/tools"
+printf '%s\n' "$text" | kubectl apply -f -

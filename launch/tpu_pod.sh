@@ -1,0 +1,207 @@
+#!/usr/bin/env bash
+set -euo pipefail
+
+usage() {
+  cat <<'END'
+Train on a Google Cloud TPU slice of several hosts (v5litepod-16, v5litepod-256, v6e-16, ...).
+
+  launch/tpu_pod.sh --name NAME --zone ZONE --type TYPE --bucket BUCKET [options] [-- trainer arguments]
+
+  --name NAME      the slice, and the queued resource that asks for it
+  --zone ZONE      e.g. us-central1-a
+  --type TYPE      accelerator type, e.g. v5litepod-16
+  --version IMAGE  TPU runtime [the usual one for TYPE]
+  --project ID     Google Cloud project [gcloud's own]
+  --bucket BUCKET  a Cloud Storage bucket: each worker mounts it at ~/jaxrl_llm/runs, with gcsfuse
+  --nfs HOST:/DIR  instead an NFS share, such as Filestore: each worker mounts it there
+  --workdir DIR    on all workers: absolute, or below ~/jaxrl_llm [runs/NAME]. Without --bucket and --nfs it is
+                   absolute, and on a disk that the workers share already
+  --spot           a spot slice: cheap, and may be preempted
+  --restarts N     how many times in a row a run that fails is started again [3]
+  --delete         delete the slice once the run has ended
+  --dry-run        print what a first launch would run, one command per line; run nothing
+
+Queues for the slice until it is there, copies the checkout to all workers (uncommitted work too, ignored files not),
+installs it, trains detached on all of them [--config configs/grpo.py], and follows the log of worker 0.
+While this command runs,
+  a slice that is preempted   is deleted and queued for again, any number of times;
+  a run that fails            is started again on its slice, at most --restarts times in a row. A failure after an
+                              hour of training counts as the first one.
+The run then goes on from its last checkpoint. Ctrl-C only stops following: the same command again follows or resumes.
+The exit status is that of worker 0, or 75 where it did not come to that: no slice, or a connection lost.
+Unattended: until launch/tpu_pod.sh --spot ...; [ $? != 75 ]; do sleep 60; done
+
+To stop a run, send SIGTERM to the trainer on any one worker. All workers save and end with 0. This command does too,
+after a minute in which it makes sure that this was no preemption:
+  gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=0 --command='kill $(cat jaxrl_llm/launch.pid)'
+The log of worker N:
+  gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=N --command='cat jaxrl_llm/launch.log'
+
+A bucket needs a hierarchical namespace. Without it a folder cannot be renamed, and no checkpoint is saved:
+  gcloud storage buckets create gs://BUCKET --location=REGION --uniform-bucket-level-access \
+    --enable-hierarchical-namespace
+gcsfuse has no locks between hosts: nothing stops runs on two slices that use the same work directory. So give each
+run its own --name or --workdir. And it uploads a log file only when the run closes it: a slice that is lost without
+warning takes the lines since the start of its run with it, but no checkpoint. NFS has neither limit.
+END
+}
+say() { echo "tpu_pod.sh: $*" >&2; }
+die() { say "$*"; exit 2; }
+
+name='' zone='' type='' version='' project='' bucket='' nfs='' workdir='' spot='' restarts=3 delete='' dry=''
+while [ $# -gt 0 ]; do
+  case $1 in
+    --name | --zone | --type | --version | --project | --bucket | --nfs | --workdir | --restarts)
+      case ${2:-"--"} in --*) die "$1 needs a value: $1 VALUE" ;; esac
+      printf -v "${1#--}" %s "$2"; shift ;;
+    --spot) spot=1 ;;
+    --delete) delete=1 ;;
+    --dry-run) dry=1 ;;
+    -h | --help) usage; exit ;;
+    --) shift; break ;;
+    *) die "unknown option '$1': trainer arguments go after --, and --help lists the options" ;;
+  esac
+  shift
+done
+[ "$name" ] || die "--name is missing: name the slice, e.g. --name grpo"
+[ "$zone" ] || die "--zone is missing: say where, e.g. --zone us-central1-a"
+[ "$type" ] || die "--type is missing: say which slice, e.g. --type v5litepod-16"
+case ${type##*-} in 1 | 4 | 8) die "--type '$type' is one host: take launch/tpu_vm.sh" ;; esac
+case $restarts in *[!0-9]*) die "--restarts '$restarts' is not a number: e.g. --restarts 3" ;; esac
+case "${bucket:+b}${nfs:+n}:$workdir" in
+  bn:*) die "--bucket and --nfs are both given: give one" ;;
+  :/* | [bn]: | [bn]:runs/*) ;;
+  :*) die "the workers share no disk: give --bucket, --nfs, or an absolute --workdir on a disk that they share" ;;
+  *) die "--workdir '$workdir' is not on the mounted disk: give one below runs/, e.g. --workdir runs/$name" ;;
+esac
+case $type in
+  v6e-*) : "${version:=v2-alpha-tpuv6e}" ;;
+  v5p-*) : "${version:=v2-alpha-tpuv5}" ;;
+  v5litepod-*) : "${version:=v2-alpha-tpuv5-lite}" ;;
+  *) : "${version:=tpu-ubuntu2204-base}" ;;
+esac
+[ $# -gt 0 ] || set -- --config configs/grpo.py
+
+# As in tpu_vm.sh, each step is one line of shell, which is printed or evaluated. Each line must be repeatable.
+q() { local line; line=$(printf '%q ' "$@"); printf %s "${line% }"; }
+where() { q "$@" --zone="$zone" ${project:+--project="$project"}; }
+tpus() { where gcloud --quiet compute tpus "$@"; }
+on() { # worker, command
+  local text="mkdir -p jaxrl_llm && cd jaxrl_llm || exit; $2"
+  case $text in *\'*) text=$(q "$text") ;; *) text="'$text'" ;; esac # so the dry run is easy to read
+  printf %s "$(tpus tpu-vm ssh "$name" --worker="$1" --ssh-flag=-oServerAliveInterval=15) --command=$text"
+}
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+workdir=${workdir:-runs/$name}
+train=$(q .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" --distributed auto "$@")
+run=$(printf %s "$train" | cksum | cut -d ' ' -f 1)
+
+describe=$(tpus queued-resources describe "$name" --format='value(state.state)')
+create=$(tpus queued-resources create "$name" --node-id="$name" --accelerator-type="$type" \
+  --runtime-version="$version" ${spot:+--spot})
+remove=$(tpus queued-resources delete "$name" --force)
+# All processes of a run end together, so worker 0 answers for all. A pid file stays after a crash, a lock does not.
+probe=$(on 0 "flock -n launch.lock echo idle || echo busy")
+# gcsfuse caches no metadata here: the workers must see at once what another one writes.
+apt="sudo apt-get -o DPkg::Lock::Timeout=300 -qq"
+deb=https://github.com/GoogleCloudPlatform/gcsfuse/releases/download/v3.0.0/gcsfuse_3.0.0_amd64.deb
+mount=''
+[ ! "$bucket" ] || mount=$(on all "mountpoint -q runs || { { command -v gcsfuse > /dev/null || \
+{ curl -fsSLo gcsfuse.deb $deb && $apt -y install ./gcsfuse.deb; }; } && \
+mkdir -p runs && gcsfuse --implicit-dirs --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0 \
+$(q "$bucket") runs; }")
+[ ! "$nfs" ] || mount=$(on all "mountpoint -q runs || { $apt update && $apt -y install nfs-common && mkdir -p runs && \
+sudo mount -t nfs $(q "$nfs") runs && { [ -w runs ] || sudo chmod 1777 runs; }; }")
+# All workers cannot read one stream, so they get a file. A private index leaves the user's staging area as it is.
+copy="(export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) && git add --all && \
+git archive -o \"\$(git rev-parse --git-path launch.tar)\" \$(git write-tree)) && \
+$(tpus tpu-vm scp) \"\$(git rev-parse --git-path launch.tar)\" $(q "$name:launch.tar") --worker=all"
+# The processes of a run that was lost may take a minute to end: their code must not change before.
+install=$(on all "flock -w 120 launch.lock tar -xf ../launch.tar && export PATH=\$HOME/.local/bin:\$PATH && \
+{ command -v uv > /dev/null || python3 -m pip install --quiet --user uv; } && \
+{ [ -x .venv/bin/python ] || uv venv --python 3.12; } && uv pip install -c constraints.txt -e \".[tpu]\"")
+# A lock that this same command holds is no error: gcloud repeats a command if its connection breaks. Of two launches
+# at the same time, only the one that gets the lock of worker 0 starts the other workers.
+start="exec 9> launch.lock && { flock -n 9 || exec grep -qx $run launch.run; } && echo $run > launch.run && \
+rm -f launch.exit && { [ ! -e launch.log ] || mv launch.log launch.log.old; } && \
+{ (trap \"\" HUP; (echo \$BASHPID > launch.pid; exec $train); echo \$? > launch.exit) \
+>> launch.log 2>&1 < /dev/null & }"
+first=$(on 0 "$start") all=$(on all "$start")
+follow=$(on 0 "flock -s launch.lock true & tail -n 200 -s 0.2 -F --pid=\$! launch.log")
+result=$(on 0 "[ -s launch.exit ] && cat launch.exit && { tail -n 20 launch.log | grep -o ^done: || true; }")
+
+cd "$root"
+if [ "$dry" ]; then
+  printf '%s\n' "cd $(q "$root")" "$describe" "$create" "$probe" "$mount" "$copy" "$install" "$first" "$all" \
+    "$follow" "$result" "${delete:+$remove}" | grep .
+  exit
+fi
+
+command -v gcloud > /dev/null || die "gcloud is missing: install it, https://cloud.google.com/sdk/docs/install"
+exec < /dev/null
+follower='' failed=0 began=0
+trap '[ ! "$follower" ] || kill "$follower" 2> /dev/null || true' EXIT
+trap 'say "no longer following $name; the same command again does"; exit 130' INT TERM HUP
+
+end() { # exit status
+  if [ "$delete" ] && [ "$1" != 75 ]; then eval "$remove"; fi
+  exit "$1"
+}
+again() { # what happened, exit status if no restart is left
+  [ $((SECONDS - began)) -lt 3600 ] || failed=0
+  failed=$((failed + 1)) began=$SECONDS
+  if [ "$failed" -gt "$restarts" ]; then say "$1; no restart is left"; end "$2"; fi
+  say "$1; restart $failed of $restarts"
+  sleep 30
+}
+state() { eval "$describe" 2> /dev/null || true; }
+obtain() { # returns when the slice is there
+  local now said=''
+  while :; do
+    now=$(state)
+    case $now in
+      ACTIVE) return ;;
+      '') eval "$create" || again "$name could not be requested" 75 ;;
+      SUSPENDED) say "$name was preempted: requesting it anew"; eval "$remove" || again "$name cannot be deleted" 75 ;;
+      FAILED) eval "$remove" || true; again "the request for $name failed" 75 ;;
+      *) [ "$now" = "$said" ] || say "$name is $now: waiting for it"; said=$now; sleep 30 ;;
+    esac
+  done
+}
+reach() { # prints the answer of worker 0, which may take a minute to boot
+  local try
+  for try in 1 2 3 4 5 6; do eval "$probe" && return; [ "$try" = 6 ] || sleep 10; done
+  return 1
+}
+preempted() { # the state changes a while after the workers are lost
+  local _
+  for _ in 1 2 3 4 5 6; do [ "$(state)" = ACTIVE ] || return 0; sleep 10; done
+  return 1
+}
+
+while :; do
+  obtain
+  if ! found=$(reach); then again "$name does not answer" 75; continue; fi
+  if [ "$found" = busy ]; then
+    failed=0 # only the connection was lost
+    say "already training on $name: following its log"
+  elif ! eval "${mount:-true} && $copy && $install && $first && $all"; then
+    again "$name could not be set up" 75
+    continue
+  fi
+  began=$SECONDS
+  eval "exec $follow" &
+  follower=$!
+  wait "$follower" || true
+  follower=''
+  ended=$(eval "$result") || ended=''
+  case $ended in
+    0*done:*) end 0 ;;
+    *) if preempted; then say "$name was preempted"; continue; fi ;;
+  esac
+  case $ended in
+    0) end 0 ;;
+    '') again "lost sight of the run on $name" 75 ;;
+    *) again "the run ended with exit status $ended" "${ended%%$'\n'*}" ;;
+  esac
+done
