@@ -131,6 +131,7 @@ def get_config() -> ConfigDict:
     c.optim.b1 = 0.9  # decay rate of the mean of gradients
     c.optim.b2 = 0.95  # decay rate of the mean of squared gradients
     c.optim.eps = 1e-8  # added to the denominator of an update
+    c.optim.momentum_dtype = "float32"  # of the mean of gradients: float32 | bfloat16 (2 bytes less for each parameter)
 
     c.adaptive_warmup = ConfigDict()  # the learning rate of the warm-up does not rise while a value is above its bound
     c.adaptive_warmup.kl_to_reward = 0.0  # bound of KL penalty / task reward; 0: no bound
@@ -144,7 +145,7 @@ def get_config() -> ConfigDict:
     c.health.max_skipped = 10
 
     c.checkpoint = ConfigDict()
-    c.checkpoint.every = 25  # steps; also at every evaluation, at SIGTERM or Ctrl-C, and at the end
+    c.checkpoint.every = 25  # steps; also at the best evaluations, at SIGTERM or Ctrl-C, and at the end
     c.checkpoint.keep = 2  # number of latest checkpoints to keep
     c.checkpoint.keep_best = 1  # also keep this number of best checkpoints by evaluation; 0: none
 

@@ -62,6 +62,7 @@ def get_config() -> ConfigDict:
     c.optim.b1 = 0.9
     c.optim.b2 = 0.95
     c.optim.eps = 1e-8
+    c.optim.momentum_dtype = "float32"
 
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
 

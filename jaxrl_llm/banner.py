@@ -76,13 +76,11 @@ def shapes_table(slots: Sequence[Slots], packed: Sequence[Shape]) -> list[tuple[
     rows = []
     if slots:
         largest = slots[0]
-        text = f"{largest.entries} x {largest.width} completions a device, {largest.capacity} tokens"
-        rows.append(("decoding, largest shape", text + _smaller(slots, SAMPLING)))
+        smaller = min(len(slots), MOST[SAMPLING]) - 1
+        pays = f"; up to {smaller} of {len(slots) - 1} smaller ones, once they pay" if smaller else ""
+        text = f"{largest.entries} x {largest.width} completions a device, {largest.capacity} tokens{pays}"
+        rows.append(("decoding, largest shape", text))
     n, t = packed[0]
-    rows.append(("learning, largest shape", f"{n} rows of {t} tokens a prompt" + _smaller(packed, TRAINING)))
+    decides = f" or less, as the first batch needs; up to {MOST[TRAINING]} shapes" if len(packed) > 1 else ""
+    rows.append(("learning, largest shape", f"{n} rows of {t} tokens of a prompt{decides}"))
     return rows
-
-
-def _smaller(shapes: Sequence[Shape], kind: str) -> str:
-    count = min(len(shapes), MOST[kind]) - 1
-    return f"; up to {count} of {len(shapes) - 1} smaller ones, once they pay" if count else ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,30 +13,24 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import compatibility, sharding
-from jaxrl_llm.algorithms import advantages, kl, losses
-from jaxrl_llm.algorithms.credit import make_credit
-from jaxrl_llm.algorithms.importance import make_importance_weights
+from jaxrl_llm import compatibility, distributed, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import batch_table, models_table, print_banner, shapes_table
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
-from jaxrl_llm.compilation import Compilations, compute_deterministically, keep_compilations
+from jaxrl_llm.compilation import Compilations, Program, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
-from jaxrl_llm.config.names import arguments, required_inputs, resolve
 from jaxrl_llm.data import prompts as data
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.evaluate import evaluate, whole_batches
 from jaxrl_llm.health import Health, settings
 from jaxrl_llm.host import disk
-from jaxrl_llm.host.signals import NoSignals, StopSignals
-from jaxrl_llm.learner import optim, update
-from jaxrl_llm.learner.critic import make_critic
-from jaxrl_llm.learner.packing import Packing, minibatches, packed_shapes
-from jaxrl_llm.learner.scorers import FROZEN, Scorer, States, make_frozen_scorer, make_scorers
-from jaxrl_llm.learner.update import Learner
+from jaxrl_llm.host.signals import Stop, stop_signals
+from jaxrl_llm.learner.packing import minibatches
+from jaxrl_llm.learner.scorers import FROZEN, States, load_frozen
+from jaxrl_llm.learning import Models, describe_models, make_learning, make_packing
 from jaxrl_llm.log import Log
 from jaxrl_llm.models import hf, hf_export
-from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.programs import Program, compile_all, of_learning
+from jaxrl_llm.programs import compile_all, of_learning
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
@@ -47,27 +41,21 @@ from jaxrl_llm.rollout.samples import SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.run import Run
 from jaxrl_llm.saved_run import model_folder
-from jaxrl_llm.shapes import MOST, RATES, TRAINING, Book, Shape
-from jaxrl_llm.structs import Array, Config, PyTree
+from jaxrl_llm.shapes import Book
+from jaxrl_llm.structs import Config, PyTree
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Loaded(Models):
     """The inputs of every run, loaded and checked before anything is written."""
 
-    config: Config
     workdir: Path
-    totals: checks.Totals
     compilations: Compilations
     cache: str  # folder of compiled programs, or "off"
-    mesh: Mesh
-    folder: Path  # of the model
-    model: Decoder
     tokenizer: Any
     dataset: data.Dataset
     held_out: data.Dataset  # evaluation problems; `dataset` itself if the run has no evaluation
     stop_ids: tuple[int, ...]
-    others: dict[str, Path]  # section of the config -> folder of that other model
     book: Book  # the shapes of the run
     first_params: list[PyTree]  # the model's parameters, until `params` hands them out
     opened: ExitStack  # closes everything that the run opens, in reverse order
@@ -88,7 +76,7 @@ def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[R
     signals: signals that end a process save and end the run too (`StopSignals`).
     Raises: UserError, for an error that the user can fix.
     """
-    with ExitStack() as opened, StopSignals(opened) if signals else nullcontext(NoSignals()) as stop:
+    with ExitStack() as opened, stop_signals(opened, signals) as stop:
         yield make_run(load(config, workdir, opened, checks.check_train), stop)
 
 
@@ -108,15 +96,19 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     totals = check(config)
     if config.deterministic:  # must come before JAX initializes its devices
         compute_deterministically()
-    check_workdir(workdir, config, checks.may_change(config))
-    opened.enter_context(disk.locked(workdir))
+    if distributed.first():
+        check_workdir(workdir, config, checks.may_change(config))
+        opened.enter_context(disk.locked(workdir))
+    distributed.wait("workdir")
+    if not workdir.is_dir():
+        raise UserError(
+            f"--workdir {workdir} is not there in process {distributed.index()}: give a folder that all share"
+        )
     mesh = sharding.make_mesh(**config.mesh)
     compatibility.check_batch_fits_mesh(config, mesh, totals.prompts_per_update)
     folder = opened.enter_context(model_folder(config))
-    sections = [name for name in ("critic", *FROZEN) if name in config and config[name].path]
-    others = {name: hf.find(config[name].path, f"{name}.path") for name in sections}
-    parts = config.model.row_parts if "loss" in config else 1  # `sft` has one completion of each prompt
-    model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat, row_parts=parts)
+    models = describe_models(config, totals, mesh, folder)
+    model = models.model
     tokenizer = hf.load_tokenizer(folder)
     dataset = data.load(config, tokenizer)
     held_out = data.load_held_out(config, tokenizer) if config.eval.every else dataset
@@ -127,65 +119,44 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     begins = config.model.path and not has_checkpoint(workdir / "checkpoints")
     first_params = [hf.load_params(folder, model, mesh)] if begins else []
     return Loaded(
-        config,
-        workdir,
-        totals,
-        compilations,
-        cache,
-        mesh,
-        folder,
-        model,
-        tokenizer,
-        dataset,
-        held_out,
-        stop_ids,
-        others,
-        opened.enter_context(closing(Book())),
-        first_params,
-        opened,
+        *vars(models).values(),
+        workdir=workdir,
+        compilations=compilations,
+        cache=cache,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        held_out=held_out,
+        stop_ids=stop_ids,
+        book=opened.enter_context(closing(Book())),
+        first_params=first_params,
+        opened=opened,
     )
 
 
-def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
+def make_run(given: Loaded, stop: Stop) -> Run:
     """Builds a run of `train`. Raises: UserError."""
     config, mesh, model = given.config, given.mesh, given.model
     compatibility.check_sampling(config, model.cfg)
     compatibility.check_one_at_a_time(config, mesh)
-    sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
-    # own: the weights that sample are those at the start of the step. exact: in float32, sampler and trainer also
-    # compute the same log-probabilities, to rounding.
-    own = engines.choose(config).in_trainer and not config.rollout.max_lag
-    exact = own and config.model.dtype == "float32"
-    required = required_inputs(resolve(config.advantage.name, advantages))
-    updates = given.totals.updates_per_rollout
-    aggregate = partial(losses.aggregation_weights, **config.aggregate)
-    scorers = make_scorers(config, model, sampling, mesh, required, updates=updates, exact=exact)
-    learners = {"policy": make_policy(given, sampling, aggregate, off_policy=not own)}
-    for name, folder in given.others.items():
-        if name in FROZEN:
-            scorers[name] = make_frozen_scorer(name, folder, config, model.cfg, given.tokenizer, sampling, mesh)
-    if "critic" in config:
-        critic = given.others.get("critic", given.folder)
-        learner, scorers["critic"] = make_critic(config, critic, model.cfg, mesh, aggregate)
-        learners = {"critic": learner} | learners  # first: it learns before the policy
-    shapes: States = {name: learner.shapes for name, learner in learners.items()}
-    if config.kl.refresh_every:
-        shapes["reference"] = shapes["policy"].params
-    packing = make_packing(given, scorers, learners)
+    frozen = {
+        name: load_frozen(name, folder, config, model.cfg, given.tokenizer, mesh)
+        for name, folder in given.others.items()
+        if name in FROZEN
+    }
+    learning = make_learning(given, given.params, frozen)
+    packing = make_packing(given, learning, given.book)
     slots = decode_shapes(config, mesh) if engines.choose(config).in_trainer else []
-    outputs = open_outputs(
-        given, shapes, [*models_table(scorers, learners), *shapes_table(slots, packing.ladder.shapes)]
-    )
-    actor = make_actor(given, sampling, greedy="greedy_rewards" in required)
+    rows = [*models_table(learning.scorers, learning.learners), *shapes_table(slots, packing.ladder.shapes)]
+    outputs = open_outputs(given, learning.states(), rows)
+    greedy = "greedy_rewards" in learning.required
+    actor = make_actor(given, learning.sampling, greedy=greedy)
     evaluation = make_evaluation(given)
-    assign_credit = make_credit(config, mesh, updates=updates)
 
     def programs() -> Iterator[Program]:
         if isinstance(actor.engine, Sampler):
-            for batch in batches(given, sampling, greedy="greedy_rewards" in required):
-                yield from actor.engine.programs(learners["policy"].shapes.params, **batch)
-        parts = config, mesh, scorers, learners, assign_credit
-        yield from of_learning(*parts, packing.ladder.shapes, given.dataset.width)
+            for batch in batches(given, learning.sampling, greedy=greedy):
+                yield from actor.engine.programs(learning.learners["policy"].shapes.params, **batch)
+        yield from of_learning(config, mesh, learning, packing.ladder.shapes, given.dataset.width)
 
     def accuracy(states: States) -> float:
         actor.wait()  # until the engine has the latest weights
@@ -195,13 +166,13 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
         config=config,
         mesh=mesh,
         actor=actor,
-        scorers=scorers,
-        learners=learners,
-        shapes=shapes,
+        scorers=learning.scorers,
+        learners=learning.learners,
+        shapes=learning.states(),
         stop=stop,
-        assign_credit=assign_credit,
+        assign_credit=learning.assign_credit,
         minibatches=lambda step: list(minibatches(config, step)),
-        reference=given.params if config.kl.placement != "none" else None,
+        reference=learning.reference,
         accuracy=accuracy,
         export=given.export,
         compilations=given.compilations,
@@ -210,32 +181,6 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
         packing=packing,
         **outputs,
     )
-
-
-def make_policy(given: Loaded, sampling: Sampling, aggregate: Callable[[Array], Array], *, off_policy: bool) -> Learner:
-    """Builds the policy's learner; off_policy: another engine or older weights may have sampled."""
-    config, totals = given.config, given.totals
-    objective = update.policy_objective(
-        given.model,
-        resolve(config.loss.name, losses)(**arguments(config.loss)),
-        sampling,
-        kl=resolve(config.kl.estimator, kl) if config.kl.placement == "loss" else None,
-        kl_weighted=config.kl.weighted,
-        correct=make_importance_weights(off_policy=off_policy, **config.importance),
-        off_policy=config.mask.off_policy,
-    )
-    adaptive = {"kl/to_reward": config.adaptive_warmup.kl_to_reward, "update_size": config.adaptive_warmup.update_size}
-    more = optim.objective_coefficients(config, totals.scheduled_updates, totals.sequences_per_update)
-    learner = update.make_learner(
-        objective,
-        optim.make_optimizer(totals.scheduled_updates, adaptive=adaptive, more=more, **config.optim),
-        given.model.shapes(),
-        given.params,
-        given.mesh,
-        microbatch=config.microbatch,
-        aggregate=aggregate,
-    )
-    return replace(learner, frozen_steps=config.critic.warmup_steps if "critic" in config else 0)
 
 
 def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -248,16 +193,18 @@ def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]])
     if config.eval.every:
         began_with["eval.source"] = given.held_out.fingerprint()
     began_with |= {f"{name}.path": hf.fingerprint(folder) for name, folder in given.others.items() if name in FROZEN}
-    checkpoints = opened.enter_context(closing(Checkpoints(workdir / "checkpoints", began_with, config.checkpoint)))
-    checkpoints.check_room(shapes)
+    where = workdir / "checkpoints", began_with, config.checkpoint, given.mesh
+    checkpoints = opened.enter_context(closing(Checkpoints(*where)))
     start = checkpoints.check_beginning()
-    open_workdir(workdir, config)
-    derived = batch_table(config, given.totals, given.mesh, given.model.cfg, given.dataset, given.held_out, start)
-    print_banner(
-        f"jaxrl_llm.{'train' if 'loss' in config else 'sft'}: {workdir}",
-        [*derived, *rows, ("compiled code", given.cache)],
-        lines=settings.warnings(config, given.totals, given.model.cfg, given.mesh.devices.flat[0].platform),
-    )
+    if distributed.first():
+        checkpoints.check_room(shapes)
+        open_workdir(workdir, config)
+        derived = batch_table(config, given.totals, given.mesh, given.model.cfg, given.dataset, given.held_out, start)
+        print_banner(
+            f"jaxrl_llm.{'train' if 'loss' in config else 'sft'}: {workdir}",
+            [*derived, *rows, ("compiled code", given.cache)],
+            lines=settings.warnings(config, given.totals, given.model.cfg, given.mesh.devices.flat[0].platform),
+        )
     log = opened.enter_context(closing(Log(workdir, config)))
     health = Health(workdir, config.health.to_dict(), log.say)
     return dict(workdir=workdir, checkpoints=checkpoints, log=log, health=health)
@@ -303,29 +250,9 @@ def engine_inputs(given: Loaded) -> EngineInputs:
     )
 
 
-def make_packing(given: Loaded, scorers: dict[str, Scorer], learners: dict[str, Learner]) -> Packing:
-    """Returns the packing of completions into rows, in the shapes of the run."""
-    config, cfg = given.config, given.model.cfg
-    rates, devices = RATES[given.mesh.devices.flat[0].platform], given.mesh.devices.size
-    prompts, limit = config.prompts_per_step, config.rollout.max_completion_tokens
-    weights = sum(x.size for x in jax.tree.leaves(given.model.shapes()))
-    programs = sum(isinstance(x.program, jax.stages.Wrapped) for x in scorers.values()) + len(learners)
-    passes = programs - len(learners) + 3 * config.epochs * len(learners)  # an update is three times a forward pass
-
-    def seconds(shape: Shape) -> float:
-        rows, width = shape
-        of_weights = 2 * weights * (given.dataset.width + rows * width)
-        of_attention = 4 * cfg.layers * cfg.heads * cfg.head_dim * rows * width * (width + given.dataset.width)
-        return passes * prompts * (of_weights + of_attention) / rates.flops / devices
-
-    shapes, price = packed_shapes(config.group_size, limit), programs * rates.compile
-    ladder = given.book.ladder(TRAINING, shapes, price=price, most=MOST[TRAINING])
-    return Packing(ladder, seconds, limit)
-
-
 def decode_shapes(config: Config, mesh: Mesh) -> list[Slots]:
     """Returns the shapes in which the JAX sampler may decode, the largest first."""
-    group, devices = config.group_size, mesh.shape["data"] * mesh.shape["fsdp"]
+    group, devices = config.group_size, sharding.prompt_shards(mesh)
     prompts = prompts_at_once(config.prompts_per_step, group, devices, engines.choose(config).max_sequences)
     return slot_shapes(prompts // devices, group, config.rollout.max_completion_tokens)
 

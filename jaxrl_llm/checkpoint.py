@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import disk
+from jaxrl_llm.sharding import BATCH, shard_batch, to_host
 from jaxrl_llm.structs import Config, PyTree
 
 
@@ -111,9 +113,10 @@ class Pending(NamedTuple):
 class Checkpoints:
     """Saves model states, the data position and the step in the background. A torn save is never a checkpoint."""
 
-    def __init__(self, folder: Path, began_with: dict[str, str], config: Config):
+    def __init__(self, folder: Path, began_with: dict[str, str], config: Config, mesh: Mesh):
         """config: the `checkpoint` section; began_with: per field, the hash of a model or data that must not change."""
-        self._began_with = began_with
+        self._began_with, self._mesh, self._best = began_with, mesh, config.keep_best
+        self._accuracies: dict[int, float] = {}  # of checkpoints, by step
         self._most = config.keep + config.keep_best + 1  # on the disk at once: all kept ones and the one being written
         by = itemgetter("accuracy")
         policies: list[Any] = [LatestN(config.keep)]
@@ -126,8 +129,15 @@ class Checkpoints:
         )
         quieten_orbax()
         self._folder = folder.absolute()
+        arrays = ocp.StandardCheckpointHandler()
+        handlers = {"state": arrays, "waiting": arrays, "host": ocp.JsonCheckpointHandler()}
         with self._saving():
-            self._manager = ocp.CheckpointManager(self._folder, options=options)
+            self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+
+    def is_best(self, accuracy: float | None) -> bool:
+        """Whether a checkpoint with this accuracy would be kept as one of the best."""
+        best = sorted(self._accuracies.values(), reverse=True)[: self._best]
+        return accuracy is not None and self._best > 0 and (len(best) < self._best or accuracy > best[-1])
 
     def check_room(self, state: PyTree) -> None:
         """Raises: UserError, if the disk has no room for all checkpoints of `state` that exist at once."""
@@ -148,14 +158,16 @@ class Checkpoints:
         ladders: the states of the ladders of shapes that learning uses (`shapes.Book`).
         Raises: UserError, if the previous save failed.
         """
-        metrics = [{name: float(x) for name, x in of_batch.items()} for _, of_batch in pending.batches]
-        host = {"iterator": pending.position, "began_with": self._began_with, "waiting": metrics, "ladders": ladders}
+        waiting = [{name: float(x) for name, x in of_batch.items()} for _, of_batch in pending.batches]
+        host = {"iterator": pending.position, "began_with": self._began_with, "waiting": waiting, "ladders": ladders}
         items = {"state": ocp.args.StandardSave(states), "host": ocp.args.JsonSave(host)}
         if pending.batches:
-            items["waiting"] = ocp.args.StandardSave([arrays for arrays, _ in pending.batches])
-        accuracies = None if accuracy is None else {"accuracy": accuracy}
+            items["waiting"] = ocp.args.StandardSave([shard_batch(arrays, self._mesh) for arrays, _ in pending.batches])
+        metrics = None if accuracy is None else {"accuracy": accuracy}
         with self._saving():
-            self._manager.save(step, args=ocp.args.Composite(**items), metrics=accuracies)
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
+        if accuracy is not None:
+            self._accuracies[step] = accuracy
 
     def check(self) -> None:
         """Raises: UserError, if the last save failed. Does not wait for a save that is still running."""
@@ -199,15 +211,20 @@ class Checkpoints:
             for later in [step for step in self._manager.all_steps() if step >= before]:
                 self._manager.delete(later)
         step = self._manager.latest_step()
+        metrics: dict[int, Any] = {kept: self._manager.metrics(kept) for kept in self._manager.all_steps()}
+        self._accuracies = {kept: found["accuracy"] for kept, found in metrics.items() if found}
         if step is None:
             return 0, None, None, {}
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, states)
         wanted = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
         restored = read(self._manager, step, wanted)
-        metrics, arrays = restored["host"]["waiting"], []
-        if metrics:
-            arrays = read(self._manager, step, ocp.args.Composite(waiting=ocp.args.StandardRestore()))["waiting"]
-        host, batches = restored["host"], list(zip(arrays, metrics, strict=True))
+        waits, arrays = restored["host"]["waiting"], []
+        if waits:
+            place, stored = NamedSharding(self._mesh, BATCH), self._manager.item_metadata(step)["waiting"].tree
+            wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), stored)
+            waiting = ocp.args.Composite(waiting=ocp.args.StandardRestore(wanted))
+            arrays = to_host(read(self._manager, step, waiting)["waiting"])
+        host, batches = restored["host"], list(zip(arrays, waits, strict=True))
         # Checkpoints of earlier versions have no ladders.
         return step, restored["state"], Pending(host["iterator"], batches), host.get("ladders", {})
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxrl_llm import distributed, sharding
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.blocks import DecoderConfig
@@ -15,7 +16,7 @@ from jaxrl_llm.structs import Config
 
 def check_batch_fits_mesh(config: Config, mesh: Mesh, prompts_per_update: int) -> None:
     """Checks that every device gets the same number of prompts. Raises: UserError, naming the field."""
-    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    devices = sharding.prompt_shards(mesh)
     sizes = {"microbatch": config.microbatch} if config.microbatch else {"prompts_per_update": prompts_per_update}
     for field, prompts in (sizes | {"prompts_per_step": config.prompts_per_step}).items():
         if prompts % devices:
@@ -28,7 +29,8 @@ def check_batch_fits_mesh(config: Config, mesh: Mesh, prompts_per_update: int) -
 def check_one_at_a_time(config: Config, mesh: Mesh) -> None:
     """Raises: UserError, if two threads would run programs on several accelerators, because these may deadlock."""
     own, lag = engines.choose(config).in_trainer, config.rollout.max_lag
-    if own and lag and mesh.size > 1 and mesh.devices.flat[0].platform != "cpu":
+    alone = mesh.devices.flat[0].platform == "cpu" and distributed.count() == 1
+    if own and lag and mesh.size > 1 and not alone:
         raise UserError(
             f"config.rollout.max_lag = {lag}: the in-JAX engine cannot sample while {mesh.size} devices learn: "
             "set it to 0, or take an engine with devices of its own (docs/vllm.md)"

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import compatibility, rewards, sharding
+from jaxrl_llm import compatibility, distributed, rewards, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import print_banner
 from jaxrl_llm.compilation import keep_compilations
@@ -46,7 +46,7 @@ LIMITS = {
 
 def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
     """Returns the problems per batch: min(sequences, problems), rounded up to the same number on each device."""
-    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    devices = sharding.prompt_shards(mesh)
     return -(-min(sequences, problems) // devices) * devices
 
 
@@ -68,8 +68,8 @@ def evaluate(
             prompts, jax.random.fold_in(key, i), group_size=samples, sampling=Sampling(temperature)
         )
         said, ids = data.decode(tokenizer, rollouts.completions, rollouts.completion_mask)
-        scores.append(score(prompts.rows, said, ids)["total"])
-        texts += said
+        scores.append(distributed.gather(score(prompts.rows, said, ids)["total"]))
+        texts += [group for part in distributed.exchange(said) for group in part]
     count = len(dataset.rows)  # without the rows that fill the last batch
     return np.concatenate(scores)[:count], texts[:count]
 
@@ -125,7 +125,7 @@ def main() -> None:
             )
         engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=tokenizer.pad_token_id)
         place = partial(sharding.shardings, mesh=mesh)
-        engine.update_weights(run.params(step, place) if run else hf.load_params(folder, model, mesh))
+        engine.update_weights(run.params(step, place) if run else hf.load_params(folder, model, mesh, learns=False))
     batch = whole_batches(args.batch, len(dataset.rows), mesh)
     with closing(RewardFn((args.function,), (1.0,), args.timeout, field="--timeout")) as score:
         scores, _ = evaluate(

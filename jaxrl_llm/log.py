@@ -1,4 +1,7 @@
-"""The log of a run: console lines, metrics.jsonl, completions.jsonl, TensorBoard and W&B."""
+"""The log of a run: console lines, metrics.jsonl, completions.jsonl, TensorBoard and W&B.
+
+Every process has the records. The first one writes them.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jaxrl_llm import distributed, sharding
 from jaxrl_llm.checkpoint import cut_back
 from jaxrl_llm.host import disk
 from jaxrl_llm.record import Record, Timer
@@ -60,15 +64,20 @@ class Log:
         self._board = self._wandb = self._progress = None
         terminal = sys.stdout.isatty()  # rich would also trust a notebook's FORCE_COLOR
         self._console = Console(highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=terminal)
-        self._terminal = terminal
+        self._terminal = terminal and distributed.first()
+        self._console.quiet = not distributed.first()
 
     def begin(self, step: int) -> None:
         """Continues after `step`. Drops later lines of the files; the run writes them again."""
         self._close_files()
         self._start, self._began = step, time.perf_counter()
+        self._written = None
+        if distributed.first():
+            self._open(step)
+
+    def _open(self, step: int) -> None:
         for name in ("metrics", "completions"):
             self._files[name] = self._opened(name, step if step else -1)  # the record of step 0 is written again
-        self._written = None
         with disk.writing(self._workdir):
             if self._tensorboard:
                 self._board = TensorBoardWriter(self._workdir / "tensorboard", step)
@@ -110,8 +119,11 @@ class Log:
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """Returns the last records of metrics.jsonl, at most `count`."""
-        with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
-            return [json.loads(line) for line in deque(file, maxlen=count)]
+        lines: list[dict[str, Any]] = []
+        if distributed.first():
+            with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
+                lines = [json.loads(line) for line in deque(file, maxlen=count)]
+        return distributed.exchange(lines)[0]
 
     def lacks_evaluation(self, step: int) -> bool:
         """Returns whether metrics.jsonl, which ends at `step` or before, has no evaluation of `step`."""
@@ -121,8 +133,9 @@ class Log:
         """Adds an evaluation to the record of `step`, which is the last one, or writes a first record."""
         before = self.last(1)
         record = {"step": step} | (before[0] if before else {})
-        self._files["metrics"].close()
-        self._files["metrics"] = self._opened("metrics", step - 1)
+        if distributed.first():
+            self._files["metrics"].close()
+            self._files["metrics"] = self._opened("metrics", step - 1)
         self._written = self._thread.submit(self._write_plain, record | evaluation)
         self.finish()
 
@@ -170,7 +183,7 @@ class Log:
         """Waits for the numbers of a step and writes them. Runs in the thread."""
         written = self._write_plain({"step": record.step} | record.summary())
         if record.samples and self._completions_every and record.step % self._completions_every == 0:
-            self._write_sample(record.step, record.samples, jax.device_get(record.rewards))
+            self._write_sample(record.step, record.samples, sharding.to_host(record.rewards))
         return written
 
     def _write_plain(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -197,6 +210,8 @@ class Log:
             self.say(f"    {_short(asked)} -> {_short(text)}  (reward {reward:g})")
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
+        if not distributed.first():
+            return
         with disk.writing(self._workdir):
             self._files[name].write(json.dumps(line, ensure_ascii=name == "metrics", allow_nan=False) + "\n")
             self._files[name].flush()

@@ -5,69 +5,53 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
-from jaxrl_llm.algorithms.credit import CreditFn
-from jaxrl_llm.learner.scorers import Scorer, States
-from jaxrl_llm.learner.update import Learner
+from jaxrl_llm.compilation import Program
+from jaxrl_llm.learner.packing import index_shape
+from jaxrl_llm.learning import Learning
 from jaxrl_llm.shapes import Shape, placed
 from jaxrl_llm.structs import Batch, Config, Rewards
-
-Program: TypeAlias = tuple[str, Callable[[], Any]]  # name, and a function that compiles it
 
 
 def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None:
     """Compiles programs one after the other, and says the seconds of each. Raises: UserError, if one is too big."""
     seconds: dict[str, float] = {}
-    for name, compile in programs:
-        if name not in seconds:
+    for program in programs:
+        if program.name not in seconds:
             start = time.perf_counter()
-            compile()
-            seconds[name] = time.perf_counter() - start
-            say(f"{seconds[name]:7.1f}s  {name}")
+            program.compile()
+            seconds[program.name] = time.perf_counter() - start
+            say(f"{seconds[program.name]:7.1f}s  {program.name}")
     say(f"{sum(seconds.values()):7.1f}s  {len(seconds)} programs")
 
 
 def of_learning(
-    config: Config,
-    mesh: Mesh,
-    scorers: dict[str, Scorer],
-    learners: dict[str, Learner],
-    assign_credit: CreditFn,
-    shapes: Iterable[Shape],
-    width: int,
+    config: Config, mesh: Mesh, learning: Learning, shapes: Iterable[Shape], width: int
 ) -> Iterator[Program]:
     """Yields the programs of scoring and learning, for packed rows of each of `shapes`; width: P."""
     place = NamedSharding(mesh, sharding.BATCH)
-    plain, states = placed(batch_shapes(config, width), place), state_shapes(learners)
+    plain, states = placed(batch_shapes(config, width), place), learning.all_states()
     score = jax.ShapeDtypeStruct(plain.completions.shape, jnp.float32)
-    scores = {column: score for scorer in scorers.values() for column in scorer.columns}
-    policy = learners["policy"]
-    coefs = jax.eval_shape(policy.coefficients, states["policy"])
-    credited, _ = jax.eval_shape(assign_credit, plain, scores, _rewards(config), coefs)
+    scores = {column: score for scorer in learning.scorers.values() for column in scorer.columns}
+    coefs = jax.eval_shape(learning.learners["policy"].coefficients, states["policy"])
+    credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, _rewards(config), coefs)
     batch = placed(credited, place)
-    rows = jax.ShapeDtypeStruct((config.prompts_per_update,), jnp.int32)
+    rows: Any = jax.ShapeDtypeStruct((config.prompts_per_update,), jnp.int32)
     for shape in shapes:
-        index = jax.ShapeDtypeStruct((config.prompts_per_step, *shape), jnp.int32, sharding=place)
-        text = f"{shape[0]} rows of {shape[1]} a prompt"
-        for name, scorer in scorers.items():
-            if isinstance(scorer.program, jax.stages.Wrapped):
-                yield f"{name} scores, {text}", partial(scorer.compile, states, replace(plain, packed_index=index))
-        for name, learner in learners.items():
-            args = states[name], replace(batch, packed_index=index), rows
-            yield f"{name} learns, {text}", partial(learner.compile, *args)
-
-
-def state_shapes(learners: dict[str, Learner]) -> States:
-    """Returns the states of learners and reference as shapes, with their shardings."""
-    states: States = {name: learner.shapes for name, learner in learners.items()}
-    return states | {"reference": states["policy"].params}
+        size = index_shape(config.group_size, config.rollout.max_completion_tokens, shape)
+        index = jax.ShapeDtypeStruct((config.prompts_per_step, *size), jnp.int32, sharding=place)
+        text = f", {shape[0]} rows of {shape[1]} a prompt"
+        for name, scorer in learning.scorers.items():
+            if program := scorer.described(f"{name}{text}", states, replace(plain, packed_index=index)):
+                yield program
+        for name, learner in learning.learners.items():
+            yield learner.described(text, states[name], replace(batch, packed_index=index), rows)
 
 
 def batch_shapes(config: Config, width: int) -> Batch:

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import sharding
+from jaxrl_llm import distributed, sharding
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Array, Rollouts
+
+LOG = "log"  # channel of the log's thread
 
 
 class Timer:
@@ -46,7 +48,7 @@ class Record:
 
     step: int
     timer: Timer
-    tokens: int  # of the completions, without padding
+    tokens: int  # of this process's completions, without padding
     updates: list[dict[str, Array]]  # metrics of each update
     metrics: dict[str, Any]  # of the whole step
     updated: Future[float]  # when the updates were done
@@ -68,7 +70,8 @@ class Record:
             record |= of_rollouts(self.samples.rollouts, self.step)
         record |= of_updates(updates) | self.evaluation
         record |= {f"time/{phase}": seconds for phase, seconds in self.timer.seconds.items()}
-        return record | {"time/step": self.timer.whole, "tokens_per_second": self.tokens / self.timer.whole}
+        tokens = sum(distributed.exchange(self.tokens, LOG))
+        return record | {"time/step": self.timer.whole, "tokens_per_second": tokens / self.timer.whole}
 
     def _finish_timing(self) -> None:
         timer, updated = self.timer, self.updated.result()
@@ -93,11 +96,13 @@ def of_updates(updates: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def of_rollouts(rollouts: Rollouts, step: int) -> dict[str, Any]:
-    """Returns the lengths of completions, and the lag in steps of the weights that sampled them."""
-    lengths = rollouts.completion_mask.sum(axis=-1)
+    """Returns the lengths of completions, and the lag in steps of the weights that sampled them: of all processes."""
+    lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1), LOG)
     record = {"completion/length": lengths.mean(), "completion/length_max": lengths.max()}
-    record |= {"completion/truncated": rollouts.truncated.mean()}
-    if rollouts.loss_mask.any():
-        lags = step - 1 - rollouts.versions[rollouts.loss_mask]
+    record |= {"completion/truncated": distributed.gather(rollouts.truncated, LOG).mean()}
+    versions, tokens = np.unique(rollouts.versions[rollouts.loss_mask], return_counts=True)
+    versions, tokens = distributed.gather(versions, LOG), distributed.gather(tokens, LOG)
+    if len(versions):
+        lags = np.repeat(step - 1 - versions, tokens)
         record |= {"rollout/lag": lags.mean(), "rollout/lag_p95": np.percentile(lags, 95)}
     return record

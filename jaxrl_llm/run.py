@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm import distributed
 from jaxrl_llm.algorithms import kl
 from jaxrl_llm.algorithms.credit import CreditFn
 from jaxrl_llm.checkpoint import Checkpoints, Pending
-from jaxrl_llm.compilation import Compilations
+from jaxrl_llm.compilation import Compilations, Program
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import Health
 from jaxrl_llm.health.rules import WINDOW
-from jaxrl_llm.host.signals import SECONDS, NoSignals, StopSignals
+from jaxrl_llm.host.signals import SECONDS, Stop
+from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.update import Learner
+from jaxrl_llm.learning import Reference
 from jaxrl_llm.log import Log
-from jaxrl_llm.programs import Program
 from jaxrl_llm.record import Record
 from jaxrl_llm.shapes import TRAINING, Book, Shape, abstract
-from jaxrl_llm.structs import Array, Batch, Config, PyTree
+from jaxrl_llm.structs import AnyArray, Array, Batch, Config, PyTree
 
 
 class Source(Protocol):
@@ -47,12 +48,6 @@ class Source(Protocol):
     def pending(self, seconds: float | None = None) -> Pending: ...
 
 
-@jax.jit
-def _copied(params: PyTree) -> PyTree:
-    """Copies parameters by one program."""
-    return jax.tree.map(jnp.copy, params)
-
-
 @dataclass
 class Run:
     """The parts of a run, in the order in which a step uses them, and its current state."""
@@ -68,17 +63,16 @@ class Run:
     log: Log
     health: Health
     checkpoints: Checkpoints
-    stop: StopSignals | NoSignals
-    reference: Callable[[], PyTree] | None  # parameters of the KL anchor at the start of the run
-    minibatches: Callable[[int], list[Array]]  # step -> rows of each of its updates
+    stop: Stop
+    reference: Reference | None
+    minibatches: Callable[[int], Sequence[AnyArray]]  # step -> rows of each of its updates
     accuracy: Callable[[States], float]  # on the held-out problems
     export: Callable[[PyTree], None]  # writes the policy's parameters as a Hugging Face folder
     compilations: Compilations
     programs: Callable[[], Iterator[Program]]  # the larger programs of the run, in all their shapes
     book: Book
-    packing: Callable[[np.ndarray], np.ndarray] | None = (
-        None  # lengths [B, G] -> packed_index [B, N, T]; None: no packing
-    )
+    # Lengths [B, G] and P -> packed_index [B, E, N, T]; None: each completion is a row.
+    packing: Callable[[np.ndarray, int], np.ndarray] | None = None
     # The current state. After a signal, another thread saves it.
     step: int = 0  # last step that `states` contain
     states: States = field(default_factory=dict)
@@ -101,10 +95,9 @@ class Run:
         if states is None:
             states = {name: learner.init() for name, learner in self.learners.items()}
             if self.reference:
-                # A copy, because the first update donates the policy's parameters.
-                states["reference"] = _copied(states["policy"].params)
+                states["reference"] = self.reference.copy(states["policy"].params)
         elif self.reference and "reference" not in states:  # it never moves, so checkpoints leave it out
-            states["reference"] = self.reference()
+            states["reference"] = self.reference.load()
         self.log.begin(step)
         self.health.begin(self.log.last(WINDOW))
         self.step = self.saved = step
@@ -117,23 +110,24 @@ class Run:
         """Returns the columns [B, G, C] of all scorers."""
         return {name: x for scorer in self.scorers.values() for name, x in scorer.score(states, batch).items()}
 
-    def compile(self, states: States, plain: Batch, batch: Batch, rows: Array) -> None:
+    def compile(self, states: States, plain: Batch, batch: Batch, rows: AnyArray) -> None:
         """Compiles scoring and learning for the shape of this batch, and for ordered shapes in the background.
 
         plain: the batch that is scored. batch: the batch of an update on `rows`.
         Raises: UserError, if a program does not fit the memory.
         """
         states, plain, batch, rows = abstract((states, plain, batch, rows))
-        index = batch.packed_index
+        index, (_, group, limit) = batch.packed_index, batch.completions.shape
 
         def compile(shape: Shape) -> None:
-            packed = jax.ShapeDtypeStruct((index.shape[0], *shape), index.dtype, sharding=index.sharding)
+            size = index_shape(group, limit, shape)
+            packed = jax.ShapeDtypeStruct((len(index), *size), index.dtype, sharding=index.sharding)
             for scorer in self.scorers.values():
                 scorer.compile(states, replace(plain, packed_index=packed))
             for name, learner in self.learners.items():
                 learner.compile(states[name], replace(batch, packed_index=packed), rows)
 
-        self.book.ready(TRAINING, index.shape[1:], compile)
+        self.book.ready(TRAINING, index.shape[2:], compile)
         self.book.compile_ahead(TRAINING, compile)
 
     def coefficients(self, states: States) -> dict[str, Array]:
@@ -182,10 +176,10 @@ class Run:
         self.log.write(record)
         self.unwritten = None
         self.checkpoints.check()
-        last = record.step == self.config.num_steps
-        if record.step % self.config.checkpoint.every == 0 or record.evaluation or last:
+        accuracy, last = record.evaluation.get("eval/accuracy"), record.step == self.config.num_steps
+        if record.step % self.config.checkpoint.every == 0 or self.checkpoints.is_best(accuracy) or last:
             self.judge(self.log.finish())  # before saving: a bad state must not replace a good checkpoint
-            self.save(record.evaluation.get("eval/accuracy"))
+            self.save(accuracy)
 
     def save(self, accuracy: float | None = None, *, seconds: float | None = None) -> None:
         """Saves the states and the batches sampled ahead. seconds: how long it may wait for these batches."""
@@ -211,6 +205,7 @@ class Run:
         self.log.finish()
         self.checkpoints.wait()
         # The folder is smaller than a checkpoint, and never half-written. There are no states while `restore` runs.
-        if self.states and self.step and self.stop.seconds < SECONDS / 2:
+        seconds = max(distributed.exchange(self.stop.seconds))  # the same decision in all processes
+        if self.states and self.step and seconds < SECONDS / 2:
             self.export(self.states["policy"].params)
         self.log.end(self.step, self.compilations, self.stop.used())

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import sharding
+from jaxrl_llm import distributed, sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import Loaded, load, make_evaluation, open_outputs
@@ -23,7 +22,7 @@ from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.data import encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.host.signals import NoSignals, StopSignals
+from jaxrl_llm.host.signals import Stop, stop_signals
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.record import Record
@@ -88,11 +87,11 @@ class Examples:
 @contextmanager
 def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[Run]:
     """Opens the run of an `sft` config, as `build.build` does for `train`. Raises: UserError."""
-    with ExitStack() as opened, StopSignals(opened) if signals else nullcontext(NoSignals()) as stop:
+    with ExitStack() as opened, stop_signals(opened, signals) as stop:
         yield make_run(load(config, workdir, opened, checks.check_sft), stop)
 
 
-def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
+def make_run(given: Loaded, stop: Stop) -> Run:
     """Builds a run of `sft`; an example is a prompt with one completion (G = 1). Raises: UserError."""
     config, model, mesh, tokenizer = given.config, given.model, given.mesh, given.tokenizer
     answers = tokenize_answers(given.dataset, tokenizer, config)
@@ -137,7 +136,7 @@ def make_run(given: Loaded, stop: StopSignals | NoSignals) -> Run:
         stop=stop,
         assign_credit=lambda batch, *_: (batch, {}),
         reference=None,
-        minibatches=lambda step: [jnp.arange(config.prompts_per_step)],
+        minibatches=lambda step: [np.arange(config.prompts_per_step, dtype=np.int32)],
         accuracy=accuracy,
         export=given.export,
         compilations=given.compilations,
@@ -184,9 +183,10 @@ def make_batch(
 
 
 def main() -> None:
-    config, workdir, _ = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.")
-    for _ in steps(config, workdir, signals=True):
-        pass
+    given = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.")
+    with distributed.joined(given.distributed):
+        for _ in steps(given.config, given.workdir, signals=True):
+            pass
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm import distributed
 from jaxrl_llm.config.schema import Field, MayChange
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import PyTree
@@ -59,16 +62,53 @@ def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
 def make_mesh(*, data: MeshSize, fsdp: MeshSize, tensor: MeshSize) -> Mesh:
     """Makes a mesh with Auto axes (the compiler propagates shardings) over the first devices.
 
-    Raises: UserError, if JAX runs in more than one process or the mesh does not fit the devices.
+    With several processes it has all devices, and every process has consecutive prompts of a batch.
+    Raises: UserError, if the mesh does not fit the devices or the processes.
     """
-    if jax.process_count() > 1:
+    devices = jax.devices()
+    if jax.process_count() > distributed.count():  # a TPU slice finds itself
         raise UserError(
-            f"JAX runs in {jax.process_count()} processes, on several hosts perhaps, and this program can only be one: "
-            "start it on a single host, once"
+            f"JAX runs in {jax.process_count()} processes, which do not know of each other: start train and sft with "
+            "--distributed auto, and all other programs only on one host of its own"
         )
-    shape = mesh_shape(data, fsdp, tensor, jax.device_count())
-    devices = jax.devices()[: math.prod(shape)]
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return mesh_over(devices, data=data, fsdp=fsdp, tensor=tensor)
+
+
+def mesh_over(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> Mesh:
+    """Makes a mesh as `make_mesh`, over devices that need not be here. Raises: UserError, as it."""
+    shape, processes = mesh_shape(data, fsdp, tensor, len(devices)), len({d.process_index for d in devices})
+    if processes > 1:
+        placed = _split_by_process(devices, processes, shape)
+    else:
+        first = devices[: math.prod(shape)]
+        placed = mesh_utils.create_device_mesh(shape, first, allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _split_by_process(devices: Sequence[Any], count: int, shape: tuple[int, int, int]) -> np.ndarray:
+    """Returns all devices in the shape of a mesh. A process has whole prompts: no tensor axis leaves it."""
+    data, fsdp, tensor = shape
+    text = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, shape, strict=True))
+    if math.prod(shape) < len(devices):
+        raise UserError(
+            f"mesh ({text}) leaves some of {len(devices)} devices idle: several processes use all of theirs"
+        )
+    outer = (count, 1, 1) if data % count == 0 else (data, count // data, 1)
+    if math.prod(outer) != count or fsdp % outer[1]:
+        raise UserError(
+            f"mesh ({text}) cannot be split over {count} processes of {len(devices) // count} devices: let mesh.tensor "
+            "divide the devices of a process, and mesh.data their number"
+        )
+    inner = (data // outer[0], fsdp // outer[1], tensor)
+    # In each process the same order: on a large slice, the TPU compiler finds no route for an axis without it.
+    ordered = sorted(devices, key=lambda d: (d.process_index, getattr(d, "coords", None) or (), d.id))
+    blocks = np.array(ordered, dtype=object).reshape(*outer, *inner)
+    return blocks.transpose(0, 3, 1, 4, 2, 5).reshape(shape)
+
+
+def prompt_shards(mesh: Mesh) -> int:
+    """Returns the number of devices that share the prompts of a batch: each has others, over data and fsdp."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -103,10 +143,31 @@ def heads_spec(kv_heads: int, mesh: Mesh) -> P:
 
 
 def shard_batch(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Puts host arrays on the mesh, with prompts sharded over data and fsdp."""
-    return jax.device_put(tree, NamedSharding(mesh, BATCH))
+    """Puts host arrays on the mesh, with prompts sharded over data and fsdp. They have the prompts of this process."""
+    place = NamedSharding(mesh, BATCH)
+    if distributed.count() == 1:
+        return jax.device_put(tree, place)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(place, np.asarray(x)), tree)
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Copies device arrays to NumPy arrays in one transfer."""
-    return jax.tree.map(np.asarray, jax.device_get(tree))
+    """Copies device arrays to NumPy arrays in one transfer: of a batch, the prompts of this process."""
+    local = jax.tree.map(lambda x: x if _whole(x) else [shard.data for shard in _rows(x)], tree)
+    arrays = jax.device_get(local)
+    return jax.tree.map(lambda x, found: np.asarray(found) if _whole(x) else np.concatenate(found), tree, arrays)
+
+
+def whole_to_host(x: jax.Array) -> np.ndarray:
+    """Copies a whole device array to NumPy in every process. All processes must call it, in the same order."""
+    return np.asarray(x if _whole(x) else multihost_utils.process_allgather(x, tiled=True))
+
+
+def _whole(x: Any) -> bool:
+    """Returns whether this process has all of an array."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
+def _rows(x: jax.Array) -> list[jax.Shard]:
+    """Returns the shards of this process in the order of their rows, each once."""
+    shards = {shard.index[0].start or 0: shard for shard in x.addressable_shards}
+    return [shards[row] for row in sorted(shards)]

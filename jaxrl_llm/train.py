@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm import distributed
 from jaxrl_llm.build import COMPILE_ONLY, build, compile_only
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import run_main
@@ -25,6 +26,7 @@ def rl_step(run: Run, states: States, step: int) -> tuple[States, Record]:
     timer = run.log.timer()
     samples = run.actor.next()
     timer.lap("rollout")
+    run.stop.check()
     plain = shard_batch(to_batch(samples, run.packing), run.mesh)
     scores = run.score(states, plain)  # before the rewards: the device scores while the host rewards
     scored = run.log.watch(scores)
@@ -46,8 +48,7 @@ def rl_step(run: Run, states: States, step: int) -> tuple[States, Record]:
         states = run.moved_reference(states, step)
         for name, learner in run.learners.items():
             metrics |= learner.skipped(states[name])
-        tokens = int(samples.rollouts.completion_mask.sum())
-        record = Record(step, timer, tokens, updates, metrics, updated, scored, samples, batch.rewards)
+        record = Record(step, timer, samples.tokens(), updates, metrics, updated, scored, samples, batch.rewards)
         run.commit(states, record)
         run.actor.push(states["policy"].params, step)  # last: it may run other programs on the devices
     return states, record
@@ -61,6 +62,7 @@ def train(run: Run, one_step: Callable[[Run, States, int], tuple[States, Record]
     states, step = run.restore()
     run.evaluate_first(step)
     while step < run.config.num_steps:
+        run.stop.check()
         step += 1
         states, record = one_step(run, states, step)
         record.evaluation = run.evaluate(step)
@@ -79,21 +81,18 @@ def train(run: Run, one_step: Callable[[Run, States, int], tuple[States, Record]
 
 
 def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
-    """Trains in this process and yields the records of metrics.jsonl. Resumes a run that is in the workdir.
-
-    signals: on SIGTERM, Ctrl-C and SIGHUP, save the run and end the process, as on the command line.
-    """
+    """Trains in this process and yields the records of metrics.jsonl, resuming a run in the workdir. See `build`."""
     with build(config, workdir, signals=signals) as run:
         yield from train(run)
 
 
 def main() -> None:
-    description = "Reinforcement learning: GRPO, PPO and their kin."
-    config, workdir, flags = parse_arguments("jaxrl_llm.train", description, flags={"--compile-only": COMPILE_ONLY})
-    if flags:
-        return compile_only(config)
-    for _ in steps(config, workdir, signals=True):
-        pass
+    given = parse_arguments("jaxrl_llm.train", "Reinforcement learning.", compile_only=COMPILE_ONLY)
+    with distributed.joined(given.distributed):
+        if given.compile_only:
+            return compile_only(given.config)
+        for _ in steps(given.config, given.workdir, signals=True):
+            pass
 
 
 if __name__ == "__main__":

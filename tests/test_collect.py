@@ -14,12 +14,18 @@ from jaxrl_llm.structs import Prompts, Rollouts
 B, G, C = 4, 2, 3
 
 
+def collate(marks: np.ndarray) -> Prompts:
+    """The row of a mark has this mark in all its columns."""
+    rows = [{"mark": int(m)} for m in marks]
+    return Prompts(marks[:, None].astype(np.int32), np.ones((len(marks), 1), bool), rows, marks)
+
+
 def sampled(number: int, signal: list[bool]) -> Samples:
     """Groups whose every entry is number * 10 + their place; those with a signal earn 0 and 1, the others 1 and 1."""
     marks = number * 10 + np.arange(B)
     completions = np.broadcast_to(marks[:, None, None], (B, G, C)).astype(np.int32)
     mask = np.ones((B, G, C), bool)
-    prompts = Prompts(marks[:, None].astype(np.int32), np.ones((B, 1), bool), [{"mark": int(m)} for m in marks], marks)
+    prompts = collate(marks)
     rollouts = Rollouts(completions, mask, mask, completions.astype(np.float32), np.zeros((B, G), bool), completions)
     total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)
     texts = [[str(m)] * G for m in marks]
@@ -38,7 +44,7 @@ def marks(whole: Samples) -> list[int]:
 
 def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_that_have_one():
     rounds = {1: sampled(1, [False, True, False, False]), 2: sampled(2, [True, True, True, True])}
-    whole, replaced = refill(sampled(0, [True, False, False, False]), rounds.__getitem__, 3)
+    whole, replaced = refill(sampled(0, [True, False, False, False]), rounds.__getitem__, collate, 3)
     assert marks(whole) == [0, 11, 20, 21]
     assert replaced == 3
     assert not whole.no_signal.any()
@@ -51,9 +57,9 @@ def test_it_ends_at_the_bound_with_what_it_has_and_draws_nothing_it_does_not_nee
         drawn.append(i)
         return sampled(i, [True, False, False, False])
 
-    whole, replaced = refill(sampled(0, [True, False, False, False]), draw, 2)
+    whole, replaced = refill(sampled(0, [True, False, False, False]), draw, collate, 2)
     assert (marks(whole), replaced, drawn) == ([0, 10, 20, 3], 2, [1, 2])
-    whole, replaced = refill(sampled(0, [True] * 4), draw, 2)
+    whole, replaced = refill(sampled(0, [True] * 4), draw, collate, 2)
     assert (marks(whole), replaced, drawn) == ([0, 1, 2, 3], 0, [1, 2])
 
 

@@ -314,7 +314,7 @@ def test_more_processes_than_one_are_refused(
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     sft_argv = ["--config", str(CONFIGS / "sft.py"), "--workdir", "run"]
     argv = {train: command(), sft: sft_argv, evaluate: ["--task=arithmetic", f"--model={MODEL}"]}[program]
-    refuse(program, argv, "JAX runs in 2 processes | start it on a single host, once")
+    refuse(program, argv, "JAX runs in 2 processes | --distributed auto | on one host of its own")
 
 
 def test_wandb_is_refused_where_it_is_not_installed(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:

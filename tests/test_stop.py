@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from jaxrl_llm.checkpoint import Checkpoints, Pending, has_checkpoint
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import disk
+from jaxrl_llm.sharding import make_mesh
 
 PROGRAM = """
 import hashlib, multiprocessing, sys, time
@@ -163,6 +164,7 @@ def test_a_workdir_that_stays_empty_is_not_left_behind(tmp_path):
 
 
 KEEP = ConfigDict(dict(keep=1, keep_best=1))
+MESH = make_mesh(data=1, fsdp=1, tensor=1)
 STATE = {"a": jnp.arange(2**20, dtype=jnp.float32) ** 0.5}
 
 
@@ -190,7 +192,7 @@ def check_for_ten_seconds(checkpoints: Checkpoints) -> None:
 
 def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed(tmp_path, full, capfd):
     folder = tmp_path / "run" / "checkpoints"
-    checkpoints = Checkpoints(folder, {}, KEEP)
+    checkpoints = Checkpoints(folder, {}, KEEP, MESH)
     checkpoints.save(1, STATE, PENDING, None, {})
     checkpoints.wait()
     full(2**18)
@@ -200,7 +202,7 @@ def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed
     full(resource.RLIM_INFINITY)
     checkpoints.close()
     assert capfd.readouterr().err == ""
-    again = Checkpoints(folder, {}, KEEP)
+    again = Checkpoints(folder, {}, KEEP, MESH)
     step, state, *_ = again.resume(STATE)
     assert step == 1
     assert (state["a"] == STATE["a"]).all()
@@ -209,9 +211,28 @@ def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed
     assert steps(folder) == ["2"]
 
 
+def test_an_evaluation_is_saved_only_if_it_is_one_of_the_best_also_after_a_resume(tmp_path):
+    def make() -> Checkpoints:
+        return Checkpoints(tmp_path / "checkpoints", {}, ConfigDict(dict(keep=1, keep_best=2)), MESH)
+
+    checkpoints = make()
+    assert checkpoints.is_best(0.0) and not checkpoints.is_best(None)
+    for step, accuracy in enumerate([0.5, 0.7], 1):
+        checkpoints.save(step, STATE, PENDING, accuracy, {})
+    checkpoints.close()
+    again = make()
+    again.resume(STATE)
+    for one in (checkpoints, again):
+        assert [one.is_best(accuracy) for accuracy in (0.4, 0.5, 0.6, 0.8)] == [False, False, True, True]
+    again.close()
+    none = Checkpoints(tmp_path / "none", {}, ConfigDict(dict(keep=1, keep_best=0)), MESH)
+    assert not none.is_best(1.0)
+    none.close()
+
+
 def test_the_best_checkpoint_stays_when_the_run_is_resumed(tmp_path):
     for step, accuracy in enumerate([0.1, 0.9, 0.2, 0.3], 1):
-        checkpoints = Checkpoints(tmp_path, {}, KEEP)
+        checkpoints = Checkpoints(tmp_path, {}, KEEP, MESH)
         checkpoints.save(step, STATE, PENDING, accuracy, {})
         checkpoints.close()
     assert steps(tmp_path) == ["2", "4"]
@@ -219,7 +240,7 @@ def test_the_best_checkpoint_stays_when_the_run_is_resumed(tmp_path):
 
 def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkeypatch):
     assert not has_checkpoint(tmp_path)
-    checkpoints = Checkpoints(tmp_path, {}, KEEP)
+    checkpoints = Checkpoints(tmp_path, {}, KEEP, MESH)
     size = STATE["a"].nbytes
     monkeypatch.setattr(disk, "free", lambda folder: 3 * size)
     checkpoints.check_room(STATE)

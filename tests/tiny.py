@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -14,6 +15,7 @@ from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import optim, update
+from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Batch, PyTree
@@ -76,8 +78,10 @@ def optimizer(**changes) -> optim.Optimizer:
 
 
 @cache
-def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, mode: str = "token_mean"):
-    """Parameters and metrics after one optimizer step on the whole `batch()`, on the host."""
+def one_update(
+    shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, mode: str = "token_mean", packed: tuple = ()
+):
+    """Parameters and metrics after one optimizer step on the whole `batch()`, on the host; packed: N, T of its rows."""
     mesh = mesh_of(shape)
     _, params = model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
@@ -87,5 +91,8 @@ def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, mod
     state, placed = update.init_state(params, adamw, mesh)
     aggregate = partial(losses.aggregation_weights, mode=mode, constant_length=C if mode == "constant" else 0)
     step = update.make_update_step(objective, adamw, mesh, placed, microbatch=microbatch, aggregate=aggregate)
-    state, metrics = step(state, sharding.shard_batch(batch(), mesh), jnp.arange(B))
+    whole = batch()
+    if packed:
+        whole = replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), C, packed))
+    state, metrics = step(state, sharding.shard_batch(whole, mesh), jnp.arange(B))
     return sharding.to_host(state.params), sharding.to_host(metrics)

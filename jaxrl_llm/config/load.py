@@ -6,11 +6,10 @@ import ast
 import re
 import runpy
 import sys
-from collections.abc import Mapping
+from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -49,15 +48,48 @@ RENAMED = {  # old name of a field -> its new name
 OPEN = ("data.chat_template_args",)  # sections in which the user may add fields
 
 
-def parse_arguments(
-    program: str, description: str, argv: list[str] | None = None, *, flags: Mapping[str, str] = MappingProxyType({})
-) -> tuple[Config, Path, list[str]]:
-    """Parses a trainer's command line: the locked config with its overrides, the workdir, and the flags that are set.
+class Arguments(NamedTuple):
+    """The command line of a trainer."""
 
-    flags: name -> help text of each flag that the program has.
-    Adds the config file's folder and its parent to sys.path, so that the config can name functions from there.
-    Raises: UserError, if the config file cannot be run or an override does not fit.
+    config: Config  # locked, with its overrides
+    workdir: Path
+    distributed: str  # how this process joins others (`host.distributed.joined`); "": it is alone
+    compile_only: bool
+
+
+def parse_arguments(
+    program: str, description: str, argv: list[str] | None = None, *, compile_only: str = ""
+) -> Arguments:
+    """Parses a trainer's command line. compile_only: help text of this flag, if the program has it.
+
+    Raises: UserError, as `parse_config`, or if the workdir is missing.
     """
+    parser = config_parser(program, description)
+    parser.add_argument(
+        "--workdir",
+        type=Path,
+        metavar="DIR",
+        help="where the run is kept; an existing run is resumed (default: runs/<config>-<date>-<time>)",
+    )
+    parser.add_argument(
+        "--distributed",
+        default="",
+        metavar="auto|HOST:PORT,INDEX/COUNT",
+        help="this is one of several processes, which together make one run: auto, on a TPU pod, Kubernetes, Slurm or "
+        "Open MPI; or the address of process 0, the number of this process, and their count. They share the workdir",
+    )
+    if compile_only:
+        parser.add_argument("--compile-only", action="store_true", help=compile_only)
+    config, known = parse_config(parser, argv)
+    only = bool(compile_only) and known.compile_only
+    if known.distributed and not known.workdir and not only:
+        raise UserError("--workdir is missing: with --distributed all processes need the same one, on a shared disk")
+    fresh = Path("runs") / f"{Path(known.config).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Arguments(config, known.workdir or fresh, known.distributed, only)
+
+
+def config_parser(program: str, description: str) -> Parser:
+    """Returns the parser of a program that has a config, for `parse_config`."""
     parser = Parser(
         prog=f"python -m {program}",
         description=description,
@@ -65,14 +97,15 @@ def parse_arguments(
         "--config.optim.learning_rate=1e-5. The fields and what they mean are in the config file.",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, e.g. configs/grpo.py")
-    parser.add_argument(
-        "--workdir",
-        type=Path,
-        metavar="DIR",
-        help="where the run is kept; an existing run is resumed (default: runs/<config>-<date>-<time>)",
-    )
-    for name, text in flags.items():
-        parser.add_argument(name, action="append_const", const=name, dest="flags", help=text)
+    return parser
+
+
+def parse_config(parser: Parser, argv: list[str] | None = None) -> tuple[Config, Namespace]:
+    """Parses a command line, and returns the config with its overrides, locked, and the other arguments.
+
+    Adds the config file's folder and its parent to sys.path, so that the config can name functions from there.
+    Raises: UserError, if the config file cannot be run or an override does not fit.
+    """
     known, rest = parser.parse_known_args(argv)
     config = load(Path(known.config))
     # At the end of sys.path, so that these files do not hide installed modules.
@@ -82,8 +115,7 @@ def parse_arguments(
         if not match:
             raise UserError(f"unknown argument {argument}: fields of the config are set by --config.field=value")
         override(config, match[1], match[2])
-    fresh = Path("runs") / f"{Path(known.config).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    return config.lock(), known.workdir or fresh, (known.flags if flags else None) or []
+    return config.lock(), known
 
 
 def load(path: Path) -> Config:

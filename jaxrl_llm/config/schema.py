@@ -53,7 +53,6 @@ class Field:
 NotNegative = Annotated[float, Field(float, low=0)]
 Positive = Annotated[float, Field(float, low=0, above=True)]
 Share = Annotated[float, Field(float, low=0, high=1)]
-AtLeastZero = Annotated[int, Field(int, low=0)]
 AtLeastOne = Annotated[int, Field(int, low=1)]
 Count = Annotated[int, Field(int, low=0)]
 

@@ -11,6 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from jaxrl_llm import distributed
 from jaxrl_llm.data import encoding
 from jaxrl_llm.data.rows import Row, load_rows
 from jaxrl_llm.errors import UserError
@@ -184,17 +185,20 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
 def iterate(size: int, batch: int, seed: int, collate: Callable[[Sequence[int]], Any]) -> grain.DatasetIterator:
     """Returns an endless iterator of batches over `size` rows, shuffled again in each epoch.
 
+    A batch is `collate(numbers)` of this process's part of the numbers of its rows.
     Its `get_state()` is a small dict. `set_state` moves another iterator to the same position.
     """
-    dataset = grain.MapDataset.range(size).seed(seed).shuffle().repeat().batch(batch, batch_fn=collate)
+    numbers = grain.MapDataset.range(size).seed(seed).shuffle().repeat()
+    dataset = numbers.batch(batch, batch_fn=lambda rows: collate(rows[distributed.part(batch)]))
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
 
 def batches(dataset: Dataset, batch: int, pad_id: int) -> Iterator[Prompts]:
-    """Yields the data set once, in order. Repeats the last row until the last batch is full."""
+    """Yields the data set once, in order: this process's part of each batch, whose end repeats the last row."""
     for start in range(0, len(dataset.rows), batch):
         last = len(dataset.rows) - 1
-        yield make_prompts(dataset, [min(i, last) for i in range(start, start + batch)], pad_id)
+        numbers = [min(i, last) for i in range(start, start + batch)]
+        yield make_prompts(dataset, numbers[distributed.part(batch)], pad_id)
 
 
 def decode(tokenizer: Any, completions: AnyArray, mask: AnyArray) -> tuple[list[list[str]], list[list[list[int]]]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrl_llm import distributed
 from jaxrl_llm.checkpoint import cut_back
 from jaxrl_llm.health.rules import WINDOW, Finding, Record, findings
 from jaxrl_llm.host import disk
@@ -34,8 +35,9 @@ class Health:
         """Continues after these records, the last `WINDOW` of the run. Drops later findings: rules find them again."""
         self._history = list(history)
         self._found, self._verdict = findings(self._history, self._bounds), Verdict("go on")
-        with disk.writing(self._workdir):
-            cut_back(self._file, self._history[-1]["step"] if self._history else -1)
+        if distributed.first():
+            with disk.writing(self._workdir):
+                cut_back(self._file, self._history[-1]["step"] if self._history else -1)
 
     def judge(self, record: Record | None) -> Verdict:
         """Returns the verdict after a record: the next one, or the last one again, perhaps with more entries."""
@@ -46,8 +48,9 @@ class Health:
         self._history = [*self._history, record][-WINDOW:]
         before, self._found = {finding.id for finding in self._found}, findings(self._history, self._bounds)
         for finding in self._found:
-            with disk.writing(self._workdir), self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": record["step"]} | finding.record()) + "\n")
+            if distributed.first():
+                with disk.writing(self._workdir), self._file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": record["step"]} | finding.record()) + "\n")
             if finding.id not in before and finding.action == "warn":
                 self._say(f"    {finding.line()}")
         self._verdict = Verdict("go on")

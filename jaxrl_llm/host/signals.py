@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from threading import Event, Lock, Thread, Timer, current_thread, main_thread
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
+from jaxrl_llm import distributed
 from jaxrl_llm.errors import report
 
 SECONDS = 30.0  # from the signal to the end of the machine when a cloud preempts it
@@ -61,6 +62,9 @@ class StopSignals:
         yield
         self._kept = False
         self._whole.release()
+
+    def check(self) -> None:
+        """Does nothing: another thread ends the run."""
 
     @property
     def seconds(self) -> float:
@@ -114,17 +118,82 @@ class StopSignals:
         _say(f"stopped by {self.name} at the start, {self.seconds:.1f} s after the signal: there was nothing to save")
 
 
+class AgreedSignals:
+    """Context for several processes: a signal in one of them ends the run in all, at the same place of a step.
+
+    One process alone cannot save, and programs that wait for another process cannot be interrupted. So the run ends at
+    the next `check`, of which a step has two. A second signal ends this process at once.
+    """
+
+    def __init__(self) -> None:
+        self.finish: Callable[[], None] = lambda: None
+        self.name = ""
+        self._began = 0.0
+
+    def __enter__(self) -> AgreedSignals:
+        for number in NAMES:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._came)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in NAMES:
+            if signal.getsignal(number) == self._came:
+                signal.signal(number, signal.SIG_DFL)
+
+    def _came(self, number: int, frame: object) -> None:
+        if self.name:
+            _exit(128 + number)
+        self.name, self._began = NAMES[signal.Signals(number)], time.monotonic()
+        _say(f"{self.name}: the run saves a checkpoint and ends at the next check; a second signal ends it now")
+
+    def check(self) -> None:
+        """Ends the run with exit code 0 if a process has received a signal. All processes must call it."""
+        names = distributed.exchange(self.name, "signals")
+        if any(names):
+            self.name = next(f"{name} in process {i}" for i, name in enumerate(names) if name)
+            self._began = self._began or time.monotonic()
+            self.finish()
+            raise SystemExit(0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the signal, or since this process knows of it."""
+        return time.monotonic() - self._began
+
+    def used(self) -> str:
+        """Text for the last line: the signal and the seconds that the end took."""
+        return f"{self.name} ({self.seconds:.1f} s of {SECONDS:.0f} s used)"
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """Does nothing: a signal never interrupts a block."""
+        return nullcontext()
+
+
 class NoSignals:
     """Replaces `StopSignals` where the caller handles signals, as in a notebook."""
 
     finish: Callable[[], None]
     seconds = 0.0
 
+    def check(self) -> None:
+        pass
+
     def used(self) -> str:
         return ""
 
     def deferred(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+Stop: TypeAlias = StopSignals | AgreedSignals | NoSignals
+
+
+def stop_signals(opened: ExitStack, signals: bool) -> AbstractContextManager[Stop]:
+    """Returns the handling of signals; signals: whether they end the run. opened: closes the run's resources."""
+    if not signals:
+        return nullcontext(NoSignals())
+    return AgreedSignals() if distributed.count() > 1 else StopSignals(opened)
 
 
 def _pass(number: int, frame: object) -> None:

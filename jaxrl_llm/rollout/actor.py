@@ -9,6 +9,7 @@ from typing import Any
 import grain
 import jax
 
+from jaxrl_llm import distributed
 from jaxrl_llm.checkpoint import Pending
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
@@ -82,14 +83,19 @@ class Actor:
         self._position = self._current.position
         self._prefetcher.used()
         self._pushed = self._prefetcher.do(self._push, params, step)
+        if distributed.count() > 1:  # it gathers the weights: no other program may come between, in any process
+            self._pushed.result()
 
     def advance(self, step: int) -> None:
         """Allows one more batch: `step` no longer needs the engine or the device."""
         self._prefetcher.learned(step)
 
     def pending(self, seconds: float | None = None) -> Pending:
-        """Waits for the ordered batches that no step has used, at most `seconds`, and returns the finished ones."""
-        batches = self._prefetcher.waiting(seconds)
+        """Waits for the ordered batches that no step has used, at most `seconds`, and returns the finished ones.
+
+        With several processes it waits for all: each must save the same batches.
+        """
+        batches = self._prefetcher.waiting(seconds if distributed.count() == 1 else None)
         position = batches[-1].position if batches else self._position
         return Pending(position, [(self._source.to_checkpoint(samples), samples.metrics) for samples in batches])
 

@@ -8,7 +8,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from jaxrl_llm.config.names import arguments, resolve
-from jaxrl_llm.config.schema import AtLeastOne, AtLeastZero, MayChange, Positive
+from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
@@ -35,7 +35,7 @@ def choose(config: Config) -> EngineChoice:
     return resolve(config.engine.name, sys.modules[__name__], "config.engine.name")(**arguments(config.engine))
 
 
-def jax(*, max_sequences: MayChange[AtLeastZero] = 0) -> EngineChoice:
+def jax(*, max_sequences: MayChange[Count] = 0) -> EngineChoice:
     """The JAX sampler, in the trainer's process, on its devices and its mesh.
 
     max_sequences: completions that have a KV cache at once; the others wait for their turn. 0: all.

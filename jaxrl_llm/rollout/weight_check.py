@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import sharding
+from jaxrl_llm import distributed, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
@@ -41,8 +41,9 @@ class WeightCheck:
         """collate(numbers) -> these rows of the data set; rows: their number; bound: limit of weight_check/gap."""
         self._engine, self._mesh, self._bound = engine, mesh, bound
         self._score = make_logprob_fn(model, Sampling(), mesh, microbatch=0)
-        devices = mesh.shape["data"] * mesh.shape["fsdp"]
-        self._prompts = collate([number % rows for number in range(devices * -(-PROMPTS // devices))])
+        devices = sharding.prompt_shards(mesh)
+        numbers = [number % rows for number in range(devices * -(-PROMPTS // devices))]
+        self._prompts = collate(numbers[distributed.part(len(numbers))])
         self._last: tuple[Rollouts, np.ndarray] | None = None
 
     def ask(self) -> Rollouts:
@@ -64,9 +65,13 @@ class WeightCheck:
         mask, last = answer.loss_mask, self._last
         self._last = answer, ours
         gaps = np.where(mask, np.abs(answer.logprobs - ours), 0.0)
-        metrics = {"weight_check/gap": gaps.max()}
+        metrics = {"weight_check/gap": np.max(distributed.exchange(float(gaps.max())))}
+        before = np.inf  # unless no answer has changed
         if last and np.array_equal(last[0].completions, answer.completions):
-            metrics["weight_check/gap_before"] = np.where(mask, np.abs(answer.logprobs - last[1]), 0.0).max()
+            before = np.where(mask, np.abs(answer.logprobs - last[1]), 0.0).max()
+        before = np.max(distributed.exchange(float(before)))
+        if before < np.inf:
+            metrics["weight_check/gap_before"] = before
         if not gaps.max() <= self._bound:  # not `>`, which is False for NaN
             stale = metrics.get("weight_check/gap_before", np.inf) < gaps.max()
             b, _, t = np.unravel_index(np.argmax(gaps), gaps.shape)

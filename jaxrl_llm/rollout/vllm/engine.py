@@ -18,6 +18,7 @@ import httpx
 import jax
 import numpy as np
 
+from jaxrl_llm import distributed
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf_export
@@ -61,16 +62,20 @@ def start(
 ) -> VllmEngine:
     """Starts the engine, and its server if `managed` (arguments: `engines.vllm`). Raises: UserError."""
     server, dtype = None, given.model.cfg.dtype
+    servers = tuple(own_address(address, "servers") for address in servers)
+    if settings["push_address"]:
+        settings["push_address"] = own_address(settings["push_address"], "push_address")
     if managed:
         server = ManagedServer(
             python,
             given.folder,
             dtype=dtype,
             max_model_len=given.max_prompt_tokens + given.max_completion_tokens,
-            log=given.workdir / "vllm.log",
+            log=given.workdir / (f"vllm-{distributed.index()}.log" if distributed.count() > 1 else "vllm.log"),
             extra=server_args,
         )
-    where = f"{socket.gethostname()} {given.workdir.absolute()}"  # does not change when the run resumes
+    # Does not change when the run resumes. Each process has its own servers, and a file of weights for them.
+    where = f"{socket.gethostname()} {given.workdir.absolute()} {distributed.index() or ''}".strip()
     try:
         engine = VllmEngine(
             (server.url,) if server else servers,
@@ -90,6 +95,19 @@ def start(
         raise
     engine.max_gap = max_gap
     return engine
+
+
+def own_address(address: str, field: str) -> str:
+    """Returns an address of the config for this process: {process} becomes its number.
+
+    Raises: UserError, if all processes of a run would have the same one.
+    """
+    if distributed.count() > 1 and "{process}" not in address:
+        raise UserError(
+            f"config.engine.{field}: {address!r} is the same in all {distributed.count()} processes: write {{process}} "
+            "where the number of the process belongs, as in 'http://gpu-{process}:8000'"
+        )
+    return address.replace("{process}", str(distributed.index()))
 
 
 def _all(jobs: Sequence[Future[T]]) -> list[T]:
@@ -162,7 +180,8 @@ class VllmEngine:
     ) -> Rollouts:
         """Samples group_size completions of each prompt, on the host; max_tokens [B, G]: limit of each completion."""
         # vLLM gives member i of a request the seed plus i: leave room below 2**31.
-        seeds = np.asarray(jax.random.randint(key, (len(prompts.tokens),), 0, 2**31 - 1 - group_size))
+        count = len(prompts.tokens) * distributed.count()
+        seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1 - group_size))[distributed.part(count)]
         shape = (len(prompts.tokens), group_size, self._length)
         limits = np.full(shape[:2], self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
         body = {

@@ -1,0 +1,75 @@
+"""The sampler's copy of the weights: in the compute dtype, gathered over fsdp, with its layers in a list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm import sharding
+from jaxrl_llm.compilation import Program
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.shapes import placed
+from jaxrl_llm.structs import Array, PyTree
+
+REMEDY = "raise mesh.tensor: it divides this copy, and mesh.fsdp does not"
+
+
+class Placing:
+    """Makes the copy of a policy's parameters, for `model`."""
+
+    def __init__(self, model: Decoder, mesh: Mesh):
+        self._model = model
+        stacked = sharding.shardings(model.shapes(), mesh, leave_out="fsdp")
+        self._ends_at = {name: at for name, at in stacked.items() if name != "layers"}
+        self._layer_at = jax.tree.map(lambda at: NamedSharding(mesh, P(*at.spec[1:])), stacked["layers"])
+        if model.cfg.transposed:
+            self._layer_at = _turned(self._layer_at, lambda at: NamedSharding(mesh, P(*reversed(at.spec))))
+        self._ends = jax.jit(model.as_used, out_shardings=self._ends_at)
+        self._layer = jax.jit(partial(_layer, model), out_shardings=self._layer_at)
+
+    def __call__(self, params: PyTree) -> PyTree:
+        """Returns the copy."""
+        # Layer by layer: in one program, the gathered stack of layers would be in memory beside the list.
+        layers = [self._layer(params["layers"], np.int32(i)) for i in range(self._model.cfg.layers)]
+        return {**self._ends(_ends_of(params)), "layers": layers}
+
+    def shapes(self, params: PyTree) -> PyTree:
+        """Returns the copy of `params` as shapes with shardings. Of params, shapes are enough."""
+        layer = jax.tree.map(placed, jax.eval_shape(self._layer, params["layers"], np.int32(0)), self._layer_at)
+        ends = jax.tree.map(placed, jax.eval_shape(self._ends, _ends_of(params)), self._ends_at)
+        return {**ends, "layers": [layer] * self._model.cfg.layers}
+
+    def programs(self, params: PyTree) -> Iterator[Program]:
+        """Yields the programs that make the copy. Of params, shapes are enough."""
+        copy, ends, layers = self.shapes(params), _ends_of(params), params["layers"]
+        layer, other = partial(self._layer.trace, layers, np.int32(0)), partial(self._ends.trace, ends)
+        # The layers before it are in memory when the last one is made.
+        yield Program("push", "a layer for the sampler", layer, REMEDY, layers, copy["layers"][1:], len(copy["layers"]))
+        yield Program("push", "embedding and head for the sampler", other, REMEDY, ends, copy["layers"])
+
+
+def _ends_of(params: PyTree) -> PyTree:
+    return {name: leaf for name, leaf in params.items() if name != "layers"}
+
+
+def _layer(model: Decoder, layers: PyTree, i: Array) -> PyTree:
+    """Returns layer i of a stack."""
+    layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
+    layer = model.as_used(layer)
+    return _turned(layer, lambda kernel: kernel.T) if model.cfg.transposed else layer
+
+
+def _turned(layer: PyTree, turn: Callable[[Any], Any]) -> PyTree:
+    """Applies `turn` to the kernels of a layer. The head's is used as it is: its product has many columns."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        return turn(leaf) if re.search(r"kernel$", sharding.path_name(path)) else leaf
+
+    return jax.tree_util.tree_map_with_path(one, layer)

@@ -1,0 +1,243 @@
+"""Runs of several processes, which give the numbers of one, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl_llm import distributed, sharding
+from jaxrl_llm.config.load import parse_arguments
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollout.vllm import engine
+
+ROOT = Path(__file__).parent.parent
+TINY = (
+    "num_steps=3", "optim.warmup_steps=1", "optim.decay=constant", "prompts_per_step=8", "prompts_per_update=4",
+    "group_size=4", "eval.every=3", "eval.problems=20", "checkpoint.every=1", "log.tensorboard=false", "mesh.data=-1",
+    "mesh.fsdp=1",
+)  # fmt: skip
+CONFIGS = {
+    "grpo": ("epochs=2",),
+    "ppo": ("group_size=1", "critic.warmup_steps=1", "critic.optim.warmup_steps=0", "kl.target=0.01"),
+    "dapo": ("epochs=1",),
+}
+DEVICES = 4  # of all processes together
+
+
+class Processes:
+    """The processes of a run on this host."""
+
+    def __init__(self, count: int, config: Path, workdir: Path, *fields: str, last: dict[str, str] | None = None):
+        """last: environment variables of the last process alone."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.outputs = [workdir.with_name(f"{workdir.name}.{i}.out") for i in range(count)]
+        flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
+        command = [sys.executable, "-m", "jaxrl_llm.train", "--config", str(config), "--workdir", str(workdir)]
+        command += [f"--config.{field}" for field in fields]
+        self.each = []
+        for i, output in enumerate(self.outputs):
+            place = ["--distributed", f"{address},{i}/{count}"] if count > 1 else []
+            environment = os.environ | {"XLA_FLAGS": flags} | ((last or {}) if i == count - 1 else {})
+            with output.open("w") as out:
+                pipes = dict(stdout=out, stderr=subprocess.STDOUT)
+                self.each.append(subprocess.Popen([*command, *place], env=environment, cwd=ROOT, **pipes))
+
+    def end(self, seconds: float = 400) -> list[int]:
+        """Waits for all and returns their exit codes."""
+        end = time.monotonic() + seconds
+        try:
+            return [process.wait(end - time.monotonic()) for process in self.each]
+        finally:
+            for process in self.each:
+                process.kill()
+
+    def wait_for(self, text: str, seconds: float = 300) -> None:
+        """Waits until the first process has said `text`."""
+        end = time.monotonic() + seconds
+        while text not in self.outputs[0].read_text():
+            assert time.monotonic() < end and all(process.poll() is None for process in self.each), self.said()
+            time.sleep(0.05)
+
+    def said(self) -> str:
+        return "\n".join(f"--- {i}\n{output.read_text()[-3000:]}" for i, output in enumerate(self.outputs))
+
+
+def run(count: int, config: str, workdir: Path, *fields: str) -> None:
+    """Trains to the end."""
+    processes = Processes(count, ROOT / "configs" / f"{config}.py", workdir, *TINY, *CONFIGS[config], *fields)
+    assert processes.end() == [0] * count, processes.said()
+
+
+def records(workdir: Path) -> list[dict]:
+    """Returns the records of metrics.jsonl without times and without what is nothing but rounding."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    # The critic's values before and after an update of another part of the batch are on the edge of being clipped.
+    left_out = ("time/", "tokens_per_second", "sampler/gap", "importance/kl", "critic/clip")
+    return [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in lines]
+
+
+def check_same(workdir: Path, other: Path) -> None:
+    """Checks that two runs have the same records and the same model, to rounding."""
+    for one, two in zip(records(workdir), records(other), strict=True):
+        assert one == pytest.approx(two, rel=1e-4, abs=1e-6, nan_ok=True)
+    one, two = (load_file(at / "hf" / "model.safetensors") for at in (workdir, other))
+    for name in one:
+        np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """The workdir of a run of one process."""
+    workdir = tmp_path_factory.mktemp("alone") / "grpo"
+    run(1, "grpo", workdir)
+    return workdir
+
+
+def test_two_processes_have_the_numbers_of_one(alone, tmp_path):
+    run(2, "grpo", tmp_path / "two")
+    check_same(tmp_path / "two", alone)
+    assert not (tmp_path / "two" / "lock").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ppo", "dapo"])
+def test_two_processes_have_the_numbers_of_one_with(config, tmp_path):
+    run(1, config, tmp_path / "one")
+    run(2, config, tmp_path / "two")
+    check_same(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_after_sigterm_to_one_of_four_processes_all_save_and_end_and_one_goes_on_on_another_mesh(alone, tmp_path):
+    config, fields = ROOT / "configs" / "grpo.py", (*TINY, *CONFIGS["grpo"], "checkpoint.every=100")
+    processes = Processes(4, config, tmp_path / "run", *fields)
+    processes.wait_for("step 1/3")
+    processes.each[2].send_signal(signal.SIGTERM)
+    assert processes.end(60) == [0] * 4, processes.said()
+    assert "stopped by SIGTERM in process 2" in processes.outputs[0].read_text()
+    run(1, "grpo", tmp_path / "run", "checkpoint.every=100", "mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2")
+    check_same(tmp_path / "run", alone)
+
+
+@pytest.mark.slow
+def test_when_one_of_four_processes_is_killed_the_others_end_and_two_go_on_to_the_numbers_of_one(alone, tmp_path):
+    config, fields = ROOT / "configs" / "grpo.py", (*TINY, *CONFIGS["grpo"])
+    processes = Processes(4, config, tmp_path / "run", *fields)
+    processes.wait_for("step 1/3")
+    processes.each[3].kill()
+    codes = processes.end(60)
+    assert all(code != 0 for code in codes), processes.said()
+    run(2, "grpo", tmp_path / "run")
+    check_same(tmp_path / "run", alone)
+
+
+KILLS = int(os.environ.get("KILLS", "1"))
+
+
+@pytest.mark.slow
+def test_two_processes_killed_at_random_moments_go_on_bit_for_bit(tmp_path):
+    """KILLS=20 pytest ... kills more often."""
+    config = ROOT / "configs" / "grpo.py"
+    fields = (*TINY, *CONFIGS["grpo"], "num_steps=6", "schedule_steps=6", "eval.every=2")
+    whole = Processes(2, config, tmp_path / "whole", *fields)
+    assert whole.end() == [0, 0], whole.said()
+    draw, kills, went_on = random.Random(0), 0, 0
+    while kills < KILLS:
+        workdir = tmp_path / f"run{went_on}"
+        processes = Processes(2, config, workdir, *fields)
+        # Most moments are after the start, where there is something to lose.
+        if draw.random() < 0.8:
+            processes.wait_for("compiled code")
+        time.sleep(draw.uniform(0, 25))
+        running = all(process.poll() is None for process in processes.each)
+        for process in draw.sample(processes.each, 2):
+            process.kill()
+        processes.end(10)
+        kills += running
+        if (workdir / "hf").is_dir() or kills == KILLS:
+            again = Processes(2, config, workdir, *fields)
+            assert again.end() == [0, 0], again.said()
+            assert records(workdir) == records(tmp_path / "whole")
+            one, two = (load_file(at / "hf" / "model.safetensors") for at in (workdir, tmp_path / "whole"))
+            assert all(np.array_equal(one[name], two[name]) for name in two)
+            went_on += 1
+
+
+def test_an_error_in_one_process_ends_all(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import os\n"
+        "def reward(prompts, completions, **columns):\n"
+        "    if os.environ.get('FAILS'):\n"
+        "        raise ValueError('own error')\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    (tmp_path / "config.py").write_text(
+        "import runpy\n"
+        "def get_config():\n"
+        f"    return runpy.run_path({str(ROOT / 'configs' / 'grpo.py')!r})['get_config']()\n"
+    )
+    fields = (*TINY, "reward.functions=('own.reward',)", "reward.weights=(1.0,)")
+    processes = Processes(2, tmp_path / "config.py", tmp_path / "run", *fields, last={"FAILS": "1"})
+    assert processes.end(200) == [2, 2], processes.said()
+    assert "error: process 1 has ended (UserError: " in processes.outputs[0].read_text()
+    assert "own error" in processes.outputs[1].read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--distributed", "here"], "--distributed here: give auto, or HOST:PORT,INDEX/COUNT"),
+        (["--distributed", "127.0.0.1:1,2/2"], "cannot be joined"),
+    ],
+)
+def test_a_wrong_address_is_told_in_a_line(arguments, said, tmp_path):
+    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", str(ROOT / "configs" / "grpo.py")]
+    done = subprocess.run([*command, "--workdir", str(tmp_path), *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_several_processes_need_a_workdir_of_their_own_choice():
+    with pytest.raises(UserError, match="--workdir is missing"):
+        parse_arguments("test", "", ["--config", str(ROOT / "configs" / "grpo.py"), "--distributed", "auto"])
+
+
+def test_each_process_has_a_server_of_its_own(monkeypatch):
+    assert engine.own_address("http://gpu:8000", "servers") == "http://gpu:8000"
+    monkeypatch.setattr(distributed, "count", lambda: 3)
+    monkeypatch.setattr(distributed, "index", lambda: 2)
+    assert engine.own_address("http://gpu-{process}:8000", "servers") == "http://gpu-2:8000"
+    with pytest.raises(UserError, match=r"engine.push_address: '10.0.0.1' is the same in all 3 processes: write {proc"):
+        engine.own_address("10.0.0.1", "push_address")
+
+
+def test_a_process_has_whole_prompts_and_every_process_orders_its_devices_alike():
+    """A slice of 4 x 4 chips, whose hosts have 2 x 2; their numbers go along the rows of the slice."""
+    chips = [
+        SimpleNamespace(id=4 * row + column, process_index=2 * (row // 2) + column // 2, coords=[column, row, 0])
+        for row in range(4)
+        for column in range(4)
+    ]
+    for shape, rows in {(1, 4, 4): 1, (1, 8, 2): 2, (2, 4, 2): 2, (4, 4, 1): 4}.items():
+        placed = sharding._split_by_process(chips[::-1], 4, shape).reshape(-1, shape[-1])
+        for process in range(4):
+            own = placed[process * rows : (process + 1) * rows].ravel()
+            assert {chip.process_index for chip in own} == {process}
+            first = own[0].coords
+            assert [[a - b for a, b in zip(c.coords, first, strict=True)][:2] for c in own] == [
+                [0, 0], [0, 1], [1, 0], [1, 1]
+            ]  # fmt: skip
