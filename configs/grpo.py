@@ -137,6 +137,9 @@ def get_config() -> ConfigDict:
     c.adaptive_warmup.kl_to_reward = 0.0  # bound of KL penalty / task reward; 0: no bound
     c.adaptive_warmup.update_size = 0.0  # bound of the norm of an update / norm of the parameters; 0: no bound
 
+    # True: in the host's memory while no program uses it. reference: also a teacher. optimizer: the moments of AdamW.
+    c.host_memory = ConfigDict(dict(reference=False, optimizer=False))
+
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))  # devices on each axis; -1: all devices left
 
     c.health = ConfigDict()

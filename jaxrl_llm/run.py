@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import distributed
+from jaxrl_llm import distributed, sharding
 from jaxrl_llm.algorithms import kl
 from jaxrl_llm.algorithms.credit import CreditFn
 from jaxrl_llm.checkpoint import Checkpoints, Pending
@@ -98,6 +98,7 @@ class Run:
                 states["reference"] = self.reference.copy(states["policy"].params)
         elif self.reference and "reference" not in states:  # it never moves, so checkpoints leave it out
             states["reference"] = self.reference.load()
+        states = self.put_away(states)
         self.log.begin(step)
         self.health.begin(self.log.last(WINDOW))
         self.step = self.saved = step
@@ -138,12 +139,24 @@ class Run:
         """Returns the learners that learn in a step."""
         return {name: learner for name, learner in self.learners.items() if step > learner.frozen_steps}
 
-    def moved_reference(self, states: States, step: int) -> States:
-        """Returns the states after `step`. Moves the reference towards the policy if that is due."""
+    def settled(self, states: States, step: int) -> States:
+        """Returns the states after the updates of `step`. Moves the reference towards the policy if that is due."""
         every = self.config.kl.refresh_every if "reference" in self.shapes else 0
-        if not every or step % every:
+        if every and step % every == 0:
+            reference = sharding.move(states["reference"], sharding.DEVICE)
+            states = states | {"reference": kl.mix_params(reference, states["policy"].params, self.config.kl.mix)}
+        return self.put_away(states)
+
+    def put_away(self, states: States) -> States:
+        """Moves to the host's memory what `config.host_memory` names. Scorers and learners bring it back to use it."""
+        if "host_memory" not in self.config:  # `sft`
             return states
-        return states | {"reference": kl.mix_params(states["reference"], states["policy"].params, self.config.kl.mix)}
+        if self.config.host_memory.reference and "reference" in states:
+            states = states | {"reference": sharding.move(states["reference"], sharding.HOST)}
+        if self.config.host_memory.optimizer:
+            away = {name: sharding.move(states[name].opt_state, sharding.HOST) for name in self.learners}
+            states = states | {name: replace(states[name], opt_state=opt_state) for name, opt_state in away.items()}
+        return states
 
     def commit(self, states: States, record: Record) -> None:
         """Makes a step the current state. Before this call a signal loses the step; after it a signal saves it."""

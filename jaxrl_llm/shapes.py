@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
+from jaxrl_llm import sharding
 from jaxrl_llm.compilation import COMPILER
 from jaxrl_llm.structs import PyTree
 
@@ -161,11 +162,15 @@ class Book:
 
 
 def abstract(tree: PyTree) -> PyTree:
-    """Replaces arrays by their shapes, dtypes and placements, to compile a program without them."""
+    """Replaces arrays by their shapes, dtypes and placements, to compile a program without them.
+
+    A program has its arguments in the memory of the devices, wherever they are now.
+    """
 
     def one(x: Any) -> Any:
         placed = isinstance(x, jax.Array) and x.committed
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if placed else None)
+        at = x.sharding.with_memory_kind(sharding.DEVICE) if placed else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
 
     return jax.tree.map(one, tree)
 

@@ -22,6 +22,7 @@ MeshSize: TypeAlias = MayChange[Annotated[int, Field(int, low=-1)]]
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = P(("data", "fsdp"))  # shards the leading axis (prompts) of each array in a batch
+DEVICE, HOST = "device", "pinned_host"  # kinds of memory
 
 # The first match counts. Parameters of `layers/` have a leading layer axis L, which is never sharded.
 RULES: tuple[tuple[str, P], ...] = (
@@ -148,6 +149,16 @@ def shard_batch(tree: PyTree, mesh: Mesh) -> PyTree:
     if distributed.count() == 1:
         return jax.device_put(tree, place)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(place, np.asarray(x)), tree)
+
+
+def move(tree: PyTree, memory: str) -> PyTree:
+    """Moves the arrays of a tree to another memory of their devices: DEVICE or HOST. Scalars stay where they are."""
+
+    def one(x: jax.Array) -> jax.Array:
+        there = x.ndim == 0 or x.sharding.memory_kind == memory
+        return x if there else jax.device_put(x, x.sharding.with_memory_kind(memory))
+
+    return jax.tree.map(one, tree)
 
 
 def to_host(tree: PyTree) -> PyTree:

@@ -45,7 +45,7 @@ def rl_step(run: Run, states: States, step: int) -> tuple[States, Record]:
                 state, of_learner = learner.update(states[name], batch, rows)
                 states, updates[-1] = states | {name: state}, updates[-1] | of_learner
         updated = run.log.watch(updates)
-        states = run.moved_reference(states, step)
+        states = run.settled(states, step)
         for name, learner in run.learners.items():
             metrics |= learner.skipped(states[name])
         record = Record(step, timer, samples.tokens(), updates, metrics, updated, scored, samples, batch.rewards)

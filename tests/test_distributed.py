@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import QUICK
 from safetensors.numpy import load_file
 
 from jaxrl_llm import distributed, sharding
@@ -45,7 +46,7 @@ class Processes:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         self.outputs = [workdir.with_name(f"{workdir.name}.{i}.out") for i in range(count)]
-        flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
+        flags = f"--xla_force_host_platform_device_count={DEVICES // count}{QUICK}"
         command = [sys.executable, "-m", "jaxrl_llm.train", "--config", str(config), "--workdir", str(workdir)]
         command += [f"--config.{field}" for field in fields]
         self.each = []
@@ -107,6 +108,7 @@ def alone(tmp_path_factory) -> Path:
     return workdir
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_numbers_of_one(alone, tmp_path):
     run(2, "grpo", tmp_path / "two")
     check_same(tmp_path / "two", alone)

@@ -26,4 +26,4 @@ def test_three_steps_have_the_numbers_that_they_had(name, folder):
     assert made["norms"] == pytest.approx(kept["norms"], rel=1e-5)
     assert len(made["records"]) == len(kept["records"]) == 3
     for now, before in zip(made["records"], kept["records"], strict=True):
-        assert now == pytest.approx(before, rel=1e-5, abs=1e-6)
+        assert now == pytest.approx(before, rel=1e-4, abs=1e-6)

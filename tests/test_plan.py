@@ -87,6 +87,17 @@ def test_what_lives_beside_a_program_is_counted(plan):
         assert others < by[name] < others + copy + plan.holds["policy parameters"]
 
 
+def test_what_is_in_the_hosts_memory_is_on_no_chip_but_where_it_is_used(plan, tmp_path):
+    config = plan.models.config.copy_and_resolve_references().unlock()
+    config.update_from_flattened_dict({"host_memory.reference": True, "host_memory.optimizer": True})
+    moved = make_plan(config.lock(), plan.models.mesh, 8, tmp_path)
+    by = {phase.name.split(",")[0]: phase.beside for phase in moved.phases}
+    assert by["decoding"] == by["prompts"] == pytest.approx(moved.holds["policy parameters"], abs=64)
+    assert by["scoring of reference"] == pytest.approx(moved.holds["policy parameters"], abs=64)
+    assert by["the update"] == 0
+    assert [phase.program for phase in moved.phases] == [phase.program for phase in plan.phases]
+
+
 def test_the_operations_of_scoring_and_update_are_those_of_their_tokens(plan):
     by = {phase.name.split(",")[0]: phase.flops * 8 for phase in plan.phases}
     cfg = plan.models.model.cfg

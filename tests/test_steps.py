@@ -179,3 +179,21 @@ def test_an_environment_that_appends_tokens_is_attended_to_and_not_learned_from(
     assert first["completion/length"] > OBSERVED + 1
     assert last["sampler/gap_max"] < 1e-4  # of what was sampled, which comes before what was said
     assert last["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("moving", [False, True])
+def test_a_reference_and_an_optimizer_in_the_hosts_memory_change_no_number(moving, tmp_path):
+    fields = {"prompts_per_update": 4, "eval.every": 0, "mesh.fsdp": 4, "num_steps": 3, "schedule_steps": 3}
+    fields |= {"kl.refresh_every": 2, "kl.mix": 0.5} if moving else {}
+    away = fields | {"host_memory.reference": True, "host_memory.optimizer": True}
+    whole = list(steps(tiny(**fields), tmp_path / "run"))
+    list(steps(tiny(**away | {"num_steps": 2}), tmp_path / "away"))  # saves, and goes on from what it has saved
+    with build(tiny(**away), tmp_path / "away") as run:
+        resumed = list(train(run))
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(run.states["reference"])}
+        moments = [x.sharding.memory_kind for x in jax.tree.leaves(run.states["policy"].opt_state) if x.ndim]
+        assert kinds == set(moments) == {"pinned_host"}
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(run.states["policy"].params)} == {"device"}
+    assert numbers(resumed) == numbers(whole)[-1:]
+    one, two = ((tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("run", "away"))
+    assert one == two

@@ -21,6 +21,8 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from test_distributed import CONFIGS, Processes
+from test_distributed import TINY as FEW_STEPS
 from test_train import ROOT, beginning, log_of, records, run, start, wait_for_step
 
 from jaxrl_llm import sharding
@@ -527,3 +529,19 @@ def test_a_run_killed_while_its_server_lives_on_resumes_with_it(server, tmp_path
     assert [s["step"] for s in records(tmp_path / "run")] == list(range(1, 9))
     assert json.loads((tmp_path / "run" / "config.json").read_text())["engine"]["name"] == "vllm"
     assert httpx.get(server.url + "/weight_info").json()["weight_version"] == "default"
+
+
+def test_two_processes_with_a_server_each_sample_what_one_process_does(tmp_path):
+    steps, config = {}, ROOT / "configs" / "grpo_vllm.py"
+    fields = (*FEW_STEPS, *CONFIGS["grpo"], "log.completions_every=1", f"engine.weights_dir={tmp_path}")
+    for count in (1, 2):
+        workdir = tmp_path / f"run{count}"
+        processes = Processes(count, config, workdir, *fields)
+        assert processes.end() == [0] * count, processes.said()
+        steps[count] = [step for step in records(workdir) if "reward/mean" in step]
+    for one, two in zip(steps[1], steps[2], strict=True):
+        assert max(two["sampler/gap_max"], two["weight_check/gap"]) < 1e-4
+        # The same seeds for the same prompts. The batch of a server moves rounding, and that moves a token now and then.
+        assert two["reward/mean"] == pytest.approx(one["reward/mean"], abs=0.05)
+        assert two["completion/length"] == pytest.approx(one["completion/length"], rel=0.05)
+    assert sorted(file.name for file in (tmp_path / "run2").glob("vllm*.log")) == ["vllm-0.log", "vllm-1.log"]

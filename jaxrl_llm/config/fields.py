@@ -54,6 +54,8 @@ TRAIN = SHARED | {
     "model.row_parts": Field(int, low=1, may_change=True),
     "prompts_per_update": Field(int, low=1),
     "epochs": Field(int, low=1),
+    "host_memory.reference": Field(bool, may_change=True),
+    "host_memory.optimizer": Field(bool, may_change=True),
     "reward.functions": Field(tuple),
     "reward.weights": Field(tuple),
     "reward.overlong_tokens": Field(int, low=0),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import compatibility
+from jaxrl_llm import compatibility, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.compilation import Program
 from jaxrl_llm.errors import UserError
@@ -45,7 +45,7 @@ class Scorer(NamedTuple):
     program: Callable[[PyTree, Batch], dict[str, jax.Array]]  # (params, batch) -> columns
 
     def score(self, states: States, batch: Batch) -> dict[str, jax.Array]:
-        return self.program(self.params(states), batch)
+        return self.program(sharding.move(self.params(states), sharding.DEVICE), batch)
 
     def compile(self, states: States, batch: Batch) -> jax.stages.Compiled | None:
         """Compiles the program, if it is one, for batches of this shape. Of states and batch, shapes are enough."""
@@ -125,7 +125,8 @@ def load_frozen(
     other = next((token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number), None)
     if other is not None:
         raise UserError(f"config.{section}.path: its tokenizer knows {other!r} by another number: give one of the kind")
-    return Frozen(model, hf.load_params(folder, model, mesh, learns=False))
+    params = hf.load_params(folder, model, mesh, learns=False)
+    return Frozen(model, sharding.move(params, sharding.HOST) if config.host_memory.reference else params)
 
 
 def make_frozen_scorer(section: str, frozen: Frozen, microbatch: int, sampling: Sampling, mesh: Mesh) -> Scorer:

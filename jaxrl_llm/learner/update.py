@@ -48,7 +48,7 @@ class Learner:
 
     def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step on batch[rows]. Donates the state."""
-        state, metrics = self.update_step(state, batch, rows)
+        state, metrics = self.update_step(sharding.move(state, sharding.DEVICE), batch, rows)
         return state, {f"{self.prefix}{name}": x for name, x in metrics.items()}
 
     def skipped(self, state: TrainState) -> Metrics:

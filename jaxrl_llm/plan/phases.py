@@ -7,7 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from jaxrl_llm.rollout.compaction import prompts_at_once
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.shapes import Book
 from jaxrl_llm.sharding import prompt_shards, shardings
-from jaxrl_llm.structs import Config, PyTree
+from jaxrl_llm.structs import Config, PyTree, TrainState
 
 FUSED = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel, such as that of attention
 
@@ -121,13 +121,12 @@ def make_plan(
     shape = packing(lengths, width).shape[1:]
     sampler = _sampler(models, book)
     copy = sampler.resident(states["policy"].params)
-    holds = _holds(states, copy, models)
+    holds = _holds(_on_chips(states, config), copy, models)
     if sum(holds.values()) > most:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
         return Plan(models, holds, phases, 0)
     for program in _programs(models, learning, sampler, shape[1:], width):
-        beside = chip_bytes(states) - chip_bytes(program.states) + chip_bytes(program.beside)
-        phase = _measure(models, program, beside, shape[0], copy, dump)
+        phase = _measure(models, program, _beside(states, program, config), shape[0], copy, dump)
         say(phase)
         phases.append(phase)
         if most < math.inf and (phase.error or phase.peak > most):
@@ -147,6 +146,22 @@ def _frozen(models: Models, name: str) -> Frozen:
 def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
     of = lambda x, dtype, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)  # noqa: E731
     return jax.tree.map(of, shapes, model.used_dtypes(shapes), shardings(shapes, mesh))
+
+
+def _on_chips(states: PyTree, config: Config, *, learns: bool = False) -> PyTree:
+    """Returns the states without those in the host's memory (`Run.put_away`). learns: while learners learn."""
+    away = ("reference", *FROZEN) if config.host_memory.reference else ()
+    states = {name: state for name, state in states.items() if name not in away}
+    if learns or not config.host_memory.optimizer:
+        return states
+    return {name: replace(x, opt_state=()) if isinstance(x, TrainState) else x for name, x in states.items()}
+
+
+def _beside(states: PyTree, program: Program, config: Config) -> int:
+    """Returns the bytes on a chip of what a program does not use, and what is in memory with it."""
+    used = {id(x) for x in jax.tree.leaves(program.states)}
+    there = jax.tree.leaves(_on_chips(states, config, learns=program.phase == "update"))
+    return chip_bytes([x for x in there if id(x) not in used]) + chip_bytes(program.beside)
 
 
 def _sampler(models: Models, book: Book) -> Sampler:
@@ -253,7 +268,7 @@ def _holds(states: PyTree, copy: PyTree, models: Models) -> dict[str, int]:
     """Returns the bytes on a chip of what stays in memory between programs."""
     holds = {}
     for name, state in states.items():
-        if hasattr(state, "params"):
+        if isinstance(state, TrainState):
             holds[f"{name} parameters"] = chip_bytes(state.params)
             holds[f"{name} optimizer"] = chip_bytes(state.opt_state)
         else:
