@@ -541,7 +541,7 @@ def test_two_processes_with_a_server_each_sample_what_one_process_does(tmp_path)
         steps[count] = [step for step in records(workdir) if "reward/mean" in step]
     for one, two in zip(steps[1], steps[2], strict=True):
         assert max(two["sampler/gap_max"], two["weight_check/gap"]) < 1e-4
-        # The same seeds for the same prompts. The batch of a server moves rounding, and that moves a token now and then.
+        # The same seeds for the same prompts. The batch of a server moves rounding, and that now and then a token.
         assert two["reward/mean"] == pytest.approx(one["reward/mean"], abs=0.05)
         assert two["completion/length"] == pytest.approx(one["completion/length"], rel=0.05)
     assert sorted(file.name for file in (tmp_path / "run2").glob("vllm*.log")) == ["vllm-0.log", "vllm-1.log"]

@@ -46,7 +46,12 @@ def check_no_effect(config: Config, required: tuple[str, ...], updates: int) -> 
             ("kl.refresh_every", 0, no_place, "kl.placement is 'none'"),
             ("kl.refresh_every", 0, k.refresh_every > config.num_steps, f"the run has {config.num_steps} steps"),
             ("kl.mix", 1.0, not k.refresh_every, "kl.refresh_every is 0"),
-            ("host_memory.reference", False, no_place and "teacher" not in config, "there is no reference and no teacher"),
+            (
+                "host_memory.reference",
+                False,
+                no_place and "teacher" not in config,
+                "there is no reference and no teacher",
+            ),
             ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),
             ("kl.horizon", 10_000, not k.target, "kl.target is 0"),
             ("kl.weighted", False, (k.placement, k.estimator) != ("loss", "k3"), "it is for k3 in the loss"),
