@@ -63,8 +63,8 @@ def accepted(program: Any, compiled: Any, beside: int, devices: int) -> bool:
     from jaxrl_llm.compilation import ROUND_AS_WRITTEN
 
     traced = program.trace()
-    known = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda at: at is None)  # None: it is not used
     infos, tree = jax.tree.flatten(traced.args_info)
+    known = tree.flatten_up_to(compiled.input_shardings)  # None: it is not used
     args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) for x, at in zip(infos, known, strict=True)]
     mesh = next(at.mesh for at in known if isinstance(at, NamedSharding))
     more = NamedSharding(mesh, PartitionSpec(mesh.axis_names))

@@ -132,6 +132,7 @@ def get_config() -> ConfigDict:
     c.optim.b2 = 0.95  # decay rate of the mean of squared gradients
     c.optim.eps = 1e-8  # added to the denominator of an update
     c.optim.momentum_dtype = "float32"  # of the mean of gradients: float32 | bfloat16 (2 bytes less for each parameter)
+    c.optim.gradient_dtype = "float32"  # of the sum over micro-batches: float32 | bfloat16 (2 bytes less as well)
 
     c.adaptive_warmup = ConfigDict()  # the learning rate of the warm-up does not rise while a value is above its bound
     c.adaptive_warmup.kl_to_reward = 0.0  # bound of KL penalty / task reward; 0: no bound

@@ -63,6 +63,7 @@ def get_config() -> ConfigDict:
     c.optim.b2 = 0.95
     c.optim.eps = 1e-8
     c.optim.momentum_dtype = "float32"
+    c.optim.gradient_dtype = "float32"
 
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
 

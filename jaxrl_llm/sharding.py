@@ -100,11 +100,22 @@ def _split_by_process(devices: Sequence[Any], count: int, shape: tuple[int, int,
             f"mesh ({text}) cannot be split over {count} processes of {len(devices) // count} devices: let mesh.tensor "
             "divide the devices of a process, and mesh.data their number"
         )
+    slices = len({_slice(d) for d in devices})
+    if data % slices:
+        raise UserError(
+            f"mesh ({text}) would gather parameters over the slow network between {slices} slices: let mesh.data be a "
+            "multiple of their number"
+        )
     inner = (data // outer[0], fsdp // outer[1], tensor)
     # In each process the same order: on a large slice, the TPU compiler finds no route for an axis without it.
-    ordered = sorted(devices, key=lambda d: (d.process_index, getattr(d, "coords", None) or (), d.id))
+    ordered = sorted(devices, key=lambda d: (_slice(d), d.process_index, getattr(d, "coords", None) or (), d.id))
     blocks = np.array(ordered, dtype=object).reshape(*outer, *inner)
     return blocks.transpose(0, 3, 1, 4, 2, 5).reshape(shape)
+
+
+def _slice(device: Any) -> int:
+    """Returns the number of a device's TPU slice. Between slices there is only a data-center network."""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
 def prompt_shards(mesh: Mesh) -> int:

@@ -18,7 +18,7 @@ from jaxrl_llm.learner import critic, forward, optim, update
 from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.plan.collectives import Collective, collectives
+from jaxrl_llm.plan.collectives import BETWEEN_SLICES, Collective, collectives
 from jaxrl_llm.structs import Batch
 
 
@@ -184,3 +184,17 @@ ENTRY %main.1 (x: f32[8,4]) -> f32[8,4] {
         ("reduce-scatter", 128, ()),
         ("all-reduce", 64, ()),
     ]
+
+
+def test_what_goes_between_slices_is_a_kind_of_its_own():
+    """Lines of a program for two slices of v5e:2x2."""
+    handler = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+    reduced = '_xla_megascale_reduce_operation="SUM",_xla_megascale_transfer_type="ALL_REDUCE"'
+    begins = "%send.1 = (f32[3,128]{1,0}, u32[], token[]) send(%p, %token)"
+    text = f"""
+ENTRY %main.1 (p: f32[3,128]) -> f32[3,128] {{
+  {begins}, is_host_transfer=true, frontend_attributes={{{handler},{reduced}}}
+  %send-done = token[] send-done(%send.1), channel_id=2, is_host_transfer=true, frontend_attributes={{{handler}}}
+}}
+"""
+    assert collectives(text) == [Collective(BETWEEN_SLICES, "f32[3,128]", 3 * 128 * 4, ())]

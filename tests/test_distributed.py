@@ -227,10 +227,14 @@ def test_each_process_has_a_server_of_its_own(monkeypatch):
         engine.own_address("10.0.0.1", "push_address")
 
 
+def chip(number: int, process: int, coords: list[int], of_slice: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(id=number, process_index=process, coords=coords, slice_index=of_slice, platform="tpu")
+
+
 def test_a_process_has_whole_prompts_and_every_process_orders_its_devices_alike():
     """A slice of 4 x 4 chips, whose hosts have 2 x 2; their numbers go along the rows of the slice."""
     chips = [
-        SimpleNamespace(id=4 * row + column, process_index=2 * (row // 2) + column // 2, coords=[column, row, 0])
+        chip(4 * row + column, 2 * (row // 2) + column // 2, [column, row, 0])
         for row in range(4)
         for column in range(4)
     ]
@@ -243,3 +247,11 @@ def test_a_process_has_whole_prompts_and_every_process_orders_its_devices_alike(
             assert [[a - b for a, b in zip(c.coords, first, strict=True)][:2] for c in own] == [
                 [0, 0], [0, 1], [1, 0], [1, 1]
             ]  # fmt: skip
+
+
+def test_only_the_data_axis_goes_over_several_slices():
+    chips = [chip(10 * s + i, 1 - s, [i, 0, 0], s) for s in range(2) for i in range(4)]
+    placed = sharding._split_by_process(chips, 2, (2, 4, 1))
+    assert [[c.slice_index for c in row.ravel()] for row in placed] == [[0] * 4, [1] * 4]
+    with pytest.raises(UserError, match=r"over the slow network between 2 slices: let mesh.data be a multiple"):
+        sharding._split_by_process(chips, 2, (1, 8, 1))

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.flatten_util import ravel_pytree
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs
 from jaxrl_llm.learner import forward, head, update
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.structs import Batch
+from jaxrl_llm.structs import Batch, PyTree
 
 ONE = (1, 1, 1)
 score = jax.jit(forward.completion_logprobs, static_argnums=(0, 3))
@@ -275,3 +276,25 @@ def test_the_first_on_policy_update_has_ratio_one_and_the_reinforce_gradient():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(metrics["ratio/mean"], 1.0)
     np.testing.assert_array_equal(metrics["clip/fraction"], 0.0)
+
+
+@pytest.mark.parametrize("field", ["momentum_dtype", "gradient_dtype"])
+def test_moments_or_sums_of_micro_batches_in_bfloat16_move_the_parameters_almost_alike(field):
+    def moved(**changes) -> tuple[np.ndarray, PyTree]:
+        mesh, (model, params) = tiny.mesh_of(ONE), tiny.model_and_params()
+        state, placed = update.init_state(params, optimizer := tiny.optimizer(**changes), mesh)
+        step = update.make_update_step(
+            update.policy_objective(model, losses.ppo_clip(), Sampling()), optimizer, mesh, placed,
+            microbatch=1, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
+        )  # fmt: skip
+        before, batch = np.array(ravel_pytree(params)[0]), sharding.shard_batch(tiny.batch(), mesh)
+        for _ in range(3):
+            state, _ = step(state, batch, jnp.arange(tiny.B))
+        return np.array(ravel_pytree(state.params)[0]) - before, state.opt_state
+
+    exact, _ = moved()
+    rounded, opt_state = moved(**{field: "bfloat16"})
+    share = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+    assert 1e-5 < share < 0.01
+    dtypes = {x.dtype.name for x in jax.tree.leaves(opt_state) if x.ndim}
+    assert dtypes == ({"float32", "bfloat16"} if field == "momentum_dtype" else {"float32"})

@@ -69,6 +69,7 @@ class Optimizer(NamedTuple):
 
     transform: optax.GradientTransformation  # with learning rate 1
     coefficients: dict[str, Coefficient]  # metric name -> coefficient: "learning_rate", and the objective's
+    gradient_dtype: str = "float32"  # of the sum over micro-batches
 
 
 def constant(coef: float) -> Coefficient:
@@ -145,13 +146,14 @@ def make_optimizer(
     b2: Momentum,
     eps: Positive,
     momentum_dtype: Literal["float32", "bfloat16"] = "float32",
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32",
     adaptive: dict[str, float] | None = None,
     more: dict[str, Coefficient] | None = None,
 ) -> Optimizer:
     """Returns AdamW with global-norm clipping (0: none); `more` are the coefficients of the objective.
 
     momentum_dtype: of the mean of gradients. The mean of their squares stays in float32: with bfloat16, a b2 close to 1
-    would add nothing to it.
+    would add nothing to it. gradient_dtype: of the gradient while micro-batches are added to it.
     A non-finite gradient changes no parameter and no coefficient. The state counts it in `total_notfinite`.
     adaptive: {metric: bound}, 0 for no bound. In the warm-up, the rate does not rise after an update with a metric
     above its bound.
@@ -172,4 +174,4 @@ def make_optimizer(
     # After max_consecutive_errors, optax would apply the non-finite gradient.
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
     learning_rate_now = Coefficient(0.0, rate, adapt)
-    return Optimizer(transform, {"learning_rate": learning_rate_now} | (more or {}))
+    return Optimizer(transform, {"learning_rate": learning_rate_now} | (more or {}), gradient_dtype)

@@ -173,9 +173,11 @@ def make_update_step(
         gradient = jax.jit(jax.grad(loss, has_aux=True), inline=True)
 
         def visit(part: Microbatch) -> tuple[PyTree, Metrics]:
-            return gradient(state.params, part.batch, *part.take((weights, shares)))
+            grads, metrics = gradient(state.params, part.batch, *part.take((weights, shares)))
+            return jax.tree.map(lambda g: g.astype(optimizer.gradient_dtype), grads), metrics
 
         grads, metrics = microbatches.over(batch, visit, join, nothing, microbatch=microbatch, mesh=mesh)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
 
         # Without a trained token, momentum would still move the parameters. With NaN, the optimizer skips the update.
         trained = jnp.any(batch.loss_mask)

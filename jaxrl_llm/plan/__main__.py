@@ -18,6 +18,7 @@ from rich.table import Table
 from jaxrl_llm.config.load import config_parser, parse_config
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.plan.chips import Chip, topology
+from jaxrl_llm.plan.collectives import BETWEEN_SLICES
 from jaxrl_llm.plan.phases import Phase, Plan, make_plan
 from jaxrl_llm.plan.search import search
 from jaxrl_llm.sharding import mesh_over
@@ -33,6 +34,7 @@ GIB = 2**30
 def main() -> None:
     parser = config_parser("jaxrl_llm.plan", DESCRIPTION)
     parser.add_argument("--topology", required=True, help="of the slice, for example v5e:2x2, v5e:16x16, v5p:2x2x2")
+    parser.add_argument("--slices", type=int, default=1, metavar="N", help="N of them, joined by a network")
     parser.add_argument(
         "--prompt-tokens", type=int, help="length of the prompts (default: the limit, config.data.max_prompt_tokens)"
     )
@@ -51,7 +53,7 @@ def main() -> None:
     with TemporaryDirectory() as dump:
         # Before XLA starts. JAX below 0.12 does not say how much memory a TPU program needs, but XLA reports it here.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
-        chip, devices = topology(args.topology)
+        chip, devices = topology(args.topology, args.slices)
         width = args.prompt_tokens or config.data.max_prompt_tokens
         console = Console(stderr=args.json, width=150, highlight=False)
         if args.search:
@@ -70,7 +72,8 @@ def main() -> None:
 
 def print_plan(plan: Plan, chip: Chip, args: Namespace, console: Console) -> None:
     """Prints what a chip holds, a table of the phases, and what to change where one does not fit."""
-    console.print(f"\n{title(plan.models.config, plan, args.topology)}")
+    where = args.topology if args.slices == 1 else f"{args.slices} x {args.topology}"
+    console.print(f"\n{title(plan.models.config, plan, where)}")
     holds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.holds.items())
     console.print(f"each chip holds, GiB: {holds}")
     table = Table()
@@ -87,6 +90,8 @@ def print_plan(plan: Plan, chip: Chip, args: Namespace, console: Console) -> Non
             console.print(f"{phase.name} does not fit beside what else the chip holds")
         if args.collectives and phase.collectives:
             print_collectives(phase, args.collectives, console)
+    if between := sum(phase.times * phase.sent.get(BETWEEN_SLICES, 0) for phase in plan.phases):
+        console.print(f"a chip sends {between / 1e9:,.2f} GB a step between slices, which the estimate leaves out")
     if plan.fits(chip):
         seconds = plan.seconds(chip)
         speed = f"{seconds:.1f} s a step, {plan.tokens / seconds:,.0f} tokens/s"

@@ -29,7 +29,7 @@ CHIPS = {
 }
 
 
-def topology(name: str) -> tuple[Chip, list[Any]]:
+def topology(name: str, slices: int = 1) -> tuple[Chip, list[Any]]:
     """Returns chip and devices of a topology such as "v5e:4x4". The devices can be compiled for, and nothing else.
 
     Raises: UserError, if there is no such topology, or the TPU compiler is not installed.
@@ -43,6 +43,8 @@ def topology(name: str) -> tuple[Chip, list[Any]]:
     os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
     one = all(size == "1" for size in name.partition(":")[2].split("x"))
     more: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if one else {}
+    if slices > 1:
+        more["num_slices"] = slices
     if kind == "v4":  # two cores of a chip as one device
         more["chip_config_name"] = "megacore"
     try:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 KINDS = "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter"
 COLLECTIVE = re.compile(rf"%(\S+) = (.*?) ({KINDS})(-start)?\(")
+BETWEEN_SLICES = "between slices"  # the kind of what goes over the network that joins them
+SENT = re.compile(r"%\S+ = (\(.*\)) send\(.*_xla_megascale_transfer_type=")
 CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%([\w.-]+)|branch_computations={([^}]*)}")
 SIZES = {"pred": 1, "bf16": 2, "f16": 2}  # bytes of a number; the name ends in the bits of all others
 
@@ -56,6 +58,9 @@ def collectives(text: str, turns: int = 1) -> list[Collective]:
                     continue
                 begun.update([chain[0]] if chain else [])
                 if one := _collective(kind, found[2], bool(found[4]), line, loops):
+                    yield one
+            elif found := SENT.search(line):
+                if one := _collective(BETWEEN_SLICES, found[1], True, line, loops):
                     yield one
             else:
                 for one_name, more in CALLED.findall(line):

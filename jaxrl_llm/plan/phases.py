@@ -25,7 +25,7 @@ from jaxrl_llm.learning import Learning, Models, describe_models, make_learning,
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.plan.chips import Chip
-from jaxrl_llm.plan.collectives import Collective, collectives
+from jaxrl_llm.plan.collectives import BETWEEN_SLICES, Collective, collectives
 from jaxrl_llm.plan.flops import flops
 from jaxrl_llm.programs import of_learning
 from jaxrl_llm.rollout import engines
@@ -40,7 +40,10 @@ FUSED = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel, such as that 
 
 @dataclass(frozen=True)
 class Phase:
-    """A program of a step, on one chip. Its time is the larger one of arithmetic, memory and collectives."""
+    """A program of a step, on one chip. Its time is the largest one of arithmetic, memory and collectives.
+
+    What goes between slices takes no time here: their network has no published speed.
+    """
 
     name: str
     times: int  # that a step runs it
@@ -68,7 +71,7 @@ class Phase:
 
     def seconds(self, chip: Chip) -> dict[str, float]:
         """Returns the seconds that arithmetic, memory and collectives each need at the chip's published speeds."""
-        sent = sum(self.sent.values())
+        sent = sum(size for kind, size in self.sent.items() if kind != BETWEEN_SLICES)
         return {
             "arithmetic": self.flops / chip.flops,
             "memory": self.traffic / chip.bandwidth,
