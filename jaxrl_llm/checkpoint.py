@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from jaxrl_llm import distributed
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import disk
@@ -235,7 +236,13 @@ class Checkpoints:
         except (jax.errors.JaxRuntimeError, UserError):  # these are not disk errors
             raise
         except Exception as error:  # disk errors: Orbax raises many types
-            raise UserError(disk.cannot_write(self._folder.parent, _reason(error))) from error
+            reason = _reason(error)
+            if distributed.count() > 1 and not _of_disk(error):  # Orbax waits for the other processes
+                raise UserError(
+                    f"the processes could not save a checkpoint together ({reason}): see the output of the others; the "
+                    "same command goes on from the last checkpoint"
+                ) from error
+            raise UserError(disk.cannot_write(self._folder.parent, reason)) from error
 
     def close(self) -> None:
         """Waits until all saves are on the disk, and closes Orbax. Raises: UserError, if a save failed."""
@@ -255,6 +262,13 @@ def read(manager: ocp.CheckpointManager, step: int, wanted: ocp.args.Composite) 
             f"checkpoint {manager.directory / str(step)} cannot be read ({reason[:200]}): "
             "restore it, or move it away to go on from the one before it"
         ) from error
+
+
+def _of_disk(error: BaseException | None) -> bool:
+    """Returns whether an error, or one that led to it, is of the operating system."""
+    while error and not (isinstance(error, OSError) or "OS error" in str(error)):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _reason(error: Exception) -> str:

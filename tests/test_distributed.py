@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from conftest import QUICK
 from safetensors.numpy import load_file
 
 from jaxrl_llm import distributed, sharding
+from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.vllm import engine
@@ -197,6 +199,17 @@ def test_an_error_in_one_process_ends_all(tmp_path):
     assert processes.end(200) == [2, 2], processes.said()
     assert "error: process 1 has ended (UserError: " in processes.outputs[0].read_text()
     assert "own error" in processes.outputs[1].read_text()
+
+
+def test_a_save_that_fails_without_the_others_is_not_called_a_full_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed, "count", lambda: 2)
+    saving = lambda: Checkpoints._saving(SimpleNamespace(_folder=tmp_path / "checkpoints"))  # noqa: E731
+    with pytest.raises(UserError, match="could not save a checkpoint together"), saving():
+        raise ValueError("a barrier timed out")
+    with pytest.raises(UserError, match="cannot be written"), saving():
+        raise ValueError("Error writing local file [OS error 28: No space left on device]")
+    with pytest.raises(UserError, match="cannot be written"), saving():
+        raise ValueError("a thread failed") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(
