@@ -9,6 +9,7 @@ import atexit
 import hashlib
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -107,6 +108,13 @@ class Log:
     def finish(self) -> dict[str, Any] | None:
         """Waits for the last record since `begin` and returns it. Raises: UserError, if it cannot be written."""
         return self._written.result() if self._written else None
+
+    def sync(self) -> None:
+        """Waits until the written lines are on the disk itself: a host that is lost takes its page cache with it."""
+        self.finish()
+        with disk.writing(self._workdir):
+            for file in self._files.values():
+                os.fsync(file.fileno())
 
     def say(self, text: str) -> None:
         """Prints a line on the console, if it is still open."""

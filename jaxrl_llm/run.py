@@ -196,7 +196,7 @@ class Run:
 
     def save(self, accuracy: float | None = None, *, seconds: float | None = None) -> None:
         """Saves the states and the batches sampled ahead. seconds: how long it may wait for these batches."""
-        self.log.finish()  # a resumed run expects the record of the checkpoint's step in the log
+        self.log.sync()  # a resumed run expects the record of the checkpoint's step in the log
         states = {name: self.states[name] for name in self.shapes}
         self.checkpoints.save(self.step, states, self.actor.pending(seconds), accuracy, self.ladders)
         self.saved = self.step

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from jaxrl_llm import log
 from jaxrl_llm.build import build
+from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
@@ -197,3 +199,12 @@ def test_a_reference_and_an_optimizer_in_the_hosts_memory_change_no_number(movin
     assert numbers(resumed) == numbers(whole)[-1:]
     one, two = ((tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("run", "away"))
     assert one == two
+
+
+def test_the_log_is_on_the_disk_itself_before_a_checkpoint_is_saved(tmp_path, monkeypatch):
+    events, save = [], Checkpoints.save
+    monkeypatch.setattr(log.os, "fsync", lambda number: events.append(Path(f"/proc/self/fd/{number}").resolve().name))
+    monkeypatch.setattr(Checkpoints, "save", lambda self, *given: events.append("save") or save(self, *given))
+    list(steps(tiny(num_steps=2, **{"checkpoint.every": 2, "eval.every": 0}), tmp_path / "run"))
+    last = events.index("save")
+    assert {"metrics.jsonl", "completions.jsonl"} <= set(events[:last])
