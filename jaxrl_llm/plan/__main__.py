@@ -141,7 +141,7 @@ def row(phase: Phase, chip: Chip) -> list[str]:
         "yes" if phase.fused else "no",
         f"{phase.flops / 1e12:.2f}",
         f"{phase.traffic / 1e9:.1f}",
-        f"{sum(phase.sent.values()) / 1e9:.2f}",
+        f"{phase.sent_in_slice / 1e9:.2f}",
         f"{phase.times * seconds[bound]:.2f}",
         bound,
     ]

@@ -69,13 +69,17 @@ class Phase:
             total[one.kind] += one.bytes * one.times
         return dict(total)
 
+    @property
+    def sent_in_slice(self) -> int:
+        """Bytes that a chip sends to others of its slice."""
+        return sum(size for kind, size in self.sent.items() if kind != BETWEEN_SLICES)
+
     def seconds(self, chip: Chip) -> dict[str, float]:
         """Returns the seconds that arithmetic, memory and collectives each need at the chip's published speeds."""
-        sent = sum(size for kind, size in self.sent.items() if kind != BETWEEN_SLICES)
         return {
             "arithmetic": self.flops / chip.flops,
             "memory": self.traffic / chip.bandwidth,
-            "collectives": sent / chip.ring,
+            "collectives": self.sent_in_slice / chip.ring,
         }
 
 
