@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ def test_wandb_gets_every_record_in_one_run_however_often_it_is_resumed(tmp_path
     run_id = hashlib.sha256(str(tmp_path.absolute()).encode()).hexdigest()[:16]
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert {file.name for file in files} == {f"run-{run_id}.wandb"}
-    written = b"".join(file.read_bytes() for file in files)
-    assert b"eval/accuracy" in written
-    assert b"0.25" in written and b"1.25" in written
-    assert b"a project" in written
+    expected, end = (b"eval/accuracy", b"0.25", b"1.25", b"a project"), time.monotonic() + 60
+    written = lambda: b"".join(file.read_bytes() for file in files)  # noqa: E731
+    while not all(text in written() for text in expected):  # its service writes a moment after it has said so
+        assert time.monotonic() < end, written()
+        time.sleep(0.1)
