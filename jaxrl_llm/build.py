@@ -200,10 +200,11 @@ def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]])
         checkpoints.check_room(shapes)
         open_workdir(workdir, config)
         derived = batch_table(config, given.totals, given.mesh, given.model.cfg, given.dataset, given.held_out, start)
+        judged = config, given.totals, given.model.cfg, given.mesh.devices.flat[0].platform
         print_banner(
             f"jaxrl_llm.{'train' if 'loss' in config else 'sft'}: {workdir}",
             [*derived, *rows, ("compiled code", given.cache)],
-            lines=settings.warnings(config, given.totals, given.model.cfg, given.mesh.devices.flat[0].platform),
+            lines=[finding.line() for finding in settings.findings(settings.Settings(*judged))],
         )
     log = opened.enter_context(closing(Log(workdir, config)))
     health = Health(workdir, config.health.to_dict(), log.say)

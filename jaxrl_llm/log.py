@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxrl_llm import distributed, sharding
 from jaxrl_llm.checkpoint import cut_back
+from jaxrl_llm.health.finding import History
 from jaxrl_llm.host import disk
 from jaxrl_llm.record import Record, Timer
 from jaxrl_llm.rollout.samples import Samples
@@ -132,6 +133,14 @@ class Log:
             with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
                 lines = [json.loads(line) for line in deque(file, maxlen=count)]
         return distributed.exchange(lines)[0]
+
+    def seen_by_health(self) -> list[dict[str, Any]]:
+        """Returns those records of metrics.jsonl that health rules look at."""
+        kept: list[dict[str, Any]] = []
+        if distributed.first():
+            with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
+                kept = History(map(json.loads, file)).records
+        return distributed.exchange(kept)[0]
 
     def lacks_evaluation(self, step: int) -> bool:
         """Returns whether metrics.jsonl, which ends at `step` or before, has no evaluation of `step`."""

@@ -89,6 +89,8 @@ def of_updates(updates: list[dict[str, Any]]) -> dict[str, Any]:
     record = {name: np.mean([u[name] for u in updates]) for name in first}
     # From the first update only: later ones have changed the policy, which is no mismatch of the sampler.
     record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "importance/"))}
+    # Of the first update on a rollout: the policy has not moved since it sampled, so nothing should be clipped.
+    record |= {"clip/first": first["clip/fraction"]} if "clip/fraction" in first else {}
     record |= {name: x for name, x in last.items() if name.endswith(("learning_rate", "/coef"))}
     if "importance/square" in record:
         record["importance/ess"] = record["importance/mean"] ** 2 / max(record.pop("importance/square"), 1e-30)

@@ -18,7 +18,6 @@ from jaxrl_llm.checkpoint import Checkpoints, Pending
 from jaxrl_llm.compilation import Compilations, Program
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import Health
-from jaxrl_llm.health.rules import WINDOW
 from jaxrl_llm.host.signals import SECONDS, Stop
 from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.learner.scorers import Scorer, States
@@ -100,7 +99,7 @@ class Run:
             states["reference"] = self.reference.load()
         states = self.put_away(states)
         self.log.begin(step)
-        self.health.begin(self.log.last(WINDOW))
+        self.health.begin(self.log.seen_by_health())
         self.step = self.saved = step
         self.states, self.unwritten = states, None
         self.actor.reset(step, states["policy"].params, pending)

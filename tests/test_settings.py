@@ -12,7 +12,7 @@ import tiny
 from jaxrl_llm.checkpoint import keep_schedule, open_workdir
 from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as config
-from jaxrl_llm.health.settings import warnings
+from jaxrl_llm.health.settings import Settings, findings
 from jaxrl_llm.learner.optim import make_optimizer
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +27,7 @@ def said(name: str, model=SMALL, platform="cpu", **changes: object) -> list[str]
     if "teacher" in c:
         c.teacher.path = "somewhere"
     check = checks.check_sft if name == "sft" else checks.check_train
-    return warnings(c, check(c.lock()), model, platform)
+    return [finding.line() for finding in findings(Settings(c, check(c.lock()), model, platform))]
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
@@ -77,8 +77,28 @@ def test_a_critics_rate_is_looked_at_too():
     ],
 )
 def test_many_updates_on_a_rollout_are_warned_of(name, each, epochs, words):
-    lines = said(name, prompts_per_update=each, epochs=epochs)
+    lines = [line for line in said(name, prompts_per_update=each, epochs=epochs) if "an optimizer step has" not in line]
     assert [line[: len(words)] for line in lines] == [words] * bool(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(prompts_per_update=4), ["an optimizer step has 32 sequences"]),
+        (dict(entropy__coef=0.001), ["entropy.coef = 0.001 without a target"]),
+        (dict(entropy__coef=0.001, entropy__target=0.1, entropy__step=1e-4, entropy__most=0.1), []),
+        (dict(optim__warmup_ratio=0.95, optim__warmup_steps=0), ["the warm-up takes 95 of 100 optimizer steps"]),
+        (
+            dict(kl__placement="none", kl__coef=0.0, epochs=4, num_steps=3000, model__dtype="bfloat16"),
+            ["12,000 updates, 4 on a rollout, without KL penalty and correction"],
+        ),
+        (dict(kl__placement="none", kl__coef=0.0, epochs=4, num_steps=300, model__dtype="bfloat16"), []),
+        (dict(epochs=4, num_steps=3000, model__dtype="bfloat16"), []),
+    ],
+)
+def test_settings_of_published_failures_are_told(changes, words):
+    lines = [line for line in said("grpo", **changes) if "updates on a rollout, more" not in line]
+    assert [line.split(": ")[1] for line in lines] == words
 
 
 def test_a_clip_that_clips_nothing_is_noted_where_it_was_changed():
@@ -110,5 +130,5 @@ def test_a_run_that_is_resumed_with_more_steps_keeps_its_schedule_and_says_so(tm
     rates = [make_optimizer(t.scheduled_updates, **begun.optim).coefficients["learning_rate"] for t in (before, after)]
     for step in (0, 50, 99, 100, 250):
         assert rates[0].value(jnp.float32(step)) == rates[1].value(jnp.float32(step))
-    [line] = warnings(longer, after, SMALL, "cpu")
+    [line] = [finding.line() for finding in findings(Settings(longer, after, SMALL, "cpu"))]
     assert "laid out for 100 steps" in line and "it now has 300" in line and "the learning rate 1e-06" in line

@@ -88,15 +88,15 @@ def parse_arguments(
     return Arguments(config, known.workdir or fresh, known.distributed, only)
 
 
-def config_parser(program: str, description: str) -> Parser:
-    """Returns the parser of a program that has a config, for `parse_config`."""
+def config_parser(program: str, description: str, *, required: bool = True) -> Parser:
+    """Returns the parser of a program that has a config, for `parse_config`. required: whether it must be given."""
     parser = Parser(
         prog=f"python -m {program}",
         description=description,
         epilog="Any field of the config is set by --config.section.field=value, for example --config.num_steps=10 "
         "--config.optim.learning_rate=1e-5. The fields and what they mean are in the config file.",
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="a config file, e.g. configs/grpo.py")
+    parser.add_argument("--config", required=required, metavar="FILE", help="a config file, e.g. configs/grpo.py")
     return parser
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm import distributed
 from jaxrl_llm.checkpoint import cut_back
-from jaxrl_llm.health.rules import WINDOW, Finding, Record, findings
+from jaxrl_llm.health.finding import WINDOW, History, Record
+from jaxrl_llm.health.rules import findings
 from jaxrl_llm.host import disk
 
 
@@ -27,35 +28,46 @@ class Health:
     def __init__(self, workdir: Path, bounds: dict[str, Any], say: Callable[[str], None]):
         """bounds: the `health` section of the config; say: prints a line on the console."""
         self._workdir, self._file, self._bounds, self._say = workdir, workdir / "health.jsonl", bounds, say
-        self._history: list[Record] = []
-        self._found: list[Finding] = []
+        self._history = History()
+        self._last: Record | None = None  # that was judged
+        self._said: dict[str, int] = {}  # last step of each finding
         self._verdict = Verdict("go on")
 
-    def begin(self, history: Sequence[Record]) -> None:
-        """Continues after these records, the last `WINDOW` of the run. Drops later findings: rules find them again."""
-        self._history = list(history)
-        self._found, self._verdict = findings(self._history, self._bounds), Verdict("go on")
+    def begin(self, records: Iterable[Record]) -> None:
+        """Continues after these records, which are those of the run. Drops later findings: rules find them again."""
+        self._history, self._said = History(records), {}
+        self._last = self._history.records[-1] if self._history.records else None
+        self._verdict = Verdict("go on")
         if distributed.first():
-            with disk.writing(self._workdir):
-                cut_back(self._file, self._history[-1]["step"] if self._history else -1)
+            self._forget_after(self._last["step"] if self._last else -1)
+
+    def _forget_after(self, step: int) -> None:
+        """Removes the findings of later steps from the file."""
+        with disk.writing(self._workdir):
+            cut_back(self._file, step)
+        if self._file.is_file():
+            lines = map(json.loads, self._file.read_text(encoding="utf-8").splitlines())
+            self._said = {line["id"]: line["step"] for line in lines}
 
     def judge(self, record: Record | None) -> Verdict:
         """Returns the verdict after a record: the next one, or the last one again, perhaps with more entries."""
-        if record is None or record in self._history[-1:]:
+        if record is None or record == self._last:
             return self._verdict
-        if self._history and self._history[-1]["step"] == record["step"]:  # with more entries: replace it
-            self.begin(self._history[:-1])
-        self._history = [*self._history, record][-WINDOW:]
-        before, self._found = {finding.id for finding in self._found}, findings(self._history, self._bounds)
-        for finding in self._found:
+        again = self._last is not None and self._last["step"] == record["step"]
+        if again and distributed.first():  # with more entries: its findings are written again
+            self._forget_after(record["step"] - 1)
+        self._history.add(record)
+        self._last, self._verdict = record, Verdict("go on")
+        for finding in findings(self._history, self._bounds):
+            # A finding that comes and goes is said once: it is new after WINDOW steps without it.
+            new = record["step"] - self._said.get(finding.id, -WINDOW) >= WINDOW
+            self._said[finding.id] = record["step"]
             if distributed.first():
                 with disk.writing(self._workdir), self._file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"step": record["step"]} | finding.record()) + "\n")
-            if finding.id not in before and finding.action == "warn":
-                self._say(f"    {finding.line()}")
-        self._verdict = Verdict("go on")
-        for found in self._found:
-            if found.action == "stop":
-                reason = f"step {record['step']}: {found.evidence}, because {found.cause}"
-                self._verdict = Verdict("stop", reason, found.fix)
+            if new and finding.action == "warn":
+                self._say(f"    health {finding.line()}")
+            if finding.action == "stop":
+                reason = f"step {record['step']}: {finding.evidence}, because {finding.cause}"
+                self._verdict = Verdict("stop", reason, finding.fix)
         return self._verdict

@@ -1,71 +1,41 @@
 """Health rules: pure functions that find a problem in a run's records, with its cause and remedy.
 
-A rule gets the records of metrics.jsonl, oldest first, and returns a finding or None. Its keyword arguments are
-fields of `config.health`. docs/health.md lists the rules. If it gives no source for a bound, the bound was calibrated
-on the runs named there.
+A rule gets the `History` of a run and returns a finding or None. Its keyword arguments are fields of `config.health`.
+docs/health.md lists the rules. If it gives no source for a bound, the bound was calibrated on the runs named there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxrl_llm.config.names import keywords
 from jaxrl_llm.config.schema import Count, MayChange
-
-Record: TypeAlias = dict[str, Any]
-WINDOW = 16  # number of records that rules get, at most
+from jaxrl_llm.health.finding import RECENT, WINDOW, Finding, History, mean
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A problem that a rule found."""
-
-    id: str
-    severity: str  # "look" or "bad"
-    evidence: str
-    cause: str
-    fix: str
-    reference: str
-    action: str = "warn"  # or "stop", which ends the run
-
-    def line(self) -> str:
-        return f"health {self.id} ({self.severity}): {self.evidence}: {self.cause}; {self.fix} [{self.reference}]"
-
-    record = asdict
-
-
-def findings(history: Sequence[Record], bounds: Mapping[str, Any]) -> list[Finding]:
-    """Applies all rules to the latest records; bounds: the `health` section of a config."""
-    latest = [_finite_values(record) for record in history[-WINDOW:]]
-    if not latest:
+def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
+    """Applies all rules; bounds: the `health` section of a config."""
+    if not history.records:
         return []
-    found = [rule(latest, **{name: bounds[name] for name in keywords(rule)}) for rule in RULES]
+    found = [rule(history, **{name: bounds[name] for name in keywords(rule)}) for rule in RULES]
     return [finding for finding in found if finding]
 
 
-def _finite_values(record: Record) -> Record:
-    """Removes non-finite values (null in metrics.jsonl) from a record, and lists their names in "not_finite"."""
-    names = sorted(name for name, x in record.items() if x is None)
-    return {name: x for name, x in record.items() if x is not None} | {"not_finite": names}
-
-
-def sampler_mismatch(history: Sequence[Record]) -> Finding | None:
+def sampler_mismatch(history: History) -> Finding | None:
     """F7: sampler and trainer compute different distributions, too different for the correction."""
-    r = history[-1]
+    r = {name: x for name, x in history.latest[-1].items() if x is not None}
     if not {"importance/kl", "importance/mean", "importance/ess", "rollout/lag_p95"} <= r.keys():
         return None
-    kl, mean, ess, stale = r["importance/kl"], r["importance/mean"], r["importance/ess"], r["rollout/lag_p95"] > 0
+    kl, weight, ess, stale = r["importance/kl"], r["importance/mean"], r["importance/ess"], r["rollout/lag_p95"] > 0
     signs = [f"KL(sampler || trainer) {kl:.1e}"] if kl > 1e-3 and not stale else []  # older weights must differ
-    signs += [f"mean weight {mean:.2f}"] if not 0.5 <= mean <= 2 else []
+    signs += [f"mean weight {weight:.2f}"] if not 0.5 <= weight <= 2 else []
     signs += [f"effective sample size {ess:.0%}"] if ess < 0.3 else []
     if not signs:
         return None
-    bad = kl > 1e-2 or not 0.5 <= mean <= 2 or ess < 0.3
     return Finding(
         "sampler_mismatch",
-        "bad" if bad else "look",
+        "error" if kl > 1e-2 or not 0.5 <= weight <= 2 or ess < 0.3 else "warning",
         ", ".join(signs),
         "the weights that sampled are too old" if stale else "the engine does not compute what the trainer computes",
         "lower rollout.max_lag or optim.learning_rate"
@@ -75,9 +45,9 @@ def sampler_mismatch(history: Sequence[Record]) -> Finding | None:
     )
 
 
-def stale_weights(history: Sequence[Record]) -> Finding | None:
+def stale_weights(history: History) -> Finding | None:
     """F23: after a push, the servers still answer with the previous weights."""
-    last = [r for r in history if "weight_check/gap_before" in r][-3:]
+    last = [r for r in history.latest if r.get("weight_check/gap_before") is not None][-3:]
     if len(last) < 3 or not all(r["weight_check/gap"] >= r["weight_check/gap_before"] > 0 for r in last):
         return None
     if max(r["weight_check/gap"] for r in last) < 1e-5:  # the weights hardly change
@@ -85,7 +55,7 @@ def stale_weights(history: Sequence[Record]) -> Finding | None:
     r = last[-1]
     return Finding(
         "stale_weights",
-        "bad",
+        "error",
         f"gap {r['weight_check/gap']:.1e} after a push, {r['weight_check/gap_before']:.1e} to the weights before",
         "pushed weights did not arrive",
         "start the servers again and resume",
@@ -93,17 +63,17 @@ def stale_weights(history: Sequence[Record]) -> Finding | None:
     )
 
 
-def engine_drift(history: Sequence[Record]) -> Finding | None:
+def engine_drift(history: History) -> Finding | None:
     """F24: the mismatch grows although the weights do not change."""
-    still = [r for r in history if r.get("update_norm", 0.0) == 0.0 and "sampler/gap_mean" in r]
-    if len(still) < 8 or len(still) < len(history):
+    still = [r for r in history.latest if not r.get("update_norm") and r.get("sampler/gap_mean") is not None]
+    if len(still) < 8 or len(still) < len(history.latest):
         return None
     first, last = (sum(r["sampler/gap_mean"] for r in part) / 4 for part in (still[:4], still[-4:]))
     if last <= 3 * first or last < 1e-5:
         return None
     return Finding(
         "engine_drift",
-        "bad",
+        "error",
         f"mean gap {first:.1e} to {last:.1e} with weights that did not change",
         "the engine drifts",
         "start the server again and resume",
@@ -111,15 +81,15 @@ def engine_drift(history: Sequence[Record]) -> Finding | None:
     )
 
 
-def stale_samples(history: Sequence[Record]) -> Finding | None:
+def stale_samples(history: History) -> Finding | None:
     """F30: samples are too old for the correction."""
-    r = history[-1]
-    lag, weight = r.get("rollout/lag_p95", 0), r.get("importance/mean", 1.0)
+    r = history.latest[-1]
+    lag, weight = r.get("rollout/lag_p95") or 0, r.get("importance/mean") or 1.0
     if not lag or abs(weight - 1) <= 0.1:
         return None
     return Finding(
         "stale_samples",
-        "look",
+        "warning",
         f"95 % of the tokens are at most {lag:g} steps old, their mean weight is {weight:.2f}",
         "rollouts are too far off-policy",
         "lower rollout.max_lag",
@@ -127,23 +97,238 @@ def stale_samples(history: Sequence[Record]) -> Finding | None:
     )
 
 
-def updates_skipped(history: Sequence[Record], *, max_skipped: MayChange[Count]) -> Finding | None:
+def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Finding | None:
     """F27: many updates in a row are skipped, and the model does not change."""
-    r = history[-1]
-    counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row")]
+    r = history.latest[-1]
+    counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row") and x is not None]
     if not max_skipped or max(counts, default=0) < max_skipped:
         return None
-    names = [name for name in r["not_finite"] if not name.endswith(("_min", "_max"))]
+    names = [name for name in sorted(r) if r[name] is None and not name.endswith(("_min", "_max"))]
     lower = "a lower optim.learning_rate or with model.dtype = 'float32'"
     longer = "other limits: config.mask and rollout.max_completion_tokens decide which tokens are trained"
     return Finding(
         "updates_skipped",
-        "bad",
+        "error",
         f"{max(counts)} updates in a row were skipped, and the model stands still",
         f"their gradients are not finite ({', '.join(names[:5])})" if names else "no token in them is trained",
         f"begin a new run with {lower if names else longer}, or raise config.health.max_skipped (0: never stop)",
         "FAILURES F27",
         "stop",
+    )
+
+
+def phantom_clipping(history: History) -> Finding | None:
+    """F8: the first update on a rollout clips tokens, although the policy has not moved since it sampled them."""
+    clipped, lag = history.now("clip/first"), history.now("rollout/lag_p95")
+    if clipped is None or lag or clipped <= 0.01:
+        return None
+    return Finding(
+        "phantom_clipping",
+        "error",
+        f"{clipped:.1%} of the tokens are clipped in the first update on a rollout",
+        "old log-probabilities are rounded in another way than those of the update, so these tokens teach nothing",
+        "let the trainer compute them: set model.dtype to the engine's, or the engine's to float32",
+        "FAILURES F8",
+    )
+
+
+def no_signal(history: History) -> Finding | None:
+    """F10: in most groups all completions earn the same, so their advantages are 0."""
+    share = history.now("groups/no_signal")
+    if share is None or share <= 0.8 or _solved(history):
+        return None
+    return Finding(
+        "no_signal",
+        "error" if share > 0.99 else "warning",
+        f"in {share:.0%} of the groups all completions have the same reward",
+        "the problems are too hard or too easy, or the reward cannot tell answers apart",
+        "set rollout.resample_rounds, raise group_size or rollout.temperature, or look at completions.jsonl",
+        "arXiv 2503.14476",
+    )
+
+
+def _solved(history: History) -> bool:
+    """Returns whether the rewards have risen and hardly differ any more: nothing is left to learn."""
+    before, now = history.then("reward/mean"), history.now("reward/mean")
+    spread, left = history.then("reward/std"), history.now("reward/std")
+    if before is None or now is None or spread is None or left is None:
+        return False
+    return now > before and left < 0.7 * spread
+
+
+def entropy_collapse(history: History) -> Finding | None:
+    """F12: the policy has become nearly certain, and has not solved the task."""
+    before, now = history.then("entropy"), history.now("entropy")
+    if not before or now is None or now >= 0.1 * before or _solved(history):
+        return None
+    return Finding(
+        "entropy_collapse",
+        "warning",
+        f"entropy {now:.2g}, {before:.2g} at the start",
+        "the policy has settled on one answer, and tries no other",
+        "raise loss.clip_high or rollout.temperature, lower optim.learning_rate, or set entropy.target",
+        "arXiv 2505.22617",
+    )
+
+
+def entropy_explosion(history: History) -> Finding | None:
+    """F13: the policy becomes random."""
+    before, now, earlier = history.then("entropy"), history.now("entropy"), _earlier(history, "entropy")
+    if not before or now is None or now <= 3 * before or earlier is None or now <= earlier:
+        return None
+    return Finding(
+        "entropy_explosion",
+        "error",
+        f"entropy {now:.2g}, {before:.2g} at the start, and it rises",
+        "the policy turns to noise",
+        "lower entropy.coef, loss.clip_high or optim.learning_rate, and go on from an earlier checkpoint",
+        "Search-R1 #162",
+    )
+
+
+def _earlier(history: History, name: str) -> float | None:
+    """Returns the mean of the RECENT values before those of `History.now`."""
+    return mean(name, history.latest[-2 * RECENT : -RECENT], RECENT)
+
+
+def reward_collapse(history: History) -> Finding | None:
+    """The reward has fallen far below what it was for a while."""
+    values = [r["reward/mean"] for r in history.records if r["step"] and r.get("reward/mean") is not None]
+    windows = [sum(values[i : i + RECENT]) / RECENT for i in range(len(values) - RECENT + 1)]
+    spread, now = history.then("reward/std"), history.now("reward/mean")
+    if now is None or not spread or len(windows) < 2 or max(windows) - now <= spread:
+        return None
+    return Finding(
+        "reward_collapse",
+        "error",
+        f"the mean reward was {max(windows):.3g} for {RECENT} steps, and is {now:.3g}",
+        "the policy has been ruined since",
+        "go on from an earlier checkpoint with a lower optim.learning_rate or fewer updates on a rollout",
+        "Search-R1 #97",
+    )
+
+
+def gradient_climb(history: History) -> Finding | None:
+    """F6: the norm of the gradient and the share of clipped tokens climb together."""
+    before, now = history.then("grad_norm"), history.now("grad_norm")
+    clipped, clips = history.then("clip/fraction"), history.now("clip/fraction")
+    if before is None or now is None or clipped is None or clips is None or len(history.latest) < WINDOW:
+        return None
+    if now <= 4 * before or clips <= max(2 * clipped, 0.02):
+        return None
+    return Finding(
+        "gradient_climb",
+        "warning",
+        f"gradient norm {before:.2g} to {now:.2g}, clipped tokens {clipped:.1%} to {clips:.1%}",
+        "the policy leaves what was sampled faster and faster",
+        "in this order: set importance.action, epochs = 1, a small kl.coef; go on from an earlier checkpoint",
+        "TRL #2980",
+    )
+
+
+def kl_pays(history: History) -> Finding | None:
+    """F5: the KL term in the reward earns more, while the task earns less."""
+    kl, kl_now = history.then("reward/kl"), history.now("reward/kl")
+    task, task_now, spread = history.then("reward/mean"), history.now("reward/mean"), history.then("reward/std")
+    if kl is None or kl_now is None or task is None or task_now is None or not spread:
+        return None
+    if kl_now <= max(kl, 0.0) + 0.1 * spread or task_now >= task - 0.1 * spread:
+        return None
+    return Finding(
+        "kl_pays",
+        "warning",
+        f"the KL term {kl:.2g} to {kl_now:.2g}, the task {task:.2g} to {task_now:.2g}",
+        "k1 in the reward is signed: unlikely tokens earn",
+        "set kl.placement = 'loss' with k3, or another kl.estimator",
+        "FAILURES F5",
+    )
+
+
+def truncated(history: History) -> Finding | None:
+    """F15: completions reach the limit and the reward falls."""
+    cut, at_first = history.now("completion/truncated"), history.then("completion/truncated")
+    reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
+    if cut is None or at_first is None or reward is None or before is None or not spread:
+        return None
+    if cut <= max(0.05, 1.5 * at_first) or reward >= before - 0.1 * spread:
+        return None
+    rewards = f"reward {before:.2g} to {reward:.2g}"
+    return Finding(
+        "truncated",
+        "warning",
+        f"{cut:.0%} of the completions reach the limit, {at_first:.0%} at the start; {rewards}",
+        "what the limit cuts is judged as wrong, or the loss favors long completions",
+        "raise rollout.max_completion_tokens, or set reward.overlong_tokens, mask.truncated or token_mean",
+        "arXiv 2503.14476",
+    )
+
+
+def never_stops(history: History) -> Finding | None:
+    """F14: no completion ends by itself."""
+    cut = history.now("completion/truncated")
+    if cut is None or cut < 0.99:
+        return None
+    return Finding(
+        "never_stops",
+        "error",
+        f"{cut:.0%} of the completions reach the limit",
+        "the model never ends an answer: its stop token is missing or never trained, or the limit is too low",
+        "check the chat template and generation_config.json, or raise rollout.max_completion_tokens",
+        "FAILURES F14",
+    )
+
+
+def length_collapse(history: History) -> Finding | None:
+    """F16: completions have become very short while the reward rises."""
+    before, now = history.then("completion/length"), history.now("completion/length")
+    reward, earned = history.then("reward/mean"), history.now("reward/mean")
+    if not before or now is None or now >= before / 4 or reward is None or earned is None or earned < reward:
+        return None
+    return Finding(
+        "length_collapse",
+        "warning",
+        f"completions have {now:.3g} tokens, {before:.3g} at the start; reward {reward:.2g} to {earned:.2g}",
+        "the policy earns by not answering",
+        "look at completions.jsonl, and reward only answers",
+        "FAILURES F16",
+    )
+
+
+def channels_diverge(history: History) -> Finding | None:
+    """F17: one reward function earns more and another one less: the reward may be hacked."""
+    channels = [name for name in history.latest[-1] if name.startswith("reward/")]
+    spread, slopes = history.then("reward/std"), dict[str, float]()
+    for name in sorted(set(channels) - {"reward/mean", "reward/std", "reward/kl", "reward/kl_pays", "reward/overlong"}):
+        before, now = history.then(name), history.now(name)
+        if before is not None and now is not None:
+            slopes[name.removeprefix("reward/")] = now - before
+    if not spread or len(slopes) < 2:
+        return None
+    up, down = max(slopes, key=lambda name: slopes[name]), min(slopes, key=lambda name: slopes[name])
+    if slopes[up] < 0.3 * spread or slopes[down] > -0.3 * spread:
+        return None
+    return Finding(
+        "channels_diverge",
+        "warning",
+        f"reward {up} rose by {slopes[up]:.2g}, {down} fell by {-slopes[down]:.2g}",
+        "the policy earns by one part of the reward at the cost of another",
+        "give the first only where the second is earned, or change reward.weights",
+        "FAILURES F17",
+    )
+
+
+def critic_lags(history: History) -> Finding | None:
+    """F32: the critic predicts worse than a constant would."""
+    explained = history.now("critic/explained_variance")
+    if explained is None or explained >= 0 or len(history.latest) < WINDOW:
+        return None
+    return Finding(
+        "critic_lags",
+        "warning",
+        f"explained variance {explained:.2f} over {RECENT} steps",
+        "the critic does not follow the policy, so the advantages are noise",
+        "raise critic.warmup_steps or critic.optim.learning_rate",
+        "FAILURES F32",
     )
 
 
@@ -153,4 +338,16 @@ RULES: tuple[Callable[..., Finding | None], ...] = (
     engine_drift,
     stale_samples,
     updates_skipped,
+    phantom_clipping,
+    no_signal,
+    entropy_collapse,
+    entropy_explosion,
+    reward_collapse,
+    gradient_climb,
+    kl_pays,
+    truncated,
+    never_stops,
+    length_collapse,
+    channels_diverge,
+    critic_lags,
 )

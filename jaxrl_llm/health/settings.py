@@ -1,13 +1,17 @@
-"""Warnings about a run's settings, printed before its first step."""
+"""Rules over a run's settings: what may ruin it, and what has no effect. They need no device and no weights."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
 
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.config.checks import Totals, scheduled_steps
 from jaxrl_llm.config.names import arguments, own_name, resolve
+from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Config
 
 # Full fine-tuning of Qwen3-0.6B (width 1024) was stable at rate 1e-6 and ruined the model at 5e-5. The embedded model
@@ -16,56 +20,152 @@ from jaxrl_llm.structs import Config
 RATE, WIDTH = 5e-5, 1024
 SUPERVISED = 10  # factor for fixed targets, in sft and for a critic: configs/sft.py has 2e-3 at width 128
 UPDATES, UPDATES_WITH_CRITIC = 4, 16  # per rollout; more give a warning
+SEQUENCES = 64  # in an update: with as many, a published reward stayed flat
+LONG = 10_000  # updates, after which a published gradient norm climbed
 
 
-def warnings(config: Config, totals: Totals, model: DecoderConfig, platform: str) -> list[str]:
-    """Returns console lines: "warning: ..." if a setting may ruin the run, "note: ..." if it has no effect.
+class Settings(NamedTuple):
+    """What the rules look at."""
 
-    platform: of the devices, "cpu", "gpu" or "tpu".
-    """
-    rl = "loss" in config
-    lines = _rate("optim", config.optim.learning_rate, model.width, 1 if rl else SUPERVISED)
-    if "critic" in config:
-        lines += _rate("critic.optim", config.critic.optim.learning_rate, model.width, SUPERVISED)
-    bound, updates = UPDATES_WITH_CRITIC if "critic" in config else UPDATES, totals.updates_per_rollout
+    config: Config
+    totals: Totals
+    model: DecoderConfig
+    platform: str = ""  # of the devices, "cpu", "gpu" or "tpu"; "": not known
+
+    @property
+    def rl(self) -> bool:
+        return "loss" in self.config
+
+
+Rule: TypeAlias = Callable[[Settings], Iterator[Finding]]
+
+
+def findings(settings: Settings) -> list[Finding]:
+    """Applies all rules."""
+    return [finding for rule in RULES for finding in rule(settings)]
+
+
+def learning_rate(given: Settings) -> Iterator[Finding]:
+    """F9: a rate that ruins a model of this width."""
+    config = given.config
+    rates = [("optim", config.optim.learning_rate, 1 if given.rl else SUPERVISED)]
+    rates += [("critic.optim", config.critic.optim.learning_rate, SUPERVISED)] if "critic" in config else []
+    for section, rate, factor in rates:
+        bound = factor * RATE * WIDTH / given.model.width
+        if rate >= bound:
+            yield Finding(
+                "learning_rate",
+                "warning",
+                f"{section}.learning_rate = {rate:g} is {bound:.1g} or more",
+                f"it may ruin a model of width {given.model.width}",
+                "lower it if the reward or the accuracy falls",
+                "docs/health.md",
+            )
+
+
+def many_updates(given: Settings) -> Iterator[Finding]:
+    """F2: many optimizer steps on one rollout."""
+    bound, updates = UPDATES_WITH_CRITIC if "critic" in given.config else UPDATES, given.totals.updates_per_rollout
     if updates > bound:
-        lines.append(
-            f"warning: {updates:,} updates on a rollout, more than {bound}: the policy may leave what was sampled, and "
-            "collapse; raise prompts_per_update, or lower epochs"
+        yield Finding(
+            "many_updates",
+            "warning",
+            f"{updates:,} updates on a rollout, more than {bound}",
+            "the policy may leave what was sampled, and collapse",
+            "raise prompts_per_update, or lower epochs",
+            "Search-R1: 10 updates collapsed, 2 did not",
         )
-    if config.num_steps != scheduled_steps(config):
-        lines.append(
-            f"note: warm-up and decay are laid out for {config.schedule_steps} steps, as the run began, and it now has "
-            f"{config.num_steps}" + _after_the_schedule(config)
-        )
-    if rl and updates == 1 and (changed := _changed(config)):
-        lines.append(
-            f"note: with one update on a rollout the ratio is 1, so that {', '.join(changed)} has no effect: "
-            "lower prompts_per_update or raise epochs for more of them"
-        )
-    if not config.eval.every and config.checkpoint.keep_best:
-        lines.append("note: checkpoint.keep_best keeps nothing: eval.every is 0, and nothing says which is best")
-    if config.deterministic and platform != "gpu":
-        lines.append(f"note: deterministic = True has no effect on a {platform}: it is for GPUs")
-    return lines
 
 
-def _after_the_schedule(config: Config) -> str:
-    """Describes the learning rate after the end of the schedule; "" if the run has no such steps."""
-    if config.num_steps < config.schedule_steps:
-        return ""
+def small_updates(given: Settings) -> Iterator[Finding]:
+    """F1: few sequences in an optimizer step, as after a cut that was meant to save memory."""
+    sequences = given.totals.sequences_per_update
+    if given.rl and sequences < SEQUENCES < given.totals.sequences_per_step:
+        yield Finding(
+            "small_updates",
+            "warning",
+            f"an optimizer step has {sequences} sequences",
+            "its gradient may be noise, and the reward stay flat",
+            "raise prompts_per_update; to save memory, lower microbatch, which never changes the gradient",
+            "EasyR1 #24, Search-R1 #97",
+        )
+
+
+def entropy_bonus(given: Settings) -> Iterator[Finding]:
+    """F1c: a constant entropy bonus."""
+    if given.rl and given.config.entropy.coef > 0 and not given.config.entropy.target:
+        yield Finding(
+            "entropy_bonus",
+            "warning",
+            f"entropy.coef = {given.config.entropy.coef:g} without a target",
+            "a constant bonus lets the entropy only rise, until the text is noise",
+            "set entropy.coef = 0, or entropy.target",
+            "Search-R1 #162",
+        )
+
+
+def no_anchor(given: Settings) -> Iterator[Finding]:
+    """F6: a long run with several updates on a rollout, no KL penalty and no importance weights."""
+    config, totals = given.config, given.totals
+    if not given.rl or config.kl.placement != "none" or totals.updates_per_rollout == 1 or totals.updates < LONG:
+        return
+    weighed = config.importance.action != "none" and not (
+        config.importance.action == "auto" and engines.choose(config).in_trainer and not config.rollout.max_lag
+    )
+    if not weighed and not (engines.choose(config).in_trainer and config.model.dtype == "float32"):
+        yield Finding(
+            "no_anchor",
+            "warning",
+            f"{totals.updates:,} updates, {totals.updates_per_rollout} on a rollout, without KL penalty and correction",
+            "the norm of the gradient may climb for thousands of steps",
+            "in this order: set importance.action = 'truncate', epochs = 1, or a small kl.coef in the loss",
+            "TRL #2980",
+        )
+
+
+def long_warmup(given: Settings) -> Iterator[Finding]:
+    """F28: most of the run is a warm-up."""
+    warmup, total = given.totals.warmup_steps, given.totals.scheduled_updates
+    if warmup > total / 2:
+        yield Finding(
+            "long_warmup",
+            "note",
+            f"the warm-up takes {warmup:,} of {total:,} optimizer steps",
+            "the learning rate is reached late",
+            "lower optim.warmup_steps or optim.warmup_ratio, unless it is meant",
+            "FAILURES F28",
+        )
+
+
+def schedule(given: Settings) -> Iterator[Finding]:
+    """The schedules end before or after the run."""
+    config = given.config
+    if config.num_steps == scheduled_steps(config):
+        return
     rate = config.optim.learning_rate if config.optim.decay == "constant" else config.optim.end
-    return f": the steps after them have the learning rate {rate:g}"
+    longer = config.num_steps > config.schedule_steps
+    yield Finding(
+        "schedule",
+        "note",
+        f"warm-up and decay are laid out for {config.schedule_steps} steps, as the run began, and it now has "
+        f"{config.num_steps}",
+        f"the steps after them have the learning rate {rate:g}" if longer else "it ends before they do",
+        "",
+        "",
+    )
 
 
-def _rate(section: str, rate: float, width: int, factor: int) -> list[str]:
-    bound = factor * RATE * WIDTH / width
-    if rate < bound:
-        return []
-    return [
-        f"warning: {section}.learning_rate = {rate:g} is {bound:.1g} or more, which may ruin a model of width {width}: "
-        "lower it if the reward or the accuracy falls"
-    ]
+def idle_clip(given: Settings) -> Iterator[Finding]:
+    """A clip that was changed, and clips nothing."""
+    if given.rl and given.totals.updates_per_rollout == 1 and (changed := _changed(given.config)):
+        yield Finding(
+            "idle_clip",
+            "note",
+            f"with one update on a rollout the ratio is 1, so that {', '.join(changed)} has no effect",
+            "",
+            "lower prompts_per_update or raise epochs for more of them",
+            "",
+        )
 
 
 def _changed(config: Config) -> list[str]:
@@ -77,3 +177,31 @@ def _changed(config: Config) -> list[str]:
         for name, value in arguments(config.loss).items()
         if name in defaults and name != "level" and value != defaults[name].default
     ]
+
+
+def keeps_nothing(given: Settings) -> Iterator[Finding]:
+    """The best checkpoint of a run without evaluation."""
+    if not given.config.eval.every and given.config.checkpoint.keep_best:
+        why = "eval.every is 0, and nothing says which is best"
+        yield Finding("keeps_nothing", "note", "checkpoint.keep_best keeps nothing", why, "", "")
+
+
+def deterministic(given: Settings) -> Iterator[Finding]:
+    """An option of GPUs on another device."""
+    if given.config.deterministic and given.platform not in ("", "gpu"):
+        told = f"deterministic = True has no effect on a {given.platform}"
+        yield Finding("deterministic", "note", told, "it is for GPUs", "", "")
+
+
+RULES: tuple[Rule, ...] = (
+    learning_rate,
+    many_updates,
+    small_updates,
+    entropy_bonus,
+    no_anchor,
+    long_warmup,
+    schedule,
+    idle_clip,
+    keeps_nothing,
+    deterministic,
+)

@@ -1,0 +1,122 @@
+"""Says what is wrong with a run: `python -m jaxrl_llm.doctor --config FILE` before it, `--run DIR` during or after."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.load import config_parser, parse_config
+from jaxrl_llm.errors import UserError, run_main
+from jaxrl_llm.health import logs, rules, settings
+from jaxrl_llm.health.finding import SEVERITIES, Finding, History, Record
+from jaxrl_llm.models import hf
+from jaxrl_llm.saved_run import model_folder
+from jaxrl_llm.structs import Config
+
+DESCRIPTION = (
+    "Looks at a config, or at the log of a run: a workdir of ours; TensorBoard's folder, JSON lines, a CSV file of W&B "
+    "or a trainer_state.json of TRL, veRL or EasyR1. Exit code 0: no error is found; 1: one is; 2: it could not look."
+)
+MAX_SKIPPED = 10  # `config.health.max_skipped` of a run without a config of ours
+
+
+class Spell(NamedTuple):
+    """A finding, and when it was there."""
+
+    finding: Finding  # the last one
+    first: int
+    last: int
+    steps: int  # in which it was there
+
+    def record(self) -> dict[str, Any]:
+        return self.finding.record() | {"first_step": self.first, "last_step": self.last, "steps": self.steps}
+
+
+def main() -> None:
+    parser = config_parser("jaxrl_llm.doctor", DESCRIPTION, required=False)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="a workdir, or the log of another trainer")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    args, rest = parser.parse_known_args()
+    if (args.config is None) == (args.run is None) or (args.run and rest):
+        raise UserError("give --config FILE, with --config.field=value, or --run DIR alone")
+    found = look_at_run(args.run, args.json) if args.run else look_at_config(*parse_config(parser))
+    sys.exit(int(any(finding.severity == "error" for finding in found)))
+
+
+def look_at_run(path: Path, as_json: bool) -> list[Finding]:
+    """Applies the rules over records to a log, prints what they find, and returns it. Raises: UserError."""
+    records = logs.read(path)
+    spells = judge(records, bounds_of(path))
+    if as_json:
+        print(json.dumps([spell.record() for spell in spells], indent=2))
+    else:
+        print_spells(spells, records)
+    return [spell.finding for spell in spells]
+
+
+def look_at_config(config: Config, args: Namespace) -> list[Finding]:
+    """Applies the rules over settings to a config, prints what they find, and returns it. Uses no device.
+
+    Raises: UserError, if the config is wrong.
+    """
+    totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
+    with model_folder(config) as folder:
+        found = settings.findings(settings.Settings(config, totals, hf.load_model(folder).cfg))
+    if args.json:
+        print(json.dumps({"totals": vars(totals), "findings": [finding.record() for finding in found]}, indent=2))
+    else:
+        print_config(totals, found)
+    return found
+
+
+def bounds_of(path: Path) -> dict[str, Any]:
+    """Returns the `health` section of the config of a workdir, or that of the complete config for another log."""
+    file = path / logs.OURS[1]
+    return json.loads(file.read_text())["health"] if file.is_file() else {"max_skipped": MAX_SKIPPED}
+
+
+def judge(records: Iterable[Record], bounds: dict[str, Any]) -> list[Spell]:
+    """Applies the rules after every record, as a run does, and returns what they find, the worst first."""
+    history, spells = History(), dict[str, Spell]()
+    for record in records:
+        history.add(record)
+        for finding in rules.findings(history, bounds):
+            before = spells.get(finding.id)
+            at = record.get("at", record["step"])
+            first, steps = (before.first, before.steps) if before else (at, 0)
+            spells[finding.id] = Spell(finding, first, at, steps + 1)
+    return sorted(spells.values(), key=lambda spell: (-SEVERITIES.index(spell.finding.severity), spell.first))
+
+
+def print_spells(spells: list[Spell], records: list[Record]) -> None:
+    """Prints the findings of a run."""
+    console = Console(highlight=False, soft_wrap=True)
+    last = records[-1]
+    console.print(f"{len(records):,} records, up to step {last.get('at', last['step']):,}", markup=False)
+    for spell in spells:
+        when = f"steps {spell.first:,} to {spell.last:,}" if spell.last > spell.first else f"step {spell.first:,}"
+        console.print(f"{when}: {spell.finding.line()}", markup=False)
+    if not spells:
+        console.print("no rule finds anything")
+
+
+def print_config(totals: checks.Totals, found: list[Finding]) -> None:
+    """Prints what follows from a config, and its findings."""
+    console = Console(highlight=False, soft_wrap=True)
+    for name, value in vars(totals).items():
+        console.print(f"  {name.replace('_', ' '):<24}  {value:,}", markup=False)
+    for finding in found:
+        console.print(finding.line(), markup=False)
+    if not found:
+        console.print("no rule finds anything")
+
+
+if __name__ == "__main__":
+    run_main(main)

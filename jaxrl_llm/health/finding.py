@@ -1,0 +1,83 @@
+"""A problem that a rule found, and what the rules look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+Record: TypeAlias = dict[str, Any]
+SEVERITIES = ("note", "warning", "error")
+FEW = 4  # records at the start that a rule compares with
+RECENT = 8  # records that a rule averages, so that one odd step is no finding
+WINDOW = 16  # last records that are kept without a gap
+PAST = 128  # records between start and window that are kept, at most
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem that a rule found."""
+
+    id: str
+    severity: str  # one of SEVERITIES
+    evidence: str
+    cause: str
+    fix: str
+    reference: str
+    action: str = "warn"  # or "stop", which ends the run
+
+    def line(self) -> str:
+        """Returns the finding in a line."""
+        why = "; ".join(text for text in (self.cause, self.fix) if text)
+        return f"{self.severity}: {self.evidence}: {why}" + (
+            f" [{self.id}, {self.reference}]" if self.reference else ""
+        )
+
+    record = asdict
+
+
+class History:
+    """The records of a run that rules see: the first, the last, and some between, whose distance doubles in time.
+
+    What is kept depends only on the steps, so a resumed run judges as an uninterrupted one does.
+    """
+
+    def __init__(self, records: Iterable[Record] = ()):
+        self.records: list[Record] = []
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Adds the next record, or puts it in the place of the last one, if it has the same step."""
+        if self.records and self.records[-1]["step"] == record["step"]:
+            self.records.pop()
+        self.records.append(record)
+        last, distance = record["step"], 1
+        while last // distance > PAST:
+            distance *= 2
+        kept = lambda step: step <= FEW or step > last - WINDOW or step % distance == 0  # noqa: E731
+        self.records = [one for one in self.records if kept(one["step"])]
+
+    @property
+    def latest(self) -> list[Record]:
+        """The last records, without a gap."""
+        return self.records[-WINDOW:]
+
+    @property
+    def start(self) -> list[Record]:
+        """The records of the first steps, if they are here. Step 0 has only an evaluation."""
+        return [record for record in self.records if 0 < record["step"] <= FEW]
+
+    def now(self, name: str) -> float | None:
+        """Returns the mean of the last RECENT values; None, if a value is missing."""
+        return mean(name, self.latest[-RECENT:], RECENT)
+
+    def then(self, name: str) -> float | None:
+        """Returns the mean of the first FEW values; None, if a value is missing or the start is not over."""
+        return mean(name, self.start, FEW) if self.records and self.records[-1]["step"] > FEW + RECENT else None
+
+
+def mean(name: str, records: Sequence[Record], count: int) -> float | None:
+    """Returns the mean of a value over `count` records; None, if one of them lacks it."""
+    values = [record[name] for record in records if record.get(name) is not None]
+    return sum(values) / count if len(values) == count else None
