@@ -194,7 +194,12 @@ class Run:
             self.save(accuracy)
 
     def save(self, accuracy: float | None = None, *, seconds: float | None = None) -> None:
-        """Saves the states and the batches sampled ahead. seconds: how long it may wait for these batches."""
+        """Saves the states and the batches sampled ahead. seconds: how long it may wait for these batches.
+
+        Raises: UserError, if the workdir has vanished. Orbax would make it again, without config and log.
+        """
+        if not (self.workdir / "config.json").is_file():
+            raise UserError(f"{self.workdir} has vanished: put it back; the same command goes on")
         self.log.sync()  # a resumed run expects the record of the checkpoint's step in the log
         states = {name: self.states[name] for name in self.shapes}
         self.checkpoints.save(self.step, states, self.actor.pending(seconds), accuracy, self.ladders)

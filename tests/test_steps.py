@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,3 +209,18 @@ def test_the_log_is_on_the_disk_itself_before_a_checkpoint_is_saved(tmp_path, mo
     list(steps(tiny(num_steps=2, **{"checkpoint.every": 2, "eval.every": 0}), tmp_path / "run"))
     last = events.index("save")
     assert {"metrics.jsonl", "completions.jsonl"} <= set(events[:last])
+
+
+def test_a_run_whose_workdir_vanishes_ends_and_goes_on_when_it_is_back(tmp_path):
+    fields = {"num_steps": 3, "schedule_steps": 3, "eval.every": 0}
+
+    def run() -> None:
+        for record in steps(tiny(**fields), tmp_path / "run"):
+            if record["step"] == 1:
+                (tmp_path / "run").rename(tmp_path / "elsewhere")
+
+    with pytest.raises(UserError, match=r"run (has vanished|cannot be written)"):  # the latter: a save was under way
+        run()
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)  # what a save that was under way has made again
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    assert [record["step"] for record in steps(tiny(**fields), tmp_path / "run")][-1] == 3
