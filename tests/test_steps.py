@@ -99,9 +99,9 @@ def test_the_step_alone_is_a_function_of_the_run_the_states_and_its_number(whole
 
 def test_a_rule_may_stop_a_run_and_what_it_stops_at_is_not_saved(tmp_path, monkeypatch):
     def at_three(history):
-        if history[-1]["step"] < 3:
+        if history.latest[-1]["step"] < 3:
             return None
-        return rules.Finding("X", "bad", "it is step 3", "of a test", "begin anew", "none", "stop")
+        return rules.Finding("X", "error", "it is step 3", "of a test", "begin anew", "none", "stop")
 
     monkeypatch.setattr(rules, "RULES", (*rules.RULES, at_three))
     with pytest.raises(UserError, match="it is step 3"):
