@@ -26,17 +26,14 @@ USUAL = {
 }  # fmt: skip
 AWAY = {"host_memory.reference": True, "host_memory.optimizer": True}
 STEPS: list[tuple[str, int, dict[str, Any]]] = [  # topology, layers, fields
+    ("v5e:2x2", 8, {}),
     ("v5e:2x2", 9, {}),
     ("v5e:2x2", 10, {}),
-    ("v5e:2x2", 12, {}),
-    ("v5e:2x2", 12, AWAY),
     ("v5e:2x2", 10, {"optim.momentum_dtype": "bfloat16"}),
-    ("v5e:2x2", 12, {"mesh.tensor": 2}),
     ("v5e:2x2", 10, {"kl.placement": "none", "kl.coef": 0.0}),
+    ("v5e:2x2", 12, AWAY),
+    ("v5e:2x2", 12, {"mesh.tensor": 2}),
     ("v5e:2x2", 2, {"microbatch": 32}),
-    ("v5e:2x2", 2, {"microbatch": 32, "model.row_parts": 4}),
-    ("v5e:2x2", 4, {"prompts_per_step": 1024}),
-    ("v5e:2x2", 4, {"prompts_per_step": 1024, "engine.max_sequences": 4096}),
     ("v5e:1x1", 1, {"microbatch": 1}),
     ("v5e:1x1", 2, {"microbatch": 1}),
     ("v6e:1x1", 4, {"microbatch": 1}),
