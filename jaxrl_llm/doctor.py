@@ -78,7 +78,7 @@ def look_at_config(config: Config, args: Namespace) -> list[Finding]:
 
 def bounds_of(path: Path) -> dict[str, Any]:
     """Returns the `health` section of the config of a workdir, or that of the complete config for another log."""
-    file = path / logs.OURS[1]
+    file = path / "config.json"
     return json.loads(file.read_text())["health"] if file.is_file() else {"max_skipped": MAX_SKIPPED}
 
 

@@ -29,17 +29,15 @@ class Health:
         """bounds: the `health` section of the config; say: prints a line on the console."""
         self._workdir, self._file, self._bounds, self._say = workdir, workdir / "health.jsonl", bounds, say
         self._history = History()
-        self._last: Record | None = None  # that was judged
         self._said: dict[str, int] = {}  # last step of each finding
         self._verdict = Verdict("go on")
 
     def begin(self, records: Iterable[Record]) -> None:
         """Continues after these records, which are those of the run. Drops later findings: rules find them again."""
         self._history, self._said = History(records), {}
-        self._last = self._history.records[-1] if self._history.records else None
         self._verdict = Verdict("go on")
         if distributed.first():
-            self._forget_after(self._last["step"] if self._last else -1)
+            self._forget_after(self._history.records[-1]["step"] if self._history.records else -1)
 
     def _forget_after(self, step: int) -> None:
         """Removes the findings of later steps from the file."""
@@ -51,13 +49,14 @@ class Health:
 
     def judge(self, record: Record | None) -> Verdict:
         """Returns the verdict after a record: the next one, or the last one again, perhaps with more entries."""
-        if record is None or record == self._last:
+        last = self._history.latest[-1:]
+        if record is None or record in last:
             return self._verdict
-        again = self._last is not None and self._last["step"] == record["step"]
+        again = last and last[0]["step"] == record["step"]
         if again and distributed.first():  # with more entries: its findings are written again
             self._forget_after(record["step"] - 1)
         self._history.add(record)
-        self._last, self._verdict = record, Verdict("go on")
+        self._verdict = Verdict("go on")
         for finding in findings(self._history, self._bounds):
             # A finding that comes and goes is said once: it is new after WINDOW steps without it.
             new = record["step"] - self._said.get(finding.id, -WINDOW) >= WINDOW

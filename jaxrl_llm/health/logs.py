@@ -42,7 +42,7 @@ NAMES = {  # of TRL, then of veRL and EasyR1 -> ours
     "response_length/mean": "completion/length",
     "response_length/clip_ratio": "completion/truncated",
 }
-OURS = ("metrics.jsonl", "config.json")  # files of a workdir
+METRICS = "metrics.jsonl"  # the log in a workdir of ours
 
 
 def read(path: Path) -> list[Record]:
@@ -51,8 +51,8 @@ def read(path: Path) -> list[Record]:
     Steps of another trainer are numbered from 1, because it may log only some of them; "at" is its own number.
     Raises: UserError, if there is no log or it cannot be read.
     """
-    if (path / OURS[0]).is_file():
-        return [json.loads(line) for line in _whole_lines(path / OURS[0])]
+    if (path / METRICS).is_file():
+        return [json.loads(line) for line in _whole_lines(path / METRICS)]
     try:
         rows = _rows(path)
     except (OSError, ValueError) as error:
