@@ -51,6 +51,7 @@ def get_config() -> ConfigDict:
     c.eval.convert = ""  # like data.convert, for the evaluation problems; "": none
     c.eval.problems = 1000  # the first problems of the source; each gets one greedy completion
     c.eval.function = "arithmetic.accuracy"  # reward function that judges the completions
+    c.eval.patience = 0  # evaluations that are not better than the best one, after which the run ends; 0: it does not
 
     c.reward = ConfigDict()
     # Names of reward functions: ours, or my.module.function with TRL's signature.
@@ -147,6 +148,14 @@ def get_config() -> ConfigDict:
     # After this number of skipped updates in a row, the run stops. 0: it never stops for this.
     # An update is skipped if its gradient is not finite or no token is trained.
     c.health.max_skipped = 10
+    # Further reasons to skip an update: gradient_spike (its norm is ten times the usual one) | sampler_mismatch (the
+    # weights that sampled are not those that learn).
+    c.health.skip = ()
+    # Rules (docs/health.md) whose finding ends the run. The findings of all other rules are only told.
+    c.health.stop = ("updates_skipped",)
+    # rules: at their finding the run goes back to a checkpoint before it, and goes on with other samples of the same
+    # prompts, at most `most` times. learning_rate: factor of the rate at each rollback; warmup_steps: a new warm-up.
+    c.health.rollback = ConfigDict(dict(rules=(), most=3, learning_rate=0.5, warmup_steps=5))
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 25  # steps; also at the best evaluations, at SIGTERM or Ctrl-C, and at the end

@@ -43,6 +43,7 @@ def get_config() -> ConfigDict:
     c.eval.convert = ""
     c.eval.problems = 1000
     c.eval.function = "arithmetic.accuracy"
+    c.eval.patience = 0
 
     c.reward = ConfigDict(dict(timeout=600.0))  # seconds that eval.function may take for one batch; 0: no limit
 
@@ -67,7 +68,9 @@ def get_config() -> ConfigDict:
 
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
 
-    c.health = ConfigDict(dict(max_skipped=10))  # skipped updates in a row that stop the run; 0: none do
+    c.health = ConfigDict()
+    c.health.max_skipped = 10  # skipped updates in a row that stop the run; 0: none do
+    c.health.stop = ("updates_skipped",)
 
     c.checkpoint = ConfigDict(dict(every=200, keep=1, keep_best=0))
 

@@ -23,6 +23,7 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.evaluate import evaluate, whole_batches
 from jaxrl_llm.health import Health, settings
+from jaxrl_llm.health.rollback import Rollbacks
 from jaxrl_llm.host import disk
 from jaxrl_llm.host.signals import Stop, stop_signals
 from jaxrl_llm.learner.packing import minibatches
@@ -207,8 +208,8 @@ def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]])
             lines=[finding.line() for finding in settings.findings(settings.Settings(*judged))],
         )
     log = opened.enter_context(closing(Log(workdir, config)))
-    health = Health(workdir, config.health.to_dict(), log.say)
-    return dict(workdir=workdir, checkpoints=checkpoints, log=log, health=health)
+    health = Health(workdir, config.health.to_dict(), log.tell)
+    return dict(workdir=workdir, checkpoints=checkpoints, log=log, health=health, rollbacks=Rollbacks(workdir))
 
 
 def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:

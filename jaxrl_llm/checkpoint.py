@@ -151,16 +151,15 @@ class Checkpoints:
                 "another --workdir"
             )
 
-    def save(
-        self, step: int, states: PyTree, pending: Pending, accuracy: float | None, ladders: dict[str, Any]
-    ) -> None:
+    def save(self, step: int, states: PyTree, pending: Pending, accuracy: float | None, **host: Any) -> None:
         """Starts to save a step. Returns when the arrays are copied to the host; then they may be donated.
 
-        ladders: the states of the ladders of shapes that learning uses (`shapes.Book`).
+        host: ladders, the states of the ladders of shapes that learning uses (`shapes.Book`); rollbacks, how often the
+        run has gone back.
         Raises: UserError, if the previous save failed.
         """
         waiting = [{name: float(x) for name, x in of_batch.items()} for _, of_batch in pending.batches]
-        host = {"iterator": pending.position, "began_with": self._began_with, "waiting": waiting, "ladders": ladders}
+        host |= {"iterator": pending.position, "began_with": self._began_with, "waiting": waiting}
         items = {"state": ocp.args.StandardSave(states), "host": ocp.args.JsonSave(host)}
         if pending.batches:
             items["waiting"] = ocp.args.StandardSave([shard_batch(arrays, self._mesh) for arrays, _ in pending.batches])
@@ -169,6 +168,19 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
         if accuracy is not None:
             self._accuracies[step] = accuracy
+
+    def steps(self) -> list[int]:
+        """Waits for all saves, and returns the steps of the checkpoints. Raises: UserError, if a save failed."""
+        self.wait()
+        return sorted(self._manager.all_steps())
+
+    def rollbacks(self) -> int:
+        """Returns how often the run had gone back when it made the newest checkpoint; 0 without one."""
+        step = self._manager.latest_step()
+        if step is None:
+            return 0
+        host = read(self._manager, step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        return host.get("rollbacks", 0)  # checkpoints of earlier versions have none
 
     def check(self) -> None:
         """Raises: UserError, if the last save failed. Does not wait for a save that is still running."""

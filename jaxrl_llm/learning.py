@@ -130,16 +130,19 @@ def make_policy(
     )
     adaptive = {"kl/to_reward": config.adaptive_warmup.kl_to_reward, "update_size": config.adaptive_warmup.update_size}
     more = optim.objective_coefficients(config, totals.scheduled_updates, totals.sequences_per_update)
+    back = config.health.rollback
+    lowers = optim.Lowers(back.learning_rate, back.warmup_steps) if back.rules else None
+    acts = dict(adaptive=adaptive, more=more, skips=config.health.skip, lowers=lowers)
     learner = update.make_learner(
         objective,
-        optim.make_optimizer(totals.scheduled_updates, adaptive=adaptive, more=more, **config.optim),
+        optim.make_optimizer(totals.scheduled_updates, **acts, **config.optim),
         models.model.shapes(),
         params,
         models.mesh,
         microbatch=config.microbatch,
         aggregate=aggregate,
     )
-    return replace(learner, frozen_steps=config.critic.warmup_steps if "critic" in config else 0)
+    return replace(learner, frozen_steps=config.critic.warmup_steps if "critic" in config else 0, lowers=lowers)
 
 
 def make_reference(models: Models, policy: Learner) -> Reference:

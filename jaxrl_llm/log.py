@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxrl_llm import distributed, sharding
 from jaxrl_llm.checkpoint import cut_back
-from jaxrl_llm.health.finding import History
+from jaxrl_llm.health.finding import Finding, History
 from jaxrl_llm.host import disk
 from jaxrl_llm.record import Record, Timer
 from jaxrl_llm.rollout.samples import Samples
@@ -126,6 +126,13 @@ class Log:
             if callable(signal.getsignal(signal.SIGHUP)):
                 signal.raise_signal(signal.SIGHUP)  # ends the run, as a closed terminal does
 
+    def tell(self, step: int, finding: Finding) -> None:
+        """Shows a finding at a step: a line on the console, and a text in TensorBoard."""
+        self.say(f"    health {finding.line()}")
+        if self._board:
+            with disk.writing(self._workdir):
+                self._board.write_text(step, f"health/{finding.id}", finding.line())
+
     def last(self, count: int) -> list[dict[str, Any]]:
         """Returns the last records of metrics.jsonl, at most `count`."""
         lines: list[dict[str, Any]] = []
@@ -141,6 +148,14 @@ class Log:
             with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
                 kept = History(map(json.loads, file)).records
         return distributed.exchange(kept)[0]
+
+    def accuracies(self) -> list[float]:
+        """Returns the accuracies of all evaluations in metrics.jsonl."""
+        found: list[float] = []
+        if distributed.first():
+            with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
+                found = [line["eval/accuracy"] for line in map(json.loads, file) if "eval/accuracy" in line]
+        return distributed.exchange(found)[0]
 
     def lacks_evaluation(self, step: int) -> bool:
         """Returns whether metrics.jsonl, which ends at `step` or before, has no evaluation of `step`."""

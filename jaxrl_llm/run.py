@@ -18,6 +18,7 @@ from jaxrl_llm.checkpoint import Checkpoints, Pending
 from jaxrl_llm.compilation import Compilations, Program
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import Health
+from jaxrl_llm.health.rollback import Rollbacks
 from jaxrl_llm.host.signals import SECONDS, Stop
 from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.learner.scorers import Scorer, States
@@ -32,8 +33,11 @@ from jaxrl_llm.structs import AnyArray, Array, Batch, Config, PyTree
 class Source(Protocol):
     """The source of a run's batches: an `Actor`, or the `Examples` of `sft`."""
 
-    def reset(self, step: int, params: PyTree, pending: Pending | None = None) -> None:
-        """Continues after `step` with these weights and `pending`; without it, at the start of the data."""
+    def reset(self, step: int, params: PyTree, pending: Pending | None = None, attempt: int = 0) -> None:
+        """Continues after `step` with these weights and `pending`; without it, at the start of the data.
+
+        attempt: how often the run has gone back.
+        """
         ...
 
     def next(self) -> Any: ...
@@ -61,6 +65,7 @@ class Run:
     shapes: States  # shapes and shardings of the states that a checkpoint holds
     log: Log
     health: Health
+    rollbacks: Rollbacks
     checkpoints: Checkpoints
     stop: Stop
     reference: Reference | None
@@ -78,17 +83,27 @@ class Run:
     saved: int = 0  # last step in a checkpoint
     unwritten: Record | None = None  # record of `step` until it is written
     ladders: dict[str, Any] = field(default_factory=dict)  # of learning, after `step` (`shapes.Book`)
+    attempt: int = 0  # how often the run has gone back
+    accuracies: list[float] = field(default_factory=list)  # of all evaluations up to `step`
 
-    def restore(self, before: int | None = None) -> tuple[States, int]:
+    def begin(self) -> tuple[States, int]:
+        """Restores, and evaluates where the log has no evaluation. Returns the states and their step."""
+        states, step = self.restore()
+        self.evaluate_first(step)
+        return states, step
+
+    def restore(self) -> tuple[States, int]:
         """Returns the states of the newest checkpoint and its step, or the first states and 0.
 
-        Moves all other parts to that step. before: use only a checkpoint below this step, and delete the newer ones.
+        Moves all other parts to that step. If the run has decided to go back, deletes the checkpoints after that step.
         """
         if self.states:  # a running run goes back: nothing may still use its states, and a signal must not save them
             self.actor.finish_push(self.states["policy"].params)
             self.log.finish()
             self.states, self.saved, self.unwritten = {}, self.step, None
-        step, states, pending, ladders = self.checkpoints.resume(self.shapes, before)
+        decisions = self.rollbacks.read()
+        back = decisions[-1] if len(decisions) > self.checkpoints.rollbacks() else None
+        step, states, pending, ladders = self.checkpoints.resume(self.shapes, back.to + 1 if back else None)
         self.book.load(TRAINING, ladders)
         self.ladders = ladders
         if states is None:
@@ -97,12 +112,16 @@ class Run:
                 states["reference"] = self.reference.copy(states["policy"].params)
         elif self.reference and "reference" not in states:  # it never moves, so checkpoints leave it out
             states["reference"] = self.reference.load()
+        self.attempt = len(decisions)
+        if back:
+            states |= {"policy": self.learners["policy"].after_rollback(states["policy"], self.attempt)}
         states = self.put_away(states)
         self.log.begin(step)
         self.health.begin(self.log.seen_by_health())
+        self.accuracies = self.log.accuracies()
         self.step = self.saved = step
         self.states, self.unwritten = states, None
-        self.actor.reset(step, states["policy"].params, pending)
+        self.actor.reset(step, states["policy"].params, pending, self.attempt)
         self.stop.finish = self.finish_early  # last: from here on a signal has a complete state to save
         return states, step
 
@@ -167,7 +186,14 @@ class Run:
         every = self.config.eval.every
         if not every or (step % every and step != self.config.num_steps):
             return {}
-        return {"eval/accuracy": self.accuracy(self.states)}
+        self.accuracies.append(self.accuracy(self.states))
+        return {"eval/accuracy": self.accuracies[-1]}
+
+    def stagnates(self) -> bool:
+        """Returns whether the last `eval.patience` evaluations were no better than the best one before them."""
+        patience = self.config.eval.patience
+        before, last = self.accuracies[:-patience], self.accuracies[-patience:]
+        return patience > 0 and bool(before) and max(last) <= max(before)
 
     def evaluate_first(self, step: int) -> None:
         """Evaluates before the first step, or again if a signal interrupted the last evaluation."""
@@ -175,23 +201,37 @@ class Run:
             with self.stop.deferred():
                 self.log.add_evaluation(step, found)
 
-    def judge(self, record: dict[str, Any] | None) -> None:
-        """Applies the health rules. Raises: UserError, if one of them stops the run."""
-        verdict = self.health.judge(record)
-        if verdict.action == "stop":
+    def judge(self, record: dict[str, Any] | None) -> bool:
+        """Applies the health rules. Returns whether the run must go back: `begin` does it.
+
+        Raises: UserError, if a rule stops the run.
+        """
+        action, step, found = self.health.judge(record)
+        if found and action == "stop":
             latest = self.checkpoints.latest()
             last = f"the last checkpoint is {latest}" if latest else "there is no checkpoint"
-            raise UserError(f"{verdict.reason}; {last}: {verdict.fix}")
+            raise UserError(f"step {step}: {found.evidence}, because {found.cause}; {last}: {found.fix}")
+        if found and action == "roll back":
+            most, saved = self.config.health.rollback.most, self.checkpoints.steps()
+            decision = self.rollbacks.decide(step, found.record(), saved, most)
+            self.log.say(f"    health {found.line()}")
+            self.log.say(f"    rollback {self.attempt + 1} of at most {most}: back to step {decision.to}")
+        return action == "roll back"
 
-    def write(self, record: Record) -> None:
-        """Writes the record of a step, and a checkpoint if it is due."""
-        self.log.write(record)
-        self.unwritten = None
+    def write(self, record: Record) -> bool:
+        """Writes the record of a step, and a checkpoint if it is due and `judge` does not send the run back."""
+        with self.stop.deferred():
+            self.log.write(record)
+            self.unwritten = None
         self.checkpoints.check()
-        accuracy, last = record.evaluation.get("eval/accuracy"), record.step == self.config.num_steps
+        accuracy = record.evaluation.get("eval/accuracy")
+        last = record.step == self.config.num_steps or self.stagnates()
         if record.step % self.config.checkpoint.every == 0 or self.checkpoints.is_best(accuracy) or last:
-            self.judge(self.log.finish())  # before saving: a bad state must not replace a good checkpoint
-            self.save(accuracy)
+            if self.judge(self.log.finish()):  # before saving: a bad state must not replace a good checkpoint
+                return True
+            with self.stop.deferred():
+                self.save(accuracy)
+        return False
 
     def save(self, accuracy: float | None = None, *, seconds: float | None = None) -> None:
         """Saves the states and the batches sampled ahead. seconds: how long it may wait for these batches.
@@ -202,11 +242,15 @@ class Run:
             raise UserError(f"{self.workdir} has vanished: put it back; the same command goes on")
         self.log.sync()  # a resumed run expects the record of the checkpoint's step in the log
         states = {name: self.states[name] for name in self.shapes}
-        self.checkpoints.save(self.step, states, self.actor.pending(seconds), accuracy, self.ladders)
+        host = dict(ladders=self.ladders, rollbacks=self.attempt)
+        self.checkpoints.save(self.step, states, self.actor.pending(seconds), accuracy, **host)
         self.saved = self.step
 
     def finish(self) -> None:
         """Ends the run after the last step."""
+        if self.step < self.config.num_steps:
+            best = f"{max(self.accuracies):.1%}"
+            self.log.say(f"early stop: {self.config.eval.patience} evaluations were not better than {best}")
         self.actor.finish_push(self.states["policy"].params)
         with self.stop.deferred():
             self.checkpoints.wait()

@@ -57,8 +57,8 @@ class Examples:
         # _current: after the last batch read. _position: after the last batch learned from, for checkpoints.
         self._beginning = self._position = self._current = iterator.get_state()
 
-    def reset(self, step: int, params: PyTree, pending: Pending | None = None) -> None:
-        """Continues at the position of `pending`; without it, at the start of the data."""
+    def reset(self, step: int, params: PyTree, pending: Pending | None = None, attempt: int = 0) -> None:
+        """Continues at the position of `pending`; without it, at the start of the data. `sft` never goes back."""
         self._position = pending.position if pending else self._beginning
         self._iterator.set_state(self._position)
 

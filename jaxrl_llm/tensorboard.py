@@ -12,7 +12,9 @@ from pathlib import Path
 
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class TensorBoardWriter:
@@ -28,6 +30,15 @@ class TensorBoardWriter:
         """Writes one event with all scalars, and flushes it before this returns."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._writer.write_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+        self._writer.flush()
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Writes a text, and flushes it before this returns."""
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
+        value = Summary.Value(tag=f"{name}/text_summary", metadata=metadata, tensor=tensor)
+        self._writer.write_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[value])))
         self._writer.flush()
 
     def close(self) -> None:

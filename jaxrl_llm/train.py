@@ -59,19 +59,18 @@ def train(run: Run, one_step: Callable[[Run, States, int], tuple[States, Record]
 
     Raises: UserError, for an error that the user can fix, or if a health rule stops the run.
     """
-    states, step = run.restore()
-    run.evaluate_first(step)
-    while step < run.config.num_steps:
+    states, step = run.begin()
+    while step < run.config.num_steps and not run.stagnates():
         run.stop.check()
-        step += 1
-        states, record = one_step(run, states, step)
-        record.evaluation = run.evaluate(step)
+        states, record = one_step(run, states, step + 1)
+        record.evaluation = run.evaluate(record.step)
         # Always the previous step, not the newest record that is ready: timing must not decide when a rule stops a run.
         before = run.log.finish()
-        run.judge(before)
-        with run.stop.deferred():
-            run.write(record)
-        run.actor.advance(step)
+        if run.judge(before) or run.write(record):  # a rule sends the run back
+            states, step = run.begin()
+        else:
+            step = record.step
+            run.actor.advance(step)
         if before:
             yield before
     if last := run.log.finish():

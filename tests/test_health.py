@@ -17,7 +17,7 @@ HEALTHY = {
 }  # fmt: skip
 
 
-BOUNDS = {"max_skipped": 10}
+BOUNDS = {"max_skipped": 10, "stop": ("updates_skipped",), "rollback": {"rules": ("entropy_explosion",), "most": 2}}
 
 
 def ids(*changes: dict) -> list[str]:
@@ -56,13 +56,13 @@ def test_a_record_without_the_numbers_of_a_rule_is_no_finding():
 
 def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path: Path):
     said: list[str] = []
-    health = Health(tmp_path, BOUNDS, said.append)
+    health = Health(tmp_path, BOUNDS, lambda step, finding: said.append(finding.line()))
     health.begin([])
     bad = HEALTHY | {"importance/ess": 0.1}
     records = [record | {"step": step} for step, record in enumerate((HEALTHY, bad, bad, HEALTHY, bad), 1)]
     assert {health.judge(record).action for record in records} == {"go on"}
     (line,) = said  # it comes back two steps later, which is no news
-    assert line.startswith("    health error: effective sample size 10%: ") and "[sampler_mismatch, arXiv" in line
+    assert line.startswith("error: effective sample size 10%: ") and "[sampler_mismatch, arXiv" in line
 
     def kept() -> list[tuple[int, str]]:
         lines = (tmp_path / "health.jsonl").read_text().splitlines()
@@ -85,14 +85,15 @@ def test_updates_skipped_in_a_row_stop_a_run_be_they_the_policys_or_the_critics(
         "step": 7, "updates/skipped_in_a_row": policy, "critic/updates/skipped_in_a_row": critic,
         "updates/skipped": 100, "grad_norm": None, "loss/total": 1.0,
     }  # fmt: skip
-    health = Health(tmp_path, {"max_skipped": most}, print)
+    health = Health(tmp_path, BOUNDS | {"max_skipped": most}, print)
     health.begin([])
     verdict = health.judge(record)
     assert verdict.action == ("stop" if stops else "go on")
     if stops:
-        assert f"step 7: {max(policy, critic)} updates in a row were skipped" in verdict.reason
-        assert verdict.reason.endswith("(grad_norm)")
-        assert "max_skipped" in verdict.fix
+        assert verdict.step == 7
+        assert f"{max(policy, critic)} updates in a row were skipped" in verdict.finding.evidence
+        assert verdict.finding.cause.endswith("(grad_norm)")
+        assert "max_skipped" in verdict.finding.fix
 
 
 # A healthy run, like that of configs/grpo.py: the reward rises, the entropy and the norm of the gradient fall.

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from jaxrl_llm import rewards
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.combinations import check_algorithm, check_rollout
+from jaxrl_llm.config.combinations import check_algorithm, check_health, check_rollout
 from jaxrl_llm.config.fields import CRITIC, FROZEN, SFT, TRAIN
 from jaxrl_llm.config.names import required_inputs, resolve
 from jaxrl_llm.config.no_effect import check_no_effect_shared
@@ -151,6 +151,7 @@ def check_shared(config: Config, prompts_per_update: int) -> None:
         if config[field].convert:
             resolve(config[field].convert, tasks, f"config.{field}.convert")
     check_no_effect_shared(config)
+    check_health(config)
     if config.eval.every:
         resolve(config.eval.function, rewards, "config.eval.function")
     if config.log.wandb_project and not find_spec("wandb"):

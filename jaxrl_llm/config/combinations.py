@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from jaxrl_llm import rewards
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.names import arguments, own_name, required_inputs, resolve
+from jaxrl_llm.config.names import arguments, closest, own_name, required_inputs, resolve
 from jaxrl_llm.config.no_effect import check_no_effect, looks_at_rewards
 from jaxrl_llm.config.schema import Field
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.health.finding import RECENT
+from jaxrl_llm.health.rules import RULES
+from jaxrl_llm.learner.optim import SKIPS
 from jaxrl_llm.learner.scorers import FROZEN
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Config
@@ -161,3 +164,24 @@ def check_rollout(config: Config) -> None:
             "without signal, and are not judged where batches are sampled ahead: set one of them to 0"
         )
     engines.choose(config).check()
+
+
+def check_health(config: Config) -> None:
+    """Checks the rules that act: their names, and that a rollback has a checkpoint to go back to."""
+    health, saved, rules = config.health, config.checkpoint, [rule.__name__ for rule in RULES]
+    names = {"stop": (health.stop, rules)}
+    if "rollback" in health:  # not in `sft`
+        names |= {"skip": (health.skip, SKIPS), "rollback.rules": (health.rollback.rules, rules)}
+        both = sorted(set(health.stop) & set(health.rollback.rules))
+        if both:
+            raise UserError(f"config.health.stop and config.health.rollback.rules both have {both[0]!r}: choose one")
+        if health.rollback.rules and saved.every * (saved.keep - 1) < RECENT:
+            raise UserError(
+                f"config.checkpoint.keep = {saved.keep} with every = {saved.every}: a rollback needs a checkpoint that "
+                f"is {RECENT} steps old; raise one of them until every x (keep - 1) is {RECENT} or more"
+            )
+    for field, (given, there) in names.items():
+        for name in set(given) - set(there):
+            close = closest(name, there)
+            hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(there)}"
+            raise UserError(f"config.health.{field} has {name!r}, which is not there: {hint}")

@@ -12,7 +12,7 @@ from jaxrl_llm.sharding import make_mesh
 
 def optim_fields(section: str) -> dict[str, Field]:
     """Returns the fields of an optimizer section."""
-    return fields_of(section, optim.make_optimizer, leave_out=("adaptive", "more"))
+    return fields_of(section, optim.make_optimizer, leave_out=("adaptive", "more", "skips", "lowers"))
 
 
 # If a section holds the arguments of one function, `fields_of` reads the allowed values from its annotations.
@@ -37,11 +37,13 @@ SHARED = {
     "eval.convert": Field(str),
     "eval.function": Field(str),
     "eval.problems": Field(int, low=1),
+    "eval.patience": Field(int, low=0, may_change=True),
     "reward.timeout": Field(float, low=0, high=1e6, may_change=True),
     **fields_of("aggregate", losses.aggregation_weights),
     **optim_fields("optim"),
     **fields_of("mesh", make_mesh),
     **{name: field for rule in RULES for name, field in fields_of("health", rule).items()},
+    "health.stop": Field(tuple, of=str, may_change=True),
     "checkpoint.every": Field(int, low=1, may_change=True),
     "checkpoint.keep": Field(int, low=1, may_change=True),
     "checkpoint.keep_best": Field(int, low=0, may_change=True),
@@ -54,6 +56,11 @@ TRAIN = SHARED | {
     "model.row_parts": Field(int, low=1, may_change=True),
     "prompts_per_update": Field(int, low=1),
     "epochs": Field(int, low=1),
+    "health.skip": Field(tuple, of=str),
+    "health.rollback.rules": Field(tuple, of=str),
+    "health.rollback.most": Field(int, low=1, may_change=True),
+    "health.rollback.learning_rate": Field(float, low=0, high=1, above=True),
+    "health.rollback.warmup_steps": Field(int, low=0),
     "host_memory.reference": Field(bool, may_change=True),
     "host_memory.optimizer": Field(bool, may_change=True),
     "reward.functions": Field(tuple),

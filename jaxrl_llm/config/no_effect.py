@@ -86,6 +86,7 @@ def check_no_effect_shared(config: Config) -> None:
     if "critic" in config:
         end = ("critic.optim.end", 0.0, config.critic.optim.decay == "constant", f"critic.optim.{constant}")
         _refuse_no_effect(config, [end])
+    _refuse_no_effect(config, [("eval.patience", 0, not config.eval.every, "eval.every is 0")])
     # keep_best = 1 is the value of the complete configs, so it is allowed.
     idle = not config.eval.every and config.checkpoint.keep_best > 1
     _refuse_no_effect(config, [("checkpoint.keep_best", 0, idle, "eval.every is 0, and nothing says which is best")])

@@ -1,15 +1,15 @@
-"""Applies the health rules after every step, and writes their findings."""
+"""Applies the health rules after every step, writes their findings, and decides what the run does about them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm import distributed
 from jaxrl_llm.checkpoint import cut_back
-from jaxrl_llm.health.finding import WINDOW, History, Record
+from jaxrl_llm.health.finding import WINDOW, Finding, History, Record
 from jaxrl_llm.health.rules import findings
 from jaxrl_llm.host import disk
 
@@ -17,25 +17,31 @@ from jaxrl_llm.host import disk
 class Verdict(NamedTuple):
     """The decision after a step."""
 
-    action: str  # "go on", or "stop"
-    reason: str = ""
-    fix: str = ""
+    action: str = "go on"  # "go on", "stop" or "roll back"
+    step: int = 0  # of the record
+    finding: Finding | None = None  # the reason, if the run does not go on
+
+
+class Tell(Protocol):
+    def __call__(self, step: int, finding: Finding, /) -> None: ...
 
 
 class Health:
-    """Judges the records of a run. Writes findings to health.jsonl, and to the console when they are new."""
+    """Judges the records of a run. Writes findings to health.jsonl, and tells those that are new."""
 
-    def __init__(self, workdir: Path, bounds: dict[str, Any], say: Callable[[str], None]):
-        """bounds: the `health` section of the config; say: prints a line on the console."""
-        self._workdir, self._file, self._bounds, self._say = workdir, workdir / "health.jsonl", bounds, say
+    def __init__(self, workdir: Path, bounds: dict[str, Any], tell: Tell):
+        """bounds: the `health` section of the config; tell: shows a finding on the console."""
+        self._workdir, self._file, self._bounds, self._tell = workdir, workdir / "health.jsonl", bounds, tell
+        self._actions = dict.fromkeys(bounds["stop"], "stop")
+        if "rollback" in bounds:  # not in `sft`
+            self._actions |= dict.fromkeys(bounds["rollback"]["rules"], "roll back")
         self._history = History()
         self._said: dict[str, int] = {}  # last step of each finding
-        self._verdict = Verdict("go on")
+        self._verdict = Verdict()
 
     def begin(self, records: Iterable[Record]) -> None:
         """Continues after these records, which are those of the run. Drops later findings: rules find them again."""
-        self._history, self._said = History(records), {}
-        self._verdict = Verdict("go on")
+        self._history, self._said, self._verdict = History(records), {}, Verdict()
         if distributed.first():
             self._forget_after(self._history.records[-1]["step"] if self._history.records else -1)
 
@@ -56,7 +62,7 @@ class Health:
         if again and distributed.first():  # with more entries: its findings are written again
             self._forget_after(record["step"] - 1)
         self._history.add(record)
-        self._verdict = Verdict("go on")
+        self._verdict = Verdict()
         for finding in findings(self._history, self._bounds):
             # A finding that comes and goes is said once: it is new after WINDOW steps without it.
             new = record["step"] - self._said.get(finding.id, -WINDOW) >= WINDOW
@@ -64,9 +70,9 @@ class Health:
             if distributed.first():
                 with disk.writing(self._workdir), self._file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"step": record["step"]} | finding.record()) + "\n")
-            if new and finding.action == "warn":
-                self._say(f"    health {finding.line()}")
-            if finding.action == "stop":
-                reason = f"step {record['step']}: {finding.evidence}, because {finding.cause}"
-                self._verdict = Verdict("stop", reason, finding.fix)
+            action = self._actions.get(finding.id)
+            if new and not action:
+                self._tell(record["step"], finding)
+            if action and self._verdict.action != "stop":
+                self._verdict = Verdict(action, record["step"], finding)
         return self._verdict

@@ -24,7 +24,6 @@ class Finding:
     cause: str
     fix: str
     reference: str
-    action: str = "warn"  # or "stop", which ends the run
 
     def line(self) -> str:
         """Returns the finding in a line."""

@@ -13,6 +13,8 @@ from jaxrl_llm.config.names import keywords
 from jaxrl_llm.config.schema import Count, MayChange
 from jaxrl_llm.health.finding import RECENT, WINDOW, Finding, History, mean
 
+MEAN_WEIGHT, SAMPLE_SIZE = (0.5, 2.0), 0.3  # of importance weights, and the least effective sample size, as a share
+
 
 def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
     """Applies all rules; bounds: the `health` section of a config."""
@@ -29,13 +31,14 @@ def sampler_mismatch(history: History) -> Finding | None:
         return None
     kl, weight, ess, stale = r["importance/kl"], r["importance/mean"], r["importance/ess"], r["rollout/lag_p95"] > 0
     signs = [f"KL(sampler || trainer) {kl:.1e}"] if kl > 1e-3 and not stale else []  # older weights must differ
-    signs += [f"mean weight {weight:.2f}"] if not 0.5 <= weight <= 2 else []
-    signs += [f"effective sample size {ess:.0%}"] if ess < 0.3 else []
+    low, high = MEAN_WEIGHT
+    signs += [f"mean weight {weight:.2f}"] if not low <= weight <= high else []
+    signs += [f"effective sample size {ess:.0%}"] if ess < SAMPLE_SIZE else []
     if not signs:
         return None
     return Finding(
         "sampler_mismatch",
-        "error" if kl > 1e-2 or not 0.5 <= weight <= 2 or ess < 0.3 else "warning",
+        "error" if kl > 1e-2 or not low <= weight <= high or ess < SAMPLE_SIZE else "warning",
         ", ".join(signs),
         "the weights that sampled are too old" if stale else "the engine does not compute what the trainer computes",
         "lower rollout.max_lag or optim.learning_rate"
@@ -104,16 +107,24 @@ def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Findi
     if not max_skipped or max(counts, default=0) < max_skipped:
         return None
     names = [name for name in sorted(r) if r[name] is None and not name.endswith(("_min", "_max"))]
-    lower = "a lower optim.learning_rate or with model.dtype = 'float32'"
-    longer = "other limits: config.mask and rollout.max_completion_tokens decide which tokens are trained"
+    refused = [name.removeprefix("skip/") for name in sorted(r) if name.startswith("skip/") and r[name]]
+    cause = "no token in them is trained"
+    fix = "other limits: config.mask and rollout.max_completion_tokens decide which tokens are trained"
+    if names:
+        cause = f"their gradients are not finite ({', '.join(names[:5])})"
+        fix = "a lower optim.learning_rate or with model.dtype = 'float32'"
+    elif refused:
+        cause, fix = (
+            f"config.health.skip has {refused[0]!r}",
+            "a lower optim.learning_rate, or without this in health.skip",
+        )
     return Finding(
         "updates_skipped",
         "error",
         f"{max(counts)} updates in a row were skipped, and the model stands still",
-        f"their gradients are not finite ({', '.join(names[:5])})" if names else "no token in them is trained",
-        f"begin a new run with {lower if names else longer}, or raise config.health.max_skipped (0: never stop)",
+        cause,
+        f"begin a new run with {fix}, or raise config.health.max_skipped (0: never stop)",
         "FAILURES F27",
-        "stop",
     )
 
 

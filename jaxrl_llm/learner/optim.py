@@ -11,6 +11,7 @@ import optax
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, Field, NotNegative, Positive, Share
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.health.rules import MEAN_WEIGHT, SAMPLE_SIZE
 from jaxrl_llm.sharding import path_name
 from jaxrl_llm.structs import Array, Config, PyTree
 
@@ -70,11 +71,71 @@ class Optimizer(NamedTuple):
     transform: optax.GradientTransformation  # with learning rate 1
     coefficients: dict[str, Coefficient]  # metric name -> coefficient: "learning_rate", and the objective's
     gradient_dtype: str = "float32"  # of the sum over micro-batches
+    skips: tuple[str, ...] = ()  # of SKIPS
 
 
 def constant(coef: float) -> Coefficient:
     """Returns a coefficient that never changes."""
     return Coefficient(coef, lambda state: state, lambda state, metrics: state)
+
+
+SPIKE, USUAL, SEEN = 10, 16, 8  # times the mean norm of about USUAL updates, once SEEN of them are there
+
+
+def spike_bound() -> Coefficient:
+    """Returns the bound of a gradient's norm: SPIKE times its running mean; 0 while there is none.
+
+    Skipped updates do not change the mean.
+    """
+
+    def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
+        mean, count = state[0], state[1] + 1
+        return jnp.stack([mean + (metrics["grad_norm"] - mean) / jnp.minimum(count, USUAL), count])
+
+    return Coefficient((0.0, 0.0), lambda state: jnp.where(state[1] >= SEEN, SPIKE * state[0], 0.0), adapt)
+
+
+def gradient_spike(metrics: dict[str, Array]) -> jax.Array:
+    """Returns whether the gradient is far larger than usual."""
+    bound = metrics["grad_norm/bound"]
+    return (bound > 0) & (metrics["grad_norm"] > bound)
+
+
+def sampler_mismatch(metrics: dict[str, Array]) -> jax.Array:
+    """Returns whether the samples are of other weights, with the bounds of the rule of this name."""
+    mean, square = metrics["importance/mean"], metrics["importance/square"]
+    low, high = MEAN_WEIGHT
+    return (mean < low) | (mean > high) | (mean**2 < SAMPLE_SIZE * square)
+
+
+# Reasons to skip an update, decided on the device: metrics of the update -> bool.
+SKIPS: dict[str, Callable[[dict[str, Array]], jax.Array]] = {
+    "gradient_spike": gradient_spike,
+    "sampler_mismatch": sampler_mismatch,
+}
+
+
+class Lowers(NamedTuple):
+    """What each rollback makes of the learning rate: it is multiplied, and a new warm-up begins."""
+
+    learning_rate: float  # factor
+    warmup_steps: int  # optimizer steps
+
+    def applied_to(self, rate: Coefficient) -> Coefficient:
+        """Returns the rate with a state (state of `rate`, factor, updates since the last rollback)."""
+
+        def value(state: Array) -> jax.Array:
+            warm = jnp.minimum((state[2] + 1) / (self.warmup_steps + 1), 1.0)
+            return rate.value(state[0]) * state[1] * warm
+
+        def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
+            return jnp.stack([rate.adapt(state[0], metrics), state[1], state[2] + 1])
+
+        return Coefficient((0.0, 1.0, float(self.warmup_steps)), value, adapt)
+
+    def after(self, rollbacks: int, state: Array) -> jax.Array:
+        """Returns the state of a rate right after a rollback, the run's number `rollbacks`."""
+        return state.at[1].set(self.learning_rate**rollbacks).at[2].set(0.0)
 
 
 def kl_coefficient(
@@ -124,6 +185,8 @@ def objective_coefficients(config: Config, total_steps: int, sequences: int) -> 
         made["kl/coef"] = kl_coefficient(total_steps, sequences, **by)
     if config.entropy.coef or config.entropy.target:
         made["entropy/coef"] = entropy_coefficient(**config.entropy)
+    if "gradient_spike" in config.health.skip:
+        made["grad_norm/bound"] = spike_bound()
     return made
 
 
@@ -149,6 +212,8 @@ def make_optimizer(
     gradient_dtype: Literal["float32", "bfloat16"] = "float32",
     adaptive: dict[str, float] | None = None,
     more: dict[str, Coefficient] | None = None,
+    skips: tuple[str, ...] = (),
+    lowers: Lowers | None = None,
 ) -> Optimizer:
     """Returns AdamW with global-norm clipping (0: none); `more` are the coefficients of the objective.
 
@@ -156,7 +221,8 @@ def make_optimizer(
     would add nothing to it. gradient_dtype: of the gradient while micro-batches are added to it.
     A non-finite gradient changes no parameter and no coefficient. The state counts it in `total_notfinite`.
     adaptive: {metric: bound}, 0 for no bound. In the warm-up, the rate does not rise after an update with a metric
-    above its bound.
+    above its bound. skips: names of SKIPS, further reasons to skip an update. lowers: what a rollback makes of the
+    rate, in a run that may go back.
     """
     warmup = count_warmup(total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
     rate = schedule(learning_rate, decay=decay, end=end, warmup=warmup, total_steps=total_steps)
@@ -174,4 +240,6 @@ def make_optimizer(
     # After max_consecutive_errors, optax would apply the non-finite gradient.
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
     learning_rate_now = Coefficient(0.0, rate, adapt)
-    return Optimizer(transform, {"learning_rate": learning_rate_now} | (more or {}), gradient_dtype)
+    if lowers:
+        learning_rate_now = lowers.applied_to(learning_rate_now)
+    return Optimizer(transform, {"learning_rate": learning_rate_now} | (more or {}), gradient_dtype, skips)

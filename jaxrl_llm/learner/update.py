@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -21,7 +21,7 @@ from jaxrl_llm.compilation import ROUND_AS_WRITTEN, Program
 from jaxrl_llm.learner import microbatches
 from jaxrl_llm.learner.forward import REMEDY, completion_logprobs
 from jaxrl_llm.learner.microbatches import Microbatch
-from jaxrl_llm.learner.optim import Optimizer
+from jaxrl_llm.learner.optim import SKIPS, Lowers, Optimizer
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 
@@ -36,6 +36,7 @@ class Learner:
     coefficients: Callable[[TrainState], Metrics]  # state -> coefficients of the next update
     prefix: str = ""  # prefix of its metric names
     frozen_steps: int = 0  # first steps of the run, in which it does not learn
+    lowers: Lowers | None = None  # what a rollback makes of its learning rate
 
     def compile(self, state: TrainState, batch: Batch, rows: Array) -> jax.stages.Compiled:
         """Compiles the update for batches of this shape. Of all arguments, shapes are enough."""
@@ -50,6 +51,13 @@ class Learner:
         """Runs one optimizer step on batch[rows]. Donates the state."""
         state, metrics = self.update_step(sharding.move(state, sharding.DEVICE), batch, rows)
         return state, {f"{self.prefix}{name}": x for name, x in metrics.items()}
+
+    def after_rollback(self, state: TrainState, rollbacks: int) -> TrainState:
+        """Returns the state of a checkpoint right after the run has gone back to it, for the time `rollbacks`."""
+        if not self.lowers:
+            return state
+        rate = self.lowers.after(rollbacks, state.coef_state["learning_rate"])
+        return replace(state, coef_state=state.coef_state | {"learning_rate": rate})
 
     def skipped(self, state: TrainState) -> Metrics:
         """Counts skipped updates, in total and in a row: the gradient was not finite, or no token was trained.
@@ -179,19 +187,23 @@ def make_update_step(
         grads, metrics = microbatches.over(batch, visit, join, nothing, microbatch=microbatch, mesh=mesh)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
 
+        metrics |= coefs | {"grad_norm": optax.global_norm(grads)}
         # Without a trained token, momentum would still move the parameters. With NaN, the optimizer skips the update.
-        trained = jnp.any(batch.loss_mask)
-        usable = jax.tree.map(lambda g: jnp.where(trained, g, jnp.nan), grads)
+        wanted = jnp.any(batch.loss_mask)
+        refused = {f"skip/{name}": SKIPS[name](metrics) for name in optimizer.skips}
+        for reason in refused.values():
+            wanted &= ~reason
+        usable = jax.tree.map(lambda g: jnp.where(wanted, g, jnp.nan), grads)
         updates, opt_state = optimizer.transform.update(usable, state.opt_state, state.params)
         updates = jax.tree.map(lambda x: coefs["learning_rate"] * x, updates)
-        metrics |= coefs | {"grad_norm": optax.global_norm(grads), "update_norm": optax.global_norm(updates)}
+        metrics |= {"update_norm": optax.global_norm(updates)} | jax.tree.map(jnp.float32, refused)
         metrics |= {"update_size": metrics["update_norm"] / optax.global_norm(state.params)}
         if batch.rewards is not None and "kl/ref" in metrics:
             length = jnp.sum(batch.loss_mask) / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
             reward = jnp.maximum(jnp.mean(jnp.abs(batch.rewards)), 1e-6)
             metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
         # A skipped update must not advance a schedule or an adaptive coefficient.
-        learned = jnp.isfinite(metrics["grad_norm"]) & trained
+        learned = jnp.isfinite(metrics["grad_norm"]) & wanted
         coef_state = {
             name: jnp.where(learned, c.adapt(state.coef_state[name], metrics), state.coef_state[name])
             for name, c in optimizer.coefficients.items()

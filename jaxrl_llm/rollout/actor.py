@@ -39,7 +39,8 @@ class Actor:
         weight_check: WeightCheck | None = None,
     ):
         """key: the run's key; last: the run's last step; iterator: the prompts of `source`; book: of the run."""
-        self.engine, self._source, self._iterator, self._key = engine, source, iterator, key
+        self.engine, self._source, self._iterator = engine, source, iterator
+        self._first_key = self._key = key
         self._lag, self._last, self._check = lag, last, weight_check
         self._book = book
         self._beginning = self._position = self._now()
@@ -47,10 +48,15 @@ class Actor:
         self._current: Samples
         self._pushed: Future[Rollouts | None]
 
-    def reset(self, step: int, params: PyTree, pending: Pending | None = None) -> None:
-        """Continues after `step` with these weights and the batches of `pending`; None: from the start of the data."""
+    def reset(self, step: int, params: PyTree, pending: Pending | None = None, attempt: int = 0) -> None:
+        """Continues after `step` with these weights and the batches of `pending`; None: from the start of the data.
+
+        attempt: how often the run has gone back. Each attempt has other samples of the same prompts.
+        """
         self._prefetcher.close(wait=True)  # waits: a batch in sampling still moves the iterator
         self._prefetcher = Prefetcher(self._sample, lag=self._lag, last=self._last)
+        # Steps are below 2**31, so no step has this number.
+        self._key = jax.random.fold_in(self._first_key, 2**32 - attempt) if attempt else self._first_key
         position, batches = pending or Pending(self._beginning, [])
         if "data" not in position:  # of a checkpoint of an earlier version
             position = {"data": position, "shapes": {}}

@@ -1,0 +1,232 @@
+"""What a run does about a finding: it stops, skips the update, or goes back to a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+from test_steps import numbers, tiny, written
+from test_train import ROOT, environment
+
+from jaxrl_llm.build import build
+from jaxrl_llm.config import checks, combinations
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health import rules
+from jaxrl_llm.health.finding import Finding, History
+from jaxrl_llm.health.rollback import Decision, target
+from jaxrl_llm.learner import optim
+from jaxrl_llm.train import steps, train
+
+RATE = 1e-4  # of configs/grpo.py
+
+
+def too_fast(history: History) -> Finding | None:
+    """A rule that finds something at steps 10 and 11, until the rate is lower."""
+    last = history.latest[-1]
+    if last["step"] not in (10, 11) or last["learning_rate"] < 0.6 * RATE:
+        return None
+    return Finding("too_fast", "error", f"step {last['step']} has the whole rate", "of a test", "lower it", "")
+
+
+def always(history: History) -> Finding | None:
+    """A rule that finds something from step 3 on."""
+    late = history.latest[-1]["step"] > 2
+    return Finding("always", "error", "it is step 3", "of a test", "begin anew", "") if late else None
+
+
+@pytest.fixture(autouse=True)
+def own_rules(monkeypatch):
+    for module in (rules, combinations):
+        monkeypatch.setattr(module, "RULES", (*rules.RULES, too_fast, always))
+
+
+def back(rule: str = "too_fast", **changes):
+    """A run of 12 steps that goes back at the findings of a rule."""
+    sizes = {"num_steps": 12, "eval.every": 4, "group_size": 2, "kl.refresh_every": 3, "health.rollback.rules": (rule,)}
+    return tiny(**sizes | {"health.rollback.warmup_steps": 2} | changes)
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["no lag", "lag 1"])
+def lag(request) -> int:
+    return request.param
+
+
+def test_a_run_goes_back_once_and_ends_with_a_lower_rate(tmp_path, capsys):
+    records = list(steps(back(), tmp_path / "run"))
+    assert [r["step"] for r in records] == [*range(10), *range(3, 13)]  # that of step 10 has the finding
+    rates = {r["step"]: r["learning_rate"] / RATE for r in written(tmp_path / "run") if r["step"]}
+    assert [rates[step] for step in (1, 2)] == pytest.approx([0.5, 1.0])  # the first warm-up has one step
+    assert [rates[step] for step in (3, 4, 5, 12)] == pytest.approx([1 / 6, 2 / 6, 0.5, 0.5])
+    first = {r["step"]: r["reward/mean"] for r in records[1:10]}
+    again = {r["step"]: r["reward/mean"] for r in records[10:]}
+    assert any(first[step] != again[step] for step in range(3, 10))  # other samples
+    kept = json.loads((tmp_path / "run/rollbacks/1.json").read_text())
+    assert (kept["step"], kept["to"], kept["finding"]["id"]) == (10, 2, "too_fast")
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/rollbacks/1/metrics.jsonl").open()][-1] >= 10
+    out = capsys.readouterr().out
+    assert "rollback 1 of at most 3: back to step 2" in out
+
+
+def test_a_run_that_is_left_around_its_rollback_has_the_numbers_of_one_that_is_not(lag, tmp_path):
+    config = lambda: back(**{"rollout.max_lag": lag})  # noqa: E731
+    straight = tmp_path / "straight"
+    list(steps(config(), straight))
+    for number, (stop, times) in enumerate({9: 1, 4: 2, 12: 1}.items()):
+        seen, workdir = 0, tmp_path / str(number)
+        for record in steps(config(), workdir):
+            seen += record["step"] == stop
+            if seen == times:
+                break
+        list(steps(config(), workdir))
+        assert numbers(written(workdir)) == numbers(written(straight))
+        assert (workdir / "hf/model.safetensors").read_bytes() == (straight / "hf/model.safetensors").read_bytes()
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = ["tests", "."]
+import conftest, test_rollback as here
+from pathlib import Path
+from jaxrl_llm.config import combinations
+from jaxrl_llm.health import rules, rollback
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.train import steps
+
+rules.RULES = combinations.RULES = (*rules.RULES, here.too_fast)
+moment, workdir = sys.argv[1], Path(sys.argv[2])
+kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+def before(function):
+    return lambda *args, **more: kill() if True else function(*args, **more)
+
+def after(function):
+    def call(*args, **more):
+        function(*args, **more)
+        kill()
+    return call
+
+real = rollback.Rollbacks._write, Checkpoints.resume
+if moment == "before the decision":
+    rollback.Rollbacks._write = before(real[0])
+if moment == "after the decision":
+    rollback.Rollbacks._write = after(real[0])
+if moment == "after the deletion":
+    resume = lambda self, states, before=None: (after(real[1]) if before else real[1])(self, states, before)
+    Checkpoints.resume = resume
+for record in steps(here.back(), workdir):
+    if moment == "in a save after it" and (workdir / "rollbacks/1.json").exists() and record["step"] == 6:
+        kill()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_around_its_rollback_resumes_bit_for_bit(tmp_path):
+    list(steps(back(), tmp_path / "straight"))
+    for moment in ("before the decision", "after the decision", "after the deletion", "in a save after it"):
+        workdir = tmp_path / moment.replace(" ", "-")
+        command = [sys.executable, "-c", KILLED, moment, str(workdir)]
+        assert subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True).returncode == -signal.SIGKILL
+        list(steps(back(), workdir))
+        assert numbers(written(workdir)) == numbers(written(tmp_path / "straight")), moment
+        weights = [(folder / "hf/model.safetensors").read_bytes() for folder in (workdir, tmp_path / "straight")]
+        assert weights[0] == weights[1], moment
+
+
+def test_after_the_last_rollback_a_run_stops(tmp_path):
+    config = back("always", **{"num_steps": 4, "health.rollback.most": 2})
+    with pytest.raises(UserError, match=r"step 3: it is step 3.*gone back 2 times.*rollback.most.*begin anew"):
+        list(steps(config, tmp_path / "run"))
+    assert len(list((tmp_path / "run/rollbacks").glob("*.json"))) == 2
+
+
+def test_a_rule_may_stop_a_run_and_what_it_stops_at_is_not_saved(tmp_path):
+    with pytest.raises(
+        UserError, match=r"step 3: it is step 3, because of a test; the last checkpoint is .*: begin anew"
+    ):
+        list(steps(tiny(**{"health.stop": ("always",)}), tmp_path / "run"))
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("step", "checkpoints", "before", "to"),
+    [
+        (40, [], [], 0),
+        (40, [25], [], 25),
+        (40, [25, 35], [], 25),  # 35 may be ill already
+        (40, [35], [], 0),
+        (58, [25, 50], [25], 50),  # it is healthy for longer than the last one
+        (57, [10, 25, 50], [25], 10),  # it is ill again at once: further back
+        (57, [25, 50], [25], 25),  # there is none further back
+    ],
+)
+def test_a_run_goes_back_to_a_checkpoint_that_is_older_than_the_problem(step, checkpoints, before, to):
+    assert target(step, checkpoints, [Decision(0, at, {}) for at in before]) == to
+
+
+def test_an_update_with_a_spike_of_the_gradient_is_skipped(tmp_path):
+    config = tiny(**{"num_steps": 12, "eval.every": 0, "checkpoint.every": 99, "health.skip": ("gradient_spike",)})
+    with build(config, tmp_path / "run") as run:
+        plain = run.assign_credit
+
+        def spike(*args):
+            batch, metrics = plain(*args)
+            calls.append(1)
+            return replace(batch, advantages=batch.advantages + (1000.0 if len(calls) == 10 else 0.0)), metrics
+
+        calls: list[int] = []
+        run.assign_credit = spike
+        records = list(train(run))
+    assert [r["step"] for r in records if r["skip/gradient_spike"]] == [10]
+    assert records[-1]["updates/skipped"] == 1
+    assert [r["step"] for r in records if not r["update_norm"]] == [10]
+    assert records[7]["grad_norm/bound"] == 0 < records[8]["grad_norm/bound"]  # eight updates make the usual norm
+
+
+@pytest.mark.parametrize(
+    ("mean", "square", "skipped"), [(1.0, 1.01, False), (0.4, 0.2, True), (2.5, 6.3, True), (1.0, 4.0, True)]
+)
+def test_an_update_on_samples_of_other_weights_is_skipped(mean, square, skipped):
+    metrics = {"importance/mean": jnp.float32(mean), "importance/square": jnp.float32(square)}
+    assert bool(optim.sampler_mismatch(metrics)) == skipped
+
+
+def test_a_run_ends_early_if_it_gets_no_better_and_the_same_command_then_does_nothing(tmp_path, capsys):
+    config = lambda: tiny(**{"num_steps": 9, "eval.every": 1, "eval.patience": 2, "optim.learning_rate": 1e-9})  # noqa: E731
+    records = list(steps(config(), tmp_path / "run"))
+    assert records[-1]["step"] == 2
+    assert "early stop: 2 evaluations were not better than" in capsys.readouterr().out
+    assert (tmp_path / "run/hf/model.safetensors").is_file()
+    assert list(steps(config(), tmp_path / "run")) == []
+    better = list(
+        steps(
+            tiny(**{"num_steps": 9, "eval.every": 1, "eval.patience": 4, "optim.learning_rate": 1e-9}), tmp_path / "run"
+        )
+    )
+    assert better[-1]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"health.stop": ("no_signals",)}, "health.stop has 'no_signals', which is not there: did you mean"),
+        ({"health.rollback.rules": ("always",), "health.stop": ("always",)}, "both have 'always': choose one"),
+        ({"health.skip": ("spikes",)}, "config.health.skip has 'spikes'"),
+        ({"health.rollback.rules": ("always",), "checkpoint.keep": 1}, "a rollback needs a checkpoint that is 8 steps"),
+        ({"eval.patience": 2, "eval.every": 0}, "config.eval.patience = 2 does nothing: eval.every is 0"),
+    ],
+)  # fmt: skip
+def test_an_action_that_cannot_be_is_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        checks.check_train(tiny(**changes))
+
+
+def test_every_rule_finds_under_its_own_name():
+    text = (ROOT / "jaxrl_llm/health/rules.py").read_text()
+    for rule in rules.RULES:
+        if rule.__module__ == rules.__name__:
+            assert f'    return Finding(\n        "{rule.__name__}",' in text
