@@ -1,4 +1,7 @@
-"""Says what is wrong with a run: `python -m jaxrl_llm.doctor --config FILE` before it, `--run DIR` during or after."""
+"""Says what is wrong with a run: `python -m jaxrl_llm.doctor --config FILE` before it, `--run DIR` during or after.
+
+`--demonstrate RULE` makes a run that this rule finds ill.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -14,7 +18,7 @@ from rich.console import Console
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import config_parser, parse_config
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.health import logs, rules, settings
+from jaxrl_llm.health import faults, logs, rules, settings
 from jaxrl_llm.health.finding import SEVERITIES, Finding, History, Record
 from jaxrl_llm.models import hf
 from jaxrl_llm.saved_run import model_folder
@@ -42,8 +46,11 @@ class Spell(NamedTuple):
 def main() -> None:
     parser = config_parser("jaxrl_llm.doctor", DESCRIPTION, required=False)
     parser.add_argument("--run", type=Path, metavar="DIR", help="a workdir, or the log of another trainer")
+    parser.add_argument("--demonstrate", choices=sorted(faults.FAULTS), metavar="RULE", help="a run that it finds ill")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     args, rest = parser.parse_known_args()
+    if args.demonstrate:
+        sys.exit(int(not demonstrate(args.demonstrate)))
     if (args.config is None) == (args.run is None) or (args.run and rest):
         raise UserError("give --config FILE, with --config.field=value, or --run DIR alone")
     found = look_at_run(args.run, args.json) if args.run else look_at_config(*parse_config(parser))
@@ -59,6 +66,19 @@ def look_at_run(path: Path, as_json: bool) -> list[Finding]:
     else:
         print_spells(spells, records)
     return [spell.finding for spell in spells]
+
+
+def demonstrate(rule: str) -> bool:
+    """Runs the fault of a rule and prints what the rules find. Returns whether this rule found it in time."""
+    fault = faults.FAULTS[rule]
+    print(f"{rule}: {fault.story}, from step {fault.begins:,} on")
+    with TemporaryDirectory() as workdir:
+        records = list(faults.demonstrate(rule, Path(workdir) / "run"))
+        spells = judge(records, bounds_of(Path(workdir) / "run"))
+    print_spells(spells, records)
+    found = [spell.first for spell in spells if spell.finding.id == rule]
+    print(f"{rule} should find it within {fault.within} steps: " + (f"step {found[0]:,}" if found else "it did not"))
+    return bool(found) and fault.begins <= found[0] < fault.begins + fault.within
 
 
 def look_at_config(config: Config, args: Namespace) -> list[Finding]:

@@ -172,10 +172,12 @@ def entropy_collapse(history: History) -> Finding | None:
     before, now = history.then("entropy"), history.now("entropy")
     if not before or now is None or now >= 0.1 * before or _solved(history):
         return None
+    distinct = history.now("completion/distinct")
+    same = "" if distinct is None else f"; {distinct:.0%} of a group's completions differ"
     return Finding(
         "entropy_collapse",
         "warning",
-        f"entropy {now:.2g}, {before:.2g} at the start",
+        f"entropy {now:.2g}, {before:.2g} at the start{same}",
         "the policy has settled on one answer, and tries no other",
         "raise loss.clip_high or rollout.temperature, lower optim.learning_rate, or set entropy.target",
         "arXiv 2505.22617",
@@ -187,10 +189,12 @@ def entropy_explosion(history: History) -> Finding | None:
     before, now, earlier = history.then("entropy"), history.now("entropy"), _earlier(history, "entropy")
     if not before or now is None or now <= 3 * before or earlier is None or now <= earlier:
         return None
+    size, size_before = history.now("completion/compressed"), history.then("completion/compressed")
+    noise = f"; the text compresses to {size:.0%}, {size_before:.0%} at the start" if size and size_before else ""
     return Finding(
         "entropy_explosion",
         "error",
-        f"entropy {now:.2g}, {before:.2g} at the start, and it rises",
+        f"entropy {now:.2g}, {before:.2g} at the start, and it rises{noise}",
         "the policy turns to noise",
         "lower entropy.coef, loss.clip_high or optim.learning_rate, and go on from an earlier checkpoint",
         "Search-R1 #162",
@@ -234,6 +238,70 @@ def gradient_climb(history: History) -> Finding | None:
         "the policy leaves what was sampled faster and faster",
         "in this order: set importance.action, epochs = 1, a small kl.coef; go on from an earlier checkpoint",
         "TRL #2980",
+    )
+
+
+def gradient_spike(history: History) -> Finding | None:
+    """F6: the gradient of a step is far larger than those before it."""
+    before = [r["grad_norm"] for r in history.latest[:-1] if r.get("grad_norm")]
+    now, most = history.latest[-1].get("grad_norm"), max(before, default=0.0)
+    if not now or len(before) < RECENT or now <= 10 * sum(before) / len(before) or now <= 3 * most:
+        return None
+    return Finding(
+        "gradient_spike",
+        "warning",
+        f"gradient norm {now:.2g}, {most:.2g} at most in the {len(before)} steps before",
+        "this batch differs from all others, or the policy has just been damaged",
+        "look at its completions and rewards; optim.clip_norm limits it, health.skip = ('gradient_spike',) skips it",
+        "TRL #2980",
+    )
+
+
+def good_fades(history: History) -> Finding | None:
+    """F19: completions with a positive advantage become less likely."""
+    before, now = history.then("logprobs/good"), history.now("logprobs/good")
+    if before is None or now is None or now >= min(2 * before, before - 0.1):
+        return None
+    return Finding(
+        "good_fades",
+        "warning",
+        f"log-probability of a token in good completions {before:.2g} to {now:.2g}",
+        "negative gradients of bad completions act on the tokens that they share with good ones",
+        "lower optim.learning_rate, or have fewer updates on a rollout",
+        "arXiv 2512.04220",
+    )
+
+
+def repeats(history: History) -> Finding | None:
+    """F18: completions repeat themselves."""
+    before, now = history.then("completion/repeated"), history.now("completion/repeated")
+    if before is None or now is None or now <= max(0.2, 2 * before):
+        return None
+    return Finding(
+        "repeats",
+        "warning",
+        f"{now:.0%} of the tokens of a completion continue what it has said before, {before:.0%} at the start",
+        "the text degenerates, and the reward does not see it",
+        "look at completions.jsonl, and let the reward see the text: a penalty for repetition",
+        "FAILURES F18",
+    )
+
+
+def kl_alone(history: History) -> Finding | None:
+    """F11: most of the KL penalty is on completions without an advantage."""
+    alone, whole, coef = history.now("loss/kl_alone"), history.now("loss/kl"), history.now("kl/coef")
+    reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
+    if alone is None or not whole or not coef or reward is None or before is None or not spread:
+        return None
+    if alone <= 0.8 * whole or _solved(history) or reward > before + 0.1 * spread:
+        return None
+    return Finding(
+        "kl_alone",
+        "warning",
+        f"{alone / whole:.0%} of the KL penalty is on completions without an advantage, and the reward does not rise",
+        "the penalty draws the policy back where no reward draws it on",
+        "set rollout.resample_rounds, or lower kl.coef",
+        "FAILURES F11",
     )
 
 
@@ -355,6 +423,10 @@ RULES: tuple[Callable[..., Finding | None], ...] = (
     entropy_explosion,
     reward_collapse,
     gradient_climb,
+    gradient_spike,
+    good_fades,
+    repeats,
+    kl_alone,
     kl_pays,
     truncated,
     never_stops,

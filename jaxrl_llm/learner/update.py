@@ -116,12 +116,15 @@ def policy_objective(
         ref: Array = batch.ref_logprobs
         if ref is not None:
             metrics |= {"kl/ref": k3(logprobs, ref)}
+        if batch.advantages is not None:
+            good = batch.advantages > 0
+            metrics |= {"tokens/good": good.astype(jnp.float32), "logprobs/good": jnp.where(good, logprobs, 0.0)}
         if kl is not None:
             term = coefs["kl/coef"] * kl(logprobs, ref)
             if kl_weighted:
                 term = term * ratio_of(logprobs - old)
             loss = loss + term
-            metrics |= {"loss/kl": term}
+            metrics |= {"loss/kl": term, "loss/kl_alone": jnp.where(batch.advantages == 0, term, 0.0)}
         if "entropy/coef" in coefs:
             loss = loss - coefs["entropy/coef"] * entropy
             metrics |= {"loss/entropy": -coefs["entropy/coef"] * entropy}
