@@ -6,10 +6,14 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.health import Health, rules
 from jaxrl_llm.health.finding import FEW, PAST, RECENT, WINDOW, History
+from jaxrl_llm.record import of_texts, repeated
+from jaxrl_llm.rollout.samples import Samples
+from jaxrl_llm.structs import Rollouts
 
 HEALTHY = {
     "step": 5, "importance/mean": 1.0, "importance/ess": 0.999, "importance/kl": 1e-12, "rollout/lag_p95": 0.0,
@@ -108,7 +112,10 @@ def run(**named: object) -> list[dict]:
         "grad_norm": lambda t: 1.0 - 0.7 * t, "clip/fraction": lambda t: 0.004, "clip/first": lambda t: 0.0,
         "completion/length": lambda t: 5.4 + 4 * t, "completion/truncated": lambda t: 0.004,
         "kl/ref": lambda t: 0.1 * t, "reward/task": lambda t: 0.4 + 0.55 * t, "reward/format": lambda t: 0.9,
-        "reward/kl": lambda t: -0.001 * t, "critic/explained_variance": lambda t: 0.6 * t - (t < 0.1),
+        "logprobs/good": lambda t: -0.12 * 0.06**t, "completion/repeated": 0.01, "completion/distinct": 0.3,
+        "completion/compressed": 0.3, "kl/coef": 1e-3, "loss/kl": lambda t: 1e-4 * t,
+        "loss/kl_alone": lambda t: 4e-5 * t, "reward/kl": lambda t: -0.001 * t,
+        "critic/explained_variance": lambda t: 0.6 * t - (t < 0.1),
     }  # fmt: skip
     values = usual | {name.replace("__", "/"): f for name, f in named.items()}
     made = []
@@ -135,6 +142,10 @@ FAULTS = {
     "entropy_explosion": dict(entropy=lambda t: 0.12 * 8**t),
     "reward_collapse": dict(reward__mean=lambda t: 0.9 - 0.9 * (t > 0.5), reward__std=0.3),
     "gradient_climb": dict(grad_norm=lambda t: 12**t, clip__fraction=lambda t: 0.01 * 9**t),
+    "gradient_spike": dict(grad_norm=lambda t: 40.0 if 0.5 < t < 0.53 else 1.0),
+    "good_fades": dict(logprobs__good=lambda t: -0.1 * 5**t),
+    "repeats": dict(completion__repeated=lambda t: 0.5 * t),
+    "kl_alone": dict(loss__kl_alone=lambda t: 9e-5 * t, reward__mean=0.4, reward__std=0.49),
     "kl_pays": dict(reward__kl=lambda t: 0.5 * t, reward__mean=lambda t: 0.4 - 0.3 * t, reward__std=0.49),
     "truncated": dict(completion__truncated=lambda t: 0.6 * t, reward__mean=lambda t: 0.5 - 0.3 * t, reward__std=0.5),
     "never_stops": dict(completion__truncated=1.0),
@@ -174,3 +185,22 @@ def test_the_records_that_rules_see_are_few_and_the_same_after_a_resume():
     assert half.records == history.records
     history.add({"step": 2999, "x": 0})
     assert history.records[-1] == {"step": 2999, "x": 0} and len(history.records) == len(steps)
+
+
+def a_step(texts: list[list[str]]) -> Samples:
+    """Completions of a step, a token for each character."""
+    longest = max(len(text) for group in texts for text in group)
+    tokens = np.array([[[ord(c) for c in text.ljust(longest)] for text in group] for group in texts], np.int32)
+    mask = np.array([[[i < len(text) for i in range(longest)] for text in group] for group in texts])
+    rollouts = Rollouts(tokens, mask, mask, np.zeros(mask.shape), np.zeros(mask.shape[:2], bool), np.zeros(mask.shape))
+    return Samples(None, rollouts, lambda: (texts, {}))
+
+
+def test_completions_are_measured_against_their_group_and_themselves():
+    one = of_texts(a_step([["abcdefgh", "abcdefgh"], ["hgfedcba", "abababab"]]))
+    assert one["completion/distinct"] == pytest.approx((1 / 2 + 1) / 2)
+    assert one["completion/repeated"] == pytest.approx(3 / 5 / 4)  # "abababab" has abab, baba, abab, baba, abab
+    same, noise = (of_texts(a_step([[text] * 8])) for text in ("a" * 60, "q8#kP2!xZ5"))
+    assert same["completion/compressed"] < 0.1
+    assert noise["completion/compressed"] > same["completion/compressed"]
+    assert repeated(np.arange(3)) == 0.0

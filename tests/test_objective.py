@@ -15,6 +15,7 @@ from jaxrl_llm.algorithms import kl, losses
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, optim, update
+from jaxrl_llm.record import of_updates
 from jaxrl_llm.structs import Batch
 
 LOSSES = {
@@ -281,3 +282,19 @@ def test_a_mixed_reference_lies_so_far_between():
     ref, policy = {"a": jnp.array([1.0, 2.0])}, {"a": jnp.array([3.0, 6.0])}
     np.testing.assert_allclose(kl.mix_params(ref, policy, 0.25)["a"], [1.5, 3.0])
     np.testing.assert_array_equal(kl.mix_params({"a": jnp.array([1.0, 2.0])}, policy, 1.0)["a"], policy["a"])
+
+
+def test_good_completions_and_a_penalty_without_an_advantage_have_metrics_of_their_own(monkeypatch):
+    with_logprobs(monkeypatch)
+    x, batch = random_batch()
+    sign = np.random.default_rng(2).integers(-1, 2, x.shape).astype(np.float32)
+    objective = update.policy_objective(None, nothing(), Sampling(), kl=kl.k3)
+    _, metrics = objective(jnp.asarray(x, jnp.float32), replace(batch, advantages=sign), {"kl/coef": 0.3})
+    good, alone = np.asarray(metrics["tokens/good"]), np.asarray(metrics["loss/kl_alone"])
+    np.testing.assert_array_equal(good, sign > 0)
+    assert not np.asarray(metrics["logprobs/good"])[sign <= 0].any()
+    np.testing.assert_array_equal(alone, np.where(sign == 0, metrics["loss/kl"], 0.0))
+    updates = [{name: float(np.mean(np.asarray(value))) for name, value in metrics.items()}]
+    of_good = np.asarray(metrics["logprobs/good"])[sign > 0].mean()
+    assert of_updates(updates)["logprobs/good"] == pytest.approx(of_good, rel=1e-5)
+    assert "logprobs/good" not in of_updates([{"logprobs/good": 0.0, "tokens/good": 0.0}])
