@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from argparse import Namespace
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from jaxrl_llm.config import checks
-from jaxrl_llm.config.load import config_parser, parse_config
+from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.health import faults, logs, rules, settings
 from jaxrl_llm.health.finding import SEVERITIES, Finding, History, Record
@@ -28,7 +29,17 @@ DESCRIPTION = (
     "Looks at a config, or at the log of a run: a workdir of ours; TensorBoard's folder, JSON lines, a CSV file of W&B "
     "or a trainer_state.json of TRL, veRL or EasyR1. Exit code 0: no error is found; 1: one is; 2: it could not look."
 )
-MAX_SKIPPED = 10  # `config.health.max_skipped` of a run without a config of ours
+SAME_RESULT = (
+    "microbatch",
+    "model.row_parts",
+    "model.remat",
+    "host_memory.",
+    "mesh.",
+    "health.",
+    "checkpoint.",
+    "log.",
+)
+OTHERS = {"max_skipped": 0}  # no bound: other trainers do not count skipped updates
 
 
 class Spell(NamedTuple):
@@ -60,7 +71,7 @@ def main() -> None:
 def look_at_run(path: Path, as_json: bool) -> list[Finding]:
     """Applies the rules over records to a log, prints what they find, and returns it. Raises: UserError."""
     records = logs.read(path)
-    spells = judge(records, bounds_of(path))
+    spells = judge(records, logs.bounds(path) or OTHERS)
     if as_json:
         print(json.dumps([spell.record() for spell in spells], indent=2))
     else:
@@ -88,7 +99,9 @@ def look_at_config(config: Config, args: Namespace) -> list[Finding]:
     """
     totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
     with model_folder(config) as folder:
-        found = settings.findings(settings.Settings(config, totals, hf.load_model(folder).cfg))
+        model = hf.load_model(folder).cfg
+    changed = tuple(overrides(config, Path(args.config)))
+    found = settings.findings(settings.Settings(config, totals, model, changed=changed))
     if args.json:
         print(json.dumps({"totals": vars(totals), "findings": [finding.record() for finding in found]}, indent=2))
     else:
@@ -96,10 +109,13 @@ def look_at_config(config: Config, args: Namespace) -> list[Finding]:
     return found
 
 
-def bounds_of(path: Path) -> dict[str, Any]:
-    """Returns the `health` section of the config of a workdir, or that of the complete config for another log."""
-    file = path / "config.json"
-    return json.loads(file.read_text())["health"] if file.is_file() else {"max_skipped": MAX_SKIPPED}
+def overrides(config: Config, file: Path) -> list[str]:
+    """Returns what a config changes of its file, if the file says what it measured: ["epochs = 4", ...]."""
+    if "Measured" not in (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""):
+        return []
+    measured = flatten(load(file))
+    changed = {name: value for name, value in flatten(config).items() if value != measured[name]}
+    return [f"{name} = {value!r}" for name, value in changed.items() if not name.startswith(SAME_RESULT)]
 
 
 def judge(records: Iterable[Record], bounds: dict[str, Any]) -> list[Spell]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from tensorboardX import SummaryWriter
 from test_health import FAULTS, run
 
 from jaxrl_llm import doctor
@@ -16,6 +18,9 @@ from jaxrl_llm.health import logs
 from jaxrl_llm.tensorboard import TensorBoardWriter
 
 ROOT = Path(__file__).parent.parent
+# Logs of the real TRL 1.16: `python -m benchmarks.trl_logs OUT` in the environment `trl` of benchmarks/environments.txt
+# writes OUT/NAME.json.
+REAL = ROOT / "tests" / "references" / "trl"
 SICK = run(**FAULTS["entropy_explosion"] | {"reward__mean": lambda t: 0.8 - 0.8 * (t > 0.6), "reward__std": 0.4})
 TRL = {
     "reward/mean": "reward", "reward/std": "reward_std", "groups/no_signal": "frac_reward_zero_std", "kl/ref": "kl",
@@ -31,12 +36,17 @@ VERL = {
 
 
 def renamed(records: list[dict], names: dict[str, str], every: int = 1) -> list[dict]:
-    return [{"step": r["step"] * every} | {theirs: r[mine] for mine, theirs in names.items()} for r in records]
+    rows = [{theirs: r[mine] for mine, theirs in names.items() if mine in r} for r in records]
+    return [{"step": r["step"] * every} | row for r, row in zip(records, rows, strict=True)]
 
 
 def verl(records: list[dict]) -> list[dict]:
-    rewards = {"critic/score/max": 1.0, "critic/score/min": 0.0}
-    return [row | rewards for row in renamed(records, VERL)]
+    """veRL has no deviation, so two rewards with the one of the records."""
+    rows = []
+    for r, row in zip(records, renamed(records, VERL), strict=True):
+        two = {f"critic/score/{name}": r["reward/mean"] + x * r["reward/std"] for name, x in (("min", -1), ("max", 1))}
+        rows.append(row | two | {"training/global_step": r["step"]})
+    return rows
 
 
 def write_jsonl(folder: Path, records: list[dict]) -> Path:
@@ -75,22 +85,131 @@ def write_workdir(folder: Path, records: list[dict]) -> Path:
     return folder
 
 
+def told(path: Path, monkeypatch, capsys) -> tuple[int, dict[str, dict]]:
+    """Runs the program on a log, and returns its exit code and its findings."""
+    monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(path), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        doctor.main()
+    return int(ended.value.code), {found["id"]: found for found in json.loads(capsys.readouterr().out)}
+
+
 @pytest.mark.parametrize("write", [write_jsonl, write_trainer_state, write_csv, write_tensorboard, write_workdir])
 def test_an_illness_is_found_in_any_log_and_a_healthy_run_is_called_healthy(write, tmp_path, monkeypatch, capsys):
-    def told(records: list[dict], name: str) -> tuple[int, dict[str, dict]]:
-        (tmp_path / name).mkdir()
-        path = write(tmp_path / name, records)
-        monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(path), "--json"])
-        with pytest.raises(SystemExit) as ended:
-            doctor.main()
-        return int(ended.value.code), {found["id"]: found for found in json.loads(capsys.readouterr().out)}
-
-    assert told(run(), "healthy") == (0, {})
-    code, found = told(SICK, "sick")
+    (tmp_path / "healthy").mkdir()
+    (tmp_path / "sick").mkdir()
+    assert told(write(tmp_path / "healthy", run()), monkeypatch, capsys) == (0, {})
+    code, found = told(write(tmp_path / "sick", SICK), monkeypatch, capsys)
     assert code == 1 and {"entropy_explosion", "reward_collapse"} <= found.keys()
     each = 10 if write is write_trainer_state else 1
     assert found["entropy_explosion"]["first_step"] == 27 * each
     assert found["reward_collapse"]["first_step"] > found["entropy_explosion"]["first_step"]
+
+
+def rows_of(name: str) -> list[dict]:
+    return json.loads((REAL / f"{name}.json").read_text())["log_history"]
+
+
+def state(name: str, folder: Path) -> Path:
+    return REAL / f"{name}.json"
+
+
+def output_folder(name: str, folder: Path) -> Path:
+    """TRL's output folder, with a config.json of the model and two checkpoints, of which the newer has all rows."""
+    rows = rows_of(name)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    for number, part in ((9, rows[:9]), (10, rows)):
+        (folder / f"checkpoint-{number}").mkdir()
+        (folder / f"checkpoint-{number}" / "trainer_state.json").write_text(json.dumps({"log_history": part}))
+    return folder
+
+
+def json_lines(name: str, folder: Path) -> Path:
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(name)))
+    return folder / "log.jsonl"
+
+
+def wandb_table(name: str, folder: Path) -> Path:
+    """As W&B's history: its own step, empty cells, and `train/` before the names of the Trainer."""
+    rows = [{f"train/{'global_' * (n == 'step')}{n}": x for n, x in row.items()} for row in rows_of(name)]
+    with (folder / "history.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(["_step", *(n for row in rows for n in row)])))
+        writer.writeheader()
+        writer.writerows({"_step": number} | row for number, row in enumerate(rows))
+    return folder / "history.csv"
+
+
+def tensorboard(name: str, folder: Path) -> Path:
+    """As the Trainer writes it: one event for each number, in a folder below that of the output."""
+    with SummaryWriter(str(folder / "runs" / "now")) as writer:
+        for row in rows_of(name):
+            for n, x in row.items():
+                writer.add_scalar(f"train/{n}", x, row["step"])
+    return folder
+
+
+def verl_lines(name: str, folder: Path) -> Path:
+    lines = [json.dumps({"step": row["step"], "data": row}) + "\n" for row in verl(logs.read(state(name, folder)))]
+    (folder / "verl.jsonl").write_text("".join(lines))
+    return folder / "verl.jsonl"
+
+
+def easyr1_folder(name: str, folder: Path) -> Path:
+    """As EasyR1's file: sections in sections, and other names for two of veRL's numbers."""
+    lines = []
+    for row in verl(logs.read(state(name, folder))):
+        nested = {"step": row.pop("step")}
+        row["actor/entropy_loss"] = row.pop("actor/entropy")
+        row["actor/pg_clipfrac_higher"] = row.pop("actor/pg_clipfrac")
+        for key, x in row.items():
+            *sections, last = key.split("/")
+            place = nested
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[last] = x
+        lines.append(json.dumps(nested) + "\n")
+    (folder / "experiment_log.jsonl").write_text("".join(lines))
+    return folder
+
+
+ILLNESSES = {  # of each log: findings under all names, and those from numbers that veRL does not have
+    "healthy": ((), ()),
+    "healthy_logged_by_4": ((), ()),
+    "healthy_4_epochs": ((), ()),
+    "high_rate": (("no_signal", "truncated"), ("channels_diverge",)),
+    "high_rate_logged_by_2": (("no_signal",), ("channels_diverge",)),
+    "many_epochs": (("truncated",), ("no_signal", "channels_diverge")),
+    "constant_reward": (("no_signal",), ()),
+    "never_stops": (("never_stops",), ("no_signal",)),
+    "long_is_better": (("never_stops",), ()),
+    "short_is_better": (("length_collapse",), ()),
+    "entropy_bonus": (("entropy_explosion", "truncated"), ("no_signal",)),
+}
+OF_TRL, OF_VERL = (state, output_folder, json_lines, wandb_table, tensorboard), (verl_lines, easyr1_folder)
+
+
+def test_every_real_log_is_here():
+    assert {file.stem for file in REAL.glob("*.json")} == set(ILLNESSES)
+
+
+@pytest.mark.parametrize("name", ILLNESSES)
+@pytest.mark.parametrize("write", OF_TRL + OF_VERL)
+def test_a_real_log_of_trl_gives_its_illness_in_every_format(write, name, tmp_path, monkeypatch, capsys):
+    code, found = told(write(name, tmp_path), monkeypatch, capsys)
+    always, of_trl = ILLNESSES[name]
+    assert found.keys() == {*always, *(of_trl if write in OF_TRL else ())}
+    assert code == any(one["severity"] == "error" for one in found.values())
+    last = json.loads(state(name, tmp_path).read_text())["log_history"][-1]["step"]
+    assert all(one["last_step"] <= last for one in found.values())
+
+
+def test_updates_on_a_rollout_are_one_record():
+    """TRL logs each update, but the reward only with the first."""
+    rows = rows_of("healthy_4_epochs")[:80]
+    assert sum("reward" in row for row in rows) == 20
+    records = logs.read(state("healthy_4_epochs", REAL))
+    assert [record["at"] for record in records] == list(range(4, 81, 4))
+    assert records[2]["grad_norm"] == pytest.approx(sum(row["grad_norm"] for row in rows[8:12]) / 4)
+    assert records[2]["reward/mean"] == rows[8]["reward"]
 
 
 def test_a_run_is_told_in_lines_the_worst_first(tmp_path, monkeypatch, capsys):
@@ -109,7 +228,7 @@ def test_a_run_is_told_in_lines_the_worst_first(tmp_path, monkeypatch, capsys):
     [
         ([], "give --config FILE"),
         (["--run", "nowhere"], "--run nowhere cannot be read"),
-        (["--run", str(ROOT / "tests" / "references")], "has no number that a rule knows"),
+        (["--run", str(ROOT / "tests" / "references")], "has no trainer_state.json"),
         (["--run", "x", "--config", "y"], "or --run DIR alone"),
         (["--config", str(ROOT / "configs" / "grpo.py"), "--config.group_size=1"], "group_size"),
     ],
@@ -118,6 +237,50 @@ def test_what_it_cannot_look_at_is_an_error_in_a_line(arguments, words, monkeypa
     monkeypatch.setattr(sys, "argv", ["doctor", *arguments])
     with pytest.raises(UserError, match=words):
         doctor.main()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("state.json", "{}", "it is no trainer_state.json: it has no list log_history"),
+        ("state.json", '{"log_history": 3}', "it has no list log_history"),
+        ("state.json", '{"log_history": [3]}', "a line is no JSON object"),
+        ("state.json", "", "Expecting value"),
+        ("log.jsonl", "3\n", "a line is no JSON object"),
+        ("log.jsonl", '{"step": NaN, "reward": 1}\n', "cannot convert float NaN"),
+        ("log.jsonl", '{"step": Infinity, "reward": 1}\n', "cannot convert float infinity"),
+        ("table.csv", "Step\0", "has no number that a rule knows"),
+        ("config.json/config.json", '{"model_type": "qwen2"}', "has no trainer_state.json, no checkpoint-N with one"),
+        ("x.tfevents.1/x.tfevents.1", "\x02" + "\0" * 11 + "\x0f\x0f" + "\0" * 9, "Error parsing message"),
+    ],
+)
+def test_a_file_that_is_no_log_is_an_error_in_a_line(name, content, words, tmp_path, monkeypatch):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(content)
+    monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(tmp_path / name.split("/")[0])])
+    with pytest.raises(UserError, match=words) as raised:
+        doctor.main()
+    assert "\n" not in str(raised.value) and ": give " in str(raised.value)
+
+
+def test_a_log_of_another_trainer_under_our_files_name_is_read_as_such(tmp_path, monkeypatch, capsys):
+    write_workdir(tmp_path, renamed(SICK, TRL))
+    (tmp_path / "config.json").write_text("[]")
+    assert told(tmp_path, monkeypatch, capsys)[0] == 1
+
+
+def test_a_sampler_that_differs_is_found_in_verls_log():
+    row = {
+        "critic/score/mean": 0.5, "rollout_corr/k3_kl": 0.02, "rollout_corr/rollout_is_mean": 1.0,
+        "rollout_corr/rollout_is_eff_sample_size": 0.9,
+    }  # fmt: skip
+    (spell,) = doctor.judge([logs.ours(row) | {"step": 1}], doctor.OTHERS)
+    assert spell.finding.id == "sampler_mismatch" and spell.finding.severity == "error"
+    assert (
+        doctor.judge([logs.ours(row | {"fully_async/count/current_param_version": 1}) | {"step": 1}], doctor.OTHERS)
+        == []
+    )
 
 
 def test_a_config_is_told_with_its_totals(monkeypatch, capsys):
@@ -130,7 +293,48 @@ def test_a_config_is_told_with_its_totals(monkeypatch, capsys):
         doctor.main()
     told = json.loads(capsys.readouterr().out)
     assert told["totals"]["sequences_per_update"] == 32 and told["totals"]["updates"] == 1600
-    assert [found["id"] for found in told["findings"]] == ["many_updates", "small_updates"]
+    assert [found["id"] for found in told["findings"]] == ["many_updates", "small_updates", "published"]
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """The settings of published failures in docs/health.md, with what is to be said of them."""
+    text = (ROOT / "docs" / "health.md").read_text().split("## The five cases")[1].split("\n## ")[0]
+    rows = re.findall(r"\| `(configs/[^`]+)` \|(?: \d+ \|)? (?:`(\w+)`: )?(.+) \|", text)
+    assert len(rows) == 8
+    return rows
+
+
+@pytest.mark.parametrize(("settings", "name", "evidence"), cases())
+def test_the_settings_of_the_five_cases_are_told(settings, name, evidence, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["doctor", "--config", *settings.split(), "--json"])
+    with pytest.raises(SystemExit, match="0"):
+        doctor.main()
+    found = {one["id"]: one["evidence"] for one in json.loads(capsys.readouterr().out)["findings"]}
+    rest = found.keys() - {"published"}
+    assert rest == ({name} if name else set()) if name != "published" else not rest
+    assert not name or found[name] == evidence
+
+
+def test_a_warm_up_is_told_in_steps(monkeypatch, capsys):
+    """Ratios of Search-R1 #28: they look different, and are nearly the same."""
+    steps = re.findall(r"` \| (\d+) \| ", (ROOT / "docs" / "health.md").read_text())
+    for (settings, *_), expected in zip(cases()[-2:], steps, strict=True):
+        monkeypatch.setattr(sys, "argv", ["doctor", "--config", *settings.split()])
+        with pytest.raises(SystemExit, match="0"):
+            doctor.main()
+        assert re.search(rf"warmup steps +{expected}\n", capsys.readouterr().out)
+
+
+def test_a_measured_result_is_that_of_its_file(monkeypatch, capsys):
+    def notes(*changes: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["doctor", "--config", str(ROOT / "configs" / "grpo.py"), *changes, "--json"])
+        with pytest.raises(SystemExit, match="0"):
+            doctor.main()
+        return [found["id"] for found in json.loads(capsys.readouterr().out)["findings"]]
+
+    assert notes() == notes("--config.microbatch=8", "--config.log.tensorboard=False") == []
+    assert notes("--config.seed=1") == ["published"]
 
 
 def test_a_deviation_is_that_of_two_rewards_where_a_log_has_only_their_range():

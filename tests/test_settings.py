@@ -84,7 +84,7 @@ def test_many_updates_on_a_rollout_are_warned_of(name, each, epochs, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(prompts_per_update=4), ["an optimizer step has 32 sequences"]),
+        (dict(prompts_per_update=4), ["an optimizer step has 32 of the rollout's 512 sequences"]),
         (dict(entropy__coef=0.001), ["entropy.coef = 0.001 without a target"]),
         (dict(entropy__coef=0.001, entropy__target=0.1, entropy__step=1e-4, entropy__most=0.1), []),
         (dict(optim__warmup_ratio=0.95, optim__warmup_steps=0), ["the warm-up takes 95 of 100 optimizer steps"]),
@@ -99,6 +99,20 @@ def test_many_updates_on_a_rollout_are_warned_of(name, each, epochs, words):
 def test_settings_of_published_failures_are_told(changes, words):
     lines = [line for line in said("grpo", **changes) if "updates on a rollout, more" not in line]
     assert [line.split(": ")[1] for line in lines] == words
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "warned"),
+    [
+        ("grpo", dict(prompts_per_step=32, prompts_per_update=8), True),  # EasyR1 #24: 64 sequences
+        ("grpo", dict(prompts_per_step=32, prompts_per_update=16), False),
+        ("grpo", dict(prompts_per_step=8, prompts_per_update=8), False),  # the whole rollout
+        ("ppo", dict(prompts_per_update=128), True),  # half of Search-R1's: 128
+        ("ppo", dict(prompts_per_step=512, prompts_per_update=256), False),
+    ],
+)
+def test_few_sequences_in_an_update_are_warned_of(name, changes, warned):
+    assert [line.startswith("warning: an optimizer step has ") for line in said(name, **changes)] == [True] * warned
 
 
 def test_a_clip_that_clips_nothing_is_noted_where_it_was_changed():

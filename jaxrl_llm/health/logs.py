@@ -7,33 +7,37 @@ import json
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Record
 
-NAMES = {  # of TRL, then of veRL and EasyR1 -> ours
+NAMES = {  # of another trainer -> ours
+    # TRL: GRPO and RLOO, also of older versions; then PPO
     "reward": "reward/mean",
     "reward_std": "reward/std",
     "frac_reward_zero_std": "groups/no_signal",
     "kl": "kl/ref",
-    "objective/kl": "kl/ref",
-    "policy/entropy_avg": "entropy",
-    "policy/clipfrac_avg": "clip/fraction",
     "clip_ratio": "clip/fraction",
     "clip_ratio/region_mean": "clip/fraction",
+    "cispo_clip_ratio": "clip/fraction",
     "completion_length": "completion/length",
     "completions/mean_length": "completion/length",
     "completions/clipped_ratio": "completion/truncated",
     "sampling/importance_sampling_ratio/mean": "importance/mean",
+    "objective/scores": "reward/mean",
+    "objective/non_score_reward": "reward/kl",
+    "objective/kl": "kl/ref",
+    "policy/entropy_avg": "entropy",
+    "policy/clipfrac_avg": "clip/fraction",
+    # veRL, and below EasyR1, which is made from it
     "critic/score/mean": "reward/mean",
-    "reward/overall": "reward/mean",
     "actor/entropy": "entropy",
-    "actor/entropy_loss": "entropy",
     "actor/kl_loss": "kl/ref",
     "actor/grad_norm": "grad_norm",
     "actor/pg_clipfrac": "clip/fraction",
@@ -41,8 +45,26 @@ NAMES = {  # of TRL, then of veRL and EasyR1 -> ours
     "critic/vf_explained_var": "critic/explained_variance",
     "response_length/mean": "completion/length",
     "response_length/clip_ratio": "completion/truncated",
+    "rollout_corr/k3_kl": "importance/kl",
+    "rollout_corr/rollout_is_mean": "importance/mean",
+    "rollout_corr/rollout_is_eff_sample_size": "importance/ess",
+    "reward/overall": "reward/mean",
+    "actor/entropy_loss": "entropy",
+    "actor/pg_clipfrac_higher": "clip/fraction",  # pg_clipfrac_lower is that of a second clip
 }
+STEPS = ("train/global_step", "training/global_step", "global_step", "step", "_step")  # names of the step
 METRICS = "metrics.jsonl"  # the log in a workdir of ours
+STATE = "trainer_state.json"  # that of TRL
+FILES = (STATE, "experiment_log.jsonl", METRICS)  # logs that a folder may have; the second is EasyR1's
+GIVE = "give a workdir, or a log of TRL, veRL or EasyR1: trainer_state.json, TensorBoard's folder, JSON lines or a CSV"
+
+
+def bounds(path: Path) -> dict[str, Any] | None:
+    """Returns the `health` section of the config in a workdir of ours; None, if this is another folder or a file."""
+    try:
+        return json.loads((path / "config.json").read_text(encoding="utf-8"))["health"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def read(path: Path) -> list[Record]:
@@ -51,36 +73,87 @@ def read(path: Path) -> list[Record]:
     Steps of another trainer are numbered from 1, because it may log only some of them; "at" is its own number.
     Raises: UserError, if there is no log or it cannot be read.
     """
-    if (path / METRICS).is_file():
+    if bounds(path) is not None and (path / METRICS).is_file():
         return [json.loads(line) for line in _whole_lines(path / METRICS)]
     try:
-        rows = _rows(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--run {path} cannot be read ({error}): give a workdir or a log") from error
+        rows = _rows(_lines(path))
+    except (OSError, ValueError, OverflowError, csv.Error, DecodeError) as error:
+        raise UserError(f"--run {path} cannot be read ({error}): {GIVE}") from error
     records = [{"at": at} | ours(row) for at, row in sorted(rows.items())]
-    records = [record for record in records if "reward/mean" in record or "grad_norm" in record]
+    records = _rollouts([record for record in records if "reward/mean" in record or "grad_norm" in record])
     if not records:
         known = ", ".join(["reward", "grad_norm", "critic/score/mean", "actor/grad_norm"])
         raise UserError(f"--run {path} has no number that a rule knows, such as {known}: give the log of a run")
     return [record | {"step": number} for number, record in enumerate(records, 1)]
 
 
-def _rows(path: Path) -> dict[int, dict[str, Any]]:
-    """Returns the values of each step. Several lines of a step are joined."""
-    rows: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+def _lines(path: Path) -> Iterable[Any]:
+    """Returns the rows of a log. Raises: ValueError, if it has none."""
     if path.is_dir():
-        lines = _events(path)
-    elif path.suffix == ".csv":
-        lines = _csv(path)
-    elif path.suffix == ".json":
-        lines = json.loads(path.read_text())["log_history"]
-    else:
-        lines = map(json.loads, _whole_lines(path))
-    for number, line in enumerate(lines, 1):
-        values = line["data"] if isinstance(line.get("data"), dict) else line  # veRL's file
-        step = line.get("step", line.get("_step", line.get("global_step", number)))
-        rows[int(step)] |= {name: x for name, x in values.items() if isinstance(x, int | float)}
+        checkpoints = sorted(path.glob(f"checkpoint-*/{STATE}"), key=_number)
+        found = [*(path / name for name in FILES if (path / name).is_file()), *checkpoints[-1:]]
+        if found:
+            return _lines(found[0])
+        events = sorted(path.rglob("*tfevents*"))
+        if not events:
+            raise ValueError(f"the folder has no {STATE}, no checkpoint-N with one, and no TensorBoard files")
+        return _events(events)
+    if path.suffix == ".csv":
+        return _csv(path)
+    if path.suffix == ".json":
+        content = json.loads(path.read_text(encoding="utf-8"))
+        lines = content.get("log_history") if isinstance(content, dict) else content
+        if not isinstance(lines, list):
+            raise ValueError(f"it is no {STATE}: it has no list log_history")
+        return lines
+    return map(json.loads, _whole_lines(path))
+
+
+def _number(state: Path) -> int:
+    """Returns the number of the checkpoint of a trainer_state.json."""
+    number = state.parent.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _rows(lines: Iterable[Any]) -> dict[int, dict[str, float]]:
+    """Returns the values of each step. Lines of a step are joined; a line without its number belongs to the last."""
+    flat = [dict(_flat(line)) for line in lines]
+    clock = next((name for name in STEPS if any(name in line for line in flat)), "")
+    rows, step = defaultdict[int, dict[str, float]](dict), 0
+    for number, line in enumerate(flat, 1):
+        step = int(line.get(clock, step)) if clock else number
+        rows[step] |= line
     return dict(rows)
+
+
+def _flat(line: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yields the numbers of a line. EasyR1's file has sections in sections; "data" is veRL's for all of them."""
+    if not isinstance(line, dict):
+        raise ValueError("a line is no JSON object")
+    for key, value in line.items():
+        if isinstance(value, dict):
+            yield from _flat(value, "" if key == "data" and not name else f"{name}{key}/")
+        elif isinstance(value, int | float):
+            yield f"{name}{key}", value
+
+
+def _rollouts(records: list[Record]) -> list[Record]:
+    """Joins the updates on a rollout. TRL logs each of them, and the reward only at the first: others are averaged."""
+    groups = list[list[Record]]()
+    for record in records:
+        if groups and "reward/mean" in groups[0][0] and "reward/mean" not in record:
+            groups[-1].append(record)
+        else:
+            groups.append([record])
+    while len(groups) > 1 and "reward/mean" not in groups[0][0] and "reward/mean" in groups[-1][0]:
+        groups.pop(0)  # the log begins within a rollout
+    return [_mean(group) for group in groups]
+
+
+def _mean(group: list[Record]) -> Record:
+    names = {name: [record[name] for record in group if name in record] for record in group for name in record}
+    means = {name: None if None in values else sum(values) / len(values) for name, values in names.items()}
+    return means | {"at": group[-1]["at"]}
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -105,9 +178,9 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _events(folder: Path) -> Iterator[dict[str, Any]]:
+def _events(files: list[Path]) -> Iterator[dict[str, Any]]:
     """Yields the scalars of TensorBoard's event files. A record is its length, a checksum, the event, a checksum."""
-    for file in sorted(folder.rglob("*tfevents*")):
+    for file in files:
         data, at = file.read_bytes(), 0
         while at + 12 <= len(data):
             (size,) = struct.unpack_from("<Q", data, at)
@@ -131,14 +204,25 @@ def _scalar(value: Any) -> float | None:
 
 def ours(row: dict[str, Any]) -> Record:
     """Returns the values of another trainer under our names. A value that is not finite becomes None, as in our log."""
-    row = {name.removeprefix("train/"): x for name, x in row.items()}
-    record = {NAMES.get(name, name): x if math.isfinite(x) else None for name, x in row.items()}
+    row = {name.removeprefix("train/"): x if math.isfinite(x) else None for name, x in row.items()}
+    record = {NAMES.get(name, name): x for name, x in row.items()}
     for name, x in row.items():
-        parts = name.split("/")
-        if parts[0] == "rewards" and parts[-1] == "mean":  # TRL's reward functions
-            record["reward/" + "/".join(parts[1:-1])] = x
-    low, mean, high = (row.get(f"critic/score/{name}") for name in ("min", "mean", "max"))
-    if low is not None and mean is not None and high is not None and "reward/std" not in record:
-        # veRL has no deviation: that of rewards with two values, and at most so much for all others.
-        record["reward/std"] = math.sqrt(max((high - mean) * (mean - low), 0.0))
-    return record
+        if name.startswith("rewards/") and not name.endswith("/std"):  # TRL's reward functions
+            record["reward/" + name.removeprefix("rewards/").removesuffix("/mean")] = x
+    return _derived(row) | record
+
+
+def _derived(row: dict[str, Any]) -> Record:
+    """Returns what follows from veRL's numbers: the deviation, the groups without a signal and the KL reward."""
+    names = ("score/min", "score/mean", "score/max", "rewards/mean")
+    low, mean, high, total = (row.get(f"critic/{name}") for name in names)
+    derived = dict[str, Any]()
+    if low is not None and mean is not None and high is not None:
+        # That of rewards with two values, and at most so much for all others.
+        derived["reward/std"] = math.sqrt(max((high - mean) * (mean - low), 0.0))
+        derived |= {"groups/no_signal": 1.0} if low == high else {}
+    if total is not None and mean is not None:
+        derived["reward/kl"] = total - mean
+    if row.get("rollout_corr/k3_kl") is not None and not any(name.startswith("fully_async/") for name in row):
+        derived["rollout/lag_p95"] = 0.0  # the weights that sampled are those that score
+    return derived

@@ -345,7 +345,7 @@ def truncated(history: History) -> Finding | None:
 def never_stops(history: History) -> Finding | None:
     """F14: no completion ends by itself."""
     cut = history.now("completion/truncated")
-    if cut is None or cut < 0.99:
+    if cut is None or cut < 0.9:  # not 1: TRL takes a last token that is padding for an end
         return None
     return Finding(
         "never_stops",

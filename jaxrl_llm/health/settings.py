@@ -20,7 +20,8 @@ from jaxrl_llm.structs import Config
 RATE, WIDTH = 5e-5, 1024
 SUPERVISED = 10  # factor for fixed targets, in sft and for a critic: configs/sft.py has 2e-3 at width 128
 UPDATES, UPDATES_WITH_CRITIC = 4, 16  # per rollout; more give a warning
-SEQUENCES = 64  # in an update: with as many, a published reward stayed flat
+# In an update: with as many, a published reward stayed flat, and one of a run with a critic swung.
+SEQUENCES, SEQUENCES_WITH_CRITIC = 64, 128
 LONG = 10_000  # updates, after which a published gradient norm climbed
 
 
@@ -31,6 +32,7 @@ class Settings(NamedTuple):
     totals: Totals
     model: DecoderConfig
     platform: str = ""  # of the devices, "cpu", "gpu" or "tpu"; "": not known
+    changed: tuple[str, ...] = ()  # fields that differ from the config file, if it says what it measured
 
     @property
     def rl(self) -> bool:
@@ -79,12 +81,12 @@ def many_updates(given: Settings) -> Iterator[Finding]:
 
 def small_updates(given: Settings) -> Iterator[Finding]:
     """F1: few sequences in an optimizer step, as after a cut that was meant to save memory."""
-    sequences = given.totals.sequences_per_update
-    if given.rl and sequences < SEQUENCES < given.totals.sequences_per_step:
+    sequences, few = given.totals.sequences_per_update, SEQUENCES_WITH_CRITIC if "critic" in given.config else SEQUENCES
+    if given.rl and sequences <= few and sequences < given.totals.sequences_per_step:
         yield Finding(
             "small_updates",
             "warning",
-            f"an optimizer step has {sequences} sequences",
+            f"an optimizer step has {sequences} of the rollout's {given.totals.sequences_per_step:,} sequences",
             "its gradient may be noise, and the reward stay flat",
             "raise prompts_per_update; to save memory, lower microbatch, which never changes the gradient",
             "EasyR1 #24, Search-R1 #97",
@@ -179,6 +181,19 @@ def _changed(config: Config) -> list[str]:
     ]
 
 
+def published(given: Settings) -> Iterator[Finding]:
+    """F33: the config file says what it measured, but with other settings."""
+    if given.changed:
+        yield Finding(
+            "published",
+            "note",
+            f"the result in the config file was measured without {', '.join(given.changed)}",
+            "this run may end elsewhere",
+            "",
+            "TRL #3406",
+        )
+
+
 def keeps_nothing(given: Settings) -> Iterator[Finding]:
     """The best checkpoint of a run without evaluation."""
     if not given.config.eval.every and given.config.checkpoint.keep_best:
@@ -202,6 +217,7 @@ RULES: tuple[Rule, ...] = (
     long_warmup,
     schedule,
     idle_clip,
+    published,
     keeps_nothing,
     deterministic,
 )
