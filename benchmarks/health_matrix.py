@@ -76,7 +76,7 @@ def made(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
 
 def judged(workdir: Path) -> dict[str, tuple[str, int]]:
     """Returns {rule: (severity, first step)} of the rules that find something in a run."""
-    spells = doctor.judge(logs.read(workdir), doctor.bounds_of(workdir))
+    spells = doctor.judge(logs.read(workdir), logs.bounds(workdir) or doctor.OTHERS)
     return {spell.finding.id: (spell.finding.severity, spell.first) for spell in spells}
 
 

@@ -84,8 +84,9 @@ def demonstrate(rule: str) -> bool:
     fault = faults.FAULTS[rule]
     print(f"{rule}: {fault.story}, from step {fault.begins:,} on")
     with TemporaryDirectory() as workdir:
-        records = list(faults.demonstrate(rule, Path(workdir) / "run"))
-        spells = judge(records, bounds_of(Path(workdir) / "run"))
+        run = Path(workdir) / "run"
+        records = list(faults.demonstrate(rule, run))
+        spells = judge(records, logs.bounds(run) or OTHERS)
     print_spells(spells, records)
     found = [spell.first for spell in spells if spell.finding.id == rule]
     print(f"{rule} should find it within {fault.within} steps: " + (f"step {found[0]:,}" if found else "it did not"))

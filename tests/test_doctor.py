@@ -102,7 +102,7 @@ def test_an_illness_is_found_in_any_log_and_a_healthy_run_is_called_healthy(writ
     assert code == 1 and {"entropy_explosion", "reward_collapse"} <= found.keys()
     each = 10 if write is write_trainer_state else 1
     assert found["entropy_explosion"]["first_step"] == 27 * each
-    assert found["reward_collapse"]["first_step"] > found["entropy_explosion"]["first_step"]
+    assert found["reward_collapse"]["first_step"] >= found["entropy_explosion"]["first_step"]
 
 
 def rows_of(name: str) -> list[dict]:
@@ -177,11 +177,11 @@ ILLNESSES = {  # of each log: findings under all names, and those from numbers t
     "healthy_4_epochs": ((), ()),
     "high_rate": (("no_signal", "truncated"), ("channels_diverge",)),
     "high_rate_logged_by_2": (("no_signal",), ("channels_diverge",)),
-    "many_epochs": (("truncated",), ("no_signal", "channels_diverge")),
+    "many_epochs": (("truncated", "reward_collapse"), ("no_signal", "channels_diverge")),
     "constant_reward": (("no_signal",), ()),
     "never_stops": (("never_stops",), ("no_signal",)),
-    "long_is_better": (("never_stops",), ()),
-    "short_is_better": (("length_collapse",), ()),
+    "long_is_better": (("never_stops",), ("channels_diverge",)),
+    "short_is_better": (("length_collapse",), ("channels_diverge",)),
     "entropy_bonus": (("entropy_explosion", "truncated"), ("no_signal",)),
 }
 OF_TRL, OF_VERL = (state, output_folder, json_lines, wandb_table, tensorboard), (verl_lines, easyr1_folder)

@@ -76,14 +76,20 @@ def repetition(completions: list[Any], **columns: Any) -> list[float]:
     return [float(sum(a == b for a, b in pairwise(text))) for text in texts(completions)]
 
 
-def ones(completions: list[Any], **columns: Any) -> list[float]:
-    """Pays for the digit 1, and is noisy, so that the policy never has all there is."""
-    return [0.2 * text.count("1") + chance(text, 1.0) for text in texts(completions)]
+def ones(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    """Pays for beginning with the digit 1, with noise, so that the policy never has all there is."""
+    begun = [text.startswith("1") for text in texts(completions)]
+    return [one + chance(f"{prompt}{i}") for i, (one, prompt) in enumerate(zip(begun, prompts, strict=True))]
 
 
-def chance(text: str, size: float) -> float:
-    """Returns a number from -size to size that looks random, but is the same for the same text."""
-    return size * (2 * int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 2**32 - 1)
+def noise(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    """Is noise for one prompt of eight, and the same for all completions of the others."""
+    return [chance(f"{prompt}{i}") * (chance(str(prompt)) > 0.75) for i, prompt in enumerate(prompts)]
+
+
+def chance(text: str) -> float:
+    """Returns a number from -1 to 1 that looks random, but is the same for the same text."""
+    return 2 * int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 2**32 - 1
 
 
 # Engines.
@@ -191,6 +197,11 @@ def invert_kl(step: int, batch: Any, scores: Any, rewards: Any) -> Any:
     return scores | {"ref_logprobs": 2 * old - scores["ref_logprobs"]}, rewards
 
 
+def mix_up_values(step: int, batch: Any, scores: Any, rewards: Any) -> Any:
+    """Gives each prompt the values of the one before it."""
+    return scores | {"values": jnp.roll(scores["values"], 1, axis=0)}, rewards
+
+
 def one_large_reward(step: int, batch: Any, scores: Any, rewards: Any) -> Any:
     """Multiplies the rewards of a batch, as a unit that is mixed up."""
     return scores, replace(rewards, total=rewards.total * (100.0 if step == 20 else 1.0))
@@ -241,8 +252,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "stale_samples": Fault(
         "samples are 8 steps old",
-        {"rollout.max_lag": 8, "optim.learning_rate": 4e-4},
-        {"rollout.max_lag": 6, "optim.learning_rate": 6e-4},
+        {"rollout.max_lag": 8, "optim.learning_rate": 1e-3},
+        {"rollout.max_lag": 6, "optim.learning_rate": 1.5e-3},
         within=24,
     ),
     "updates_skipped": Fault(
@@ -259,19 +270,20 @@ FAULTS: dict[str, Fault] = {
         "one key for all members of a group", engine("repeating"), engine("jax") | reward("equal")
     ),
     "entropy_collapse": Fault(
-        "a reward that one digit hacks", reward("ones") | {"optim.learning_rate": 3e-4, "kl.coef": 0.0}, {"seed": 1},
-        within=40,
+        "a reward that one digit hacks",
+        reward("ones") | {"optim.learning_rate": 3e-4, "kl.placement": "none", "kl.coef": 0.0},
+        {"seed": 1, "optim.learning_rate": 5e-4}, within=40,
     ),
     "entropy_explosion": Fault(
-        "an entropy bonus", {"entropy.coef": 0.3, "optim.learning_rate": 3e-4}, {"entropy.coef": 0.6}, within=30
+        "an entropy bonus", {"entropy.coef": 3.0, "optim.learning_rate": 3e-4}, {"entropy.coef": 2.0}, within=30,
     ),
     "reward_collapse": Fault(
         "rate x 100 for three steps", {}, {"seed": 1}, begins=20, within=16, inject=fast(100.0, range(20, 23))
     ),
     "gradient_climb": Fault(
-        "64 updates on a rollout at a high rate, without an anchor",
-        {"prompts_per_update": 4, "epochs": 4, "optim.learning_rate": 5e-4, "kl.placement": "none", "kl.coef": 0.0},
-        {"epochs": 6}, within=40,
+        "an engine that drifts, without importance weights, and four updates on a rollout",
+        engine("noisy", noise=0.05, growth=1.1) | {"prompts_per_update": 8, "kl.placement": "none", "kl.coef": 0.0},
+        engine("noisy", noise=0.1, growth=1.08), within=40,
     ),
     "gradient_spike": Fault(
         "a batch whose rewards are in another unit",
@@ -282,11 +294,12 @@ FAULTS: dict[str, Fault] = {
         inject=punish,
     ),
     "repeats": Fault(
-        "a reward that repetition hacks", reward("repetition") | {"optim.learning_rate": 3e-4}, {"seed": 1}, within=40
+        "a reward that repetition hacks", reward("repetition") | {"optim.learning_rate": 1e-3},
+        {"seed": 1, "optim.learning_rate": 6e-4}, within=40,
     ),
     "kl_alone": Fault(
         "a KL penalty where the reward says nothing",
-        reward("equal") | {"kl.coef": 0.1, "optim.learning_rate": 3e-4}, {"kl.coef": 1.0},
+        reward("noise") | {"kl.coef": 0.1, "optim.learning_rate": 3e-4}, {"kl.coef": 0.5, "seed": 1}, within=40,
     ),
     "kl_pays": Fault(
         "an inverted KL term in the reward", {"kl.coef": 0.3}, {"kl.coef": 0.6}, config="rloo", within=40,
@@ -305,10 +318,9 @@ FAULTS: dict[str, Fault] = {
         within=40,
     ),
     "critic_lags": Fault(
-        "a critic with a rate that is too high, and without a warm-up",
-        {"prompts_per_step": 64, "prompts_per_update": 64, "critic.warmup_steps": 0, "critic.optim.learning_rate": 0.1},
-        {"critic.optim.learning_rate": 0.3},
-        config="ppo", within=40,
+        "a critic whose values are those of other prompts",
+        {"prompts_per_step": 64, "prompts_per_update": 64, "critic.warmup_steps": 0}, {"seed": 1},
+        config="ppo", within=40, inject=credit(mix_up_values),
     ),
 }  # fmt: skip
 

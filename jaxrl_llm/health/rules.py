@@ -146,7 +146,9 @@ def phantom_clipping(history: History) -> Finding | None:
 def no_signal(history: History) -> Finding | None:
     """F10: in most groups all completions earn the same, so their advantages are 0."""
     share = history.now("groups/no_signal")
-    if share is None or share <= 0.8 or _solved(history):
+    # Before the start is over, a task that is solved at once looks like one without a signal.
+    least = 0.8 if history.then("groups/no_signal") is not None else 0.99
+    if share is None or share <= least or _solved(history):
         return None
     return Finding(
         "no_signal",
@@ -207,11 +209,11 @@ def _earlier(history: History, name: str) -> float | None:
 
 
 def reward_collapse(history: History) -> Finding | None:
-    """The reward has fallen far below what it was for a while."""
+    """The reward has fallen far below what it was for a while: by half of its deviation at the start."""
     values = [r["reward/mean"] for r in history.records if r["step"] and r.get("reward/mean") is not None]
     windows = [sum(values[i : i + RECENT]) / RECENT for i in range(len(values) - RECENT + 1)]
     spread, now = history.then("reward/std"), history.now("reward/mean")
-    if now is None or not spread or len(windows) < 2 or max(windows) - now <= spread:
+    if now is None or not spread or len(windows) < 2 or max(windows) - now <= 0.5 * spread:
         return None
     return Finding(
         "reward_collapse",
@@ -291,7 +293,7 @@ def kl_alone(history: History) -> Finding | None:
     """F11: most of the KL penalty is on completions without an advantage."""
     alone, whole, coef = history.now("loss/kl_alone"), history.now("loss/kl"), history.now("kl/coef")
     reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
-    if alone is None or not whole or not coef or reward is None or before is None or not spread:
+    if alone is None or not whole or not coef or reward is None or before is None or spread is None:
         return None
     if alone <= 0.8 * whole or _solved(history) or reward > before + 0.1 * spread:
         return None
@@ -376,15 +378,18 @@ def length_collapse(history: History) -> Finding | None:
 def channels_diverge(history: History) -> Finding | None:
     """F17: one reward function earns more and another one less: the reward may be hacked."""
     channels = [name for name in history.latest[-1] if name.startswith("reward/")]
+    lost = set[str]()  # which have fallen to less than half
     spread, slopes = history.then("reward/std"), dict[str, float]()
     for name in sorted(set(channels) - {"reward/mean", "reward/std", "reward/kl", "reward/kl_pays", "reward/overlong"}):
         before, now = history.then(name), history.now(name)
         if before is not None and now is not None:
             slopes[name.removeprefix("reward/")] = now - before
+            lost |= {name.removeprefix("reward/")} if 0 <= now < before / 2 and before > 0.05 else set()
     if not spread or len(slopes) < 2:
         return None
     up, down = max(slopes, key=lambda name: slopes[name]), min(slopes, key=lambda name: slopes[name])
-    if slopes[up] < 0.3 * spread or slopes[down] > -0.3 * spread:
+    down = min(lost, key=lambda name: slopes[name]) if lost else down
+    if slopes[up] < 0.3 * spread or (slopes[down] > -0.3 * spread and not lost):
         return None
     return Finding(
         "channels_diverge",

@@ -147,4 +147,4 @@ class DecodeShapes:
     def _count(self, alive: np.ndarray) -> np.ndarray:
         """Counts the living of each prompt: [B, G, ...] -> [d, p, ...]."""
         each = alive.sum(axis=1)
-        return each.reshape(self._devices, -1, *each.shape[1:])
+        return each.reshape(self._devices, len(each) // self._devices, *each.shape[1:])
