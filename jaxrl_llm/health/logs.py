@@ -52,7 +52,7 @@ def read(path: Path) -> list[Record]:
     Raises: UserError, if there is no log or it cannot be read.
     """
     if (path / METRICS).is_file():
-        return [json.loads(line) for line in _whole_lines(path / METRICS)]
+        return [json.loads(line) for line in whole_lines(path / METRICS)]
     try:
         rows = _rows(path)
     except (OSError, ValueError) as error:
@@ -75,7 +75,7 @@ def _rows(path: Path) -> dict[int, dict[str, Any]]:
     elif path.suffix == ".json":
         lines = json.loads(path.read_text())["log_history"]
     else:
-        lines = map(json.loads, _whole_lines(path))
+        lines = map(json.loads, whole_lines(path))
     for number, line in enumerate(lines, 1):
         values = line["data"] if isinstance(line.get("data"), dict) else line  # veRL's file
         step = line.get("step", line.get("_step", line.get("global_step", number)))
@@ -83,7 +83,7 @@ def _rows(path: Path) -> dict[int, dict[str, Any]]:
     return dict(rows)
 
 
-def _whole_lines(path: Path) -> list[str]:
+def whole_lines(path: Path) -> list[str]:
     """Returns the lines of a file, without a last one that is not complete."""
     text = path.read_text(encoding="utf-8")
     return [line for line in text[: text.rfind("\n") + 1].split("\n") if line.strip()]
