@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import re
+import signal
 import sys
 import urllib.request
 from html import unescape
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 from threading import Thread
 from urllib.error import HTTPError
 
@@ -227,14 +229,14 @@ def test_the_server_shows_new_steps_and_answers_only_this_machine(tmp_path):
         server.shutdown()
 
 
-def test_ctrl_c_ends_the_server_in_a_line(tmp_path, monkeypatch, capsys):
-    def pressed(self: Server) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Server, "serve_forever", pressed)
-    monkeypatch.setattr(sys, "argv", ["report", str(write(tmp_path, [])), "--serve"])
-    report.main()
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+ \(Ctrl-C ends it\)\n\nended by Ctrl-C\n", capsys.readouterr().out)
+def test_ctrl_c_ends_the_server_in_a_line(tmp_path):
+    command = [sys.executable, "-m", "jaxrl_llm.report", str(write(tmp_path, [])), "--serve"]
+    with Popen(command, cwd=ROOT, stdout=PIPE, stderr=STDOUT, text=True) as server:
+        assert server.stdout is not None
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+ \(Ctrl-C ends it\)\n", server.stdout.readline())
+        server.send_signal(signal.SIGINT)
+        assert server.stdout.read() == "\nended by Ctrl-C\n"
+    assert server.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def serve(workdirs: Sequence[Path], port: int) -> None:
     for workdir in workdirs:
         read_config(workdir)
     with Server(workdirs, port) as server:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the package lets Ctrl-C end a program at once
         print(f"http://{server.address} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
