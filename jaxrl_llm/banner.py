@@ -46,13 +46,20 @@ def batch_table(
         ("prompts", f"{_count(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
         *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
         *([("problems", _count(held_out, "eval.convert"))] if config.eval.every else []),
+        *totals_table(totals),
+        ("begins", f"after step {start} of {config.num_steps}, resumed" if start else "anew"),
+    ]
+
+
+def totals_table(totals: Totals) -> list[tuple[str, int]]:
+    """Returns the rows on batch sizes and step counts."""
+    return [
         ("sequences per step", totals.sequences_per_step),
         ("sequences per optimizer step", totals.sequences_per_update),
         ("optimizer steps per rollout", totals.updates_per_rollout),
         ("optimizer steps", totals.updates),
         ("warm-up steps", totals.warmup_steps),
         ("completion tokens, at most", totals.completion_tokens),
-        ("begins", f"after step {start} of {config.num_steps}, resumed" if start else "anew"),
     ]
 
 

@@ -74,7 +74,7 @@ def read(path: Path) -> list[Record]:
     Raises: UserError, if there is no log or it cannot be read.
     """
     if bounds(path) is not None and (path / METRICS).is_file():
-        return [json.loads(line) for line in _whole_lines(path / METRICS)]
+        return [json.loads(line) for line in whole_lines(path / METRICS)]
     try:
         rows = _rows(_lines(path))
     except (OSError, ValueError, OverflowError, csv.Error, DecodeError) as error:
@@ -106,7 +106,7 @@ def _lines(path: Path) -> Iterable[Any]:
         if not isinstance(lines, list):
             raise ValueError(f"it is no {STATE}: it has no list log_history")
         return lines
-    return map(json.loads, _whole_lines(path))
+    return map(json.loads, whole_lines(path))
 
 
 def _number(state: Path) -> int:
@@ -156,7 +156,7 @@ def _mean(group: list[Record]) -> Record:
     return means | {"at": group[-1]["at"]}
 
 
-def _whole_lines(path: Path) -> list[str]:
+def whole_lines(path: Path) -> list[str]:
     """Returns the lines of a file, without a last one that is not complete."""
     text = path.read_text(encoding="utf-8")
     return [line for line in text[: text.rfind("\n") + 1].split("\n") if line.strip()]

@@ -13,7 +13,22 @@ from jaxrl_llm.config.names import keywords
 from jaxrl_llm.config.schema import Count, MayChange
 from jaxrl_llm.health.finding import RECENT, WINDOW, Finding, History, mean
 
+# Bounds, which `bands` draws too. "Start" is the mean of the first steps, a spread the deviation of their rewards.
 MEAN_WEIGHT, SAMPLE_SIZE = (0.5, 2.0), 0.3  # of importance weights, and the least effective sample size, as a share
+IMPORTANCE_KL = 1e-3
+NO_SIGNAL = 0.8  # share of groups
+NEVER_STOPS = 0.9  # share of completions
+FIRST_CLIPPED = 0.01  # share of tokens
+ENTROPY = (0.1, 3.0)  # times the start
+GRADIENT = 4.0  # times the start
+SPIKE = 10.0  # times the mean of the steps before
+CLIPPED = (2.0, 0.02)  # times the start, or this share
+TRUNCATED = (1.5, 0.05)  # times the start, or this share
+REPEATED = (2.0, 0.2)  # times the start, or this share
+LENGTH = 0.25  # times the start
+REWARD_FALL = 0.5  # spreads
+KL_PAYS = 0.1  # spreads
+EXPLAINED = 0.0
 
 
 def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
@@ -30,7 +45,9 @@ def sampler_mismatch(history: History) -> Finding | None:
     if not {"importance/kl", "importance/mean", "importance/ess", "rollout/lag_p95"} <= r.keys():
         return None
     kl, weight, ess, stale = r["importance/kl"], r["importance/mean"], r["importance/ess"], r["rollout/lag_p95"] > 0
-    signs = [f"KL(sampler || trainer) {kl:.1e}"] if kl > 1e-3 and not stale else []  # older weights must differ
+    signs = (
+        [f"KL(sampler || trainer) {kl:.1e}"] if kl > IMPORTANCE_KL and not stale else []
+    )  # older weights must differ
     low, high = MEAN_WEIGHT
     signs += [f"mean weight {weight:.2f}"] if not low <= weight <= high else []
     signs += [f"effective sample size {ess:.0%}"] if ess < SAMPLE_SIZE else []
@@ -38,7 +55,7 @@ def sampler_mismatch(history: History) -> Finding | None:
         return None
     return Finding(
         "sampler_mismatch",
-        "error" if kl > 1e-2 or not low <= weight <= high or ess < SAMPLE_SIZE else "warning",
+        "error" if kl > 10 * IMPORTANCE_KL or not low <= weight <= high or ess < SAMPLE_SIZE else "warning",
         ", ".join(signs),
         "the weights that sampled are too old" if stale else "the engine does not compute what the trainer computes",
         "lower rollout.max_lag or optim.learning_rate"
@@ -131,7 +148,7 @@ def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Findi
 def phantom_clipping(history: History) -> Finding | None:
     """F8: the first update on a rollout clips tokens, although the policy has not moved since it sampled them."""
     clipped, lag = history.now("clip/first"), history.now("rollout/lag_p95")
-    if clipped is None or lag or clipped <= 0.01:
+    if clipped is None or lag or clipped <= FIRST_CLIPPED:
         return None
     return Finding(
         "phantom_clipping",
@@ -147,7 +164,7 @@ def no_signal(history: History) -> Finding | None:
     """F10: in most groups all completions earn the same, so their advantages are 0."""
     share = history.now("groups/no_signal")
     # Before the start is over, a task that is solved at once looks like one without a signal.
-    least = 0.8 if history.then("groups/no_signal") is not None else 0.99
+    least = NO_SIGNAL if history.then("groups/no_signal") is not None else 0.99
     if share is None or share <= least or _solved(history):
         return None
     return Finding(
@@ -172,7 +189,7 @@ def _solved(history: History) -> bool:
 def entropy_collapse(history: History) -> Finding | None:
     """F12: the policy has become nearly certain, and has not solved the task."""
     before, now = history.then("entropy"), history.now("entropy")
-    if not before or now is None or now >= 0.1 * before or _solved(history):
+    if not before or now is None or now >= ENTROPY[0] * before or _solved(history):
         return None
     distinct = history.now("completion/distinct")
     same = "" if distinct is None else f"; {distinct:.0%} of a group's completions differ"
@@ -189,7 +206,7 @@ def entropy_collapse(history: History) -> Finding | None:
 def entropy_explosion(history: History) -> Finding | None:
     """F13: the policy becomes random."""
     before, now, earlier = history.then("entropy"), history.now("entropy"), _earlier(history, "entropy")
-    if not before or now is None or now <= 3 * before or earlier is None or now <= earlier:
+    if not before or now is None or now <= ENTROPY[1] * before or earlier is None or now <= earlier:
         return None
     size, size_before = history.now("completion/compressed"), history.then("completion/compressed")
     noise = f"; the text compresses to {size:.0%}, {size_before:.0%} at the start" if size and size_before else ""
@@ -213,7 +230,7 @@ def reward_collapse(history: History) -> Finding | None:
     values = [r["reward/mean"] for r in history.records if r["step"] and r.get("reward/mean") is not None]
     windows = [sum(values[i : i + RECENT]) / RECENT for i in range(len(values) - RECENT + 1)]
     spread, now = history.then("reward/std"), history.now("reward/mean")
-    if now is None or not spread or len(windows) < 2 or max(windows) - now <= 0.5 * spread:
+    if now is None or not spread or len(windows) < 2 or max(windows) - now <= REWARD_FALL * spread:
         return None
     return Finding(
         "reward_collapse",
@@ -231,7 +248,7 @@ def gradient_climb(history: History) -> Finding | None:
     clipped, clips = history.then("clip/fraction"), history.now("clip/fraction")
     if before is None or now is None or clipped is None or clips is None or len(history.latest) < WINDOW:
         return None
-    if now <= 4 * before or clips <= max(2 * clipped, 0.02):
+    if now <= GRADIENT * before or clips <= max(CLIPPED[0] * clipped, CLIPPED[1]):
         return None
     return Finding(
         "gradient_climb",
@@ -247,7 +264,7 @@ def gradient_spike(history: History) -> Finding | None:
     """F6: the gradient of a step is far larger than those before it."""
     before = [r["grad_norm"] for r in history.latest[:-1] if r.get("grad_norm")]
     now, most = history.latest[-1].get("grad_norm"), max(before, default=0.0)
-    if not now or len(before) < RECENT or now <= 10 * sum(before) / len(before) or now <= 3 * most:
+    if not now or len(before) < RECENT or now <= SPIKE * sum(before) / len(before) or now <= 3 * most:
         return None
     return Finding(
         "gradient_spike",
@@ -277,7 +294,7 @@ def good_fades(history: History) -> Finding | None:
 def repeats(history: History) -> Finding | None:
     """F18: completions repeat themselves."""
     before, now = history.then("completion/repeated"), history.now("completion/repeated")
-    if before is None or now is None or now <= max(0.2, 2 * before):
+    if before is None or now is None or now <= max(REPEATED[0] * before, REPEATED[1]):
         return None
     return Finding(
         "repeats",
@@ -313,7 +330,7 @@ def kl_pays(history: History) -> Finding | None:
     task, task_now, spread = history.then("reward/mean"), history.now("reward/mean"), history.then("reward/std")
     if kl is None or kl_now is None or task is None or task_now is None or not spread:
         return None
-    if kl_now <= max(kl, 0.0) + 0.1 * spread or task_now >= task - 0.1 * spread:
+    if kl_now <= max(kl, 0.0) + KL_PAYS * spread or task_now >= task - KL_PAYS * spread:
         return None
     return Finding(
         "kl_pays",
@@ -331,7 +348,7 @@ def truncated(history: History) -> Finding | None:
     reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
     if cut is None or at_first is None or reward is None or before is None or not spread:
         return None
-    if cut <= max(0.05, 1.5 * at_first) or reward >= before - 0.1 * spread:
+    if cut <= max(TRUNCATED[0] * at_first, TRUNCATED[1]) or reward >= before - 0.1 * spread:
         return None
     rewards = f"reward {before:.2g} to {reward:.2g}"
     return Finding(
@@ -347,7 +364,7 @@ def truncated(history: History) -> Finding | None:
 def never_stops(history: History) -> Finding | None:
     """F14: no completion ends by itself."""
     cut = history.now("completion/truncated")
-    if cut is None or cut < 0.9:  # not 1: TRL takes a last token that is padding for an end
+    if cut is None or cut < NEVER_STOPS:  # not 1: TRL takes a last token that is padding for an end
         return None
     return Finding(
         "never_stops",
@@ -363,7 +380,7 @@ def length_collapse(history: History) -> Finding | None:
     """F16: completions have become very short while the reward rises."""
     before, now = history.then("completion/length"), history.now("completion/length")
     reward, earned = history.then("reward/mean"), history.now("reward/mean")
-    if not before or now is None or now >= before / 4 or reward is None or earned is None or earned < reward:
+    if not before or now is None or now >= LENGTH * before or reward is None or earned is None or earned < reward:
         return None
     return Finding(
         "length_collapse",
@@ -404,7 +421,7 @@ def channels_diverge(history: History) -> Finding | None:
 def critic_lags(history: History) -> Finding | None:
     """F32: the critic predicts worse than a constant would."""
     explained = history.now("critic/explained_variance")
-    if explained is None or explained >= 0 or len(history.latest) < WINDOW:
+    if explained is None or explained >= EXPLAINED or len(history.latest) < WINDOW:
         return None
     return Finding(
         "critic_lags",

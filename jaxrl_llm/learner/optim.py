@@ -11,7 +11,7 @@ import optax
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, Field, NotNegative, Positive, Share
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health.rules import MEAN_WEIGHT, SAMPLE_SIZE
+from jaxrl_llm.health.rules import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE
 from jaxrl_llm.sharding import path_name
 from jaxrl_llm.structs import Array, Config, PyTree
 
@@ -79,7 +79,7 @@ def constant(coef: float) -> Coefficient:
     return Coefficient(coef, lambda state: state, lambda state, metrics: state)
 
 
-SPIKE, USUAL, SEEN = 10, 16, 8  # times the mean norm of about USUAL updates, once SEEN of them are there
+USUAL, SEEN = 16, 8  # a norm is compared with the mean of about USUAL updates, once SEEN of them are there
 
 
 def spike_bound() -> Coefficient:

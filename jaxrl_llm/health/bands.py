@@ -1,0 +1,116 @@
+"""The healthy band of a metric, for plots: the values at which a health rule is silent.
+
+The rules decide, not the bands, with the same constants. A rule may have more conditions, which `words` tells, and
+most rules compare the mean of the last 8 values. `tests/test_report.py` compares every bound with its rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.health.finding import FEW, RECENT, History, Record
+from jaxrl_llm.health.rules import (
+    CLIPPED,
+    ENTROPY,
+    EXPLAINED,
+    FIRST_CLIPPED,
+    GRADIENT,
+    IMPORTANCE_KL,
+    KL_PAYS,
+    LENGTH,
+    MEAN_WEIGHT,
+    NEVER_STOPS,
+    NO_SIGNAL,
+    REPEATED,
+    REWARD_FALL,
+    SAMPLE_SIZE,
+    TRUNCATED,
+)
+
+
+class Band(NamedTuple):
+    """The values of a metric at which a rule is silent. A bound is a number, or has a value for each record."""
+
+    metric: str
+    rule: str  # id of its finding
+    words: str
+    low: float | np.ndarray | None = None
+    high: float | np.ndarray | None = None
+
+
+def bands(records: Sequence[Record]) -> list[Band]:
+    """Returns the bands of a run. Those that the start of the run decides are there once the start is over."""
+    return [*_of_numbers(), *_of_the_start(records), *_of_the_best(records)]
+
+
+def _of_numbers() -> list[Band]:
+    return [
+        Band("groups/no_signal", "no_signal", f"at most {NO_SIGNAL:.0%}, unless the task is solved", None, NO_SIGNAL),
+        Band("completion/truncated", "never_stops", f"below {NEVER_STOPS:.0%}", None, NEVER_STOPS),
+        Band("clip/first", "phantom_clipping", f"at most {FIRST_CLIPPED:.0%}", None, FIRST_CLIPPED),
+        Band("importance/mean", "sampler_mismatch", f"{MEAN_WEIGHT[0]:g} to {MEAN_WEIGHT[1]:g}", *MEAN_WEIGHT),
+        Band("importance/ess", "sampler_mismatch", f"at least {SAMPLE_SIZE:.0%}", SAMPLE_SIZE, None),
+        Band(
+            "importance/kl",
+            "sampler_mismatch",
+            f"at most {IMPORTANCE_KL:g}, unless older weights sampled",
+            None,
+            IMPORTANCE_KL,
+        ),
+        Band("critic/explained_variance", "critic_lags", "at least 0, after 16 steps", EXPLAINED, None),
+    ]
+
+
+def _of_the_start(records: Sequence[Record]) -> list[Band]:
+    """Bounds that are multiples of the mean of the first 4 steps."""
+    start = _start(records).then
+    found = []
+    if entropy := start("entropy"):
+        low, high = ENTROPY
+        words = f"at least {low:g} times the start, unless the task is solved"
+        found.append(Band("entropy", "entropy_collapse", words, low * entropy))
+        found.append(Band("entropy", "entropy_explosion", f"at most {high:g} times the start", None, high * entropy))
+    norm, clipped = start("grad_norm"), start("clip/fraction")
+    if norm is not None and clipped is not None:
+        words = f"at most {GRADIENT:g} times the start, unless few tokens are clipped"
+        found.append(Band("grad_norm", "gradient_climb", words, None, GRADIENT * norm))
+        words = f"at most {CLIPPED[0]:g} times the start or {CLIPPED[1]:.0%}, unless the gradient norm stays"
+        found.append(Band("clip/fraction", "gradient_climb", words, None, max(CLIPPED[0] * clipped, CLIPPED[1])))
+    if (cut := start("completion/truncated")) is not None:
+        words = f"at most {TRUNCATED[0]:g} times the start or {TRUNCATED[1]:.0%}, unless the reward stays"
+        found.append(Band("completion/truncated", "truncated", words, None, max(TRUNCATED[0] * cut, TRUNCATED[1])))
+    if length := start("completion/length"):
+        words = f"at least {LENGTH:g} times the start, unless the reward falls"
+        found.append(Band("completion/length", "length_collapse", words, LENGTH * length))
+    if (again := start("completion/repeated")) is not None:
+        words = f"at most {REPEATED[0]:g} times the start or {REPEATED[1]:.0%}"
+        found.append(Band("completion/repeated", "repeats", words, None, max(REPEATED[0] * again, REPEATED[1])))
+    spread, kl = start("reward/std"), start("reward/kl")
+    if spread and kl is not None:
+        words = f"at most {KL_PAYS:g} spreads of the rewards above the start, unless the reward stays"
+        found.append(Band("reward/kl", "kl_pays", words, None, max(kl, 0.0) + KL_PAYS * spread))
+    return found
+
+
+def _of_the_best(records: Sequence[Record]) -> list[Band]:
+    """The reward stays near its best mean of 8 steps so far."""
+    spread = _start(records).then("reward/std")
+    if not spread:
+        return []
+    best, low, recent = -np.inf, [], list[float]()
+    for record in records:
+        value = record.get("reward/mean")
+        if record["step"] and value is not None:
+            recent = [*recent[1 - RECENT :], value]
+            best = max(best, sum(recent) / RECENT) if len(recent) == RECENT else best
+        low.append(best - REWARD_FALL * spread if np.isfinite(best) else np.nan)
+    words = f"at most {REWARD_FALL:g} spreads of the first rewards below its best mean of {RECENT} steps"
+    return [Band("reward/mean", "reward_collapse", words, np.array(low))]
+
+
+def _start(records: Sequence[Record]) -> History:
+    """Returns a history with the first records and the last one: enough for `then`."""
+    return History([*(record for record in records if 0 < record["step"] <= FEW), *records[-1:]])

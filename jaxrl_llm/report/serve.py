@@ -1,0 +1,78 @@
+"""Serves the page of runs on this machine, and makes it again when their files have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+
+from plotly.offline import get_plotlyjs
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.report import page
+
+HOST = "127.0.0.1"  # completions are not for other machines
+
+
+class Server(ThreadingHTTPServer):
+    """The server of some runs. Raises: UserError, if the port cannot be used."""
+
+    daemon_threads = True
+
+    def __init__(self, workdirs: Sequence[Path], port: int = 0):
+        """port: 0 takes a free one."""
+        try:
+            super().__init__((HOST, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"--serve {port}: the port cannot be used ({error}): give another, or none") from error
+        self._workdirs, self._lock = workdirs, Lock()
+        self._stamp, self._page = "", ""
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.server_port}"
+
+    def stamp(self) -> str:
+        return page.stamp(self._workdirs)
+
+    def page(self) -> str:
+        """Returns the page, made again if the files have changed."""
+        with self._lock:
+            now = self.stamp()
+            if now != self._stamp:
+                try:
+                    self._page = page.render(self._workdirs, live=now)
+                except UserError as error:  # a run that has only begun
+                    self._page = page.render_waiting(str(error), now)
+                self._stamp = now
+            return self._page
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        # A page of another site whose name was made to mean this machine has another Host.
+        if self.headers["Host"] not in (self.server.address, f"localhost:{self.server.server_port}"):
+            self.send_error(403)
+        elif self.path == "/":
+            self._send(self.server.page(), "text/html")
+        elif self.path == "/stamp":
+            self._send(self.server.stamp(), "text/plain")
+        elif self.path == page.PLOTLY:
+            self._send(get_plotlyjs(), "text/javascript", "max-age=86400")
+        else:
+            self.send_error(404)
+
+    def _send(self, text: str, kind: str, cache: str = "no-store") -> None:
+        body = text.encode()
+        self.send_response(200)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", cache)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Prints nothing: a page that polls would fill the terminal."""

@@ -1,0 +1,269 @@
+"""`python -m jaxrl_llm.report`: the page about runs, and the server that follows them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import signal
+import sys
+import urllib.request
+from html import unescape
+from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
+from threading import Thread
+from urllib.error import HTTPError
+
+import numpy as np
+import pytest
+from test_health import FAULTS, ids, run
+
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.load import load
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health.bands import Band, bands
+from jaxrl_llm.report import __main__ as report
+from jaxrl_llm.report import page, tables
+from jaxrl_llm.report.runs import read_all
+from jaxrl_llm.report.serve import Server
+from jaxrl_llm.report.thinning import thin
+
+ROOT = Path(__file__).parent.parent
+SICK = run(**FAULTS["entropy_explosion"])
+TIMES = {"time/rollout": 1.0, "time/update": 3.0, "time/step": 4.0, "tokens_per_second": 100.0}
+GROUP = {"step": 5, "prompt": [{"role": "user", "content": "1+1"}], "completions": ["2", "3"], "rewards": [1.0, 0.0]}
+
+
+def write(folder: Path, records: list[dict], completions: list[dict] | None = None, **fields: object) -> Path:
+    """Writes a workdir as a run does."""
+    folder.mkdir(exist_ok=True)
+    config = load(ROOT / "configs" / "grpo.py")
+    config.update_from_flattened_dict({"num_steps": 40} | {k.replace("__", "."): x for k, x in fields.items()})
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "completions.jsonl").write_text("".join(json.dumps(x) + "\n" for x in completions or [GROUP]))
+    return folder
+
+
+def figures(text: str) -> dict[str, dict]:
+    """The figures of a page by their titles."""
+    titles = re.findall(r"<figure>\s*<h3>(.*?)</h3>", text)
+    (drawn,) = re.findall(r'id="figures">(.*?)</script>', text)
+    return dict(zip(map(unescape, titles), json.loads(drawn), strict=True))
+
+
+def roles(figure: dict, role: str, run: int = 0) -> list[dict]:
+    return [trace for trace in figure["data"] if trace["meta"] == {"run": run, "role": role}]
+
+
+def numbers(array: dict) -> list[float]:
+    return np.frombuffer(base64.b64decode(array["bdata"]), array["dtype"]).tolist()
+
+
+def test_a_page_holds_all_it_needs_and_a_browser_may_load_nothing(tmp_path):
+    text = page.render([write(tmp_path, SICK)])
+    (plotly,) = re.findall(r'<script id="plotly">(.*?)</script>', text, re.DOTALL)
+    assert "Plotly" in plotly
+    ours = text.replace(plotly, "")
+    assert "http://" not in ours and "https://" not in ours
+    assert set(re.findall(r'\b(?:src|href)="([^#"]*)"', ours)) <= {"data:,", ""}
+    assert "default-src 'none'" in ours and "'self'" not in ours
+
+
+def test_a_finding_is_told_and_marked_at_its_steps(tmp_path):
+    text = page.render([write(tmp_path, SICK)])
+    assert '<article class="card error">' in text and "1 error</p>" in text
+    assert "first at step 27, last at step 40, there in 14 records: it goes on" in text
+    marked = {title: roles(figure, "mark") for title, figure in figures(text).items()}
+    down, bar = marked.pop("Entropy")
+    assert down["x"] == [27, 27] and bar["x"] == [27, 40] and bar["text"] == ["entropy_explosion", ""]
+    assert not any(marked.values())
+
+
+def test_a_healthy_run_is_called_healthy_only_after_the_first_steps(tmp_path):
+    text = page.render([write(tmp_path, run())])
+    assert '<article class="card healthy">' in text and "No rule finds anything in 40 records" in text
+    assert not any(roles(figure, "mark") for figure in figures(text).values())
+    text = page.render([write(tmp_path, run()[:12])])
+    assert "no finding yet; most rules need 13 steps" in text and "card healthy" not in text
+
+
+def test_what_the_settings_say_and_what_only_the_run_itself_found_is_told(tmp_path):
+    folder = write(tmp_path, run(), optim__learning_rate=3e-3)
+    (folder / "health.jsonl").write_text('{"step": 3, "id": "an_old_rule"}\n{"step": 4, "id": "to')
+    text = page.render([folder])
+    assert "optim.learning_rate = 0.003 is 0.0004 or more" in text
+    assert "health.jsonl also has an_old_rule, which" in text
+
+
+def test_runs_are_compared_in_one_page(tmp_path):
+    one = write(tmp_path / "one", [r | TIMES for r in run()])
+    other = write(tmp_path / "other", [r | TIMES for r in SICK], optim__learning_rate=3e-3)
+    runs = read_all([one, other])
+    assert tables.config_difference(runs) == [("optim.learning_rate", ["0.0001", "0.003"], ())]
+    (parting,) = tables.partings(runs)
+    assert parting.words == "A and B part at step 2, in entropy; the record before is equal."
+    again = tables.parting(runs[0], runs[0])
+    assert again.words == "A and A have the same numbers at all 40 steps that both logged."
+    totals = checks.check_train(runs[0].config)
+    batch = {row.name: row.values for row in tables.batch_table(runs)}
+    assert batch["sequences per step"] == [f"{totals.sequences_per_step}"] * 2 and batch["group_size"] == ["8", "8"]
+    phases = {row.name: row for row in tables.phase_table(runs)}
+    assert phases["update"].values == ["3.00 s (75%)"] * 2 and phases["update"].shares == [0.75] * 2
+    text = page.render([one, other])
+    assert all(len(roles(figure, "mean", at)) >= 1 for figure in figures(text).values() for at in (0, 1))
+    assert roles(figures(text)["Entropy"], "mark", 1)[1]["text"][0] == "B entropy_explosion"
+    assert not roles(figures(text)["Entropy"], "mark", 0)
+
+
+def test_the_best_and_the_worst_completion_of_three_steps_are_there_and_escaped(tmp_path):
+    evil = "</pre></script><script>alert(1)</script>"
+    groups = [GROUP | {"step": step, "completions": [f"good {step}", f"bad {step} {evil}"]} for step in range(5, 30, 5)]
+    text = page.render([write(tmp_path, run(), groups)])
+    assert evil not in text and unescape(text).count(evil) == 3
+    shown = [f"good {step}" in text and f"bad {step} " in text for step in range(5, 30, 5)]
+    assert shown == [True, False, True, False, True]
+    same = GROUP | {"rewards": [0.0, 0.0]}
+    assert "one of them: all have reward 0" in page.render([write(tmp_path, run(), [same])])
+
+
+def test_a_run_that_goes_on_is_shown_and_values_that_are_not_finite_are_crosses(tmp_path):
+    records = [r | {"grad_norm": None if 20 <= r["step"] < 23 else r["grad_norm"]} for r in run()[:30]]
+    folder = write(tmp_path, records)
+    for name in ("metrics", "completions", "health"):
+        with (folder / f"{name}.jsonl").open("a") as file:
+            file.write('{"step": 31, "rew')  # a line that is being written
+    text = page.render([folder])
+    assert "30 of 40" in text
+    (cross,) = roles(figures(text)["Gradient norm"], "cross")
+    assert numbers(cross["x"]) == [20, 21, 22]
+    (raw,) = roles(figures(text)["Gradient norm"], "raw")
+    assert [step for step, y in zip(numbers(raw["x"]), numbers(raw["y"]), strict=True) if np.isnan(y)] == [20, 21, 22]
+    assert "3 values of grad_norm are not finite" in text
+
+
+def test_a_run_with_only_its_first_evaluation_is_shown(tmp_path):
+    text = page.render([write(tmp_path, [{"step": 0, "eval/accuracy": 0.11}])])
+    assert list(figures(text)) == ["Accuracy on held-out problems"] and "11.0%" in text
+
+
+def test_a_thinned_curve_keeps_its_peaks_and_its_ends():
+    x, y = np.arange(10_001), np.sin(np.arange(10_001) / 500)
+    y[[1234, 9876]] = 50.0, -50.0
+    y[4000:4020] = np.nan
+    few_x, few_y = thin(x, y)
+    assert len(few_x) <= 2000 and {1234, 9876} <= set(few_x.tolist()) and np.isnan(few_y).any()
+    assert (np.diff(few_x) > 0).all() and few_x[0] < 11 and few_x[-1] > 9989
+    assert (few_y[~np.isnan(few_y)] == y[few_x][~np.isnan(few_y)]).all()
+
+
+def test_a_long_run_says_that_its_curves_are_thinned(tmp_path):
+    records = [record | {"step": step} for step, record in enumerate(run() * 60, 1)]
+    text = page.render([write(tmp_path, records)])
+    assert "of every 3 values of the longest run" in text and len(text) < 15e6
+    assert "thinned" not in page.render([write(tmp_path, run())])
+
+
+BANDS = [
+    (band.metric, band.rule, side)
+    for band in bands(run())
+    for side in ("low", "high")
+    if getattr(band, side) is not None
+]
+
+
+def moved(metric: str, rule: str, side: str, share: float) -> tuple[bool, Band]:
+    """Whether a rule fires if the last 8 values are just inside (share < 0) or outside of a band, and the band."""
+    name = metric.replace("/", "__")
+    start = {"reward/mean": 0.9, "completion/length": 40.0}.get(metric, run()[0][metric])
+    faults = FAULTS.get(rule, {}) | {"reward__std": FAULTS.get(rule, {}).get("reward__std", 0.3)}
+    records = run(**faults | {name: start})
+    (band,) = (
+        band
+        for band in bands(records)
+        if (band.metric, band.rule) == (metric, rule) and getattr(band, side) is not None
+    )
+    bound = float(np.atleast_1d(getattr(band, side))[-1])
+    far = share * (abs(bound) or 1.0) * (1 if side == "high" else -1)
+    last = [record | {metric: bound + far} for record in records[-8:]]
+    return rule in ids(*records[:-8], *last), band
+
+
+@pytest.mark.parametrize(("metric", "rule", "side"), BANDS)
+def test_a_band_ends_where_its_rule_fires(metric, rule, side):
+    assert not moved(metric, rule, side, -0.01)[0]
+    assert moved(metric, rule, side, 0.01)[0]
+
+
+def test_every_band_is_of_a_plot_and_is_drawn_with_its_words(tmp_path):
+    text = page.render([write(tmp_path, run())])
+    for band in bands(run()):
+        assert unescape(text).count(f"Healthy: {band.words} ({band.rule})") == 1
+    _, high = roles(figures(text)["Groups without a signal"], "band")
+    assert numbers(high["y"]) == pytest.approx([0.8, 0.8]) and high["fill"] == "tonexty"
+
+
+def get(server: Server, path: str, host: str = "") -> str:
+    request = urllib.request.Request(f"http://{server.address}{path}", headers={"Host": host or server.address})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return answer.read().decode()
+
+
+def test_the_server_shows_new_steps_and_answers_only_this_machine(tmp_path):
+    folder = write(tmp_path, [])
+    with Server([folder]) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        assert "has no record yet" in get(server, "/")
+        write(folder, run()[:20])
+        first = get(server, "/")
+        assert "20 of 40" in first and f'const stamp = "{get(server, "/stamp")}"' in first
+        write(folder, run())
+        assert get(server, "/stamp") not in first and "40 of 40" in get(server, "/")
+        assert "Plotly" in get(server, "/plotly.js") and 'src="/plotly.js"' in first
+        for path, host, code in (("/config.json", "", 404), ("/", "other.example:80", 403)):
+            with pytest.raises(HTTPError, match=str(code)):
+                get(server, path, host)
+        assert server.socket.getsockname()[0] == "127.0.0.1"
+        with pytest.raises(UserError, match="the port cannot be used"):
+            Server([folder], server.server_port)
+        server.shutdown()
+
+
+def test_ctrl_c_ends_the_server_in_a_line(tmp_path):
+    command = [sys.executable, "-m", "jaxrl_llm.report", str(write(tmp_path, [])), "--serve"]
+    with Popen(command, cwd=ROOT, stdout=PIPE, stderr=STDOUT, text=True) as server:
+        assert server.stdout is not None
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+ \(Ctrl-C ends it\)\n", server.stdout.readline())
+        server.send_signal(signal.SIGINT)
+        assert server.stdout.read() == "\nended by Ctrl-C\n"
+    assert server.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{tmp}/nowhere"], "nowhere is no run"),
+        (["{tmp}/nowhere", "--serve"], "nowhere is no run"),
+        (["{tmp}/empty"], "empty has no record yet"),
+        (["{tmp}/broken"], "metrics.jsonl cannot be read"),
+        (["{tmp}/good", "--to", "{tmp}"], "cannot be written"),
+        (["{tmp}/good", "--to", "{tmp}/no/page.html"], "cannot be written"),
+        (["{tmp}/good", "--serve", "70000"], "--serve 70000: the port cannot be used"),
+        (["{tmp}/good", "--to", "x", "--serve"], "give --to or --serve"),
+    ],
+)
+def test_what_it_cannot_show_is_an_error_in_a_line(arguments, words, tmp_path, monkeypatch):
+    write(tmp_path / "good", run())
+    write(tmp_path / "empty", [])
+    (write(tmp_path / "broken", run()) / "metrics.jsonl").write_text("{]\n")
+    monkeypatch.setattr(sys, "argv", ["report", *(x.format(tmp=tmp_path) for x in arguments)])
+    with pytest.raises(UserError, match=words):
+        report.main()
+
+
+def test_the_page_is_in_the_first_workdir_unless_told_otherwise(tmp_path, monkeypatch, capsys):
+    folder = write(tmp_path, run())
+    monkeypatch.setattr(sys, "argv", ["report", str(folder)])
+    report.main()
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert capsys.readouterr().out.startswith(f"{folder / 'report.html'} (")
