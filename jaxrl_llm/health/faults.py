@@ -218,8 +218,8 @@ def punish(run: Run) -> None:
     run.assign_credit = changed
 
 
-def fast(factor: float, steps: range) -> Callable[[Run], None]:
-    """Returns an injection that multiplies the moves of the policy in some steps, as a rate that is too high."""
+def fast(factor: Callable[[int], float]) -> Callable[[Run], None]:
+    """Returns an injection that multiplies the policy's moves in a step by factor(step), as a wrong rate."""
 
     def inject(run: Run) -> None:
         learner = run.learners["policy"]
@@ -228,8 +228,9 @@ def fast(factor: float, steps: range) -> Callable[[Run], None]:
             def update(self, state: Any, batch: Any, rows: Any) -> Any:
                 before = jax.tree.map(jnp.copy, state.params)
                 state, metrics = super().update(state, batch, rows)
-                if run.step + 1 in steps:
-                    moved = jax.tree.map(lambda a, b: a + factor * (b - a), before, state.params)
+                times = factor(run.step + 1)
+                if times != 1:
+                    moved = jax.tree.map(lambda a, b: a + times * (b - a), before, state.params)
                     state = replace(state, params=moved)
                 return state, metrics
 
@@ -271,26 +272,28 @@ FAULTS: dict[str, Fault] = {
     ),
     "entropy_collapse": Fault(
         "a reward that one digit hacks",
-        reward("ones") | {"optim.learning_rate": 3e-4, "kl.placement": "none", "kl.coef": 0.0},
-        {"seed": 1, "optim.learning_rate": 5e-4}, within=40,
+        reward("ones") | {"optim.learning_rate": 1e-3, "kl.placement": "none", "kl.coef": 0.0},
+        {"seed": 1, "optim.learning_rate": 7e-4}, within=40,
     ),
     "entropy_explosion": Fault(
-        "an entropy bonus", {"entropy.coef": 3.0, "optim.learning_rate": 3e-4}, {"entropy.coef": 2.0}, within=30,
+        "an entropy bonus", {"entropy.coef": 10.0, "optim.learning_rate": 1e-3}, {"entropy.coef": 20.0, "seed": 1},
+        within=30,
     ),
     "reward_collapse": Fault(
-        "rate x 100 for three steps", {}, {"seed": 1}, begins=20, within=16, inject=fast(100.0, range(20, 23))
+        "rate x 100 for three steps", {}, {"seed": 1}, begins=20,
+        inject=fast(lambda step: 100.0 if 20 <= step < 23 else 1.0),
     ),
     "gradient_climb": Fault(
-        "an engine that drifts, without importance weights, and four updates on a rollout",
-        engine("noisy", noise=0.05, growth=1.1) | {"prompts_per_update": 8, "kl.placement": "none", "kl.coef": 0.0},
-        engine("noisy", noise=0.1, growth=1.08), within=40,
+        "a rate that grows by 15 % with each step, 16 updates on a rollout, and no anchor",
+        {"prompts_per_update": 8, "epochs": 4, "kl.placement": "none", "kl.coef": 0.0}, {"epochs": 6, "seed": 1},
+        within=40, inject=fast(lambda step: 1.15**step),
     ),
     "gradient_spike": Fault(
         "a batch whose rewards are in another unit",
         {"advantage.normalize": "none"}, {"seed": 1}, begins=20, within=1, inject=credit(one_large_reward),
     ),
     "good_fades": Fault(
-        "bad completions count ten times", {"optim.learning_rate": 3e-4}, {"optim.learning_rate": 5e-4}, within=40,
+        "bad completions count ten times", {"optim.learning_rate": 1e-3}, {"optim.learning_rate": 7e-4}, within=40,
         inject=punish,
     ),
     "repeats": Fault(
