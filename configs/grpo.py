@@ -147,6 +147,8 @@ def get_config() -> ConfigDict:
     # After this number of skipped updates in a row, the run stops. 0: it never stops for this.
     # An update is skipped if its gradient is not finite or no token is trained.
     c.health.max_skipped = 10
+    # True: at the start of a new run, check what must hold at step 0 (docs/health.md). It changes no number of the run.
+    c.health.self_test = True
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 25  # steps; also at the best evaluations, at SIGTERM or Ctrl-C, and at the end

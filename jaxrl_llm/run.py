@@ -17,7 +17,8 @@ from jaxrl_llm.algorithms.credit import CreditFn
 from jaxrl_llm.checkpoint import Checkpoints, Pending
 from jaxrl_llm.compilation import Compilations, Program
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health import Health
+from jaxrl_llm.health import Health, self_test
+from jaxrl_llm.health.trial import Tested
 from jaxrl_llm.host.signals import SECONDS, Stop
 from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.learner.scorers import Scorer, States
@@ -72,6 +73,7 @@ class Run:
     book: Book
     # Lengths [B, G] and P -> packed_index [B, E, N, T]; None: each completion is a row.
     packing: Callable[[np.ndarray, int], np.ndarray] | None = None
+    tested: Tested | None = None  # what its self-test needs; None: it has none
     # The current state. After a signal, another thread saves it.
     step: int = 0  # last step that `states` contain
     states: States = field(default_factory=dict)
@@ -168,6 +170,11 @@ class Run:
         if not every or (step % every and step != self.config.num_steps):
             return {}
         return {"eval/accuracy": self.accuracy(self.states)}
+
+    def self_test(self, step: int) -> None:
+        """Runs the self-test at the start of a new run."""
+        if self.tested and not step and self.config.health.self_test:
+            self_test.at_start(self, self.tested)
 
     def evaluate_first(self, step: int) -> None:
         """Evaluates before the first step, or again if a signal interrupted the last evaluation."""

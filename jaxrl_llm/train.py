@@ -60,6 +60,7 @@ def train(run: Run, one_step: Callable[[Run, States, int], tuple[States, Record]
     Raises: UserError, for an error that the user can fix, or if a health rule stops the run.
     """
     states, step = run.restore()
+    run.self_test(step)
     run.evaluate_first(step)
     while step < run.config.num_steps:
         run.stop.check()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm import distributed
 from jaxrl_llm.checkpoint import cut_back
-from jaxrl_llm.health.finding import WINDOW, History, Record
+from jaxrl_llm.health.finding import WINDOW, Finding, History, Record
 from jaxrl_llm.health.rules import findings
 from jaxrl_llm.host import disk
 
@@ -46,6 +46,14 @@ class Health:
         if self._file.is_file():
             lines = map(json.loads, self._file.read_text(encoding="utf-8").splitlines())
             self._said = {line["id"]: line["step"] for line in lines}
+
+    def add(self, step: int, found: Iterable[Finding]) -> None:
+        """Writes findings that need no record, such as those of the self-test, and shows them on the console."""
+        for finding in found:
+            if distributed.first():
+                with disk.writing(self._workdir), self._file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": step} | finding.record()) + "\n")
+            self._say(f"    health {finding.line()}")
 
     def judge(self, record: Record | None) -> Verdict:
         """Returns the verdict after a record: the next one, or the last one again, perhaps with more entries."""
