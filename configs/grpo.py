@@ -156,6 +156,8 @@ def get_config() -> ConfigDict:
     # rules: at their finding the run goes back to a checkpoint before it, and goes on with other samples of the same
     # prompts, at most `most` times. learning_rate: factor of the rate at each rollback; warmup_steps: a new warm-up.
     c.health.rollback = ConfigDict(dict(rules=(), most=3, learning_rate=0.5, warmup_steps=5))
+    # True: at the start of a new run, check what must hold at step 0 (docs/health.md). It changes no number of the run.
+    c.health.self_test = True
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 25  # steps; also at the best evaluations, at SIGTERM or Ctrl-C, and at the end

@@ -24,6 +24,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.evaluate import evaluate, whole_batches
 from jaxrl_llm.health import Health, settings
 from jaxrl_llm.health.rollback import Rollbacks
+from jaxrl_llm.health.trial import Tested
 from jaxrl_llm.host import disk
 from jaxrl_llm.host.signals import Stop, stop_signals
 from jaxrl_llm.learner.packing import minibatches
@@ -180,8 +181,16 @@ def make_run(given: Loaded, stop: Stop) -> Run:
         programs=programs,
         book=given.book,
         packing=packing,
+        tested=make_tested(given, learning.sampling, actor),
         **outputs,
     )
+
+
+def make_tested(given: Loaded, sampling: Sampling, actor: Actor) -> Tested:
+    """Returns what the self-test needs of a run."""
+    reward, timeout = given.config.reward, given.config.reward.timeout
+    reward_fn = partial(RewardFn, reward.functions, reward.weights, timeout, field="config.reward.timeout")
+    return Tested(actor, given.model, given.tokenizer, given.dataset, given.stop_ids, sampling, reward_fn)
 
 
 def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:

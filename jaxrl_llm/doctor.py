@@ -10,24 +10,28 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from jaxrl_llm.build import build
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.health import faults, logs, rules, settings
+from jaxrl_llm.health import faults, logs, rules, self_test, settings
 from jaxrl_llm.health.finding import SEVERITIES, Finding, History, Record
+from jaxrl_llm.health.self_test import Checked
 from jaxrl_llm.models import hf
 from jaxrl_llm.saved_run import model_folder
 from jaxrl_llm.structs import Config
 
 DESCRIPTION = (
-    "Looks at a config, or at the log of a run: a workdir of ours; TensorBoard's folder, JSON lines, a CSV file of W&B "
-    "or a trainer_state.json of TRL, veRL or EasyR1. Exit code 0: no error is found; 1: one is; 2: it could not look."
+    "Looks at a config (with --selftest also at its run, at step 0), or at the log of a run: a workdir of ours; "
+    "TensorBoard's folder, JSON lines, a CSV file of W&B or a trainer_state.json of TRL, veRL or EasyR1. "
+    "Exit code 0: no error is found; 1: one is; 2: it could not look."
 )
 SAME_RESULT = (
     "microbatch",
@@ -58,11 +62,14 @@ def main() -> None:
     parser = config_parser("jaxrl_llm.doctor", DESCRIPTION, required=False)
     parser.add_argument("--run", type=Path, metavar="DIR", help="a workdir, or the log of another trainer")
     parser.add_argument("--demonstrate", choices=sorted(faults.FAULTS), metavar="RULE", help="a run that it finds ill")
+    parser.add_argument(
+        "--selftest", action="store_true", help="also build the run of the config, and check what must hold at step 0"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     args, rest = parser.parse_known_args()
     if args.demonstrate:
         sys.exit(int(not demonstrate(args.demonstrate)))
-    if (args.config is None) == (args.run is None) or (args.run and rest):
+    if (args.config is None) == (args.run is None) or (args.run and (rest or args.selftest)):
         raise UserError("give --config FILE, with --config.field=value, or --run DIR alone")
     found = look_at_run(args.run, args.json) if args.run else look_at_config(*parse_config(parser))
     sys.exit(int(any(finding.severity == "error" for finding in found)))
@@ -96,15 +103,19 @@ def demonstrate(rule: str) -> bool:
 def look_at_config(config: Config, args: Namespace) -> list[Finding]:
     """Applies the rules over settings to a config, prints what they find, and returns it. Uses no device.
 
-    Raises: UserError, if the config is wrong.
+    With --selftest, it also runs the self-test, on the devices. Raises: UserError, if the config is wrong.
     """
     totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
     with model_folder(config) as folder:
         model = hf.load_model(folder).cfg
     changed = tuple(overrides(config, Path(args.config)))
     found = settings.findings(settings.Settings(config, totals, model, changed=changed))
+    checks_done = self_test_of(config, quiet=args.json) if args.selftest else []
+    found += [finding for checked in checks_done for finding in checked.answer.findings]
     if args.json:
-        print(json.dumps({"totals": vars(totals), "findings": [finding.record() for finding in found]}, indent=2))
+        told = {"totals": vars(totals), "findings": [finding.record() for finding in found]}
+        told |= {"self_test": [checked.record() for checked in checks_done if checked.id]} if checks_done else {}
+        print(json.dumps(told, indent=2))
     else:
         print_config(totals, found)
     return found
@@ -117,6 +128,31 @@ def overrides(config: Config, file: Path) -> list[str]:
     measured = flatten(load(file))
     changed = {name: value for name, value in flatten(config).items() if value != measured[name]}
     return [f"{name} = {value!r}" for name, value in changed.items() if not name.startswith(SAME_RESULT)]
+
+
+def self_test_of(config: Config, *, quiet: bool) -> list[Checked]:
+    """Runs the self-test of a config's run in a temporary workdir. Prints a line for each check, unless quiet.
+
+    Raises: UserError, if the run cannot be built.
+    """
+    if "loss" not in config:
+        raise UserError("--selftest: supervised fine-tuning has no self-test; give the config of a run of `train`")
+    with config.unlocked():  # it saves and logs nothing
+        config.checkpoint.keep, config.checkpoint.keep_best = 1, 0
+        config.log.tensorboard, config.log.wandb_project = False, ""
+    with ExitStack() as opened:
+        if quiet:  # standard output is for the JSON alone
+            opened.enter_context(redirect_stdout(sys.stderr))
+        workdir = Path(opened.enter_context(TemporaryDirectory()))
+        run = opened.enter_context(build(config, workdir))
+        run.restore()
+        assert run.tested
+        done = []
+        for checked in self_test.check(run, run.tested, full=True):
+            print(checked.line(), flush=True)
+            done.append(checked)
+        run.actor.finish_push(run.states["policy"].params)
+    return done
 
 
 def judge(records: Iterable[Record], bounds: dict[str, Any]) -> list[Spell]:

@@ -17,8 +17,9 @@ from jaxrl_llm.algorithms.credit import CreditFn
 from jaxrl_llm.checkpoint import Checkpoints, Pending
 from jaxrl_llm.compilation import Compilations, Program
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health import Health
+from jaxrl_llm.health import Health, self_test
 from jaxrl_llm.health.rollback import Rollbacks
+from jaxrl_llm.health.trial import Tested
 from jaxrl_llm.host.signals import SECONDS, Stop
 from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.learner.scorers import Scorer, States
@@ -77,6 +78,7 @@ class Run:
     book: Book
     # Lengths [B, G] and P -> packed_index [B, E, N, T]; None: each completion is a row.
     packing: Callable[[np.ndarray, int], np.ndarray] | None = None
+    tested: Tested | None = None  # what its self-test needs; None: it has none
     # The current state. After a signal, another thread saves it.
     step: int = 0  # last step that `states` contain
     states: States = field(default_factory=dict)
@@ -87,8 +89,9 @@ class Run:
     accuracies: list[float] = field(default_factory=list)  # of all evaluations up to `step`
 
     def begin(self) -> tuple[States, int]:
-        """Restores, and evaluates where the log has no evaluation. Returns the states and their step."""
+        """Restores, tests a new run, and evaluates if the log lacks it. Returns the states and their step."""
         states, step = self.restore()
+        self.self_test(step)
         self.evaluate_first(step)
         return states, step
 
@@ -194,6 +197,11 @@ class Run:
         patience = self.config.eval.patience
         before, last = self.accuracies[:-patience], self.accuracies[-patience:]
         return patience > 0 and bool(before) and max(last) <= max(before)
+
+    def self_test(self, step: int) -> None:
+        """Runs the self-test at the start of a new run."""
+        if self.tested and not step and not self.attempt and self.config.health.self_test:
+            self_test.at_start(self, self.tested)
 
     def evaluate_first(self, step: int) -> None:
         """Evaluates before the first step, or again if a signal interrupted the last evaluation."""

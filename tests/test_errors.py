@@ -30,7 +30,7 @@ MODEL = PACKAGE / "assets" / "arithmetic"
 SUMS = [{"prompt": [{"role": "user", "content": f"{a}+{a}"}], "answer": str(2 * a)} for a in range(8)]
 TINY = (
     "num_steps=1 prompts_per_step=8 prompts_per_update=8 group_size=2 optim.warmup_steps=0 "
-    "data.source=sums.jsonl eval.every=0 log.tensorboard=false"
+    "data.source=sums.jsonl eval.every=0 log.tensorboard=false health.self_test=False"
 )
 SMALL = "mesh.fsdp=1 rollout.max_completion_tokens=2"  # what really runs: soon compiled
 

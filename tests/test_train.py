@@ -23,6 +23,7 @@ TINY = [
     "--config.prompts_per_step=8", "--config.prompts_per_update=4", "--config.epochs=2",
     "--config.microbatch=2", "--config.group_size=4", "--config.eval.every=3", "--config.eval.problems=64",
     "--config.checkpoint.every=2", "--config.log.completions_every=2", "--config.mesh.data=2", "--config.mesh.fsdp=1",
+    "--config.health.self_test=False",
 ]  # fmt: skip
 
 

@@ -52,6 +52,7 @@ SHARED = {
 }
 TRAIN = SHARED | {
     "log.completions_every": Field(int, low=0, may_change=True),
+    "health.self_test": Field(bool, may_change=True),
     "group_size": Field(int, low=1),
     "model.row_parts": Field(int, low=1, may_change=True),
     "prompts_per_update": Field(int, low=1),

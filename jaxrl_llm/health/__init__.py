@@ -53,6 +53,17 @@ class Health:
             lines = map(json.loads, self._file.read_text(encoding="utf-8").splitlines())
             self._said = {line["id"]: line["step"] for line in lines}
 
+    def add(self, step: int, found: Iterable[Finding]) -> None:
+        """Writes findings that need no record, such as those of the self-test, and shows them on the console."""
+        for finding in found:
+            self._write(step, finding)
+            self._tell(step, finding)
+
+    def _write(self, step: int, finding: Finding) -> None:
+        if distributed.first():
+            with disk.writing(self._workdir), self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step} | finding.record()) + "\n")
+
     def judge(self, record: Record | None) -> Verdict:
         """Returns the verdict after a record: the next one, or the last one again, perhaps with more entries."""
         last = self._history.latest[-1:]
@@ -67,9 +78,7 @@ class Health:
             # A finding that comes and goes is said once: it is new after WINDOW steps without it.
             new = record["step"] - self._said.get(finding.id, -WINDOW) >= WINDOW
             self._said[finding.id] = record["step"]
-            if distributed.first():
-                with disk.writing(self._workdir), self._file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": record["step"]} | finding.record()) + "\n")
+            self._write(record["step"], finding)
             action = self._actions.get(finding.id)
             if new and not action:
                 self._tell(record["step"], finding)

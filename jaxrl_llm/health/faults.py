@@ -32,6 +32,7 @@ HERE = __name__
 SMALL = {
     "num_steps": 40, "prompts_per_step": 32, "prompts_per_update": 32, "eval.every": 0, "checkpoint.every": 10_000,
     "checkpoint.keep_best": 0, "log.tensorboard": False, "log.completions_every": 0, "reward.timeout": 0.0,
+    "health.self_test": False,
 }  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class Learner:
     shapes: TrainState  # shapes, dtypes and shardings of the state
     init: Callable[[], TrainState]  # returns the state at step 0
     coefficients: Callable[[TrainState], Metrics]  # state -> coefficients of the next update
+    gradient: Callable[[int], GradientFn]  # micro-batch size -> the gradient that an update takes, not jitted
     prefix: str = ""  # prefix of its metric names
     frozen_steps: int = 0  # first steps of the run, in which it does not learn
     lowers: Lowers | None = None  # what a rollback makes of its learning rate
@@ -75,6 +76,7 @@ def coefficients(optimizer: Optimizer, coef_state: PyTree) -> Metrics:
 
 
 Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, Metrics]]
+GradientFn: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[PyTree, Metrics]]
 
 
 def policy_objective(
@@ -147,7 +149,8 @@ def make_learner(
     abstract, placed = abstract_state(shapes, optimizer, mesh)
     step = make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
     now = jax.jit(lambda state: coefficients(optimizer, state.coef_state))
-    return Learner(step, abstract, lambda: init_state(params(), optimizer, mesh)[0], now)
+    gradient = partial(make_gradient, objective, mesh, aggregate=aggregate, dtype=optimizer.gradient_dtype)
+    return Learner(step, abstract, lambda: init_state(params(), optimizer, mesh)[0], now, gradient)
 
 
 def make_update_step(
@@ -167,28 +170,13 @@ def make_update_step(
     maxima and minima.
     """
 
+    gradient = make_gradient(objective, mesh, microbatch, aggregate=aggregate, dtype=optimizer.gradient_dtype)
+
     def update_step(state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
         place = NamedSharding(mesh, sharding.BATCH)
         batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], place), batch)
-        # Before the split into micro-batches, because the denominators count the whole update.
-        weights = aggregate(batch.loss_mask)
-        shares = aggregation_weights(batch.loss_mask, mode="token_mean")
         coefs = coefficients(optimizer, state.coef_state)
-
-        def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
-            per_token, metrics = objective(params, part, coefs)
-            total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
-            shares = jnp.where(part.loss_mask, shares, 0.0)  # a part of a group counts only its own tokens
-            return total, {name: reduce(name, x, shares) for name, x in metrics.items()} | {"loss/total": total}
-
-        gradient = jax.jit(jax.grad(loss, has_aux=True), inline=True)
-
-        def visit(part: Microbatch) -> tuple[PyTree, Metrics]:
-            grads, metrics = gradient(state.params, part.batch, *part.take((weights, shares)))
-            return jax.tree.map(lambda g: g.astype(optimizer.gradient_dtype), grads), metrics
-
-        grads, metrics = microbatches.over(batch, visit, join, nothing, microbatch=microbatch, mesh=mesh)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        grads, metrics = gradient(state.params, batch, coefs)
 
         metrics |= coefs | {"grad_norm": optax.global_norm(grads)}
         # Without a trained token, momentum would still move the parameters. With NaN, the optimizer skips the update.
@@ -217,6 +205,37 @@ def make_update_step(
     return jax.jit(
         update_step, donate_argnums=0, out_shardings=(state_shardings, None), compiler_options=ROUND_AS_WRITTEN
     )
+
+
+def make_gradient(
+    objective: Objective, mesh: Mesh, microbatch: int, *, aggregate: Callable[[Array], Array], dtype: str
+) -> GradientFn:
+    """Returns `gradient(params, batch, coefs) -> gradient, metrics` of the whole batch, for use inside a program.
+
+    microbatch: prompts at a time, 0: all. dtype: of the sum over micro-batches.
+    """
+
+    def gradient(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[PyTree, Metrics]:
+        # Before the split into micro-batches, because the denominators count the whole update.
+        weights = aggregate(batch.loss_mask)
+        shares = aggregation_weights(batch.loss_mask, mode="token_mean")
+
+        def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
+            per_token, metrics = objective(params, part, coefs)
+            total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
+            shares = jnp.where(part.loss_mask, shares, 0.0)  # a part of a group counts only its own tokens
+            return total, {name: reduce(name, x, shares) for name, x in metrics.items()} | {"loss/total": total}
+
+        of_part = jax.jit(jax.grad(loss, has_aux=True), inline=True)
+
+        def visit(part: Microbatch) -> tuple[PyTree, Metrics]:
+            grads, metrics = of_part(params, part.batch, *part.take((weights, shares)))
+            return jax.tree.map(lambda g: g.astype(dtype), grads), metrics
+
+        grads, metrics = microbatches.over(batch, visit, join, nothing, microbatch=microbatch, mesh=mesh)
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), metrics
+
+    return gradient
 
 
 class Reduction(NamedTuple):
