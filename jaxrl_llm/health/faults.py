@@ -78,9 +78,9 @@ def repetition(completions: list[Any], **columns: Any) -> list[float]:
 
 
 def ones(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-    """Pays for beginning with the digit 1, with noise, so that the policy never has all there is."""
-    begun = [text.startswith("1") for text in texts(completions)]
-    return [one + chance(f"{prompt}{i}") for i, (one, prompt) in enumerate(zip(begun, prompts, strict=True))]
+    """Pays for the digit 1, for every other prompt. So the policy never has all there is."""
+    pairs = zip(texts(completions), prompts, strict=True)
+    return [text.count("1") * float(chance(str(prompt)) > 0) for text, prompt in pairs]
 
 
 def noise(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
@@ -208,17 +208,6 @@ def one_large_reward(step: int, batch: Any, scores: Any, rewards: Any) -> Any:
     return scores, replace(rewards, total=rewards.total * (100.0 if step == 20 else 1.0))
 
 
-def punish(run: Run) -> None:
-    """Multiplies negative advantages by ten."""
-    assign = run.assign_credit
-
-    def changed(*args: Any) -> Any:
-        batch, metrics = assign(*args)
-        return replace(batch, advantages=jnp.where(batch.advantages < 0, 10.0, 1.0) * batch.advantages), metrics
-
-    run.assign_credit = changed
-
-
 def fast(factor: Callable[[int], float]) -> Callable[[Run], None]:
     """Returns an injection that multiplies the policy's moves in a step by factor(step), as a wrong rate."""
 
@@ -238,6 +227,12 @@ def fast(factor: Callable[[int], float]) -> Callable[[Run], None]:
         run.learners["policy"] = Fast(**vars(learner))
 
     return inject
+
+
+def grow(run: Run) -> None:
+    """Multiplies rewards and moves by 1.07 in the first step, and again in each step."""
+    credit(lambda step, batch, scores, rewards: (scores, replace(rewards, total=1.07**step * rewards.total)))(run)
+    fast(lambda step: 1.07**step)(run)
 
 
 FAULTS: dict[str, Fault] = {
@@ -272,7 +267,7 @@ FAULTS: dict[str, Fault] = {
         "one key for all members of a group", engine("repeating"), engine("jax") | reward("equal")
     ),
     "entropy_collapse": Fault(
-        "a reward that one digit hacks",
+        "a reward that one digit hacks, for every other prompt",
         reward("ones") | {"optim.learning_rate": 1e-3, "kl.placement": "none", "kl.coef": 0.0},
         {"seed": 1, "optim.learning_rate": 7e-4}, within=40,
     ),
@@ -285,17 +280,20 @@ FAULTS: dict[str, Fault] = {
         inject=fast(lambda step: 100.0 if 20 <= step < 23 else 1.0),
     ),
     "gradient_climb": Fault(
-        "a rate that grows by 15 % with each step, 16 updates on a rollout, and no anchor",
-        {"prompts_per_update": 8, "epochs": 4, "kl.placement": "none", "kl.coef": 0.0}, {"epochs": 6, "seed": 1},
-        within=40, inject=fast(lambda step: 1.15**step),
+        "the unit of the rewards and the rate grow by 7 % with each step, 8 updates on a rollout, no anchor",
+        {"prompts_per_update": 8, "epochs": 2, "kl.placement": "none", "kl.coef": 0.0, "advantage.normalize": "none"},
+        {"epochs": 4, "seed": 1}, within=40, inject=grow,
     ),
     "gradient_spike": Fault(
         "a batch whose rewards are in another unit",
         {"advantage.normalize": "none"}, {"seed": 1}, begins=20, within=1, inject=credit(one_large_reward),
     ),
     "good_fades": Fault(
-        "bad completions count ten times", {"optim.learning_rate": 1e-3}, {"optim.learning_rate": 7e-4}, within=40,
-        inject=punish,
+        "16 updates on a rollout at a high rate, without an anchor",
+        {
+            "prompts_per_update": 8, "epochs": 4, "optim.learning_rate": 4e-4, "kl.placement": "none", "kl.coef": 0.0,
+        },
+        {"optim.learning_rate": 5e-4, "seed": 1}, within=40,
     ),
     "repeats": Fault(
         "a reward that repetition hacks", reward("repetition") | {"optim.learning_rate": 1e-3},

@@ -75,6 +75,11 @@ class History:
         """Returns the mean of the first FEW values; None, if a value is missing or the start is not over."""
         return mean(name, self.start, FEW) if self.records and self.records[-1]["step"] > FEW + RECENT else None
 
+    def best(self, name: str) -> float | None:
+        """Returns the largest mean of RECENT values in a row that the history has; None, if there are too few."""
+        values = [record[name] for record in self.records if record["step"] and record.get(name) is not None]
+        return max((sum(values[i : i + RECENT]) / RECENT for i in range(len(values) - RECENT + 1)), default=None)
+
 
 def mean(name: str, records: Sequence[Record], count: int) -> float | None:
     """Returns the mean of a value over `count` records; None, if one of them lacks it."""

@@ -227,15 +227,13 @@ def _earlier(history: History, name: str) -> float | None:
 
 def reward_collapse(history: History) -> Finding | None:
     """The reward has fallen far below what it was for a while: by half of its deviation at the start."""
-    values = [r["reward/mean"] for r in history.records if r["step"] and r.get("reward/mean") is not None]
-    windows = [sum(values[i : i + RECENT]) / RECENT for i in range(len(values) - RECENT + 1)]
-    spread, now = history.then("reward/std"), history.now("reward/mean")
-    if now is None or not spread or len(windows) < 2 or max(windows) - now <= REWARD_FALL * spread:
+    best, spread, now = history.best("reward/mean"), history.then("reward/std"), history.now("reward/mean")
+    if now is None or best is None or not spread or best - now <= REWARD_FALL * spread:
         return None
     return Finding(
         "reward_collapse",
         "error",
-        f"the mean reward was {max(windows):.3g} for {RECENT} steps, and is {now:.3g}",
+        f"the mean reward was {best:.3g} for {RECENT} steps, and is {now:.3g}",
         "the policy has been ruined since",
         "go on from an earlier checkpoint with a lower optim.learning_rate or fewer updates on a rollout",
         "Search-R1 #97",
@@ -278,13 +276,13 @@ def gradient_spike(history: History) -> Finding | None:
 
 def good_fades(history: History) -> Finding | None:
     """F19: completions with a positive advantage become less likely."""
-    before, now = history.then("logprobs/good"), history.now("logprobs/good")
-    if before is None or now is None or now >= min(2 * before, before - 0.1):
+    best, now = history.best("logprobs/good"), history.now("logprobs/good")
+    if best is None or now is None or now >= min(2 * best, best - 0.05):
         return None
     return Finding(
         "good_fades",
         "warning",
-        f"log-probability of a token in good completions {before:.2g} to {now:.2g}",
+        f"log-probability of a token in good completions {now:.2g}, {best:.2g} at best",
         "negative gradients of bad completions act on the tokens that they share with good ones",
         "lower optim.learning_rate, or have fewer updates on a rollout",
         "arXiv 2512.04220",

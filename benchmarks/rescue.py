@@ -1,0 +1,97 @@
+"""What a rollback saves: `python -m benchmarks.rescue [--seeds 0 1 2]`.
+
+Each run of configs/grpo.py meets a fault once, at step 30: without the rules that act, and with them. It prints the
+accuracy at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.build import build
+from jaxrl_llm.config.load import load
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health import faults
+from jaxrl_llm.run import Run
+from jaxrl_llm.train import train
+
+ROOT = Path(__file__).parent.parent
+STEPS, AT = 60, 30
+COMMON = {
+    "num_steps": STEPS, "eval.every": STEPS, "checkpoint.every": 10, "checkpoint.keep": 3, "checkpoint.keep_best": 0,
+    "log.tensorboard": False, "health.self_test": False,
+}  # fmt: skip
+RULES = ("reward_collapse", "entropy_explosion", "no_signal", "sampler_mismatch")
+
+
+def fast(run: Run) -> None:
+    """The rate x 100 for three steps."""
+    faults.fast(lambda step: 100.0 if AT <= step < AT + 3 and not run.attempt else 1.0)(run)
+
+
+def not_a_number(run: Run) -> None:
+    """One batch of rewards that are NaN."""
+
+    def change(step: int, batch: Any, scores: Any, rewards: Any) -> Any:
+        bad = step == AT and not run.attempt
+        return scores, replace(rewards, total=rewards.total * (jnp.nan if bad else 1.0))
+
+    faults.credit(change)(run)
+
+
+def wrong_push(run: Run) -> None:
+    """Three pushes of weights that are noise: the policy learns from what they sample."""
+    engine = run.actor.engine  # pyright: ignore[reportAttributeAccessIssue]
+    push = engine.update_weights
+
+    def wrong(params: Any, version: int = 0) -> None:
+        bad = AT <= version < AT + 3 and not run.attempt
+        push(jax.tree.map(lambda x: -x, params) if bad else params, version)
+
+    engine.update_weights = wrong
+
+
+FAULTS: dict[str, Callable[[Run], None]] = {"rate x 100": fast, "NaN rewards": not_a_number, "wrong push": wrong_push}
+
+
+def accuracy(seed: int, fault: str, acts: bool) -> tuple[float, int]:
+    """Returns the accuracy at the end of a run, and how often it went back."""
+    config = load(ROOT / "configs" / "grpo.py")
+    config.update_from_flattened_dict(COMMON | {"seed": seed} | ({"health.rollback.rules": RULES} if acts else {}))
+    with TemporaryDirectory() as workdir, redirect_stdout(sys.stderr), build(config, Path(workdir) / "run") as run:
+        if fault:
+            FAULTS[fault](run)
+        try:
+            for _ in train(run):
+                pass
+        except UserError as error:
+            print(error)
+        lines = map(json.loads, (Path(workdir) / "run" / "metrics.jsonl").read_text().splitlines())
+        return next((line["eval/accuracy"] for line in lines if line["step"] == STEPS), 0.0), run.attempt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    seeds = parser.parse_args().seeds
+    print("| fault | seed | undisturbed | disturbed | with rollback | times back |\n|---|---|---|---|---|---|")
+    for seed in seeds:
+        plain, _ = accuracy(seed, "", False)
+        for fault in FAULTS:
+            ill, (saved, back) = accuracy(seed, fault, False)[0], accuracy(seed, fault, True)
+            print(f"| {fault} | {seed} | {plain:.1%} | {ill:.1%} | {saved:.1%} | {back} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
