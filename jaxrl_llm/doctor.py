@@ -78,7 +78,7 @@ def main() -> None:
 def look_at_run(path: Path, as_json: bool) -> list[Finding]:
     """Applies the rules over records to a log, prints what they find, and returns it. Raises: UserError."""
     records = logs.read(path)
-    spells = judge(records, logs.bounds(path) or OTHERS)
+    spells = judge(records, logs.bounds(path) or OTHERS, logs.found_before(path))
     if as_json:
         print(json.dumps([spell.record() for spell in spells], indent=2))
     else:
@@ -155,15 +155,18 @@ def self_test_of(config: Config, *, quiet: bool) -> list[Checked]:
     return done
 
 
-def judge(records: Iterable[Record], bounds: dict[str, Any]) -> list[Spell]:
-    """Applies the rules after every record, as a run does, and returns what they find, the worst first."""
-    history, spells = History(), dict[str, Spell]()
+def judge(records: Iterable[Record], bounds: dict[str, Any], before: Iterable[Finding] = ()) -> list[Spell]:
+    """Applies the rules after every record, as a run does, and returns what they find, the worst first.
+
+    before: findings of step 0, which no record shows.
+    """
+    history, spells = History(), {finding.id: Spell(finding, 0, 0, 1) for finding in before}
     for record in records:
         history.add(record)
         for finding in rules.findings(history, bounds):
-            before = spells.get(finding.id)
+            last = spells.get(finding.id)
             at = record.get("at", record["step"])
-            first, steps = (before.first, before.steps) if before else (at, 0)
+            first, steps = (last.first, last.steps) if last else (at, 0)
             spells[finding.id] = Spell(finding, first, at, steps + 1)
     return sorted(spells.values(), key=lambda spell: (-SEVERITIES.index(spell.finding.severity), spell.first))
 

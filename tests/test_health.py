@@ -141,7 +141,7 @@ FAULTS = {
     "entropy_collapse": dict(entropy=lambda t: 0.12 * 0.02**t, reward__mean=0.4, reward__std=0.49),
     "entropy_explosion": dict(entropy=lambda t: 0.12 * 8**t),
     "reward_collapse": dict(reward__mean=lambda t: 0.9 - 0.9 * (t > 0.5), reward__std=0.3),
-    "gradient_climb": dict(grad_norm=lambda t: 12**t, clip__fraction=lambda t: 0.01 * 9**t),
+    "gradient_climb": dict(grad_norm=lambda t: 4**t, clip__fraction=lambda t: 0.01 * 9**t),
     "gradient_spike": dict(grad_norm=lambda t: 40.0 if 0.5 < t < 0.53 else 1.0),
     "good_fades": dict(logprobs__good=lambda t: -0.1 * 5**t),
     "repeats": dict(completion__repeated=lambda t: 0.5 * t),

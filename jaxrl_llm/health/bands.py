@@ -75,8 +75,8 @@ def _of_the_start(records: Sequence[Record]) -> list[Band]:
         found.append(Band("entropy", "entropy_explosion", f"at most {high:g} times the start", None, high * entropy))
     norm, clipped = start("grad_norm"), start("clip/fraction")
     if norm is not None and clipped is not None:
-        words = f"at most {GRADIENT:g} times the start, unless few tokens are clipped"
-        found.append(Band("grad_norm", "gradient_climb", words, None, GRADIENT * norm))
+        words = f"at most {GRADIENT[0]:g} times the start, or {GRADIENT[1]:g} times if few tokens are clipped"
+        found.append(Band("grad_norm", "gradient_climb", words, None, GRADIENT[0] * norm))
         words = f"at most {CLIPPED[0]:g} times the start or {CLIPPED[1]:.0%}, unless the gradient norm stays"
         found.append(Band("clip/fraction", "gradient_climb", words, None, max(CLIPPED[0] * clipped, CLIPPED[1])))
     if (cut := start("completion/truncated")) is not None:

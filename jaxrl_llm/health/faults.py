@@ -289,11 +289,9 @@ FAULTS: dict[str, Fault] = {
         {"advantage.normalize": "none"}, {"seed": 1}, begins=20, within=1, inject=credit(one_large_reward),
     ),
     "good_fades": Fault(
-        "16 updates on a rollout at a high rate, without an anchor",
-        {
-            "prompts_per_update": 8, "epochs": 4, "optim.learning_rate": 4e-4, "kl.placement": "none", "kl.coef": 0.0,
-        },
-        {"optim.learning_rate": 5e-4, "seed": 1}, within=40,
+        "samples are 6 steps old, at a high rate, without an anchor",
+        {"rollout.max_lag": 6, "optim.learning_rate": 1e-3, "kl.placement": "none", "kl.coef": 0.0},
+        {"rollout.max_lag": 8, "seed": 1}, within=40,
     ),
     "repeats": Fault(
         "a reward that repetition hacks", reward("repetition") | {"optim.learning_rate": 1e-3},

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health.finding import Record
+from jaxrl_llm.health.finding import Finding, Record
 
 NAMES = {  # of another trainer -> ours
     # TRL: GRPO and RLOO, also of older versions; then PPO
@@ -113,6 +113,13 @@ def _number(state: Path) -> int:
     """Returns the number of the checkpoint of a trainer_state.json."""
     number = state.parent.name.rpartition("-")[2]
     return int(number) if number.isdecimal() else -1
+
+
+def found_before(workdir: Path) -> list[Finding]:
+    """Returns the findings of a run before its first step: those of the self-test."""
+    file = workdir / "health.jsonl"
+    lines = map(json.loads, whole_lines(file)) if file.is_file() else ()
+    return [Finding(**{name: x for name, x in line.items() if name != "step"}) for line in lines if not line["step"]]
 
 
 def _rows(lines: Iterable[Any]) -> dict[int, dict[str, float]]:

@@ -20,7 +20,7 @@ NO_SIGNAL = 0.8  # share of groups
 NEVER_STOPS = 0.9  # share of completions
 FIRST_CLIPPED = 0.01  # share of tokens
 ENTROPY = (0.1, 3.0)  # times the start
-GRADIENT = 2.5  # times the start
+GRADIENT = (2.5, 5.0)  # times the start, if more tokens are clipped too; and alone
 SPIKE = 10.0  # times the mean of the steps before
 CLIPPED = (2.0, 0.02)  # times the start, or this share
 TRUNCATED = (1.5, 0.05)  # times the start, or this share
@@ -241,12 +241,13 @@ def reward_collapse(history: History) -> Finding | None:
 
 
 def gradient_climb(history: History) -> Finding | None:
-    """F6: the norm of the gradient and the share of clipped tokens climb together."""
+    """F6: the norm of the gradient climbs, far or together with the share of clipped tokens."""
     before, now = history.then("grad_norm"), history.now("grad_norm")
     clipped, clips = history.then("clip/fraction"), history.now("clip/fraction")
     if before is None or now is None or clipped is None or clips is None or len(history.latest) < WINDOW:
         return None
-    if now <= GRADIENT * before or clips <= max(CLIPPED[0] * clipped, CLIPPED[1]):
+    together = clips > max(CLIPPED[0] * clipped, CLIPPED[1])
+    if now <= GRADIENT[0 if together else 1] * before:
         return None
     return Finding(
         "gradient_climb",

@@ -89,7 +89,7 @@ def read(workdir: Path, letter: str, name: str) -> Run:
     records = _lines(workdir / logs.METRICS)
     if not records:
         raise UserError(f"{workdir} has no record yet: wait for its first step")
-    spells = doctor.judge(records, config.health.to_dict())
+    spells = doctor.judge(records, config.health.to_dict(), logs.found_before(workdir))
     found = {spell.finding.id for spell in spells}
     wrote = sorted({line["id"] for line in _lines(workdir / "health.jsonl")} - found)
     completions = _lines(workdir / "completions.jsonl")
