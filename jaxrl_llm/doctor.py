@@ -92,7 +92,9 @@ def demonstrate(rule: str) -> bool:
     print(f"{rule}: {fault.story}, from step {fault.begins:,} on")
     with TemporaryDirectory() as workdir:
         run = Path(workdir) / "run"
-        records = list(faults.demonstrate(rule, run))
+        for _ in faults.demonstrate(rule, run):
+            pass
+        records = logs.read(run)  # also that of a step at which a rule stops the run
         spells = judge(records, logs.bounds(run) or OTHERS)
     print_spells(spells, records)
     found = [spell.first for spell in spells if spell.finding.id == rule]

@@ -1,0 +1,61 @@
+"""Runs that are made to fail: the rule of each finds it within the steps that it may take."""
+
+from __future__ import annotations
+
+import pytest
+from test_train import ROOT
+
+from jaxrl_llm import doctor
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health import faults, logs, rules
+from jaxrl_llm.health.finding import History
+
+QUICKLY = ("sampler_mismatch", "never_stops")  # in seconds; the others are slow
+
+
+def test_every_rule_has_a_fault():
+    assert set(faults.FAULTS) == {rule.__name__ for rule in rules.RULES}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow) for name in faults.FAULTS]
+)
+def test_a_rule_finds_its_fault_in_time(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    fault, history = faults.FAULTS[name], History()
+    bounds = faults.config_of(name).health.to_dict()
+    found = lambda: name in {finding.id for finding in rules.findings(history, bounds)}  # noqa: E731
+    for record in faults.demonstrate(name, tmp_path / "run"):
+        history.add(record)
+        if found():
+            break
+    else:  # the rule has stopped the run, before this record was given
+        history = History(logs.read(tmp_path / "run"))
+    assert found()
+    assert fault.begins <= history.records[-1]["step"] < fault.begins + fault.within
+
+
+def test_a_demonstration_tells_what_is_wrong_and_who_finds_it(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(faults.SMALL, "num_steps", 8)
+    monkeypatch.setattr("sys.argv", ["doctor", "--demonstrate", "never_stops"])
+    with pytest.raises(SystemExit) as ended:
+        doctor.main()
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "never_stops: the engine strips the stop token, from step 1 on" in out
+    assert "step 8: error: 100% of the completions reach the limit" in out
+    assert "never_stops should find it within 8 steps: step 8" in out
+
+
+def test_a_demonstration_elsewhere_says_where_to_run_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="run it in the folder of the repository"):
+        faults.config_of("no_signal")
+
+
+def test_the_second_form_of_a_fault_is_another(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name in faults.FAULTS:
+        one, two = (faults.config_of(name, second=second).to_dict() for second in (False, True))
+        assert one != two, name
