@@ -267,3 +267,12 @@ def test_the_page_is_in_the_first_workdir_unless_told_otherwise(tmp_path, monkey
     report.main()
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert capsys.readouterr().out.startswith(f"{folder / 'report.html'} (")
+
+
+def test_a_run_that_went_back_says_so(tmp_path):
+    workdir = write(tmp_path, SICK)
+    (workdir / "rollbacks").mkdir()
+    decision = {"step": 27, "to": 10, "finding": {"id": "entropy_explosion"}}
+    (workdir / "rollbacks" / "1.json").write_text(json.dumps(decision))
+    text = page.render([workdir])
+    assert "<dt>step 27</dt><dd>went back to step 10: entropy_explosion</dd>" in text

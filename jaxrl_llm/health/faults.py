@@ -264,7 +264,8 @@ FAULTS: dict[str, Fault] = {
         engine("noisy", noise=0.25) | {"prompts_per_update": 8},
     ),
     "no_signal": Fault(
-        "one key for all members of a group", engine("repeating"), engine("jax") | reward("equal")
+        "one key for all members of a group", engine("repeating"),
+        {"engine": {"name": "jax", "max_sequences": 0}} | reward("equal"),
     ),
     "entropy_collapse": Fault(
         "a reward that one digit hacks, for every other prompt",

@@ -10,6 +10,7 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 import jaxrl_llm
+from jaxrl_llm.health.rollback import Rollbacks
 from jaxrl_llm.report import completions, curves, tables
 from jaxrl_llm.report.runs import FILES, Run, read_all
 
@@ -69,6 +70,8 @@ def card(run: Run) -> list[tuple[str, str]]:
     if len(accuracies) > 1:
         best, step = max(accuracies)
         rows.append(("best accuracy", f"{best:.1%} (step {-step:,})"))
+    for back in Rollbacks(run.workdir).read():
+        rows.append((f"step {back.step:,}", f"went back to step {back.to:,}: {back.finding['id']}"))
     return [*rows, ("last record", _time((run.workdir / FILES[1]).stat().st_mtime))]
 
 
