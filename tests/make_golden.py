@@ -41,8 +41,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "remax": ("prompts_per_update=8", "mask.truncated=true"),
 }  # fmt: skip
 CONFIGS = {"lag": "grpo"}
-# Of the clock, or nothing but rounding: at first, policy and reference are the same.
-ROUNDING = ("time/", "tokens_per_second", "sampler/gap", "reward/kl_pays")
+# Of the clock, of the build of zlib, or nothing but rounding: at first, policy and reference are the same.
+ROUNDING = ("time/", "tokens_per_second", "completion/compressed", "sampler/gap", "reward/kl_pays")
 
 
 def make_teacher(folder: Path) -> None:

@@ -143,7 +143,7 @@ FAULTS = {
     "reward_collapse": dict(reward__mean=lambda t: 0.9 - 0.9 * (t > 0.5), reward__std=0.3),
     "gradient_climb": dict(grad_norm=lambda t: 4**t, clip__fraction=lambda t: 0.01 * 9**t),
     "gradient_spike": dict(grad_norm=lambda t: 40.0 if 0.5 < t < 0.53 else 1.0),
-    "good_fades": dict(logprobs__good=lambda t: -0.1 * 5**t),
+    "good_fades": dict(logprobs__good=lambda t: -0.1 * 5**t, reward__mean=lambda t: 0.5 - 0.1 * t, reward__std=0.49),
     "repeats": dict(completion__repeated=lambda t: 0.5 * t),
     "kl_alone": dict(loss__kl_alone=lambda t: 9e-5 * t, reward__mean=0.4, reward__std=0.49),
     "kl_pays": dict(reward__kl=lambda t: 0.5 * t, reward__mean=lambda t: 0.4 - 0.3 * t, reward__std=0.49),

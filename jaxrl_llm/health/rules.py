@@ -276,9 +276,13 @@ def gradient_spike(history: History) -> Finding | None:
 
 
 def good_fades(history: History) -> Finding | None:
-    """F19: completions with a positive advantage become less likely."""
+    """F19: completions with a positive advantage become less likely, and the reward is past its best."""
     best, now = history.best("logprobs/good"), history.now("logprobs/good")
     if best is None or now is None or now >= min(2 * best, best - 0.05):
+        return None
+    # While the reward rises, it may be only the hard problems that are left: with remax they alone have an advantage.
+    earned, earns, spread = history.best("reward/mean"), history.now("reward/mean"), history.then("reward/std")
+    if earned is None or earns is None or spread is None or earned - earns <= 0.1 * spread:
         return None
     return Finding(
         "good_fades",
