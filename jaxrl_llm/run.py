@@ -100,10 +100,6 @@ class Run:
 
         Moves all other parts to that step. If the run has decided to go back, deletes the checkpoints after that step.
         """
-        if self.states:  # a running run goes back: nothing may still use its states, and a signal must not save them
-            self.actor.finish_push(self.states["policy"].params)
-            self.log.finish()
-            self.states, self.saved, self.unwritten = {}, self.step, None
         decisions = self.rollbacks.read()
         back = decisions[-1] if len(decisions) > self.checkpoints.rollbacks() else None
         step, states, pending, ladders = self.checkpoints.resume(self.shapes, back.to + 1 if back else None)
@@ -220,8 +216,11 @@ class Run:
             last = f"the last checkpoint is {latest}" if latest else "there is no checkpoint"
             raise UserError(f"step {step}: {found.evidence}, because {found.cause}; {last}: {found.fix}")
         if found and action == "roll back":
+            self.actor.finish_push(self.states["policy"].params)  # then nothing uses these states
             most, saved = self.config.health.rollback.most, self.checkpoints.steps()
-            decision = self.rollbacks.decide(step, found.record(), saved, most)
+            with self.stop.deferred():  # from the decision on, a signal must not save these states
+                decision = self.rollbacks.decide(step, found.record(), saved, most)
+                self.states, self.saved, self.unwritten = {}, self.step, None
             self.log.say(f"    health {found.line()}")
             self.log.say(f"    rollback {self.attempt + 1} of at most {most}: back to step {decision.to}")
         return action == "roll back"

@@ -181,6 +181,20 @@ def test_two_processes_killed_at_random_moments_go_on_bit_for_bit(tmp_path):
             went_on += 1
 
 
+@pytest.mark.slow
+def test_two_processes_go_back_together_and_then_end_together(tmp_path):
+    never = ("num_steps=20", "reward.functions=arithmetic.accuracy", "reward.weights=1.0", "optim.learning_rate=1e-9")
+    act = ("health.rollback.rules=no_signal", "health.rollback.most=1", "checkpoint.every=4", "checkpoint.keep=4")
+    no_signal = ("eval.every=0", "checkpoint.keep_best=0", "epochs=1", "rollout.temperature=0.001")
+    processes = Processes(2, ROOT / "configs" / "grpo.py", tmp_path / "run", *TINY, *never, *act, *no_signal)
+    assert processes.end() == [2, 2], processes.said()
+    decision = json.loads((tmp_path / "run" / "rollbacks" / "1.json").read_text())
+    assert (decision["step"], decision["to"], decision["finding"]["id"]) == (8, 0, "no_signal")
+    assert "rollback 1 of at most 1: back to step 0" in processes.outputs[0].read_text()
+    assert "the run has gone back 1 times already" in processes.outputs[0].read_text()
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 9))
+
+
 def test_an_error_in_one_process_ends_all(tmp_path):
     (tmp_path / "own.py").write_text(
         "import os\n"
