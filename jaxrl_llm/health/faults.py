@@ -314,7 +314,7 @@ FAULTS: dict[str, Fault] = {
         "a reward that short answers hack", reward("short") | {"optim.learning_rate": 1e-3}, {"seed": 1}, within=40
     ),
     "channels_diverge": Fault(
-        "a reward for thinking, and none for being right",
+        "a reward that repetition hacks, and none for the accuracy",
         reward("repetition", "arithmetic.accuracy", weights=(1.0, 0.0)) | {"optim.learning_rate": 3e-4}, {"seed": 1},
         within=40,
     ),
