@@ -51,11 +51,6 @@ def back(rule: str = "too_fast", **changes):
     return tiny(**sizes | {"health.rollback.warmup_steps": 2} | changes)
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["no lag", "lag 1"])
-def lag(request) -> int:
-    return request.param
-
-
 def test_a_run_goes_back_once_and_ends_with_a_lower_rate(tmp_path, capsys):
     records = list(steps(back(), tmp_path / "run"))
     assert [r["step"] for r in records] == [*range(10), *range(3, 13)]  # that of step 10 has the finding
@@ -72,6 +67,7 @@ def test_a_run_goes_back_once_and_ends_with_a_lower_rate(tmp_path, capsys):
     assert "rollback 1 of at most 3: back to step 2" in out
 
 
+@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_is_left_around_its_rollback_has_the_numbers_of_one_that_is_not(lag, tmp_path):
     config = lambda: back(**{"rollout.max_lag": lag})  # noqa: E731
     straight = tmp_path / "straight"

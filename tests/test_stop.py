@@ -193,10 +193,10 @@ def check_for_ten_seconds(checkpoints: Checkpoints) -> None:
 def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed(tmp_path, full, capfd):
     folder = tmp_path / "run" / "checkpoints"
     checkpoints = Checkpoints(folder, {}, KEEP, MESH)
-    checkpoints.save(1, STATE, PENDING, None, {})
+    checkpoints.save(1, STATE, PENDING, None, ladders={})
     checkpoints.wait()
     full(2**18)
-    checkpoints.save(2, STATE, PENDING, None, {})
+    checkpoints.save(2, STATE, PENDING, None, ladders={})
     with pytest.raises(UserError, match=r" cannot be written \(File too large; .* GB free there\): make"):
         check_for_ten_seconds(checkpoints)
     full(resource.RLIM_INFINITY)
@@ -206,7 +206,7 @@ def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed
     step, state, *_ = again.resume(STATE)
     assert step == 1
     assert (state["a"] == STATE["a"]).all()
-    again.save(2, STATE, PENDING, None, {})
+    again.save(2, STATE, PENDING, None, ladders={})
     again.close()
     assert steps(folder) == ["2"]
 
@@ -218,7 +218,7 @@ def test_an_evaluation_is_saved_only_if_it_is_one_of_the_best_also_after_a_resum
     checkpoints = make()
     assert checkpoints.is_best(0.0) and not checkpoints.is_best(None)
     for step, accuracy in enumerate([0.5, 0.7], 1):
-        checkpoints.save(step, STATE, PENDING, accuracy, {})
+        checkpoints.save(step, STATE, PENDING, accuracy, ladders={})
     checkpoints.close()
     again = make()
     again.resume(STATE)
@@ -233,7 +233,7 @@ def test_an_evaluation_is_saved_only_if_it_is_one_of_the_best_also_after_a_resum
 def test_the_best_checkpoint_stays_when_the_run_is_resumed(tmp_path):
     for step, accuracy in enumerate([0.1, 0.9, 0.2, 0.3], 1):
         checkpoints = Checkpoints(tmp_path, {}, KEEP, MESH)
-        checkpoints.save(step, STATE, PENDING, accuracy, {})
+        checkpoints.save(step, STATE, PENDING, accuracy, ladders={})
         checkpoints.close()
     assert steps(tmp_path) == ["2", "4"]
 
@@ -247,7 +247,7 @@ def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkey
     monkeypatch.setattr(disk, "free", lambda folder: 3 * size - 1)
     with pytest.raises(UserError, match=r"has room for 0.01 GB, but 3 checkpoints of 0.00 GB need 0.01 GB: make room"):
         checkpoints.check_room(STATE)
-    checkpoints.save(1, STATE, PENDING, None, {})
+    checkpoints.save(1, STATE, PENDING, None, ladders={})
     checkpoints.wait()
     checkpoints.check_room(STATE)  # one of them is there
     checkpoints.close()

@@ -53,9 +53,9 @@ def serve(workdirs: Sequence[Path], port: int) -> None:
     for workdir in workdirs:
         read_config(workdir)
     with Server(workdirs, port) as server:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the package lets Ctrl-C end a program at once
-        print(f"http://{server.address} (Ctrl-C ends it)", flush=True)
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # the package lets Ctrl-C end a program at once
+            print(f"http://{server.address} (Ctrl-C ends it)", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print("\nended by Ctrl-C")
