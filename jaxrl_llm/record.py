@@ -115,7 +115,7 @@ def of_rollouts(rollouts: Rollouts, step: int) -> dict[str, Any]:
 
 
 GRAM = 4  # tokens
-READ = 64  # completions of a step, at most, whose text is measured: it takes milliseconds
+READ = 64  # completions of a step, at most, whose text is measured, of all processes: it takes milliseconds
 
 
 def of_texts(samples: Samples) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def of_texts(samples: Samples) -> dict[str, Any]:
     share; noise has a large one, repetition a small one.
     """
     tokens, mask = samples.rollouts.completions, samples.rollouts.completion_mask
-    first = slice(max(READ // tokens.shape[1], 1))
+    first = slice(max(READ // (tokens.shape[1] * distributed.count()), 1))  # groups of this process
     groups = [
         [row[real] for row, real in zip(*group, strict=True)] for group in zip(tokens[first], mask[first], strict=True)
     ]

@@ -89,7 +89,7 @@ def records(workdir: Path) -> list[dict]:
     """Returns the records of metrics.jsonl without times and without what is nothing but rounding."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     # The critic's values before and after an update of another part of the batch are on the edge of being clipped.
-    left_out = ("time/", "tokens_per_second", "sampler/gap", "importance/kl", "critic/clip")
+    left_out = ("time/", "tokens_per_second", "sampler/gap", "importance/kl", "critic/clip", "completion/compressed")
     return [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in lines]
 
 
