@@ -120,16 +120,23 @@ for record in steps(here.back(), workdir):
 """
 
 
+def killed(moment: str, workdir: Path) -> int:
+    """Runs to the end, or to a kill -9 at this moment, and returns the exit code."""
+    return subprocess.run(
+        [sys.executable, "-c", KILLED, moment, str(workdir)], cwd=ROOT, env=environment(), capture_output=True
+    ).returncode
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_around_its_rollback_resumes_bit_for_bit(tmp_path):
-    list(steps(back(), tmp_path / "straight"))
+    straight = tmp_path / "straight"
+    assert killed("never", straight) == 0
     for moment in ("before the decision", "after the decision", "after the deletion", "in a save after it"):
         workdir = tmp_path / moment.replace(" ", "-")
-        command = [sys.executable, "-c", KILLED, moment, str(workdir)]
-        assert subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True).returncode == -signal.SIGKILL
-        list(steps(back(), workdir))
-        assert numbers(written(workdir)) == numbers(written(tmp_path / "straight")), moment
-        weights = [(folder / "hf/model.safetensors").read_bytes() for folder in (workdir, tmp_path / "straight")]
+        assert killed(moment, workdir) == -signal.SIGKILL
+        assert killed("never", workdir) == 0
+        assert numbers(written(workdir)) == numbers(written(straight)), moment
+        weights = [(folder / "hf/model.safetensors").read_bytes() for folder in (workdir, straight)]
         assert weights[0] == weights[1], moment
 
 
