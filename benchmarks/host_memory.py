@@ -136,8 +136,8 @@ def main() -> None:
                 port = found.getsockname()[1]
             began, workdir = time.perf_counter(), f"{made}/run{count}"
             addresses = [f"127.0.0.1:{port},{i}/{count}" if count > 1 else "" for i in range(count)]
-            command = [sys.executable, "-m", "benchmarks.host_memory", "--one", str(folder), workdir]
-            command += ["--lean"] if args.lean else []
+            lean = ["--lean"] if args.lean else []
+            command = [sys.executable, "-m", "benchmarks.host_memory", *lean, "--one", str(folder), workdir]
             environ = os.environ | {"JAX_PLATFORMS": "cpu"}
             started = [
                 subprocess.Popen([*command, address], stdout=subprocess.PIPE, text=True, env=environ)
