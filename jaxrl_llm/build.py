@@ -13,13 +13,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import compatibility, distributed, sharding
+from jaxrl_llm import compatibility, distributed, envs, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import batch_table, models_table, print_banner, shapes_table
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compilation import Compilations, Program, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
+from jaxrl_llm.config.names import arguments, resolve
 from jaxrl_llm.data import prompts as data
+from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.evaluate import evaluate, whole_batches
 from jaxrl_llm.health import Health, settings
@@ -232,7 +234,9 @@ def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
         weight_check = WeightCheck(engine, given.model, given.mesh, collate, rows=rows, bound=bound)
-    source = SampleSource(config, engine, sampling, iterator, collate, given.tokenizer, reward_fn, greedy=greedy)
+    environments = open_environments(given)
+    tools = collate, given.tokenizer, reward_fn, environments
+    source = SampleSource(config, engine, sampling, iterator, *tools, greedy=greedy)
     actor = Actor(
         engine,
         source,
@@ -284,11 +288,21 @@ def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
     """Returns `evaluation(engine)` -> accuracy of greedy completions on the held-out problems."""
     config = given.config
     reward_fn = open_reward_fn(given, (config.eval.function,) if config.eval.every else (), (1.0,))
+    environments = open_environments(given)
     batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
     key = jax.random.key(config.seed)
     return lambda engine: float(
-        evaluate(engine, given.held_out, reward_fn, given.tokenizer, batch=batch, key=key)[0].mean()
+        evaluate(engine, given.held_out, reward_fn, given.tokenizer, environments, batch=batch, key=key)[0].mean()
     )
+
+
+def open_environments(given: Loaded) -> EnvironmentPool | None:
+    """Opens the environments of the config; None: it has none. They close when the run ends."""
+    if "env" not in given.config:
+        return None
+    env = given.config.env
+    make = partial(resolve(env.name, envs, "config.env.name"), **arguments(env))
+    return given.opened.enter_context(closing(EnvironmentPool(given.tokenizer, make, **given.config.turns)))
 
 
 def open_reward_fn(given: Loaded, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:

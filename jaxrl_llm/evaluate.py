@@ -24,11 +24,13 @@ from jaxrl_llm.config.schema import Field
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import FILES
+from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.samples import grade, sample
 from jaxrl_llm.saved_run import SavedRun
 from jaxrl_llm.structs import Config
 
@@ -55,6 +57,7 @@ def evaluate(
     dataset: data.Dataset,
     score: RewardFn,
     tokenizer: Any,
+    environments: EnvironmentPool | None = None,
     *,
     batch: int,
     key: jax.Array,
@@ -64,11 +67,10 @@ def evaluate(
     """Returns scores [N, G] and texts of G = samples completions for each of the N problems of a data set."""
     scores, texts = [], []
     for i, prompts in enumerate(data.batches(dataset, batch, tokenizer.pad_token_id)):
-        rollouts = engine.generate(
-            prompts, jax.random.fold_in(key, i), group_size=samples, sampling=Sampling(temperature)
-        )
-        said, ids = data.decode(tokenizer, rollouts.completions, rollouts.completion_mask)
-        scores.append(distributed.gather(score(prompts.rows, said, ids)["total"]))
+        of_batch = jax.random.fold_in(key, i)
+        rollouts = sample(engine, prompts, of_batch, samples, Sampling(temperature), environments)
+        said, channels = grade(score, tokenizer, prompts, rollouts, turns=environments is not None)
+        scores.append(distributed.gather(channels["total"]))
         texts += [group for part in distributed.exchange(said) for group in part]
     count = len(dataset.rows)  # without the rows that fill the last batch
     return np.concatenate(scores)[:count], texts[:count]

@@ -111,7 +111,25 @@ def of_rollouts(rollouts: Rollouts, step: int) -> dict[str, Any]:
     if len(versions):
         lags = np.repeat(step - 1 - versions, tokens)
         record |= {"rollout/lag": lags.mean(), "rollout/lag_p95": np.percentile(lags, 95)}
-    return record
+    return record | of_episodes(rollouts)
+
+
+def of_episodes(rollouts: Rollouts) -> dict[str, Any]:
+    """Returns the means over the episodes of all processes of what their environments measured, if there are any."""
+    if not distributed.exchange(rollouts.episodes != {}, LOG)[0]:
+        return {}
+    sums = {name: [float(x.sum()), x.size] for name, x in rollouts.episodes.items()}
+    own, real = rollouts.loss_mask.sum(), rollouts.completion_mask.sum()
+    sums |= {"policy_tokens": [float(own), rollouts.truncated.size]}
+    sums |= {"environment_tokens": [float(real - own), rollouts.truncated.size]}
+    found: dict[str, list[list[float]]] = {}
+    for of_process in distributed.exchange(sums, LOG):
+        for name, pair in of_process.items():
+            found.setdefault(name, []).append(pair)
+    size = sum(count for _, count in found["policy_tokens"])
+    record = {f"episode/{name}": sum(total for total, _ in pairs) / size for name, pairs in found.items()}
+    seconds = record.pop("episode/seconds", 0.0)
+    return record | {"time/environment": seconds}
 
 
 GRAM = 4  # tokens

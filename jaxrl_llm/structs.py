@@ -10,7 +10,7 @@ itself, for example its log-probability given all earlier tokens, its mask or it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -44,8 +44,9 @@ class Rollouts:
     completion_mask: AnyArray  # [B, G, C] bool, True on real tokens (attended to)
     loss_mask: AnyArray  # [B, G, C] bool, True on tokens that the policy sampled (trained on)
     logprobs: AnyArray  # [B, G, C] float32, of the sampled distribution
-    truncated: AnyArray  # [B, G] bool, True if the limit came before a stop token
+    truncated: AnyArray  # [B, G] bool, True if the limit came before a stop token, or if an episode met a limit
     versions: AnyArray  # [B, G, C] int32, step after which the sampling weights were pushed
+    episodes: dict[str, AnyArray] = field(default_factory=dict)  # {metric: [B, G]} of episodes with an environment
 
 
 @jax.tree_util.register_dataclass

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import ModuleType
 
-from jaxrl_llm import rewards
+from jaxrl_llm import envs, rewards
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.combinations import check_algorithm, check_health, check_rollout
-from jaxrl_llm.config.fields import CRITIC, FROZEN, SFT, TRAIN
+from jaxrl_llm.config.combinations import check_algorithm, check_health, check_rollout, check_turns
+from jaxrl_llm.config.fields import CRITIC, FROZEN, SFT, TRAIN, TURNS
 from jaxrl_llm.config.names import required_inputs, resolve
 from jaxrl_llm.config.no_effect import check_no_effect_shared
 from jaxrl_llm.config.schema import Field, check_fields, names_that_may_change
@@ -37,9 +38,14 @@ class Totals:
 NAMED = {"advantage": advantages, "loss": losses, "engine": engines}  # section -> module that its `name` is in
 
 
+def named(config: Config) -> dict[str, ModuleType]:
+    """Returns the sections that name a function or a class, with the module that it is in."""
+    return NAMED | ({"env": envs} if "env" in config else {})
+
+
 def train_fields(config: Config) -> dict[str, Field]:
     """Returns the fields of a `train` config, including those of its optional sections."""
-    fields = TRAIN | (CRITIC if "critic" in config else {})
+    fields = TRAIN | (CRITIC if "critic" in config else {}) | (TURNS if "env" in config else {})
     for section, more in FROZEN.items():
         fields = fields | (more if section in config else {})
     return fields
@@ -49,7 +55,7 @@ def may_change(config: Config) -> set[str]:
     """Returns the fields of a checked config that a resumed run may change."""
     if "loss" not in config:
         return names_that_may_change(config, SFT, {})
-    return names_that_may_change(config, train_fields(config), NAMED)
+    return names_that_may_change(config, train_fields(config), named(config))
 
 
 def check_train(config: Config) -> Totals:
@@ -58,7 +64,7 @@ def check_train(config: Config) -> Totals:
     Raises: UserError, naming the field.
     """
     critic = "critic" in config
-    check_fields(config, train_fields(config), NAMED)
+    check_fields(config, train_fields(config), named(config))
     check_shared(config, config.prompts_per_update)
     if config.prompts_per_step % config.prompts_per_update:
         raise UserError(
@@ -68,6 +74,8 @@ def check_train(config: Config) -> Totals:
     updates = config.prompts_per_step // config.prompts_per_update * config.epochs
     check_algorithm(config, updates)
     check_rollout(config)
+    if "env" in config:
+        check_turns(config)
     waited = config.critic.warmup_steps if critic else 0
     if waited >= min(config.num_steps, scheduled_steps(config)):
         raise UserError(f"config.critic.warmup_steps = {waited} but num_steps is {config.num_steps}: lower it")

@@ -166,6 +166,17 @@ def check_rollout(config: Config) -> None:
     engines.choose(config).check()
 
 
+def check_turns(config: Config) -> None:
+    """Checks that a turn and an observation fit into an episode."""
+    whole, turns = config.rollout.max_completion_tokens, config.turns
+    for field in ("tokens", "observation_tokens"):
+        if turns[field] > whole:
+            raise UserError(
+                f"config.turns.{field} = {turns[field]} is more than an episode has: rollout.max_completion_tokens is "
+                f"{whole}; lower one or raise the other"
+            )
+
+
 def check_health(config: Config) -> None:
     """Checks the rules that act: their names, and that a rollback has a checkpoint to go back to."""
     health, saved, rules = config.health, config.checkpoint, [rule.__name__ for rule in RULES]

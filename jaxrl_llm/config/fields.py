@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.config.schema import Field, fields_of
+from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner import optim, scorers
 from jaxrl_llm.sharding import make_mesh
@@ -94,6 +95,7 @@ CRITIC = {  # only if the advantage estimator requires values
     "critic.warmup_steps": Field(int, low=0),
     **optim_fields("critic.optim"),
 }
+TURNS = fields_of("turns", EnvironmentPool.__init__)  # only if there is an environment
 FROZEN = {  # only if the advantage estimator requires a column of another model
     section: {f"{section}.path": Field(str, may_change=True)}  # as model.path
     for section in scorers.FROZEN

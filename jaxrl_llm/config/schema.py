@@ -121,7 +121,8 @@ def names_that_may_change(config: Config, fields: dict[str, Field], named: dict[
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        return get_type_hints(function, include_extras=True)
+        made = function.__init__ if inspect.isclass(function) else function
+        return get_type_hints(made, include_extras=True)
     except NameError:  # an annotation uses a name that only type checkers import
         return {}
 

@@ -61,6 +61,13 @@ def encode(
     return ids
 
 
+def encode_text(text: str, tokenizer: Any) -> list[int]:
+    """Returns the token ids of a text as it is, with nothing added. Several threads may call it."""
+    if tokenizer.is_fast:  # its own call may change the tokenizer's settings, which another thread uses
+        return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def check_template(tokenizer: Any, source: str, template_args: Mapping[str, Any]) -> None:
     """Checks that a chat template exists and reads all arguments. Raises: UserError, naming an unread one."""
     if not tokenizer.chat_template:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import grain
 import numpy as np
@@ -16,6 +16,8 @@ from jaxrl_llm.data import encoding
 from jaxrl_llm.data.rows import Row, load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import AnyArray, Config, Prompts
+
+Turn: TypeAlias = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -207,3 +209,20 @@ def decode(tokenizer: Any, completions: AnyArray, mask: AnyArray) -> tuple[list[
     flat = tokenizer.batch_decode([tokens for group in ids for tokens in group], skip_special_tokens=True)
     size = completions.shape[1]
     return [flat[i : i + size] for i in range(0, len(flat), size)], ids
+
+
+def decode_turns(tokenizer: Any, completions: AnyArray, mask: AnyArray, sampled: AnyArray) -> list[list[list[Turn]]]:
+    """Splits completions [B, G, C] into turns, where `sampled` changes: B x G lists of {"role", "content"}.
+
+    The role is "assistant" for tokens of the policy and "environment" for those of an observation.
+    """
+
+    def turns(tokens: np.ndarray, real: np.ndarray, own: np.ndarray) -> list[Turn]:
+        own, tokens = own[real], tokens[real]
+        parts = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(own)) + 1) if len(tokens) else []
+        texts = tokenizer.batch_decode([tokens[part].tolist() for part in parts], skip_special_tokens=True)
+        roles = ["assistant" if own[part[0]] else "environment" for part in parts]
+        return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+
+    groups = zip(completions, mask, sampled, strict=True)
+    return [[turns(*row) for row in zip(*group, strict=True)] for group in groups]

@@ -28,7 +28,7 @@ def to_batch(samples: Samples, pack: Callable[[np.ndarray, int], np.ndarray] | N
         prompts.mask,
         rollouts.completions,
         rollouts.completion_mask,
-        rollouts.loss_mask,
+        samples.trained,
         sampler_logprobs=rollouts.logprobs,
         packed_index=index,
     )

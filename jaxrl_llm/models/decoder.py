@@ -141,23 +141,61 @@ class Decoder:
 
         cache: the KV cache [B, K, N, S, h] of each layer, with tokens 0 .. t-1, t < S.
         """
-        positions = jnp.broadcast_to(jnp.sum(prefix_mask, axis=-1)[:, None, None] + t, (*tokens.shape, 1))
+
+        def write(cache: Array, now: Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(cache, now, t, axis=3)
+
+        visible = (jnp.arange(cache[0].keys.shape[3]) <= t)[None, None, None]
+        positions = jnp.broadcast_to(t, (*tokens.shape, 1))
+        hidden, cache = self._decode(params, tokens[..., None], positions, write, visible, cache, prefix, prefix_mask)
+        return hidden[:, :, 0], cache
+
+    def decode_at(
+        self, params: PyTree, tokens: Array, at: Array, count: Array, cache: Any, prefix: Any, prefix_mask: Array
+    ) -> tuple[jax.Array, Any]:
+        """Runs the next tokens of rows that are at different places: tokens [B, N, T] -> hidden [B, N, T, D], cache.
+
+        at [B, N]: the place of each row's first token. count [B, N]: how many of its tokens are real; the others leave
+        no trace. cache: as in `decode`, with the tokens before `at`.
+        """
+        room, steps = cache[0].keys.shape[3], jnp.arange(tokens.shape[2])
+        positions = at[..., None] + steps[None, None]
+        # Out of range: JAX drops what is written there.
+        places = jnp.where(steps[None, None] < count[..., None], positions, room)
+        one_row = lambda x, place, new: x.at[:, place].set(new, mode="drop")  # noqa: E731
+        rows = jax.vmap(jax.vmap(one_row, in_axes=(1, 0, 1), out_axes=1))
+
+        def write(cache: Array, now: Array) -> jax.Array:
+            return rows(cache, places, now)
+
+        visible = jnp.arange(room)[None, None, None] <= positions[..., None]
+        return self._decode(params, tokens, positions, write, visible, cache, prefix, prefix_mask)
+
+    def _decode(
+        self,
+        params: PyTree,
+        tokens: Array,
+        places: Array,
+        write: Callable[[Array, Array], Array],
+        visible: Array,
+        cache: Any,
+        prefix: Any,
+        prefix_mask: Array,
+    ) -> tuple[jax.Array, Any]:
+        """Runs tokens [B, N, T] at `places` of completions, after write(cache, their keys or values)."""
+        positions = jnp.sum(prefix_mask, axis=-1)[:, None, None] + places
         angles = rotary(positions, self.cfg.head_dim, self.cfg.rope_theta)
 
         def layer(x: Array, scanned: tuple[PyTree, KeyValue, KeyValue]) -> tuple[Array, KeyValue]:
             params_l, prompt, cache_l = scanned
             block = self._block(params_l)
             query, now = head_major(*block.project(x, angles))
-            cache_l = KeyValue(
-                *(jax.lax.dynamic_update_slice_in_dim(c, n, t, axis=3) for c, n in zip(cache_l, now, strict=True))
-            )
-            visible = (jnp.arange(cache_l.keys.shape[3]) <= t)[None, None, None]
+            cache_l = KeyValue(*(write(c, n) for c, n in zip(cache_l, now, strict=True)))
             attended = attend(query, cache_l, visible, prompt, prefix_mask, self.cfg.precision)
             return block.finish(x, token_major(attended)), cache_l
 
-        x = self._embed(params, tokens[:, :, None])
-        x, cache = self._through(layer, x, params["layers"], prefix, cache)
-        return self._embed_and_head(params).norm(x)[:, :, 0], cache
+        x, cache = self._through(layer, self._embed(params, tokens), params["layers"], prefix, cache)
+        return self._embed_and_head(params).norm(x), cache
 
     def logits(self, params: PyTree, hidden: Array) -> jax.Array:
         """hidden [..., D] -> float32 logits [..., V]."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -46,10 +47,19 @@ class RewardFn:
         self._thread = ThreadPoolExecutor(max_workers=1)
 
     def __call__(
-        self, rows: list[dict[str, Any]], texts: list[list[str]], ids: list[list[list[int]]]
+        self,
+        rows: list[dict[str, Any]],
+        texts: list[list[str]],
+        ids: list[list[list[int]]],
+        columns: Mapping[str, list[list[Any]]] = MappingProxyType({}),
     ) -> dict[str, np.ndarray]:
+        """columns: more columns for the functions, with B x G values, as `turns`."""
         shape = (len(rows), len(texts[0]))
-        flat_rows = [row for row, group in zip(rows, texts, strict=True) for _ in group]
+        flat_rows = [
+            row | {name: values[b][g] for name, values in columns.items()}
+            for b, row in enumerate(rows)
+            for g in range(shape[1])
+        ]
         flat_texts = [text for group in texts for text in group]
         flat_ids = [tokens for group in ids for tokens in group]
         ask = self._ask_processes if self._timeout else self._ask_here

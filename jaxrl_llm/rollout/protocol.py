@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -15,6 +16,21 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.shapes import Book
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
+
+
+class Environments(Protocol):
+    """The environments of a batch's episodes, behind token ids. Episode b * G + g is completion g of prompt b."""
+
+    turn_tokens: int  # limit of a turn
+    stops: tuple[str, ...]  # strings that end a turn
+
+    def ends(self, turns: Sequence[list[int]]) -> list[int]:
+        """Returns for each turn the number of its tokens with which its text ends it; 0: the text does not end it."""
+        ...
+
+    def answer(self, episode: int, turn: list[int]) -> Future[list[int]]:
+        """Starts to answer a turn. The result is the observation's token ids; []: the episode ends."""
+        ...
 
 
 class Engine(Protocol):
@@ -34,6 +50,15 @@ class Engine(Protocol):
         """Samples group_size completions of each prompt, on the host. The stop token belongs to the completion.
 
         max_tokens [B, G]: the limit of each completion, where it is below the run's limit.
+        """
+        ...
+
+    def converse(
+        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, environments: Environments
+    ) -> Rollouts:
+        """Samples group_size episodes for each prompt, on the host. Observations are not in their `loss_mask`.
+
+        A completion has the tokens of all turns and observations, as they were sampled and encoded.
         """
         ...
 

@@ -25,6 +25,8 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout import decoding
 from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compaction, prompts_at_once, slot_shapes
 from jaxrl_llm.rollout.decoding import DecodeState, Decoding
+from jaxrl_llm.rollout.episodes import EpisodeSampler
+from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.rollout.weights import Placing
 from jaxrl_llm.shapes import MOST, RATES, SAMPLING, Book, Shape, abstract, placed
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
@@ -57,6 +59,7 @@ class Sampler:
         self._version = 0
         own = Decoder(replace(model.cfg, transposed=mesh.devices.flat[0].platform == "cpu"), mesh)
         self._place = Placing(own, mesh)
+        self._episodes = EpisodeSampler(own, mesh)
         rows = NamedSharding(mesh, sharding.BATCH)
         heads = NamedSharding(mesh, sharding.heads_spec(model.cfg.kv_heads, mesh))
         # Left to itself the compiler would keep a whole KV cache on every device.
@@ -115,6 +118,23 @@ class Sampler:
         last = np.take_along_axis(tokens, length[..., None] - 1, axis=-1)[..., 0]
         versions = np.full(mask.shape, self._version, np.int32)
         return Rollouts(tokens, mask, mask, logprobs, ~np.isin(last, self._stops), versions)
+
+    def converse(
+        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, environments: Environments
+    ) -> Rollouts:
+        """Samples `group_size` episodes for each prompt, on the host."""
+        own = len(prompts.tokens)  # prompts of this process
+        count = own * distributed.count()
+        number = np.arange(count * group_size, dtype=np.int32).reshape(count, group_size)[distributed.part(count)]
+        fixed = self._decoding(count, group_size, sampling)
+        done, at_once = [], fixed.batch // distributed.count()
+        for first in range(0, own, at_once):
+            at = slice(first, first + at_once)
+            arrays = (prompts.tokens[at], prompts.mask[at]), number[at]
+            episodes = self._episodes.sample(fixed, self._params, key, *arrays, environments, first * group_size)
+            versions = np.full(episodes.tokens.shape, self._version, np.int32)
+            done.append(episodes.rollouts(group_size, versions))
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
 
     def _decoding(self, prompts: int, group: int, sampling: Sampling) -> Decoding:
         devices = sharding.prompt_shards(self._mesh)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jaxrl_llm import distributed
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
+from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Config, Prompts, Rewards, Rollouts
@@ -28,6 +30,7 @@ class Samples:
     rollouts: Rollouts
     graded: Callable[[], Graded]  # waits for the reward functions; the device can score meanwhile
     greedy: Samples | None = None  # greedy completions of the same prompts, with G = 1
+    masks_truncated: bool = False  # True: truncated completions are not trained on
     metrics: dict[str, Any] = field(default_factory=dict)  # of the sampling
     position: dict[str, Any] = field(default_factory=dict)  # of the actor's data and shapes after these prompts
 
@@ -35,6 +38,11 @@ class Samples:
     def no_signal(self) -> np.ndarray:
         """True for groups [B] in which all completions have the same reward: they give no learning signal."""
         return np.ptp(self.graded()[1]["total"], axis=1) == 0
+
+    @property
+    def trained(self) -> np.ndarray:
+        """True for tokens [B, G, C] that are trained on."""
+        return self.rollouts.loss_mask & ~(self.rollouts.truncated & self.masks_truncated)[..., None]
 
     def tokens(self) -> int:
         """Returns the number of sampled tokens."""
@@ -62,12 +70,17 @@ class SampleSource:
         collate: Callable[[Any], Prompts],
         tokenizer: Any,
         score: RewardFn,
+        environments: EnvironmentPool | None = None,
         *,
         greedy: bool,
     ):
-        """collate(numbers) -> these rows of the data set; greedy: also sample each prompt's greedy completion."""
+        """collate(numbers) -> these rows of the data set; greedy: also sample each prompt's greedy completion.
+
+        environments: what the policy talks to; None: a completion is one turn.
+        """
         self._config, self._engine, self._sampling, self._prompts = config, engine, sampling, prompts
         self._collate, self._tokenizer, self._score, self._greedy = collate, tokenizer, score, greedy
+        self._environments = environments
 
     def sample(self, key: Array) -> Samples:
         """Samples the next prompts."""
@@ -99,16 +112,39 @@ class SampleSource:
         return replace(samples, greedy=self._graded(prompts, greedy[0])) if greedy else samples
 
     def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
-        rollouts = self._engine.generate(prompts, key, group_size=group_size, sampling=sampling)
-        trained = rollouts.loss_mask & ~(rollouts.truncated[..., None] & self._config.mask.truncated)
-        return self._graded(prompts, replace(rollouts, loss_mask=trained))
+        rollouts = sample(self._engine, prompts, key, group_size, sampling, self._environments)
+        return self._graded(prompts, rollouts)
 
     def _graded(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
         def judge() -> Graded:
-            texts, ids = data.decode(self._tokenizer, rollouts.completions, rollouts.completion_mask)
-            return texts, self._score(prompts.rows, texts, ids)
+            return grade(self._score, self._tokenizer, prompts, rollouts, turns=self._environments is not None)
 
-        return Samples(prompts, rollouts, self._score.start(judge))
+        masks = self._config.mask.truncated
+        return Samples(prompts, rollouts, self._score.start(judge), masks_truncated=masks)
+
+
+def sample(
+    engine: Engine,
+    prompts: Prompts,
+    key: Array,
+    group_size: int,
+    sampling: Sampling,
+    environments: EnvironmentPool | None,
+) -> Rollouts:
+    """Samples completions, or episodes if there are environments."""
+    if not environments:
+        return engine.generate(prompts, key, group_size=group_size, sampling=sampling)
+    batch = environments.begin(prompts.rows, group_size)
+    rollouts = engine.converse(prompts, key, group_size=group_size, sampling=sampling, environments=batch)
+    return replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())
+
+
+def grade(score: RewardFn, tokenizer: Any, prompts: Prompts, rollouts: Rollouts, *, turns: bool) -> Graded:
+    """Returns the texts and rewards of completions; turns: the reward functions also get a column `turns`."""
+    tokens, mask = rollouts.completions, rollouts.completion_mask
+    texts, ids = data.decode(tokenizer, tokens, mask)
+    columns = {"turns": data.decode_turns(tokenizer, tokens, mask, rollouts.loss_mask)} if turns else {}
+    return texts, score(prompts.rows, texts, ids, columns)
 
 
 def refill(
@@ -151,4 +187,13 @@ def _put(
     texts = [moved[put[i]] if i in put else group for i, group in enumerate(texts)]
     graded = texts, {name: array(x, new_channels[name]) for name, x in channels.items()}
     prompts = collate(array(samples.prompts.numbers, fresh.prompts.numbers))
-    return Samples(prompts, jax.tree.map(array, samples.rollouts, fresh.rollouts), lambda: graded)
+    # The metrics of two batches may have other names: an environment need not give all of them.
+    names = distributed.exchange([*samples.rollouts.episodes, *fresh.rollouts.episodes], SAMPLING)
+    known = dict.fromkeys(sorted(set(chain(*names))))
+    old, new = (replace(x.rollouts, episodes=_filled(x.rollouts, known)) for x in (samples, fresh))
+    return replace(samples, prompts=prompts, rollouts=jax.tree.map(array, old, new), graded=lambda: graded)
+
+
+def _filled(rollouts: Rollouts, names: Iterable[str]) -> dict[str, np.ndarray]:
+    nothing = np.zeros(rollouts.truncated.shape, np.float32)
+    return {name: rollouts.episodes.get(name, nothing) for name in names}

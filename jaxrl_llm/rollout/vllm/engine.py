@@ -6,7 +6,7 @@ import hashlib
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import cycle, islice
@@ -23,7 +23,8 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf_export
 from jaxrl_llm.models.blocks import DecoderConfig
-from jaxrl_llm.rollout.protocol import EngineInputs
+from jaxrl_llm.rollout.episodes import Episodes
+from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
@@ -117,6 +118,17 @@ def _all(jobs: Sequence[Future[T]]) -> list[T]:
     return [job.result() for job in jobs]
 
 
+def _sampling_params(sampling: Sampling, stop_ids: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the parameters of a request that are the same for all."""
+    return {
+        "logprobs": 0,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(stop_ids),
+    }
+
+
 class VllmEngine:
     """Samples from vLLM servers and pushes weights to them. Each server belongs to one run.
 
@@ -184,14 +196,7 @@ class VllmEngine:
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1 - group_size))[distributed.part(count)]
         shape = (len(prompts.tokens), group_size, self._length)
         limits = np.full(shape[:2], self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
-        body = {
-            "logprobs": 0,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": list(self._stops),
-            "detokenize": False,
-        }
+        body = _sampling_params(sampling, self._stops) | {"detokenize": False}
 
         def request(b: int, first: int, members: np.ndarray, limit: int) -> dict[str, Any]:
             mine = {"n": len(members), "max_tokens": limit, "seed": int(seeds[b] + first)}
@@ -216,6 +221,40 @@ class VllmEngine:
                 versions[at] = [v for start, end, v in self._spans(choice) for _ in range(start, end)]
                 truncated[at[:2]] = choice["finish_reason"] == "length"
         return Rollouts(tokens, mask, mask, logprobs, truncated, versions)
+
+    def converse(
+        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, environments: Environments
+    ) -> Rollouts:
+        """Samples group_size episodes for each prompt, on the host. A turn is a request with all tokens before it.
+
+        The server finds the keys and values of these tokens in its prefix cache.
+        """
+        own = len(prompts.tokens)
+        count = own * group_size * distributed.count()
+        seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1))[distributed.part(count)]
+        episodes = Episodes.empty(own * group_size, self._length, self._pad, 0)
+        versions = np.full(episodes.tokens.shape, self._version, np.int32)
+        body = _sampling_params(sampling, self._stops)
+        # Strings end a turn on the server too, so that it does not sample on. They are looked for in the text.
+        body |= {"stop": list(environments.stops), "include_stop_str_in_output": True, "detokenize": True}
+
+        def ask(i: int) -> dict[str, Any]:
+            b, length = i // group_size, int(episodes.length[i])
+            before = prompts.tokens[b][prompts.mask[b]].tolist() + episodes.tokens[i, :length].tolist()
+            most = int(episodes.limits(environments.turn_tokens)[i]) - length
+            mine = {"n": 1, "max_tokens": most, "seed": int((int(seeds[i]) + length) % (2**31 - 1))}
+            return self._group(b, {"token_ids": before, "sampling_params": body | mine})[0]
+
+        asked = {self._pool.submit(ask, i): i for i in range(own * group_size)}
+        while asked or episodes.answers:
+            anything: list[Future[Any]] = [*asked, *episodes.answers]
+            wait(anything, return_when=FIRST_COMPLETED)
+            for request in [request for request in asked if request.done()]:
+                i, choice = asked.pop(request), request.result()
+                episodes.append(i, choice["token_ids"], [x["logprob"] for x in choice["logprobs"]["content"]])
+                episodes.end_turns(np.array([i]), environments, self._stops)
+            asked |= {self._pool.submit(ask, i): i for i in episodes.take_answers()}
+        return episodes.rollouts(group_size, versions)
 
     def _group(self, b: int, request: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the choices of prompt b's group. If a server is unavailable, asks the next one."""

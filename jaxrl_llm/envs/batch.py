@@ -1,0 +1,131 @@
+"""The environments of a batch, one for each episode. They see text, and engines see token ids.
+
+They run in threads, with limits of time, turns and tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Thread
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.config.schema import AtLeastOne, MayChange, NotNegative
+from jaxrl_llm.data import encoding
+from jaxrl_llm.envs.protocol import Environment, Reply
+from jaxrl_llm.errors import describe
+
+__all__: tuple[str, ...] = ()  # no class here is an environment that a config may name
+
+FAILED = "\n\n[The environment failed: {}]\n\n"
+
+
+class EnvironmentPool:
+    """The limits of episodes, and the threads that run their environments."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        make: Callable[[], Environment],
+        *,
+        most: AtLeastOne,
+        tokens: AtLeastOne,
+        observation_tokens: AtLeastOne,
+        workers: MayChange[AtLeastOne],
+        timeout: MayChange[NotNegative],
+    ):
+        """make() -> an environment. The other arguments are the section `turns` of a config, which explains them."""
+        self.tokenizer, self.make = tokenizer, make
+        self.most, self.tokens, self.observation_tokens, self.timeout = most, tokens, observation_tokens, timeout
+        self.threads = ThreadPoolExecutor(workers)
+
+    def begin(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
+        """Returns the environments of a batch, each with its data row."""
+        return EnvironmentBatch(self, [row for row in rows for _ in range(group_size)], group_size)
+
+    def close(self) -> None:
+        """Starts no step any more."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+class EnvironmentBatch:
+    """The environments of a batch's episodes, as engines see them (`rollout.protocol.Environments`)."""
+
+    def __init__(self, pool: EnvironmentPool, rows: Sequence[dict[str, Any]], group_size: int):
+        self._pool, self._group = pool, group_size
+        self.turn_tokens = pool.tokens
+        self._environments = [pool.make() for _ in rows]
+        self.stops = self._environments[0].stops
+        for environment, row in zip(self._environments, rows, strict=True):
+            environment.reset(row)
+        self._counts: list[dict[str, float]] = [{} for _ in rows]
+        self._cut = np.zeros(len(rows), bool)
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """True for episodes [B, G] that met the limit of turns, of an observation or of an environment's time."""
+        return self._cut.reshape(-1, self._group)
+
+    def metrics(self) -> dict[str, np.ndarray]:
+        """Returns the sums over the turns of each episode: {name: [B, G]}."""
+        names = sorted({name for counts in self._counts for name in counts})
+        each = {name: np.array([counts.get(name, 0.0) for counts in self._counts], np.float32) for name in names}
+        return {name: values.reshape(-1, self._group) for name, values in each.items()}
+
+    def ends(self, turns: Sequence[list[int]]) -> list[int]:
+        """Returns for each turn the number of its tokens with which its text ends it; 0: the text does not end it."""
+        return [self._end(turn) if self._stopped(self._text(turn)) else 0 for turn in turns]
+
+    def _stopped(self, text: str) -> bool:
+        return any(stop in text for stop in self.stops)
+
+    def _end(self, turn: list[int]) -> int:
+        return 1 + bisect_left(range(1, len(turn)), True, key=lambda n: self._stopped(self._text(turn[:n])))
+
+    def _text(self, turn: list[int]) -> str:
+        return self._pool.tokenizer.decode(turn, skip_special_tokens=True)
+
+    def answer(self, episode: int, turn: list[int]) -> Future[list[int]]:
+        """Starts to answer a turn. The result is the observation's token ids; []: the episode ends."""
+        return self._pool.threads.submit(self._answer, episode, turn)
+
+    def _answer(self, episode: int, turn: list[int]) -> list[int]:
+        counts, began = self._counts[episode], time.perf_counter()
+        reply = self._step(episode, self._text(turn))
+        measured = reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - began}
+        counts.update({name: counts.get(name, 0.0) + value for name, value in measured.items()})
+        if reply.done:
+            return []
+        if counts["turns"] >= self._pool.most:
+            self._cut[episode] = True
+            return []
+        ids = encoding.encode_text(reply.observation, self._pool.tokenizer)
+        if len(ids) > self._pool.observation_tokens:
+            self._cut[episode], ids = True, ids[: self._pool.observation_tokens]
+        return ids
+
+    def _step(self, episode: int, text: str) -> Reply:
+        """Returns the reply of an environment. An error or a time-out is a reply too, and never ends the run."""
+        environment, replies = self._environments[episode], list[Reply]()
+
+        def step() -> None:
+            try:
+                replies.append(environment.step(text))
+            except Exception as error:
+                replies.append(Reply(FAILED.format(describe(error)), metrics={"errors": 1.0}))
+
+        if not self._pool.timeout:
+            step()
+            return replies[0]
+        # A thread of its own: one that never returns must not keep a worker.
+        thread = Thread(target=step, daemon=True)
+        thread.start()
+        thread.join(self._pool.timeout)
+        if replies:
+            return replies[0]
+        self._cut[episode] = True  # the environment may still run, so it must not be asked again
+        return Reply(done=True, metrics={"errors": 1.0})

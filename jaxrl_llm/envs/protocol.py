@@ -1,0 +1,31 @@
+"""The interface of an environment: what the policy talks to in an episode of several turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+__all__: tuple[str, ...] = ()  # no class here is an environment that a config may name
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment answers to a turn of the policy."""
+
+    observation: str = ""  # text that follows the turn; "" if the episode ends
+    done: bool = False  # True: the episode ends here
+    metrics: dict[str, float] = field(default_factory=dict)  # summed over the turns of an episode
+
+
+class Environment(Protocol):
+    """The environment of one episode. A config names its class, and gives the arguments of its constructor."""
+
+    stops: tuple[str, ...]  # strings that end a turn, beside the model's stop tokens
+
+    def reset(self, row: dict[str, Any]) -> None:
+        """Begins the episode of a data row, with all its columns."""
+        ...
+
+    def step(self, text: str) -> Reply:
+        """Answers a turn. text: what the policy wrote in this turn, without special tokens."""
+        ...

@@ -1,0 +1,343 @@
+"""Episodes of several turns in JAX. The KV cache stays from turn to turn: nothing is computed twice.
+
+A completion has a place in the batch for its whole episode. The decode loop runs a few tokens of all completions that
+are in a turn, whatever their lengths. Those whose environment works are left out meanwhile, so a slow tool delays no
+other episode. An observation goes through the model in chunks, and into the cache behind the turn.
+
+Which completions compute together depends on the time that tools take. The results do not: each program has one
+shape, in which a row's numbers do not depend on the other rows, and random numbers depend on completion and token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_llm import distributed, sharding
+from jaxrl_llm.compilation import ROUND_AS_WRITTEN
+from jaxrl_llm.models.attention import KeyValue
+from jaxrl_llm.models.decoder import Decoder, last_state
+from jaxrl_llm.rollout.decoding import Decoding, by_device, choose
+from jaxrl_llm.rollout.protocol import Environments
+from jaxrl_llm.structs import AnyArray, Array, PyTree, Rollouts
+
+SEGMENT = 16  # tokens between two looks at the texts; those after the end of a turn are dropped
+CHUNKS = (32, 128)  # tokens of an observation that run at once
+GRACE = 0.01  # seconds in which other answers may join the first: a segment costs the same for one and for all
+CHANNEL = "sampling"
+REMEDY = "lower engine.max_sequences or rollout.max_completion_tokens"  # if memory is short
+
+
+class Caches(NamedTuple):
+    """What stays on the device during the episodes of a batch."""
+
+    prompt_mask: AnyArray  # [B, P]
+    prefix: AnyArray  # per layer, prompt keys and values [B, K, P, h]
+    cache: AnyArray  # per layer, completion keys and values [B, K, G, C, h]
+
+
+class Sampled(NamedTuple):
+    """Tokens that were sampled, with their log-probabilities: [B, G, SEGMENT], of which `count` [B, G] are real."""
+
+    tokens: AnyArray
+    logprobs: AnyArray
+    count: AnyArray
+
+
+def _uniform(key: Array, number: Array, t: Array) -> jax.Array:
+    """Uniform numbers [B, G, 2] for token t of completion `number` [B, G]."""
+    one = lambda n, t: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, n), t), (2,))  # noqa: E731
+    return jax.vmap(jax.vmap(one))(number, t)
+
+
+def start(
+    model: Decoder, fixed: Decoding, params: PyTree, prompts: Array, mask: Array, number: Array, key: Array
+) -> tuple[Caches, Sampled]:
+    """Prefills prompts [B, P] and samples the first token of each completion."""
+    hidden, prefix = model.prefill(params, prompts, mask)
+    logits = model.logits(params, last_state(hidden, mask))
+    uniform = _uniform(key, number, jnp.zeros_like(number))
+    each = jax.vmap(partial(choose, sampling=fixed.sampling), in_axes=(None, 1), out_axes=1)
+    token, logprob = each(logits, uniform)  # a group shares its logits
+    cfg = model.cfg
+    shape = (fixed.batch, cfg.kv_heads, fixed.group, fixed.length, cfg.head_dim)
+    cache = [KeyValue(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)) for _ in range(cfg.layers)]
+    first = [(0, 0), (0, 0), (0, SEGMENT - 1)]
+    sampled = Sampled(jnp.pad(token[..., None], first), jnp.pad(logprob[..., None], first), jnp.ones_like(number))
+    return Caches(mask, prefix, cache), sampled
+
+
+def run(
+    model: Decoder,
+    fixed: Decoding,
+    params: PyTree,
+    caches: Caches,
+    last: Array,
+    length: Array,
+    limit: Array,
+    number: Array,
+    key: Array,
+) -> tuple[Caches, Sampled]:
+    """Samples up to SEGMENT tokens of the completions whose length [B, G] is below their limit [B, G].
+
+    last [B, G]: token length - 1, whose keys the cache does not have yet.
+    """
+    stops = jnp.asarray(fixed.stop_ids, jnp.int32)[None, None]
+    shape = (*last.shape, SEGMENT)
+
+    def go_on(loop: tuple) -> Array:
+        t, alive, *_ = loop
+        return (t < SEGMENT) & jnp.any(alive)
+
+    def step(loop: tuple) -> tuple:
+        t, alive, token, at, cache, tokens, logprobs = loop
+        # A completion that waits writes nothing: count is 0.
+        hidden, cache = model.decode_at(
+            params, token[..., None], at - 1, alive.astype(jnp.int32), cache, caches.prefix, caches.prompt_mask
+        )
+        new, logprob = choose(model.logits(params, hidden[:, :, 0]), _uniform(key, number, at), fixed.sampling)
+        put = partial(jax.lax.dynamic_update_index_in_dim, index=t, axis=2)
+        tokens, logprobs = put(tokens, new), put(logprobs, logprob)
+        token, at = jnp.where(alive, new, token), at + alive
+        alive &= ~jnp.any(new[..., None] == stops, axis=-1) & (at < limit)
+        return t + 1, alive, token, at, cache, tokens, logprobs
+
+    empty = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    end = jax.lax.while_loop(go_on, step, (jnp.int32(0), length < limit, last, length, caches.cache, *empty))
+    return caches._replace(cache=end[4]), Sampled(end[5], end[6], end[3] - length)
+
+
+def feed(
+    model: Decoder, fixed: Decoding, params: PyTree, caches: Caches, rows: Array, tokens: Array, at: Array, count: Array
+) -> Caches:
+    """Puts tokens of observations into the cache: [d, n, T] for completions rows [d, n] of each device, from `at` on.
+
+    count [d, n]: how many tokens are real. A row with none writes nothing.
+    """
+    group, shape = fixed.group, rows.shape[0] * rows.shape[1]
+    prompt = rows // group
+
+    def of_prompts(x: Array) -> Array:
+        return by_device(fixed, lambda x, at: x[at], x, prompt)
+
+    def of_cache(x: Array) -> Array:
+        return by_device(fixed, lambda x, at: x[at // group, :, at % group][:, :, None], x, rows)
+
+    heads = NamedSharding(fixed.mesh, sharding.heads_spec(model.cfg.kv_heads, fixed.mesh))
+    taken = jax.tree.map(of_prompts, caches.prefix), jax.tree.map(of_cache, caches.cache)
+    prefix, cache = jax.lax.with_sharding_constraint(taken, heads)
+    flat = lambda x: x.reshape(shape, 1, *x.shape[2:])  # noqa: E731
+    _, cache = model.decode_at(
+        params, flat(tokens), flat(at), flat(count), cache, prefix, of_prompts(caches.prompt_mask)
+    )
+    written = jnp.where(count > 0, rows, np.iinfo(np.int32).max)  # out of range: JAX drops what is written there
+
+    def back(x: Array, new: Array) -> Array:
+        one = lambda x, at, new: x.at[at // group, :, at % group].set(new[:, :, 0], mode="drop")  # noqa: E731
+        return by_device(fixed, one, x, written, new)
+
+    return caches._replace(cache=jax.tree.map(back, caches.cache, cache))
+
+
+TURN, WAITS, DONE = range(3)
+
+
+@dataclass
+class Episodes:
+    """The episodes of a batch on the host: N = B * G of this process."""
+
+    length: np.ndarray  # [N] tokens until now
+    tokens: np.ndarray  # [N, C]
+    logprobs: np.ndarray  # [N, C], 0 on observations
+    sampled: np.ndarray  # [N, C] bool, True on tokens of the policy
+    state: np.ndarray  # [N] TURN, WAITS or DONE
+    begin: np.ndarray  # [N] place of the first token of the turn
+    truncated: np.ndarray  # [N] bool
+    first: int  # number of the first one among the environments
+    answers: dict[Future[list[int]], int] = field(default_factory=dict)  # those that are not there yet
+
+    @classmethod
+    def empty(cls, count: int, length: int, pad_id: int, first: int) -> Episodes:
+        ints, bools = partial(np.zeros, dtype=np.int32), partial(np.zeros, dtype=bool)
+        tokens, logprobs = np.full((count, length), pad_id, np.int32), np.zeros((count, length), np.float32)
+        sampled, zeros = bools((count, length)), partial(ints, count)
+        return cls(zeros(), tokens, logprobs, sampled, zeros(), zeros(), bools(count), first)
+
+    def limits(self, turn_tokens: int) -> np.ndarray:
+        """Returns the length at which each episode's turn ends; 0: it is not in a turn."""
+        return np.where(self.state == TURN, np.minimum(self.begin + turn_tokens, self.tokens.shape[1]), 0)
+
+    def add(self, sampled: Sampled) -> None:
+        """Appends what was sampled."""
+        tokens, logprobs, count = (x.reshape(len(self.length), *x.shape[2:]) for x in sampled)
+        for i in np.flatnonzero(count).tolist():
+            self.append(i, tokens[i, : count[i]], logprobs[i, : count[i]])
+
+    def append(self, i: int, tokens: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray) -> None:
+        """Appends what was sampled in one episode."""
+        at = slice(self.length[i], self.length[i] + len(tokens))
+        self.tokens[i, at], self.logprobs[i, at], self.sampled[i, at] = tokens, logprobs, True
+        self.length[i] += len(tokens)
+
+    def end_turns(self, turns: np.ndarray, environments: Environments, stop_ids: tuple[int, ...]) -> None:
+        """Asks the environments of those `turns` that have ended. Drops the tokens after the end of a turn."""
+        texts = [self.tokens[i, self.begin[i] : self.length[i]].tolist() for i in turns]
+        limits = self.limits(environments.turn_tokens)
+        for i, turn, end in zip(turns.tolist(), texts, environments.ends(texts), strict=True):
+            if end:
+                self._cut(i, int(self.begin[i]) + end)
+            elif turn[-1] not in stop_ids:
+                if self.length[i] >= limits[i]:
+                    self.state[i], self.truncated[i] = DONE, True
+                continue
+            self.state[i] = WAITS
+            self.answers[environments.answer(self.first + i, turn[:end] if end else turn)] = i
+
+    def rollouts(self, group_size: int, versions: np.ndarray) -> Rollouts:
+        """Returns the episodes as completions [B, G, C]."""
+        mask = np.arange(self.tokens.shape[1]) < self.length[:, None]
+        by_prompt = lambda x: x.reshape(-1, group_size, *x.shape[1:])  # noqa: E731
+        return Rollouts(*map(by_prompt, (self.tokens, mask, self.sampled, self.logprobs, self.truncated, versions)))
+
+    def _cut(self, i: int, length: int) -> None:
+        self.sampled[i, length:], self.logprobs[i, length:] = False, 0.0
+        self.length[i] = length
+
+    def take_answers(self) -> dict[int, int]:
+        """Appends the observations that are there. Returns {episode: place from which the cache lacks tokens}."""
+        lacking = {}
+        for answer in [answer for answer in self.answers if answer.done()]:
+            i, observation = self.answers.pop(answer), answer.result()
+            start, end = self.length[i], self.length[i] + len(observation)
+            if not observation or end >= self.tokens.shape[1]:  # the policy needs room for a token
+                self.state[i], self.truncated[i] = DONE, bool(observation)
+                continue
+            self.tokens[i, start:end], self.state[i] = observation, TURN
+            self.length[i] = self.begin[i] = end
+            lacking[i] = int(start) - 1  # the turn's last token is in no cache yet
+        return lacking
+
+
+class EpisodeSampler:
+    """Runs the episodes of a batch with programs of fixed shapes."""
+
+    def __init__(self, model: Decoder, mesh: Mesh):
+        self._mesh = mesh
+        rows = NamedSharding(mesh, sharding.BATCH)
+        heads = NamedSharding(mesh, sharding.heads_spec(model.cfg.kv_heads, mesh))
+        caches, sampled = Caches(rows, heads, heads), Sampled(rows, rows, rows)
+        placed = partial(jax.jit, static_argnums=0, compiler_options=ROUND_AS_WRITTEN)
+        self._start = placed(partial(start, model), out_shardings=(caches, sampled))
+        # The caches are donated: there is never a second copy.
+        self._run = placed(partial(run, model), donate_argnums=2, out_shardings=(caches, sampled))
+        self._feed = placed(partial(feed, model), donate_argnums=2, out_shardings=caches)
+
+    def sample(
+        self,
+        fixed: Decoding,
+        params: PyTree,
+        key: jax.Array,
+        prompts: tuple[np.ndarray, np.ndarray],
+        number: np.ndarray,
+        environments: Environments,
+        first: int,
+    ) -> Episodes:
+        """Runs the episodes of prompts [B, P] with their mask.
+
+        number [B, G]: of each completion in the whole batch of all processes. first: the number of the first one here
+        among the `environments`, which are those of this process.
+        """
+        put = partial(sharding.shard_batch, mesh=self._mesh)
+        episodes = Episodes.empty(number.size, fixed.length, fixed.pad_id, first)
+        number = put(number)
+        caches, sampled = self._start(fixed, params, *put(prompts), number, key)
+        episodes.add(sharding.to_host(sampled))
+        while True:
+            episodes.end_turns(np.flatnonzero(episodes.state == TURN), environments, fixed.stop_ids)
+            caches = self._observe(fixed, params, caches, episodes)
+            in_turn, waits = (any(distributed.exchange(x, CHANNEL)) for x in _left(episodes))
+            if in_turn:
+                shape = number.shape[0] // distributed.count(), fixed.group
+                last = np.take_along_axis(episodes.tokens, episodes.length[:, None] - 1, axis=1)
+                state = last, episodes.length, episodes.limits(environments.turn_tokens)
+                arrays = put(tuple(x.reshape(shape).astype(np.int32) for x in state))
+                caches, sampled = self._run(fixed, params, caches, *arrays, number, key)
+                episodes.add(sharding.to_host(sampled))
+            elif waits:
+                wait(episodes.answers, return_when=FIRST_COMPLETED)
+                wait(episodes.answers, timeout=GRACE)
+            else:
+                return episodes
+
+    def _observe(self, fixed: Decoding, params: PyTree, caches: Caches, episodes: Episodes) -> Caches:
+        """Takes the observations that are there, and puts them into the cache."""
+        devices, most = fixed.devices // distributed.count(), chunk_rows(fixed)
+        of_device = fixed.batch // fixed.devices * fixed.group
+        rounds = rounds_of(episodes, episodes.take_answers(), devices, of_device)
+        sizes: dict[tuple[int, int], int] = {}  # of all processes: each must call the same programs
+        for number, width, size in chain(
+            *distributed.exchange([(*name, max(map(len, x))) for name, x in rounds.items()], CHANNEL)
+        ):
+            sizes[number, width] = max(size, sizes.get((number, width), 0))
+        for (number, width), size in sorted(sizes.items()):
+            chunks = rounds.get((number, width), [[]] * devices)
+            for first in range(0, size, most):
+                rows, at, count = (np.zeros((devices, most), np.int32) for _ in range(3))
+                tokens = np.full((devices, most, width), fixed.pad_id, np.int32)
+                for d, n, chunk in _numbered(chunks, first, most):
+                    rows[d, n], at[d, n], count[d, n] = chunk.episode % of_device, chunk.start, chunk.end - chunk.start
+                    tokens[d, n, : count[d, n]] = episodes.tokens[chunk.episode, chunk.start : chunk.end]
+                arrays = sharding.shard_batch((rows, tokens, at, count), self._mesh)
+                caches = self._feed(fixed, params, caches, *arrays)
+        return caches
+
+
+def _left(episodes: Episodes) -> tuple[bool, bool]:
+    return bool(np.any(episodes.state == TURN)), bool(episodes.answers)
+
+
+def chunk_rows(fixed: Decoding) -> int:
+    """Returns the completions of a device whose observations run at once: an eighth of all."""
+    return max(fixed.batch // fixed.devices * fixed.group // 8, 1)
+
+
+class Chunk(NamedTuple):
+    """Tokens of an observation that run at once."""
+
+    episode: int
+    start: int
+    end: int
+
+
+def rounds_of(
+    episodes: Episodes, lacking: dict[int, int], devices: int, of_device: int
+) -> dict[tuple[int, int], list[list[Chunk]]]:
+    """Splits the tokens that the cache lacks: {(number, width): chunks of each device}, a chunk of each episode.
+
+    lacking: {episode: place of its first token that the cache lacks}. An episode's chunks have increasing numbers. Its
+    last token is for the decode loop.
+    """
+    small, large = CHUNKS
+    rounds: dict[tuple[int, int], list[list[Chunk]]] = {}
+    for i, start in lacking.items():
+        last = int(episodes.length[i]) - 1
+        for number, at in enumerate(range(start, last, large)):
+            end = min(at + large, last)
+            chunks = rounds.setdefault((number, small if end - at <= small else large), [[] for _ in range(devices)])
+            chunks[i // of_device].append(Chunk(i, at, end))
+    return rounds
+
+
+def _numbered(chunks: list[list[Chunk]], first: int, most: int) -> Iterator[tuple[int, int, Chunk]]:
+    for d, of_device in enumerate(chunks):
+        for n, chunk in enumerate(of_device[first : first + most]):
+            yield d, n, chunk

@@ -1,0 +1,261 @@
+"""Episodes of several turns: what is sampled is what is trained on, the kept cache changes nothing, and limits hold."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.load import load
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.envs.batch import EnvironmentPool
+from jaxrl_llm.envs.protocol import Reply
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.forward import make_logprob_fn
+from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.samples import sample
+from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.structs import Batch
+from jaxrl_llm.train import steps
+from tests.tiny import mesh_of
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
+ONE, EIGHT = (1, 1, 1), (2, 4, 1)
+LIMITS = dict(most=4, tokens=10, observation_tokens=30, workers=8, timeout=10.0)
+
+
+class Echo:
+    """Answers each turn with digits that follow from it, and ends after some turns."""
+
+    stops = (">", ",")
+
+    def __init__(self, *, turns: int = 3, length: int = 5, delay: float = 0.0, fails: str = ""):
+        self.turns, self.length, self.delay, self.fails = turns, length, delay, fails
+        self.said: list[str] = []
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.row = row
+
+    def step(self, text: str) -> Reply:
+        self.said.append(text)
+        if self.fails == "raises":
+            raise ValueError("no such tool")
+        if self.fails == "hangs":
+            threading.Event().wait()
+        time.sleep(self.delay * (hash(text) % 7))
+        if len(self.said) >= self.turns:
+            return Reply(done=True, metrics={"asked": 1.0})
+        number = sum(text.encode()) * 7919 + len(self.said)
+        size = 1 + number % self.length if self.length > 1 else 1
+        return Reply("".join(str((number >> k) % 10) for k in range(size)), metrics={"asked": 1.0})
+
+
+@cache
+def parts(shape: tuple[int, int, int] = ONE) -> tuple[Any, Any, Any]:
+    mesh = mesh_of(shape)
+    model, tokenizer = hf.load_model(FOLDER, mesh), hf.load_tokenizer(FOLDER)
+    return mesh, model, tokenizer
+
+
+@cache
+def sampler(shape: tuple[int, int, int] = ONE, length: int = 40, max_sequences: int = 0) -> Sampler:
+    mesh, model, tokenizer = parts(shape)
+    made = Sampler(
+        model, mesh, max_completion_tokens=length, stop_ids=(tokenizer.eos_token_id,), pad_id=tokenizer.pad_token_id,
+        max_sequences=max_sequences,
+    )  # fmt: skip
+    made.update_weights(hf.load_params(FOLDER, model, mesh, learns=False), 3)
+    return made
+
+
+@cache
+def prompts(count: int = 8) -> Any:
+    _, _, tokenizer = parts()
+    chosen = data.read(
+        "arithmetic.train", tokenizer, convert="", max_prompt_tokens=16, overlong="error", problems=count
+    )
+    return data.make_prompts(chosen, range(count), tokenizer.pad_token_id)
+
+
+def episodes(engine: Sampler, group: int = 4, *, temperature: float = 1.5, limits: dict = LIMITS, seed: int = 0, **env):
+    """Rollouts of episodes with `Echo`, at a temperature that makes them differ."""
+    tokenizer = parts()[2]
+    pool = EnvironmentPool(tokenizer, partial(Echo, **env), **limits)
+    return sample(engine, prompts(), jax.random.key(seed), group, Sampling(temperature), pool)
+
+
+def same(a, b) -> None:
+    for name in ("completions", "completion_mask", "loss_mask", "logprobs", "truncated"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+
+
+def trainer_logprobs(rollouts, temperature: float) -> np.ndarray:
+    """The log-probabilities of a forward pass over whole episodes, with nothing kept."""
+    mesh, model, _ = parts()
+    batch = Batch(
+        prompts().tokens, prompts().mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
+        sampler_logprobs=rollouts.logprobs,
+    )  # fmt: skip
+    program = make_logprob_fn(model, Sampling(temperature), mesh, microbatch=0)
+    params = hf.load_params(FOLDER, model, mesh)
+    return np.asarray(program(params, sharding.shard_batch(batch, mesh)))
+
+
+def test_an_episode_has_turns_of_the_policy_and_observations_that_are_not_trained_on():
+    rollouts = episodes(sampler())
+    _, _, tokenizer = parts()
+    turns = data.decode_turns(tokenizer, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
+    several = [one for group in turns for one in group if len(one) > 1]
+    assert len(several) > 10
+    for one in several:
+        assert [turn["role"] for turn in one] == ["assistant", "environment"] * (len(one) // 2) + ["assistant"] * (
+            len(one) % 2
+        )
+        for turn in one[1::2]:
+            assert turn["content"].isdigit()
+    observed = rollouts.completion_mask & ~rollouts.loss_mask
+    assert observed.any()
+    assert np.all(rollouts.logprobs[~rollouts.loss_mask] == 0)
+    assert np.all(rollouts.versions == 3)
+    np.testing.assert_array_equal(rollouts.episodes["asked"], rollouts.episodes["turns"])
+
+
+def test_the_kept_cache_gives_the_log_probabilities_of_a_pass_over_the_whole_episode():
+    rollouts = episodes(sampler(), length=9)
+    trained = rollouts.loss_mask
+    np.testing.assert_allclose(trainer_logprobs(rollouts, 1.5)[trained], rollouts.logprobs[trained], 1e-6, 1e-5)
+
+
+def test_long_observations_go_into_the_cache_in_chunks(monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.rollout.episodes.CHUNKS", (4, 6))
+    rollouts = episodes(sampler(length=60), length=25)
+    lengths = (rollouts.completion_mask & ~rollouts.loss_mask).sum(axis=-1)
+    assert lengths.max() > 20
+    trained = rollouts.loss_mask
+    np.testing.assert_allclose(trainer_logprobs(rollouts, 1.5)[trained], rollouts.logprobs[trained], 1e-6, 1e-5)
+
+
+def test_the_time_that_tools_take_changes_no_number():
+    same(episodes(sampler()), episodes(sampler(), delay=0.004))
+
+
+@pytest.mark.parametrize("max_sequences", [0, 16])
+def test_eight_devices_and_batches_in_parts_sample_the_same_episodes(max_sequences):
+    one, other = episodes(sampler()), episodes(sampler(EIGHT, max_sequences=max_sequences))
+    np.testing.assert_array_equal(one.completions, other.completions)
+    np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_greedy_episodes_are_the_same_for_all_of_a_group():
+    rollouts = episodes(sampler(), temperature=0.0)
+    assert np.all(rollouts.completions == rollouts.completions[:, :1])
+
+
+def test_an_episode_that_meets_a_limit_is_truncated():
+    engine = sampler()
+    turn = episodes(engine, limits=LIMITS | dict(tokens=2))
+    assert turn.truncated.any()
+    assert all(run <= 2 for run in longest_turns(turn))
+    most = episodes(engine, turns=9, limits=LIMITS | dict(most=2))
+    assert most.truncated[most.episodes["turns"] == 2].all()
+    assert (most.episodes["turns"] == 2).any()
+    whole = episodes(sampler(length=14), turns=9)
+    assert whole.truncated.any()
+    assert (whole.completion_mask.sum(axis=-1) <= 14).all()
+    short = episodes(engine, length=9, limits=LIMITS | dict(observation_tokens=2))
+    assert short.truncated.any()
+    assert not episodes(engine, limits=LIMITS | dict(tokens=40)).truncated.all()
+
+
+def longest_turns(rollouts) -> list[int]:
+    own = np.pad(rollouts.loss_mask, ((0, 0), (0, 0), (1, 1))).astype(int)
+    begins, ends = (np.argwhere(np.diff(own) == sign)[:, 2] for sign in (1, -1))
+    return (ends - begins).tolist()
+
+
+@pytest.mark.parametrize("fails", ["raises", "hangs"])
+def test_a_tool_that_fails_or_hangs_is_counted_and_ends_no_run(fails):
+    began = time.perf_counter()
+    rollouts = episodes(sampler(), group=1, fails=fails, limits=LIMITS | dict(timeout=0.2, workers=4))
+    assert rollouts.episodes["errors"].sum() >= 8
+    assert time.perf_counter() - began < 60
+    if fails == "hangs":
+        assert rollouts.truncated.all()
+
+
+def test_the_end_of_a_turn_is_found_at_the_first_token_that_completes_it():
+    tokenizer = parts()[2]
+    batch = EnvironmentPool(tokenizer, Echo, **LIMITS).begin([{}], 1)
+    ids = tokenizer("12>34>", add_special_tokens=False)["input_ids"]
+    assert batch.ends([ids, ids[:2], ids[:3]]) == [3, 0, 3]
+
+
+def config_with_turns(**changes: Any) -> Any:
+    config = load(ROOT / "configs" / "grpo.py")
+    kind = type(config)
+    with config.unlocked():
+        config.env = kind(dict(name="tests.test_episodes.Echo", turns=2, length=4))
+        config.turns = kind(LIMITS)
+    config.update_from_flattened_dict({
+        "num_steps": 4, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "eval.every": 2,
+        "eval.problems": 8, "rollout.max_completion_tokens": 32, "checkpoint.every": 2, "log.tensorboard": False,
+        "log.completions_every": 2, "reward.functions": ("tests.test_episodes.digits",), "reward.weights": (1.0,),
+        "reward.timeout": 0.0, "health.self_test": False, "rollout.temperature": 1.2, **changes,
+    })  # fmt: skip
+    return config
+
+
+def digits(completions: list, turns: list, **_: object) -> list[float]:
+    """Pays for digits that the policy wrote itself."""
+    return [
+        float(sum(c.isdigit() for turn in one if turn["role"] == "assistant" for c in turn["content"])) for one in turns
+    ]
+
+
+def records(workdir: Path) -> list[dict]:
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if not k.startswith("time/") and k != "tokens_per_second"} for line in lines]
+
+
+def test_a_run_with_an_environment_trains_evaluates_and_resumes_bit_for_bit(tmp_path):
+    for _ in steps(config_with_turns(), tmp_path / "whole"):
+        pass
+    run = steps(config_with_turns(), tmp_path / "parts")
+    for record in run:
+        if record["step"] == 2:
+            break
+    run.close()
+    for _ in steps(config_with_turns(), tmp_path / "parts"):
+        pass
+    whole = records(tmp_path / "whole")
+    assert whole == records(tmp_path / "parts")
+    assert whole[-1]["episode/turns"] > 1
+    assert whole[-1]["episode/environment_tokens"] > 0
+    assert whole[-1]["sampler/gap_max"] < 1e-4
+    assert "eval/accuracy" in whole[-1]
+
+
+def test_a_turn_longer_than_an_episode_is_refused():
+    config = config_with_turns()
+    config.turns.tokens = 33
+    with pytest.raises(UserError, match=r"config.turns.tokens = 33"):
+        checks.check_train(config)
+
+
+def test_an_argument_that_an_environment_does_not_take_is_refused():
+    config = config_with_turns()
+    config.env = type(config)(dict(name="tests.test_episodes.Echo", speed=2))
+    with pytest.raises(UserError, match="config.env.speed is not an argument"):
+        checks.check_train(config)
