@@ -23,8 +23,8 @@ from jaxrl_llm.envs.protocol import Reply
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout.samples import sample
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.samples import sample
 from jaxrl_llm.structs import Batch
 from jaxrl_llm.train import steps
 from tests.tiny import mesh_of
@@ -143,7 +143,7 @@ def test_long_observations_go_into_the_cache_in_chunks(monkeypatch):
     lengths = (rollouts.completion_mask & ~rollouts.loss_mask).sum(axis=-1)
     assert lengths.max() > 20
     trained = rollouts.loss_mask
-    np.testing.assert_allclose(trainer_logprobs(rollouts, 1.5)[trained], rollouts.logprobs[trained], 1e-6, 1e-5)
+    np.testing.assert_allclose(trainer_logprobs(rollouts, 1.5)[trained], rollouts.logprobs[trained], 1e-6, 2e-5)
 
 
 def test_the_time_that_tools_take_changes_no_number():
@@ -209,7 +209,7 @@ def config_with_turns(**changes: Any) -> Any:
         config.env = kind(dict(name="tests.test_episodes.Echo", turns=2, length=4))
         config.turns = kind(LIMITS)
     config.update_from_flattened_dict({
-        "num_steps": 4, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "eval.every": 2,
+        "num_steps": 4, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "eval.every": 2,
         "eval.problems": 8, "rollout.max_completion_tokens": 32, "checkpoint.every": 2, "log.tensorboard": False,
         "log.completions_every": 2, "reward.functions": ("tests.test_episodes.digits",), "reward.weights": (1.0,),
         "reward.timeout": 0.0, "health.self_test": False, "rollout.temperature": 1.2, **changes,
@@ -257,5 +257,5 @@ def test_a_turn_longer_than_an_episode_is_refused():
 def test_an_argument_that_an_environment_does_not_take_is_refused():
     config = config_with_turns()
     config.env = type(config)(dict(name="tests.test_episodes.Echo", speed=2))
-    with pytest.raises(UserError, match="config.env.speed is not an argument"):
+    with pytest.raises(UserError, match=r"config.env.speed is not an argument"):
         checks.check_train(config)
