@@ -209,9 +209,10 @@ def config_with_turns(**changes: Any) -> Any:
         config.env = kind(dict(name="tests.test_episodes.Echo", turns=2, length=4))
         config.turns = kind(LIMITS)
     config.update_from_flattened_dict({
-        "num_steps": 4, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "eval.every": 2,
-        "eval.problems": 8, "rollout.max_completion_tokens": 32, "checkpoint.every": 2, "log.tensorboard": False,
-        "log.completions_every": 2, "reward.functions": ("tests.test_episodes.digits",), "reward.weights": (1.0,),
+        "num_steps": 4, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4,
+        "eval.every": 2, "eval.problems": 8, "rollout.max_completion_tokens": 32, "checkpoint.every": 2,
+        "log.tensorboard": False, "log.completions_every": 2,
+        "reward.functions": ("tests.test_episodes.digits",), "reward.weights": (1.0,),
         "reward.timeout": 0.0, "health.self_test": False, "rollout.temperature": 1.2, **changes,
     })  # fmt: skip
     return config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,15 +24,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from test_distributed import CONFIGS, Processes
 from test_distributed import TINY as FEW_STEPS
+from test_episodes import Echo
 from test_train import ROOT, beginning, log_of, records, run, start, wait_for_step
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.tasks import arithmetic
+from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.samples import sample as sample_episodes
 from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
@@ -190,6 +194,25 @@ def test_what_is_sampled_is_what_the_trainer_scores_whatever_was_pushed(server, 
         again, other = sample(engine, prompts), sample(engine, prompts, jax.random.key(4))
         assert same(again, sample(engine, prompts)) > 0.98
         assert same(again, other) < 0.9
+
+
+def test_episodes_of_several_turns_are_sampled_as_the_trainer_scores_them(server, params, prompts, tmp_path):
+    pool = EnvironmentPool(TOKENIZER, Echo, most=4, tokens=8, observation_tokens=10, workers=8, timeout=10.0)
+    with connected(server, tmp_path=tmp_path, max_completion_tokens=24) as engine:
+        engine.update_weights(params, 5)
+        rollouts = sample_episodes(engine, prompts, KEY, G, Sampling(1.5), pool)
+    assert gap(params, prompts, rollouts, Sampling(1.5)) < 1e-4
+    turns = data.decode_turns(TOKENIZER, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
+    several = [one for group in turns for one in group if len(one) > 2]
+    assert len(several) > B
+    # A turn ends at its first stop string, also where the server has sampled on.
+    inner = [turn["content"] for one in several for turn in one[:-1] if turn["role"] == "assistant"]
+    assert all(
+        len(re.findall("[>,]", text)) <= 1 and (text[-1:] in (">", ",") or not re.search("[>,]", text))
+        for text in inner
+    )
+    assert (rollouts.episodes["turns"] <= 4).all()
+    assert len({tuple(x) for x in rollouts.completions.reshape(-1, 24).tolist()}) > B
 
 
 @pytest.mark.parametrize("way", ["http", "reload"])

@@ -9,6 +9,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from threading import Thread
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxrl_llm.errors import describe
 
 __all__: tuple[str, ...] = ()  # no class here is an environment that a config may name
 
+REPLACEMENT = "\ufffd"  # what a part of a character decodes to
 FAILED = "\n\n[The environment failed: {}]\n\n"
 
 
@@ -46,6 +48,15 @@ class EnvironmentPool:
     def begin(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
         """Returns the environments of a batch, each with its data row."""
         return EnvironmentBatch(self, [row for row in rows for _ in range(group_size)], group_size)
+
+    @cached_property
+    def may_end(self) -> np.ndarray:
+        """True for tokens of the tokenizer that contain the last character of a string that ends a turn."""
+        last = {stop[-1] for stop in self.make().stops}
+        # A token may have a part of a character only.
+        last |= set() if all(map(str.isascii, last)) else {REPLACEMENT}
+        texts = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))], skip_special_tokens=True)
+        return np.array([not last.isdisjoint(text) for text in texts])
 
     def close(self) -> None:
         """Starts no step any more."""
@@ -75,6 +86,11 @@ class EnvironmentBatch:
         names = sorted({name for counts in self._counts for name in counts})
         each = {name: np.array([counts.get(name, 0.0) for counts in self._counts], np.float32) for name in names}
         return {name: values.reshape(-1, self._group) for name, values in each.items()}
+
+    def may_end(self, vocabulary: int) -> np.ndarray:
+        """Returns True for tokens [V] after which the text may end a turn; `vocabulary`: of the model."""
+        known = self._pool.may_end
+        return np.pad(known, (0, max(vocabulary - len(known), 0)))[:vocabulary]
 
     def ends(self, turns: Sequence[list[int]]) -> list[int]:
         """Returns for each turn the number of its tokens with which its text ends it; 0: the text does not end it."""

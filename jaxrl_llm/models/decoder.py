@@ -162,11 +162,11 @@ class Decoder:
         positions = at[..., None] + steps[None, None]
         # Out of range: JAX drops what is written there.
         places = jnp.where(steps[None, None] < count[..., None], positions, room)
-        one_row = lambda x, place, new: x.at[:, place].set(new, mode="drop")  # noqa: E731
-        rows = jax.vmap(jax.vmap(one_row, in_axes=(1, 0, 1), out_axes=1))
+        b, n = (jnp.arange(size).reshape(shape) for size, shape in zip(at.shape, ((-1, 1, 1), (1, -1, 1)), strict=True))
 
         def write(cache: Array, now: Array) -> jax.Array:
-            return rows(cache, places, now)
+            # One scatter with all indices. A `vmap` of a row's write copies the cache: on a CPU 1,000 times as slow.
+            return cache.at[b, :, n, places].set(jnp.moveaxis(now, 1, 3), mode="drop")
 
         visible = jnp.arange(room)[None, None, None] <= positions[..., None]
         return self._decode(params, tokens, positions, write, visible, cache, prefix, prefix_mask)

@@ -183,13 +183,13 @@ def take(fixed: Decoding, slots: Slots, state: DecodeState, plan: Plan) -> Decod
     source = jnp.minimum(plan.completion, last)  # an empty slot reads any completion
 
     def of_entries(x: Array) -> Array:
-        return by_device(fixed, lambda x, prompt: x[prompt], x, plan.prompt)
+        return _by_device(fixed, lambda x, prompt: x[prompt], x, plan.prompt)
 
     def of_slots(x: Array) -> Array:
-        return by_device(fixed, lambda x, at: x[at // group, at % group], x, source)
+        return _by_device(fixed, lambda x, at: x[at // group, at % group], x, source)
 
     def of_cache(x: Array) -> Array:
-        return by_device(fixed, lambda x, at: jnp.moveaxis(x[at // group, :, at % group], 1, 2), x, source)
+        return _by_device(fixed, lambda x, at: jnp.moveaxis(x[at // group, :, at % group], 1, 2), x, source)
 
     heads = NamedSharding(fixed.mesh, sharding.heads_spec(state.cache[0].keys.shape[1], fixed.mesh))
     layers = jax.tree.map(of_entries, state.prefix), jax.tree.map(of_cache, cache)
@@ -210,19 +210,19 @@ def put(fixed: Decoding, slots: Slots, state: DecodeState, taken: DecodeState, p
         def one(x: Array, at: Array, new: Array) -> Array:
             return x.at[at // group, at % group].set(new, mode="drop")
 
-        return by_device(fixed, one, x, plan.completion, new)
+        return _by_device(fixed, one, x, plan.completion, new)
 
     def of_cache(x: Array, new: Array) -> Array:
         def one(x: Array, at: Array, new: Array) -> Array:
             return x.at[at // group, :, at % group, : slots.capacity].set(jnp.moveaxis(new, 2, 1), mode="drop")
 
-        return by_device(fixed, one, x, plan.completion, new)
+        return _by_device(fixed, one, x, plan.completion, new)
 
     written = {name: of_slots(getattr(state, name), getattr(taken, name)) for name in WRITTEN}
     return replace(state, **written, cache=jax.tree.map(of_cache, state.cache, taken.cache))
 
 
-def by_device(fixed: Decoding, function: Callable[..., Array], x: Array, index: Array, *more: Array) -> Array:
+def _by_device(fixed: Decoding, function: Callable[..., Array], x: Array, index: Array, *more: Array) -> Array:
     """Applies `function` to each device's part of x and more, and index [d, ...]: so no device needs another's part."""
     parts = [y.reshape(fixed.devices, -1, *y.shape[1:]) for y in (x, *more)]
     made = jax.vmap(function)(parts[0], index, *parts[1:])

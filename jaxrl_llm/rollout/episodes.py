@@ -26,11 +26,11 @@ from jaxrl_llm import distributed, sharding
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
-from jaxrl_llm.rollout.decoding import Decoding, by_device, choose
+from jaxrl_llm.rollout.decoding import Decoding, choose
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.structs import AnyArray, Array, PyTree, Rollouts
 
-SEGMENT = 16  # tokens between two looks at the texts; those after the end of a turn are dropped
+SEGMENT = 32  # tokens, at most, between two looks at the texts
 CHUNKS = (32, 128)  # tokens of an observation that run at once
 GRACE = 0.01  # seconds in which other answers may join the first: a segment costs the same for one and for all
 CHANNEL = "sampling"
@@ -43,6 +43,14 @@ class Caches(NamedTuple):
     prompt_mask: AnyArray  # [B, P]
     prefix: AnyArray  # per layer, prompt keys and values [B, K, P, h]
     cache: AnyArray  # per layer, completion keys and values [B, K, G, C, h]
+
+
+class Turns(NamedTuple):
+    """Where each completion is: arrays [B, G]."""
+
+    last: AnyArray  # token length - 1, whose keys and values are not in the cache yet
+    length: AnyArray  # number of tokens
+    limit: AnyArray  # length at which its turn ends; 0: it is in no turn
 
 
 class Sampled(NamedTuple):
@@ -81,22 +89,23 @@ def run(
     fixed: Decoding,
     params: PyTree,
     caches: Caches,
-    last: Array,
-    length: Array,
-    limit: Array,
+    turns: Turns,
+    may_end: Array,
     number: Array,
     key: Array,
 ) -> tuple[Caches, Sampled]:
-    """Samples up to SEGMENT tokens of the completions whose length [B, G] is below their limit [B, G].
+    """Samples tokens of the completions that are in a turn, each up to a look at its text.
 
-    last [B, G]: token length - 1, whose keys the cache does not have yet.
+    It ends after SEGMENT tokens, or when half of these completions need a look: with fewer, much of a step is lost.
+    may_end [V]: the tokens that need a look.
     """
-    stops = jnp.asarray(fixed.stop_ids, jnp.int32)[None, None]
-    shape = (*last.shape, SEGMENT)
+    last, length, limit = turns
+    alive = length < limit
+    few, shape = jnp.sum(alive) // 2, (*last.shape, SEGMENT)
 
     def go_on(loop: tuple) -> Array:
         t, alive, *_ = loop
-        return (t < SEGMENT) & jnp.any(alive)
+        return (t < SEGMENT) & (jnp.sum(alive) > few)
 
     def step(loop: tuple) -> tuple:
         t, alive, token, at, cache, tokens, logprobs = loop
@@ -108,11 +117,11 @@ def run(
         put = partial(jax.lax.dynamic_update_index_in_dim, index=t, axis=2)
         tokens, logprobs = put(tokens, new), put(logprobs, logprob)
         token, at = jnp.where(alive, new, token), at + alive
-        alive &= ~jnp.any(new[..., None] == stops, axis=-1) & (at < limit)
+        alive &= ~may_end[new] & (at < limit)
         return t + 1, alive, token, at, cache, tokens, logprobs
 
     empty = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-    end = jax.lax.while_loop(go_on, step, (jnp.int32(0), length < limit, last, length, caches.cache, *empty))
+    end = jax.lax.while_loop(go_on, step, (jnp.int32(0), alive, last, length, caches.cache, *empty))
     return caches._replace(cache=end[4]), Sampled(end[5], end[6], end[3] - length)
 
 
@@ -123,29 +132,30 @@ def feed(
 
     count [d, n]: how many tokens are real. A row with none writes nothing.
     """
-    group, shape = fixed.group, rows.shape[0] * rows.shape[1]
-    prompt = rows // group
+    group, heads = fixed.group, sharding.heads_spec(model.cfg.kv_heads, fixed.mesh)
+    # Each device reads and writes its own part. A `vmap` over devices, as in `decoding.take`, would copy the whole cache.
+    on_device = partial(jax.shard_map, mesh=fixed.mesh, check_vma=False)
 
-    def of_prompts(x: Array) -> Array:
-        return by_device(fixed, lambda x, at: x[at], x, prompt)
+    def take(caches: Caches, rows: Array) -> tuple:
+        prompt, member = rows[0] // group, rows[0] % group
+        of_rows = lambda x: x[prompt, :, member][:, :, None]  # noqa: E731
+        return jax.tree.map(lambda x: x[prompt], caches.prefix), jax.tree.map(of_rows, caches.cache)
 
-    def of_cache(x: Array) -> Array:
-        return by_device(fixed, lambda x, at: x[at // group, :, at % group][:, :, None], x, rows)
+    def put(cache: PyTree, taken: PyTree, rows: Array) -> PyTree:
+        prompt, member = rows[0] // group, rows[0] % group
+        return jax.tree.map(lambda x, new: x.at[prompt, :, member].set(new[:, :, 0], mode="drop"), cache, taken)
 
-    heads = NamedSharding(fixed.mesh, sharding.heads_spec(model.cfg.kv_heads, fixed.mesh))
-    taken = jax.tree.map(of_prompts, caches.prefix), jax.tree.map(of_cache, caches.cache)
-    prefix, cache = jax.lax.with_sharding_constraint(taken, heads)
-    flat = lambda x: x.reshape(shape, 1, *x.shape[2:])  # noqa: E731
-    _, cache = model.decode_at(
-        params, flat(tokens), flat(at), flat(count), cache, prefix, of_prompts(caches.prompt_mask)
+    prefix, cache = on_device(take, in_specs=(Caches(sharding.BATCH, heads, heads), sharding.BATCH), out_specs=heads)(
+        caches, rows
     )
+    mask = on_device(lambda x, rows: x[rows[0] // group], in_specs=(sharding.BATCH,) * 2, out_specs=sharding.BATCH)(
+        caches.prompt_mask, rows
+    )
+    flat = lambda x: x.reshape(-1, 1, *x.shape[2:])  # noqa: E731
+    _, cache = model.decode_at(params, flat(tokens), flat(at), flat(count), cache, prefix, mask)
     written = jnp.where(count > 0, rows, np.iinfo(np.int32).max)  # out of range: JAX drops what is written there
-
-    def back(x: Array, new: Array) -> Array:
-        one = lambda x, at, new: x.at[at // group, :, at % group].set(new[:, :, 0], mode="drop")  # noqa: E731
-        return by_device(fixed, one, x, written, new)
-
-    return caches._replace(cache=jax.tree.map(back, caches.cache, cache))
+    back = on_device(put, in_specs=(heads, heads, sharding.BATCH), out_specs=heads)
+    return caches._replace(cache=back(caches.cache, cache, written))
 
 
 TURN, WAITS, DONE = range(3)
@@ -231,7 +241,7 @@ class EpisodeSampler:
     """Runs the episodes of a batch with programs of fixed shapes."""
 
     def __init__(self, model: Decoder, mesh: Mesh):
-        self._mesh = mesh
+        self._mesh, self._vocabulary = mesh, model.cfg.vocab_size
         rows = NamedSharding(mesh, sharding.BATCH)
         heads = NamedSharding(mesh, sharding.heads_spec(model.cfg.kv_heads, mesh))
         caches, sampled = Caches(rows, heads, heads), Sampled(rows, rows, rows)
@@ -259,6 +269,8 @@ class EpisodeSampler:
         put = partial(sharding.shard_batch, mesh=self._mesh)
         episodes = Episodes.empty(number.size, fixed.length, fixed.pad_id, first)
         number = put(number)
+        may_end = environments.may_end(self._vocabulary)
+        may_end[list(fixed.stop_ids)] = True
         caches, sampled = self._start(fixed, params, *put(prompts), number, key)
         episodes.add(sharding.to_host(sampled))
         while True:
@@ -269,8 +281,8 @@ class EpisodeSampler:
                 shape = number.shape[0] // distributed.count(), fixed.group
                 last = np.take_along_axis(episodes.tokens, episodes.length[:, None] - 1, axis=1)
                 state = last, episodes.length, episodes.limits(environments.turn_tokens)
-                arrays = put(tuple(x.reshape(shape).astype(np.int32) for x in state))
-                caches, sampled = self._run(fixed, params, caches, *arrays, number, key)
+                turns = put(Turns(*(x.reshape(shape).astype(np.int32) for x in state)))
+                caches, sampled = self._run(fixed, params, caches, turns, may_end, number, key)
                 episodes.add(sharding.to_host(sampled))
             elif waits:
                 wait(episodes.answers, return_when=FIRST_COMPLETED)

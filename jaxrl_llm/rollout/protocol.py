@@ -24,6 +24,10 @@ class Environments(Protocol):
     turn_tokens: int  # limit of a turn
     stops: tuple[str, ...]  # strings that end a turn
 
+    def may_end(self, vocabulary: int) -> np.ndarray:
+        """Returns True for tokens [V] after which the text may end a turn: an engine looks at it there."""
+        ...
+
     def ends(self, turns: Sequence[list[int]]) -> list[int]:
         """Returns for each turn the number of its tokens with which its text ends it; 0: the text does not end it."""
         ...
