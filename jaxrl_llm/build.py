@@ -159,7 +159,8 @@ def make_run(given: Loaded, stop: Stop) -> Run:
     def programs() -> Iterator[Program]:
         if isinstance(actor.engine, Sampler):
             for batch in batches(given, learning.sampling, greedy=greedy):
-                yield from actor.engine.programs(learning.learners["policy"].shapes.params, **batch)
+                params = learning.learners["policy"].shapes.params
+                yield from actor.engine.programs(params, **batch, episodes="env" in config)
         yield from of_learning(config, mesh, learning, packing.ladder.shapes, given.dataset.width)
 
     def accuracy(states: States) -> float:
@@ -192,7 +193,8 @@ def make_tested(given: Loaded, sampling: Sampling, actor: Actor) -> Tested:
     """Returns what the self-test needs of a run."""
     reward, timeout = given.config.reward, given.config.reward.timeout
     reward_fn = partial(RewardFn, reward.functions, reward.weights, timeout, field="config.reward.timeout")
-    return Tested(actor, given.model, given.tokenizer, given.dataset, given.stop_ids, sampling, reward_fn)
+    environments = open_environments(given)
+    return Tested(actor, given.model, given.tokenizer, given.dataset, given.stop_ids, sampling, environments, reward_fn)
 
 
 def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ import pytest
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.build import build
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.envs.protocol import Reply
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.health import self_test
+from jaxrl_llm.health.trial import prepare
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.sampler import Sampler
@@ -260,3 +264,29 @@ def test_an_argument_that_an_environment_does_not_take_is_refused():
     config.env = type(config)(dict(name="tests.test_episodes.Echo", speed=2))
     with pytest.raises(UserError, match=r"config.env.speed is not an argument"):
         checks.check_train(config)
+
+
+def test_every_program_of_episodes_is_known_beforehand():
+    model = parts()[1]
+    size = prompts().tokens.shape
+    made = list(sampler().programs(model.shapes(), *size, 4, Sampling(1.5), episodes=True))
+    names = [program.name for program in made]
+    assert [name.split(",")[0] for name in names][-4:] == ["prompts", "observations", "observations", "decoding"]
+    for program in made[-4:]:
+        assert program.compile().memory_analysis().argument_size_in_bytes > 0
+
+
+def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
+    with build(config_with_turns(), tmp_path / "run") as run:
+        run.restore()
+        assert run.tested
+        trial = prepare(run, run.tested, full=True)
+        good = self_test.environment_is_masked(trial)
+        assert good.done and not good.findings
+        rollouts, turns = trial.episodes()
+        trial.episodes = lambda: (replace(rollouts, loss_mask=rollouts.completion_mask), turns)
+        assert [finding.id for finding in self_test.environment_is_masked(trial).findings] == ["environment_silent"]
+        said = {"role": "assistant", "content": "12,34,56,78,90,12"}
+        trial.episodes = lambda: (rollouts, [[said, said | {"role": "environment"}]])
+        assert [finding.id for finding in self_test.environment_is_masked(trial).findings] == ["environment_trained"]
+        run.actor.finish_push(run.states["policy"].params)

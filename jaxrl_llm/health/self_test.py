@@ -196,7 +196,8 @@ def reward_sees(trial: Trial) -> Answer:
     ids = [[trial.parts.tokenizer(x, add_special_tokens=False)["input_ids"] for x in group] for group in texts]
     try:
         with closing(trial.parts.reward_fn()) as reward_fn:
-            earned = reward_fn(rows, texts, ids)["total"]
+            turns = [[[{"role": "assistant", "content": text}] for text in group] for group in texts]
+            earned = reward_fn(rows, texts, ids, {"turns": turns} if trial.parts.environments else {})["total"]
     except UserError as error:
         fix = "make it judge any text, since a policy may say nothing"
         return Answer("an error", (Finding("reward_fails", "error", str(error), "it was asked", fix, "FAILURES S5"),))
@@ -255,8 +256,34 @@ def gradient_stays(trial: Trial) -> Answer:
 
 
 def environment_is_masked(trial: Trial) -> Answer:
-    """S8: for runs with an environment, which are not there yet."""
-    return skipped("the run has no environment")
+    """S8: what an environment says is read, but not trained on."""
+    if not trial.parts.environments:
+        return skipped("the run has no environment")
+    if not trial.full:
+        return skipped(MORE)
+    rollouts, turns = trial.episodes()
+    own, real = int(rollouts.loss_mask.sum()), int(rollouts.completion_mask.sum())
+    text = f"the policy sampled {own} of {real} tokens in {len(turns)} episodes"
+    if own == real:
+        cause = "the policy ends each episode in its first turn, or the environment says nothing"
+        fix = "look at completions.jsonl; start from a model that knows the protocol"
+        return Answer(text, (Finding("environment_silent", "warning", text, cause, fix, "FAILURES S8, F22"),))
+    if copies := sum(map(_has_an_observation_of_its_own, turns)):
+        evidence = f"{copies} episodes have what the environment said among the policy's tokens"
+        fix = "append an observation with loss_mask False, and never encode a turn again"
+        found = Finding("environment_trained", "error", evidence, "it is trained on", fix, "FAILURES S8, F20")
+        return Answer(text, (found,))
+    return Answer(text)
+
+
+def _has_an_observation_of_its_own(turns: list[dict[str, str]]) -> bool:
+    """Returns whether the policy's turns contain an observation of the episode."""
+    said = {"assistant": "", "environment": ""}
+    for turn in turns:
+        if turn["role"] == "environment" and len(turn["content"]) >= MEANT and turn["content"] in said["assistant"]:
+            return True
+        said[turn["role"]] += turn["content"]
+    return False
 
 
 def samples_differ(trial: Trial) -> Answer:

@@ -17,6 +17,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.config.names import required_inputs, resolve
 from jaxrl_llm.data import prompts as data
+from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.packing import pack, packed_shapes
 from jaxrl_llm.models.decoder import Decoder
@@ -24,6 +25,7 @@ from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.protocol import Engine
+from jaxrl_llm.rollout.samples import sample
 from jaxrl_llm.shapes import SAMPLING, TRAINING, Book
 from jaxrl_llm.structs import Array, Batch, Config, Prompts, PyTree, Rewards, Rollouts
 
@@ -46,6 +48,7 @@ class Tested:
     dataset: data.Dataset
     stop_ids: tuple[int, ...]
     sampling: Sampling
+    environments: EnvironmentPool | None  # what the policy talks to; None: nothing
     reward_fn: Callable[[], RewardFn]  # opens one, which the caller closes: after an error the run's own is of no use
 
 
@@ -69,6 +72,15 @@ class Trial:
     @property
     def config(self) -> Config:
         return self.run.config
+
+    def episodes(self) -> tuple[Rollouts, list[list[data.Turn]]]:
+        """Samples episodes of the prompts of this process, and returns them with the turns of each."""
+        key = jax.random.fold_in(jax.random.key(self.config.seed), KEY)
+        how = GROUP, self.parts.sampling, self.parts.environments
+        rollouts = sample(self.engine, self.prompts, key, *how)
+        masks = rollouts.completion_mask, rollouts.loss_mask
+        turns = data.decode_turns(self.parts.tokenizer, rollouts.completions, *masks)
+        return rollouts, [one for group in turns for one in group]
 
     @property
     def engine(self) -> Engine:

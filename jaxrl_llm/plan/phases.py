@@ -190,7 +190,8 @@ def _programs(
     """Yields the programs of a step: of the decode loops, the largest. Another engine samples elsewhere."""
     config = models.config
     batch = dict(prompts=config.prompts_per_step, width=width, group=config.group_size, sampling=learning.sampling)
-    of_sampler = sampler.programs(learning.learners["policy"].shapes.params, **batch)
+    params = learning.learners["policy"].shapes.params
+    of_sampler = sampler.programs(params, **batch, episodes="env" in config)
     for program in of_sampler if engines.choose(config).in_trainer else ():
         yield program
         if program.phase == "decoding":

@@ -10,12 +10,12 @@ shape, in which a row's numbers do not depend on the other rows, and random numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,15 @@ from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.rollout.decoding import Decoding, choose
 from jaxrl_llm.rollout.protocol import Environments
+from jaxrl_llm.shapes import placed
 from jaxrl_llm.structs import AnyArray, Array, PyTree, Rollouts
 
 SEGMENT = 32  # tokens, at most, between two looks at the texts
 CHUNKS = (32, 128)  # tokens of an observation that run at once
 GRACE = 0.01  # seconds in which other answers may join the first: a segment costs the same for one and for all
 CHANNEL = "sampling"
-REMEDY = "lower engine.max_sequences or rollout.max_completion_tokens"  # if memory is short
+# A program: its phase, its name, and what traces it.
+Traced: TypeAlias = tuple[str, str, Callable[[], jax.stages.Traced]]
 
 
 class Caches(NamedTuple):
@@ -133,7 +135,7 @@ def feed(
     count [d, n]: how many tokens are real. A row with none writes nothing.
     """
     group, heads = fixed.group, sharding.heads_spec(model.cfg.kv_heads, fixed.mesh)
-    # Each device reads and writes its own part. A `vmap` over devices, as in `decoding.take`, would copy the whole cache.
+    # Each device reads and writes its own part. A `vmap` over devices, as in `decoding.take`, would copy the cache.
     on_device = partial(jax.shard_map, mesh=fixed.mesh, check_vma=False)
 
     def take(caches: Caches, rows: Array) -> tuple:
@@ -244,12 +246,13 @@ class EpisodeSampler:
         self._mesh, self._vocabulary = mesh, model.cfg.vocab_size
         rows = NamedSharding(mesh, sharding.BATCH)
         heads = NamedSharding(mesh, sharding.heads_spec(model.cfg.kv_heads, mesh))
-        caches, sampled = Caches(rows, heads, heads), Sampled(rows, rows, rows)
-        placed = partial(jax.jit, static_argnums=0, compiler_options=ROUND_AS_WRITTEN)
-        self._start = placed(partial(start, model), out_shardings=(caches, sampled))
+        self._caches = caches = Caches(rows, heads, heads)
+        sampled = Sampled(rows, rows, rows)
+        compiled = partial(jax.jit, static_argnums=0, compiler_options=ROUND_AS_WRITTEN)
+        self._start = compiled(partial(start, model), out_shardings=(caches, sampled))
         # The caches are donated: there is never a second copy.
-        self._run = placed(partial(run, model), donate_argnums=2, out_shardings=(caches, sampled))
-        self._feed = placed(partial(feed, model), donate_argnums=2, out_shardings=caches)
+        self._run = compiled(partial(run, model), donate_argnums=2, out_shardings=(caches, sampled))
+        self._feed = compiled(partial(feed, model), donate_argnums=2, out_shardings=caches)
 
     def sample(
         self,
@@ -289,6 +292,25 @@ class EpisodeSampler:
                 wait(episodes.answers, timeout=GRACE)
             else:
                 return episodes
+
+    def programs(self, fixed: Decoding, weights: PyTree, width: int) -> Iterator[Traced]:
+        """Yields the programs for prompts of this width; of the weights, shapes are enough."""
+        rows = NamedSharding(self._mesh, sharding.BATCH)
+        of = lambda *size, dtype=np.dtype(np.int32): jax.ShapeDtypeStruct(size, dtype, sharding=rows)  # noqa: E731
+        prompts, completions = (fixed.batch, width), of(fixed.batch, fixed.group)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        starting = self._start.trace(fixed, weights, of(*prompts), of(*prompts, dtype=np.dtype(bool)), completions, key)
+        caches = Caches(*map(placed, starting.out_info[0], self._caches))
+        yield "prompts", f"prompts, {fixed.batch} x {width}", lambda: starting
+        chunk = fixed.devices, chunk_rows(fixed)
+        for size in CHUNKS:
+            arrays = of(*chunk), of(*chunk, size), of(*chunk), of(*chunk)
+            name = f"observations, {chunk[1]} x {size} a device"
+            yield "prompts", name, partial(self._feed.trace, fixed, weights, caches, *arrays)
+        turns = Turns(completions, completions, completions)
+        may_end = jax.ShapeDtypeStruct((self._vocabulary,), bool)
+        name = f"decoding, {fixed.batch} x {fixed.group}, {fixed.length} tokens"
+        yield "decoding", name, partial(self._run.trace, fixed, weights, caches, turns, may_end, completions, key)
 
     def _observe(self, fixed: Decoding, params: PyTree, caches: Caches, episodes: Episodes) -> Caches:
         """Takes the observations that are there, and puts them into the cache."""

@@ -25,7 +25,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout import decoding
 from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compaction, prompts_at_once, slot_shapes
 from jaxrl_llm.rollout.decoding import DecodeState, Decoding
-from jaxrl_llm.rollout.episodes import EpisodeSampler
+from jaxrl_llm.rollout.episodes import EpisodeSampler, Traced
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.rollout.weights import Placing
 from jaxrl_llm.shapes import MOST, RATES, SAMPLING, Book, Shape, abstract, placed
@@ -162,25 +162,33 @@ class Sampler:
             self._book.compile_ahead(name, compile)
         return tokens, logprobs, length
 
-    def programs(self, params: PyTree, prompts: int, width: int, group: int, sampling: Sampling) -> Iterator[Program]:
-        """Yields each program for batches of these sizes, the decode loops last; params: shapes are enough."""
-        fixed = self._decoding(prompts, group, sampling)
+    def programs(
+        self, params: PyTree, prompts: int, width: int, group: int, sampling: Sampling, *, episodes: bool
+    ) -> Iterator[Program]:
+        """Yields each program for batches of these sizes, the decode loops last; params: shapes are enough.
+
+        episodes: with environments, of several turns.
+        """
+        fixed, weights = self._decoding(prompts, group, sampling), self._place.shapes(params)
+        yield from self._place.programs(params)
+        made = self._episodes.programs(fixed, weights, width) if episodes else self._of_one_turn(fixed, weights, width)
+        for phase, name, trace in made:
+            yield Program(phase, name, trace, REMEDY, ())
+
+    def _of_one_turn(self, fixed: Decoding, weights: PyTree, width: int) -> Iterator[Traced]:
         shapes, _ = self._shapes(fixed, width)
-        prompts = fixed.batch
         rows = NamedSharding(self._mesh, sharding.BATCH)
-        sizes = ((prompts, width), np.int32), ((prompts, width), bool), *[((prompts, group), np.int32)] * 2
+        numbers = (fixed.batch, fixed.group), np.int32
+        sizes = ((fixed.batch, width), np.int32), ((fixed.batch, width), bool), numbers, numbers
         batch = [jax.ShapeDtypeStruct(*size, sharding=rows) for size in sizes]
         key = jax.eval_shape(lambda: jax.random.key(0))
-        weights = self._place.shapes(params)
         starting = self._start.trace(fixed, weights, *batch, key)
         state = starting.out_info
         at = {f.name: placed(getattr(state, f.name), getattr(self._placed, f.name)) for f in fields(DecodeState)}
-        yield from self._place.programs(params)
-        yield Program("prompts", f"prompts, {prompts} x {width}", lambda: starting, REMEDY, ())
+        yield "prompts", f"prompts, {fixed.batch} x {width}", lambda: starting
         for slots in shapes.possible:
             name = f"decoding, {slots.entries} x {slots.width} a device, {slots.capacity} tokens"
-            trace = partial(self._trace, fixed, weights, DecodeState(**at), key, slots)
-            yield Program("decoding", name, trace, REMEDY, ())
+            yield "decoding", name, partial(self._trace, fixed, weights, DecodeState(**at), key, slots)
 
     def resident(self, params: PyTree) -> PyTree:
         """Returns the weights that the sampler holds while it samples, as shapes with shardings."""
