@@ -41,7 +41,7 @@ from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.compaction import Slots, prompts_at_once, slot_shapes
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import SampleSource
+from jaxrl_llm.rollout.samples import SampleSource, Task
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.run import Run
 from jaxrl_llm.saved_run import model_folder
@@ -236,9 +236,8 @@ def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
         weight_check = WeightCheck(engine, given.model, given.mesh, collate, rows=rows, bound=bound)
-    environments = open_environments(given)
-    tools = collate, given.tokenizer, reward_fn, environments
-    source = SampleSource(config, engine, sampling, iterator, *tools, greedy=greedy)
+    task = Task(given.tokenizer, reward_fn, open_environments(given))
+    source = SampleSource(config, engine, sampling, iterator, collate, task, greedy=greedy)
     actor = Actor(
         engine,
         source,
@@ -290,12 +289,10 @@ def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
     """Returns `evaluation(engine)` -> accuracy of greedy completions on the held-out problems."""
     config = given.config
     reward_fn = open_reward_fn(given, (config.eval.function,) if config.eval.every else (), (1.0,))
-    environments = open_environments(given)
+    task = Task(given.tokenizer, reward_fn, open_environments(given))
     batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
     key = jax.random.key(config.seed)
-    return lambda engine: float(
-        evaluate(engine, given.held_out, reward_fn, given.tokenizer, environments, batch=batch, key=key)[0].mean()
-    )
+    return lambda engine: float(evaluate(engine, given.held_out, task, batch=batch, key=key)[0].mean())
 
 
 def open_environments(given: Loaded) -> EnvironmentPool | None:

@@ -24,13 +24,12 @@ from jaxrl_llm.config.schema import Field
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import FILES
-from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import grade, sample
+from jaxrl_llm.rollout.samples import Task
 from jaxrl_llm.saved_run import SavedRun
 from jaxrl_llm.structs import Config
 
@@ -55,9 +54,7 @@ def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
 def evaluate(
     engine: Engine,
     dataset: data.Dataset,
-    score: RewardFn,
-    tokenizer: Any,
-    environments: EnvironmentPool | None = None,
+    task: Task,
     *,
     batch: int,
     key: jax.Array,
@@ -66,10 +63,9 @@ def evaluate(
 ) -> tuple[np.ndarray, list[list[str]]]:
     """Returns scores [N, G] and texts of G = samples completions for each of the N problems of a data set."""
     scores, texts = [], []
-    for i, prompts in enumerate(data.batches(dataset, batch, tokenizer.pad_token_id)):
-        of_batch = jax.random.fold_in(key, i)
-        rollouts = sample(engine, prompts, of_batch, samples, Sampling(temperature), environments)
-        said, channels = grade(score, tokenizer, prompts, rollouts, turns=environments is not None)
+    for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
+        rollouts = task.sample(engine, prompts, jax.random.fold_in(key, i), samples, Sampling(temperature))
+        said, channels = task.grade(prompts, rollouts)
         scores.append(distributed.gather(channels["total"]))
         texts += [group for part in distributed.exchange(said) for group in part]
     count = len(dataset.rows)  # without the rows that fill the last batch
@@ -133,8 +129,7 @@ def main() -> None:
         scores, _ = evaluate(
             engine,
             dataset,
-            score,
-            tokenizer,
+            Task(tokenizer, score),
             batch=batch,
             key=jax.random.key(args.seed),
             samples=args.samples,

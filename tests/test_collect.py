@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.rollout.samples import Samples, SampleSource, refill
+from jaxrl_llm.rollout.samples import Samples, SampleSource, Task, refill
 from jaxrl_llm.structs import Prompts, Rollouts
 
 B, G, C = 4, 2, 3
@@ -76,9 +76,9 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
             group_size=G, mask=SimpleNamespace(truncated=left_out), rollout=SimpleNamespace(resample_rounds=0)
         )
         source = SampleSource(
-            config, SimpleNamespace(generate=generate), Sampling(), iter([sampled(0, [True] * B).prompts]), None, None,
-            SimpleNamespace(start=lambda grade: grade), greedy=False,
+            config, SimpleNamespace(generate=generate), Sampling(), iter([sampled(0, [True] * B).prompts]), None,
+            Task(None, SimpleNamespace(start=lambda grade: grade)), greedy=False,
         )  # fmt: skip
         whole = source.sample(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
-        np.testing.assert_array_equal(whole.rollouts.loss_mask[..., 0], ~(cut & left_out))
+        np.testing.assert_array_equal(whole.trained[..., 0], ~(cut & left_out))

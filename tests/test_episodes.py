@@ -27,8 +27,8 @@ from jaxrl_llm.health import self_test
 from jaxrl_llm.health.trial import prepare
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.models import hf
+from jaxrl_llm.rollout import samples
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import sample
 from jaxrl_llm.structs import Batch
 from jaxrl_llm.train import steps
 from tests.tiny import mesh_of
@@ -96,7 +96,7 @@ def episodes(engine: Sampler, group: int = 4, *, temperature: float = 1.5, limit
     """Rollouts of episodes with `Echo`, at a temperature that makes them differ."""
     tokenizer = parts()[2]
     pool = EnvironmentPool(tokenizer, partial(Echo, **env), **limits)
-    return sample(engine, prompts(), jax.random.key(seed), group, Sampling(temperature), pool)
+    return samples.episodes(engine, pool, prompts(), jax.random.key(seed), group, Sampling(temperature))
 
 
 def same(a, b) -> None:

@@ -25,7 +25,7 @@ from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.rollout.samples import sample
+from jaxrl_llm.rollout.samples import episodes
 from jaxrl_llm.shapes import SAMPLING, TRAINING, Book
 from jaxrl_llm.structs import Array, Batch, Config, Prompts, PyTree, Rewards, Rollouts
 
@@ -76,8 +76,8 @@ class Trial:
     def episodes(self) -> tuple[Rollouts, list[list[data.Turn]]]:
         """Samples episodes of the prompts of this process, and returns them with the turns of each."""
         key = jax.random.fold_in(jax.random.key(self.config.seed), KEY)
-        how = GROUP, self.parts.sampling, self.parts.environments
-        rollouts = sample(self.engine, self.prompts, key, *how)
+        assert self.parts.environments
+        rollouts = episodes(self.engine, self.parts.environments, self.prompts, key, GROUP, self.parts.sampling)
         masks = rollouts.completion_mask, rollouts.loss_mask
         turns = data.decode_turns(self.parts.tokenizer, rollouts.completions, *masks)
         return rollouts, [one for group in turns for one in group]

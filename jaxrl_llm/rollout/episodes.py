@@ -296,10 +296,11 @@ class EpisodeSampler:
     def programs(self, fixed: Decoding, weights: PyTree, width: int) -> Iterator[Traced]:
         """Yields the programs for prompts of this width; of the weights, shapes are enough."""
         rows = NamedSharding(self._mesh, sharding.BATCH)
-        of = lambda *size, dtype=np.dtype(np.int32): jax.ShapeDtypeStruct(size, dtype, sharding=rows)  # noqa: E731
-        prompts, completions = (fixed.batch, width), of(fixed.batch, fixed.group)
+        of = lambda *size: jax.ShapeDtypeStruct(size, np.int32, sharding=rows)  # noqa: E731
+        mask = jax.ShapeDtypeStruct((fixed.batch, width), bool, sharding=rows)
+        prompts, completions = of(fixed.batch, width), of(fixed.batch, fixed.group)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        starting = self._start.trace(fixed, weights, of(*prompts), of(*prompts, dtype=np.dtype(bool)), completions, key)
+        starting = self._start.trace(fixed, weights, prompts, mask, completions, key)
         caches = Caches(*map(placed, starting.out_info[0], self._caches))
         yield "prompts", f"prompts, {fixed.batch} x {width}", lambda: starting
         chunk = fixed.devices, chunk_rows(fixed)

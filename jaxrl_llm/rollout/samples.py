@@ -58,6 +58,39 @@ class Samples:
         return replace(rewards, greedy=greedy, greedy_lengths=lengths)
 
 
+def episodes(
+    engine: Engine, environments: EnvironmentPool, prompts: Prompts, key: Array, group_size: int, sampling: Sampling
+) -> Rollouts:
+    """Samples group_size episodes for each prompt, and what their environments measured."""
+    batch = environments.begin(prompts.rows, group_size)
+    rollouts = engine.converse(prompts, key, group_size=group_size, sampling=sampling, environments=batch)
+    return replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())
+
+
+@dataclass(frozen=True)
+class Task:
+    """What completions are for: the environments that they talk to, and the reward functions that judge their text."""
+
+    tokenizer: Any
+    score: RewardFn
+    environments: EnvironmentPool | None = None  # None: a completion is one turn
+
+    def sample(self, engine: Engine, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Rollouts:
+        """Samples completions of one turn, or episodes if there are environments."""
+        if not self.environments:
+            return engine.generate(prompts, key, group_size=group_size, sampling=sampling)
+        return episodes(engine, self.environments, prompts, key, group_size, sampling)
+
+    def grade(self, prompts: Prompts, rollouts: Rollouts) -> Graded:
+        """Returns texts and rewards. With environments, the reward functions also get a column `turns`."""
+        tokens, mask = rollouts.completions, rollouts.completion_mask
+        texts, ids = data.decode(self.tokenizer, tokens, mask)
+        columns = {}
+        if self.environments:
+            columns = {"turns": data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)}
+        return texts, self.score(prompts.rows, texts, ids, columns)
+
+
 class SampleSource:
     """Samples completions for the next prompts and starts the reward functions."""
 
@@ -68,19 +101,13 @@ class SampleSource:
         sampling: Sampling,
         prompts: Iterator[Prompts],
         collate: Callable[[Any], Prompts],
-        tokenizer: Any,
-        score: RewardFn,
-        environments: EnvironmentPool | None = None,
+        task: Task,
         *,
         greedy: bool,
     ):
-        """collate(numbers) -> these rows of the data set; greedy: also sample each prompt's greedy completion.
-
-        environments: what the policy talks to; None: a completion is one turn.
-        """
+        """collate(numbers) -> these rows of the data set; greedy: also sample each prompt's greedy completion."""
         self._config, self._engine, self._sampling, self._prompts = config, engine, sampling, prompts
-        self._collate, self._tokenizer, self._score, self._greedy = collate, tokenizer, score, greedy
-        self._environments = environments
+        self._collate, self._task, self._greedy = collate, task, greedy
 
     def sample(self, key: Array) -> Samples:
         """Samples the next prompts."""
@@ -112,39 +139,11 @@ class SampleSource:
         return replace(samples, greedy=self._graded(prompts, greedy[0])) if greedy else samples
 
     def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
-        rollouts = sample(self._engine, prompts, key, group_size, sampling, self._environments)
-        return self._graded(prompts, rollouts)
+        return self._graded(prompts, self._task.sample(self._engine, prompts, key, group_size, sampling))
 
     def _graded(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
-        def judge() -> Graded:
-            return grade(self._score, self._tokenizer, prompts, rollouts, turns=self._environments is not None)
-
-        masks = self._config.mask.truncated
-        return Samples(prompts, rollouts, self._score.start(judge), masks_truncated=masks)
-
-
-def sample(
-    engine: Engine,
-    prompts: Prompts,
-    key: Array,
-    group_size: int,
-    sampling: Sampling,
-    environments: EnvironmentPool | None,
-) -> Rollouts:
-    """Samples completions, or episodes if there are environments."""
-    if not environments:
-        return engine.generate(prompts, key, group_size=group_size, sampling=sampling)
-    batch = environments.begin(prompts.rows, group_size)
-    rollouts = engine.converse(prompts, key, group_size=group_size, sampling=sampling, environments=batch)
-    return replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())
-
-
-def grade(score: RewardFn, tokenizer: Any, prompts: Prompts, rollouts: Rollouts, *, turns: bool) -> Graded:
-    """Returns the texts and rewards of completions; turns: the reward functions also get a column `turns`."""
-    tokens, mask = rollouts.completions, rollouts.completion_mask
-    texts, ids = data.decode(tokenizer, tokens, mask)
-    columns = {"turns": data.decode_turns(tokenizer, tokens, mask, rollouts.loss_mask)} if turns else {}
-    return texts, score(prompts.rows, texts, ids, columns)
+        graded = self._task.score.start(lambda: self._task.grade(prompts, rollouts))
+        return Samples(prompts, rollouts, graded, masks_truncated=self._config.mask.truncated)
 
 
 def refill(
