@@ -67,6 +67,13 @@ def episodes(
     return replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())
 
 
+def per_episode(rollouts: Rollouts) -> list[list[dict[str, float]]]:
+    """Returns what environments measured, B x G. Without the time, so that a reward is the same in a resumed run."""
+    named = {name: values.tolist() for name, values in rollouts.episodes.items() if name != "seconds"}
+    b, g = rollouts.truncated.shape
+    return [[{name: values[i][j] for name, values in named.items()} for j in range(g)] for i in range(b)]
+
+
 @dataclass(frozen=True)
 class Task:
     """What completions are for: the environments that they talk to, and the reward functions that judge their text."""
@@ -82,12 +89,13 @@ class Task:
         return episodes(engine, self.environments, prompts, key, group_size, sampling)
 
     def grade(self, prompts: Prompts, rollouts: Rollouts) -> Graded:
-        """Returns texts and rewards. With environments, the reward functions also get a column `turns`."""
+        """Returns texts and rewards. With environments, the functions also get the columns `turns` and `episode`."""
         tokens, mask = rollouts.completions, rollouts.completion_mask
         texts, ids = data.decode(self.tokenizer, tokens, mask)
         columns = {}
         if self.environments:
-            columns = {"turns": data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)}
+            columns["turns"] = data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)
+            columns["episode"] = per_episode(rollouts)
         return texts, self.score(prompts.rows, texts, ids, columns)
 
 
