@@ -30,7 +30,7 @@ class Gym:
         self.stops, self._seed_column = (stop,), seed_column
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Begins the game of the row's seed. What the game says first belongs into the prompt: see docs/environments.md."""
+        """Begins the game of the row's seed. What the game says first belongs into the prompt."""
         self._game.reset(seed=int(row[self._seed_column]))
 
     def step(self, text: str) -> Reply:

@@ -3,6 +3,6 @@
 Each argument has one entry per completion: the prompt (chat or text, as in the data), the completion (for a chat, a
 list with one assistant message), every other column of the row, and `completion_ids`. The function returns one number
 per completion (a list, an array, a generator), or None for a completion to abstain. It may be `async def`.
-With an environment, two more columns are `turns`, the episode as messages, and `episode`, what the environment measured.
+With an environment, there are two more: `turns`, the episode as messages, and `episode`, what was measured.
 docs/rewards.md describes where functions run, and which answers `math.accuracy` accepts.
 """
