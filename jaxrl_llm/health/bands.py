@@ -60,7 +60,7 @@ def _of_numbers() -> list[Band]:
             None,
             IMPORTANCE_KL,
         ),
-        Band("critic/explained_variance", "critic_lags", "at least 0, after 16 steps", EXPLAINED, None),
+        Band("critic/explained_variance", "critic_lags", "at least -0.05, after 16 steps", EXPLAINED, None),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, TypeAlias
 
 Record: TypeAlias = dict[str, Any]
@@ -70,6 +71,11 @@ class History:
     def now(self, name: str) -> float | None:
         """Returns the mean of the last RECENT values; None, if a value is missing."""
         return mean(name, self.latest[-RECENT:], RECENT)
+
+    def typical(self, name: str) -> float | None:
+        """Returns the median of the last RECENT values, which one odd batch does not move; None, if one is missing."""
+        values = [record[name] for record in self.latest[-RECENT:] if record.get(name) is not None]
+        return median(values) if len(values) == RECENT else None
 
     def then(self, name: str) -> float | None:
         """Returns the mean of the first FEW values; None, if a value is missing or the start is not over."""

@@ -28,7 +28,7 @@ REPEATED = (2.0, 0.2)  # times the start, or this share
 LENGTH = 0.25  # times the start
 REWARD_FALL = 0.5  # spreads
 KL_PAYS = 0.1  # spreads
-EXPLAINED = 0.0
+EXPLAINED = -0.05  # a critic that says the same for all has 0, to rounding: so it is where nearly all earn the same
 
 
 def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
@@ -277,7 +277,8 @@ def gradient_spike(history: History) -> Finding | None:
 
 def good_fades(history: History) -> Finding | None:
     """F19: completions with a positive advantage become less likely, and the reward is past its best."""
-    best, now = history.best("logprobs/good"), history.now("logprobs/good")
+    # The median: in a healthy run, the good completions of a batch may be a new kind that is still unlikely.
+    best, now = history.best("logprobs/good"), history.typical("logprobs/good")
     if best is None or now is None or now >= min(2 * best, best - 0.05):
         return None
     # While the reward rises, it may be only the hard problems that are left: with remax they alone have an advantage.
@@ -423,8 +424,12 @@ def channels_diverge(history: History) -> Finding | None:
 
 def critic_lags(history: History) -> Finding | None:
     """F32: the critic predicts worse than a constant would."""
-    explained = history.now("critic/explained_variance")
+    explained = history.typical("critic/explained_variance")
     if explained is None or explained >= EXPLAINED or len(history.latest) < WINDOW:
+        return None
+    # A batch in which nearly all earn the same has no variance to explain: the value may be -1,000.
+    spread, spreads = history.then("reward/std"), history.now("reward/std")
+    if spread is not None and spreads is not None and spreads < 0.3 * spread:
         return None
     return Finding(
         "critic_lags",

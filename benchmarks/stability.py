@@ -1,0 +1,324 @@
+"""Runs for docs/stability.md: `python -m benchmarks.stability [--runs DIR] [--only WORD]`.
+
+It makes the runs that DIR does not have yet, one after the other, and writes the tables and the figure of
+docs/stability.md. Each run is a config with a few changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.health_matrix import judged, made
+from jaxrl_llm import sft
+from jaxrl_llm.config.load import load
+from jaxrl_llm.data.tasks import arithmetic
+from jaxrl_llm.health.faults import chance, engine_of
+from jaxrl_llm.rewards.arithmetic import accuracy
+from jaxrl_llm.rollout.protocol import EngineChoice
+from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.structs import Config, PyTree
+from jaxrl_llm.train import steps
+
+ROOT = Path(__file__).parent.parent
+DOC, FIGURE = ROOT / "docs" / "stability.md", ROOT / "docs" / "stability_climb.png"
+HERE = "benchmarks.stability"
+SEEDS = (0, 1, 2)
+CHEAP = {
+    "checkpoint.every": 100_000, "checkpoint.keep_best": 0, "log.tensorboard": False, "log.completions_every": 0,
+    "reward.timeout": 0.0, "health.self_test": False, "mesh.fsdp": 1, "eval.every": 0,
+}  # fmt: skip
+Record = dict[str, Any]
+
+
+# What the runs need beside the package.
+
+
+def wrong_keys() -> list[dict[str, Any]]:
+    """Problems to learn from, of which 23 % have an answer that nobody can find."""
+    return [row | {"answer": "?"} if chance(row["prompt"][0]["content"]) < -0.54 else row for row in arithmetic.train()]
+
+
+def wrong_keys_held_out() -> list[dict[str, Any]]:
+    """1,000 held-out problems, of which 230 have an answer that nobody can find: 77 % is the most."""
+    return [row | {"answer": "?"} if i < 230 else row for i, row in enumerate(arithmetic.held_out())]
+
+
+def noisy_accuracy(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """Accuracy, with the opposite verdict for one completion of ten. What is written does not decide which."""
+    right = accuracy(completions, answer)
+    return [abs(x - (chance(f"{prompt}{i}") > 0.8)) for i, (x, prompt) in enumerate(zip(right, prompts, strict=True))]
+
+
+class Rounded(Sampler):
+    """Computes with weights in bfloat16, beside a trainer with weights in float32."""
+
+    def update_weights(self, params: PyTree, version: int = 0) -> None:
+        rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
+        super().update_weights(rounded, version)
+
+
+def rounded() -> EngineChoice:
+    return engine_of(Rounded)._replace(in_trainer=False)  # so that the trainer corrects for it, unless a run says no
+
+
+def small_model(folder: Path) -> Path:
+    """Returns a model of two layers and width 64, made by `sft` from nothing. A long run with it takes minutes."""
+    config = load(ROOT / "configs" / "sft.py")
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    config.model.update(sizes | {"intermediate_size": 192})
+    config.eval.every, config.mesh.fsdp = 500, 1
+
+    def make(workdir: Path) -> None:
+        for _ in sft.steps(config, workdir):
+            pass
+
+    return made(folder, "small model", make) / "hf"
+
+
+def half_trained(folder: Path) -> Path:
+    """Returns a model that configs/grpo.py trained for some steps, so that its accuracy is near its end."""
+    return made(folder, "half trained", partial(run, "grpo", {"num_steps": 12, "schedule_steps": 100})) / "hf"
+
+
+# Columns of the tables: from the records of a run to a number.
+
+
+def at(step: int, name: str = "eval/accuracy") -> Callable[[list[Record]], float]:
+    return lambda records: next(record[name] for record in records if record["step"] == step)
+
+
+def swing(records: list[Record]) -> float:
+    """The mean change of the reward from a step to the next, in the second half."""
+    rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
+    later = rewards[len(rewards) // 2 :]
+    return mean(abs(a - b) for a, b in zip(later, later[1:], strict=False))
+
+
+def part(name: str, number: int, of: int = 4) -> Callable[[list[Record]], float]:
+    """The median of a metric in a part of the run; NaN if it has none."""
+
+    def value(records: list[Record]) -> float:
+        values = [record[name] for record in records if record.get(name) is not None]
+        return median(values[len(values) * number // of : len(values) * (number + 1) // of]) if values else math.nan
+
+    return value
+
+
+def largest(name: str) -> Callable[[list[Record]], float]:
+    return lambda records: max(record[name] for record in records if record.get(name) is not None)
+
+
+Column = tuple[str, Callable[[list[Record]], float], str]
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs that differ in one thing each."""
+
+    config: str
+    common: dict[str, Any]
+    conditions: dict[str, dict[str, Any]]
+    columns: tuple[Column, ...]
+    starts_from: Callable[[Path], Path] | None = None  # makes the model that the runs start from; None: the config's
+    seeds: tuple[int, ...] = field(default=SEEDS)
+
+
+EVALUATED = {"eval.every": 20}
+ACCURACY = tuple((f"accuracy at {step}", at(step), ".1%") for step in (20, 40, 60))
+BATCHES = (*ACCURACY, ("swing of the reward", swing, ".3f"))
+FAST = {"optim.learning_rate": 1e-3}
+NO_KL = {"kl.placement": "none", "kl.estimator": "k3", "kl.coef": 0.0}
+
+
+def climbing() -> Iterator[tuple[str, dict[str, Any]]]:
+    """10,000 updates with each combination of KL penalty, epochs and correction."""
+    for beta in (0.0, 0.001):
+        for epochs in (1, 4):
+            for action in ("none", "truncate"):
+                name = f"beta {beta:g}, epochs {epochs}, correction {'on' if action == 'truncate' else 'off'}"
+                changes = {"epochs": epochs, "num_steps": 10_000 // epochs, "importance.action": action}
+                yield name, changes | ({"kl.coef": beta} if beta else NO_KL)
+
+
+STUDIES: dict[str, Study] = {
+    "ppo batch": Study(
+        "ppo",
+        EVALUATED | {"num_steps": 60},
+        {
+            "256 sequences in an update": {},
+            "the same, microbatch 64": {"microbatch": 64},
+            "64 in an update": {"prompts_per_update": 64},
+            "64 in a rollout and an update": {"prompts_per_step": 64, "prompts_per_update": 64},
+            "256 in an update, rate 1e-3": FAST,
+            "64 in an update, rate 1e-3": FAST | {"prompts_per_update": 64},
+            "64 in a rollout and an update, rate 1e-3": FAST | {"prompts_per_step": 64, "prompts_per_update": 64},
+        },
+        BATCHES,
+    ),
+    "grpo batch": Study(
+        "grpo",
+        EVALUATED | {"num_steps": 60, "prompts_per_step": 60, "group_size": 5},
+        {
+            "2 updates of 150 sequences": {"prompts_per_update": 30},
+            "10 updates of 30 sequences": {"prompts_per_update": 6},
+            "2 updates, rate 1e-3": FAST | {"prompts_per_update": 30},
+            "10 updates, rate 1e-3": FAST | {"prompts_per_update": 6},
+        },
+        BATCHES,
+    ),
+    "ceiling": Study(
+        "grpo",
+        EVALUATED
+        | {"num_steps": 60, "optim.decay": "constant", "data.source": f"{HERE}.wrong_keys"}
+        | {"eval.source": f"{HERE}.wrong_keys_held_out"},
+        {f"rate {rate:g}": {"optim.learning_rate": rate} for rate in (1e-5, 5e-5, 1e-4, 1e-3)},
+        (("accuracy at 0", at(0), ".1%"), *ACCURACY, ("swing of the reward", swing, ".3f")),
+        starts_from=half_trained,
+    ),
+    "warm-up": Study(
+        "ppo",
+        {"num_steps": 305, "eval.every": 61, "prompts_per_step": 64, "prompts_per_update": 64}
+        | {"optim.decay": "constant", "optim.warmup_steps": 0},
+        {
+            "0.95 of 305 steps": {"optim.warmup_ratio": 0.95},
+            "0.285 of 1,005 steps": {"optim.warmup_ratio": 0.285, "schedule_steps": 1005},
+            "5 steps": {"optim.warmup_steps": 5},
+            "0.285 of 1,005 steps, no KL penalty": {"optim.warmup_ratio": 0.285, "schedule_steps": 1005} | NO_KL,
+        },
+        (
+            *((f"accuracy at {step}", at(step), ".1%") for step in (61, 122, 183, 244, 305)),
+            ("KL to the reference, end", part("kl/ref", 9, 10), ".3f"),
+        ),
+    ),
+    "curve": Study(
+        "grpo",
+        {"eval.every": 10},
+        {"configs/grpo.py": {}},
+        tuple((f"step {step}", at(step), ".1%") for step in range(0, 101, 10)),
+    ),
+    "climb": Study(
+        "grpo",
+        {"prompts_per_step": 4, "group_size": 8, "prompts_per_update": 4, "optim.decay": "constant"}
+        | {
+            "engine": {"name": f"{HERE}.rounded"},
+            "reward.functions": (f"{HERE}.noisy_accuracy", "arithmetic.accuracy"),
+        },
+        dict(climbing()),
+        (
+            *((f"norm, quarter {i + 1}", part("grad_norm", i), ".2f") for i in range(4)),
+            ("largest norm", largest("grad_norm"), ".0f"),
+            ("clip, last quarter", part("clip/fraction", 3), ".1e"),
+            ("accuracy of samples, quarter 1", part("reward/arithmetic.accuracy", 0), ".3f"),
+            ("quarter 4", part("reward/arithmetic.accuracy", 3), ".3f"),
+        ),
+        starts_from=small_model,
+    ),
+}
+
+
+def run(config: str, changes: dict[str, Any], workdir: Path) -> None:
+    """Makes a run."""
+    made_of: Config = load(ROOT / "configs" / f"{config}.py")
+    changes = CHEAP | changes
+    if "engine" in changes:
+        made_of.engine = type(made_of)(changes.pop("engine"))
+    made_of.update_from_flattened_dict(changes)
+    for _ in steps(made_of, workdir):
+        pass
+
+
+def runs(folder: Path, name: str) -> dict[str, list[Path]]:
+    """Returns the workdirs of a study: {condition: one for each seed}. Makes those that are not there."""
+    study = STUDIES[name]
+    start = {"model.path": str(study.starts_from(folder))} if study.starts_from else {}
+    found = {condition: [] for condition in study.conditions}
+    for seed in study.seeds:
+        for condition, changes in study.conditions.items():
+            make = partial(run, study.config, study.common | start | changes | {"seed": seed})
+            found[condition].append(made(folder, f"{name} {condition} {seed}", make))
+    return found
+
+
+def table(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
+    """Returns a row for each condition: the mean over the seeds, with the least and the most, and what was found."""
+    rows = [
+        "| | " + " | ".join(title for title, _, _ in study.columns) + " | found |",
+        "|---" * (len(study.columns) + 2) + "|",
+    ]
+    for condition, folders in workdirs.items():
+        records = [[json.loads(line) for line in (one / "metrics.jsonl").open()] for one in folders]
+        cells = []
+        for _, value, form in study.columns:
+            values = [value(one) for one in records]
+            known = not any(map(math.isnan, values))  # a run without a reference has no KL
+            cells.append(f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})" if known else "")
+        rows.append(f"| {condition} | " + " | ".join([*cells, ", ".join(found(folders))]) + " |")
+    return rows
+
+
+def found(folders: list[Path]) -> list[str]:
+    """Returns the rules that find something in these runs, with the number of runs and the first step."""
+    first: dict[str, list[int]] = {}
+    for folder in folders:
+        for rule, (severity, step) in judged(folder).items():
+            if severity != "note":
+                first.setdefault(rule, []).append(step)
+    return [f"`{rule}` in {len(where)} (from step {min(where):,})" for rule, where in first.items()]
+
+
+def draw(workdirs: dict[str, list[Path]]) -> None:
+    """Draws the norm of the gradient of the long runs: medians of 50 parts, and the least and most of the seeds."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    for beta, panel in zip(("beta 0,", "beta 0.001,"), panels, strict=True):
+        for condition, folders in workdirs.items():
+            if not condition.startswith(beta):
+                continue
+            norms = [[json.loads(line).get("grad_norm") for line in (one / "metrics.jsonl").open()] for one in folders]
+            parts = np.array([[median(x) for x in np.array_split(one[-(len(one) // 50 * 50) :], 50)] for one in norms])
+            updates = np.linspace(100, 9_900, 50)
+            (line,) = panel.plot(updates, parts.mean(axis=0), label=condition.removeprefix(beta))
+            panel.fill_between(updates, parts.min(axis=0), parts.max(axis=0), color=line.get_color(), alpha=0.2)
+        panel.set(title=beta.rstrip(","), xlabel="updates", yscale="log")
+        panel.legend(fontsize="small")
+    panels[0].set_ylabel("norm of the gradient")
+    figure.savefig(FIGURE, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "stability")
+    parser.add_argument("--only", default="", choices=["", *STUDIES], help="make only the runs of this study")
+    args = parser.parse_args()
+    args.runs.mkdir(parents=True, exist_ok=True)
+    for name in STUDIES:
+        if args.only not in ("", name):
+            continue
+        with redirect_stdout(sys.stderr):
+            workdirs = runs(args.runs, name)
+        lines = table(STUDIES[name], workdirs)
+        print("\n".join(lines), flush=True)
+        begin, end = f"<!-- {name}: written by benchmarks.stability -->", f"<!-- end of {name} -->"
+        before, rest = DOC.read_text().split(begin)
+        DOC.write_text("\n".join([before + begin, "", *lines, "", end + rest.split(end)[1]]))
+        if name == "climb":
+            draw(workdirs)
+
+
+if __name__ == "__main__":
+    main()
