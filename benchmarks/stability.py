@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -104,7 +105,7 @@ def swing(records: list[Record]) -> float:
     """The mean change of the reward from a step to the next, in the second half."""
     rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
     later = rewards[len(rewards) // 2 :]
-    return mean(abs(a - b) for a, b in zip(later, later[1:], strict=False))
+    return mean(abs(a - b) for a, b in pairwise(later))
 
 
 def part(name: str, number: int, of: int = 4) -> Callable[[list[Record]], float]:
