@@ -1,0 +1,95 @@
+"""Search between thoughts, as in Search-R1 (arXiv 2503.09516).
+
+The policy writes `<search>`, reads `<information>`, and writes `<answer>` at the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config.names import resolve
+from jaxrl_llm.config.schema import AtLeastOne, Count, Positive
+from jaxrl_llm.data import tasks
+from jaxrl_llm.envs.protocol import Reply
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.retriever.client import RetrieverClient, RetrieverError
+from jaxrl_llm.retriever.documents import Document, document
+from jaxrl_llm.retriever.index import Index
+
+__all__ = ("Search",)
+
+QUERY = re.compile(r"<search>(.*?)</search>", re.DOTALL)
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+INVALID = (
+    "\nThat is no search and no answer. Write <search>what to look for</search> to search, or <answer>the "
+    "answer</answer> to finish.\n"
+)
+SEARCHED_OUT = "\nNo search is left. Write <answer>the answer</answer>.\n"
+FAILED = "the search failed"
+
+
+class Search:
+    """Answers a search with documents. An answer ends the episode; all else is invalid, and is told so."""
+
+    stops = ("</search>", "</answer>")
+
+    def __init__(
+        self, *, corpus: str, url: str, topk: AtLeastOne, most_searches: Count, timeout: Positive, retries: Count
+    ):
+        """corpus: a task function that returns documents, or a .jsonl file, for an index in this process; url: of a
+
+        server instead. topk: documents of a search. timeout, retries: of a request to the server.
+        Raises: UserError, if not one of corpus and url is given, or the corpus cannot be read.
+        """
+        if bool(corpus) == bool(url):
+            raise UserError(f"config.env.corpus = {corpus!r} and url = {url!r}: give one of them")
+        self._find = _client(url, topk, timeout, retries) if url else _index(corpus, topk)
+        self._left = most_searches
+
+    def reset(self, row: dict[str, Any]) -> None:
+        """Needs nothing of the row: only the reward looks at its answer."""
+
+    def step(self, text: str) -> Reply:
+        """Answers the turn's first search or answer, whichever comes first."""
+        query, answer = QUERY.search(text), ANSWER.search(text)
+        if answer and not (query and query.start() < answer.start()):
+            return Reply(done=True, metrics={"valid": 1.0})
+        if not query or not query[1].strip():
+            return Reply(INVALID, metrics={"invalid": 1.0})
+        if not self._left:
+            return Reply(SEARCHED_OUT, metrics={"invalid": 1.0})
+        self._left -= 1
+        metrics = {"valid": 1.0, "searches": 1.0}
+        try:
+            said = shown(self._find(query[1].strip()))
+        except RetrieverError:
+            said, metrics = FAILED, metrics | {"errors": 1.0}
+        return Reply(f"\n\n<information>{said}</information>\n\n", metrics=metrics)
+
+
+def shown(documents: list[Document]) -> str:
+    """Formats documents as Search-R1 does: the first line of the contents is the title."""
+    lines = []
+    for number, (_, contents) in enumerate(documents, 1):
+        title, _, rest = contents.partition("\n")
+        lines.append(f"Doc {number}(Title: {title}) {rest}\n")
+    return "".join(lines)
+
+
+@cache  # one index for all episodes of a process
+def _index(corpus: str, topk: int) -> Callable[[str], list[Document]]:
+    if corpus.endswith(".jsonl"):
+        index = Index.open(Path(corpus))
+    else:
+        index = Index.of([document(row) for row in resolve(corpus, tasks, "config.env.corpus")()])
+    return lambda query: [found for found, _ in index.search([query], topk)[0]]
+
+
+@cache
+def _client(url: str, topk: int, timeout: float, retries: int) -> Callable[[str], list[Document]]:
+    client = RetrieverClient(url, topk=topk, timeout=timeout, retries=retries)
+    return lambda query: [found for found, _ in client.search([query])[0]]

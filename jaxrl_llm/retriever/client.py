@@ -1,0 +1,64 @@
+"""The client of a retriever: the API of Search-R1's server, which veRL, SkyRL, slime and torchtitan use too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from jaxrl_llm.retriever.documents import Document, document
+
+PAUSE = 0.2  # seconds before the first retry; each retry doubles it
+
+
+class RetrieverError(Exception):
+    """The retriever gave no answer, or none that can be used."""
+
+
+class RetrieverClient:
+    """Asks a server for documents. Threads may share it."""
+
+    def __init__(self, url: str, *, topk: int, timeout: float, retries: int):
+        """url: of the server, with or without /retrieve; timeout: seconds of a request; retries: after the first."""
+        self._url = url if url.rstrip("/").endswith("/retrieve") else url.rstrip("/") + "/retrieve"
+        self._topk, self._retries = topk, retries
+        self._client = httpx.Client(timeout=timeout, trust_env=False)  # no proxy
+
+    def search(self, queries: Sequence[str]) -> list[list[tuple[Document, float | None]]]:
+        """Returns the documents of each query, the best first, with their scores if the server gives them.
+
+        Raises: RetrieverError, after the last retry, or if the server refuses the request.
+        """
+        body = {"queries": list(queries), "topk": self._topk, "return_scores": True}
+        said = ""
+        for retry in range(self._retries + 1):
+            if retry:
+                time.sleep(PAUSE * 2 ** (retry - 1))
+            try:
+                answer = self._client.post(self._url, json=body)
+                if 400 <= answer.status_code < 500 and answer.status_code not in (408, 429):
+                    raise RetrieverError(f"{self._url} refuses the request: {answer.status_code} {answer.text[:200]}")
+                answer.raise_for_status()
+                return _documents(answer.json(), len(queries))
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:  # also JSON that means nothing
+                said = f"{type(error).__name__} {error}"
+        raise RetrieverError(f"{self._url} gave no answer in {self._retries + 1} tries: {' '.join(said.split())[:300]}")
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+
+def _documents(answer: Any, count: int) -> list[list[tuple[Document, float | None]]]:
+    """Reads an answer, with scores or without. Raises: ValueError, KeyError, TypeError."""
+    result = answer["result"]
+    if len(result) != count:
+        raise ValueError(f"{len(result)} results for {count} queries")
+    return [[_document(one) for one in of_query] for of_query in result]
+
+
+def _document(one: dict[str, Any]) -> tuple[Document, float | None]:
+    score = one.get("score")
+    return document({"id": ""} | one.get("document", one)), None if score is None else float(score)

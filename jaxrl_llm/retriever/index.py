@@ -1,0 +1,102 @@
+"""A BM25 index: in memory, or of a corpus in a file, saved and mapped into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import bm25s
+import numpy as np
+
+from jaxrl_llm.host import user_cache
+from jaxrl_llm.retriever.documents import Document, DocumentFile
+
+Found: TypeAlias = list[tuple[Document, float]]  # the best first
+FORMAT = 1  # version of a saved index: raise it if a change of this file changes its scores
+
+
+def words(texts: Sequence[str]) -> list[list[str]]:
+    """Splits texts into the words that are indexed: in lower case, without English stop words."""
+    pattern = r"(?u)\b\w+\b"
+    return bm25s.tokenize(  # pyright: ignore[reportReturnType]
+        list(texts), token_pattern=pattern, stopwords="en", return_ids=False, show_progress=False
+    )
+
+
+class Index:
+    """Finds documents by BM25 (Robertson and Zaragoza, 2009), as Lucene computes it, with k1 = 1.5 and b = 0.75."""
+
+    def __init__(self, scores: Any, documents: Sequence[Document]):
+        """scores: a bm25s.BM25 over these documents."""
+        self._scores, self._documents = scores, documents
+
+    @classmethod
+    def of(cls, documents: Sequence[Document]) -> Index:
+        """Makes an index in memory."""
+        return cls(_indexed(documents), documents)
+
+    @classmethod
+    def open(cls, path: Path) -> Index:
+        """Opens the index of a corpus, which is made at the first time and kept in the user's cache folder.
+
+        Raises: UserError, if the corpus cannot be read.
+        """
+        folder = user_cache.home() / "retriever" / _fingerprint(path)
+        if not folder.is_dir():
+            _save(path, folder)
+        documents = DocumentFile(path, np.load(folder / "places.npy", mmap_mode="r"))
+        return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False), documents)
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def search(self, queries: Sequence[str], topk: int) -> list[Found]:
+        """Returns the best documents of each query, at most `topk`. Of equal scores, the earlier document is first.
+
+        A document that has no word of the query is left out.
+        """
+        return [self._search(query, topk) for query in words(queries)]
+
+    def _search(self, query: list[str], topk: int) -> Found:
+        known = [word for word in query if word in self._scores.vocab_dict]
+        if not known:
+            return []
+        scores = self._scores.get_scores(known)
+        few = min(topk, len(scores))
+        least = np.partition(scores, len(scores) - few)[len(scores) - few]
+        candidates = np.flatnonzero((scores >= least) & (scores > 0))  # with all that have the last score
+        best = candidates[np.lexsort((candidates, -scores[candidates]))][:few]
+        return [(self._documents[i], float(scores[i])) for i in best.tolist()]
+
+
+def _indexed(documents: Sequence[Document]) -> Any:
+    scores = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
+    scores.index(words([document.contents for document in documents]), show_progress=False)
+    return scores
+
+
+def _fingerprint(path: Path) -> str:
+    digest = hashlib.sha256(str(FORMAT).encode())
+    with suppress(OSError), path.open("rb") as file:  # `DocumentFile` says what is wrong
+        digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:32]
+
+
+def _save(path: Path, folder: Path) -> None:
+    """Makes the index of a corpus. The folder has its name only when it is whole."""
+    documents = DocumentFile(path)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".partial"))
+    try:
+        _indexed(documents).save(partial, show_progress=False)
+        np.save(partial / "places.npy", documents.places)
+        with suppress(OSError):  # another process was faster
+            os.rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,103 @@
+"""The application of the retriever's server: `POST /retrieve` and `GET /health`, with bounds on all that comes in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from anyio.to_thread import run_sync
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from jaxrl_llm.retriever.index import Found
+
+Search = Callable[[list[str], int], list[Found]]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a request may ask for. More gets a 4xx."""
+
+    topk: int  # if a request says nothing
+    most_topk: int
+    queries: int  # in a request
+    characters: int  # of a query
+    waiting: int  # requests that wait for one of the workers
+    workers: int
+
+
+class Refused(Exception):
+    """A request that is answered with this status and reason."""
+
+    def __init__(self, status: int, reason: str):
+        self.status, self.reason = status, reason
+
+
+def application(search: Search, bounds: Bounds) -> Starlette:
+    """Returns the application. search(queries, topk) -> documents and scores of each query."""
+    limiter, inside = anyio.CapacityLimiter(bounds.workers), 0
+
+    async def retrieve(request: Request) -> JSONResponse:
+        nonlocal inside
+        if inside >= bounds.waiting + bounds.workers:
+            return _error(429, f"{inside} requests are here already: ask again later")
+        inside += 1
+        try:
+            queries, topk, scores = read(await _body(request, bounds), bounds)
+            # In a thread: the event loop must go on to answer others.
+            found = await run_sync(search, queries, topk, limiter=limiter)
+        except Refused as refused:
+            return _error(refused.status, refused.reason)
+        finally:
+            inside -= 1
+        return JSONResponse({"result": [[_plain(*one, scores) for one in of_query] for of_query in found]})
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)])
+
+
+async def _body(request: Request, bounds: Bounds) -> Any:
+    most, body = 2 * bounds.queries * (6 * bounds.characters + 64), bytearray()  # a character may be \\uXXXX
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise Refused(413, f"the request has more than {most} bytes")
+    try:
+        return json.loads(bytes(body))
+    except ValueError as error:
+        raise Refused(400, f"the request is no JSON: {error}") from None
+
+
+def read(body: Any, bounds: Bounds) -> tuple[list[str], int, bool]:
+    """Returns the queries of a request, the number of documents, and whether it wants scores. Raises: Refused."""
+    if not isinstance(body, dict):
+        raise Refused(422, "give an object with `queries`")
+    queries = body.get("queries", body.get("query"))
+    queries = [queries] if isinstance(queries, str) else queries
+    if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
+        raise Refused(422, "`queries` is no list of texts")
+    topk = body.get("topk")
+    topk = bounds.topk if topk is None else topk
+    if not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= bounds.most_topk:
+        raise Refused(422, f"`topk` is {topk!r}: give a number from 1 to {bounds.most_topk}")
+    if len(queries) > bounds.queries:
+        raise Refused(413, f"{len(queries)} queries, more than {bounds.queries}")
+    if longest := max(map(len, queries)) > bounds.characters and max(map(len, queries)):
+        raise Refused(413, f"a query has {longest} characters, more than {bounds.characters}")
+    return queries, topk, bool(body.get("return_scores"))
+
+
+def _plain(document: Any, score: float, scores: bool) -> dict[str, Any]:
+    plain = {"id": document.id, "contents": document.contents}
+    return {"document": plain, "score": score} if scores else plain
+
+
+def _error(status: int, reason: str) -> JSONResponse:
+    return JSONResponse({"error": reason}, status_code=status)

@@ -1,0 +1,50 @@
+"""A search server: `python -m jaxrl_llm.serve_retriever --corpus FILE.jsonl [--port 8000]`.
+
+It answers `POST /retrieve` as Search-R1's server does, with BM25. docs/retriever.md has the formats.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from jaxrl_llm.errors import Parser, UserError, run_main
+from jaxrl_llm.retriever.index import Index
+
+
+def main() -> None:
+    parser = Parser(prog="python -m jaxrl_llm.serve_retriever", description=__doc__)
+    add = parser.add_argument
+    add("--corpus", type=Path, required=True, help="JSON lines with id and contents, or id, title and text")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
+    add("--port", type=int, default=8000)
+    add("--topk", type=int, default=3, help="documents of a query, if a request does not say (default: %(default)s)")
+    add("--most-topk", type=int, default=100, help="the most that a request may ask for (default: %(default)s)")
+    add("--most-queries", type=int, default=512, help="in a request (default: %(default)s)")
+    add("--most-characters", type=int, default=4096, help="of a query (default: %(default)s)")
+    add("--most-waiting", type=int, default=256, help="requests that wait for a worker (default: %(default)s)")
+    add("--workers", type=int, default=2, help="threads that search (default: %(default)s)")
+    args = parser.parse_args()
+    numbers = {name: value for name, value in vars(args).items() if isinstance(value, int)}
+    for name, value in numbers.items():
+        if value < 1 or (name == "port" and value > 65535):
+            raise UserError(f"--{name.replace('_', '-')} {value}: give a number of 1 or more")
+    try:
+        import uvicorn
+
+        from jaxrl_llm.retriever.server import Bounds, application
+    except ImportError as error:
+        raise UserError(f"the server needs {error.name}: pip install 'jaxrl_llm[retriever]'") from error
+    began = time.perf_counter()
+    index = Index.open(args.corpus)
+    bounds = Bounds(
+        topk=args.topk, most_topk=args.most_topk, queries=args.most_queries, characters=args.most_characters,
+        waiting=args.most_waiting, workers=args.workers,
+    )  # fmt: skip
+    seconds = time.perf_counter() - began
+    print(f"{len(index):,} documents after {seconds:.1f} s; listening on http://{args.host}:{args.port}", flush=True)
+    uvicorn.run(application(index.search, bounds), host=args.host, port=args.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    run_main(main)

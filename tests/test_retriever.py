@@ -1,0 +1,316 @@
+"""The retriever: BM25 by its formula, a client and a server that work with those of others, and their faults."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jaxrl_llm.envs.search import Search
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.retriever.client import RetrieverClient, RetrieverError
+from jaxrl_llm.retriever.documents import Document, document
+from jaxrl_llm.retriever.index import Index, words
+from jaxrl_llm.rewards import search as rewards
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [
+    Document("a", '"Velm"\nVelm is a river of Orsa. Its bridge is old.'),
+    Document("b", '"Orsa"\nOrsa is a land; its king is Tamar, Tamar the tall.'),
+    Document("c", '"Tamar"\nTamar was born in Pell.'),
+    Document("d", '"Pell"\nPell has a river and a bridge.'),
+    Document("e", '"Pell"\nPell has a river and a bridge.'),
+]
+
+
+def ids(found: list) -> list[str]:
+    return [one.id for one, _ in found]
+
+
+def test_scores_are_those_of_the_formula():
+    texts = words([one.contents for one in DOCUMENTS])
+    assert texts[2] == ["tamar", "tamar", "born", "pell"]
+    mean = sum(map(len, texts)) / len(texts)
+
+    def score(word: str, text: list[str]) -> float:
+        has = sum(word in other for other in texts)
+        idf = math.log(1 + (len(texts) - has + 0.5) / (has + 0.5))
+        count = text.count(word)
+        return idf * count / (count + 1.5 * (1 - 0.75 + 0.75 * len(text) / mean))
+
+    found = Index.of(DOCUMENTS).search(["Tamar bridge"], 5)[0]
+    ours = {one.id: value for one, value in found}
+    for one, text in zip(DOCUMENTS, texts, strict=True):
+        assert ours.get(one.id, 0.0) == pytest.approx(score("tamar", text) + score("bridge", text), rel=1e-4), one
+
+
+def test_equal_scores_are_in_the_order_of_the_corpus_and_what_has_no_word_is_left_out():
+    index = Index.of(DOCUMENTS)
+    assert ids(index.search(["Pell"], 2)[0])[:2] in (["d", "e"], ["c", "d"])
+    assert ids(index.search(["pell river bridge"], 2)[0]) == ["d", "e"]
+    assert index.search(["zzz", "", "the of a", "?!"], 3) == [[], [], [], []]
+    assert len(index.search(["bridge"], 99)[0]) == 3
+
+
+def write(path: Path, documents: list[Document]) -> Path:
+    path.write_text(
+        "".join(json.dumps(one._asdict(), ensure_ascii=False) + "\n" for one in documents), encoding="utf-8"
+    )
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return write(tmp_path / "corpus.jsonl", DOCUMENTS)
+
+
+def test_a_saved_index_finds_the_same_and_a_changed_corpus_is_indexed_again(corpus, monkeypatch):
+    here = Index.of(DOCUMENTS).search(["tamar bridge", "Pell"], 4)
+    assert Index.open(corpus).search(["tamar bridge", "Pell"], 4) == here
+    with monkeypatch.context() as broken:
+        broken.setattr("jaxrl_llm.retriever.index._indexed", None)  # it must not be called again
+        assert Index.open(corpus).search(["tamar bridge", "Pell"], 4) == here
+    write(corpus, [*DOCUMENTS, Document("f", '"Bridge"\nBridge, bridge: übergroß')])
+    assert ids(Index.open(corpus).search(["bridge"], 1)[0]) == ["f"]
+    assert Index.open(corpus).search(["übergroß"], 1)[0][0][0].contents.endswith("übergroß")
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", "{", '{"id": 1, "title": "x"}', ""])
+def test_a_line_that_is_no_document_is_named(corpus, line):
+    corpus.write_text(json.dumps(DOCUMENTS[0]._asdict()) + "\n" + line + "\n")
+    with pytest.raises(UserError, match=r"line 2|empty line"):
+        Index.open(corpus)
+
+
+def test_a_row_with_title_and_text_is_a_document():
+    assert document({"id": 7, "title": "Pell", "text": "A town."}) == Document("7", '"Pell"\nA town.')
+
+
+class Theirs(BaseHTTPRequestHandler):
+    """A server of the API, from its description alone."""
+
+    answers: list[Callable[[dict], tuple[int, bytes]]]
+    asked: list[dict]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append({"path": self.path} | body)
+        status, said = self.answers[min(len(self.asked), len(self.answers)) - 1](body)
+        self.send_response(status)
+        self.send_header("content-length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def right(body: dict, scores: bool = True) -> tuple[int, bytes]:
+    one = {"id": "5", "contents": '"Pell"\nA town.'}
+    of_query = [{"document": one, "score": 2.5}] if scores else [one]
+    return 200, json.dumps({"result": [of_query * body["topk"] for _ in body["queries"]]}).encode()
+
+
+@contextmanager
+def theirs(*answers: Callable[[dict], tuple[int, bytes]]) -> Iterator[tuple[str, list[dict]]]:
+    handler = type("Handler", (Theirs,), {"answers": list(answers), "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", handler.asked  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("scores", [True, False])
+def test_the_client_understands_a_server_with_scores_and_without(scores):
+    with theirs(lambda body: right(body, scores)) as (url, asked):
+        client = RetrieverClient(url, topk=2, timeout=5.0, retries=0)
+        found = client.search(["x", "y"])
+        client.close()
+    assert asked == [{"path": "/retrieve", "queries": ["x", "y"], "topk": 2, "return_scores": True}]
+    assert found == [[(Document("5", '"Pell"\nA town.'), 2.5 if scores else None)] * 2] * 2
+
+
+def stall(body: dict) -> tuple[int, bytes]:
+    time.sleep(1.0)
+    return right(body)
+
+
+FAULTS = {
+    "500": lambda body: (500, b"oops"),
+    "no JSON": lambda body: (200, b"<html>"),
+    "another shape": lambda body: (200, b'{"result": 3}'),
+    "a wrong length": lambda body: (200, b'{"result": []}'),
+    "too slow": stall,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_one_line(fault):
+    with theirs(FAULTS[fault], right) as (url, asked):
+        assert ids(RetrieverClient(url, topk=1, timeout=0.5, retries=1).search(["x"])[0]) == ["5"]
+        assert len(asked) == 2
+    with theirs(FAULTS[fault]) as (url, asked):
+        with pytest.raises(RetrieverError) as said:
+            RetrieverClient(url, topk=1, timeout=0.3, retries=1).search(["x"])
+        assert len(asked) == 2
+    assert "\n" not in str(said.value)
+
+
+def test_what_the_server_refuses_is_not_asked_again():
+    with theirs(lambda body: (422, b"topk")) as (url, asked):
+        with pytest.raises(RetrieverError, match="refuses the request: 422"):
+            RetrieverClient(url, topk=1, timeout=1.0, retries=3).search(["x"])
+        assert len(asked) == 1
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("server")
+    corpus = write(folder / "corpus.jsonl", DOCUMENTS)
+    command = [sys.executable, "-m", "jaxrl_llm.serve_retriever", "--corpus", str(corpus), "--port", "18765"]
+    bounds = ["--most-queries", "4", "--most-characters", "100", "--most-topk", "5"]
+    where = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+    process = subprocess.Popen([*command, *bounds], cwd=ROOT, env=where, stdout=subprocess.PIPE, text=True)
+    url = "http://127.0.0.1:18765"
+    try:
+        assert process.stdout
+        assert "5 documents" in process.stdout.readline()
+        for _ in range(100):
+            try:
+                assert httpx.get(url + "/health").status_code == 200
+                break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        assert process.wait(20) in (0, -15)
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({"queries": ["river"], "topk": 2, "return_scores": True}, 2),  # Search-R1, veRL
+        ({"queries": ["river"], "topk": 2}, 2),  # the flat form, at which Search-R1's own server fails
+        ({"queries": ["river"], "topk": 2, "return_scores": False}, 2),
+        ({"queries": ["river"], "topk": None, "return_scores": True}, 3),
+        ({"query": "river"}, 3),
+        ({"query": "river", "topk": 1, "return_scores": True}, 1),
+    ],
+)
+def test_the_server_answers_in_both_forms(server, body, count):
+    answer = httpx.post(server + "/retrieve", json=body)
+    assert answer.status_code == 200, answer.text
+    (found,) = answer.json()["result"]
+    assert len(found) == count
+    inner = [one["document"] for one in found] if body.get("return_scores") else found
+    assert [one["id"] for one in inner] == ids(Index.of(DOCUMENTS).search(["river"], count)[0])
+    assert all(set(one) == {"id", "contents"} for one in inner)
+    if body.get("return_scores"):
+        assert [one["score"] for one in found] == sorted((one["score"] for one in found), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"[]", 422),
+        (b'{"queries": []}', 422),
+        (b'{"queries": [3]}', 422),
+        (b'{"queries": ["x"], "topk": 0}', 422),
+        (b'{"queries": ["x"], "topk": 6}', 422),
+        (b'{"queries": ["x"], "topk": "3"}', 422),
+        (b'{"queries": ["1", "2", "3", "4", "5"]}', 413),
+        (json.dumps({"queries": ["x" * 101]}).encode(), 413),
+        (b" " * 100_000, 413),
+    ],
+)
+def test_what_exceeds_a_bound_gets_a_4xx(server, body, status):
+    answer = httpx.post(server + "/retrieve", content=body)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]
+
+
+def test_our_client_and_our_server_agree(server):
+    found = RetrieverClient(server + "/retrieve", topk=2, timeout=5.0, retries=0).search(["tamar", "bridge"])
+    for ours, here in zip(found, Index.of(DOCUMENTS).search(["tamar", "bridge"], 2), strict=True):
+        assert ids(ours) == ids(here)
+        assert [score for _, score in ours] == pytest.approx([score for _, score in here], rel=1e-6)
+
+
+def search(**changes) -> Search:
+    usual = dict(corpus="tests.test_retriever.rows", url="", topk=2, most_searches=2, timeout=0.5, retries=0)
+    return Search(**usual | changes)
+
+
+def rows() -> list[dict]:
+    return [one._asdict() for one in DOCUMENTS]
+
+
+def test_a_search_is_answered_with_documents_and_an_answer_ends_the_episode():
+    env = search()
+    reply = env.step("<think>who?</think><search> king of Orsa </search>")
+    assert reply.observation.startswith('\n\n<information>Doc 1(Title: "Orsa") Orsa is a land')
+    assert reply.observation.endswith("</information>\n\n")
+    assert reply.metrics == {"valid": 1.0, "searches": 1.0}
+    assert env.step("so <answer>Tamar</answer>").done
+    assert env.step("<answer>Tamar</answer><search>x</search>").done
+    assert not env.step("<search>x</search><answer>Tamar</answer>").done
+
+
+def test_what_is_neither_search_nor_answer_is_told_so_and_searches_run_out():
+    env = search(most_searches=1)
+    for text in ("hm", "<search></search>", "</search>", "<search>  </search>"):
+        reply = env.step(text)
+        assert reply.metrics == {"invalid": 1.0} and not reply.done and "<answer>" in reply.observation
+    assert env.step("<search>bridge</search>").metrics["searches"] == 1.0
+    assert "No search is left" in env.step("<search>bridge</search>").observation
+
+
+def test_a_retriever_that_fails_is_an_observation():
+    with theirs(FAULTS["500"]) as (url, _):
+        reply = search(corpus="", url=url).step("<search>x</search>")
+    assert reply.metrics == {"valid": 1.0, "searches": 1.0, "errors": 1.0}
+    assert "<information>the search failed</information>" in reply.observation
+
+
+def test_one_of_corpus_and_server_is_needed():
+    for changes in (dict(url="http://x"), dict(corpus="")):
+        with pytest.raises(UserError, match=r"config\.env\.corpus = .* give one of them"):
+            search(**changes)
+
+
+def test_answers_are_compared_as_in_squad():
+    said = ["<answer> The Tall-King!</answer>", "<answer>a</answer> <answer>Tamar the tall</answer>", "Tamar", ""]
+    golden = ["tallking", ["Tamar tall", "x"], "Tamar", "x"]
+    assert rewards.exact_match(said, golden) == [1.0, 1.0, 0.0, 0.0]
+    assert rewards.f1(["<answer>the tall Tamar of Orsa</answer>", "<answer>no</answer>"], ["Tamar, tall", "yes"]) == [
+        pytest.approx(2 * 2 / (4 + 2)),
+        0.0,
+    ]
+    assert rewards.answered(said) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_what_the_environment_said_is_no_answer():
+    turns = [
+        [
+            {"role": "assistant", "content": "<search>x</search>"},
+            {"role": "environment", "content": "<answer>y</answer>"},
+        ]
+    ]
+    assert rewards.exact_match(["<search>x</search><answer>y</answer>"], ["y"], turns) == [0.0]
