@@ -260,7 +260,7 @@ def table(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
         "|---" * (len(study.columns) + 2) + "|",
     ]
     for condition, folders in workdirs.items():
-        records = [[json.loads(line) for line in (one / "metrics.jsonl").open()] for one in folders]
+        records = [read(one) for one in folders]
         cells = []
         for _, value, form in study.columns:
             values = [value(one) for one in records]
@@ -268,6 +268,11 @@ def table(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
             cells.append(f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})" if known else "")
         rows.append(f"| {condition} | " + " | ".join([*cells, ", ".join(found(folders))]) + " |")
     return rows
+
+
+def read(workdir: Path) -> list[Record]:
+    """Returns the records of a run."""
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
 
 
 def found(folders: list[Path]) -> list[str]:
@@ -281,23 +286,24 @@ def found(folders: list[Path]) -> list[str]:
 
 
 def draw(workdirs: dict[str, list[Path]]) -> None:
-    """Draws the norm of the gradient of the long runs: medians of 50 parts, and the least and most of the seeds."""
+    """Draws the long runs: medians of 50 parts of a run, the mean of the seeds, and the least and most of them."""
     import matplotlib.pyplot as plt
     import numpy as np
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for beta, panel in zip(("beta 0,", "beta 0.001,"), panels, strict=True):
-        for condition, folders in workdirs.items():
-            if not condition.startswith(beta):
-                continue
-            norms = [[json.loads(line).get("grad_norm") for line in (one / "metrics.jsonl").open()] for one in folders]
-            parts = np.array([[median(x) for x in np.array_split(one[-(len(one) // 50 * 50) :], 50)] for one in norms])
-            updates = np.linspace(100, 9_900, 50)
-            (line,) = panel.plot(updates, parts.mean(axis=0), label=condition.removeprefix(beta))
-            panel.fill_between(updates, parts.min(axis=0), parts.max(axis=0), color=line.get_color(), alpha=0.2)
-        panel.set(title=beta.rstrip(","), xlabel="updates", yscale="log")
-        panel.legend(fontsize="small")
-    panels[0].set_ylabel("norm of the gradient")
+    figure, panels = plt.subplots(2, 2, figsize=(11, 6.5), sharex=True, sharey="row", layout="constrained")
+    metrics = {"grad_norm": "norm of the gradient", "reward/arithmetic.accuracy": "accuracy of samples"}
+    updates = np.linspace(100, 9_900, 50)
+    for column, beta in zip(panels.T, ("beta 0,", "beta 0.001,"), strict=True):
+        for panel, (metric, title) in zip(column, metrics.items(), strict=True):
+            for condition in [condition for condition in workdirs if condition.startswith(beta)]:
+                values = [[record[metric] for record in read(one) if metric in record] for one in workdirs[condition]]
+                parts = np.array([[median(x) for x in np.array_split(one, 50)] for one in values])
+                style = "--" if condition.endswith("off") else "-"
+                (line,) = panel.plot(updates, parts.mean(axis=0), style, label=condition.removeprefix(beta))
+                panel.fill_between(updates, parts.min(axis=0), parts.max(axis=0), color=line.get_color(), alpha=0.2)
+            panel.set(title=beta.rstrip(","), ylabel=title, ylim=(0, None))
+        column[0].legend(fontsize="small")
+        column[1].set_xlabel("updates")
     figure.savefig(FIGURE, dpi=110)
 
 

@@ -191,7 +191,7 @@ class Judge:
     def __init__(self, judge):
         self._judge = judge
 
-    def __call__(self, rows, texts, ids):
+    def __call__(self, rows, texts, ids, columns):
         each = [[self._judge(row, text) for text in group] for row, group in zip(rows, texts, strict=True)]
         return {"total": np.array(each, np.float32)}
 
