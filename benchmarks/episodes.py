@@ -1,6 +1,6 @@
 """Times episodes of four turns: `python -m benchmarks.episodes [--vllm]`.
 
-64 episodes (8 prompts x 8) of a random Qwen2 model of 8 layers and width 512, with observations of 100 tokens: with the
+64 episodes (8 prompts x 8) of a random Qwen2 model of 8 layers and width 512, with observations of 90 tokens: with the
 cache that is kept from turn to turn, with a prefill of everything before each turn, and over a vLLM server on this CPU.
 Each way runs twice, and the second time counts: the first compiles.
 """
@@ -33,12 +33,12 @@ from jaxrl_llm.shapes import Book
 from jaxrl_llm.structs import Prompts, Rollouts
 
 ROOT = Path(__file__).parent.parent
-B, G, P, C, TURNS, TURN_TOKENS, OBSERVATION = 8, 8, 64, 480, 4, 40, 100
+B, G, P, C, TURNS, TURN_TOKENS, OBSERVATION = 8, 8, 64, 440, 4, 40, 90
 SIZES = dict(hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1408)
 
 
 class Reader:
-    """Answers each of four turns with 100 digits."""
+    """Answers each of four turns with 90 digits."""
 
     stops = (">",)
 
