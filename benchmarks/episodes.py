@@ -102,7 +102,7 @@ def main() -> None:
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
     with TemporaryDirectory() as made:
         folder = Path(made)
-        new_model.write_folder(folder / "new", SIZES | {}, [{"prompt": "0123456789+<>,", "text": "0"}], "text")
+        new_model.write_folder(folder / "new", SIZES, [{"prompt": "0123456789+<>,", "text": "0"}], "text")
         model, tokenizer = hf.load_model(folder / "new", mesh), hf.load_tokenizer(folder / "new")
         params = jax.jit(model.init)(jax.random.key(0))
         hf_export.save(folder / "model", params, folder / "new")

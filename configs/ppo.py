@@ -10,9 +10,14 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    c = grpo.get_config()
+    c = with_critic(grpo.get_config())
     c.num_steps = 60
     c.prompts_per_step, c.group_size, c.prompts_per_update = 256, 1, 256
+    return c
+
+
+def with_critic(c: ConfigDict) -> ConfigDict:
+    """Adds a critic, and advantages by GAE with the KL penalty in the reward."""
     c.advantage = ConfigDict(dict(name="gae", gamma=1.0, lam=0.95, normalize=True, epsilon=1e-8))
     c.kl.placement, c.kl.estimator = "reward", "k1"
 

@@ -28,6 +28,7 @@ def get_config() -> ConfigDict:
     c.model.num_attention_heads = 4
     c.model.num_key_value_heads = 2
     c.model.intermediate_size = 384
+    c.model.vocabulary = 0  # most tokens, whose merges are learned from the data; 0: one token for each byte
 
     c.data = ConfigDict()
     c.data.source = "arithmetic.demonstrations"

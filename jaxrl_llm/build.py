@@ -13,15 +13,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import compatibility, distributed, envs, sharding
+from jaxrl_llm import compatibility, distributed, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import batch_table, models_table, print_banner, shapes_table
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compilation import Compilations, Program, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
-from jaxrl_llm.config.names import arguments, resolve
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.envs.batch import EnvironmentPool
+from jaxrl_llm.envs.batch import EnvironmentPool, open_environments
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.evaluate import evaluate, whole_batches
 from jaxrl_llm.health import Health, settings
@@ -59,6 +58,7 @@ class Loaded(Models):
     tokenizer: Any
     dataset: data.Dataset
     held_out: data.Dataset  # evaluation problems; `dataset` itself if the run has no evaluation
+    environments: EnvironmentPool | None  # None: a completion is one turn
     stop_ids: tuple[int, ...]
     book: Book  # the shapes of the run
     first_params: list[PyTree]  # the model's parameters, until `params` hands them out
@@ -114,8 +114,10 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     models = describe_models(config, totals, mesh, folder)
     model = models.model
     tokenizer = hf.load_tokenizer(folder)
-    dataset = data.load(config, tokenizer)
-    held_out = data.load_held_out(config, tokenizer) if config.eval.every else dataset
+    environments = open_environments(config, tokenizer, opened)
+    tools = environments.schemas if environments else []
+    dataset = data.load(config, tokenizer, tools)
+    held_out = data.load_held_out(config, tokenizer, tools) if config.eval.every else dataset
     compatibility.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     compatibility.check_positions(config, model.cfg, dataset, held_out)
     stop_ids = hf.stop_ids(folder, tokenizer)
@@ -130,6 +132,7 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
         tokenizer=tokenizer,
         dataset=dataset,
         held_out=held_out,
+        environments=environments,
         stop_ids=stop_ids,
         book=opened.enter_context(closing(Book())),
         first_params=first_params,
@@ -193,8 +196,8 @@ def make_tested(given: Loaded, sampling: Sampling, actor: Actor) -> Tested:
     """Returns what the self-test needs of a run."""
     reward, timeout = given.config.reward, given.config.reward.timeout
     reward_fn = partial(RewardFn, reward.functions, reward.weights, timeout, field="config.reward.timeout")
-    environments = open_environments(given)
-    return Tested(actor, given.model, given.tokenizer, given.dataset, given.stop_ids, sampling, environments, reward_fn)
+    of_run = given.model, given.tokenizer, given.dataset, given.stop_ids
+    return Tested(actor, *of_run, sampling, given.environments, reward_fn)
 
 
 def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -236,7 +239,7 @@ def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
         weight_check = WeightCheck(engine, given.model, given.mesh, collate, rows=rows, bound=bound)
-    task = Task(given.tokenizer, reward_fn, open_environments(given))
+    task = Task(given.tokenizer, reward_fn, given.environments)
     source = SampleSource(config, engine, sampling, iterator, collate, task, greedy=greedy)
     actor = Actor(
         engine,
@@ -289,19 +292,10 @@ def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
     """Returns `evaluation(engine)` -> accuracy of greedy completions on the held-out problems."""
     config = given.config
     reward_fn = open_reward_fn(given, (config.eval.function,) if config.eval.every else (), (1.0,))
-    task = Task(given.tokenizer, reward_fn, open_environments(given))
+    task = Task(given.tokenizer, reward_fn, given.environments)
     batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
     key = jax.random.key(config.seed)
     return lambda engine: float(evaluate(engine, given.held_out, task, batch=batch, key=key)[0].mean())
-
-
-def open_environments(given: Loaded) -> EnvironmentPool | None:
-    """Opens the environments of the config; None: it has none. They close when the run ends."""
-    if "env" not in given.config:
-        return None
-    env = given.config.env
-    make = partial(resolve(env.name, envs, "config.env.name"), **arguments(env))
-    return given.opened.enter_context(closing(EnvironmentPool(given.tokenizer, make, **given.config.turns)))
 
 
 def open_reward_fn(given: Loaded, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:

@@ -13,17 +13,19 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
-from jaxrl_llm import compatibility, distributed, rewards, sharding
+from jaxrl_llm import compatibility, distributed, envs, rewards, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import print_banner
 from jaxrl_llm.compilation import keep_compilations
-from jaxrl_llm.config.fields import TRAIN
+from jaxrl_llm.config.fields import TRAIN, TURNS
 from jaxrl_llm.config.names import resolve
-from jaxrl_llm.config.schema import Field
+from jaxrl_llm.config.schema import Field, check_fields
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import FILES
+from jaxrl_llm.envs.batch import open_environments
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.reward_fn import RewardFn
@@ -65,9 +67,9 @@ def evaluate(
     scores, texts = [], []
     for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
         rollouts = task.sample(engine, prompts, jax.random.fold_in(key, i), samples, Sampling(temperature))
-        said, channels = task.grade(prompts, rollouts)
-        scores.append(distributed.gather(channels["total"]))
-        texts += [group for part in distributed.exchange(said) for group in part]
+        graded = task.grade(prompts, rollouts)
+        scores.append(distributed.gather(graded.channels["total"]))
+        texts += [group for part in distributed.exchange(graded.texts) for group in part]
     count = len(dataset.rows)  # without the rows that fill the last batch
     return np.concatenate(scores)[:count], texts[:count]
 
@@ -97,12 +99,15 @@ def main() -> None:
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     resolve(args.function, rewards, "--function")
+    environment = environment_of(args, run)
     mesh = sharding.make_mesh(**(run.config.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
-    with ExitStack() as opened:  # the model's folder is only needed until the weights are loaded
+    with ExitStack() as opened:
         step = run.find(args.step) if run else 0
         folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model)
         model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
         stops = hf.stop_ids(folder, tokenizer)
+        environments = open_environments(environment, tokenizer, opened)
+        tools = {"tools": environments.schemas} if environments and environments.schemas else {}
         dataset = data.read(
             args.source,
             tokenizer,
@@ -111,7 +116,7 @@ def main() -> None:
             problems=args.problems,
             max_prompt_tokens=args.max_prompt_tokens,
             overlong="error",
-            template_args=args.chat_template_args,
+            template_args=args.chat_template_args | tools,
         )
         data.check_template_args_used("--chat-template-args", args.chat_template_args, dataset)
         compatibility.check_vocabulary(model.cfg, tokenizer, dataset)
@@ -124,12 +129,12 @@ def main() -> None:
         engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=tokenizer.pad_token_id)
         place = partial(sharding.shardings, mesh=mesh)
         engine.update_weights(run.params(step, place) if run else hf.load_params(folder, model, mesh, learns=False))
-    batch = whole_batches(args.batch, len(dataset.rows), mesh)
-    with closing(RewardFn((args.function,), (1.0,), args.timeout, field="--timeout")) as score:
+        score = opened.enter_context(closing(RewardFn((args.function,), (1.0,), args.timeout, field="--timeout")))
+        batch = whole_batches(args.batch, len(dataset.rows), mesh)
         scores, _ = evaluate(
             engine,
             dataset,
-            Task(tokenizer, score),
+            Task(tokenizer, score, environments),
             batch=batch,
             key=jax.random.key(args.seed),
             samples=args.samples,
@@ -159,6 +164,8 @@ def parse() -> argparse.Namespace:
         metavar="JSON",
         help="of the chat template, e.g. '{\"enable_thinking\": false}'",
     )
+    add("--env", type=_arguments, metavar="JSON", help="environment and its arguments; of a run, those that change")
+    add("--turns", type=_arguments, metavar="JSON", help="limits of episodes; of a run, those that change")
     add("--problems", type=int, help="how many problems (default: 1000)")
     add("--samples", type=int, default=1, help="completions of each; above 1 prints pass@k")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
@@ -191,6 +198,16 @@ def parse() -> argparse.Namespace:
         if args.source != args.task:
             resolve(args.source, tasks, "--task")
     return args
+
+
+def environment_of(args: argparse.Namespace, run: SavedRun | None) -> Config:
+    """Returns the sections `env` and `turns`: of the run, changed by the command line. Raises: UserError."""
+    before = run.config.to_dict() if run else {}
+    sections = {name: before.get(name, {}) | (getattr(args, name) or {}) for name in ("env", "turns")}
+    config = ConfigDict({name: section for name, section in sections.items() if section})
+    if config:
+        check_fields(config, TURNS, {"env": envs})
+    return config
 
 
 def of_model(args: argparse.Namespace) -> dict[str, Any]:

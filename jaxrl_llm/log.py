@@ -235,11 +235,19 @@ class Log:
 
     def _write_sample(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
         """Writes one group of the batch to completions.jsonl, and its first two completions to the console."""
-        prompt, texts, rewards = samples.prompts.rows[0]["prompt"], samples.graded()[0][0], rewards[0]
-        self._append("completions", {"step": step, "prompt": prompt, "completions": texts, "rewards": rewards.tolist()})
-        asked = prompt[-1]["content"] if isinstance(prompt, list) else prompt
-        for text, reward in list(zip(texts, rewards, strict=True))[:2]:
-            self.say(f"    {_short(asked)} -> {_short(text)}  (reward {reward:g})")
+        prompt, graded, rewards = samples.prompts.rows[0]["prompt"], samples.graded(), rewards[0]
+        texts, turns = graded.texts[0], graded.turns[:1]
+        line = {"step": step, "prompt": prompt, "completions": texts, "rewards": rewards.tolist()}
+        self._append("completions", line | ({"turns": turns[0]} if turns else {}))
+        asked = _short(prompt[-1]["content"] if isinstance(prompt, list) else prompt)
+        for i, reward in enumerate(rewards[:2]):
+            earned = f"(reward {reward:g})"
+            if not turns:
+                self.say(f"    {asked} -> {_short(texts[i])}  {earned}")
+                continue
+            self.say(f"    {asked}  {earned}")
+            for turn in turns[0][i]:
+                self.say(f"      {'>' if turn['role'] == 'assistant' else '<'} {_short(turn['content'])}")
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if not distributed.first():

@@ -148,7 +148,7 @@ def of_texts(samples: Samples) -> dict[str, Any]:
     groups = [
         [row[real] for row, real in zip(*group, strict=True)] for group in zip(tokens[first], mask[first], strict=True)
     ]
-    whole = "\n".join(text for group in samples.graded()[0][first] for text in group).encode()
+    whole = "\n".join(text for group in samples.graded().texts[first] for text in group).encode()
     here = {
         "completion/distinct": np.mean([len({row.tobytes() for row in group}) / len(group) for group in groups]),
         "completion/repeated": np.mean([repeated(row) for group in groups for row in group]),

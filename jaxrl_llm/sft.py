@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -95,7 +96,7 @@ def make_run(given: Loaded, stop: Stop) -> Run:
     """Builds a run of `sft`; an example is a prompt with one completion (G = 1). Raises: UserError."""
     config, model, mesh, tokenizer = given.config, given.model, given.mesh, given.tokenizer
     answers = tokenize_answers(given.dataset, tokenizer, config)
-    kept = [i for i, answer in enumerate(answers) if answer]
+    kept = [i for i, answer in enumerate(answers) if answer.tokens]
     length = config.rollout.max_completion_tokens
     collate = partial(make_batch, given.dataset, answers, kept, length, tokenizer.pad_token_id)
     iterator = data.iterate(len(kept), config.prompts_per_step, config.seed, collate)
@@ -152,34 +153,66 @@ def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[d
         yield from train(run, sft_step)
 
 
-def tokenize_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[list[int]]:
-    """Returns the token ids of each row's completion with the end token; [] if it is above the limit."""
+class Answer(NamedTuple):
+    """Token ids of a completion, and which of them are learned: not those of an environment."""
+
+    tokens: list[int]
+    learned: list[bool]
+
+
+def tokenize_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[Answer]:
+    """Returns each row's completion with the end token, and an empty one instead of one above the limit.
+
+    The column holds text, or the turns of an episode: each is encoded alone, as an environment does it.
+    """
     column, limit = config.data.completion_column, config.rollout.max_completion_tokens
-    for number, row in zip(dataset.numbers, dataset.rows, strict=True):
-        if not isinstance(row.get(column), str):
-            raise UserError(f"{config.data.source} row {number}: {column!r} is {row.get(column)!r}: make it text")
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token: name its eos_token in tokenizer_config.json")
-    texts = [row[column] for row in dataset.rows]
-    ids = encoding.encode(texts, tokenizer, config.data.source, numbers=dataset.numbers)
-    ids = [[*tokens.tolist(), tokenizer.eos_token_id] for tokens in ids]
-    if all(len(tokens) > limit for tokens in ids):
+    turns, source = [], config.data.source
+    for number, row in zip(dataset.numbers, dataset.rows, strict=True):
+        turns.append(_turns(row.get(column)))
+        if not turns[-1]:
+            raise UserError(
+                f"{source} row {number}: {column!r} is {row.get(column)!r}: make it text, or messages of the roles "
+                "assistant and environment"
+            )
+    numbers = [number for number, one in zip(dataset.numbers, turns, strict=True) for _ in one]
+    ids = iter(encoding.encode([text for one in turns for _, text in one], tokenizer, source, numbers=numbers))
+    end, answers = Answer([tokenizer.eos_token_id], [True]), []
+    for one in turns:
+        parts = [Answer(tokens.tolist(), [own] * len(tokens)) for (own, _), tokens in zip(one, ids, strict=False)]
+        tokens, learned = (list(chain(*x)) for x in zip(*parts, end, strict=True))
+        answers.append(Answer(tokens, learned))
+    if all(len(answer.tokens) > limit for answer in answers):
         raise UserError(f"all completions are longer than rollout.max_completion_tokens = {limit}: raise it")
-    return [tokens if len(tokens) <= limit else [] for tokens in ids]
+    return [answer if len(answer.tokens) <= limit else Answer([], []) for answer in answers]
+
+
+def _turns(completion: Any) -> list[tuple[bool, str]]:
+    """Returns the turns of a completion: (whether the policy says it, text). []: it is neither text nor turns."""
+    if isinstance(completion, str):
+        return [(True, completion)]
+    try:
+        said = [(message["role"], message["content"]) for message in completion]
+    except (TypeError, KeyError):
+        return []
+    if any(role not in ("assistant", "environment") or not isinstance(text, str) for role, text in said):
+        return []
+    return [(role == "assistant", text) for role, text in said]
 
 
 def make_batch(
-    dataset: data.Dataset, answers: list[list[int]], kept: list[int], length: int, pad_id: int, indices: Sequence[int]
+    dataset: data.Dataset, answers: list[Answer], kept: list[int], length: int, pad_id: int, indices: Sequence[int]
 ) -> Batch:
     """Makes a Batch with G = 1 from the examples kept[indices], on the host."""
     rows = [kept[i] for i in indices]
     prompts = data.make_prompts(dataset, rows, pad_id)
     completions = np.full((len(rows), 1, length), pad_id, np.int32)
-    mask = np.zeros(completions.shape, bool)
+    mask, learned = np.zeros(completions.shape, bool), np.zeros(completions.shape, bool)
     for b, i in enumerate(rows):
-        completions[b, 0, : len(answers[i])] = answers[i]
-        mask[b, 0, : len(answers[i])] = True
-    return Batch(prompts.tokens, prompts.mask, completions, mask, mask)
+        used = slice(len(answers[i].tokens))
+        completions[b, 0, used], mask[b, 0, used], learned[b, 0, used] = answers[i].tokens, True, answers[i].learned
+    return Batch(prompts.tokens, prompts.mask, completions, mask, learned)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ def sampled(number: int, signal: list[bool]) -> Samples:
 
 def marks(whole: Samples) -> list[int]:
     """Which group stands at each place, after checking that all of it does."""
-    texts, channels = whole.graded()
+    texts, channels, _ = whole.graded()
     found = [row["mark"] for row in whole.prompts.rows]
     assert [t[0] for t in texts] == [str(m) for m in found]
     for array in (whole.prompts.tokens, whole.rollouts.completions, whole.rollouts.logprobs, channels["mark"]):

@@ -107,4 +107,5 @@ SFT = SHARED | {
     "model.num_attention_heads": Field(int, low=1),
     "model.num_key_value_heads": Field(int, low=1),
     "model.intermediate_size": Field(int, low=1),
+    "model.vocabulary": Field(int, low=0),
 }

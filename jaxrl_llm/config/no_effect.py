@@ -17,6 +17,7 @@ SIZES = (
     ("num_attention_heads", 4),
     ("num_key_value_heads", 2),
     ("intermediate_size", 384),
+    ("vocabulary", 0),
 )
 
 

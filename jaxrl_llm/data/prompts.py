@@ -41,10 +41,10 @@ class Dataset:
         return digest.hexdigest()
 
 
-def load(config: Config, tokenizer: Any) -> Dataset:
-    """Loads the training prompts of the `data` section. Raises: UserError."""
+def load(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Dataset:
+    """Loads the training prompts of the `data` section. tools: that the chat template describes. Raises: UserError."""
     d = config.data
-    args = d.chat_template_args.to_dict()
+    args = template_args_of(config, tools)
     dataset = read(
         d.source,
         tokenizer,
@@ -53,11 +53,18 @@ def load(config: Config, tokenizer: Any) -> Dataset:
         overlong=d.overlong,
         template_args=args,
     )
+    if tools and all(isinstance(row["prompt"], str) for row in dataset.rows):
+        raise UserError("config.env.functions: all prompts are text, which shows no tools: make them lists of messages")
     check_template_args_used("config.data.chat_template_args", args, dataset)
     return dataset
 
 
-def load_held_out(config: Config, tokenizer: Any) -> Dataset:
+def template_args_of(config: Config, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the arguments of the chat template."""
+    return config.data.chat_template_args.to_dict() | ({"tools": list(tools)} if tools else {})
+
+
+def load_held_out(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Dataset:
     """Loads the evaluation prompts of the `eval` section. An over-long one is an error, so none is left out."""
     e, d = config.eval, config.data
     return read(
@@ -68,7 +75,7 @@ def load_held_out(config: Config, tokenizer: Any) -> Dataset:
         problems=e.problems,
         max_prompt_tokens=d.max_prompt_tokens,
         overlong="error",
-        template_args=d.chat_template_args.to_dict(),
+        template_args=template_args_of(config, tools),
     )
 
 

@@ -9,21 +9,33 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from contextlib import ExitStack, closing
+from functools import cached_property, partial
 from threading import Thread
 from typing import Any
 
 import numpy as np
 
+from jaxrl_llm import envs
+from jaxrl_llm.config.names import arguments, resolve
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, NotNegative
 from jaxrl_llm.data import encoding
 from jaxrl_llm.envs.protocol import Environment, Reply
-from jaxrl_llm.errors import describe
+from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm.structs import Config
 
 __all__: tuple[str, ...] = ()  # no class here is an environment that a config may name
 
 REPLACEMENT = "\ufffd"  # what a part of a character decodes to
 FAILED = "\n\n[The environment failed: {}]\n\n"
+
+
+def open_environments(config: Config, tokenizer: Any, opened: ExitStack) -> EnvironmentPool | None:
+    """Opens the environments that a config names; None: it names none. They close with `opened`. Raises: UserError."""
+    if "env" not in config:
+        return None
+    make = partial(resolve(config.env.name, envs, "config.env.name"), **arguments(config.env))
+    return opened.enter_context(closing(EnvironmentPool(tokenizer, make, **config.turns)))
 
 
 class EnvironmentPool:
@@ -44,10 +56,34 @@ class EnvironmentPool:
         self.tokenizer, self.make = tokenizer, make
         self.most, self.tokens, self.observation_tokens, self.timeout = most, tokens, observation_tokens, timeout
         self.threads = ThreadPoolExecutor(workers)
+        # The first environment finds what is wrong with the arguments before a run begins.
+        self.schemas: list[dict[str, Any]] = getattr(make(), "schemas", [])  # of tools, for the chat template
+        if self.schemas:
+            self.rendered(("",))
 
     def begin(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
         """Returns the environments of a batch, each with its data row."""
         return EnvironmentBatch(self, [row for row in rows for _ in range(group_size)], group_size)
+
+    def rendered(self, observation: str | tuple[str, ...]) -> str:
+        """Returns the text of an observation: what the chat template writes between two turns of the policy.
+
+        Raises: UserError, if the template does not know results of tools.
+        """
+        if isinstance(observation, str):
+            return observation
+        template = partial(self.tokenizer.apply_chat_template, tokenize=False, tools=self.schemas)
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        results = [{"role": "tool", "content": text} for text in observation]
+        try:
+            before, end = template(said), self.tokenizer.eos_token
+            whole = template(said + results, add_generation_prompt=True)
+            turn = before[: before.rindex(end) + len(end)]
+        except Exception as error:  # a template may raise anything
+            raise UserError(f"the chat template does not take results of tools: {describe(error)}") from error
+        if not whole.startswith(turn) or not all(text in whole[len(turn) :] for text in observation):
+            raise UserError("the chat template does not show results of tools: use another model, or another env")
+        return whole[len(turn) :]
 
     @cached_property
     def may_end(self) -> np.ndarray:
@@ -119,7 +155,7 @@ class EnvironmentBatch:
         if counts["turns"] >= self._pool.most:
             self._cut[episode] = True
             return []
-        ids = encoding.encode_text(reply.observation, self._pool.tokenizer)
+        ids = encoding.encode_text(self._pool.rendered(reply.observation), self._pool.tokenizer)
         if len(ids) > self._pool.observation_tokens:
             self._cut[episode], ids = True, ids[: self._pool.observation_tokens]
         return ids

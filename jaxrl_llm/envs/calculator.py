@@ -37,12 +37,20 @@ class Calculator:
             return Reply(done=True)
         expression = text.rpartition(END)[0].rpartition(BEGIN)[2].strip()
         try:
-            if len(expression) > self._most:
-                raise ValueError(f"longer than {self._most} characters")
-            found = f"{compute(ast.parse(expression, mode='eval').body):.12g}"
-        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError, TypeError) as error:
+            found = calculated(expression, self._most)
+        except ValueError as error:
             return Reply(f"<result>error: {error}</result>", metrics={"calls": 1.0, "invalid": 1.0})
         return Reply(f"<result>{found}</result>", metrics={"calls": 1.0})
+
+
+def calculated(expression: str, most_characters: int) -> str:
+    """Returns the value of an expression to 12 digits. Raises: ValueError, if it has none."""
+    if len(expression) > most_characters:
+        raise ValueError(f"longer than {most_characters} characters")
+    try:
+        return f"{compute(ast.parse(expression, mode='eval').body):.12g}"
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError, TypeError) as error:
+        raise ValueError(str(error)) from error
 
 
 def compute(node: ast.expr) -> float:

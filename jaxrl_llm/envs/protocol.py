@@ -12,7 +12,8 @@ __all__: tuple[str, ...] = ()  # no class here is an environment that a config m
 class Reply:
     """What an environment answers to a turn of the policy."""
 
-    observation: str = ""  # text that follows the turn; "" if the episode ends
+    # Text that follows the turn, or results of tools, for which the chat template makes messages of the role "tool".
+    observation: str | tuple[str, ...] = ""
     done: bool = False  # True: the episode ends here
     metrics: dict[str, float] = field(default_factory=dict)  # summed over the turns of an episode
 

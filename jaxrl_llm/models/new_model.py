@@ -1,4 +1,4 @@
-"""Defines a new small model: writes config.json and a byte-level tokenizer with a chat template."""
+"""Defines a new small model: writes config.json and a byte-level BPE tokenizer with a chat template."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# How Qwen2 splits a text before the merges. Next to its config.json, transformers loads any tokenizer with this.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 ARCHITECTURE = {
@@ -27,28 +31,17 @@ ARCHITECTURE = {
 
 
 def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, Any]], column: str) -> None:
-    """Writes config.json, generation_config.json and a tokenizer with one token for each byte found in `rows`.
+    """Writes config.json, generation_config.json and a tokenizer that is learned from `rows`.
 
-    sizes: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, intermediate_size.
-    rows: "prompt" holds chats or text; `column` holds the text to learn.
+    sizes: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, intermediate_size, and vocabulary,
+    the most tokens; 0: one for each byte that is found.
+    rows: "prompt" holds chats or text; `column` holds the text to learn, or the turns of an episode.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    texts = [str(row.get(column, "")) for row in rows]
-    for row in rows:
-        prompt = row["prompt"]
-        texts += [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
-    # Next to a Qwen2 config.json, transformers loads any tokenizer as a Qwen2Tokenizer, with Qwen's pre-tokenizer and
-    # decoder. They change nothing for a tokenizer with Qwen's byte notation and no merges.
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    characters = sorted(
-        {c for piece, _ in byte_level.pre_tokenize_str("".join(sorted(set("".join(texts))))) for c in piece}
-    )
-    vocabulary = {token: i for i, token in enumerate([PAD, USER, ASSISTANT, END, *characters])}
-    core = Tokenizer(models.BPE(vocabulary, merges=[]))
-    core.pre_tokenizer, core.decoder = byte_level, decoders.ByteLevel()
-    core.add_special_tokens([PAD, USER, ASSISTANT, END])
+    texts = [text for row in rows for text in (*_texts(row["prompt"]), *_texts(row.get(column, "")))]
+    core = _learned(texts, sizes.get("vocabulary", 0))
+    vocabulary = core.get_vocab()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END)
     tokenizer.chat_template = CHAT_TEMPLATE
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,3 +50,30 @@ def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, An
     config = {name: sizes[name] for name in SIZES} | ARCHITECTURE | {"vocab_size": len(vocabulary)} | ends
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+
+
+def _texts(said: Any) -> list[str]:
+    """Returns the texts of a text or of messages."""
+    return [said] if isinstance(said, str) else [str(message["content"]) for message in said]
+
+
+def _learned(texts: list[str], most: int) -> Any:
+    """Returns a byte-level BPE of the texts with `most` tokens; 0: no merges."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    special = [PAD, USER, ASSISTANT, END]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters = {c for piece, _ in byte_level.pre_tokenize_str("".join(sorted(set("".join(texts))))) for c in piece}
+    vocabulary = {token: i for i, token in enumerate([*special, *sorted(characters)])}
+    core = Tokenizer(models.BPE(vocabulary, merges=[]))
+    core.pre_tokenizer, core.decoder = byte_level, decoders.ByteLevel()
+    if most:
+        split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+        core.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+        alphabet = sorted(characters)
+        trainer = trainers.BpeTrainer(
+            vocab_size=most, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+        core.train_from_iterator(texts, trainer)
+    core.add_special_tokens(special)
+    return core

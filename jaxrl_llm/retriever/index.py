@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from jaxrl_llm.host import user_cache
 from jaxrl_llm.retriever.documents import Document, DocumentFile
 
 Found: TypeAlias = list[tuple[Document, float]]  # the best first
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it prints at level DEBUG
 FORMAT = 1  # version of a saved index: raise it if a change of this file changes its scores
 
 

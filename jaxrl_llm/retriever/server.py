@@ -89,7 +89,8 @@ def read(body: Any, bounds: Bounds) -> tuple[list[str], int, bool]:
         raise Refused(422, f"`topk` is {topk!r}: give a number from 1 to {bounds.most_topk}")
     if len(queries) > bounds.queries:
         raise Refused(413, f"{len(queries)} queries, more than {bounds.queries}")
-    if longest := max(map(len, queries)) > bounds.characters and max(map(len, queries)):
+    longest = max(map(len, queries))
+    if longest > bounds.characters:
         raise Refused(413, f"a query has {longest} characters, more than {bounds.characters}")
     return queries, topk, bool(body.get("return_scores"))
 

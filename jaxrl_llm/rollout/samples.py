@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -18,8 +18,16 @@ from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Config, Prompts, Rewards, Rollouts
 
+T = TypeVar("T")
 SAMPLING = "sampling"  # channel of the thread that samples
-Graded: TypeAlias = tuple[list[list[str]], dict[str, np.ndarray]]  # B x G texts, and reward channels [B, G]
+
+
+class Graded(NamedTuple):
+    """Completions as text, and what they earn."""
+
+    texts: list[list[str]]  # B x G
+    channels: dict[str, np.ndarray]  # [B, G]
+    turns: list[list[list[data.Turn]]]  # B x G, of episodes of several turns; []: these are none
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Samples:
     @property
     def no_signal(self) -> np.ndarray:
         """True for groups [B] in which all completions have the same reward: they give no learning signal."""
-        return np.ptp(self.graded()[1]["total"], axis=1) == 0
+        return np.ptp(self.graded().channels["total"], axis=1) == 0
 
     @property
     def trained(self) -> np.ndarray:
@@ -50,11 +58,11 @@ class Samples:
 
     def rewards(self) -> Rewards:
         """Waits for the reward functions and returns the rewards."""
-        channels = dict(self.graded()[1])
+        channels = dict(self.graded().channels)
         rewards = Rewards(channels.pop("total"), channels)
         if not self.greedy:
             return rewards
-        greedy, lengths = self.greedy.graded()[1]["total"], self.greedy.rollouts.completion_mask.sum(axis=-1)
+        greedy, lengths = self.greedy.graded().channels["total"], self.greedy.rollouts.completion_mask.sum(axis=-1)
         return replace(rewards, greedy=greedy, greedy_lengths=lengths)
 
 
@@ -92,11 +100,11 @@ class Task:
         """Returns texts and rewards. With environments, the functions also get the columns `turns` and `episode`."""
         tokens, mask = rollouts.completions, rollouts.completion_mask
         texts, ids = data.decode(self.tokenizer, tokens, mask)
-        columns = {}
-        if self.environments:
-            columns["turns"] = data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)
-            columns["episode"] = per_episode(rollouts)
-        return texts, self.score(prompts.rows, texts, ids, columns)
+        if not self.environments:
+            return Graded(texts, self.score(prompts.rows, texts, ids), [])
+        turns = data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)
+        columns = {"turns": turns, "episode": per_episode(rollouts)}
+        return Graded(texts, self.score(prompts.rows, texts, ids, columns), turns)
 
 
 class SampleSource:
@@ -188,11 +196,15 @@ def _put(
         old[here] = distributed.gather(new[given], SAMPLING)[taken]
         return old
 
-    (texts, channels), (new_texts, new_channels) = samples.graded(), fresh.graded()
-    moved = [group for of_one in distributed.exchange([new_texts[i] for i in given], SAMPLING) for group in of_one]
     put = dict(zip(here.tolist(), np.flatnonzero(taken).tolist(), strict=True))
-    texts = [moved[put[i]] if i in put else group for i, group in enumerate(texts)]
-    graded = texts, {name: array(x, new_channels[name]) for name, x in channels.items()}
+
+    def groups(old: list[T], new: list[T]) -> list[T]:
+        moved = list(chain(*distributed.exchange([new[i] for i in given] if new else [], SAMPLING)))
+        return [moved[put[i]] if i in put else group for i, group in enumerate(old)]
+
+    had, got = samples.graded(), fresh.graded()
+    channels = {name: array(x, got.channels[name]) for name, x in had.channels.items()}
+    graded = Graded(groups(had.texts, got.texts), channels, groups(had.turns, got.turns))
     prompts = collate(array(samples.prompts.numbers, fresh.prompts.numbers))
     # The metrics of two batches may have other names: an environment need not give all of them.
     names = distributed.exchange([*samples.rollouts.episodes, *fresh.rollouts.episodes], SAMPLING)

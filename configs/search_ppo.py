@@ -1,0 +1,15 @@
+"""PPO with a critic on the task of configs/search_grpo.py, with one completion for each prompt.
+
+python -m jaxrl_llm.train --config configs/search_ppo.py
+"""
+
+import search_grpo  # explains the fields of episodes; configs/grpo.py and configs/ppo.py explain the others
+from ml_collections import ConfigDict
+from ppo import with_critic
+
+
+def get_config() -> ConfigDict:
+    c = with_critic(search_grpo.get_config())
+    c.num_steps = 60
+    c.prompts_per_step, c.group_size, c.prompts_per_update = 256, 1, 256
+    return c

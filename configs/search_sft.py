@@ -1,0 +1,18 @@
+"""Supervised fine-tuning of a new model on demonstrations of searches; this made the embedded model of search.
+
+python -m jaxrl_llm.sft --config configs/search_sft.py
+"""
+
+import sft  # configs/sft.py explains the fields
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = sft.get_config()
+    c.num_steps, c.prompts_per_step = 1500, 64
+    c.model.vocabulary = 768
+    c.data.source, c.data.max_prompt_tokens = "encyclopedia.demonstrations", 32
+    c.rollout.max_completion_tokens = 160
+    c.eval.every = 0
+    c.checkpoint.every = 500
+    return c

@@ -1,0 +1,103 @@
+"""Functions as tools, in the form that Qwen2.5, Qwen3 and Hermes models know.
+
+The chat template describes the functions in the prompt. The policy writes
+`<tool_call>{"name": "calculate", "arguments": {"expression": "2*3"}}</tool_call>`, and the template puts the results
+into messages of the role "tool". A turn ends with the model's own stop token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import Any
+
+from jaxrl_llm import envs
+from jaxrl_llm.config.names import resolve
+from jaxrl_llm.envs import calculator, python
+from jaxrl_llm.envs.protocol import Reply
+from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm.host import sandbox
+
+__all__ = ("Tools",)
+
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class Tools:
+    """Calls the functions that the policy names. A turn without a call is the last one."""
+
+    stops = ()
+
+    def __init__(self, *, functions: tuple[str, ...]):
+        """functions: names, such as my.module.f, of functions with types and a docstring that explains the arguments.
+
+        Raises: UserError, if one of them cannot be described.
+        """
+        self._functions = {name.rpartition(".")[2]: resolve(name, envs, "config.env.functions") for name in functions}
+        if len(self._functions) != len(functions):
+            raise UserError(f"config.env.functions = {functions}: give names whose last parts differ")
+
+    @cached_property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The descriptions of the functions for the chat template. Raises: UserError."""
+        from transformers.utils import get_json_schema
+
+        try:
+            return [get_json_schema(function) for function in self._functions.values()]
+        except Exception as error:
+            raise UserError(
+                f"config.env.functions: {describe(error)}: give each argument a type, and a line in the section "
+                "`Args:` of the docstring"
+            ) from error
+
+    def reset(self, row: dict[str, Any]) -> None:
+        """Needs nothing of the row."""
+
+    def step(self, text: str) -> Reply:
+        """Calls all functions of the turn, in order."""
+        calls = CALL.findall(text)
+        if not calls:
+            return Reply(done=True)
+        metrics = {"calls": float(len(calls)), "invalid": 0.0, "errors": 0.0}
+        return Reply(tuple(self._answer(call, metrics) for call in calls), metrics=metrics)
+
+    def _answer(self, call: str, metrics: dict[str, float]) -> str:
+        try:
+            said = json.loads(call)
+            function, given = self._functions[said["name"]], said.get("arguments", {})
+            if not isinstance(given, dict):
+                raise TypeError("the arguments are no object")
+        except (ValueError, KeyError, TypeError) as error:
+            metrics["invalid"] += 1
+            return f"error: this is no call of {', '.join(self._functions)}: {describe(error)}"
+        try:
+            result = function(**given)
+        except Exception as error:  # a tool may raise anything
+            metrics["errors"] += 1
+            return f"error: {describe(error)}"
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def calculate(expression: str) -> str:
+    """
+    Computes an arithmetic expression.
+
+    Args:
+        expression: numbers joined by + - * / // % ** and brackets
+    """
+    return calculator.calculated(expression, 200)
+
+
+def run_python(code: str) -> str:
+    """
+    Runs a Python program, and returns what it prints.
+
+    Args:
+        code: the program
+    """
+    python.check_sandbox()
+    output, error = sandbox.run(code, seconds=5.0, memory=512, characters=2000)
+    if error:
+        raise RuntimeError(f"{error}\n{output}")
+    return output
