@@ -20,12 +20,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
+def briefly(error: Exception) -> str:
+    """Describes an exception without the place in a file, for example as "ValueError: bad row"."""
+    return f"{type(error).__name__}: {error}"
+
+
 def describe(error: Exception, within: str = "") -> str:
     """Describes an exception of the user's code, for example as "ValueError: bad row (rewards.py:7)".
 
     within: the file to name with its line, if it is on the stack. Otherwise it names the innermost file.
     """
-    said = f"{type(error).__name__}: {error}"
+    said = briefly(error)
     if isinstance(error, SyntaxError):
         return said  # its message has the file and line, which are not on the stack
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]

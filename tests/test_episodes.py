@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,13 +20,14 @@ from jaxrl_llm.build import build
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.tasks import encyclopedia
 from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.envs.protocol import Reply
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import self_test
 from jaxrl_llm.health.trial import prepare
 from jaxrl_llm.learner.forward import make_logprob_fn
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.rollout import samples
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Batch
@@ -290,3 +291,92 @@ def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
         trial.episodes = lambda: (rollouts, [[said, said | {"role": "environment"}]])
         assert [finding.id for finding in self_test.environment_is_masked(trial).findings] == ["environment_trained"]
         run.actor.finish_push(run.states["policy"].params)
+
+
+class Rambler:
+    """Answers with pieces of what was said, cut anywhere, so that its text often encodes in another way than before."""
+
+    stops = ("e", " ta")
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.turns = 0
+
+    def step(self, text: str) -> Reply:
+        self.turns += 1
+        middle = len(text) // 2
+        return Reply(text[middle:] + text[:middle] or "nothing", done=self.turns > 2 + len(text) % 3)
+
+
+class Recorded:
+    """Environments that write down the ids that go in and out."""
+
+    def __init__(self, batch: Any):
+        self.batch, self.ids = batch, {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batch, name)
+
+    def answer(self, episode: int, turn: list[int]) -> Any:
+        answer = self.batch.answer(episode, turn)
+        self.ids.setdefault(episode, []).append((turn, answer))
+        return answer
+
+
+def test_the_ids_of_a_thousand_episodes_are_those_that_were_sampled_and_never_encoded_again(tmp_path):
+    rows = encyclopedia.train()[:125]
+    sizes = dict.fromkeys(new_model.SIZES, 32) | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    new_model.write_folder(tmp_path, sizes | {"num_key_value_heads": 1, "vocabulary": 128}, rows, "answer")
+    mesh, tokenizer = mesh_of(ONE), hf.load_tokenizer(tmp_path)
+    model = hf.load_model(tmp_path, mesh)
+    params = jax.jit(model.init)(jax.random.key(0))
+    stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    engine = Sampler(model, mesh, max_completion_tokens=64, stop_ids=(stop,), pad_id=pad)
+    engine.update_weights(params, 1)
+    dataset = data.tokenize(rows, tokenizer, max_prompt_tokens=64, overlong="error")
+    asked = data.make_prompts(dataset, range(125), pad)
+    pool = EnvironmentPool(tokenizer, Rambler, **LIMITS | {"tokens": 16})
+    recorded = Recorded(pool.begin(asked.rows, 8))
+    rollouts = engine.converse(
+        asked, jax.random.key(0), group_size=8, sampling=Sampling(), environments=cast("Any", recorded)
+    )
+
+    again = 0
+    for i, turns in recorded.ids.items():
+        place = divmod(i, 8)
+        tokens, own = rollouts.completions[place], rollouts.loss_mask[place]
+        at, real = 0, int(rollouts.completion_mask[place].sum())
+        for turn, answer in turns:
+            assert tokens[at : at + len(turn)].tolist() == turn
+            assert own[at : at + len(turn)].all()
+            at += len(turn)
+            observation = answer.result()
+            if observation and at < real:
+                assert tokens[at : at + len(observation)].tolist() == observation
+                assert not own[at : at + len(observation)].any()
+                at += len(observation)
+        assert own[at:real].all()  # a last turn that no environment answered
+        text = tokenizer.decode(tokens[:real])
+        again += tokenizer(text, add_special_tokens=False)["input_ids"] != tokens[:real].tolist()
+    assert len(recorded.ids) > 900  # the others end before an environment is asked
+    assert again > 500
+
+    batch = Batch(
+        asked.tokens, asked.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
+        sampler_logprobs=rollouts.logprobs,
+    )  # fmt: skip
+    program = make_logprob_fn(model, Sampling(), mesh, microbatch=0)
+    found = np.asarray(program(params, sharding.shard_batch(batch, mesh)))
+    np.testing.assert_allclose(rollouts.logprobs[rollouts.loss_mask], found[rollouts.loss_mask], atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"microbatch": 2}, {"model.row_parts": 2}, {"mesh.data": 2, "mesh.fsdp": 4}])
+def test_micro_batches_parts_and_devices_give_the_same_gradient_of_episodes(changes, tmp_path):
+    def after(name: str, **more: Any) -> dict:
+        config = config_with_turns(**{"num_steps": 2, "mesh.fsdp": 1, "eval.every": 0, **more})
+        for _ in steps(config, tmp_path / name):
+            pass
+        return records(tmp_path / name)[-1]
+
+    one, other = after("one"), after("other", **changes)
+    for name in ("loss/total", "grad_norm", "entropy", "kl/ref", "reward/mean"):
+        np.testing.assert_allclose(one[name], other[name], rtol=2e-4, atol=1e-7, err_msg=name)

@@ -6,6 +6,7 @@ They run in threads, with limits of time, turns and tokens.
 from __future__ import annotations
 
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,7 @@ from jaxrl_llm.config.names import arguments, resolve
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, NotNegative
 from jaxrl_llm.data import encoding
 from jaxrl_llm.envs.protocol import Environment, Reply
-from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.structs import Config
 
 __all__: tuple[str, ...] = ()  # no class here is an environment that a config may name
@@ -59,7 +60,7 @@ class EnvironmentPool:
         # The first environment finds what is wrong with the arguments before a run begins.
         self.schemas: list[dict[str, Any]] = getattr(make(), "schemas", [])  # of tools, for the chat template
         if self.schemas:
-            self.rendered(("",))
+            self.rendered(("result",))
 
     def begin(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
         """Returns the environments of a batch, each with its data row."""
@@ -168,7 +169,9 @@ class EnvironmentBatch:
             try:
                 replies.append(environment.step(text))
             except Exception as error:
-                replies.append(Reply(FAILED.format(describe(error)), metrics={"errors": 1.0}))
+                # The policy reads what failed, and the user where. Python shows the same warning once.
+                warnings.warn(f"an environment failed: {describe(error)}; episode/errors counts it", stacklevel=2)
+                replies.append(Reply(FAILED.format(briefly(error)), metrics={"errors": 1.0}))
 
         if not self._pool.timeout:
             step()

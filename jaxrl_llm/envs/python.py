@@ -5,7 +5,7 @@ Each program runs in a process of its own, which the kernel confines (`host.sand
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne, Positive
@@ -26,7 +26,7 @@ class Python:
     def __init__(self, *, seconds: Positive, memory: AtLeastOne, most_characters: AtLeastOne):
         """seconds: of a program; memory: of a program in MiB; most_characters: of its output. Raises: UserError."""
         check_sandbox()
-        self._limits = dict(seconds=seconds, memory=memory, characters=most_characters)
+        self._run = partial(sandbox.run, seconds=seconds, memory=memory, characters=most_characters)
 
     def reset(self, row: dict[str, Any]) -> None:
         """Needs nothing of the row."""
@@ -36,7 +36,7 @@ class Python:
         if END not in text:
             return Reply(done=True)
         code = text.rpartition(END)[0].rpartition(BEGIN)[2]
-        output, error = sandbox.run(code.strip("\n"), **self._limits)
+        output, error = self._run(code.strip("\n"))
         said = output.rstrip() + (f"\nerror: {error}" if error else "")
         return Reply(f"<output>{said}</output>", metrics={"programs": 1.0} | ({"errors": 1.0} if error else {}))
 

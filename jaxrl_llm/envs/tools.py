@@ -16,7 +16,7 @@ from jaxrl_llm import envs
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.envs import calculator, python
 from jaxrl_llm.envs.protocol import Reply
-from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.host import sandbox
 
 __all__ = ("Tools",)
@@ -41,7 +41,7 @@ class Tools:
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """The descriptions of the functions for the chat template. Raises: UserError."""
-        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import get_json_schema
 
         try:
             return [get_json_schema(function) for function in self._functions.values()]
@@ -70,12 +70,12 @@ class Tools:
                 raise TypeError("the arguments are no object")
         except (ValueError, KeyError, TypeError) as error:
             metrics["invalid"] += 1
-            return f"error: this is no call of {', '.join(self._functions)}: {describe(error)}"
+            return f"error: this is no call of {', '.join(self._functions)}: {briefly(error)}"
         try:
             result = function(**given)
         except Exception as error:  # a tool may raise anything
             metrics["errors"] += 1
-            return f"error: {describe(error)}"
+            return f"error: {briefly(error)}"
         return result if isinstance(result, str) else json.dumps(result, default=str)
 
 

@@ -90,12 +90,14 @@ def run(code: str, *, seconds: float, memory: int, characters: int) -> Result:
 
 def _watched(process, code: str, folder: str, seconds: float) -> str:
     """Waits until a process ends. Ends it, and returns why, if it takes too long or writes too much."""
-    end, given = time.monotonic() + seconds, code.encode("utf-8", "replace")
+    end = time.monotonic() + seconds
+    given: bytes | None = code.encode("utf-8", "replace")
     while True:
         try:
             process.communicate(given, timeout=max(min(LOOK, end - time.monotonic()), 0.001))
             return ""
         except subprocess.TimeoutExpired:
+            given = None  # a second call must not give it again
             late, size = time.monotonic() >= end, sum(file.lstat().st_size for file in _files(folder))
         if late or size > FOLDER_SIZE:
             process.kill()  # it has no children
@@ -108,9 +110,10 @@ def _files(folder: str):
 
 
 def _text(output, characters: int) -> str:
+    """Returns the output, without its middle if it is too long: an error is at its end."""
     output.seek(0)
-    text = output.read(4 * characters + 4).decode("utf-8", "replace")
-    return text if len(text) <= characters else text[:characters] + "..."
+    text, half = output.read().decode("utf-8", "replace"), characters // 2
+    return text if len(text) <= characters else f"{text[:half]}\n...\n{text[len(text) - half :]}"
 
 
 def confine(folder: str, memory: int, seconds: int) -> None:

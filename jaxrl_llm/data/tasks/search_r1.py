@@ -1,0 +1,10 @@
+"""Rows of Search-R1's data sets: {prompt, reward_model: {ground_truth: {target: [...]}}, data_source, ability, ...}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def convert(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the accepted answers as the column "answer". Raises: KeyError."""
+    return row | {"answer": list(row["reward_model"]["ground_truth"]["target"])}
