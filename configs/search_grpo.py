@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "encyclopedia")
     c.data.source, c.data.max_prompt_tokens = "encyclopedia.train", 32  # encyclopedia.two_hops: harder ones
     c.eval.source, c.eval.function = "encyclopedia.held_out", "search.exact_match"
-    c.eval.problems, c.eval.every = 640, 20
+    c.eval.problems = 640
     c.reward.functions = ("search.exact_match", "search.f1", "search.answered")
     c.reward.weights = (1.0, 0.0, 0.0)
     c.rollout.max_completion_tokens = 192  # of an episode: all turns and what the searches find

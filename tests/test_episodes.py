@@ -296,7 +296,7 @@ def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
 class Rambler:
     """Answers with pieces of what was said, cut anywhere, so that its text often encodes in another way than before."""
 
-    stops = ("e", " ta")
+    stops = (" ta",)
 
     def reset(self, row: dict[str, Any]) -> None:
         self.turns = 0
@@ -329,8 +329,9 @@ def test_the_ids_of_a_thousand_episodes_are_those_that_were_sampled_and_never_en
     mesh, tokenizer = mesh_of(ONE), hf.load_tokenizer(tmp_path)
     model = hf.load_model(tmp_path, mesh)
     params = jax.jit(model.init)(jax.random.key(0))
-    stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    engine = Sampler(model, mesh, max_completion_tokens=64, stop_ids=(stop,), pad_id=pad)
+    pad = tokenizer.pad_token_id
+    stops = (tokenizer.eos_token_id, *range(20, 34))  # so many that a turn of a random model is short
+    engine = Sampler(model, mesh, max_completion_tokens=64, stop_ids=stops, pad_id=pad)
     engine.update_weights(params, 1)
     dataset = data.tokenize(rows, tokenizer, max_prompt_tokens=64, overlong="error")
     asked = data.make_prompts(dataset, range(125), pad)
@@ -357,8 +358,8 @@ def test_the_ids_of_a_thousand_episodes_are_those_that_were_sampled_and_never_en
         assert own[at:real].all()  # a last turn that no environment answered
         text = tokenizer.decode(tokens[:real])
         again += tokenizer(text, add_special_tokens=False)["input_ids"] != tokens[:real].tolist()
-    assert len(recorded.ids) > 900  # the others end before an environment is asked
-    assert again > 500
+    assert len(recorded.ids) > 800  # the others end before an environment is asked
+    assert again > 200
 
     batch = Batch(
         asked.tokens, asked.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,

@@ -114,3 +114,27 @@ def test_the_gsm8k_recipe_refuses_rows_of_another_format(qwen, tmp_path):
     )  # fmt: skip
     assert result.returncode == 2
     assert "row 1 has no column 'answer'" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["3b_ppo", "3b_grpo", "7b_ppo", "7b_grpo"])
+def test_the_recipes_of_search_r1_run_end_to_end(name, qwen, tmp_path):
+    question = [{"role": "user", "content": "Answer in <answer>. Search by <search>. Where was Ann born?"}]
+    truth = {"reward_model": {"style": "rule", "ground_truth": {"target": ["Pell", "the town of Pell"]}}}
+    rows = [{"id": f"r{i}", "prompt": question, "data_source": "nq", "ability": "fact", **truth} for i in range(8)]
+    for split in ("train", "test"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"Ann"\nAnn was born in Pell.'}) + "\n")
+    small = [
+        f"--config.model.path={qwen}", f"--config.data.source={tmp_path}/train.parquet", "--config.env.url=",
+        f"--config.eval.source={tmp_path}/test.parquet", f"--config.env.corpus={tmp_path}/corpus.jsonl",
+        "--config.num_steps=1", "--config.prompts_per_step=4", "--config.prompts_per_update=2", "--config.microbatch=2",
+        "--config.rollout.max_completion_tokens=96", "--config.optim.warmup_steps=0", "--config.turns.tokens=16",
+        "--config.turns.observation_tokens=64", "--config.mesh.fsdp=2", "--config.eval.problems=4",
+    ]  # fmt: skip
+    small += ["--config.critic.optim.warmup_steps=0"] if "ppo" in name else []
+    result = run(tmp_path / "run", *small, config=f"configs/recipes/search_r1_qwen2_5_{name}.py")
+    assert result.returncode == 0, result.stderr
+    record = records(tmp_path / "run")[-1]
+    assert record["sampler/gap_mean"] < 0.02
+    assert record["reward/search.exact_match"] == 0  # of random weights

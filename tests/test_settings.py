@@ -26,7 +26,7 @@ def said(name: str, model=SMALL, platform="cpu", **changes: object) -> list[str]
         config.override(c, field.replace("__", "."), str(value))
     if "teacher" in c:
         c.teacher.path = "somewhere"
-    check = checks.check_sft if name == "sft" else checks.check_train
+    check = checks.check_sft if name.endswith("sft") else checks.check_train
     return [finding.line() for finding in findings(Settings(c, check(c.lock()), model, platform))]
 
 

@@ -130,6 +130,9 @@ TEMPLATE = (
 )
 
 
+NO_RESULTS = "{% for m in messages %}{{ m['content'] if m['role'] != 'tool' }}<|im_end|>{% endfor %}{{ tools }}"
+
+
 def tokenizer(template: str = TEMPLATE):
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocabulary = {token: i for i, token in enumerate([*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
@@ -213,12 +216,10 @@ def test_a_call_that_means_nothing_is_told_so(text):
         (dict(functions=("tests.test_tools.undocumented",)), "give each argument a type"),
         (dict(functions=("tools.none",)), "tools.none"),
         (dict(functions=("tests.test_tools.add", "tests.test_tools.add")), "last parts differ"),
-        (dict(template="{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}{{ tools }}"), "results of tools"),
+        (dict(template=NO_RESULTS), "results of tools"),
     ],
 )
 def test_tools_that_cannot_work_are_refused_before_a_run_begins(given, said):
-    if "template" in given:
-        given["template"] = given["template"].replace("{{ m['content'] }}", "{{ m['content'] if m['role'] != 'tool' }}")
     with pytest.raises(UserError, match=said):
         pool(**given)
 

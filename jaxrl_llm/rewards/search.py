@@ -44,9 +44,7 @@ def with_format(completions: list[Any], answer: list[Any], turns: list[Any], **c
     right = exact_match(completions, answer, turns)
     said, well = _said(completions, turns), [_has_format(one) for one in turns]
     wrong = [0.2 if form else 0.1 if text else 0.0 for text, form in zip(said, well, strict=True)]
-    return [
-        (1.0 if form else 0.8) if match else less for match, less, form in zip(right, wrong, well, strict=True)
-    ]
+    return [(1.0 if form else 0.8) if match else less for match, less, form in zip(right, wrong, well, strict=True)]
 
 
 def _has_format(turns: list[Any]) -> bool:
