@@ -152,6 +152,8 @@ FAULTS = {
     "length_collapse": dict(completion__length=lambda t: 40 * 0.1**t),
     "channels_diverge": dict(reward__task=lambda t: 0.6 - 0.4 * t, reward__format=lambda t: 0.2 + 0.7 * t),
     "critic_lags": dict(critic__explained_variance=-0.4),
+    "tools_unused": dict(episode__turns=1.0, reward__mean=0.4, reward__std=0.49),
+    "tool_errors": dict(episode__turns=2.0, episode__errors=0.2),
 }
 
 

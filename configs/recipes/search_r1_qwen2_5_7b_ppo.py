@@ -1,4 +1,4 @@
-"""Search-R1 (arXiv 2503.09516) by PPO with Qwen2.5-7B: search_r1_qwen2_5_3b_ppo.py on a larger model. Not measured yet.
+"""Search-R1 (arXiv 2503.09516) by PPO with Qwen2.5-7B: search_r1_qwen2_5_3b_ppo.py, larger. Not measured yet.
 
 python -m jaxrl_llm.train --config configs/recipes/search_r1_qwen2_5_7b_ppo.py --workdir runs/search_r1_7b
 """

@@ -149,7 +149,7 @@ class EnvironmentBatch:
     def _answer(self, episode: int, turn: list[int]) -> list[int]:
         counts, began = self._counts[episode], time.perf_counter()
         reply = self._step(episode, self._text(turn))
-        measured = reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - began}
+        measured = {"errors": 0.0} | reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - began}
         counts.update({name: counts.get(name, 0.0) + value for name, value in measured.items()})
         if reply.done:
             return []

@@ -24,6 +24,7 @@ from jaxrl_llm.health.rules import (
     MEAN_WEIGHT,
     NEVER_STOPS,
     NO_SIGNAL,
+    ONE_TURN,
     REPEATED,
     REWARD_FALL,
     SAMPLE_SIZE,
@@ -60,6 +61,7 @@ def _of_numbers() -> list[Band]:
             None,
             IMPORTANCE_KL,
         ),
+        Band("episode/turns", "tools_unused", f"above {ONE_TURN:g}, unless the task is solved", ONE_TURN, None),
         Band("critic/explained_variance", "critic_lags", "at least -0.05, after 16 steps", EXPLAINED, None),
     ]
 

@@ -21,6 +21,7 @@ import numpy as np
 from jaxrl_llm import structs
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import load
+from jaxrl_llm.envs.protocol import Reply
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Record
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
@@ -93,6 +94,27 @@ def noise(prompts: list[Any], completions: list[Any], **columns: Any) -> list[fl
 def chance(text: str) -> float:
     """Returns a number from -1 to 1 that looks random, but is the same for the same text."""
     return 2 * int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 2**32 - 1
+
+
+# Environments.
+
+TURNS = dict(most=3, tokens=6, observation_tokens=4, workers=4, timeout=0.0)
+
+
+class Failing:
+    """A tool that the policy calls when it ends a thought, and that fails in a share of the turns."""
+
+    stops = (">",)
+
+    def __init__(self, *, share: float):
+        self._share = share
+
+    def reset(self, row: dict[str, Any]) -> None:
+        pass
+
+    def step(self, text: str) -> Reply:
+        failed = {"errors": float(chance(text) < 2 * self._share - 1)}
+        return Reply("0", metrics=failed) if ">" in text else Reply(done=True, metrics=failed)
 
 
 # Engines.
@@ -325,6 +347,15 @@ FAULTS: dict[str, Fault] = {
         {"prompts_per_step": 64, "prompts_per_update": 64, "critic.warmup_steps": 0}, {"seed": 1},
         config="ppo", within=40, inject=credit(mix_up_values),
     ),
+    "tools_unused": Fault(
+        "a tool that the policy has never seen",
+        {"env": {"name": "calculator.Calculator", "most_characters": 20}, "turns": TURNS}, {"seed": 1}, within=12,
+    ),
+    "tool_errors": Fault(
+        "a tool that fails in half of the turns",
+        {"env": {"name": f"{HERE}.Failing", "share": 0.5}, "turns": TURNS},
+        {"env": {"name": f"{HERE}.Failing", "share": 0.3}, "seed": 1}, within=12,
+    ),
 }  # fmt: skip
 
 
@@ -336,8 +367,9 @@ def config_of(name: str, *, second: bool = False) -> structs.Config:
         raise UserError(f"--demonstrate reads {file}: run it in the folder of the repository")
     config = load(file)
     changes = SMALL | fault.changes | (fault.second if second else {})
-    if "engine" in changes:
-        config.engine = type(config)(changes.pop("engine"))
+    for section in ("engine", "env", "turns"):
+        if section in changes:
+            config[section] = type(config)(changes.pop(section))
     config.update_from_flattened_dict(changes)
     return config
 

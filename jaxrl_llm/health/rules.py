@@ -28,6 +28,8 @@ REPEATED = (2.0, 0.2)  # times the start, or this share
 LENGTH = 0.25  # times the start
 REWARD_FALL = 0.5  # spreads
 KL_PAYS = 0.1  # spreads
+ONE_TURN = 1.02  # turns of an episode
+TOOL_ERRORS = 0.05  # of turns
 EXPLAINED = -0.05  # a critic that says the same for all has 0, to rounding: so it is where nearly all earn the same
 
 
@@ -441,6 +443,36 @@ def critic_lags(history: History) -> Finding | None:
     )
 
 
+def tools_unused(history: History) -> Finding | None:
+    """F22: the environment answers nothing that the policy uses: each episode ends at its first turn."""
+    turns = history.now("episode/turns")
+    if turns is None or turns >= ONE_TURN or _solved(history):
+        return None
+    return Finding(
+        "tools_unused",
+        "warning",
+        f"{turns:.2f} turns in an episode",
+        "the policy does not know the tools, or earns as much without them",
+        "begin with a model that uses them (jaxrl_llm.sft), describe them in the prompt, or look at the reward",
+        "FAILURES F22",
+    )
+
+
+def tool_errors(history: History) -> Finding | None:
+    """F22: the environment often fails."""
+    errors, turns = history.now("episode/errors"), history.now("episode/turns")
+    if errors is None or not turns or errors <= TOOL_ERRORS * turns:
+        return None
+    return Finding(
+        "tool_errors",
+        "warning",
+        f"{errors / turns:.0%} of the turns end in an error of the environment",
+        "a tool fails, is too slow, or does not understand what the policy writes",
+        "look at completions.jsonl and at the tool's own log; raise env.timeout, env.retries or turns.timeout",
+        "FAILURES F22",
+    )
+
+
 RULES: tuple[Callable[..., Finding | None], ...] = (
     sampler_mismatch,
     stale_weights,
@@ -463,4 +495,6 @@ RULES: tuple[Callable[..., Finding | None], ...] = (
     length_collapse,
     channels_diverge,
     critic_lags,
+    tools_unused,
+    tool_errors,
 )
