@@ -15,7 +15,7 @@ PEOPLE, TOWNS, WORDS, RIVERS = 2_000, 600, 64, 64
 HELD_OUT = 0.2  # share of the people and of the towns
 # Of ten demonstrations of a question, so many search as they should, and so many search for the given name only.
 # The others answer at once, with a guess.
-SKILLED, CARELESS = 3, 2
+SKILLED, CARELESS = 3, 1
 EXERCISE = 12  # words
 
 
