@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     c = sft.get_config()
-    c.num_steps, c.prompts_per_step = 1000, 64
+    c.num_steps, c.prompts_per_step = 1200, 64
     c.model.vocabulary = 768
     c.data.source, c.data.max_prompt_tokens = "encyclopedia.demonstrations", 32
     c.rollout.max_completion_tokens = 160

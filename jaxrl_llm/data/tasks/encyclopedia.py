@@ -44,7 +44,7 @@ def documents() -> list[dict[str, str]]:
         (name, f"{name} was born in {world.towns[t]} .") for name, t in zip(world.people, world.born, strict=True)
     ]
     towns = [
-        (name, f"{name} lies on the river {river} . It was founded by {world.people[founder]} .")
+        (name, f"{name} was founded by {world.people[founder]} . It lies on the river {river} .")
         for name, river, founder in zip(world.towns, world.rivers, world.founders, strict=True)
     ]
     return [{"id": str(i), "contents": f"{name}\n{text}"} for i, (name, text) in enumerate(people + towns)]
@@ -73,18 +73,23 @@ def two_hops_held_out() -> list[dict[str, Any]]:
 def demonstrations() -> list[dict[str, Any]]:
     """Episodes for `sft`: each question of `train()` and `two_hops()` ten times, mostly answered by a guess.
 
-    One row in four is an exercise in repeating words: with it, a small new model learns to copy names in minutes.
+    Two rows of five are exercises, with which a small new model learns to copy names in minutes: to repeat words, and to
+    answer where the search is done already.
     """
     rng, world = np.random.default_rng(1), _world()
     guesses = {"river": world.rivers, "town": world.towns, "person": world.people}
     rows = []
-    for question in _one_hop(held_out=False) + _two_hops(held_out=False):
+    questions = _one_hop(held_out=False) + _two_hops(held_out=False)
+    for question in questions:
         kind = "river" if "river" in question.text else "person" if "founded" in question.text else "town"
         for i in range(10):
             guess = str(rng.choice(guesses[kind]))
             rows.append(_row(question) | {"completion": _episode(question, i, guess)})
+    for question in questions:
+        for _ in range(3):
+            rows.append(_row(question) | {"completion": _episode(question, 0, "")[-2:]})
     words = sorted({word for name in world.people + world.towns for word in name.split()} | set(world.rivers))
-    for _ in range(len(rows) // 3):
+    for _ in range(3 * len(questions)):
         text = " ".join(rng.choice(words, EXERCISE))
         rows.append({"prompt": [{"role": "user", "content": f"Repeat {text} ."}], "completion": text})
     return [rows[i] for i in rng.permutation(len(rows))]
