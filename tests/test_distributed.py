@@ -35,6 +35,7 @@ CONFIGS = {
     "grpo": ("epochs=2",),
     "ppo": ("group_size=1", "critic.warmup_steps=1", "critic.optim.warmup_steps=0", "kl.target=0.01"),
     "dapo": ("epochs=1",),
+    "search_grpo": ("rollout.max_completion_tokens=128",),
 }
 DEVICES = 4  # of all processes together
 
@@ -118,7 +119,7 @@ def test_two_processes_have_the_numbers_of_one(alone, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["ppo", "dapo"])
+@pytest.mark.parametrize("config", ["ppo", "dapo", "search_grpo"])
 def test_two_processes_have_the_numbers_of_one_with(config, tmp_path):
     run(1, config, tmp_path / "one")
     run(2, config, tmp_path / "two")

@@ -10,19 +10,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
+from jaxrl_llm.config.load import load
 from jaxrl_llm.envs.search import Search
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.retriever.client import RetrieverClient, RetrieverError
 from jaxrl_llm.retriever.documents import Document, document
 from jaxrl_llm.retriever.index import Index, words
 from jaxrl_llm.rewards import search as rewards
+from jaxrl_llm.train import steps
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -111,7 +114,8 @@ class Theirs(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-length", str(len(said)))
         self.end_headers()
-        self.wfile.write(said)
+        with suppress(OSError):  # a client that did not wait
+            self.wfile.write(said)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -314,3 +318,73 @@ def test_what_the_environment_said_is_no_answer():
         ]
     ]
     assert rewards.exact_match(["<search>x</search><answer>y</answer>"], ["y"], turns) == [0.0]
+
+
+def test_the_reward_of_v0_3_pays_for_the_format():
+    think, found = "<think>hm</think>", {"role": "environment", "content": "\n<information>Doc 1</information>\n"}
+
+    def paid(*said: str, between: dict = found) -> float:
+        turns: list[dict] = []
+        for text in said:
+            turns += [{"role": "assistant", "content": text}, between]
+        return rewards.with_format([""], ["Pell"], [turns[:-1]])[0]
+
+    searched = f"{think}<search>Tamar</search>"
+    assert paid(searched, f"{think} <answer>Pell</answer>") == 1.0
+    assert paid(f"{think}<answer>Pell</answer>") == 1.0
+    assert paid("<answer>Pell</answer>") == 0.8
+    assert paid("<search>Tamar</search>", f"{think}<answer>Pell</answer>") == 0.8
+    assert paid(searched, f"{think}<answer>Orsa</answer>") == 0.2
+    assert paid("<answer>Orsa</answer>") == 0.1
+    assert paid(searched, think) == 0.0
+    # What the policy makes up is no result of a search.
+    assert paid(f"{think}<search>x</search><information>Pell</information>{think}<answer>Pell</answer>") == 0.8
+    assert paid(searched, f"{think}<answer>Pell</answer>", between=found | {"content": "not a search"}) == 0.8
+
+
+def searching(url: str, **changes):
+    """A run of the searching model, small and short."""
+    config = load(ROOT / "configs" / "search_grpo.py")
+    config.update_from_flattened_dict({
+        "num_steps": 6, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 4,
+        "eval.every": 0, "checkpoint.every": 100, "checkpoint.keep_best": 0, "log.tensorboard": False, "mesh.fsdp": 1,
+        "log.completions_every": 0, "reward.timeout": 0.0, "health.self_test": False, "env.corpus": "", "env.url": url,
+        "env.timeout": 0.5, "env.retries": 0, "rollout.max_completion_tokens": 128, **changes,
+    })  # fmt: skip
+    return config
+
+
+def test_a_server_that_fails_in_every_way_loses_no_run_and_every_failure_is_counted(tmp_path):
+    """Errors 500, no JSON, other shapes, wrong lengths, stalls and good answers take turns."""
+    answers, failed = [*FAULTS.values(), right], []
+
+    def answer(body: dict) -> tuple[int, bytes]:
+        number = len(failed)
+        failed.append(answers[number % len(answers)] is not right)
+        return answers[number % len(answers)](body)
+
+    with theirs(answer) as (url, asked):
+        records = [record for record in steps(searching(url), tmp_path) if record["step"]]
+    assert len(records) == 6
+    assert sum(record["episode/errors"] * 16 for record in records) == pytest.approx(sum(failed))
+    assert sum(failed) > 10 and len(asked) - sum(failed) > 2
+    assert all(np.isfinite(record["grad_norm"]) for record in records)
+    assert max(record["time/environment"] for record in records) > 0.1  # of the stalls
+
+
+def test_a_server_that_is_away_and_comes_back_loses_no_run(tmp_path):
+    handler = type("Handler", (Theirs,), {"answers": [right], "asked": []})
+    server, errors = ThreadingHTTPServer(("127.0.0.1", 0), handler), []
+    port = server.server_port
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for record in steps(searching(f"http://127.0.0.1:{port}", num_steps=9), tmp_path):
+        errors.append(record["episode/errors"])
+        if record["step"] == 3:
+            server.shutdown()
+            server.server_close()
+        if record["step"] == 6:
+            server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.shutdown()
+    server.server_close()
+    assert max(errors) > 0 and errors[0] == errors[-1] == 0, errors

@@ -364,11 +364,13 @@ def rounds_of(
     small, large = CHUNKS
     rounds: dict[tuple[int, int], list[list[Chunk]]] = {}
     for i, start in lacking.items():
-        last = int(episodes.length[i]) - 1
-        for number, at in enumerate(range(start, last, large)):
-            end = min(at + large, last)
-            chunks = rounds.setdefault((number, small if end - at <= small else large), [[] for _ in range(devices)])
-            chunks[i // of_device].append(Chunk(i, at, end))
+        at, last, number = start, int(episodes.length[i]) - 1, 0
+        while at < last:
+            # Three small chunks cost less than a large one that is not full.
+            size = small if last - at <= 3 * small else large
+            chunks = rounds.setdefault((number, size), [[] for _ in range(devices)])
+            chunks[i // of_device].append(Chunk(i, at, min(at + size, last)))
+            at, number = at + size, number + 1
     return rounds
 
 

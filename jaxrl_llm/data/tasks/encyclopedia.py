@@ -73,8 +73,8 @@ def two_hops_held_out() -> list[dict[str, Any]]:
 def demonstrations() -> list[dict[str, Any]]:
     """Episodes for `sft`: each question of `train()` and `two_hops()` ten times, mostly answered by a guess.
 
-    Two rows of five are exercises, with which a small new model learns to copy names in minutes: to repeat words, and to
-    answer where the search is done already.
+    Two rows of five are exercises, with which a small new model learns to copy names in minutes: to repeat words, and
+    to answer where the search is done already.
     """
     rng, world = np.random.default_rng(1), _world()
     guesses = {"river": world.rivers, "town": world.towns, "person": world.people}

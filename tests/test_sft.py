@@ -1,0 +1,106 @@
+"""Supervised fine-tuning on episodes: what an environment said is read, and never learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm import sft
+from jaxrl_llm.config.load import load
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.tasks import encyclopedia
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf, new_model
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "jaxrl_llm" / "assets" / "encyclopedia"
+EPISODE = [
+    {"role": "assistant", "content": "<think> I look it up </think> <search> Kelun </search>"},
+    {"role": "environment", "content": "\n\n<information>Doc 1</information>\n\n"},
+    {"role": "assistant", "content": "<answer> Kelun </answer>"},
+]
+
+
+def config(source: str = "rows.jsonl", **changes):
+    c = load(ROOT / "configs" / "search_sft.py")
+    c.data.source = source
+    c.update_from_flattened_dict(changes)
+    return c
+
+
+def dataset(rows: list[dict]) -> data.Dataset:
+    return data.tokenize(rows, hf.load_tokenizer(FOLDER), max_prompt_tokens=32, overlong="error")
+
+
+def test_each_turn_is_encoded_alone_and_the_environments_are_not_learned():
+    tokenizer = hf.load_tokenizer(FOLDER)
+    rows = [{"prompt": "Who ?", "completion": EPISODE}, {"prompt": "Who ?", "completion": "Kelun"}]
+    answers = sft.tokenize_answers(dataset(rows), tokenizer, config())
+    parts = [tokenizer(turn["content"], add_special_tokens=False)["input_ids"] for turn in EPISODE]
+    assert answers[0].tokens == [*parts[0], *parts[1], *parts[2], tokenizer.eos_token_id]
+    assert answers[0].learned == [True] * len(parts[0]) + [False] * len(parts[1]) + [True] * (len(parts[2]) + 1)
+    assert all(answers[1].learned)
+    batch = sft.make_batch(dataset(rows), answers, [0, 1], 64, tokenizer.pad_token_id, [0, 1])
+    assert batch.completion_mask.sum() == sum(len(answer.tokens) for answer in answers)
+    assert (batch.completion_mask & ~batch.loss_mask).sum() == len(parts[1])
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [3, None, [], [{"role": "user", "content": "x"}], [{"content": "x"}], [{"role": "assistant", "content": 3}]],
+)
+def test_what_is_neither_text_nor_turns_is_refused(completion):
+    rows = [{"prompt": "Who ?", "completion": EPISODE}, {"prompt": "Who ?", "completion": completion}]
+    with pytest.raises(UserError, match=r"rows\.jsonl row 2: 'completion' is .*: make it text, or messages"):
+        sft.tokenize_answers(dataset(rows), hf.load_tokenizer(FOLDER), config())
+
+
+def test_what_an_environment_says_changes_no_gradient_of_its_own(tmp_path):
+    """Fewer trained tokens, but the same ones: the loss is that of the policy's tokens alone."""
+    rows = [{"prompt": "Who ?", "completion": EPISODE}] * 8
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = {
+        "model.path": str(FOLDER), "num_steps": 1, "prompts_per_step": 8, "optim.warmup_steps": 0, "mesh.fsdp": 1,
+        "log.tensorboard": False, "model.vocabulary": 0,
+    }  # fmt: skip
+    (record,) = (r for r in sft.steps(config(str(tmp_path / "rows.jsonl"), **small), tmp_path / "run") if r["step"])
+    mesh = sft.sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    model, tokenizer = hf.load_model(FOLDER, mesh), hf.load_tokenizer(FOLDER)
+    (answer,) = sft.tokenize_answers(dataset(rows[:1]), tokenizer, config())
+    prompt = dataset(rows[:1]).ids[0].tolist()
+    tokens = np.array([prompt + answer.tokens], np.int32)
+    params = hf.load_params(FOLDER, model, mesh)
+    states = model.logits(params, model.prefill(params, tokens, np.ones_like(tokens, bool))[0])
+    chosen = np.take_along_axis(np.asarray(jax.nn.log_softmax(states))[0, :-1], tokens[0, 1:, None], axis=1)[:, 0]
+    learned = np.array([False] * (len(prompt) - 1) + answer.learned)
+    assert record["loss/sft"] == pytest.approx(-chosen[learned].mean(), rel=1e-4)
+
+
+def test_a_new_tokenizer_learns_words_and_reads_the_same_next_to_the_models_config(tmp_path):
+    rows = encyclopedia.demonstrations()[:200]
+    new_model.write_folder(tmp_path, dict.fromkeys(new_model.SIZES, 8) | {"vocabulary": 300}, rows, "completion")
+    tokenizer = hf.load_tokenizer(tmp_path)  # as a Qwen2Tokenizer, because of config.json
+    assert len(tokenizer) == 300
+    for row in rows[:50]:
+        turns = row["completion"]
+        for text in [turns] if isinstance(turns, str) else [turn["content"] for turn in turns]:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert tokenizer.decode(ids) == text
+            assert len(ids) < len(text) / 2
+
+
+def test_held_out_people_and_towns_are_in_no_question_to_learn_from():
+    learned, judged = encyclopedia.train() + encyclopedia.two_hops(), encyclopedia.held_out()
+    names = [row["prompt"][0]["content"] for row in judged] + [
+        row["prompt"][0]["content"] for row in encyclopedia.two_hops_held_out()
+    ]
+    known = "\n".join(row["prompt"][0]["content"] + "\n" + row["answer"] for row in learned)
+    for text in names:
+        name = " ".join([word for word in text.split() if word[0].isupper()][-2:])
+        assert name not in known
+    demonstrated = json.dumps([row for row in encyclopedia.demonstrations() if not isinstance(row["completion"], str)])
+    assert not any(row["prompt"][0]["content"] in demonstrated for row in judged)
