@@ -28,8 +28,8 @@ SHORT = {
 }  # fmt: skip
 ALGORITHMS = (
     "cispo", "dapo", "dr_grpo", "gdpo", "gmpo", "gspo", "gspo_token", "luspo", "opo", "pass_at_k", "reinforce",
-    "reinforce_pp", "reinforce_pp_baseline", "remax", "rloo", "sapo", "search_grpo", "search_ppo", "top_entropy", "topr",
-    "vespo",
+    "reinforce_pp", "reinforce_pp_baseline", "remax", "rloo", "sapo", "search_grpo", "search_ppo", "top_entropy",
+    "topr", "vespo",
 )  # fmt: skip
 VLLM = {"engine.python": str(ROOT / ".vllm" / "bin" / "python")}
 # Name -> config and changes.
