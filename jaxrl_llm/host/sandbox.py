@@ -29,7 +29,8 @@ FORBIDDEN = {
     "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
     "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "setrlimit": (160, 164), "prlimit64": (302, 261),
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "chroot": (161, 51), "bpf": (321, 280),
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "perf_event_open": (298, 241), "setpriority": (141, 140), "memfd_create": (319, 279),
+    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "perf_event_open": (298, 241),
+    "setpriority": (141, 140), "memfd_create": (319, 279),
 }  # fmt: skip
 CAPSET = (126, 91)
 CLONE, CLONE3 = (56, 220), (435, 435)
@@ -37,8 +38,8 @@ THREAD = 0x10000  # the flag of a clone that is a thread
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers above, and its name
 X32 = 0x40000000  # bit of the numbers of a second x86 interface
 LANDLOCK = dict(create=444, add=445, restrict=446)  # the same on all machines
-EXECUTE, WRITE, READ_FILE, READ_DIR = 1, 2, 4, 8
-EVERY_RIGHT = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF}  # rights about files, by version of Landlock; later ones: 0xFFFF
+EXECUTE, READ_FILE, READ_DIR = 1, 4, 8
+EVERY_RIGHT = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF}  # rights about files, by version of Landlock; later ones: 0xFFFF
 EPERM, ENOSYS = 1, 38
 FILE_SIZE = 16 * 2**20  # bytes of a file
 FOLDER_SIZE = 64 * 2**20  # bytes of all files
