@@ -38,9 +38,13 @@ def main() -> None:
     began = time.perf_counter()
     index = Index.open(args.corpus)
     bounds = Bounds(
-        topk=args.topk, most_topk=args.most_topk, queries=args.most_queries, characters=args.most_characters,
-        waiting=args.most_waiting, workers=args.workers,
-    )  # fmt: skip
+        topk=args.topk,
+        most_topk=args.most_topk,
+        queries=args.most_queries,
+        characters=args.most_characters,
+        waiting=args.most_waiting,
+        workers=args.workers,
+    )
     seconds = time.perf_counter() - began
     print(f"{len(index):,} documents after {seconds:.1f} s; listening on http://{args.host}:{args.port}", flush=True)
     uvicorn.run(application(index.search, bounds), host=args.host, port=args.port, log_level="warning")

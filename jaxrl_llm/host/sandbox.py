@@ -39,7 +39,7 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # colum
 X32 = 0x40000000  # bit of the numbers of a second x86 interface
 LANDLOCK = dict(create=444, add=445, restrict=446)  # the same on all machines
 EXECUTE, READ_FILE, READ_DIR = 1, 4, 8
-EVERY_RIGHT = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF}  # rights about files, by version of Landlock; later ones: 0xFFFF
+EVERY_RIGHT = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF}  # by version of Landlock; later ones: 0xFFFF
 EPERM, ENOSYS = 1, 38
 FILE_SIZE = 16 * 2**20  # bytes of a file
 FOLDER_SIZE = 64 * 2**20  # bytes of all files
