@@ -235,22 +235,29 @@ def records(workdir: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith("time/") and k != "tokens_per_second"} for line in lines]
 
 
-def test_a_run_with_an_environment_trains_evaluates_and_resumes_bit_for_bit(tmp_path):
-    for _ in steps(config_with_turns(), tmp_path / "whole"):
+@pytest.mark.parametrize("changes", [{}, {"rollout.max_lag": 1}, {"rollout.resample_rounds": 1}])
+def test_a_run_with_an_environment_trains_evaluates_and_resumes_bit_for_bit(changes, tmp_path):
+    for _ in steps(config_with_turns(**changes), tmp_path / "whole"):
         pass
-    run = steps(config_with_turns(), tmp_path / "parts")
+    run = steps(config_with_turns(**changes), tmp_path / "parts")
     for record in run:
         if record["step"] == 2:
             break
     run.close()
-    for _ in steps(config_with_turns(), tmp_path / "parts"):
+    for _ in steps(config_with_turns(**changes), tmp_path / "parts"):
         pass
     whole = records(tmp_path / "whole")
     assert whole == records(tmp_path / "parts")
     assert whole[-1]["episode/turns"] > 1
     assert whole[-1]["episode/environment_tokens"] > 0
-    assert whole[-1]["sampler/gap_max"] < 1e-4
     assert "eval/accuracy" in whole[-1]
+    if changes:
+        assert whole[-1].get("rollout/lag") or "groups/replaced" in whole[-1]
+    else:
+        assert whole[-1]["sampler/gap_max"] < 1e-4
+    (line,) = (json.loads(one) for one in (tmp_path / "whole" / "completions.jsonl").read_text().splitlines()[-1:])
+    assert {turn["role"] for one in line["turns"] for turn in one} == {"assistant", "environment"}
+    assert [len(one) for one in (line["turns"], line["completions"], line["rewards"])] == [4, 4, 4]
 
 
 def test_a_turn_longer_than_an_episode_is_refused():
