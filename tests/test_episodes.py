@@ -29,6 +29,7 @@ from jaxrl_llm.health.trial import prepare
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.rollout import samples
+from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Batch
 from jaxrl_llm.train import steps
@@ -388,3 +389,31 @@ def test_micro_batches_parts_and_devices_give_the_same_gradient_of_episodes(chan
     one, other = after("one"), after("other", **changes)
     for name in ("loss/total", "grad_norm", "entropy", "kl/ref", "reward/mean"):
         np.testing.assert_allclose(one[name], other[name], rtol=2e-4, atol=1e-7, err_msg=name)
+
+
+def test_without_the_mask_of_observations_the_numbers_of_the_loss_show_it(monkeypatch, tmp_path):
+    def first(name: str) -> dict:
+        config = load(ROOT / "configs" / "search_grpo.py")
+        config.update_from_flattened_dict({
+            "num_steps": 1, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "eval.every": 0,
+            "checkpoint.keep_best": 0, "log.tensorboard": False, "reward.timeout": 0.0, "health.self_test": False,
+            "mesh.fsdp": 1,
+        })  # fmt: skip
+        (record,) = (record for record in steps(config, tmp_path / name) if record["step"])
+        return record
+
+    masked = first("masked")
+    monkeypatch.setattr(Episodes, "rollouts", lambda *given: unmasked(original(*given)))
+    trained = first("unmasked")
+    assert masked["sampler/gap_max"] < 1e-4
+    assert trained["sampler/gap_max"] > 1  # no engine sampled these tokens
+    assert trained["loss/total"] != pytest.approx(masked["loss/total"], rel=0.5)
+    assert trained["entropy"] > 1.5 * masked["entropy"]
+    assert trained["episode/environment_tokens"] == 0 < masked["episode/environment_tokens"]
+
+
+original = Episodes.rollouts
+
+
+def unmasked(rollouts: Any) -> Any:
+    return replace(rollouts, loss_mask=rollouts.completion_mask)
