@@ -13,7 +13,7 @@ import jaxrl_llm
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.num_steps = 60
+    c.num_steps = 50
     c.prompts_per_step = c.prompts_per_update = 32
 
     # Made by configs/search_sft.py. It can search, but mostly guesses.

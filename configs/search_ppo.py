@@ -10,6 +10,6 @@ from ppo import with_critic
 
 def get_config() -> ConfigDict:
     c = with_critic(search_grpo.get_config())
-    c.num_steps = 60
-    c.prompts_per_step, c.group_size, c.prompts_per_update = 256, 1, 256
+    c.num_steps = 50
+    c.prompts_per_step, c.group_size, c.prompts_per_update = 128, 1, 128
     return c
