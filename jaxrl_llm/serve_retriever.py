@@ -1,15 +1,21 @@
 """A search server: `python -m jaxrl_llm.serve_retriever --corpus FILE.jsonl [--port 8000]`.
 
-It answers `POST /retrieve` as Search-R1's server does, with BM25. docs/retriever.md has the formats.
+It answers `POST /retrieve` as Search-R1's server does, with BM25, or with vectors of an encoder (--dense MODEL).
+docs/retriever.md has the formats.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.retriever.index import Index
+
+if TYPE_CHECKING:  # it imports torch
+    from jaxrl_llm.retriever.dense import DenseIndex
 
 
 def main() -> None:
@@ -24,6 +30,11 @@ def main() -> None:
     add("--most-characters", type=int, default=4096, help="of a query (default: %(default)s)")
     add("--most-waiting", type=int, default=256, help="requests that wait for a worker (default: %(default)s)")
     add("--workers", type=int, default=2, help="threads that search (default: %(default)s)")
+    add("--dense", default="", metavar="MODEL", help="an encoder of transformers, such as intfloat/e5-base-v2")
+    add("--pooling", choices=("mean", "cls"), default="mean", help="of the encoder (default: %(default)s)")
+    add("--query-prefix", default="query: ", help="what the encoder expects before a query (default: %(default)r)")
+    add("--passage-prefix", default="passage: ", help="what it expects before a document (default: %(default)r)")
+    add("--most-tokens", type=int, default=256, help="of a text for the encoder (default: %(default)s)")
     args = parser.parse_args()
     numbers = {name: value for name, value in vars(args).items() if isinstance(value, int)}
     for name, value in numbers.items():
@@ -36,7 +47,7 @@ def main() -> None:
     except ImportError as error:
         raise UserError(f"the server needs {error.name}: pip install 'jaxrl_llm[retriever]'") from error
     began = time.perf_counter()
-    index = Index.open(args.corpus)
+    index = open_index(args)
     bounds = Bounds(
         topk=args.topk,
         most_topk=args.most_topk,
@@ -48,6 +59,18 @@ def main() -> None:
     seconds = time.perf_counter() - began
     print(f"{len(index):,} documents after {seconds:.1f} s; listening on http://{args.host}:{args.port}", flush=True)
     uvicorn.run(application(index.search, bounds), host=args.host, port=args.port, log_level="warning")
+
+
+def open_index(args: argparse.Namespace) -> Index | DenseIndex:
+    """Opens the index that the command line names. Raises: UserError."""
+    if not args.dense:
+        return Index.open(args.corpus)
+    try:
+        from jaxrl_llm.retriever.dense import DenseIndex, Encoding
+    except ImportError as error:
+        raise UserError(f"--dense needs {error.name}: pip install 'jaxrl_llm[dense]'") from error
+    encoding = Encoding(args.dense, args.pooling, args.query_prefix, args.passage_prefix, args.most_tokens)
+    return DenseIndex.open(args.corpus, encoding)
 
 
 if __name__ == "__main__":

@@ -389,3 +389,45 @@ def test_a_server_that_is_away_and_comes_back_loses_no_run(tmp_path):
     server.shutdown()
     server.server_close()
     assert max(errors) > 0 and errors[0] == errors[-1] == 0, errors
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_dense_index_finds_by_the_vectors_of_the_encoder_alone(pooling, corpus, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from jaxrl_llm.retriever.dense import DenseIndex, Encoding
+
+    known = ["[PAD]", "[UNK]", *sorted({word for one in words([x.contents for x in DOCUMENTS]) for word in one})]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    folder = tmp_path / "encoder"
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]")
+    fast.save_pretrained(folder)
+    sizes = dict(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, initializer_range=1.0
+    )
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=len(known), **sizes)).eval()
+    model.save_pretrained(folder)
+
+    def vector(text: str) -> np.ndarray:
+        """Of a text alone, so without padding."""
+        with torch.inference_mode():
+            states = model(**fast([text], return_tensors="pt")).last_hidden_state[0]
+        pooled = (states[0] if pooling == "cls" else states.mean(0)).numpy()
+        return pooled / np.linalg.norm(pooled)
+
+    encoding = Encoding(str(folder), pooling)
+    index = DenseIndex.open(corpus, encoding)
+    (found,) = index.search(["river bridge"], 9)
+    expected = {one.id: float(vector("passage: " + one.contents) @ vector("query: river bridge")) for one in DOCUMENTS}
+    assert len(index) == len(found) == 5
+    assert {one.id: score for one, score in found} == pytest.approx(expected, abs=1e-5)
+    assert len({round(score, 3) for score in expected.values()}) == 4  # d and e have one text
+    assert [score for _, score in found] == sorted((score for _, score in found), reverse=True)
+    again = DenseIndex.open(corpus, encoding)  # the second time from its file
+    assert again.search(["river bridge"], 9) == [found]
+    with pytest.raises(UserError, match=r"--dense .* cannot be loaded"):
+        DenseIndex.open(corpus, Encoding(str(tmp_path / "nothing")))

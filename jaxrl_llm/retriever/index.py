@@ -49,7 +49,7 @@ class Index:
 
         Raises: UserError, if the corpus cannot be read.
         """
-        folder = user_cache.home() / "retriever" / _fingerprint(path)
+        folder = user_cache.home() / "retriever" / fingerprint(path)
         if not folder.is_dir():
             _save(path, folder)
         documents = DocumentFile(path, np.load(folder / "places.npy", mmap_mode="r"))
@@ -83,7 +83,8 @@ def _indexed(documents: Sequence[Document]) -> Any:
     return scores
 
 
-def _fingerprint(path: Path) -> str:
+def fingerprint(path: Path) -> str:
+    """Returns a hash of a corpus."""
     digest = hashlib.sha256(str(FORMAT).encode())
     with suppress(OSError), path.open("rb") as file:  # `DocumentFile` says what is wrong
         digest.update(hashlib.file_digest(file, "sha256").digest())
