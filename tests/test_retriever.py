@@ -370,7 +370,8 @@ def test_a_server_that_fails_in_every_way_loses_no_run_and_every_failure_is_coun
     assert 0 <= round(counted) - sum(failed) <= 4  # on a busy machine a good answer may be late too
     assert sum(failed) > 10 and len(asked) - sum(failed) > 2
     assert all(np.isfinite(record["grad_norm"]) for record in records)
-    assert max(record["time/environment"] for record in records) > 0.1  # of the stalls
+    stalled = sum(failed[i] for i in range(len(failed)) if i % len(answers) == list(FAULTS).index("too slow"))
+    assert stalled > 2 and sum(record["time/environment"] * 16 for record in records) > 0.4 * stalled
 
 
 def test_a_server_that_is_away_and_comes_back_loses_no_run(tmp_path):
