@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.rollout.samples import Samples, SampleSource, Task, refill
+from jaxrl_llm.rollout.samples import Graded, Samples, SampleSource, Task, refill
 from jaxrl_llm.structs import Prompts, Rollouts
 
 B, G, C = 4, 2, 3
@@ -29,7 +29,8 @@ def sampled(number: int, signal: list[bool]) -> Samples:
     rollouts = Rollouts(completions, mask, mask, completions.astype(np.float32), np.zeros((B, G), bool), completions)
     total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)
     texts = [[str(m)] * G for m in marks]
-    return Samples(prompts, rollouts, lambda: (texts, {"total": total, "mark": np.repeat(marks[:, None], G, 1)}))
+    graded = Graded(texts, {"total": total, "mark": np.repeat(marks[:, None], G, 1)}, [])
+    return Samples(prompts, rollouts, lambda: graded)
 
 
 def marks(whole: Samples) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm.health import Health, rules
 from jaxrl_llm.health.finding import FEW, PAST, RECENT, WINDOW, History
 from jaxrl_llm.record import of_texts, repeated
-from jaxrl_llm.rollout.samples import Samples
+from jaxrl_llm.rollout.samples import Graded, Samples
 from jaxrl_llm.structs import Rollouts
 
 HEALTHY = {
@@ -115,7 +115,7 @@ def run(**named: object) -> list[dict]:
         "logprobs/good": lambda t: -0.12 * 0.06**t, "completion/repeated": 0.01, "completion/distinct": 0.3,
         "completion/compressed": 0.3, "kl/coef": 1e-3, "loss/kl": lambda t: 1e-4 * t,
         "loss/kl_alone": lambda t: 4e-5 * t, "reward/kl": lambda t: -0.001 * t,
-        "critic/explained_variance": lambda t: 0.6 * t - (t < 0.1),
+        "critic/explained_variance": lambda t: 0.6 * t - (t < 0.1), "episode/turns": 2.0, "episode/errors": 0.0,
     }  # fmt: skip
     values = usual | {name.replace("__", "/"): f for name, f in named.items()}
     made = []
@@ -195,7 +195,7 @@ def a_step(texts: list[list[str]]) -> Samples:
     tokens = np.array([[[ord(c) for c in text.ljust(longest)] for text in group] for group in texts], np.int32)
     mask = np.array([[[i < len(text) for i in range(longest)] for text in group] for group in texts])
     rollouts = Rollouts(tokens, mask, mask, np.zeros(mask.shape), np.zeros(mask.shape[:2], bool), np.zeros(mask.shape))
-    return Samples(None, rollouts, lambda: (texts, {}))
+    return Samples(None, rollouts, lambda: Graded(texts, {}, []))
 
 
 def test_completions_are_measured_against_their_group_and_themselves():
