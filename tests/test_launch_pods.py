@@ -76,6 +76,9 @@ while (cloud / "hold").exists() and time.time() < deadline:
         print("stopped by SIGTERM, saved", flush=True)
         sys.exit(0)
     time.sleep(0.02)
+others = [cloud / f"starts{i}" for i in range(int(os.environ["WORKERS"]))]
+while not all(x.exists() and x.stat().st_size >= start for x in others) and time.time() < deadline:  # as JAX waits
+    time.sleep(0.02)
 status = int(statuses[start - 1]) if start <= len(statuses) else 0
 if first and status == 0:
     steps.write_text(str(done + 1))
