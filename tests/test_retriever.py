@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -186,11 +187,14 @@ def test_what_the_server_refuses_is_not_asked_again():
 def server(tmp_path_factory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     corpus = write(folder / "corpus.jsonl", DOCUMENTS)
-    command = [sys.executable, "-m", "jaxrl_llm.serve_retriever", "--corpus", str(corpus), "--port", "18765"]
+    with socket.socket() as free:  # each worker of pytest has a server of its own
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jaxrl_llm.serve_retriever", "--corpus", str(corpus), "--port", str(port)]
     bounds = ["--most-queries", "4", "--most-characters", "100", "--most-topk", "5"]
     where = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     process = subprocess.Popen([*command, *bounds], cwd=ROOT, env=where, stdout=subprocess.PIPE, text=True)
-    url = "http://127.0.0.1:18765"
+    url = f"http://127.0.0.1:{port}"
     try:
         assert process.stdout
         assert "5 documents" in process.stdout.readline()
