@@ -1,8 +1,8 @@
-"""Tiny random Qwen2 and Qwen3 checkpoints, and what `transformers` computes with them.
+"""Tiny random checkpoints of every family, and what `transformers` computes with them.
 
 Made, from the root of the repository, by
 
-    pip install -e .[parity] && python tests/make_references.py
+    pip install -e .[parity] && python tests/make_references.py [NAMES]
 
 tests/references/<name>/ then holds what `save_pretrained` writes and reference.npz:
 
@@ -17,6 +17,7 @@ tests/test_hf.py compares our models with these, and (with -m parity) with fresh
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,15 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -45,6 +54,13 @@ SHARED = {
     "rms_norm_eps": 1e-3,  # large enough to be seen in the logits
     "pad_token_id": 0,
 }
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+# Bounds and window so small that they change the logits.
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 torch.set_num_threads(1)  # more are slower on matrices this small
 
 # name: (seed, class, config, bytes of a shard). No value here is the family's default if it can differ.
@@ -65,19 +81,47 @@ MODELS: dict[str, tuple[int, type, Any, int | str]] = {
         **SHARED, vocab_size=64, head_dim=24, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
     ), "40KB"),
+    "qwen2_window": (1, Qwen2ForCausalLM, Qwen2Config(
+        **SHARED, vocab_size=64, tie_word_embeddings=True, rope_parameters=YARN, use_sliding_window=True,
+        sliding_window=4, max_window_layers=1,
+    ), "1GB"),
+    "llama": (0, LlamaForCausalLM, LlamaConfig(
+        **SHARED, vocab_size=64, tie_word_embeddings=False, rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True,
+    ), "1GB"),
+    "mistral": (1, MistralForCausalLM, MistralConfig(
+        **SHARED, vocab_size=64, tie_word_embeddings=False, sliding_window=5, head_dim=16,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1_000.0, "factor": 2.0},
+    ), "1GB"),
+    "gemma2": (0, Gemma2ForCausalLM, Gemma2Config(
+        **SHARED | GEMMA, vocab_size=64, attn_logit_softcapping=3.0, final_logit_softcapping=4.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
+    ), "1GB"),
+    "gemma3_text": (0, Gemma3ForCausalLM, Gemma3TextConfig(
+        **SHARED | GEMMA, vocab_size=64, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+        },
+    ), "1GB"),
 }  # fmt: skip
 
 
 def build(name: str, seed: int) -> Any:
     """A float32 model with every weight, bias and norm drawn, and two stop ids that its greedy text meets."""
     _, kind, config, _ = MODELS[name]
+    return drawn(kind, config, seed)
+
+
+def drawn(kind: type, config: Any, seed: int) -> Any:
+    """`build` for a class and its config."""
     generator = torch.Generator().manual_seed(seed)
     model = kind(config).eval()
+    center = 0 if kind.__name__.startswith("Gemma") else 1  # of a norm's weights
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in parameter_name:
-                parameter.copy_(1 + 0.3 * noise)
+                parameter.copy_(center + 0.3 * noise)
             else:
                 parameter.copy_((0.5 if parameter_name.endswith("bias") else 0.2) * noise)
     inputs = inputs_of(config.vocab_size, seed)
@@ -153,7 +197,8 @@ def _ids(array: np.ndarray) -> torch.Tensor:
 
 
 def main() -> None:
-    for name, (seed, _, _, shard) in MODELS.items():
+    for name in sys.argv[1:] or MODELS:
+        seed, _, _, shard = MODELS[name]
         model = build(name, seed)
         arrays = reference(model, seed)
         shutil.rmtree(FOLDER / name, ignore_errors=True)

@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, microbatches, packing, update
 from jaxrl_llm.learner.packing import Packing, packed_shapes
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.rope import plain
 from jaxrl_llm.shapes import Ladder
 
 LIMIT = 32
@@ -191,8 +192,9 @@ def test_packed_scores_do_not_depend_on_the_mesh_or_the_microbatch(mesh):
 def flops(b, g, p, c, group_native=True) -> float:
     """XLA's count for scoring with a one-layer model (a loop's body is counted once), all logits at once."""
     config = dataclasses.replace(
-        tiny.CONFIG, layers=1, width=512, heads=8, head_dim=64, mlp_width=1408, max_positions=4096, vocab_size=64
-    )
+        tiny.CONFIG, layers=1, width=512, heads=8, head_dim=64, rope=plain(1e4, 64), mlp_width=1408,
+        max_positions=4096, vocab_size=64,
+    )  # fmt: skip
     b, g = (b, g) if group_native else (b * g, 1)
     model = type(tiny.model_and_params()[0])(config)
     of = jax.ShapeDtypeStruct

@@ -16,6 +16,7 @@ from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs
 from jaxrl_llm.learner import forward, head, update
+from jaxrl_llm.models import rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Batch, PyTree
 
@@ -93,7 +94,9 @@ def test_scores_do_not_depend_on_how_many_logits_are_held_at_once(chunk, monkeyp
 @pytest.mark.parametrize(("shape", "width"), [((1, 1, 1), 32), ((2, 2, 2), 32), ((1, 8, 1), 20)], ids=str)
 def test_the_head_in_chunks_has_the_gradients_of_the_plain_head_on_every_mesh(shape, width, tied, monkeypatch):
     monkeypatch.setattr(head, "tokens_at_once", lambda *_: 7)
-    config = dataclasses.replace(tiny.CONFIG, width=width, heads=2, kv_heads=2, head_dim=10, tied_head=tied)
+    config = dataclasses.replace(
+        tiny.CONFIG, width=width, heads=2, kv_heads=2, head_dim=10, rope=rope.plain(1e4, 10), tied_head=tied
+    )
     mesh, rng = tiny.mesh_of(shape), np.random.default_rng(4)
     model, params = Decoder(config, mesh), jax.tree.map(lambda x: x * 9, Decoder(config).init(jax.random.key(0)))
     states = rng.normal(size=(tiny.B, 2, 10, width)).astype(np.float32)

@@ -18,11 +18,13 @@ from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.rope import plain
 from jaxrl_llm.structs import Batch, PyTree
 
 CONFIG = DecoderConfig(
+    family="qwen2",
     vocab_size=32, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_width=64, max_positions=64,
-    rope_theta=1e4, norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
+    rope=plain(1e4, 8), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
 )  # fmt: skip
 B, G, P, C = 8, 4, 6, 5
 

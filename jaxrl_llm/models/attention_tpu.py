@@ -19,10 +19,11 @@ BLOCK = 512  # queries, and keys, per kernel block
 BITS = 16  # for a query's index within its row; the bits above hold the start of its completion
 
 
-def fits(device: Any, head_dim: int, dtype: str, length: int) -> bool:
-    """Whether the kernel runs on this device with this head size, dtype and row length."""
+def fits(device: Any, head_dim: int, dtype: str, length: int, window: int) -> bool:
+    """Whether the kernel runs on this device with these heads, this row length and window."""
     # Not float32: the kernel has no precision argument and would multiply in bf16.
-    return device.platform == "tpu" and length < 2 ** (31 - BITS) and head_dim % 64 == 0 and dtype == "bfloat16"
+    right = device.platform == "tpu" and head_dim % 64 == 0 and dtype == "bfloat16" and not window
+    return right and length < 2 ** (31 - BITS)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def attend_tpu(
     prompt: KeyValue | None = None,
     prompt_mask: Array | None = None,
     *,
+    soft_cap: float = 0.0,
     mesh: Mesh | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -80,18 +82,22 @@ def attend_tpu(
 
     row = (padded(query, -2), padded(own.keys, -2), padded(own.values, -2), padded(segment_ids, -1))
     shared = (padded(prompt.keys, -2), padded(prompt.values, -2), padded(prompt_mask, -1))
-    one = partial(_attend_row, block=block, interpret=interpret)
+    one = partial(_attend_row, block=block, soft_cap=soft_cap, interpret=interpret)
     attend = over_mesh(jax.vmap(jax.vmap(one, in_axes=((1, 1, 1, 0), None), out_axes=1)), mesh, k)
     return attend(row, shared)[..., :t, :]
 
 
-def _attend_row(row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int, interpret: bool) -> jax.Array:
+def _attend_row(
+    row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int, soft_cap: float, interpret: bool
+) -> jax.Array:
     """Attention of one row and its prompt, both padded to blocks: query [K, R, T, h] -> [K, R, T, h]."""
     (query, keys, values, segment_ids), (prompt_keys, prompt_values, prompt_mask) = row, prompt
     k, r, t, h = query.shape
     masks = splash.MultiHeadMask([_Visible(t, prompt_mask.size)] * (k * r))
     sizes = splash.BlockSizes(block, block, block, block, block, block, block, block)
-    kernel: Any = splash.make_splash_mha_single_device(masks, block_sizes=sizes, interpret=interpret)
+    kernel: Any = splash.make_splash_mha_single_device(
+        masks, block_sizes=sizes, attn_logits_soft_cap=soft_cap or None, interpret=interpret
+    )
 
     index = jnp.arange(t, dtype=jnp.int32)
     # A padding token is a completion of one token: the softmax needs at least one visible key.
@@ -101,10 +107,9 @@ def _attend_row(row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int
     # The completions' starts are known only at run time, so they replace the static q_sequence of `_Visible`.
     kernel = type(kernel)(*(i._replace(q_sequence=start << BITS | index) for i in infos), **kernel.kwargs)
 
-    scaled = (query * jnp.asarray(h**-0.5, query.dtype)).reshape(k * r, t, h)
     keys = jnp.concatenate([keys, prompt_keys], axis=1)
     values = jnp.concatenate([values, prompt_values], axis=1)
     # Segment ids only hide the prompt's padding: all queries are in segment 1, hidden keys in 0.
     real = jnp.concatenate([jnp.ones_like(index), prompt_mask.astype(jnp.int32)])
-    out = kernel(scaled, keys, values, splash.SegmentIds(jnp.ones_like(index), real))
+    out = kernel(query.reshape(k * r, t, h), keys, values, splash.SegmentIds(jnp.ones_like(index), real))
     return jnp.where(segment_ids[None, :, None] > 0, out, 0).reshape(k, r, t, h)  # so padding gives no gradient
