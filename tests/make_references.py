@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[int, type, Any, int | str]] = {
         **SHARED, vocab_size=64, tie_word_embeddings=True, rope_parameters=YARN, use_sliding_window=True,
         sliding_window=4, max_window_layers=1,
     ), "1GB"),
-    "llama": (0, LlamaForCausalLM, LlamaConfig(
+    "llama": (1, LlamaForCausalLM, LlamaConfig(
         **SHARED, vocab_size=64, tie_word_embeddings=False, rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True,
     ), "1GB"),
     "mistral": (1, MistralForCausalLM, MistralConfig(
@@ -137,6 +137,14 @@ def drawn(kind: type, config: Any, seed: int) -> Any:
     return model
 
 
+def other_rope(name: str, seed: int, **rope: Any) -> Any:
+    """A model of MODELS with other rope settings, and without stop ids."""
+    _, kind, config, _ = MODELS[name]
+    model = drawn(kind, type(config)(**config.to_dict() | ({"rope_parameters": rope} if rope else {})), seed)
+    model.config.eos_token_id, model.generation_config = None, GenerationConfig(pad_token_id=0)
+    return model
+
+
 def inputs_of(vocab_size: int, seed: int) -> dict[str, np.ndarray]:
     """Rows of random tokens of several lengths, padded on either side, and prompts without padding."""
     rng = np.random.default_rng(seed)
@@ -160,10 +168,10 @@ def logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return out.logits.numpy()[mask]
 
 
-def generate(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def generate(model: Any, tokens: np.ndarray, mask: np.ndarray, new_tokens: int = NEW_TOKENS) -> np.ndarray:
     """Greedy continuations [B, 12], 0 after a stop id. Fails where the choice is too close to call."""
     out = model.generate(
-        _ids(tokens), attention_mask=_ids(mask), max_new_tokens=NEW_TOKENS, do_sample=False,
+        _ids(tokens), attention_mask=_ids(mask), max_new_tokens=new_tokens, do_sample=False,
         output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
     lead = np.stack([-np.diff(torch.topk(scores, 2).values.numpy())[:, 0] for scores in out.scores], axis=1)
@@ -172,7 +180,7 @@ def generate(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     alive = np.cumsum(stops, axis=1) - stops == 0
     if np.any(stops) and np.min(lead[alive]) < CLEAR:
         raise ValueError(f"a greedy token leads by {np.min(lead[alive]):.1e} only: choose another seed")
-    padded = np.zeros((len(tokens), NEW_TOKENS), np.int32)
+    padded = np.zeros((len(tokens), new_tokens), np.int32)
     padded[:, : written.shape[1]] = written
     return padded
 

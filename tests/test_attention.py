@@ -21,7 +21,7 @@ from jaxrl_llm.learner import forward
 from jaxrl_llm.models import attention_gpu, attention_tpu
 from jaxrl_llm.models.attention import KeyValue, Visible, attend, causal_within, in_prompt
 from jaxrl_llm.models.attention_gpu import attend_gpu
-from jaxrl_llm.models.attention_tpu import attend_tpu
+from jaxrl_llm.models.attention_tpu import Limits, attend_tpu
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import plain
@@ -60,36 +60,37 @@ def value_and_gradients(f, arrays, segment_ids):
     return out, gradients
 
 
-def on_tpu(query, own, segment_ids, visible, prompt, mask, **options):
-    return attend_tpu(query, own, segment_ids, prompt, mask, interpret=True, **options)
+def on_tpu(query, own, segment_ids, visible, prompt, mask, limits, mesh):
+    return attend_tpu(query, own, segment_ids, prompt, mask, limits=Limits(*limits), mesh=mesh, interpret=True)
 
 
-def on_gpu(query, own, segment_ids, visible, prompt, mask, **options):
-    return attend_gpu(query, own, segment_ids, visible, prompt, implementation="xla", **options)
+def on_gpu(query, own, segment_ids, visible, prompt, mask, limits, mesh):
+    return attend_gpu(query, own, segment_ids, visible, prompt, mesh=mesh, implementation="xla")
 
 
 @pytest.mark.parametrize(
-    ("kernel", "soft_cap", "window"), [(on_tpu, 0.0, 0), (on_tpu, 2.0, 0), (on_gpu, 0.0, 0), (on_gpu, 0.0, 70)], ids=str
-)
+    ("kernel", "limits"), [(on_tpu, (0, 0.0)), (on_tpu, (70, 2.0)), (on_gpu, (0, 0.0)), (on_gpu, (70, 0.0))],
+    ids=["tpu", "tpu, with limits", "gpu", "gpu, with a window"],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("rows", "p", "mesh"),
     [([[[60, 1, 50], [30, 90]], [[128], []]], 140, (1, 1, 1)), ([[[57]], [[9, 20]]], 40, (2, 1, 2))],
     ids=["packed", "on a mesh"],
 )
-def test_a_kernel_is_the_plain_form_and_so_are_its_gradients(kernel, soft_cap, window, rows, p, mesh):
+def test_a_kernel_is_the_plain_form_and_so_are_its_gradients(kernel, limits, rows, p, mesh):
     arrays, segment_ids, mask = case(rows, p)
     arrays = (arrays[0] * H**-0.5, *arrays[1:])
-    mesh, bound = tiny.mesh_of(mesh), {"soft_cap": soft_cap} if soft_cap else {}
-    visible = visible_of(segment_ids, mask, window)
+    mesh, visible = tiny.mesh_of(mesh), visible_of(segment_ids, mask, limits[0])
+
+    def simple(query, own, prompt):
+        return attend(query, own, visible, prompt, soft_cap=limits[1])
+
+    def ours(query, own, prompt):
+        return kernel(query, own, segment_ids, visible, prompt, mask, limits, mesh)
+
     with jax.default_matmul_precision("highest"):
-        simple = value_and_gradients(
-            lambda q, own, prompt: attend(q, own, visible, prompt, **bound), arrays, segment_ids
-        )
-        ours = value_and_gradients(
-            lambda q, own, prompt: kernel(q, own, segment_ids, visible, prompt, mask, mesh=mesh, **bound),
-            arrays, segment_ids,
-        )  # fmt: skip
-    for a, b in zip(jax.tree.leaves(simple), jax.tree.leaves(ours), strict=True):
+        expected, found = (value_and_gradients(f, arrays, segment_ids) for f in (simple, ours))
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
@@ -121,12 +122,12 @@ def test_a_token_sees_the_window_before_it_in_its_completion_and_its_prompt(wind
     np.testing.assert_array_equal(of_prompt[real], np.asarray(expected.prompt)[real])
 
 
-def traced_gradient_of_score(mesh, *, b, g, p, t):
+def traced_gradient_of_score(mesh, *, b, g, p, t, **own):
     config = DecoderConfig(
         family="qwen2",
         vocab_size=3072, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, mlp_width=512, max_positions=4096,
         rope=plain(1e4, 64), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False, dtype="bfloat16",
-        remat="full",
+        remat="full", **own,
     )  # fmt: skip
     model = Decoder(config, mesh)
     placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
@@ -148,12 +149,11 @@ def device(platform, **more):
 
 def test_a_kernel_refuses_what_it_would_round_or_cannot_count_and_devices_it_does_not_know():
     tpu, h100, t4 = device("tpu"), device("gpu", compute_capability="9.0"), device("gpu", compute_capability="7.5")
-    assert attention_tpu.fits(tpu, 64, "bfloat16", 1024, 0)
-    assert not attention_tpu.fits(tpu, 64, "float32", 1024, 0)
-    assert not attention_tpu.fits(tpu, 80, "bfloat16", 1024, 0)
-    assert not attention_tpu.fits(tpu, 64, "bfloat16", 2**15, 0)
-    assert not attention_tpu.fits(tpu, 64, "bfloat16", 1024, 100)
-    assert not attention_tpu.fits(h100, 64, "bfloat16", 1024, 0)
+    assert attention_tpu.fits(tpu, 64, "bfloat16", 1024)
+    assert not attention_tpu.fits(tpu, 64, "float32", 1024)
+    assert not attention_tpu.fits(tpu, 80, "bfloat16", 1024)
+    assert not attention_tpu.fits(tpu, 64, "bfloat16", 2**15)
+    assert not attention_tpu.fits(h100, 64, "bfloat16", 1024)
     assert attention_gpu.fits(h100, 80, "bfloat16", 0.0)
     assert not attention_gpu.fits(h100, 64, "float32", 0.0)
     assert not attention_gpu.fits(h100, 256, "bfloat16", 0.0)
@@ -174,15 +174,19 @@ def test_on_a_gpu_score_and_gradient_lower_to_cudnn(monkeypatch):
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward(" in text
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
-def test_score_and_gradient_compile_for_a_tpu_with_the_kernel_and_without_a_score_matrix(topology):
+@pytest.mark.parametrize(
+    ("topology", "own"),
+    [("v5e:2x2", {}), ("v5p:2x2x1", {"window": 300, "local": (True, False), "soft_cap": 50.0})],
+    ids=["v5e", "v5p, every other layer with a window"],
+)
+def test_score_and_gradient_compile_for_a_tpu_with_the_kernel_and_without_a_score_matrix(topology, own):
     pytest.importorskip("libtpu", reason="pip install 'jax[tpu]' to compile for TPUs")
     os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
     from jax.experimental import topologies
 
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     mesh = Mesh(devices.reshape(1, 2, 2), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
-    text = traced_gradient_of_score(mesh, b=4, g=4, p=256, t=1024).lower().compile().as_text()
+    text = traced_gradient_of_score(mesh, b=4, g=4, p=256, t=1024, **own).lower().compile().as_text()
     calls = re.findall(r"%(splash_\w+)[^\n]* custom-call\(", text)
     assert any("fwd" in name for name in calls), calls
     assert any("dq" in name for name in calls), calls

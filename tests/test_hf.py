@@ -710,7 +710,25 @@ def test_a_chat_template_is_found_wherever_it_is_kept(qwen, place):
 
 # ---- transformers itself
 
-FRESH = {"qwen2_tied": 15, "qwen2_untied": 0, "qwen3_tied": 4, "qwen3_untied": 6}  # seeds, not the stored
+FRESH = {  # seeds, not the stored
+    "qwen2_tied": 15, "qwen2_untied": 0, "qwen2_window": 2, "qwen3_tied": 4, "qwen3_untied": 6, "llama": 3,
+    "mistral": 2, "gemma2": 1, "gemma3_text": 2,
+}  # fmt: skip
+OLD = {"rope_theta": 1_000.0, "original_max_position_embeddings": 32}  # 32 positions, and a model stretched to more
+ROPES = {
+    "default": {"rope_theta": 500.0},
+    "linear": {"rope_theta": 500.0, "factor": 3.0},
+    "llama3": OLD | {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": OLD | {"factor": 4.0},
+    "yarn by attention_factor": OLD | {"factor": 4.0, "attention_factor": 0.8, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn by mscale": OLD | {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+}
+LONG = [
+    *((name, None) for name in NAMES),
+    *(("llama", kind) for kind in ROPES),
+    ("mistral", "yarn"),
+    ("qwen3_tied", "yarn"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -763,3 +781,29 @@ def test_the_stored_arrays_are_those_that_transformers_computes_now(loaded, make
     assert now.keys() == loaded.stored.keys()
     for name, array in now.items():
         np.testing.assert_allclose(array, loaded.stored[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("name", "kind"), LONG, ids=str)
+def test_20_texts_longer_than_a_window_have_the_logits_and_the_64_greedy_tokens_of_transformers(
+    name, kind, make_references, mesh, tmp_path
+):
+    settings = ROPES[kind] | {"rope_type": kind.split()[0]} if kind else {}
+    torch_model = make_references.other_rope(name, 7, **settings)
+    torch_model.save_pretrained(tmp_path)
+    model, params = load(tmp_path, mesh)
+    rng, width = np.random.default_rng(3), 40
+    lengths = rng.integers(2, width + 1, 20)
+    mask = np.arange(width) >= width - lengths[:, None]
+    tokens = np.where(mask, rng.integers(1, model.cfg.vocab_size, mask.shape), 0).astype(np.int32)
+    gap = np.abs(
+        np.asarray(flat_forward(model)(params, tokens, mask))[mask] - make_references.logits(torch_model, tokens, mask)
+    )
+    print(f"{name}, rope {kind or 'of its reference'}: max |difference of a logit| {gap.max():.1e}")
+    assert gap.max() < TOLERANCE
+    sampler = Sampler(model, mesh, max_completion_tokens=64, stop_ids=(), pad_id=0)
+    sampler.update_weights(params)
+    prompts, greedy = Prompts(tokens, mask, [], np.arange(20)), Sampling(temperature=0)
+    rollouts = sampler.generate(prompts, jax.random.key(0), group_size=1, sampling=greedy)
+    expected = make_references.generate(torch_model, tokens, mask, new_tokens=64)
+    np.testing.assert_array_equal(rollouts.completions[:, 0], expected)

@@ -103,8 +103,9 @@ def packed(batch):
     return dataclasses.replace(batch, packed_index=pack(batch.completion_mask.sum(axis=-1), tiny.C))
 
 
-def test_packed_scores_and_gradients_are_those_of_a_lane_for_each():
-    model, params = tiny.model_and_params(scale=2.0)
+@pytest.mark.parametrize("config", tiny.CONFIGS.values(), ids=tiny.CONFIGS)
+def test_packed_scores_and_gradients_are_those_of_a_lane_for_each(config):
+    model, params = tiny.model_and_params(config, scale=2.0)
     batch = tiny.batch()
     assert packed(batch).packed_index.shape[2] < tiny.G
     ((_, apart), gradient_apart), ((_, together), gradient) = (

@@ -278,10 +278,8 @@ class Decoder:
         masks, cap = PerKind.of_window(visible, window), cfg.soft_cap
         if self.mesh is not None:
             device = self.mesh.devices.flat[0]
-            if attention_tpu.fits(device, cfg.head_dim, cfg.dtype, length, window):
-                return lambda local, query, own, prompt=None: attention_tpu.attend_tpu(
-                    query, own, segment_ids, prompt, prompt_mask, soft_cap=cap, mesh=self.mesh
-                )
+            if attention_tpu.fits(device, cfg.head_dim, cfg.dtype, length):
+                return self._attend_tpu(segment_ids, prompt_mask, window)
             if attention_gpu.fits(device, cfg.head_dim, cfg.dtype, cap):
                 return lambda local, query, own, prompt=None: attention_gpu.attend_gpu(
                     query, own, segment_ids, masks.of(local), prompt, mesh=self.mesh
@@ -289,6 +287,22 @@ class Decoder:
         return lambda local, query, own, prompt=None: attend(
             query, own, masks.of(local), prompt, soft_cap=cap, precision=cfg.precision
         )
+
+    def _attend_tpu(self, segment_ids: Array, prompt_mask: Array | None, window: int) -> Callable[..., jax.Array]:
+        """Returns `_attend_packed` by the TPU's kernel, whose masks are static: the two kinds of layers have two."""
+
+        def kernel(window: int) -> Callable[..., jax.Array]:
+            limits = attention_tpu.Limits(window, self.cfg.soft_cap)
+            return lambda query, own, prompt: attention_tpu.attend_tpu(
+                query, own, segment_ids, prompt, prompt_mask, limits=limits, mesh=self.mesh
+            )
+
+        def attend(local: Array | bool, query: Array, own: KeyValue, prompt: KeyValue | None = None) -> jax.Array:
+            if not window or isinstance(local, bool):
+                return kernel(window if local is True else 0)(query, own, prompt)
+            return jax.lax.cond(local, kernel(window), kernel(0), query, own, prompt)
+
+        return attend
 
     def _through(self, layer: Callable, x: Array, layers: PyTree, *per_layer: Any) -> tuple[Array, Any]:
         """Runs x through all layers. `layer(x, local, its parameters, ...)` returns x and an output to collect."""
