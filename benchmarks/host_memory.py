@@ -30,7 +30,7 @@ def make_folder(folder: Path, gigabytes: float) -> int:
     """Writes a Qwen2 model with random weights, a shard at a time, and returns its bytes."""
     from safetensors.numpy import save_file
 
-    from jaxrl_llm.models import hf, hf_export
+    from jaxrl_llm.models import hf, hf_export, names
     from jaxrl_llm.models.decoder import Decoder
 
     layers, width = 8, 1024
@@ -46,9 +46,9 @@ def make_folder(folder: Path, gigabytes: float) -> int:
         "intermediate_size": 4096,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    shapes, total, where = Decoder(hf.load_model(folder).cfg).shapes(), 0, {}
+    cfg, total, where = hf.load_model(folder).cfg, 0, {}
     draw = np.random.default_rng(0)
-    for i, (name, shape) in enumerate(hf_export.shapes(shapes).items()):
+    for i, (name, shape) in enumerate(hf_export.shapes(Decoder(cfg).shapes(), names.of_family(cfg.family)).items()):
         values = np.ones(shape, np.float32) if len(shape) == 1 else draw.standard_normal(shape, np.float32) * 0.02
         file = f"model-{i:05d}.safetensors"
         save_file({name: values}, folder / file, metadata={"format": "pt"})

@@ -29,7 +29,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"embed/embedding$", P("tensor", "fsdp")),  # [V, D]
     (r"head/kernel$", P("fsdp", "tensor")),  # [D, V]
     (r"(query|key|value|gate|up)/kernel$", P(None, "fsdp", "tensor")),  # [L, D, out]
-    (r"(query|key|value)/bias$", P(None, "tensor")),  # [L, out]
+    (r"(query|key|value|gate|up)/bias$", P(None, "tensor")),  # [L, out]
+    (r"(output|down)/bias$", P()),  # [L, D]: added once, after the sum over tensor
     (r"(output|down)/kernel$", P(None, "tensor", "fsdp")),  # [L, in, D]
     (r"norm/scale$", P()),
     (r"readout/(kernel|bias)$", P()),  # a critic's [D, 1] and [1]

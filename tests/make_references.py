@@ -1,8 +1,8 @@
-"""Tiny random Qwen2 and Qwen3 checkpoints, and what `transformers` computes with them.
+"""Tiny random checkpoints of every family, and what `transformers` computes with them.
 
 Made, from the root of the repository, by
 
-    pip install -e .[parity] && python tests/make_references.py
+    pip install -e .[parity] && python tests/make_references.py [NAMES]
 
 tests/references/<name>/ then holds what `save_pretrained` writes and reference.npz:
 
@@ -17,6 +17,7 @@ tests/test_hf.py compares our models with these, and (with -m parity) with fresh
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,15 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -45,6 +54,13 @@ SHARED = {
     "rms_norm_eps": 1e-3,  # large enough to be seen in the logits
     "pad_token_id": 0,
 }
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+# Bounds and window so small that they change the logits.
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 torch.set_num_threads(1)  # more are slower on matrices this small
 
 # name: (seed, class, config, bytes of a shard). No value here is the family's default if it can differ.
@@ -65,19 +81,47 @@ MODELS: dict[str, tuple[int, type, Any, int | str]] = {
         **SHARED, vocab_size=64, head_dim=24, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
     ), "40KB"),
+    "qwen2_window": (1, Qwen2ForCausalLM, Qwen2Config(
+        **SHARED, vocab_size=64, tie_word_embeddings=True, rope_parameters=YARN, use_sliding_window=True,
+        sliding_window=4, max_window_layers=1,
+    ), "1GB"),
+    "llama": (1, LlamaForCausalLM, LlamaConfig(
+        **SHARED, vocab_size=64, tie_word_embeddings=False, rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True,
+    ), "1GB"),
+    "mistral": (1, MistralForCausalLM, MistralConfig(
+        **SHARED, vocab_size=64, tie_word_embeddings=False, sliding_window=5, head_dim=16,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1_000.0, "factor": 2.0},
+    ), "1GB"),
+    "gemma2": (0, Gemma2ForCausalLM, Gemma2Config(
+        **SHARED | GEMMA, vocab_size=64, attn_logit_softcapping=3.0, final_logit_softcapping=4.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
+    ), "1GB"),
+    "gemma3_text": (0, Gemma3ForCausalLM, Gemma3TextConfig(
+        **SHARED | GEMMA, vocab_size=64, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+        },
+    ), "1GB"),
 }  # fmt: skip
 
 
 def build(name: str, seed: int) -> Any:
     """A float32 model with every weight, bias and norm drawn, and two stop ids that its greedy text meets."""
     _, kind, config, _ = MODELS[name]
+    return drawn(kind, config, seed)
+
+
+def drawn(kind: type, config: Any, seed: int) -> Any:
+    """`build` for a class and its config."""
     generator = torch.Generator().manual_seed(seed)
     model = kind(config).eval()
+    center = 0 if kind.__name__.startswith("Gemma") else 1  # of a norm's weights
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in parameter_name:
-                parameter.copy_(1 + 0.3 * noise)
+                parameter.copy_(center + 0.3 * noise)
             else:
                 parameter.copy_((0.5 if parameter_name.endswith("bias") else 0.2) * noise)
     inputs = inputs_of(config.vocab_size, seed)
@@ -90,6 +134,14 @@ def build(name: str, seed: int) -> Any:
         raise ValueError("two rows go on with the same token for ever: choose another seed")
     model.config.eos_token_id = first
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=[first, second])
+    return model
+
+
+def other_rope(name: str, seed: int, **rope: Any) -> Any:
+    """A model of MODELS with other rope settings, and without stop ids."""
+    _, kind, config, _ = MODELS[name]
+    model = drawn(kind, type(config)(**config.to_dict() | ({"rope_parameters": rope} if rope else {})), seed)
+    model.config.eos_token_id, model.generation_config = None, GenerationConfig(pad_token_id=0)
     return model
 
 
@@ -116,10 +168,10 @@ def logits(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return out.logits.numpy()[mask]
 
 
-def generate(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def generate(model: Any, tokens: np.ndarray, mask: np.ndarray, new_tokens: int = NEW_TOKENS) -> np.ndarray:
     """Greedy continuations [B, 12], 0 after a stop id. Fails where the choice is too close to call."""
     out = model.generate(
-        _ids(tokens), attention_mask=_ids(mask), max_new_tokens=NEW_TOKENS, do_sample=False,
+        _ids(tokens), attention_mask=_ids(mask), max_new_tokens=new_tokens, do_sample=False,
         output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
     lead = np.stack([-np.diff(torch.topk(scores, 2).values.numpy())[:, 0] for scores in out.scores], axis=1)
@@ -128,7 +180,7 @@ def generate(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     alive = np.cumsum(stops, axis=1) - stops == 0
     if np.any(stops) and np.min(lead[alive]) < CLEAR:
         raise ValueError(f"a greedy token leads by {np.min(lead[alive]):.1e} only: choose another seed")
-    padded = np.zeros((len(tokens), NEW_TOKENS), np.int32)
+    padded = np.zeros((len(tokens), new_tokens), np.int32)
     padded[:, : written.shape[1]] = written
     return padded
 
@@ -153,7 +205,8 @@ def _ids(array: np.ndarray) -> torch.Tensor:
 
 
 def main() -> None:
-    for name, (seed, _, _, shard) in MODELS.items():
+    for name in sys.argv[1:] or MODELS:
+        seed, _, _, shard = MODELS[name]
         model = build(name, seed)
         arrays = reference(model, seed)
         shutil.rmtree(FOLDER / name, ignore_errors=True)

@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +29,7 @@ from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.names import DENSE
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.vllm import weights
@@ -136,7 +136,7 @@ def params():
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_weights_are_offered_as_the_checkpoint_they_came_from(params, dtype, tmp_path):
-    offer = weights.WeightFile(tmp_path / "offer", dtype, untied=True)
+    offer = weights.WeightFile(tmp_path / "offer", dtype, DENSE, untied=True)
     offer.write(params)
     found, want = load_file(offer.source["path"]), load_file(ARITHMETIC / "model.safetensors")
     want["lm_head.weight"] = want["model.embed_tokens.weight"]
@@ -151,14 +151,15 @@ def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_
     killed, foreign, alive, last = (tmp_path / f"jaxrl_llm-{name * 12}" for name in "abcd")
     script = (
         "import os, sys; from pathlib import Path; from jaxrl_llm.rollout.vllm.weights import WeightFile; "
-        "offer = WeightFile(Path(sys.argv[1]), 'float32', untied=False); (offer.folder / 'model.safetensors').touch(); "
+        "offer = WeightFile(Path(sys.argv[1]), 'float32', {}, untied=False); "
+        "(offer.folder / 'model.safetensors').touch(); "
         "os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", script, str(killed)]).returncode == -signal.SIGKILL
     foreign.mkdir()
     (foreign / weights.FILE).touch()
     assert (killed / weights.FILE).exists()
-    offers = [weights.WeightFile(folder, np.float32, untied=False) for folder in (alive, last)]
+    offers = [weights.WeightFile(folder, np.float32, DENSE, untied=False) for folder in (alive, last)]
     assert set(tmp_path.iterdir()) == {alive, foreign, last}
     assert (foreign / weights.FILE).exists()
     for offer in offers:
@@ -167,7 +168,7 @@ def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_
 
 
 def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_path, monkeypatch):
-    offer = weights.WeightFile(tmp_path / "offer", np.float32, untied=False)
+    offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE, untied=False)
     broken = jax.tree.map(lambda x: x, params)
     broken["norm"]["scale"] = broken["norm"]["scale"].at[3].set(np.nan)
     with pytest.raises(UserError, match=r"model\.norm\.weight is not finite"):
@@ -177,13 +178,13 @@ def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_p
         offer.write(params)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"engine\.weights_dir"):
-        weights.WeightFile(tmp_path / "file" / "offer", np.float32, untied=False)
+        weights.WeightFile(tmp_path / "file" / "offer", np.float32, DENSE, untied=False)
     with pytest.raises(UserError, match=r"engine\.push_address = '192\.0\.2\.1'"):
-        weights.WeightFile(tmp_path / "offer", np.float32, untied=False, address="192.0.2.1")
+        weights.WeightFile(tmp_path / "offer", np.float32, DENSE, untied=False, address="192.0.2.1")
 
 
 def test_weights_over_http_are_for_the_bearer_of_the_token_and_nothing_else_is_served(params, tmp_path):
-    offer = weights.WeightFile(tmp_path / "offer", np.float32, untied=False, address="127.0.0.1")
+    offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE, untied=False, address="127.0.0.1")
     offer.write(params)
     url, token = offer.source["url"], offer.source["token"]
 
@@ -273,7 +274,7 @@ def test_a_weights_folder_that_others_may_write_into_is_refused(make: Callable, 
     folder = tmp_path / f"{weights.NAME}{'a' * 12}"
     make(folder)
     with pytest.raises(UserError, match=r"engine\.weights_dir: .*aaaa is there already, is of user .*: remove it"):
-        weights.WeightFile(folder, np.float32, untied=False)
+        weights.WeightFile(folder, np.float32, DENSE, untied=False)
     assert list(folder.iterdir()) == []
 
 
@@ -283,13 +284,13 @@ def test_what_others_left_beside_the_weights_is_not_touched(make: Callable, tmp_
     make(folder)
     for name in (weights.LOCK, weights.FILE):
         (folder / name).touch()
-    weights.WeightFile(tmp_path / f"{weights.NAME}{'b' * 12}", np.float32, untied=False).close()
+    weights.WeightFile(tmp_path / f"{weights.NAME}{'b' * 12}", np.float32, DENSE, untied=False).close()
     assert {file.name for file in folder.iterdir()} == {weights.LOCK, weights.FILE}
 
 
 def test_exported_tensors_are_as_long_as_their_shapes_say(params):
-    shapes = hf_export.shapes(params, untied=True)
-    made = {name: tensor.shape for name, tensor in hf_export.tensors(params, np.float32, untied=True)}
+    shapes = hf_export.shapes(params, DENSE, untied=True)
+    made = {name: tensor.shape for name, tensor in hf_export.tensors(params, DENSE, np.float32, untied=True)}
     assert list(made) == list(shapes)
     assert made == shapes
-    assert partial(hf_export.shapes, untied=False)(params).keys() == shapes.keys() - {"lm_head.weight"}
+    assert hf_export.shapes(params, DENSE).keys() == shapes.keys() - {"lm_head.weight"}

@@ -19,11 +19,12 @@ from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
 from jaxrl_llm.models import attention_gpu, attention_tpu
-from jaxrl_llm.models.attention import KeyValue, attend, causal_within
+from jaxrl_llm.models.attention import KeyValue, Visible, attend, causal_within, in_prompt
 from jaxrl_llm.models.attention_gpu import attend_gpu
-from jaxrl_llm.models.attention_tpu import attend_tpu
+from jaxrl_llm.models.attention_tpu import Limits, attend_tpu
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.rope import plain
 from jaxrl_llm.structs import Batch
 
 K, R, H = 2, 3, 64
@@ -59,31 +60,74 @@ def value_and_gradients(f, arrays, segment_ids):
     return out, gradients
 
 
+def on_tpu(query, own, segment_ids, visible, prompt, mask, limits, mesh):
+    return attend_tpu(query, own, segment_ids, prompt, mask, limits=Limits(*limits), mesh=mesh, interpret=True)
+
+
+def on_gpu(query, own, segment_ids, visible, prompt, mask, limits, mesh):
+    return attend_gpu(query, own, segment_ids, visible, prompt, mesh=mesh, implementation="xla")
+
+
 @pytest.mark.parametrize(
-    "kernel", [partial(attend_tpu, interpret=True), partial(attend_gpu, implementation="xla")], ids=["tpu", "gpu"]
-)
+    ("kernel", "limits"), [(on_tpu, (0, 0.0)), (on_tpu, (70, 2.0)), (on_gpu, (0, 0.0)), (on_gpu, (70, 0.0))],
+    ids=["tpu", "tpu, with limits", "gpu", "gpu, with a window"],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("rows", "p", "mesh"),
     [([[[60, 1, 50], [30, 90]], [[128], []]], 140, (1, 1, 1)), ([[[57]], [[9, 20]]], 40, (2, 1, 2))],
     ids=["packed", "on a mesh"],
 )
-def test_a_kernel_is_the_plain_form_and_so_are_its_gradients(kernel, rows, p, mesh):
+def test_a_kernel_is_the_plain_form_and_so_are_its_gradients(kernel, limits, rows, p, mesh):
     arrays, segment_ids, mask = case(rows, p)
-    mesh = tiny.mesh_of(mesh)
-    visible = causal_within(segment_ids)
+    arrays = (arrays[0] * H**-0.5, *arrays[1:])
+    mesh, visible = tiny.mesh_of(mesh), visible_of(segment_ids, mask, limits[0])
+
+    def simple(query, own, prompt):
+        return attend(query, own, visible, prompt, soft_cap=limits[1])
+
+    def ours(query, own, prompt):
+        return kernel(query, own, segment_ids, visible, prompt, mask, limits, mesh)
+
     with jax.default_matmul_precision("highest"):
-        plain = value_and_gradients(lambda q, own, prompt: attend(q, own, visible, prompt, mask), arrays, segment_ids)
-        ours = value_and_gradients(
-            lambda q, own, prompt: kernel(q, own, segment_ids, prompt, mask, mesh=mesh), arrays, segment_ids
-        )
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(ours), strict=True):
+        expected, found = (value_and_gradients(f, arrays, segment_ids) for f in (simple, ours))
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-def traced_gradient_of_score(mesh, *, b, g, p, t):
+def visible_of(segment_ids, mask, window):
+    """What tokens see, in plain loops: a token's position is that in its completion, after the prompt's."""
+    own = np.zeros((*segment_ids.shape, segment_ids.shape[2]), bool)
+    of_prompt = np.zeros((*segment_ids.shape, mask.shape[1]), bool)
+    for b, n, t in np.ndindex(segment_ids.shape):
+        row, real = np.asarray(segment_ids[b, n]), np.flatnonzero(mask[b])
+        first = np.flatnonzero(row == row[t])[0]
+        for s in range(first if row[t] else t, t + 1):
+            own[b, n, t, s] = not window or t - s < window
+        for at, column in enumerate(real):
+            of_prompt[b, n, t, column] = not window or len(real) + t - first - at < window
+    return Visible(jnp.asarray(own), jnp.asarray(of_prompt))
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 200])
+def test_a_token_sees_the_window_before_it_in_its_completion_and_its_prompt(window):
+    _, segment_ids, mask = case([[[6, 1, 5], [3, 9]], [[12], []]], 14)
+    ids, steps = np.asarray(segment_ids), np.arange(segment_ids.shape[2])
+    first = ids != np.roll(ids, 1, axis=-1)
+    places = steps - np.maximum.accumulate(np.where(first, steps, 0), axis=2)
+    positions = jnp.asarray(np.asarray(mask).sum(axis=-1)[:, None, None] + places)
+    expected, real = visible_of(segment_ids, mask, window), ids > 0
+    found = Visible(causal_within(segment_ids, window), in_prompt(mask, positions, window))
+    of_prompt = np.broadcast_to(found.prompt, expected.prompt.shape)
+    np.testing.assert_array_equal(np.asarray(found.own)[real], np.asarray(expected.own)[real])
+    np.testing.assert_array_equal(of_prompt[real], np.asarray(expected.prompt)[real])
+
+
+def traced_gradient_of_score(mesh, *, b, g, p, t, **own):
     config = DecoderConfig(
+        family="qwen2",
         vocab_size=3072, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, mlp_width=512, max_positions=4096,
-        rope_theta=1e4, norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False, dtype="bfloat16", remat="full",
+        rope=plain(1e4, 64), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False, dtype="bfloat16",
+        remat="full", **own,
     )  # fmt: skip
     model = Decoder(config, mesh)
     placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
@@ -110,11 +154,12 @@ def test_a_kernel_refuses_what_it_would_round_or_cannot_count_and_devices_it_doe
     assert not attention_tpu.fits(tpu, 80, "bfloat16", 1024)
     assert not attention_tpu.fits(tpu, 64, "bfloat16", 2**15)
     assert not attention_tpu.fits(h100, 64, "bfloat16", 1024)
-    assert attention_gpu.fits(h100, 80, "bfloat16")
-    assert not attention_gpu.fits(h100, 64, "float32")
-    assert not attention_gpu.fits(h100, 256, "bfloat16")
+    assert attention_gpu.fits(h100, 80, "bfloat16", 0.0)
+    assert not attention_gpu.fits(h100, 64, "float32", 0.0)
+    assert not attention_gpu.fits(h100, 256, "bfloat16", 0.0)
+    assert not attention_gpu.fits(h100, 64, "bfloat16", 50.0)
     for other in (t4, tpu, device("gpu", compute_capability="gfx90a"), jax.devices()[0]):
-        assert not attention_gpu.fits(other, 64, "bfloat16")
+        assert not attention_gpu.fits(other, 64, "bfloat16", 0.0)
 
 
 def test_on_a_gpu_score_and_gradient_lower_to_cudnn(monkeypatch):
@@ -129,15 +174,19 @@ def test_on_a_gpu_score_and_gradient_lower_to_cudnn(monkeypatch):
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward(" in text
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
-def test_score_and_gradient_compile_for_a_tpu_with_the_kernel_and_without_a_score_matrix(topology):
+@pytest.mark.parametrize(
+    ("topology", "own"),
+    [("v5e:2x2", {}), ("v5p:2x2x1", {"window": 300, "local": (True, False), "soft_cap": 50.0})],
+    ids=["v5e", "v5p, every other layer with a window"],
+)
+def test_score_and_gradient_compile_for_a_tpu_with_the_kernel_and_without_a_score_matrix(topology, own):
     pytest.importorskip("libtpu", reason="pip install 'jax[tpu]' to compile for TPUs")
     os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
     from jax.experimental import topologies
 
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     mesh = Mesh(devices.reshape(1, 2, 2), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
-    text = traced_gradient_of_score(mesh, b=4, g=4, p=256, t=1024).lower().compile().as_text()
+    text = traced_gradient_of_score(mesh, b=4, g=4, p=256, t=1024, **own).lower().compile().as_text()
     calls = re.findall(r"%(splash_\w+)[^\n]* custom-call\(", text)
     assert any("fwd" in name for name in calls), calls
     assert any("dq" in name for name in calls), calls

@@ -16,11 +16,13 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.rope import plain
 from jaxrl_llm.structs import Batch
 
 CONFIG = DecoderConfig(
+    family="qwen2",
     vocab_size=32, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp_width=64, max_positions=64,
-    rope_theta=1e4, norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
+    rope=plain(1e4, 16), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
 )  # fmt: skip
 FAMILIES = {
     "qwen2, tied": dict(tied_head=True, qkv_bias=True, qk_norm=False),

@@ -468,7 +468,7 @@ SHARDS = '{"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "mode
     "with a torn config.json": (written("config.json", "{"), "model/config.json cannot be read | restore the file"),
     "with a list for config.json": (written("config.json", "[]"), "model/config.json holds no JSON object | restore"),
     "of another architecture":
-        (configured(model_type="mamba"), "model/config.json | 'mamba' is not supported | there is qwen2"),
+        (configured(model_type="mamba"), "model/config.json | 'mamba' is not supported | there is gemma2"),
     "whose config.json lacks a size":
         (configured(hidden_size=None), "config.json has no 'hidden_size' | restore the file"),
     "of a dtype that cannot be saved":

@@ -28,13 +28,16 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward, head
-from jaxrl_llm.models import hf, hf_export
+from jaxrl_llm.models import hf, hf_export, rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Batch, Prompts
 
 REFERENCES = Path(__file__).parent / "references"
-NAMES = ("qwen2_tied", "qwen2_untied", "qwen3_tied", "qwen3_untied")
+NAMES = (
+    "qwen2_tied", "qwen2_untied", "qwen2_window", "qwen3_tied", "qwen3_untied", "llama", "mistral", "gemma2",
+    "gemma3_text",
+)  # fmt: skip
 TOLERANCE = 2e-4  # of a logit, in float32
 NO_TOKENIZER = SimpleNamespace(eos_token_id=None)
 
@@ -252,9 +255,60 @@ def test_no_stop_id_anywhere_is_an_error(folder):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_older_config_json_means_the_same_model(name, tmp_path):
     folder = shutil.copytree(REFERENCES / name, tmp_path / "model")
-    theta = json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
-    configure(folder, rope_parameters=..., rope_theta=theta, rope_scaling=None, dtype=..., torch_dtype="float32")
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    if name == "gemma3_text":
+        configure(folder, rope_local_base_freq=rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    scaling = {("type" if key == "rope_type" else key): value for key, value in rope.items() if key != "rope_theta"}
+    configure(folder, rope_theta=rope["rope_theta"], rope_scaling=scaling if scaling["type"] != "default" else None)
+    configure(folder, rope_parameters=..., dtype=..., torch_dtype="float32")
     assert hf.load_model(folder).cfg == hf.load_model(REFERENCES / name).cfg
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "local"),
+    [
+        ("qwen2_window", {"layer_types": ...}, (False, True, True)),
+        ("qwen2_window", {"layer_types": ..., "use_sliding_window": False}, ()),
+        ("mistral", {"sliding_window": None}, ()),
+        ("mistral", {"sliding_window": ...}, (True, True, True)),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, (True, False, False)),
+        ("gemma2", {"layer_types": ..., "num_hidden_layers": 5}, (True, False, True, False, True)),
+        ("gemma3_text", {"layer_types": ..., "num_hidden_layers": 8}, (True,) * 5 + (False,) + (True,) * 2),
+        ("gemma3_text", {"layer_types": ..., "sliding_window_pattern": 2}, (True, False, True)),
+    ],
+)
+def test_which_layers_have_a_window_is_said_in_the_words_of_each_family(name, changes, local, tmp_path):
+    folder = shutil.copytree(REFERENCES / name, tmp_path / "model")
+    configure(folder, **changes)
+    assert hf.load_model(folder).cfg.local == local
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50', which is no number"),
+        ("gemma2", {"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar is '256', which is no number"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu': only 'silu', 'gelu_pytorch_tanh'"),
+        ("gemma2", {"sliding_window": None}, "no 'sliding_window'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is set"),
+        ("gemma3_text", {"model_type": "gemma2"}, "rope_parameters differ between layers"),
+        ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096', which is no number"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "no 'low_freq_factor'"),
+    ],
+)
+def test_what_a_family_does_not_have_or_a_broken_setting_is_refused_by_its_name(name, changes, said, tmp_path):
+    folder = shutil.copytree(REFERENCES / name, tmp_path / "model")
+    configure(folder, **changes)
+    assert said in error_of(hf.load_model, folder)
+
+
+def test_a_model_with_yarn_has_the_positions_after_it():
+    assert hf.load_model(REFERENCES / "qwen2_window").cfg.max_positions == 128
+    hf_settings = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    assert rope.longest(hf_settings, 32_768) == 131_072
 
 
 def test_a_null_number_of_key_value_heads_means_as_many_as_query_heads(folder):
@@ -382,6 +436,8 @@ SPECS = {
     "head/kernel": P("fsdp", "tensor"),
     "layers/attention_norm/scale": P(),
     "layers/mlp_norm/scale": P(),
+    "layers/attention_post_norm/scale": P(),
+    "layers/mlp_post_norm/scale": P(),
     "layers/attention/query_norm/scale": P(),
     "layers/attention/key_norm/scale": P(),
     "layers/attention/query/kernel": P(None, "fsdp", "tensor"),
@@ -391,6 +447,10 @@ SPECS = {
     "layers/attention/query/bias": P(None, "tensor"),
     "layers/attention/key/bias": P(None, "tensor"),
     "layers/attention/value/bias": P(None, "tensor"),
+    "layers/attention/output/bias": P(),
+    "layers/mlp/gate/bias": P(None, "tensor"),
+    "layers/mlp/up/bias": P(None, "tensor"),
+    "layers/mlp/down/bias": P(),
     "layers/mlp/gate/kernel": P(None, "fsdp", "tensor"),
     "layers/mlp/up/kernel": P(None, "fsdp", "tensor"),
     "layers/mlp/down/kernel": P(None, "tensor", "fsdp"),
@@ -482,7 +542,7 @@ def test_the_weights_of_another_family_are_an_error(folder, mesh):
     assert "_norm.weight" in error_of(load, folder, mesh)
 
 
-@pytest.mark.parametrize("family", ["llama", "no_such_model", "hf", "decoder", "../qwen2", ...])
+@pytest.mark.parametrize("family", ["bert", "no_such_model", "hf", "decoder", "../qwen2", ...])
 def test_a_config_of_another_architecture_names_those_supported(folder, family):
     configure(folder, model_type=family)
     line = error_of(hf.load_model, folder)
@@ -496,15 +556,25 @@ def test_a_config_of_another_architecture_names_those_supported(folder, family):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope type 'yarn'"),
-        ({"rope_parameters": ..., "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
-        ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
-        ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "take the rope scaling out"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "the rope settings have no 'factor'"),
+        ({"rope_parameters": ..., "rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor of the rope settings"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "the rope settings have no 'low_freq_factor'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "it changes with the length of a text"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "take the rope scaling out"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
         ({"rope_parameters": ..., "rope_scaling": 2.0}, "the rope settings are 2.0: restore the file"),
         ({"hidden_size": "32"}, "hidden_size is '32', which is no number: restore the file"),
         ({"vocab_size": None}, "no 'vocab_size'"),
-        ({"use_sliding_window": True}, "use_sliding_window is true"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has sliding_attention"),
+        (
+            {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1, "layer_types": ...},
+            "no 'sliding_",
+        ),
+        ({"layer_types": ["sliding_attention"] * 3}, "no 'sliding_window'"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types has chunked_attention"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2},
+            "layer_types names 2 layers, num_hidden_layers is 3",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not supported; use the checkpoint"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -517,11 +587,6 @@ def test_what_is_not_built_is_refused_by_its_name(tmp_path, name, changes, said)
     line = error_of(hf.load_model, folder)
     assert "config.json" in line
     assert said in line
-
-
-def test_qwen3_with_attention_biases_is_refused_by_its_name(sharded_folder):
-    configure(sharded_folder, attention_bias=True)
-    assert "attention_bias is true" in error_of(hf.load_model, sharded_folder)
 
 
 def test_a_folder_without_config_json_is_an_error(folder):
@@ -645,7 +710,25 @@ def test_a_chat_template_is_found_wherever_it_is_kept(qwen, place):
 
 # ---- transformers itself
 
-FRESH = {"qwen2_tied": 15, "qwen2_untied": 0, "qwen3_tied": 4, "qwen3_untied": 6}  # seeds, not the stored
+FRESH = {  # seeds, not the stored
+    "qwen2_tied": 15, "qwen2_untied": 0, "qwen2_window": 2, "qwen3_tied": 4, "qwen3_untied": 6, "llama": 3,
+    "mistral": 2, "gemma2": 1, "gemma3_text": 2,
+}  # fmt: skip
+OLD = {"rope_theta": 1_000.0, "original_max_position_embeddings": 32}  # 32 positions, and a model stretched to more
+ROPES = {
+    "default": {"rope_theta": 500.0},
+    "linear": {"rope_theta": 500.0, "factor": 3.0},
+    "llama3": OLD | {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": OLD | {"factor": 4.0},
+    "yarn by attention_factor": OLD | {"factor": 4.0, "attention_factor": 0.8, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn by mscale": OLD | {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+}
+LONG = [
+    *((name, None) for name in NAMES),
+    *(("llama", kind) for kind in ROPES),
+    ("mistral", "yarn"),
+    ("qwen3_tied", "yarn"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -698,3 +781,29 @@ def test_the_stored_arrays_are_those_that_transformers_computes_now(loaded, make
     assert now.keys() == loaded.stored.keys()
     for name, array in now.items():
         np.testing.assert_allclose(array, loaded.stored[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("name", "kind"), LONG, ids=str)
+def test_20_texts_longer_than_a_window_have_the_logits_and_the_64_greedy_tokens_of_transformers(
+    name, kind, make_references, mesh, tmp_path
+):
+    settings = ROPES[kind] | {"rope_type": kind.split()[0]} if kind else {}
+    torch_model = make_references.other_rope(name, 7, **settings)
+    torch_model.save_pretrained(tmp_path)
+    model, params = load(tmp_path, mesh)
+    rng, width = np.random.default_rng(3), 40
+    lengths = rng.integers(2, width + 1, 20)
+    mask = np.arange(width) >= width - lengths[:, None]
+    tokens = np.where(mask, rng.integers(1, model.cfg.vocab_size, mask.shape), 0).astype(np.int32)
+    gap = np.abs(
+        np.asarray(flat_forward(model)(params, tokens, mask))[mask] - make_references.logits(torch_model, tokens, mask)
+    )
+    print(f"{name}, rope {kind or 'of its reference'}: max |difference of a logit| {gap.max():.1e}")
+    assert gap.max() < TOLERANCE
+    sampler = Sampler(model, mesh, max_completion_tokens=64, stop_ids=(), pad_id=0)
+    sampler.update_weights(params)
+    prompts, greedy = Prompts(tokens, mask, [], np.arange(20)), Sampling(temperature=0)
+    rollouts = sampler.generate(prompts, jax.random.key(0), group_size=1, sampling=greedy)
+    expected = make_references.generate(torch_model, tokens, mask, new_tokens=64)
+    np.testing.assert_array_equal(rollouts.completions[:, 0], expected)

@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, microbatches, packing, update
 from jaxrl_llm.learner.packing import Packing, packed_shapes
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.rope import plain
 from jaxrl_llm.shapes import Ladder
 
 LIMIT = 32
@@ -102,8 +103,9 @@ def packed(batch):
     return dataclasses.replace(batch, packed_index=pack(batch.completion_mask.sum(axis=-1), tiny.C))
 
 
-def test_packed_scores_and_gradients_are_those_of_a_lane_for_each():
-    model, params = tiny.model_and_params(scale=2.0)
+@pytest.mark.parametrize("config", tiny.CONFIGS.values(), ids=tiny.CONFIGS)
+def test_packed_scores_and_gradients_are_those_of_a_lane_for_each(config):
+    model, params = tiny.model_and_params(config, scale=2.0)
     batch = tiny.batch()
     assert packed(batch).packed_index.shape[2] < tiny.G
     ((_, apart), gradient_apart), ((_, together), gradient) = (
@@ -191,8 +193,9 @@ def test_packed_scores_do_not_depend_on_the_mesh_or_the_microbatch(mesh):
 def flops(b, g, p, c, group_native=True) -> float:
     """XLA's count for scoring with a one-layer model (a loop's body is counted once), all logits at once."""
     config = dataclasses.replace(
-        tiny.CONFIG, layers=1, width=512, heads=8, head_dim=64, mlp_width=1408, max_positions=4096, vocab_size=64
-    )
+        tiny.CONFIG, layers=1, width=512, heads=8, head_dim=64, rope=plain(1e4, 64), mlp_width=1408,
+        max_positions=4096, vocab_size=64,
+    )  # fmt: skip
     b, g = (b, g) if group_native else (b * g, 1)
     model = type(tiny.model_and_params()[0])(config)
     of = jax.ShapeDtypeStruct

@@ -13,6 +13,7 @@ import tiny
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import BLOCK, Sampling, draw, log_distribution, token_logprobs
 from jaxrl_llm.learner import forward
+from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.rollout import compaction
 from jaxrl_llm.rollout import sampler as sampler_module
 from jaxrl_llm.rollout.sampler import Sampler
@@ -22,8 +23,11 @@ from jaxrl_llm.structs import Batch, Prompts
 KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_p=0.7), Sampling(1.3, 8, 0.9)]
 
 
-def sample(sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None, most=0):
-    model, params = tiny.model_and_params(scale=3.0)
+def sample(
+    sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None, most=0,
+    config=tiny.CONFIG,
+):  # fmt: skip
+    model, params = tiny.model_and_params(config, scale=3.0)
     mesh = tiny.mesh_of(mesh)
     sampler = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=0, max_sequences=most)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
@@ -33,14 +37,44 @@ def sample(sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, m
     )
 
 
-@pytest.mark.parametrize("sampling", KINDS, ids=str)
-def test_sampler_and_trainer_agree_on_the_log_probability_of_every_token(sampling):
-    rollouts = sample(sampling)
-    model, params = tiny.model_and_params(scale=3.0)
+@pytest.mark.parametrize(
+    ("sampling", "config"), [*((kind, tiny.CONFIG) for kind in KINDS), (KINDS[1], tiny.GEMMA)],
+    ids=[*map(str, KINDS), "gemma"],
+)  # fmt: skip
+def test_sampler_and_trainer_agree_on_the_log_probability_of_every_token(sampling, config):
+    rollouts = sample(sampling, config=config)
+    model, params = tiny.model_and_params(config, scale=3.0)
     batch = Batch(*tiny.prompts(), rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
     scored, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=sampling))(params, batch)
     np.testing.assert_allclose(rollouts.logprobs, scored, atol=1e-5)
     assert np.all(np.asarray(rollouts.logprobs)[~np.asarray(rollouts.completion_mask)] == 0)
+
+
+def test_tokens_that_are_decoded_in_pieces_have_the_states_of_a_pass_over_all():
+    """Each row is two tokens long at first. Then the rows go on by different numbers of tokens."""
+    config = tiny.GEMMA
+    model, params = tiny.model_and_params(config, scale=2.0)
+    (prompts, mask), tokens = tiny.prompts(), jnp.asarray(tiny.batch().completions)
+    places = jnp.broadcast_to(jnp.arange(tiny.C), tokens.shape)
+    _, prefix = jax.jit(model.prefill)(params, prompts, mask)
+    whole = jax.jit(model.extend)(params, prefix, mask, tokens, places, jnp.ones_like(tokens))
+    params = model.unstack(params)
+    _, prefix = jax.jit(model.prefill)(params, prompts, mask)
+    empty = jnp.zeros((tiny.B, config.kv_heads, tiny.G, tiny.C, config.head_dim))
+    cache = [KeyValue(empty, empty) for _ in range(config.layers)]
+    for t in range(2):
+        hidden, cache = jax.jit(model.decode)(params, tokens[:, :, t], t, cache, prefix, mask)
+        np.testing.assert_allclose(hidden, whole[:, :, t], atol=1e-4)
+    at = jnp.full((tiny.B, tiny.G), 2)
+    first = 1 + jnp.arange(tiny.B * tiny.G).reshape(at.shape) % 2
+    for count in (first, 3 - first):
+        piece = jnp.minimum(at[..., None] + jnp.arange(2)[None, None], tiny.C - 1)
+        of_rows = jnp.take_along_axis(tokens, piece, axis=2)
+        hidden, cache = jax.jit(model.decode_at)(params, of_rows, at, count, cache, prefix, mask)
+        expected = jnp.take_along_axis(whole, piece[..., None], axis=2)
+        real = np.arange(2) < np.asarray(count)[..., None]
+        np.testing.assert_allclose(np.asarray(hidden)[real], np.asarray(expected)[real], atol=1e-4)
+        at = at + count
 
 
 def test_a_completion_ends_with_its_stop_token_which_is_trained_on():
@@ -84,9 +118,10 @@ def test_the_same_key_repeats_and_every_step_prompt_and_member_differs():
     assert len(distinct) > 0.9 * 2 * tiny.B * tiny.G
 
 
-def test_the_mesh_does_not_change_what_is_sampled():
-    single = sharding.to_host(sample())
-    spread = sharding.to_host(sample(mesh=(2, 2, 2)))
+@pytest.mark.parametrize("config", [tiny.CONFIG, pytest.param(tiny.GEMMA, marks=pytest.mark.slow)], ids=tiny.CONFIGS)
+def test_the_mesh_does_not_change_what_is_sampled(config):
+    single = sharding.to_host(sample(config=config))
+    spread = sharding.to_host(sample(mesh=(2, 2, 2), config=config))
     np.testing.assert_array_equal(single.completions, spread.completions)
     np.testing.assert_allclose(single.logprobs, spread.logprobs, atol=1e-5)
 

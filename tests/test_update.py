@@ -16,6 +16,7 @@ from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs
 from jaxrl_llm.learner import forward, head, update
+from jaxrl_llm.models import rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Batch, PyTree
 
@@ -36,9 +37,10 @@ def flat_logprobs(model, params, batch, sampling):
     return jnp.where(batch.completion_mask, chosen.reshape(b, g, c), 0.0)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma"])
 def test_the_group_native_forward_equals_the_flat_one_in_value_and_gradient(family):
     config = dataclasses.replace(tiny.CONFIG, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
+    config = tiny.CONFIGS.get(family, config)
     model, params = tiny.model_and_params(config, scale=2.0)
     batch, sampling = tiny.batch(), Sampling(temperature=0.7)
     weights = jnp.asarray(np.random.default_rng(3).normal(size=batch.completions.shape), jnp.float32)
@@ -89,11 +91,20 @@ def test_scores_do_not_depend_on_how_many_logits_are_held_at_once(chunk, monkeyp
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("tied", "cap"), [(True, 0.0), (False, 3.0)], ids=["tied", "untied and bounded"])
 @pytest.mark.parametrize(("shape", "width"), [((1, 1, 1), 32), ((2, 2, 2), 32), ((1, 8, 1), 20)], ids=str)
-def test_the_head_in_chunks_has_the_gradients_of_the_plain_head_on_every_mesh(shape, width, tied, monkeypatch):
+def test_the_head_in_chunks_has_the_gradients_of_the_plain_head_on_every_mesh(shape, width, tied, cap, monkeypatch):
     monkeypatch.setattr(head, "tokens_at_once", lambda *_: 7)
-    config = dataclasses.replace(tiny.CONFIG, width=width, heads=2, kv_heads=2, head_dim=10, tied_head=tied)
+    config = dataclasses.replace(
+        tiny.CONFIG,
+        width=width,
+        heads=2,
+        kv_heads=2,
+        head_dim=10,
+        rope=rope.plain(1e4, 10),
+        tied_head=tied,
+        final_soft_cap=cap,
+    )
     mesh, rng = tiny.mesh_of(shape), np.random.default_rng(4)
     model, params = Decoder(config, mesh), jax.tree.map(lambda x: x * 9, Decoder(config).init(jax.random.key(0)))
     states = rng.normal(size=(tiny.B, 2, 10, width)).astype(np.float32)
@@ -170,8 +181,11 @@ def test_the_mesh_changes_placement_and_nothing_else(shape):
     assert_same_update(tiny.one_update(), tiny.one_update(shape))
 
 
-def test_mesh_and_microbatch_together_give_the_same_update():
-    assert_same_update(tiny.one_update(), tiny.one_update((2, 2, 2), microbatch=4))
+@pytest.mark.parametrize("config", tiny.CONFIGS.values(), ids=tiny.CONFIGS)
+def test_mesh_and_microbatch_together_give_the_same_update(config):
+    packed = () if config is tiny.CONFIG else (1, 10)
+    together = tiny.one_update((2, 2, 2), microbatch=4, packed=packed, config=config)
+    assert_same_update(tiny.one_update(config=config), together)
 
 
 @pytest.mark.parametrize(

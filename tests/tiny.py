@@ -18,12 +18,21 @@ from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.rope import plain
 from jaxrl_llm.structs import Batch, PyTree
 
 CONFIG = DecoderConfig(
+    family="qwen2",
     vocab_size=32, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_width=64, max_positions=64,
-    rope_theta=1e4, norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
+    rope=plain(1e4, 8), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
 )  # fmt: skip
+# All that the families have beside that. The window is shorter than prompts and completions.
+GEMMA = replace(
+    CONFIG, layers=3, qkv_bias=False, output_bias=True, mlp_bias=True, qk_norm=True, activation="gelu_pytorch_tanh",
+    window=4, local=(True, False, True), local_rope=plain(10.0, 8), score_size=12, soft_cap=3.0, final_soft_cap=6.0,
+    scaled_embedding=True, centered_norms=True, post_norms=True,
+)  # fmt: skip
+CONFIGS = {"qwen2": CONFIG, "gemma": GEMMA}
 B, G, P, C = 8, 4, 6, 5
 
 
@@ -79,14 +88,18 @@ def optimizer(**changes) -> optim.Optimizer:
 
 @cache
 def one_update(
-    shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, mode: str = "token_mean", packed: tuple = ()
+    shape: tuple[int, int, int] = (1, 1, 1),
+    microbatch: int = 0,
+    mode: str = "token_mean",
+    packed: tuple = (),
+    config: DecoderConfig = CONFIG,
 ):
     """Parameters and metrics after one optimizer step on the whole `batch()`, on the host; packed: N, T of its rows."""
     mesh = mesh_of(shape)
-    _, params = model_and_params()
+    _, params = model_and_params(config, scale=5.0 if config is CONFIG else 2.0)
     params = jax.device_put(params, sharding.shardings(params, mesh))
     adamw = optimizer(weight_decay=0.1, more={"kl/coef": optim.constant(0.1)})
-    model = Decoder(CONFIG, mesh)
+    model = Decoder(config, mesh)
     objective = update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=k3)
     state, placed = update.init_state(params, adamw, mesh)
     aggregate = partial(losses.aggregation_weights, mode=mode, constant_length=C if mode == "constant" else 0)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs_and_saved, token_logprobs_gradient
+from jaxrl_llm.models.attention import bounded
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, PyTree
 
@@ -48,7 +49,7 @@ def _forward(model: Decoder, sampling: Sampling, kernel: Array, states: Array, t
         parts = _chunks(model, kernel, states, tokens)
 
         def chunk(part: tuple[Array, Array]) -> PyTree:
-            logits = _product(model, part[0], kernel)
+            logits = _logits(model, part[0], kernel)
             (logprob, entropy), (*_, log_total, _) = token_logprobs_and_saved(logits, part[1], sampling)
             # A single chunk is small: its logits are kept for the backward pass.
             return (logprob, entropy, log_total), logits if len(parts[0]) == 1 else None
@@ -70,10 +71,12 @@ def _backward(
 
         def chunk(of_kernel: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
             x, token, log_total, entropy, of_logprob, of_entropy, logits = part
-            logits = _product(model, x, kernel) if logits is None else logits
+            logits = _logits(model, x, kernel) if logits is None else logits
             of_logits, _ = token_logprobs_gradient(
                 sampling, (logits, token, log_total, entropy), (of_logprob, of_entropy)
             )
+            if cap := model.cfg.final_soft_cap:  # the derivative of cap * tanh(x / cap)
+                of_logits = of_logits * (1 - jnp.square(logits / cap))
             of_logits = of_logits.astype(model.cfg.dtype)
             # Sums over chunks, and over devices, are in float32.
             return of_kernel + _product(model, x.T, of_logits), _product(model, of_logits, kernel.T).astype(x.dtype)
@@ -94,6 +97,10 @@ logprobs.defvjp(_forward, _backward)
 
 def _product(model: Decoder, x: Array, y: Array) -> jax.Array:
     return jnp.matmul(x, y, precision=model.cfg.precision, preferred_element_type=jnp.float32)
+
+
+def _logits(model: Decoder, states: Array, kernel: Array) -> jax.Array:
+    return bounded(_product(model, states, kernel), model.cfg.final_soft_cap)
 
 
 def _chunks(model: Decoder, kernel: Array, *arrays: Array) -> tuple[jax.Array, ...]:

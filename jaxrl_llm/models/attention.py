@@ -26,22 +26,29 @@ class KeyValue(NamedTuple):
     values: Array
 
 
+class Visible(NamedTuple):
+    """The keys that a token of a row sees."""
+
+    own: Array  # [B, N, T, S] bool, of its row
+    prompt: Array | None = None  # [B, N, T, P] bool, of its prompt; [B, 1, 1, P], if all tokens see the same ones
+
+
 def attend(
     query: Array,
     own: KeyValue,
-    own_visible: Array,
+    visible: Visible,
     prompt: KeyValue | None = None,
-    prompt_mask: Array | None = None,
+    *,
+    soft_cap: float = 0.0,
     precision: jax.lax.Precision | None = None,
 ) -> jax.Array:
     """Computes softmax attention of query [B, K, N, R, T, h] to its row and its prompt -> the same shape.
 
-    own [B, K, N, S, h] has the mask own_visible [B, N, T, S]; prompt [B, K, P, h] has the mask prompt_mask [B, P].
-    Scores and softmax are float32.
+    Keys and values are own [B, K, N, S, h] and prompt [B, K, P, h]. A score is the product of query and key, bounded
+    by soft_cap * tanh(score / soft_cap); 0: not bounded. Scores and softmax are float32.
     """
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     hidden = jnp.finfo(jnp.float32).min  # not -inf: a query without a visible key would give NaN
-    query = query * jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
     if query.shape[4] == 1:
         # Decoding. With the keys first, a CPU need not rearrange them for every token. The barrier keeps its compiler
         # from turning the product around, together with the transpose that follows.
@@ -50,10 +57,10 @@ def attend(
         scored = jnp.swapaxes(scored, -1, -2)[..., None, :]
     else:
         scored = product("bknrth,bknsh->bknrts", query, own.keys)
-    scores = [jnp.where(own_visible[:, None, :, None], scored, hidden)]
-    if prompt is not None and prompt_mask is not None:
+    scores = [jnp.where(visible.own[:, None, :, None], bounded(scored, soft_cap), hidden)]
+    if prompt is not None and visible.prompt is not None:
         shared = product("bknrth,bkph->bknrtp", query, prompt.keys)
-        scores.append(jnp.where(prompt_mask[:, None, None, None, None], shared, hidden))
+        scores.append(jnp.where(visible.prompt[:, None, :, None], bounded(shared, soft_cap), hidden))
     # One maximum for both parts makes one softmax. The result does not depend on it, so it needs no gradient.
     top = jnp.max(jnp.stack([jnp.max(s, axis=-1) for s in scores]), axis=0)[..., None]
     weights = [jnp.exp(s - jax.lax.stop_gradient(top)) for s in scores]
@@ -64,10 +71,35 @@ def attend(
     return (out / total).astype(query.dtype)
 
 
-def causal_within(segment_ids: Array) -> jax.Array:
-    """Causal mask [B, N, T, T] within rows: a token sees itself and earlier tokens of equal segment_ids [B, N, T]."""
+def bounded(x: Array, soft_cap: float) -> jax.Array:
+    """Returns soft_cap * tanh(x / soft_cap), or x if soft_cap is 0."""
+    return soft_cap * jnp.tanh(x / soft_cap) if soft_cap else x
+
+
+def causal_within(segment_ids: Array, window: int = 0) -> jax.Array:
+    """Causal mask [B, N, T, T] within rows: a token sees itself and earlier tokens of equal segment_ids [B, N, T].
+
+    window: the number of tokens that it sees, with itself; 0: all.
+    """
     causal = jnp.tril(jnp.ones((segment_ids.shape[-1],) * 2, bool))
+    if window:
+        causal = jnp.triu(causal, 1 - window)
     return causal[None, None] & (segment_ids[..., :, None] == segment_ids[..., None, :])
+
+
+def in_prompt(mask: Array, positions: Array | None = None, window: int = 0) -> jax.Array:
+    """Returns which tokens of prompts [B, P] are seen from positions [B, N, T], which count from the prompt's first.
+
+    -> [B, N, T, P], or [B, 1, 1, P] without a window.
+    """
+    if not window or positions is None:
+        return mask[:, None, None]
+    return mask[:, None, None] & (positions[..., None] - prompt_positions(mask)[:, :, None] < window)
+
+
+def prompt_positions(mask: Array) -> jax.Array:
+    """Position of each prompt token [B, 1, P], counted from the first real token."""
+    return jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
 
 
 def no_prompt(query: Array) -> tuple[KeyValue, jax.Array]:
@@ -77,7 +109,7 @@ def no_prompt(query: Array) -> tuple[KeyValue, jax.Array]:
 
 
 def over_mesh(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: int) -> Callable[..., jax.Array]:
-    """Runs `kernel((query, keys, values, segment_ids), (keys, values, mask))` of rows and prompts on each shard.
+    """Runs `kernel((query, keys, values, ...), (keys, values, mask))` of rows and prompts on each shard.
 
     The compiler cannot partition a kernel, so `shard_map` does. Prompts are sharded over data and fsdp; key heads
     over tensor, if the axis size divides their number.
@@ -86,8 +118,13 @@ def over_mesh(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: int
         return kernel
     heads = sharding.heads_spec(kv_heads, mesh)
     rows = P(("data", "fsdp"))
-    specs = ((heads, heads, heads, rows), (heads, heads, rows))
-    return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+
+    def on_shards(of_rows: tuple[Array, ...], of_prompts: tuple[Array, ...]) -> jax.Array:
+        specs = (heads,) * 3 + (rows,) * (len(of_rows) - 3), (heads, heads, rows)
+        run = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+        return run(of_rows, of_prompts)
+
+    return on_shards
 
 
 def head_major(query: Array, key: Array, value: Array) -> tuple[jax.Array, KeyValue]:
@@ -101,17 +138,3 @@ def token_major(attended: Array) -> jax.Array:
     """[B, K, N, R, T, h] -> [B, N, T, heads, h]."""
     b, _, n, _, t, size = attended.shape
     return attended.transpose(0, 2, 4, 1, 3, 5).reshape(b, n, t, -1, size)
-
-
-def rotary(positions: Array, size: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine [B, N, T, size / 2] of rotary position embedding (arXiv 2104.09864)."""
-    frequencies = 1.0 / (theta ** (jnp.arange(size // 2, dtype=jnp.float32) / (size // 2)))
-    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None, None]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: Array, angles: tuple[Array, Array]) -> jax.Array:
-    """Applies `rotary`'s cosine and sine to x [B, N, T, heads, h]. Pairs dimension i with i + h / 2."""
-    cos, sin = (a[..., None, :] for a in angles)
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)

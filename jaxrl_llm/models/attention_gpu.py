@@ -9,46 +9,47 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.models.attention import KeyValue, causal_within, no_prompt, over_mesh
+from jaxrl_llm.models.attention import KeyValue, Visible, no_prompt, over_mesh
 from jaxrl_llm.structs import Array
 
 TILE = 64  # lengths are padded to a multiple of it: cuDNN accepts no odd length with a mask
 
 
-def fits(device: Any, head_dim: int, dtype: str) -> bool:
-    """Whether cuDNN's kernel runs on this device (NVIDIA, compute capability >= 8.0) with this head size and dtype."""
+def fits(device: Any, head_dim: int, dtype: str, soft_cap: float) -> bool:
+    """Whether cuDNN's kernel runs on this device (NVIDIA, compute capability >= 8.0) with these heads and scores."""
     capability = getattr(device, "compute_capability", "")
     ampere = device.platform == "gpu" and capability[:1].isdigit() and float(capability) >= 8.0
-    return ampere and head_dim % 8 == 0 and head_dim <= 128 and dtype == "bfloat16"
+    return ampere and head_dim % 8 == 0 and head_dim <= 128 and dtype == "bfloat16" and not soft_cap
 
 
 def attend_gpu(
     query: Array,
     own: KeyValue,
     segment_ids: Array,
+    visible: Visible,
     prompt: KeyValue | None = None,
-    prompt_mask: Array | None = None,
     *,
     mesh: Mesh | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """query [B, K, N, R, T, h], own [B, K, N, T, h], prompt [B, K, P, h], its mask [B, P] -> the shape of query.
+    """query [B, K, N, R, T, h], own [B, K, N, T, h], prompt [B, K, P, h] -> the shape of query.
 
     segment_ids [B, N, T]: a number per completion, 0 for padding. The output at padding is 0.
-    A token sees its prompt, itself and the earlier tokens of its completion.
     """
-    if prompt is None or prompt_mask is None:
-        prompt, prompt_mask = no_prompt(query)
+    of_prompt = visible.prompt
+    if prompt is None or of_prompt is None:
+        prompt, mask = no_prompt(query)
+        of_prompt = mask[:, None, None]
     attend = over_mesh(partial(_attend, implementation=implementation), mesh, kv_heads=query.shape[1])
-    return attend((query, *own, segment_ids), (*prompt, prompt_mask))
+    return attend((query, *own, segment_ids, visible.own), (*prompt, of_prompt))
 
 
 def _attend(
     rows: tuple[Array, ...], prompts: tuple[Array, ...], *, implementation: Literal["cudnn", "xla"]
 ) -> jax.Array:
-    (query, keys, values, segment_ids), (prompt_keys, prompt_values, prompt_mask) = rows, prompts
+    (query, keys, values, segment_ids, own_visible), (prompt_keys, prompt_values, prompt_visible) = rows, prompts
     b, k, n, r, t, h = query.shape
-    p = prompt_mask.shape[-1]
+    p = prompt_visible.shape[-1]
     more_queries, more_keys = -t % TILE, -(t + p) % TILE
     length = lambda more: ((0, 0), (0, more), (0, 0), (0, 0))  # noqa: E731
 
@@ -56,13 +57,14 @@ def _attend(
         shared = jnp.broadcast_to(shared[:, :, None], (b, k, n, p, h))  # cuDNN cannot share keys between rows
         return jnp.concatenate([own, shared], axis=3).transpose(0, 2, 3, 1, 4).reshape(b * n, t + p, k, h)
 
-    of_prompt = jnp.broadcast_to(prompt_mask[:, None, None], (b, n, t, p))
-    visible = jnp.concatenate([causal_within(segment_ids), of_prompt], axis=-1).reshape(b * n, 1, t, t + p)
+    of_prompt = jnp.broadcast_to(prompt_visible, (b, n, t, p))
+    visible = jnp.concatenate([own_visible, of_prompt], axis=-1).reshape(b * n, 1, t, t + p)
     out = jax.nn.dot_product_attention(
         jnp.pad(query.transpose(0, 2, 4, 1, 3, 5).reshape(b * n, t, k * r, h), length(more_queries)),
         jnp.pad(row_major(keys, prompt_keys), length(more_keys)),
         jnp.pad(row_major(values, prompt_values), length(more_keys)),
         mask=jnp.pad(visible, ((0, 0), (0, 0), (0, more_queries), (0, more_keys))),
+        scale=1.0,  # the query has it
         implementation=implementation,
     )
     out = out[:, :t].reshape(b, n, t, k, r, h).transpose(0, 3, 1, 4, 2, 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,19 +25,27 @@ def fits(device: Any, head_dim: int, dtype: str, length: int) -> bool:
     return device.platform == "tpu" and length < 2 ** (31 - BITS) and head_dim % 64 == 0 and dtype == "bfloat16"
 
 
+class Limits(NamedTuple):
+    """Limits of attention; 0: none."""
+
+    window: int = 0  # tokens that a token sees, itself included
+    soft_cap: float = 0.0  # bound of scores: soft_cap * tanh(score / soft_cap)
+
+
 @dataclass(frozen=True)
 class _Visible(splash.Mask):
-    """Mask of queries [T] over keys [T + P], the row's before the prompt's.
+    """Mask of queries [T] over keys [T + P], the row's before the prompt's. With a window, prompts end at P.
 
     A query sees its completion up to itself, and the whole prompt. Segment ids cannot express this: the kernel
     compares them for equality, and the prompt belongs to every segment.
     The kernel skips the blocks that are empty in `__getitem__`. In the other blocks it calls `mask_function` with
     the values of `q_sequence`: the query's index, and at run time also the start of its completion.
-    `__getitem__` assumes that completions start at 0, because then a query sees the most keys.
+    `__getitem__` has all keys that a query may see, wherever its completion starts.
     """
 
     length: int
     prompt: int
+    window: int
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,10 +57,18 @@ class _Visible(splash.Mask):
 
     def mask_function(self, query: Any, key: Any) -> Any:
         start, index = query >> BITS, query & (2**BITS - 1)
-        return (start <= key) & (key <= index) | (key >= self.length)
+        return self._seen(start, index - start, index, key)
+
+    def _seen(self, start: Any, place: Any, index: Any, key: Any) -> Any:
+        """place: of the query in its completion, which starts at `start` of the row."""
+        own, of_prompt = (start <= key) & (key <= index), key >= self.length
+        if self.window:
+            own = own & (key > index - self.window)
+            of_prompt = of_prompt & (key - self.shape[1] > place - self.window)
+        return own | of_prompt
 
     def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
-        return self.mask_function(self.q_sequence[block[0], None], np.arange(self.shape[1])[None, block[1]])
+        return self._seen(0, 0, self.q_sequence[block[0], None], np.arange(self.shape[1])[None, block[1]])
 
 
 def attend_tpu(
@@ -62,6 +78,7 @@ def attend_tpu(
     prompt: KeyValue | None = None,
     prompt_mask: Array | None = None,
     *,
+    limits: Limits,
     mesh: Mesh | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -80,18 +97,22 @@ def attend_tpu(
 
     row = (padded(query, -2), padded(own.keys, -2), padded(own.values, -2), padded(segment_ids, -1))
     shared = (padded(prompt.keys, -2), padded(prompt.values, -2), padded(prompt_mask, -1))
-    one = partial(_attend_row, block=block, interpret=interpret)
+    one = partial(_attend_row, block=block, limits=limits, interpret=interpret)
     attend = over_mesh(jax.vmap(jax.vmap(one, in_axes=((1, 1, 1, 0), None), out_axes=1)), mesh, k)
     return attend(row, shared)[..., :t, :]
 
 
-def _attend_row(row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int, interpret: bool) -> jax.Array:
+def _attend_row(
+    row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int, limits: Limits, interpret: bool
+) -> jax.Array:
     """Attention of one row and its prompt, both padded to blocks: query [K, R, T, h] -> [K, R, T, h]."""
     (query, keys, values, segment_ids), (prompt_keys, prompt_values, prompt_mask) = row, prompt
     k, r, t, h = query.shape
-    masks = splash.MultiHeadMask([_Visible(t, prompt_mask.size)] * (k * r))
+    masks = splash.MultiHeadMask([_Visible(t, prompt_mask.size, limits.window)] * (k * r))
     sizes = splash.BlockSizes(block, block, block, block, block, block, block, block)
-    kernel: Any = splash.make_splash_mha_single_device(masks, block_sizes=sizes, interpret=interpret)
+    kernel: Any = splash.make_splash_mha_single_device(
+        masks, block_sizes=sizes, attn_logits_soft_cap=limits.soft_cap or None, interpret=interpret
+    )
 
     index = jnp.arange(t, dtype=jnp.int32)
     # A padding token is a completion of one token: the softmax needs at least one visible key.
@@ -101,10 +122,13 @@ def _attend_row(row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int
     # The completions' starts are known only at run time, so they replace the static q_sequence of `_Visible`.
     kernel = type(kernel)(*(i._replace(q_sequence=start << BITS | index) for i in infos), **kernel.kwargs)
 
-    scaled = (query * jnp.asarray(h**-0.5, query.dtype)).reshape(k * r, t, h)
+    if limits.window and prompt_mask.size:  # a key's distance from the completion is then known from its place
+        behind = jnp.argmax(prompt_mask[::-1])
+        prompt_keys, prompt_values = (jnp.roll(x, behind, axis=1) for x in (prompt_keys, prompt_values))
+        prompt_mask = jnp.roll(prompt_mask, behind)
     keys = jnp.concatenate([keys, prompt_keys], axis=1)
     values = jnp.concatenate([values, prompt_values], axis=1)
     # Segment ids only hide the prompt's padding: all queries are in segment 1, hidden keys in 0.
     real = jnp.concatenate([jnp.ones_like(index), prompt_mask.astype(jnp.int32)])
-    out = kernel(scaled, keys, values, splash.SegmentIds(jnp.ones_like(index), real))
+    out = kernel(query.reshape(k * r, t, h), keys, values, splash.SegmentIds(jnp.ones_like(index), real))
     return jnp.where(segment_ids[None, :, None] > 0, out, 0).reshape(k, r, t, h)  # so padding gives no gradient

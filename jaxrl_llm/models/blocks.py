@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,14 +11,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.models.attention import rotate
+from jaxrl_llm.models.rope import Rope, rotate
 from jaxrl_llm.structs import Array
+
+ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = {  # as config.json names them
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and arithmetic of a decoder."""
+    """Sizes and arithmetic of a decoder.
 
+    Layers of the kind `local` have sliding-window attention. The two kinds of layers may have two rotary embeddings.
+    """
+
+    family: str  # the module of this package: it has the names of the tensors in a file
     vocab_size: int
     width: int
     layers: int
@@ -26,15 +36,32 @@ class DecoderConfig:
     head_dim: int
     mlp_width: int
     max_positions: int
-    rope_theta: float
+    rope: Rope
     norm_eps: float
     tied_head: bool
     qkv_bias: bool  # Qwen2
     qk_norm: bool  # Qwen3
+    output_bias: bool = False  # of the projection after attention
+    mlp_bias: bool = False
+    activation: str = "silu"  # of the MLP's gate: one of ACTIVATIONS
+    window: int = 0  # tokens that a token sees in a local layer, itself included
+    local: tuple[bool, ...] = ()  # which layers are local; (): none
+    local_rope: Rope | None = None  # of local layers; None: as in the others
+    score_size: float | None = None  # scores are divided by its square root; None: head_dim
+    soft_cap: float = 0.0  # bound of attention scores: cap * tanh(score / cap); 0: none
+    final_soft_cap: float = 0.0  # bound of logits, likewise
+    scaled_embedding: bool = False  # the embedding is multiplied by the square root of the width
+    centered_norms: bool = False  # the factor of a norm is 1 + scale
+    post_norms: bool = False  # attention and MLP also have a norm behind them
     dtype: str = "float32"  # of activations and matrix products; parameters stay float32
     remat: str = "none"  # rematerialization in the backward pass: none | dots | full
     transposed: bool = False  # kernels of layers are [E, D], not [D, E]: on a CPU, products with few rows are faster
     row_parts: int = 1  # parts in which a group's packed rows are scored and learned from, one after the other
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """For each layer, whether it is local."""
+        return self.local or (False,) * self.layers
 
     @property
     def precision(self) -> jax.lax.Precision | None:
@@ -51,20 +78,24 @@ class Attention(nnx.Module):
         self.query = linear(cfg.width, cfg.heads * cfg.head_dim, use_bias=cfg.qkv_bias)
         self.key = linear(cfg.width, cfg.kv_heads * cfg.head_dim, use_bias=cfg.qkv_bias)
         self.value = linear(cfg.width, cfg.kv_heads * cfg.head_dim, use_bias=cfg.qkv_bias)
-        self.output = linear(cfg.heads * cfg.head_dim, cfg.width)
+        self.output = linear(cfg.heads * cfg.head_dim, cfg.width, use_bias=cfg.output_bias)
         if cfg.qk_norm:
             self.query_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
             self.key_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
 
     def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """x [B, N, T, D] -> query [B, N, T, heads, h], key and value [B, N, T, K, h]."""
+        """x [B, N, T, D] -> query [B, N, T, heads, h], key and value [B, N, T, K, h].
+
+        The query is divided by the square root of `score_size`, in float32: its products with keys are the scores.
+        """
         cfg, lead = self.cfg, x.shape[:3]
         query = self.query(x).reshape(*lead, cfg.heads, cfg.head_dim)
         key = self.key(x).reshape(*lead, cfg.kv_heads, cfg.head_dim)
         value = self.value(x).reshape(*lead, cfg.kv_heads, cfg.head_dim)
         if cfg.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        return rotate(query, angles), rotate(key, angles), value
+        query = rotate(query, angles) * (cfg.score_size or cfg.head_dim) ** -0.5
+        return query.astype(value.dtype), rotate(key, angles).astype(value.dtype), value
 
     def __call__(self, attended: Array) -> jax.Array:
         """Applies the output projection: [B, N, T, heads, h] -> [B, N, T, D]."""
@@ -72,33 +103,55 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """SwiGLU or GeGLU (arXiv 2002.05202)."""
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
-        linear = partial(_linear, cfg, rngs=rngs)
+        linear = partial(_linear, cfg, rngs=rngs, use_bias=cfg.mlp_bias)
+        self.activation = cfg.activation
         self.gate = linear(cfg.width, cfg.mlp_width)
         self.up = linear(cfg.width, cfg.mlp_width)
         self.down = linear(cfg.mlp_width, cfg.width)
 
     def __call__(self, x: Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
 
 
 class Block(nnx.Module):
-    """One layer: norm, attention, norm, MLP, with residuals."""
+    """One layer: norm, attention, norm, MLP, with residuals. With post_norms, also norms before the residuals."""
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         self.attention_norm = _norm(cfg, cfg.width, rngs=rngs)
         self.attention = Attention(cfg, rngs)
         self.mlp_norm = _norm(cfg, cfg.width, rngs=rngs)
         self.mlp = MLP(cfg, rngs)
+        self.post_norms = cfg.post_norms
+        if cfg.post_norms:
+            self.attention_post_norm = _norm(cfg, cfg.width, rngs=rngs)
+            self.mlp_post_norm = _norm(cfg, cfg.width, rngs=rngs)
 
     def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         return self.attention.project(self.attention_norm(x), angles)
 
     def finish(self, x: Array, attended: Array) -> jax.Array:
-        x = x + self.attention(attended)
-        return x + self.mlp(self.mlp_norm(x))
+        if not self.post_norms:
+            x = x + self.attention(attended)
+            return x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention_post_norm(self.attention(attended))
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+
+
+class CenteredNorm(nnx.Module):
+    """RMS norm with the factor 1 + scale: x / sqrt(mean(x^2) + eps) * (1 + scale), in float32."""
+
+    def __init__(self, cfg: DecoderConfig, size: int):
+        self.epsilon, self.dtype = cfg.norm_eps, jnp.dtype(cfg.dtype)
+        self.scale = nnx.Param(jnp.zeros(size))
+
+    def __call__(self, x: Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        factor = (1 + self.scale[...]).reshape((1,) * (x.ndim - 1) + (-1,))
+        return (wide * factor).astype(self.dtype)
 
 
 class EmbedAndHead(nnx.Module):
@@ -138,5 +191,7 @@ def _linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias
     return Linear(cfg, din, dout, use_bias=use_bias, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
 
 
-def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm | CenteredNorm:
+    if cfg.centered_norms:
+        return CenteredNorm(cfg, size)
     return nnx.RMSNorm(size, epsilon=cfg.norm_eps, dtype=jnp.dtype(cfg.dtype), rngs=rngs)

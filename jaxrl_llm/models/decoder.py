@@ -7,7 +7,7 @@ attend to one copy of the keys and values of their prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.models import attention_gpu, attention_tpu
-from jaxrl_llm.models.attention import KeyValue, attend, causal_within, head_major, rotary, token_major
+from jaxrl_llm.models.attention import (
+    KeyValue,
+    Visible,
+    attend,
+    bounded,
+    causal_within,
+    head_major,
+    in_prompt,
+    prompt_positions,
+    token_major,
+)
 from jaxrl_llm.models.blocks import Block, DecoderConfig, EmbedAndHead
+from jaxrl_llm.models.rope import rotary
 from jaxrl_llm.sharding import BATCH, path_name
 from jaxrl_llm.structs import Array, PyTree
 
@@ -28,11 +39,31 @@ def last_state(hidden: Array, mask: Array) -> jax.Array:
     return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
+class PerKind(NamedTuple):
+    """A value for the layers with full attention, and one for the local layers."""
+
+    full: Any
+    local: Any
+
+    @classmethod
+    def of_window(cls, make: Callable[[int], Any], window: int) -> PerKind:
+        """Returns make(window) for local layers, and make(0) for the others."""
+        full = make(0)
+        return cls(full, make(window) if window else full)
+
+    def of(self, local: Array | bool) -> Any:
+        """Returns the value of a layer. In a scan, the layer's kind is known only at run time."""
+        if self.full is self.local or isinstance(local, bool):
+            return self.local if local is True else self.full
+        return jax.tree.map(lambda full, own: jnp.where(local, own, full), self.full, self.local)
+
+
 class Decoder:
     """Pure functions over a parameter tree {"layers", "embed", "norm", "head"}.
 
     "layers" is either stacked [L, ...] and scanned (training), so that XLA compiles one layer, or a list of layers
     from `unstack` (sampling), because a scan would copy each layer's slice of the stack for every token.
+    A layer that differs from others does so in arrays, which the scan selects: masks and rotary angles.
     """
 
     def __init__(self, cfg: DecoderConfig, mesh: Mesh | None = None):
@@ -69,13 +100,13 @@ class Decoder:
 
     def prefill(self, params: PyTree, tokens: Array, mask: Array) -> tuple[jax.Array, Any]:
         """Runs prompts [B, P] -> hidden [B, P, D], and the keys and values [B, K, P, h] of each layer."""
-        angles = rotary(_positions(mask), self.cfg.head_dim, self.cfg.rope_theta)
+        angles = self._angles(prompt_positions(mask))
         attend_packed = self._attend_packed(mask[:, None].astype(jnp.int32))
 
-        def layer(x: Array, scanned: tuple[PyTree]) -> tuple[Array, KeyValue]:
-            block = self._block(scanned[0])
-            query, own = head_major(*block.project(x, angles))
-            x = block.finish(x, token_major(attend_packed(query, own)))
+        def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, KeyValue]:
+            block = self._block(params_l)
+            query, own = head_major(*block.project(x, angles.of(local)))
+            x = block.finish(x, token_major(attend_packed(local, query, own)))
             return x, _of_prompt(own)
 
         x, prefix = self._through(layer, self._embed(params, tokens[:, None]), params["layers"])
@@ -100,16 +131,16 @@ class Decoder:
             return x[:, :, :length], x[:, :, length:].reshape(*tokens.shape, *x.shape[3:])
 
         after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
-        angles = rotary(join(_positions(prompt_mask), after_prompt), self.cfg.head_dim, self.cfg.rope_theta)
+        angles = self._angles(join(prompt_positions(prompt_mask), after_prompt))
         attend_prompts = self._attend_packed(prompt_mask[:, None].astype(jnp.int32))
-        attend_packed = self._attend_packed(segment_ids)
+        attend_packed = self._attend_packed(segment_ids, prompt_mask, after_prompt)
 
-        def layer(x: Array, scanned: tuple[PyTree]) -> tuple[Array, None]:
-            block = self._block(scanned[0])
-            of_prompts, of_packed = zip(*(split(y) for y in block.project(x, angles)), strict=True)
+        def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, None]:
+            block = self._block(params_l)
+            of_prompts, of_packed = zip(*(split(y) for y in block.project(x, angles.of(local))), strict=True)
             query, own = head_major(*of_prompts)
-            from_prompts = attend_prompts(query, own)
-            from_packed = attend_packed(*head_major(*of_packed), _of_prompt(own), prompt_mask)
+            from_prompts = attend_prompts(local, query, own)
+            from_packed = attend_packed(local, *head_major(*of_packed), _of_prompt(own))
             return block.finish(x, join(token_major(from_prompts), token_major(from_packed))), None
 
         x = self._embed(params, join(prompts[:, None], tokens), by_width=True)
@@ -122,13 +153,12 @@ class Decoder:
     ) -> jax.Array:
         """Runs completion rows [B, N, T], as `forward`, after the prompts of `prefill` -> hidden [B, N, T, D]."""
         after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
-        angles = rotary(after_prompt, self.cfg.head_dim, self.cfg.rope_theta)
-        attend_packed = self._attend_packed(segment_ids)
+        angles = self._angles(after_prompt)
+        attend_packed = self._attend_packed(segment_ids, prompt_mask, after_prompt)
 
-        def layer(x: Array, scanned: tuple[PyTree, KeyValue]) -> tuple[Array, None]:
-            params_l, prompt = scanned
+        def layer(x: Array, local: Array | bool, params_l: PyTree, prompt: KeyValue) -> tuple[Array, None]:
             block = self._block(params_l)
-            attended = attend_packed(*head_major(*block.project(x, angles)), prompt, prompt_mask)
+            attended = attend_packed(local, *head_major(*block.project(x, angles.of(local))), prompt)
             return block.finish(x, token_major(attended)), None
 
         x, _ = self._through(layer, self._embed(params, tokens, by_width=True), params["layers"], prefix)
@@ -145,9 +175,8 @@ class Decoder:
         def write(cache: Array, now: Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(cache, now, t, axis=3)
 
-        visible = (jnp.arange(cache[0].keys.shape[3]) <= t)[None, None, None]
-        positions = jnp.broadcast_to(t, (*tokens.shape, 1))
-        hidden, cache = self._decode(params, tokens[..., None], positions, write, visible, cache, prefix, prefix_mask)
+        place = jnp.reshape(t, (1, 1, 1))
+        hidden, cache = self._decode(params, tokens[..., None], place, write, cache, prefix, prefix_mask)
         return hidden[:, :, 0], cache
 
     def decode_at(
@@ -168,8 +197,7 @@ class Decoder:
             # One scatter with all indices. A `vmap` of a row's write copies the cache: on a CPU 1,000 times as slow.
             return cache.at[b, :, n, places].set(jnp.moveaxis(now, 1, 3), mode="drop")
 
-        visible = jnp.arange(room)[None, None, None] <= positions[..., None]
-        return self._decode(params, tokens, positions, write, visible, cache, prefix, prefix_mask)
+        return self._decode(params, tokens, positions, write, cache, prefix, prefix_mask)
 
     def _decode(
         self,
@@ -177,21 +205,32 @@ class Decoder:
         tokens: Array,
         places: Array,
         write: Callable[[Array, Array], Array],
-        visible: Array,
         cache: Any,
         prefix: Any,
         prefix_mask: Array,
     ) -> tuple[jax.Array, Any]:
-        """Runs tokens [B, N, T] at `places` of completions, after write(cache, their keys or values)."""
-        positions = jnp.sum(prefix_mask, axis=-1)[:, None, None] + places
-        angles = rotary(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        """Runs tokens [B, N, T] at `places` of completions, after write(cache, their keys or values).
 
-        def layer(x: Array, scanned: tuple[PyTree, KeyValue, KeyValue]) -> tuple[Array, KeyValue]:
-            params_l, prompt, cache_l = scanned
+        places: [B, N, T], or [1, 1, 1] if all are the same.
+        """
+        cfg, room = self.cfg, cache[0].keys.shape[3]
+        positions = jnp.broadcast_to(jnp.sum(prefix_mask, axis=-1)[:, None, None] + places, tokens.shape)
+        angles, steps, at = self._angles(positions), jnp.arange(room)[None, None, None], places[..., None]
+
+        def visible(window: int) -> Visible:
+            own = (steps <= at) & (steps > at - window) if window else steps <= at
+            return Visible(own, in_prompt(prefix_mask, positions, window))
+
+        masks = PerKind.of_window(visible, self._window(room + prefix_mask.shape[1]))
+
+        def layer(
+            x: Array, local: Array | bool, params_l: PyTree, prompt: KeyValue, cache_l: KeyValue
+        ) -> tuple[Array, KeyValue]:
             block = self._block(params_l)
-            query, now = head_major(*block.project(x, angles))
+            query, now = head_major(*block.project(x, angles.of(local)))
             cache_l = KeyValue(*(write(c, n) for c, n in zip(cache_l, now, strict=True)))
-            attended = attend(query, cache_l, visible, prompt, prefix_mask, self.cfg.precision)
+            seen = masks.of(local)
+            attended = attend(query, cache_l, seen, prompt, soft_cap=cfg.soft_cap, precision=cfg.precision)
             return block.finish(x, token_major(attended)), cache_l
 
         x, cache = self._through(layer, self._embed(params, tokens), params["layers"], prefix, cache)
@@ -203,7 +242,7 @@ class Decoder:
             x.astype(self.cfg.dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), self.head_kernel(params))
         )
         logits = jnp.matmul(flat, kernel, precision=self.cfg.precision, preferred_element_type=jnp.float32)
-        return logits.reshape(*hidden.shape[:-1], -1)
+        return bounded(logits, self.cfg.final_soft_cap).reshape(*hidden.shape[:-1], -1)
 
     def head_kernel(self, params: PyTree) -> jax.Array:
         """The head's kernel [D, V], in float32."""
@@ -214,24 +253,70 @@ class Decoder:
         layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(self.cfg.layers)]
         return params | {"layers": layers}
 
-    def _attend_packed(self, segment_ids: Array) -> Callable[..., jax.Array]:
-        """Causal attention within each completion of rows [B, N, T], with the platform's kernel if it fits."""
+    def _angles(self, positions: Array) -> PerKind:
+        full = rotary(positions, self.cfg.rope)
+        return PerKind(full, rotary(positions, self.cfg.local_rope) if self.cfg.local_rope else full)
+
+    def _window(self, length: int) -> int:
+        """Returns the window of local layers; 0, if it hides nothing from texts of this length."""
+        return self.cfg.window if self.cfg.window < length else 0
+
+    def _attend_packed(
+        self, segment_ids: Array, prompt_mask: Array | None = None, positions: Array | None = None
+    ) -> Callable[..., jax.Array]:
+        """Returns `attend(local, query, own, prompt)`, causal within each completion of rows [B, N, T].
+
+        It is the platform's kernel, if this fits. positions [B, N, T] count from the first token of the prompt.
+        """
+        cfg, length = self.cfg, segment_ids.shape[-1]
+        window = self._window(length + (0 if prompt_mask is None else prompt_mask.shape[-1]))
+
+        def visible(window: int) -> Visible:
+            of_prompt = None if prompt_mask is None else in_prompt(prompt_mask, positions, window)
+            return Visible(causal_within(segment_ids, window), of_prompt)
+
+        masks, cap = PerKind.of_window(visible, window), cfg.soft_cap
         if self.mesh is not None:
-            device, heads = self.mesh.devices.flat[0], (self.cfg.head_dim, self.cfg.dtype)
-            if attention_tpu.fits(device, *heads, segment_ids.shape[-1]):
-                return lambda q, own, *prompt: attention_tpu.attend_tpu(q, own, segment_ids, *prompt, mesh=self.mesh)
-            if attention_gpu.fits(device, *heads):
-                return lambda q, own, *prompt: attention_gpu.attend_gpu(q, own, segment_ids, *prompt, mesh=self.mesh)
-        visible = causal_within(segment_ids)
-        return lambda query, own, *prompt: attend(query, own, visible, *prompt, precision=self.cfg.precision)
+            device = self.mesh.devices.flat[0]
+            if attention_tpu.fits(device, cfg.head_dim, cfg.dtype, length):
+                return self._attend_tpu(segment_ids, prompt_mask, window)
+            if attention_gpu.fits(device, cfg.head_dim, cfg.dtype, cap):
+                return lambda local, query, own, prompt=None: attention_gpu.attend_gpu(
+                    query, own, segment_ids, masks.of(local), prompt, mesh=self.mesh
+                )
+        return lambda local, query, own, prompt=None: attend(
+            query, own, masks.of(local), prompt, soft_cap=cap, precision=cfg.precision
+        )
+
+    def _attend_tpu(self, segment_ids: Array, prompt_mask: Array | None, window: int) -> Callable[..., jax.Array]:
+        """Returns `_attend_packed` by the TPU's kernel, whose masks are static: the two kinds of layers have two."""
+
+        def kernel(window: int) -> Callable[..., jax.Array]:
+            limits = attention_tpu.Limits(window, self.cfg.soft_cap)
+            return lambda query, own, prompt: attention_tpu.attend_tpu(
+                query, own, segment_ids, prompt, prompt_mask, limits=limits, mesh=self.mesh
+            )
+
+        def attend(local: Array | bool, query: Array, own: KeyValue, prompt: KeyValue | None = None) -> jax.Array:
+            if not window or isinstance(local, bool):
+                return kernel(window if local is True else 0)(query, own, prompt)
+            return jax.lax.cond(local, kernel(window), kernel(0), query, own, prompt)
+
+        return attend
 
     def _through(self, layer: Callable, x: Array, layers: PyTree, *per_layer: Any) -> tuple[Array, Any]:
-        """Runs x through all layers. `layer` maps (x, (a layer's parameters, ...)) to x and an output to collect."""
+        """Runs x through all layers. `layer(x, local, its parameters, ...)` returns x and an output to collect."""
+        kinds = self.cfg.kinds
         if not isinstance(layers, list):
-            return jax.lax.scan(self._remat(layer), x, (layers, *per_layer))
+            same = len(set(kinds)) == 1
+
+            def one(x: Array, scanned: tuple[Any, ...]) -> tuple[Array, Any]:
+                return layer(x, kinds[0] if same else scanned[0], *scanned[1:])
+
+            return jax.lax.scan(self._remat(one), x, (jnp.asarray(kinds), layers, *per_layer))
         collected = []
-        for scanned in zip(layers, *per_layer, strict=True):
-            x, more = layer(x, scanned)
+        for local, *scanned in zip(kinds, layers, *per_layer, strict=True):
+            x, more = layer(x, local, *scanned)
             collected.append(more)
         return x, collected
 
@@ -239,6 +324,8 @@ class Decoder:
         """by_width: the table is split over fsdp. Each device looks up its part of the width, and sends it on."""
         # The cast follows the lookup: a frequent token's gradient sums thousands of rows, which must happen in float32.
         x = self._embed_and_head(params).embed(tokens).astype(self.cfg.dtype)
+        if self.cfg.scaled_embedding:
+            x = x * jnp.asarray(self.cfg.width**0.5, self.cfg.dtype)  # rounded, as in transformers
         if self.mesh is None:
             return x
         if by_width and self.cfg.width % self.mesh.shape["fsdp"] == 0:
@@ -260,11 +347,6 @@ class Decoder:
             return layer
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         return jax.checkpoint(layer, policy=dots if self.cfg.remat == "dots" else None)
-
-
-def _positions(mask: Array) -> jax.Array:
-    """Position of each prompt token [B, 1, P], counted from the first real token."""
-    return jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
 
 
 def _of_prompt(own: KeyValue) -> KeyValue:

@@ -16,29 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import names
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.names import Names
 from jaxrl_llm.structs import PyTree
-
-# Parameter path -> tensor name, with {} for the layer. Kernels are transposed in the file.
-NAMES = {
-    "embed/embedding": "model.embed_tokens.weight",
-    "norm/scale": "model.norm.weight",
-    "head/kernel": "lm_head.weight",
-    "layers/attention_norm/scale": "model.layers.{}.input_layernorm.weight",
-    "layers/attention/query/kernel": "model.layers.{}.self_attn.q_proj.weight",
-    "layers/attention/query/bias": "model.layers.{}.self_attn.q_proj.bias",
-    "layers/attention/key/kernel": "model.layers.{}.self_attn.k_proj.weight",
-    "layers/attention/key/bias": "model.layers.{}.self_attn.k_proj.bias",
-    "layers/attention/value/kernel": "model.layers.{}.self_attn.v_proj.weight",
-    "layers/attention/value/bias": "model.layers.{}.self_attn.v_proj.bias",
-    "layers/attention/output/kernel": "model.layers.{}.self_attn.o_proj.weight",
-    "layers/attention/query_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
-    "layers/attention/key_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
-    "layers/mlp_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
-    "layers/mlp/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
-    "layers/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
-    "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
-}
 
 # Besides config.json and the weights, these files change the input tokens, the output text or the stop ids.
 SETTINGS = (
@@ -177,7 +158,8 @@ def load_params(folder: Path, model: Decoder, mesh: Mesh, *, learns: bool = True
     """
     where = _index(folder)
     shapes = model.shapes()
-    _check_tensors(folder, where, shapes, model.cfg.layers)
+    table = names.of_family(model.cfg.family)
+    _check_tensors(folder, where, shapes, table)
 
     def load(path: Any, leaf: Any, dtype: Any) -> jax.Array:
         name = sharding.path_name(path)
@@ -188,7 +170,7 @@ def load_params(folder: Path, model: Decoder, mesh: Mesh, *, learns: bool = True
             devices.setdefault(spans, []).append(device)
         arrays = []
         for spans, same in devices.items():  # the host holds one part at a time
-            part = _read(where, name, spans, dtype)
+            part = _read(where, table[name], spans, dtype, turned=name.endswith("kernel"))
             arrays += [jax.device_put(part, device) for device in same]
         return jax.make_array_from_single_device_arrays(leaf.shape, place, arrays)
 
@@ -227,18 +209,14 @@ def _index(folder: Path) -> dict[str, Any]:
     return where
 
 
-def tensor_names(name: str, layers: int) -> list[str]:
-    form = NAMES[name]
-    return [form.format(i) for i in range(layers)] if "{}" in form else [form]
-
-
-def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, layers: int) -> None:
+def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: Names) -> None:
     expected: set[str] = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = sharding.path_name(path)
-        shape = leaf.shape[1:] if "{}" in NAMES[name] else leaf.shape
+        form = table[name]
+        shape = leaf.shape[1:] if "{}" in form else leaf.shape
         shape = shape[::-1] if name.endswith("kernel") else shape
-        for tensor in tensor_names(name, layers):
+        for tensor in names.of_layers(form, leaf.shape[0]):
             if tensor not in where:
                 raise UserError(f"{folder}: no tensor {tensor}, which config.json asks for: use one checkpoint's files")
             found = tuple(where[tensor].get_slice(tensor).get_shape())
@@ -254,14 +232,14 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, layers: 
             raise UserError(f"{folder}: tensor {tensor} is unknown to {family}: use one checkpoint's files")
 
 
-def _read(where: dict[str, Any], name: str, spans: tuple[range, ...], dtype: Any) -> np.ndarray:
-    """Reads the part `spans` of parameter `name`."""
-    stacked = "{}" in NAMES[name]
+def _read(where: dict[str, Any], form: str, spans: tuple[range, ...], dtype: Any, *, turned: bool) -> np.ndarray:
+    """Reads the part `spans` of the parameter whose tensors are called `form`; turned: they are transposed."""
+    stacked = "{}" in form
     part = np.empty([len(span) for span in spans], dtype)
     of_tensor = tuple(slice(span.start, span.stop) for span in spans[stacked:])
-    for i, tensor in enumerate([NAMES[name].format(layer) for layer in spans[0]] if stacked else [NAMES[name]]):
+    for i, tensor in enumerate([form.format(layer) for layer in spans[0]] if stacked else [form]):
         stored = where[tensor].get_slice(tensor)
-        values = stored[of_tensor[::-1]].T if name.endswith("kernel") else stored[of_tensor]
+        values = stored[of_tensor[::-1]].T if turned else stored[of_tensor]
         part[i if stacked else ...] = values
     return part
 

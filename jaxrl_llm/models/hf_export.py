@@ -16,7 +16,9 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm import distributed, sharding
 from jaxrl_llm.host import disk
-from jaxrl_llm.models.hf import NAMES, stored_dtype, tensor_names
+from jaxrl_llm.models import names
+from jaxrl_llm.models.hf import read_config, stored_dtype
+from jaxrl_llm.models.names import Names
 from jaxrl_llm.structs import Array, PyTree
 
 SHARD_BYTES = 5 * 2**30
@@ -36,7 +38,7 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
         with disk.writing(folder):
             _save(folder, params, source, dtype)
     else:
-        deque(tensors(params, dtype), maxlen=0)  # gathers them together with the first process
+        deque(tensors(params, table_of(source), dtype), maxlen=0)  # gathers them together with the first process
     distributed.wait("export")
 
 
@@ -61,7 +63,7 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
         weight_map.update(dict.fromkeys(shard, files[-1]))
         shard.clear()
 
-    for name, tensor in tensors(params, dtype):
+    for name, tensor in tensors(params, table_of(source), dtype):
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
             flush()
         shard[name] = tensor
@@ -99,17 +101,23 @@ def _index(stacked: Array, i: Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stacked, i, keepdims=False)
 
 
-def tensors(params: PyTree, dtype: Any, *, untied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+def table_of(folder: Path) -> Names:
+    """Returns the tensor names of the family of a folder."""
+    return names.of_family(read_config(folder)["model_type"])
+
+
+def tensors(params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the name and value of each Hugging Face tensor, fetched from the devices one at a time.
 
-    untied: a head that is tied to the embedding is also yielded as a separate tensor.
+    table: of the family. untied: a head that is tied to the embedding is also yielded as a separate tensor.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = sharding.path_name(path)
-        stacked = "{}" in NAMES[name]
+        form = table[name]
+        stacked = "{}" in form
         # A slice on the device is a program for each shape, so the host slices what is small.
         values: Any = sharding.whole_to_host(leaf) if leaf.nbytes <= AT_ONCE else leaf
-        for i, tensor in enumerate(tensor_names(name, leaf.shape[0] if stacked else 1)):
+        for i, tensor in enumerate(names.of_layers(form, leaf.shape[0] if stacked else 1)):
             part = sharding.whole_to_host(_layer(values, i) if stacked else values).astype(dtype, copy=False)
             part = np.ascontiguousarray(part.T if name.endswith("kernel") else part)
             yield tensor, part
@@ -117,14 +125,15 @@ def tensors(params: PyTree, dtype: Any, *, untied: bool = False) -> Iterator[tup
                 yield TIED[tensor], part
 
 
-def shapes(params: PyTree, *, untied: bool = False) -> dict[str, tuple[int, ...]]:
+def shapes(params: PyTree, table: Names, *, untied: bool = False) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that `tensors` yields, in the same order."""
     made = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = sharding.path_name(path)
-        stacked = "{}" in NAMES[name]
+        form = table[name]
+        stacked = "{}" in form
         shape = leaf.shape[1:] if stacked else leaf.shape
-        for tensor in tensor_names(name, leaf.shape[0] if stacked else 1):
+        for tensor in names.of_layers(form, leaf.shape[0] if stacked else 1):
             made[tensor] = tuple(reversed(shape)) if name.endswith("kernel") else tuple(shape)
             if untied and tensor in TIED and "head" not in params:
                 made[TIED[tensor]] = made[tensor]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import qwen2
+from jaxrl_llm.models import config_json, qwen2
 from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.names import DENSE as NAMES
+
+__all__ = ["NAMES", "decoder_config"]
 
 
 def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
@@ -15,8 +16,5 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    if hf.get("attention_bias"):
-        raise UserError("config.json: attention_bias is true: only Qwen3 without attention biases is supported")
-    shared = qwen2.decoder_config(hf, dtype, remat)
-    head_dim = hf.get("head_dim") or 128  # the default of the family, not width / heads
-    return dataclasses.replace(shared, head_dim=head_dim, qkv_bias=False, qk_norm=True)
+    settings = config_json.read(hf, head_dim=128)  # not width / heads
+    return config_json.decoder(settings, dtype, remat, qk_norm=True, **qwen2.windows(settings))

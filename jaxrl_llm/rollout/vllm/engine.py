@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl_llm import distributed
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import hf_export
+from jaxrl_llm.models import hf_export, names
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
@@ -162,9 +162,11 @@ class VllmEngine:
         self._run, self._dtype = f"jaxrl_llm:{run}:", dtype
         self._pulls = push != "reload"  # the server has `receive.PullBackend`
         self._push = weights.pull if self._pulls else weights.reload
+        self._table = names.of_family(model.family)
         self._offer = weights.WeightFile(
             Path(weights_dir) / f"{weights.NAME}{run}",
             dtype,
+            self._table,
             untied=model.tied_head and not self._pulls,
             address=push_address if push == "http" else "",
         )
@@ -289,7 +291,7 @@ class VllmEngine:
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Pushes the parameters to all servers. Returns when every server has them."""
-        self._tensors = {name: list(shape) for name, shape in hf_export.shapes(params).items()}
+        self._tensors = {name: list(shape) for name, shape in hf_export.shapes(params, self._table).items()}
         self._offer.write(params)
         self._version = version
         _all([self._pool.submit(self._persist, self._bring, cycle([server])) for server in self._servers])

@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf_export
+from jaxrl_llm.models.names import Names
 from jaxrl_llm.structs import PyTree
 
 DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
@@ -37,12 +38,12 @@ class WeightFile:
     The file stays after a push, so that a restarted server can load it again.
     """
 
-    def __init__(self, folder: Path, dtype: Any, *, untied: bool, address: str = ""):
-        """dtype: cast the tensors to it; untied: also write a tied head; address: serve the file there over HTTP.
+    def __init__(self, folder: Path, dtype: Any, table: Names, *, untied: bool, address: str = ""):
+        """dtype: cast the tensors to it; table: their names; untied: also write a tied head; address: serve over HTTP.
 
         Raises: UserError, if the folder cannot be made, is open to other users, or the address is not of this host.
         """
-        self.folder, self._dtype, self._untied = folder, np.dtype(dtype), untied
+        self.folder, self._dtype, self._table, self._untied = folder, np.dtype(dtype), table, untied
         sweep(folder.parent)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ class WeightFile:
         """
         file = self.folder / FILE
         file.unlink(missing_ok=True)  # first, to make room for the new file
-        shapes = hf_export.shapes(params, untied=self._untied).values()
+        shapes = hf_export.shapes(params, self._table, untied=self._untied).values()
         size = sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
         free = shutil.disk_usage(self.folder).free
         if size > free:
@@ -76,7 +77,7 @@ class WeightFile:
                 f"take {size / 1e9:.1f} GB: make room (docker's --shm-size), or give another folder"
             )
         with file.open("wb") as out:
-            write_stream(out, params, self._dtype, untied=self._untied)
+            write_stream(out, params, self._table, self._dtype, untied=self._untied)
 
     @property
     def source(self) -> dict[str, str]:
@@ -108,21 +109,21 @@ def sweep(parent: Path) -> None:
             lock.parent.rmdir()
 
 
-def write_stream(file: BinaryIO, params: PyTree, dtype: Any, *, untied: bool = False) -> None:
+def write_stream(file: BinaryIO, params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -> None:
     """Writes params as one safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes in order.
 
     Needs one tensor in memory at a time; the safetensors library needs all of them.
     Raises: UserError, with the name of the tensor, if one is not finite.
     """
     header, offset, kind = {}, 0, np.dtype(dtype)
-    for name, shape in hf_export.shapes(params, untied=untied).items():
+    for name, shape in hf_export.shapes(params, table, untied=untied).items():
         size = math.prod(shape) * kind.itemsize
         header[name] = {"dtype": DTYPES[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
-    for name, tensor in hf_export.tensors(params, dtype, untied=untied):
+    for name, tensor in hf_export.tensors(params, table, dtype, untied=untied):
         if not np.isfinite(tensor).all():
             raise UserError(
                 f"the policy's {name} is not finite and was not pushed: resume from the last checkpoint "

@@ -1,0 +1,20 @@
+"""The Llama 2 and 3 families, and models of their architecture: biases where config.json asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.models import config_json
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.names import DENSE as NAMES
+
+__all__ = ["NAMES", "decoder_config"]
+
+
+def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+    """Converts a Hugging Face config.json of this family to a DecoderConfig.
+
+    Raises: UserError, naming a key that is missing or asks for an unsupported feature.
+    """
+    settings = config_json.read(hf)
+    return config_json.decoder(settings, dtype, remat, mlp_bias=settings.get("mlp_bias", False))

@@ -1,0 +1,24 @@
+"""The Mistral family: all layers have a sliding window, if config.json has one; layer_types may exclude some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.models import config_json
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.names import DENSE as NAMES
+
+__all__ = ["NAMES", "decoder_config"]
+
+WINDOW = 4096  # of a config.json that does not mention one; null: none
+
+
+def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+    """Converts a Hugging Face config.json of this family to a DecoderConfig.
+
+    Raises: UserError, naming a key that is missing or asks for an unsupported feature.
+    """
+    settings = config_json.read({"sliding_window": WINDOW} | hf)
+    usual = ["sliding_window" in settings] * settings["num_hidden_layers"]
+    own = {"qkv_bias": False, "output_bias": False} | config_json.windows(settings, usual)
+    return config_json.decoder(settings, dtype, remat, **own)

@@ -1,0 +1,52 @@
+"""Names of the tensors in a Hugging Face checkpoint: parameter path -> tensor, with {} for the layer.
+
+Kernels are transposed in the file. A family whose tensors have other names has a table NAMES in its module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TypeAlias
+
+Names: TypeAlias = Mapping[str, str]
+
+DENSE = {
+    "embed/embedding": "model.embed_tokens.weight",
+    "norm/scale": "model.norm.weight",
+    "head/kernel": "lm_head.weight",
+    "layers/attention_norm/scale": "model.layers.{}.input_layernorm.weight",
+    "layers/attention/query/kernel": "model.layers.{}.self_attn.q_proj.weight",
+    "layers/attention/query/bias": "model.layers.{}.self_attn.q_proj.bias",
+    "layers/attention/key/kernel": "model.layers.{}.self_attn.k_proj.weight",
+    "layers/attention/key/bias": "model.layers.{}.self_attn.k_proj.bias",
+    "layers/attention/value/kernel": "model.layers.{}.self_attn.v_proj.weight",
+    "layers/attention/value/bias": "model.layers.{}.self_attn.v_proj.bias",
+    "layers/attention/output/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "layers/attention/output/bias": "model.layers.{}.self_attn.o_proj.bias",
+    "layers/attention/query_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
+    "layers/attention/key_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
+    "layers/mlp_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+    "layers/mlp/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
+    "layers/mlp/gate/bias": "model.layers.{}.mlp.gate_proj.bias",
+    "layers/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
+    "layers/mlp/up/bias": "model.layers.{}.mlp.up_proj.bias",
+    "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
+    "layers/mlp/down/bias": "model.layers.{}.mlp.down_proj.bias",
+}
+# With norms also after attention and MLP.
+GEMMA = DENSE | {
+    "layers/attention_post_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+    "layers/mlp_norm/scale": "model.layers.{}.pre_feedforward_layernorm.weight",
+    "layers/mlp_post_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+
+
+def of_family(family: str) -> Names:
+    """Returns the table of a family, a module of this package."""
+    return importlib.import_module(f"jaxrl_llm.models.{family}").NAMES
+
+
+def of_layers(form: str, layers: int) -> list[str]:
+    """Returns the names of a parameter's tensors: one, or one for each layer."""
+    return [form.format(i) for i in range(layers)] if "{}" in form else [form]
