@@ -69,6 +69,7 @@ class Record:
         record = {k: v for k, v in metrics.items() if not (k.startswith("reward/") and np.isnan(v))}
         if self.samples:
             record |= of_rollouts(self.samples.rollouts, self.step) | of_texts(self.samples)
+            record |= of_rewards(self.samples.graded().metrics)
         record |= of_updates(updates) | self.evaluation
         record |= {f"time/{phase}": seconds for phase, seconds in self.timer.seconds.items()}
         tokens = sum(distributed.exchange(self.tokens, LOG))
@@ -112,6 +113,15 @@ def of_rollouts(rollouts: Rollouts, step: int) -> dict[str, Any]:
         lags = np.repeat(step - 1 - versions, tokens)
         record |= {"rollout/lag": lags.mean(), "rollout/lag_p95": np.percentile(lags, 95)}
     return record | of_episodes(rollouts)
+
+
+def of_rewards(metrics: dict[str, float]) -> dict[str, float]:
+    """Returns the means over all processes of what reward functions measured."""
+    found: dict[str, list[float]] = {}
+    for of_process in distributed.exchange(metrics, LOG):
+        for name, value in of_process.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def of_episodes(rollouts: Rollouts) -> dict[str, Any]:

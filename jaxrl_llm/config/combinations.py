@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jaxrl_llm import rewards
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.names import arguments, closest, own_name, required_inputs, resolve
+from jaxrl_llm.config.names import arguments, closest, own_name, required_inputs, resolve, split_call
 from jaxrl_llm.config.no_effect import check_no_effect, looks_at_rewards
-from jaxrl_llm.config.schema import Field
+from jaxrl_llm.config.schema import Field, check_call
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import RECENT
 from jaxrl_llm.health.rules import RULES
@@ -42,9 +42,11 @@ def check_rewards(config: Config, required: tuple[str, ...]) -> None:
             raise UserError(f"config.reward.weights: {name}'s {problem}")
         if problem := Field(str).problem(name):
             raise UserError(f"config.reward.functions: one {problem}")
-        if names.count(name) > 1:
-            raise UserError(f"config.reward.functions has {name!r} {names.count(name)} times: give it once")
-        resolve(name, rewards, "config.reward.functions")
+        check_call(name, rewards, "config.reward.functions")
+    channels = [split_call(name)[0] for name in names]
+    for name in channels:
+        if channels.count(name) > 1:
+            raise UserError(f"config.reward.functions has {name!r} {channels.count(name)} times: give it once")
     if not any(weights) and looks_at_rewards(required):
         raise UserError("config.reward.weights are all 0: nothing would be rewarded; give one function a weight")
     tokens, limit = config.reward.overlong_tokens, config.rollout.max_completion_tokens
