@@ -41,11 +41,11 @@ def fast(run: Run) -> None:
 
 
 def not_a_number(run: Run) -> None:
-    """One batch of reference log-probabilities that are NaN."""
+    """One batch of rewards that are NaN."""
 
     def change(step: int, batch: Any, scores: Any, rewards: Any) -> Any:
         bad = step == AT and not run.attempt
-        return scores | {"ref_logprobs": scores["ref_logprobs"] * (jnp.nan if bad else 1.0)}, rewards
+        return scores, replace(rewards, total=rewards.total * (jnp.nan if bad else 1.0))
 
     faults.credit(change)(run)
 
@@ -62,7 +62,7 @@ def wrong_push(run: Run) -> None:
     engine.update_weights = wrong
 
 
-FAULTS: dict[str, Callable[[Run], None]] = {"rate x 100": fast, "NaN scores": not_a_number, "wrong push": wrong_push}
+FAULTS: dict[str, Callable[[Run], None]] = {"rate x 100": fast, "NaN rewards": not_a_number, "wrong push": wrong_push}
 
 
 def accuracy(seed: int, fault: str, acts: bool) -> tuple[float, int]:
