@@ -128,6 +128,21 @@ def check_call(text: str, module: ModuleType, what: str) -> None:
     for key, parameter in taken.items():
         if own and parameter.default is parameter.empty and key not in given:
             raise UserError(f"{what}: {name} needs an argument {key}: write {name}({key}=...)")
+    if own and (check := getattr(function, "check", None)):
+        check(**{key: given.get(key, parameter.default) for key, parameter in taken.items()})
+
+
+def checked_by(check: Callable[..., None]) -> Callable[[T], T]:
+    """Returns a decorator for a function that a config names with arguments: check(**arguments) runs before a run.
+
+    check raises UserError. It looks at what no annotation can say, such as whether a file is there.
+    """
+
+    def mark(function: T) -> T:
+        setattr(function, "check", check)  # noqa: B010 - a function has no such attribute for type checkers
+        return function
+
+    return mark
 
 
 def fields_of(section: str, function: Callable[..., Any], *, leave_out: tuple[str, ...] = ()) -> dict[str, Field]:

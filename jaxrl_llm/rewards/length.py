@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Any
 
-from jaxrl_llm.config.schema import AtLeastOne, Count, Field
+from jaxrl_llm.config.schema import AtLeastOne, Count
 from jaxrl_llm.rewards import math as maths
 
 __all__ = ["cosine", "distance", "penalty"]
 
-Value = Annotated[float, Field(float)]
 
 
 def penalty(completion_ids: list[list[int]], *, free: Count, scale: AtLeastOne, **columns: Any) -> list[float]:
@@ -29,10 +28,10 @@ def cosine(
     completion_ids: list[list[int]],
     *,
     max_tokens: AtLeastOne,
-    right_short: Value = 1.0,
-    right_long: Value = 0.5,
-    wrong_short: Value = -1.0,
-    wrong_long: Value = -0.5,
+    right_short: float = 1.0,
+    right_long: float = 0.5,
+    wrong_short: float = -1.0,
+    wrong_long: float = -0.5,
     **columns: Any,
 ) -> list[float]:
     """The cosine reward of arXiv 2502.03373 (also Open-R1's): short is good if it is right, and bad if it is wrong.
