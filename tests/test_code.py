@@ -60,7 +60,12 @@ def test_a_share_of_the_tests_earns_a_share_if_asked():
 def test_the_last_block_after_the_thoughts_is_the_program():
     text = "```python\nno\n```\n<think>```python\nno\n```</think>\n```python\nbad\n```\nbetter:\n```py\n{}\n```"
     seen: dict[str, float] = {}
-    texts = [text.format(ADD), "```python\ndef add(a, b): return a + b", "<think>```python\n" + ADD + "\n```</think>", ""]
+    texts = [
+        text.format(ADD),
+        "```python\ndef add(a, b): return a + b",
+        "<think>```python\n" + ADD + "\n```</think>",
+        "",
+    ]
     assert code.tests(texts, seen.__setitem__, answer=[ASSERTS] * 4) == [1.0, 0.0, 0.0, 0.0]
     assert seen["no_code"] == 0.75
     assert code.is_given(texts) == [1.0, 0.0, 0.0, 0.0]
@@ -85,7 +90,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("tests", [["assert add(1, 2) == 3"], {"inputs": [""], "outputs": ["3"]}], ids=["calls", "output"])
+@pytest.mark.parametrize(
+    "tests", [["assert add(1, 2) == 3"], {"inputs": [""], "outputs": ["3"]}], ids=["calls", "output"]
+)
 def test_the_sandbox_survives_everything_with_no_reward_and_a_metric_each(tests, tmp_path):
     outside = tmp_path / "outside"
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -141,19 +148,22 @@ def test_tests_see_objects_changes_of_their_arguments_errors_and_generators():
         "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x); return self\n"
         "    def __len__(self): return len(self.items)\n    def __eq__(self, other): return self.items == other.items\n"
     )
-    assert passed(
-        program,
-        "x = [3, 1, 2]; sort(x); assert x == [1, 2, 3]",
-        "d, s = {}, set(); fill(d, s); assert d == {'a': 1} and s == {2}",
-        "assert each(lambda x: 2 * x, [1, 2]) == [2, 4]",
-        "assert count('aab') == {'a': 2, 'b': 1}",
-        "from collections import Counter\nassert count('aab') == Counter('aab')",
-        "try:\n    fails()\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False",
-        "assert list(two()) == [1, 2] and sum(two()) == 3",
-        "from decimal import Decimal\nassert exact() == (Decimal('0.1'), float('inf'), {1, 2}, None)",
-        "s = Stack(); s.push(1).push(2); assert len(s) == 2 and s.items == [1, 2] and s.items[0] == 1 and s == s",
-        "assert Stack() == Stack() and Stack().push(1) != Stack()",
-    ) == [True] * 10
+    assert (
+        passed(
+            program,
+            "x = [3, 1, 2]; sort(x); assert x == [1, 2, 3]",
+            "d, s = {}, set(); fill(d, s); assert d == {'a': 1} and s == {2}",
+            "assert each(lambda x: 2 * x, [1, 2]) == [2, 4]",
+            "assert count('aab') == {'a': 2, 'b': 1}",
+            "from collections import Counter\nassert count('aab') == Counter('aab')",
+            "try:\n    fails()\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False",
+            "assert list(two()) == [1, 2] and sum(two()) == 3",
+            "from decimal import Decimal\nassert exact() == (Decimal('0.1'), float('inf'), {1, 2}, None)",
+            "s = Stack(); s.push(1).push(2); assert len(s) == 2 and s.items == [1, 2] and s.items[0] == 1 and s == s",
+            "assert Stack() == Stack() and Stack().push(1) != Stack()",
+        )
+        == [True] * 10
+    )
     assert passed(program, "assert each(lambda x: 1 / 0, [1])", "assert nothing()", "x = (", "assert sort") == [
         False, False, False, True,
     ]  # fmt: skip

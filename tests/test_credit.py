@@ -36,7 +36,9 @@ def of_channel(channels):
     return jnp.nan_to_num(channels["a"], nan=-1.0)  # the function returned None
 
 
-def assign(advantage: dict, *, placement: str = "none", updates: int = 1, rewards: Rewards = REWARDS, batch=BATCH, **changes):
+def assign(
+    advantage: dict, *, placement: str = "none", updates: int = 1, rewards: Rewards = REWARDS, batch=BATCH, **changes
+):
     """A batch of one group after credit, and the metrics."""
     config = ConfigDict(
         dict(

@@ -29,7 +29,17 @@ from jaxtyping import Bool, Float
 from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
-SIGNALS = ("rewards", "has_reward", "channels", "weights", "greedy_rewards", "token_rewards", "values", "logprobs", "loss_mask")
+SIGNALS = (
+    "rewards",
+    "has_reward",
+    "channels",
+    "weights",
+    "greedy_rewards",
+    "token_rewards",
+    "values",
+    "logprobs",
+    "loss_mask",
+)
 OF_A_GROUP = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")  # these need G >= 2
 OF_A_TOKEN = ("reinforce_pp", "gae", "distillation")  # advantages differ within a completion
 

@@ -59,9 +59,7 @@ def in_python(program: str, tests: Sequence[str], limits: Limits) -> list[Verdic
         theirs = f"{library}serve({calls.fileno()}, {to_tests.fileno()}, {program!r})"
         numbers = answers.fileno(), to_program.fileno(), report.fileno()
         ours = f"{library}run({', '.join(map(str, numbers))}, {list(tests)!r})"
-        tested = opened.enter_context(
-            sandbox.started(theirs, **each, descriptors=(calls.fileno(), to_tests.fileno()))
-        )
+        tested = opened.enter_context(sandbox.started(theirs, **each, descriptors=(calls.fileno(), to_tests.fileno())))
         tester = opened.enter_context(sandbox.started(ours, **each, descriptors=numbers))
         for end in ends:  # only the children keep them: when one ends, the other reads an end of file
             end.close()

@@ -257,5 +257,3 @@ def as_json(value):
     if isinstance(value, (list, tuple)):
         return [as_json(x) for x in value]
     return {str(k): as_json(x) for k, x in value.items()} if isinstance(value, dict) else value
-
-

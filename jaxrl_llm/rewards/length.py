@@ -11,7 +11,6 @@ from jaxrl_llm.rewards import math as maths
 __all__ = ["cosine", "distance", "penalty"]
 
 
-
 def penalty(completion_ids: list[list[int]], *, free: Count, scale: AtLeastOne, **columns: Any) -> list[float]:
     """-min(max(n - free, 0) / scale, 1) for n tokens: nothing up to `free`, and -1 from free + scale on."""
     return [-min(max(len(ids) - free, 0) / scale, 1.0) for ids in completion_ids]
