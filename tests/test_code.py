@@ -23,7 +23,7 @@ def earned(*programs: str, tests: object, **arguments: object) -> tuple[list[flo
     """Rewards of programs, all with the same tests, and the metrics that are not 0."""
     seen: dict[str, float] = {}
     texts = [[{"role": "assistant", "content": f"So:\n```python\n{program}\n```\n"}] for program in programs]
-    found = code.tests(texts, seen.__setitem__, tests=[tests] * len(texts), **arguments)
+    found = code.accuracy(texts, seen.__setitem__, tests=[tests] * len(texts), **arguments)
     return found, {name: share for name, share in seen.items() if share}
 
 
@@ -40,7 +40,8 @@ PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
     ("program", "tests"),
     [(ADD, ASSERTS), (ADD, json.dumps(ASSERTS)), (ADD, "\n".join(ASSERTS)), (SUM, PAIRS), (SUM, json.dumps(PAIRS)),
      (ADD, {"fn_name": "add", "inputs": ["1\n2", [[1], [2]]], "outputs": ["3", [[1, 2]]]}),
-     ("class Solution:\n  def add(self, a, b): return (a, b)", {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]}),
+     ("class Solution:\n  def add(self, a, b): return (a, b)",
+      {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]}),
     ],
 )  # fmt: skip
 def test_a_right_program_earns_1_in_all_forms_of_tests(program, tests):
@@ -66,7 +67,7 @@ def test_the_last_block_after_the_thoughts_is_the_program():
         "<think>```python\n" + ADD + "\n```</think>",
         "",
     ]
-    assert code.tests(texts, seen.__setitem__, answer=[ASSERTS] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert code.accuracy(texts, seen.__setitem__, answer=[ASSERTS] * 4) == [1.0, 0.0, 0.0, 0.0]
     assert seen["no_code"] == 0.75
     assert code.is_given(texts) == [1.0, 0.0, 0.0, 0.0]
 
@@ -74,10 +75,10 @@ def test_the_last_block_after_the_thoughts_is_the_program():
 def test_columns_may_hold_inputs_and_outputs_and_a_row_without_tests_is_an_error():
     text = f"```python\n{SUM}\n```"
     columns = {name: [values] for name, values in PAIRS.items()}
-    assert code.tests([text], lambda *_: None, **columns) == [1.0]
+    assert code.accuracy([text], lambda *_: None, **columns) == [1.0]
     for nothing in ([], {"inputs": ["1"], "outputs": []}, 3):
         with pytest.raises(ValueError, match="a row has the tests"):
-            code.tests([text], lambda *_: None, tests=[nothing])
+            code.accuracy([text], lambda *_: None, tests=[nothing])
 
 
 HOSTILE = {
@@ -115,9 +116,11 @@ CHEATS = {
     "ends well": "import sys\nsys.exit(0)",
     "ends in the call": "def add(a, b):\n    import os\n    os._exit(0)",
     "is equal to everything": "class A:\n    __eq__ = __lt__ = __le__ = __gt__ = lambda a, b: True\n"
-    "    __ne__ = __contains__ = lambda a, b: False\n    __sub__ = __abs__ = lambda a, *b: a\ndef add(a, b): return A()",
+    "    __ne__ = __contains__ = lambda a, b: False\n    __sub__ = __abs__ = lambda a, *b: a\n"
+    "def add(a, b): return A()",
     "is a 3 that is equal to everything": "class A(int):\n    __eq__ = lambda a, b: True\ndef add(a, b): return A(7)",
-    "changes the functions of its tests": "def add(a, b): return 7\nall = bool = any = lambda x: True\nabs = lambda x: 0\n"
+    "changes the functions of its tests": "def add(a, b): return 7\nall = bool = any = lambda x: True\n"
+    "abs = lambda x: 0\n"
     "class math: isclose = staticmethod(lambda *x: True)\nimport builtins\nbuiltins.all = builtins.abs = abs",
     "makes assertions harmless": "import builtins\nclass E(Exception): pass\nbuiltins.AssertionError = E\n"
     "import unittest\nunittest.TestCase.assertEqual = lambda *x: None\ndef add(a, b): return 7",
@@ -126,7 +129,8 @@ CHEATS = {
     "speaks for the harness": "import sys\ndef add(a, b):\n    frame = sys._getframe()\n    while frame.f_back:\n"
     "        frame = frame.f_back\n        link = frame.f_locals.get('link') or frame.f_locals.get('self')\n"
     "        if hasattr(link, 'put'):\n            link.put(link.encoded(('value', True, ())))\n    return 7",
-    "sends code": "class A:\n    def __reduce__(self):\n        return exec, ('raise SystemExit',)\ndef add(a, b): return A()",
+    "sends code": "class A:\n    def __reduce__(self):\n        return exec, ('raise SystemExit',)\n"
+    "def add(a, b): return A()",
 }  # fmt: skip
 
 
@@ -145,7 +149,8 @@ def test_tests_see_objects_changes_of_their_arguments_errors_and_generators():
         "def sort(x): x.sort()\ndef fill(d, s): d['a'] = 1; s.add(2)\ndef each(f, x): return [f(y) for y in x]\n"
         "def count(x): return Counter(x)\ndef fails(): raise ValueError('no')\ndef two(): yield 1; yield 2\n"
         "def exact(): return Decimal('0.1'), float('inf'), {1, 2}, None\n"
-        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x); return self\n"
+        "class Stack:\n    def __init__(self): self.items = []\n"
+        "    def push(self, x): self.items.append(x); return self\n"
         "    def __len__(self): return len(self.items)\n    def __eq__(self, other): return self.items == other.items\n"
     )
     assert (
@@ -184,9 +189,9 @@ def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch):
     def none() -> None:
         raise sandbox.NoSandbox("no Landlock")
 
-    check_call("code.tests(partial=True)", rewards, "config.reward.functions")
+    check_call("code.accuracy(partial=True)", rewards, "config.reward.functions")
     monkeypatch.setattr(sandbox, "check", none)
     sandbox.refuse_without.cache_clear()
-    with pytest.raises(UserError, match="need Linux 5.13 with Landlock and seccomp: no Landlock"):
-        check_call("code.tests", rewards, "config.reward.functions")
+    with pytest.raises(UserError, match=r"need Linux 5\.13 with Landlock and seccomp: no Landlock"):
+        check_call("code.accuracy", rewards, "config.reward.functions")
     sandbox.refuse_without.cache_clear()

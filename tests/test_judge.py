@@ -80,7 +80,9 @@ def judged(server: Server, **arguments) -> tuple[list[float | None], dict[str, f
 
 
 def by_word(question: str, tries: int) -> tuple[int, str]:
-    return 200, "It is <score>1</score>? No: " + ("<score> 9/10 </score>" if "\ngood\n" in question else "<score>2.5</score>")
+    return 200, "It is <score>1</score>? No: " + (
+        "<score> 9/10 </score>" if "\ngood\n" in question else "<score>2.5</score>"
+    )
 
 
 def test_the_last_number_in_tags_is_the_score_and_equal_answers_are_asked_once():

@@ -115,7 +115,7 @@ def scaled(completions, by=1.0):
      ("test_reward_tasks.scaled(to=2)", "test_reward_tasks.scaled has no argument 'to': it takes completions, by")],
 )  # fmt: skip
 def test_wrong_arguments_are_refused_in_one_line(text, words):
-    with pytest.raises(UserError, match="config.reward.functions") as error:
+    with pytest.raises(UserError, match=r"config\.reward\.functions") as error:
         check_call(text, rewards, "config.reward.functions")
     assert words in str(error.value)
 

@@ -5,7 +5,7 @@ The names of an estimator's positional arguments select its inputs:
 rewards [B, G]           weighted sum of all channels, including the overlong penalty and a KL penalty in the reward
 has_reward [B, G]        False where no function with a weight returned a number: that entry of `rewards` is 0 and means
                          nothing, the completion is not trained on, and it must not count in means and deviations
-channels {name: [B, G]}  rewards of each reward function, NaN where it returned None; weights {name: float} their weights
+channels {name: [B, G]}  rewards of each function, NaN where it returned None; weights {name: float} their weights
 greedy_rewards [B]       rewards of the greedy completion of each prompt, which the run then samples too
 token_rewards [B, G, C]  rewards on the last trained token, and a KL penalty on each token
 values [B, G, C]         the critic's value before each token

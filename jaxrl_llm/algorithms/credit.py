@@ -32,14 +32,23 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
     estimator = resolve(config.advantage.name, advantages)
     required = required_inputs(estimator)
     fixed = arguments(config.advantage)
+    weights = channel_weights(config)
+    if "reward_model" in config:
+        weights |= {"reward_model": config.reward_model.weight}
     if "weights" in required:
-        fixed |= {"weights": channel_weights(config)}
+        fixed |= {"weights": weights}
     estimate_kl = resolve(config.kl.estimator, kl) if config.kl.placement == "reward" else None
     place = NamedSharding(mesh, sharding.BATCH)
 
     @jax.jit
     def assign(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Columns, Columns]:
         total, channels = rewards.total, rewards.channels
+        if "reward_model" in config:
+            last = last_tokens(batch.completion_mask)
+            score = jnp.sum(jnp.where(last, scores["reward_model_scores"], 0.0), axis=-1)
+            channels = channels | {"reward_model": score}
+            if weights["reward_model"]:
+                total = jnp.nan_to_num(total) + weights["reward_model"] * score
         greedy = jnp.zeros_like(total) if rewards.greedy is None else rewards.greedy
         # Without a reward of the greedy completion, a group has no baseline.
         has_reward = ~jnp.isnan(total) & ~jnp.isnan(greedy)
@@ -55,7 +64,7 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
         inputs: dict[str, Any] = scores | {
             "rewards": jnp.where(has_reward, total - jnp.sum(penalty, axis=-1), 0.0),
             "has_reward": has_reward,
-            "channels": {name: channels[name] for name in channel_weights(config)},
+            "channels": {name: channels[name] for name in weights},
             "token_rewards": at_the_end(total, mask) - penalty,
             "logprobs": scores.get("old_logprobs"),
             "loss_mask": mask,
@@ -97,8 +106,12 @@ def over_tokens(
 
 def at_the_end(rewards: Float[Array, "B G"], mask: Bool[Array, "B G C"]) -> Float[Array, "B G C"]:
     """Puts rewards [B, G] on the last trained token of each completion: [B, G, C]."""
-    last = mask & (jnp.cumsum(mask, axis=-1) == jnp.sum(mask, axis=-1, keepdims=True))
-    return jnp.where(last, rewards[..., None], 0.0)
+    return jnp.where(last_tokens(mask), rewards[..., None], 0.0)
+
+
+def last_tokens(mask: Bool[Array, "B G C"]) -> Bool[Array, "B G C"]:
+    """Returns the mask of the last token of each completion that `mask` has."""
+    return mask & (jnp.cumsum(mask, axis=-1) == jnp.sum(mask, axis=-1, keepdims=True))
 
 
 def overlong_penalty(lengths: Int[Array, "B G"], limit: int, tokens: int) -> Float[Array, "B G"]:

@@ -5,7 +5,6 @@ side: it gets plain values, and a Remote for every other object. A Remote is nev
 content is. So a program cannot change its tests, end them, or say that they have passed.
 """
 
-import __main__
 import builtins
 import io
 import operator
@@ -13,13 +12,18 @@ import os
 import pickle
 import sys
 
+import __main__
+
 LONGEST = 2**24  # bytes of a message
 PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range)
 SAFE = {("decimal", "Decimal"), ("fractions", "Fraction"), ("datetime", "date"), ("datetime", "datetime"),
         ("datetime", "timedelta"), *(("builtins", kind.__name__) for kind in PLAIN)}  # fmt: skip
-METHODS = ("getitem", "setitem", "delitem", "len", "iter", "next", "bool", "str", "repr", "int", "float", "abs", "neg",
-           "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "floordiv", "mod", "pow", "enter", "exit")  # fmt: skip
-FUNCTIONS = {f"__{f.__name__}__": f for f in (bool, str, repr, iter, next, len, int, float, abs)}  # TypeError if none
+METHODS = (
+    "getitem setitem delitem len iter next bool str repr int float abs neg add radd sub rsub mul rmul truediv floordiv "
+    "mod pow enter exit"
+).split()
+# Built-in functions: without the method they raise TypeError, as Python expects it.
+FUNCTIONS = {f"__{f.__name__}__": f for f in (bool, str, repr, iter, next, len, int, float, abs)}
 
 
 class Link:
@@ -39,7 +43,7 @@ class Link:
             kind, *more = self.receive()
         if kind == "value":
             value, arguments = more
-            for old, new in zip(message[2] if message[0] == "call" else (), arguments):
+            for old, new in zip(message[2] if message[0] == "call" else (), arguments, strict=False):
                 restore(old, new)
             return value
         name, text, self.reason = more

@@ -20,13 +20,13 @@ from jaxrl_llm.host.confined import REASONS
 from jaxrl_llm.host.program_tests import Limits, Verdict, by_output, in_python
 from jaxrl_llm.rewards import text_of
 
-__all__ = ["is_given", "tests"]
+__all__ = ["accuracy", "is_given"]
 
 BLOCK = re.compile(r"```(?:python|py)3?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 @checked_by(lambda **_: sandbox.refuse_without())
-def tests(
+def accuracy(
     completions: list[Any],
     log_metric: Callable[[str, float], None],
     tests: list[Any] | None = None,

@@ -23,7 +23,7 @@ def think_answer(completions: list[Any], **columns: Any) -> list[float]:
 
 
 def think_boxed(completions: list[Any], **columns: Any) -> list[float]:
-    """1 where the completion begins with <think>, closes it, and has a \\boxed{} after it, as EasyR1's math wants it."""
+    """1 where the completion begins with <think>, closes it, and has a \\boxed{} after it: EasyR1's math."""
     return _matches(THINK_BOXED, completions)
 
 

@@ -86,7 +86,7 @@ async def score(
     data in braces; "": a general one. tag: around the number. api_key_env: environment variable with the key; "": none.
     concurrency: requests at a time. timeout: seconds of a request. retries: more tries after an error that may pass,
     with a wait of `backoff` seconds that doubles. max_tokens: of a reply.
-    Logs the shares of completions without a reply (failed) and without a number in it (unparsed), and the mean of tries.
+    Logs the shares of completions without a reply (failed) and without a number in it (unparsed), and the mean tries.
     Raises: UserError, if the endpoint refuses the key or does not know the model.
     """
     form = _read(template)
@@ -152,7 +152,9 @@ def _fields(form: str) -> set[str]:
     try:
         return {name for _, name, _, _ in Formatter().parse(form) if name is not None}
     except ValueError as error:
-        raise UserError(f"judge.score: the template has a wrong brace ({error}): double each one that is text") from None
+        raise UserError(
+            f"judge.score: the template has a wrong brace ({error}): double each one that is text"
+        ) from None
 
 
 def _filled(form: str, row: dict[str, Any]) -> str:
