@@ -69,6 +69,13 @@ def slow(completions):
 slower = slow
 
 
+def unsure(completions, log_metric):
+    """No verdict where the text has an odd length."""
+    texts = [completion[0]["content"] for completion in completions]
+    log_metric("asked", len(texts))
+    return [None if len(text) % 2 else float("1" in text) for text in texts]
+
+
 def stuck(completions):
     re.match(r"(a+)+$", "a" * 60 + "b")
 

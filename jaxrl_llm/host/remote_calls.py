@@ -15,13 +15,15 @@ import sys
 import __main__
 
 LONGEST = 2**24  # bytes of a message
-PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range)
-SAFE = {("decimal", "Decimal"), ("fractions", "Fraction"), ("datetime", "date"), ("datetime", "datetime"),
-        ("datetime", "timedelta"), *(("builtins", kind.__name__) for kind in PLAIN)}  # fmt: skip
-METHODS = (
-    "getitem setitem delitem len iter next bool str repr int float abs neg add radd sub rsub mul rmul truediv floordiv "
-    "mod pow enter exit"
-).split()
+PLAIN: "tuple[type, ...]" = (
+    *(bool, int, float, complex, str, bytes, bytearray),
+    *(list, tuple, dict, set, frozenset, range),
+)
+SAFE = {("decimal", "Decimal"), ("fractions", "Fraction")}
+SAFE |= {("datetime", name) for name in ("date", "datetime", "timedelta")}
+SAFE |= {("builtins", kind.__name__) for kind in PLAIN}
+METHODS = ["getitem", "setitem", "delitem", "len", "iter", "next", "bool", "str", "repr", "int", "float", "abs", "neg"]
+METHODS += ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "floordiv", "mod", "pow", "enter", "exit"]
 # Built-in functions: without the method they raise TypeError, as Python expects it.
 FUNCTIONS = {f"__{f.__name__}__": f for f in (bool, str, repr, iter, next, len, int, float, abs)}
 
@@ -47,9 +49,10 @@ class Link:
                 restore(old, new)
             return value
         name, text, self.reason = more
-        error = getattr(builtins, str(name), None)
-        known = isinstance(error, type) and issubclass(error, Exception)
-        raise (error if known else RuntimeError)(text)
+        kind = getattr(builtins, str(name), None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            raise kind(text)
+        raise RuntimeError(text)
 
     def reply(self, kind, *more):
         """Does what the other side asks for, and answers."""
