@@ -71,6 +71,7 @@ def test_a_program_that_does_what_it_must_not_gets_an_error(code, said):
         ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()", ""),
         ("import ctypes; ctypes.string_at(0)", "signal 11"),
         ("i = 0\nwhile True:\n  i += 1\n  open(str(i), 'wb').write(b'0' * 2**20)", "wrote too much"),
+        ("import os\nwhile True:\n  os.mkdir('a')\n  os.chdir('a')", "wrote too much"),
     ],
 )
 def test_a_program_that_does_not_end_well_is_ended(code, error):

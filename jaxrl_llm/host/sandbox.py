@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
 from typing import IO, NamedTuple
 
 from jaxrl_llm.errors import UserError
@@ -23,6 +23,7 @@ from jaxrl_llm.host import confined
 from jaxrl_llm.host.confined import REASONS, UNCONFINED
 
 FOLDER_SIZE = 64 * 2**20  # bytes of all files
+DEEPEST, MOST_FILES = 64, 10_000
 LOOK = 0.2  # seconds between two looks at a program
 READ = ("/usr/lib", "/lib", "/lib64", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
 
@@ -120,7 +121,7 @@ def started(
 ) -> Iterator[Program]:
     """Starts code in a sandbox, as `run` does, and kills it at the end. descriptors: more that it inherits."""
     with (
-        tempfile.TemporaryDirectory() as folder,
+        _folder() as folder,
         tempfile.TemporaryFile() as output,
         tempfile.TemporaryFile() as file,
         tempfile.TemporaryFile() as given,
@@ -147,10 +148,30 @@ def started(
             program.kill()
 
 
-def _size(folder: str) -> int:
-    size = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):  # the program removes files meanwhile
-                size += Path(place, name).lstat().st_size
+def _size(folder: str) -> float:
+    """Returns the bytes of all files below a folder; infinity, if there are too many, or too deep ones."""
+    size, count, waiting = 0, 0, [(folder, 0)]
+    while waiting:
+        place, depth = waiting.pop()
+        with suppress(OSError), os.scandir(place) as entries:  # the program may remove or close folders meanwhile
+            for entry in entries:
+                count += 1
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append((entry.path, depth + 1))
+                else:
+                    size += entry.stat(follow_symlinks=False).st_size
+                if depth > DEEPEST or count > MOST_FILES:
+                    return math.inf
     return size
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    made = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    try:
+        yield made.name
+    finally:
+        try:
+            made.cleanup()
+        except RecursionError:  # folders in folders, thousands deep
+            subprocess.run(["rm", "-rf", made.name], check=False)
