@@ -76,6 +76,7 @@ def test_columns_may_hold_inputs_and_outputs_and_a_row_without_tests_is_an_error
     text = f"```python\n{SUM}\n```"
     columns = {name: [values] for name, values in PAIRS.items()}
     assert code.accuracy([text], lambda *_: None, **columns) == [1.0]
+    assert code.accuracy([text] * 2, lambda *_: None, tests=[None, PAIRS]) == [None, 1.0]  # a mixture of tasks
     for nothing in ([], {"inputs": ["1"], "outputs": []}, 3):
         with pytest.raises(ValueError, match="a row has the tests"):
             code.accuracy([text], lambda *_: None, tests=[nothing])
@@ -129,6 +130,10 @@ CHEATS = {
     "speaks for the harness": "import sys\ndef add(a, b):\n    frame = sys._getframe()\n    while frame.f_back:\n"
     "        frame = frame.f_back\n        link = frame.f_locals.get('link') or frame.f_locals.get('self')\n"
     "        if hasattr(link, 'put'):\n            link.put(link.encoded(('value', True, ())))\n    return 7",
+    "has a harness of its own": "check_call = lambda *x: None\ndef add(a, b): return 7",
+    "sends names of its own": "import sys\nlink = sys._getframe(1).f_locals['link']\n"
+    "names = {'__builtins__': {'abs': int, 'all': bool, '__import__': print}, 'math': 3, 'all': bool, 'add': print}\n"
+    "link.put(link.encoded(('value', names, ())))\ndef add(a, b): return 7",
     "sends code": "class A:\n    def __reduce__(self):\n        return exec, ('raise SystemExit',)\n"
     "def add(a, b): return A()",
 }  # fmt: skip
@@ -140,6 +145,7 @@ def test_a_program_cannot_speak_for_its_tests(cheat):
              "assert all(add(i, 1) == i + 1 for i in range(3))", "assert 3 in [add(1, 2)]", "assert not add(1, 2) != 3",
              "import unittest; unittest.TestCase().assertEqual(add(1, 2), 3)"]  # fmt: skip
     assert not any(passed(CHEATS[cheat], *tests))
+    assert earned(CHEATS[cheat], tests={"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})[0] == [0.0]
     assert earned(CHEATS[cheat], tests={"inputs": [""], "outputs": ["3"]})[0] == [0.0]
 
 

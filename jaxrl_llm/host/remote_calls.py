@@ -240,7 +240,7 @@ def run(read, write, report, tests):
         try:
             code = compile(test, "test", "exec")
             modules = {name: __import__(name) for name in code.co_names if name in sys.stdlib_module_names}
-            exec(code, {"__name__": "test", "check_call": check_call, **modules, **names})
+            exec(code, {**names, **modules, "__name__": "test", "check_call": check_call})
             passed = not gone
         except AssertionError:
             pass
@@ -250,8 +250,12 @@ def run(read, write, report, tests):
 
 
 def names_of(found):
-    """Returns what the program defines, but no name that a test may use to check its results, as `all` or `math`."""
-    return {k: x for k, x in found.items() if not hasattr(builtins, k) and k not in sys.stdlib_module_names}
+    """Returns what the program defines, but no name that a test may use to check its results, as `all` or `math`.
+
+    The program may have sent anything, such as its own "__builtins__".
+    """
+    taken = {*dir(builtins), *sys.stdlib_module_names}
+    return {k: x for k, x in found.items() if type(k) is str and not k.startswith("__") and k not in taken}
 
 
 def check_call(function, arguments, expected):

@@ -39,23 +39,24 @@ def accuracy(
     seconds: Positive = 5.0,
     memory: AtLeastOne = 512,
     **columns: Any,
-) -> list[float]:
+) -> list[float | None]:
     """1 where the program passes all tests, else 0; with `partial` the share of the tests that it passes.
 
     A row has its tests in the column `tests` or `answer`: a list of Python texts with assert statements (MBPP), one
     such text, or {"inputs": [...], "outputs": [...]} of standard input and output, with "fn_name" of arguments and
     results of that function (APPS, PRIME, veRL). Each may be JSON text. The keys may be columns too.
+    None where the row has no tests, as in a mixture of tasks.
     seconds: of a test by input and output, or of all tests in Python; memory: of a program, in MiB.
     Logs the share of the completions without a program (no_code), and of those that failed for each reason.
-    Raises: ValueError, if a row has no tests.
+    Raises: ValueError, if the tests of a row are in no such form.
     """
     pairs = {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
-    given = tests or answer or [{k: v[i] for k, v in pairs.items() if v} for i in range(len(completions))]
-    programs, cases = [_program(text_of(c)) for c in completions], [_cases(x) for x in given]
+    columned = [{k: v[i] for k, v in pairs.items() if v and v[i]} or None for i in range(len(completions))]
+    programs, cases = [_program(text_of(c)) for c in completions], [_cases(x) for x in tests or answer or columned]
     limits = Limits(seconds, memory)
 
     def verdicts(program: str | None, case: list[Any]) -> list[Verdict]:
-        return [] if program is None else _verdicts(program, case, limits, partial)
+        return [] if program is None or not case else _verdicts(program, case, limits, partial)
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         found = list(threads.map(verdicts, programs, cases))
@@ -63,13 +64,17 @@ def accuracy(
     for reason in ("time", *REASONS):
         log_metric(reason, why[reason] / len(found))
     log_metric("no_code", programs.count(None) / len(found))
-    shares = [sum(v.passed for v in one) / len(case) for one, case in zip(found, cases, strict=True)]
-    return [share if partial else float(share == 1) for share in shares]
+    return [_reward(one, len(case), partial) for one, case in zip(found, cases, strict=True)]
 
 
 def is_given(completions: list[Any], **columns: Any) -> list[float]:
     """1 where the completion has a ```python block that ends."""
     return [float(_program(text_of(c)) is not None) for c in completions]
+
+
+def _reward(verdicts: list[Verdict], count: int, partial: bool) -> float | None:
+    share = sum(v.passed for v in verdicts) / count if count else None
+    return share if partial or share is None else float(share == 1)
 
 
 def _program(text: str) -> str | None:
@@ -79,7 +84,12 @@ def _program(text: str) -> str | None:
 
 
 def _cases(given: Any) -> list[Any]:
-    """Returns the tests of a row: Python texts, pairs of input and output, or calls (name, arguments, result)."""
+    """Returns the tests of a row: Python texts, pairs of input and output, or calls (name, arguments, result).
+
+    []: it has none.
+    """
+    if given is None:
+        return []
     if isinstance(given, str):
         try:
             given = json.loads(given)
