@@ -32,6 +32,10 @@ def at_each_token(token_rewards):
     return token_rewards
 
 
+def of_lengths(loss_mask):
+    return jnp.where(loss_mask, 1.0, 0.0)
+
+
 def of_channel(channels):
     return jnp.nan_to_num(channels["a"], nan=-1.0)  # the function returned None
 
@@ -95,6 +99,14 @@ def test_a_completion_without_a_verdict_is_not_trained_and_changes_nothing_for_t
     batch, metrics = assign(dict(name="grpo", normalize="group", epsilon=1e-4), rewards=silent)
     assert not batch.loss_mask.any() and not np.asarray(batch.advantages).any()
     assert metrics["groups/no_signal"] == 1.0
+
+
+def test_an_estimator_without_rewards_needs_no_verdict():
+    silent = Rewards(np.full((1, 2), np.nan, np.float32), REWARDS.channels)
+    batch, metrics = assign({"name": "test_credit.of_lengths"}, rewards=silent)
+    np.testing.assert_array_equal(batch.loss_mask, MASK)
+    np.testing.assert_array_equal(batch.advantages, 1.0 * MASK)
+    assert metrics["reward/no_verdict"] == 0.0
 
 
 def test_a_group_whose_greedy_completion_has_no_verdict_has_no_baseline():

@@ -37,6 +37,7 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
         weights |= {"reward_model": config.reward_model.weight}
     if "weights" in required:
         fixed |= {"weights": weights}
+    rewarded = bool({"rewards", "token_rewards", "channels"} & set(required))  # else a verdict is not needed
     estimate_kl = resolve(config.kl.estimator, kl) if config.kl.placement == "reward" else None
     place = NamedSharding(mesh, sharding.BATCH)
 
@@ -51,7 +52,7 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
                 total = jnp.nan_to_num(total) + weights["reward_model"] * score
         greedy = jnp.zeros_like(total) if rewards.greedy is None else rewards.greedy
         # Without a reward of the greedy completion, a group has no baseline.
-        has_reward = ~jnp.isnan(total) & ~jnp.isnan(greedy)
+        has_reward = ~jnp.isnan(total) & ~jnp.isnan(greedy) | (not rewarded)
         mask = batch.loss_mask & has_reward[..., None]
         if tokens := config.reward.overlong_tokens:
             limit = mask.shape[-1]
