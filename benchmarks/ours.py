@@ -25,7 +25,7 @@ from jaxrl_llm.compilation import Compilations, keep_compilations
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import Samples
+from jaxrl_llm.rollout.samples import Graded, Samples
 from jaxrl_llm.run import Run
 from jaxrl_llm.structs import Prompts, PyTree
 from jaxrl_llm.train import rl_step
@@ -65,7 +65,7 @@ class Prescribed:
         rollouts = self._engine.generate(prompts, key, group_size=w.group, sampling=sampling, max_tokens=lengths)
         self._engine.release()
         np.testing.assert_array_equal(rollouts.completion_mask.sum(axis=-1), lengths)
-        return Samples(prompts, rollouts, lambda: ([], graded(rollouts.completions, lengths)))
+        return Samples(prompts, rollouts, lambda: Graded([], graded(rollouts.completions, lengths), [], {}))
 
     def finish_push(self, params: PyTree) -> dict[str, Any]:
         """The engine has a copy of its own."""

@@ -50,11 +50,12 @@ def get_config() -> ConfigDict:
     c.eval.source = "arithmetic.held_out"  # source of the evaluation problems, like data.source
     c.eval.convert = ""  # like data.convert, for the evaluation problems; "": none
     c.eval.problems = 1000  # the first problems of the source; each gets one greedy completion
-    c.eval.function = "arithmetic.accuracy"  # reward function that judges the completions
+    c.eval.function = "arithmetic.accuracy"  # reward function that judges the completions, as in reward.functions
     c.eval.patience = 0  # evaluations that are not better than the best one, after which the run ends; 0: it does not
 
     c.reward = ConfigDict()
-    # Names of reward functions: ours, or my.module.function with TRL's signature.
+    # Names of reward functions: ours, or my.module.function with TRL's signature. Each may have arguments, as in
+    # "gsm8k.accuracy(method='flexible')" (docs/rewards.md).
     c.reward.functions = ("arithmetic.accuracy", "arithmetic.thought")
     c.reward.weights = (1.0, 0.0)  # weight of each function in the reward; 0: the function is only logged
 
@@ -64,6 +65,8 @@ def get_config() -> ConfigDict:
     c.reward.timeout = 600.0
     # Tokens before the limit of a completion. Over them, its penalty grows from 0 to 1 (DAPO). 0: no penalty.
     c.reward.overlong_tokens = 0
+    # A reward model (docs/rewards.md) adds weight x its score. Not in the config: there is none.
+    # c.reward_model = ConfigDict(dict(path="a folder or a hub id", weight=1.0))
 
     # The advantage estimator: a function of jaxrl_llm.algorithms.advantages, or my.module.function, and its arguments.
     # normalize: deviation that the advantage is divided by: group | batch | none. epsilon is added to the deviation.

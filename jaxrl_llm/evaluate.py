@@ -21,7 +21,7 @@ from jaxrl_llm.banner import print_banner
 from jaxrl_llm.compilation import keep_compilations
 from jaxrl_llm.config.fields import TRAIN, TURNS
 from jaxrl_llm.config.names import resolve
-from jaxrl_llm.config.schema import Field, check_fields
+from jaxrl_llm.config.schema import Field, check_call, check_fields
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import FILES
@@ -63,12 +63,15 @@ def evaluate(
     samples: int = 1,
     temperature: float = 0.0,
 ) -> tuple[np.ndarray, list[list[str]]]:
-    """Returns scores [N, G] and texts of G = samples completions for each of the N problems of a data set."""
+    """Returns scores [N, G] and texts of G = samples completions for each of the N problems of a data set.
+
+    A completion for which the function returns None has the score 0.
+    """
     scores, texts = [], []
     for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
         rollouts = task.sample(engine, prompts, jax.random.fold_in(key, i), samples, Sampling(temperature))
         graded = task.grade(prompts, rollouts)
-        scores.append(distributed.gather(graded.channels["total"]))
+        scores.append(distributed.gather(np.nan_to_num(graded.channels["total"])))
         texts += [group for part in distributed.exchange(graded.texts) for group in part]
     count = len(dataset.rows)  # without the rows that fill the last batch
     return np.concatenate(scores)[:count], texts[:count]
@@ -98,7 +101,7 @@ def main() -> None:
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    resolve(args.function, rewards, "--function")
+    check_call(args.function, rewards, "--function")
     environment = environment_of(args, run)
     mesh = sharding.make_mesh(**(run.config.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
     with ExitStack() as opened:

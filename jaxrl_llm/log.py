@@ -237,11 +237,11 @@ class Log:
         """Writes one group of the batch to completions.jsonl, and its first two completions to the console."""
         prompt, graded, rewards = samples.prompts.rows[0]["prompt"], samples.graded(), rewards[0]
         texts, turns = graded.texts[0], graded.turns[:1]
-        line = {"step": step, "prompt": prompt, "completions": texts, "rewards": rewards.tolist()}
+        line = {"step": step, "prompt": prompt, "completions": texts, "rewards": [_plain(x) for x in rewards]}
         self._append("completions", line | ({"turns": turns[0]} if turns else {}))
         asked = _short(prompt[-1]["content"] if isinstance(prompt, list) else prompt)
         for i, reward in enumerate(rewards[:2]):
-            earned = f"(reward {reward:g})"
+            earned = f"(reward {reward:g})" if math.isfinite(reward) else "(no reward)"
             if not turns:
                 self.say(f"    {asked} -> {_short(texts[i])}  {earned}")
                 continue

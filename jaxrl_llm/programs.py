@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
 from jaxrl_llm.compilation import Program
+from jaxrl_llm.config.names import channel_weights
 from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.learning import Learning
 from jaxrl_llm.shapes import Shape, placed
@@ -67,4 +68,4 @@ def _rewards(config: Config) -> Rewards:
     one = jax.ShapeDtypeStruct((config.prompts_per_step, config.group_size), jnp.float32)
     greedy = jax.ShapeDtypeStruct((config.prompts_per_step, 1), jnp.float32)
     lengths = jax.ShapeDtypeStruct((config.prompts_per_step, 1), jnp.int32)
-    return Rewards(one, dict.fromkeys(config.reward.functions, one), greedy, lengths)
+    return Rewards(one, dict.fromkeys(channel_weights(config), one), greedy, lengths)

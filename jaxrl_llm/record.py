@@ -62,13 +62,17 @@ class Record:
         """Returns the record for metrics.jsonl, without the step. Waits for the device.
 
         Metrics of the mismatch of sampler and trainer are from the first update, and coefficients from the last one.
-        Other metrics of updates are averaged. A channel is left out if its function abstained from all completions.
+        Other metrics of updates are averaged. A channel is left out if its function abstained from all completions,
+        and the share of completions without a verdict if it is 0.
         """
         self._finish_timing()
         updates, metrics = sharding.to_host((self.updates, self.metrics))
         record = {k: v for k, v in metrics.items() if not (k.startswith("reward/") and np.isnan(v))}
+        if not record.get("reward/no_verdict"):
+            record.pop("reward/no_verdict", None)
         if self.samples:
             record |= of_rollouts(self.samples.rollouts, self.step) | of_texts(self.samples)
+            record |= of_rewards(self.samples.graded().metrics)
         record |= of_updates(updates) | self.evaluation
         record |= {f"time/{phase}": seconds for phase, seconds in self.timer.seconds.items()}
         tokens = sum(distributed.exchange(self.tokens, LOG))
@@ -112,6 +116,15 @@ def of_rollouts(rollouts: Rollouts, step: int) -> dict[str, Any]:
         lags = np.repeat(step - 1 - versions, tokens)
         record |= {"rollout/lag": lags.mean(), "rollout/lag_p95": np.percentile(lags, 95)}
     return record | of_episodes(rollouts)
+
+
+def of_rewards(metrics: dict[str, float]) -> dict[str, float]:
+    """Returns the means over all processes of what reward functions measured."""
+    found: dict[str, list[float]] = {}
+    for of_process in distributed.exchange(metrics, LOG):
+        for name, value in of_process.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def of_episodes(rollouts: Rollouts) -> dict[str, Any]:

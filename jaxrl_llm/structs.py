@@ -54,7 +54,7 @@ class Rollouts:
 class Rewards:
     """The rewards of completions, from the reward functions."""
 
-    total: AnyArray  # [B, G], weighted sum of the channels
+    total: AnyArray  # [B, G], weighted sum of the channels; NaN where no function with a weight returned a number
     channels: dict[str, AnyArray]  # {function: [B, G]}, NaN where the function abstained
     greedy: AnyArray = None  # [B, 1], total of each prompt's greedy completion, if the estimator needs it
     greedy_lengths: AnyArray = None  # [B, 1], number of its tokens
@@ -73,7 +73,7 @@ class Batch:
     advantages: AnyArray = None  # [B, G, C], 0 on untrained tokens
     values: AnyArray = None  # [B, G, C], by the critic before its update
     returns: AnyArray = None  # [B, G, C], the critic's targets
-    rewards: AnyArray = None  # [B, G], without a KL penalty
+    rewards: AnyArray = None  # [B, G], without a KL penalty; NaN as `Rewards.total`
     policy_mask: AnyArray = None  # [B, G, C] bool, tokens in the policy loss; None: all trained tokens
     sampler_logprobs: AnyArray = None  # [B, G, C], reported by the engine
     old_logprobs: AnyArray = None  # [B, G, C], by the policy before the first update; None: by the current policy

@@ -93,7 +93,7 @@ def test_an_estimator_gives_the_same_on_a_mesh(name):
     rng, shape = np.random.default_rng(0), (8, 4, 6)
     signals = {
         "rewards": rng.random(shape[:2]), "channels": {"a": rng.random(shape[:2]), "b": rng.random(shape[:2])},
-        "greedy_rewards": rng.random(8), "loss_mask": rng.random(shape) < 0.7,
+        "greedy_rewards": rng.random(8), "loss_mask": rng.random(shape) < 0.7, "has_reward": rng.random((8, 4)) < 0.8,
     }  # fmt: skip
     signals |= {x: rng.normal(size=shape) for x in ("token_rewards", "values", "logprobs", "teacher_logprobs")}
     estimator = getattr(advantages, name)
@@ -102,6 +102,33 @@ def test_an_estimator_gives_the_same_on_a_mesh(name):
     placed = sharding.shard_batch(taken, sharding.make_mesh(data=2, fsdp=4, tensor=1))
     one, other = (jax.jit(partial(estimator, **fixed))(**x) for x in (taken, placed))
     np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k"])
+@pytest.mark.parametrize("there", [[1, 1, 0, 1, 1], [0, 1, 1, 0, 1], [0, 0, 0, 0, 1], [0] * 5])
+def test_a_completion_without_a_reward_counts_in_no_statistic(name, there):
+    rng, here = np.random.default_rng(1), np.array([there] * 3, bool)
+    rewards, mask = rng.normal(size=(3, 5)), rng.random((3, 5, 4)) < 0.8
+    arguments = ESTIMATORS[name] | ({"weights": {"a": 1.0, "b": 0.5}} if name == "gdpo" else {})
+    estimator = getattr(advantages, name)
+
+    def estimate(rewards, mask, here):
+        channels = {"a": np.where(here, rewards, np.nan), "b": np.where(here, rewards**2, np.nan)}
+        loss_mask = mask & here[..., None]
+        signals = {"rewards": np.where(here, rewards, 0.0), "channels": channels, "loss_mask": loss_mask}
+        signals["has_reward"] = here
+        found = estimator(**{x: signals[x] for x in required_inputs(estimator) if x != "weights"}, **arguments)
+        return np.where(loss_mask, found if found.ndim == 3 else found[..., None], 0.0)
+
+    whole = estimate(rewards, mask, here)
+    assert np.isfinite(whole).all()
+    assert not whole[~here].any()
+    if sum(there) > 1:
+        kept = np.array(there, bool)
+        some = estimate(rewards[:, kept], mask[:, kept], here[:, kept])
+        np.testing.assert_allclose(whole[:, kept], some, rtol=1e-9, atol=1e-12)
+    else:
+        assert not whole.any() or name in ("pass_at_k",)
 
 
 @pytest.mark.parametrize("g", GROUPS)

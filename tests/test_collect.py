@@ -29,13 +29,13 @@ def sampled(number: int, signal: list[bool]) -> Samples:
     rollouts = Rollouts(completions, mask, mask, completions.astype(np.float32), np.zeros((B, G), bool), completions)
     total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)
     texts = [[str(m)] * G for m in marks]
-    graded = Graded(texts, {"total": total, "mark": np.repeat(marks[:, None], G, 1)}, [])
+    graded = Graded(texts, {"total": total, "mark": np.repeat(marks[:, None], G, 1)}, [], {})
     return Samples(prompts, rollouts, lambda: graded)
 
 
 def marks(whole: Samples) -> list[int]:
     """Which group stands at each place, after checking that all of it does."""
-    texts, channels, _ = whole.graded()
+    texts, channels, *_ = whole.graded()
     found = [row["mark"] for row in whole.prompts.rows]
     assert [t[0] for t in texts] == [str(m) for m in found]
     for array in (whole.prompts.tokens, whole.rollouts.completions, whole.rollouts.logprobs, channels["mark"]):

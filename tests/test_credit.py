@@ -19,6 +19,7 @@ REWARDS = Rewards(
     np.array([[1.0, 0.5]], np.float32),
     {"a": np.array([[1.0, np.nan]], np.float32), "b": np.array([[0.0, 1.0]], np.float32)},
 )
+BATCH = Batch(None, None, MASK, MASK, MASK)
 PENALTY = np.array([[[0.1, 0.0, -0.3], [0.4, 9.0, 9.0]]], np.float32)  # of k1, and anything where nothing is trained
 
 
@@ -31,11 +32,17 @@ def at_each_token(token_rewards):
     return token_rewards
 
 
+def of_lengths(loss_mask):
+    return jnp.where(loss_mask, 1.0, 0.0)
+
+
 def of_channel(channels):
-    return channels["a"]
+    return jnp.nan_to_num(channels["a"], nan=-1.0)  # the function returned None
 
 
-def assign(advantage: dict, *, placement: str = "none", updates: int = 1, rewards: Rewards = REWARDS, **changes):
+def assign(
+    advantage: dict, *, placement: str = "none", updates: int = 1, rewards: Rewards = REWARDS, batch=BATCH, **changes
+):
     """A batch of one group after credit, and the metrics."""
     config = ConfigDict(
         dict(
@@ -45,19 +52,18 @@ def assign(advantage: dict, *, placement: str = "none", updates: int = 1, reward
     )  # fmt: skip
     config.update(changes)
     scores = {"old_logprobs": PENALTY, "ref_logprobs": 0 * PENALTY}
-    batch = Batch(None, None, MASK, MASK, MASK)
     made = credit.make_credit(config, sharding.make_mesh(data=1, fsdp=1, tensor=1), updates=updates)
     return made(batch, scores, rewards, {"kl/coef": jnp.float32(1.0)})
 
 
-def test_a_penalty_is_taken_off_the_reward_where_it_arose_and_none_counts_as_zero():
+def test_a_penalty_is_taken_off_the_reward_where_it_arose():
     batch, metrics = assign({"name": "test_credit.total"}, placement="reward")
     np.testing.assert_allclose(batch.advantages, [[[1.2] * 3, [0.1, 0.0, 0.0]]], rtol=1e-6)
     np.testing.assert_allclose(batch.rewards, [[1.0, 0.5]])  # of the task
     batch, _ = assign({"name": "test_credit.at_each_token"}, placement="reward")
     np.testing.assert_allclose(batch.advantages, [[[-0.1, 0.0, 1.3], [0.1, 0.0, 0.0]]], atol=1e-6)
     batch, _ = assign({"name": "test_credit.of_channel"})
-    np.testing.assert_array_equal(batch.advantages, [[[1.0] * 3, [0.0] * 3]])
+    np.testing.assert_array_equal(batch.advantages, [[[1.0] * 3, [-1.0, 0.0, 0.0]]])
     assert metrics["reward/mean"] == pytest.approx(0.75)
     assert metrics["reward/kl"] == pytest.approx(-(-0.2 + 0.4) / 2)
     assert metrics["reward/kl_pays"] == pytest.approx(0.5)
@@ -69,7 +75,45 @@ def test_advantages_reach_every_trained_token_and_no_other():
     batch, _ = assign(dict(name="grpo", normalize="none", epsilon=0.0))
     np.testing.assert_allclose(batch.advantages, [[[0.25] * 3, [-0.25, 0.0, 0.0]]])
     batch, _ = assign(dict(name="gdpo", epsilon=1e-4))
-    np.testing.assert_allclose(batch.advantages, [[[0.5**0.5] * 3, [-(0.5**0.5), 0.0, 0.0]]], atol=1e-3)
+    np.testing.assert_allclose(batch.advantages, [[[-(0.5**0.5)] * 3, [0.5**0.5, 0.0, 0.0]]], atol=1e-3)  # only b
+
+
+def test_a_completion_without_a_verdict_is_not_trained_and_changes_nothing_for_the_others():
+    mask = np.broadcast_to(MASK[:, :1], (1, 3, 3))
+    total = np.array([[1.0, np.nan, 0.0]], np.float32)
+    rewards = Rewards(total, {"a": total, "b": np.zeros_like(total)})
+    config = dict(functions=("a", "b"), weights=(1.0, 0.0), overlong_tokens=0)
+    for advantage in (dict(name="grpo", normalize="group", epsilon=1e-4), dict(name="test_credit.total")):
+        batch, metrics = assign(advantage, rewards=rewards, reward=config, batch=Batch(None, None, mask, mask, mask))
+        np.testing.assert_array_equal(batch.loss_mask, mask & ~np.isnan(total)[..., None])
+        np.testing.assert_array_equal(batch.advantages[0, 1], [0.0] * 3)
+    pair = Rewards(total[:, ::2], {"a": total[:, ::2], "b": np.zeros((1, 2), np.float32)})
+    of_two = assign(dict(name="grpo", normalize="group", epsilon=1e-4), rewards=pair, reward=config,
+                    batch=Batch(None, None, *[mask[:, ::2]] * 3))[0]  # fmt: skip
+    batch, _ = assign(dict(name="grpo", normalize="group", epsilon=1e-4), rewards=rewards, reward=config,
+                      batch=Batch(None, None, mask, mask, mask))  # fmt: skip
+    np.testing.assert_allclose(batch.advantages[:, ::2], of_two.advantages, rtol=1e-6)
+    assert metrics["reward/no_verdict"] == pytest.approx(1 / 3)
+    assert (metrics["reward/mean"], metrics["reward/std"], metrics["groups/no_signal"]) == (0.5, 0.5, 0.0)
+    silent = Rewards(np.full((1, 2), np.nan, np.float32), REWARDS.channels)
+    batch, metrics = assign(dict(name="grpo", normalize="group", epsilon=1e-4), rewards=silent)
+    assert not batch.loss_mask.any() and not np.asarray(batch.advantages).any()
+    assert metrics["groups/no_signal"] == 1.0
+
+
+def test_an_estimator_without_rewards_needs_no_verdict():
+    silent = Rewards(np.full((1, 2), np.nan, np.float32), REWARDS.channels)
+    batch, metrics = assign({"name": "test_credit.of_lengths"}, rewards=silent)
+    np.testing.assert_array_equal(batch.loss_mask, MASK)
+    np.testing.assert_array_equal(batch.advantages, 1.0 * MASK)
+    assert metrics["reward/no_verdict"] == 0.0
+
+
+def test_a_group_whose_greedy_completion_has_no_verdict_has_no_baseline():
+    rewards = Rewards(REWARDS.total, REWARDS.channels, np.array([[np.nan]], np.float32), np.array([[2]]))
+    batch, metrics = assign({"name": "remax"}, rewards=rewards)
+    assert not batch.loss_mask.any() and not np.asarray(batch.advantages).any()
+    assert metrics["reward/no_verdict"] == 1.0
 
 
 def test_old_logprobs_are_kept_for_several_updates_and_those_of_a_single_one_are_its_own():

@@ -195,6 +195,13 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("reward.functions=countdown.accuracy", "config.reward has 1 functions and 2 weights | give each function one"),
     "the same reward function twice":
         ("reward.functions=('math.accuracy','math.accuracy')", "'math.accuracy' 2 times | give it once"),
+    "a reward function with an argument that it does not take":
+        ("reward.weights=1. reward.functions=gsm8k.accuracy(way='strict')",
+         "config.reward.functions: gsm8k.accuracy has no argument 'way' | it takes method"),
+    "the same reward function with other arguments":
+        ("reward.functions=(\"gsm8k.accuracy(method='strict')\",'gsm8k.accuracy')", "'gsm8k.accuracy' 2 times"),
+    "a judge whose argument is no plain value":
+        ("eval.every=1 eval.function=gsm8k.accuracy(x)", "config.eval.function 'gsm8k.accuracy(x)' cannot be read"),
     "a number for a reward function":
         ("reward.functions=('math.accuracy',1)", "reward.functions | 1 (int) | give str"),
     "an unknown reward":

@@ -14,7 +14,9 @@ SECTIONS = (
     "optim.py:make_optimizer",
     "engines.py:vllm",
     "engine.py:__init__",
-)  # their arguments are the fields of a config's section
+    "code.py:accuracy",
+    "judge.py:score",
+)  # their arguments are the fields of a config's section, or what a config gives to a reward function
 FUNCTIONS = [
     (file, node)
     for file in PACKAGE

@@ -25,6 +25,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import self_test
 from jaxrl_llm.health.trial import AGAIN, Trial, prepare
 from jaxrl_llm.learner.update import make_gradient
+from jaxrl_llm.rewards.reward_fn import Rewarded
 from jaxrl_llm.train import steps
 
 ROOT = Path(__file__).parent.parent
@@ -193,7 +194,7 @@ class Judge:
 
     def __call__(self, rows, texts, ids, columns):
         each = [[self._judge(row, text) for text in group] for row, group in zip(rows, texts, strict=True)]
-        return {"total": np.array(each, np.float32)}
+        return Rewarded({"total": np.array(each, np.float32)}, {})
 
     def close(self) -> None:
         pass

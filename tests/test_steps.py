@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+import test_rewards
 from ml_collections import ConfigDict
 
-from jaxrl_llm import log
+from jaxrl_llm import log, sharding
 from jaxrl_llm.build import build
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.record import Timer
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.samples import Graded, Samples
 from jaxrl_llm.structs import Prompts, Rollouts
 from jaxrl_llm.train import rl_step, steps, train
 
@@ -196,3 +203,39 @@ def test_a_run_whose_workdir_vanishes_ends_and_goes_on_when_it_is_back(tmp_path)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)  # what a save that was under way has made again
     (tmp_path / "elsewhere").rename(tmp_path / "run")
     assert [record["step"] for record in steps(tiny(**fields), tmp_path / "run")][-1] == 3
+
+
+def test_the_device_scores_while_functions_judge_the_same_batch():
+    device = ThreadPoolExecutor(max_workers=1)
+    mask = np.ones((2, 2, 1), bool)
+    tokens, prompt = np.zeros((2, 2, 1), np.int32), np.zeros((2, 1), np.int32)
+    rollouts = Rollouts(tokens, mask, mask, tokens.astype(np.float32), mask[..., 0], tokens)
+    prompts = Prompts(prompt, np.ones((2, 1), bool), test_rewards.CHATS, np.arange(2))
+    with closing(test_rewards.score("slow", "slower")) as judge:
+        judge(*test_rewards.BATCH)  # they are imported
+        began = time.monotonic()
+        graded = judge.start(
+            lambda: Graded(test_rewards.TEXTS, judge(*test_rewards.BATCH).channels, [], {})
+        )  # half a second
+        sampled = SimpleNamespace(next=lambda: Samples(prompts, rollouts, graded))
+        run = SimpleNamespace(
+            actor=sampled, packing=None, mesh=sharding.make_mesh(data=1, fsdp=1, tensor=1), coefficients=lambda _: {},
+            log=SimpleNamespace(timer=Timer, watch=lambda x: x), stop=SimpleNamespace(check=lambda: None),
+            score=lambda *_: device.submit(time.sleep, 0.5),
+            assign_credit=lambda batch, scores, rewards, _: (scores.result(), rewards.total.sum()),  # needs both
+        )  # fmt: skip
+        with pytest.raises(AttributeError, match="finish_push"):  # what follows is learning
+            rl_step(run, {}, 1)
+        assert 0.45 < time.monotonic() - began < 0.9
+    device.shutdown()
+
+
+def test_completions_without_a_verdict_are_counted_and_not_trained_on(tmp_path):
+    changes = {"num_steps": 1, "eval.every": 0, "log.completions_every": 1, "optim.warmup_steps": 0}
+    rewards = {"reward.functions": ("test_rewards.unsure", "arithmetic.thought"), "reward.weights": (1.0, 0.0)}
+    [record] = list(steps(tiny(**changes, **rewards), tmp_path / "run"))
+    assert 0 < record["reward/no_verdict"] < 1
+    assert record["grad_norm"] > 0 and record["test_rewards.unsure/asked"] == 32.0
+    [line] = [json.loads(x) for x in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    odd = [len(text) % 2 == 1 for text in line["completions"]]
+    assert [reward is None for reward in line["rewards"]] == odd

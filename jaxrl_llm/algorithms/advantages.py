@@ -3,7 +3,9 @@
 The names of an estimator's positional arguments select its inputs:
 
 rewards [B, G]           weighted sum of all channels, including the overlong penalty and a KL penalty in the reward
-channels {name: [B, G]}  rewards of each reward function; weights {name: float} their weights in the sum
+has_reward [B, G]        False where no function with a weight returned a number: that entry of `rewards` is 0 and means
+                         nothing, the completion is not trained on, and it must not count in means and deviations
+channels {name: [B, G]}  rewards of each function, NaN where it returned None; weights {name: float} their weights
 greedy_rewards [B]       rewards of the greedy completion of each prompt, which the run then samples too
 token_rewards [B, G, C]  rewards on the last trained token, and a KL penalty on each token
 values [B, G, C]         the critic's value before each token
@@ -27,13 +29,27 @@ from jaxtyping import Bool, Float
 from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
-SIGNALS = ("rewards", "channels", "weights", "greedy_rewards", "token_rewards", "values", "logprobs", "loss_mask")
+SIGNALS = (
+    "rewards",
+    "has_reward",
+    "channels",
+    "weights",
+    "greedy_rewards",
+    "token_rewards",
+    "values",
+    "logprobs",
+    "loss_mask",
+)
 OF_A_GROUP = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")  # these need G >= 2
 OF_A_TOKEN = ("reinforce_pp", "gae", "distillation")  # advantages differ within a completion
 
 
 def grpo(
-    rewards: Float[Array, "B G"], *, normalize: Literal["group", "batch", "none"] = "group", epsilon: NotNegative = 1e-4
+    rewards: Float[Array, "B G"],
+    has_reward: Bool[Array, "B G"] | None = None,
+    *,
+    normalize: Literal["group", "batch", "none"] = "group",
+    epsilon: NotNegative = 1e-4,
 ) -> Float[Array, "B G"]:
     """Computes group-relative advantages (arXiv 2402.03300): A = (r - mean_group r) / (std r + epsilon).
 
@@ -42,18 +58,18 @@ def grpo(
     A KL penalty in the reward needs "none": if the task rewards of a group are equal, the penalty alone would
     determine the deviation.
     """
-    centered = _centered(rewards)
+    centered = _centered(rewards, has_reward)
     if normalize == "none":
         return centered
     axis = {"group": 1, "batch": None}[normalize]
-    return centered / (jnp.std(rewards, axis=axis, ddof=1, keepdims=True) + epsilon)
+    return centered / (_deviation(rewards, has_reward, axis) + epsilon)
 
 
-def rloo(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
+def rloo(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None = None) -> Float[Array, "B G"]:
     """Computes leave-one-out advantages (arXiv 2402.14740): A_i = r_i - mean of the group's other rewards. G >= 2."""
-    g = rewards.shape[1]
+    g = _count(rewards, has_reward, 1)
     # The same in closed form: r_i - mean of the other G - 1 = (r_i - mean of all G) G / (G - 1).
-    return _centered(rewards) * (g / (g - 1))
+    return _centered(rewards, has_reward) * (g / jnp.maximum(g - 1, 1))
 
 
 def reinforce_pp(
@@ -70,10 +86,15 @@ def reinforce_pp(
 
 
 def reinforce_pp_baseline(
-    rewards: Float[Array, "B G"], loss_mask: Bool[Array, "B G C"], *, epsilon: NotNegative = 1e-8
+    rewards: Float[Array, "B G"],
+    loss_mask: Bool[Array, "B G C"],
+    has_reward: Bool[Array, "B G"] | None = None,
+    *,
+    epsilon: NotNegative = 1e-8,
 ) -> Float[Array, "B G C"]:
     """Computes REINFORCE++ with a group baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens."""
-    return _whiten(jnp.broadcast_to(_centered(rewards)[..., None], loss_mask.shape), loss_mask, epsilon)
+    centered = _centered(rewards, has_reward)
+    return _whiten(jnp.broadcast_to(centered[..., None], loss_mask.shape), loss_mask, epsilon)
 
 
 def remax(rewards: Float[Array, "B G"], greedy_rewards: Float[Array, " B"]) -> Float[Array, "B G"]:
@@ -81,14 +102,18 @@ def remax(rewards: Float[Array, "B G"], greedy_rewards: Float[Array, " B"]) -> F
     return rewards - greedy_rewards[:, None]
 
 
-def opo(rewards: Float[Array, "B G"], loss_mask: Bool[Array, "B G C"]) -> Float[Array, "B G"]:
+def opo(
+    rewards: Float[Array, "B G"], loss_mask: Bool[Array, "B G C"], has_reward: Bool[Array, "B G"] | None = None
+) -> Float[Array, "B G"]:
     """Computes advantages with the length-weighted optimal baseline (OPO, arXiv 2505.23585).
 
     A = r - sum_group l r / sum_group l, where l is the number of trained tokens of a completion.
     """
     lengths = jnp.sum(loss_mask, axis=-1).astype(rewards.dtype)
+    lengths = lengths if has_reward is None else jnp.where(has_reward, lengths, 0.0)
     baseline = jnp.sum(lengths * rewards, axis=1, keepdims=True)
-    return _zero_without_signal(rewards - baseline / jnp.maximum(jnp.sum(lengths, axis=1, keepdims=True), 1), rewards)
+    centered = rewards - baseline / jnp.maximum(jnp.sum(lengths, axis=1, keepdims=True), 1)
+    return _zero_without_signal(centered, rewards, has_reward)
 
 
 def gdpo(
@@ -96,29 +121,41 @@ def gdpo(
 ) -> Float[Array, "B G"]:
     """Normalizes each channel separately (GDPO, arXiv 2601.05242), so that no channel dominates the sum. G >= 2.
 
-    A = sum_n w_n (r_n - mean_group r_n) / (std_group r_n + epsilon), whitened over B x G.
+    A = sum_n w_n (r_n - mean_group r_n) / (std_group r_n + epsilon), whitened over B x G. A channel that is NaN adds 0,
+    and does not count in its mean and deviation.
     """
-    normalized = (weights[name] * grpo(x, epsilon=epsilon) for name, x in channels.items() if weights[name])
-    total = jnp.sum(jnp.stack(list(normalized)), axis=0)
-    return (total - jnp.mean(total)) / (jnp.std(total, ddof=1) + epsilon)
+    used = {name: x for name, x in channels.items() if weights[name]}
+    there = {name: ~jnp.isnan(x) for name, x in used.items()}
+    normalized = [weights[name] * grpo(jnp.nan_to_num(x), there[name], epsilon=epsilon) for name, x in used.items()]
+    total, has_reward = jnp.sum(jnp.stack(normalized), axis=0), jnp.any(jnp.stack(list(there.values())), axis=0)
+    centered = jnp.where(has_reward, total - _mean(total, has_reward, None), 0.0)
+    return centered / (_deviation(total, has_reward, None) + epsilon)
 
 
 def pass_at_k(
-    rewards: Float[Array, "B G"], *, k: AtLeastOne, threshold: float = 0.5, epsilon: NotNegative = 1e-4
+    rewards: Float[Array, "B G"],
+    has_reward: Bool[Array, "B G"] | None = None,
+    *,
+    k: AtLeastOne,
+    threshold: float = 0.5,
+    epsilon: NotNegative = 1e-4,
 ) -> Float[Array, "B G"]:
     """Computes pass@k advantages in closed form (arXiv 2508.10751): a set of k needs one success. 1 <= k <= G.
 
     A success has a reward of at least `threshold`. With n failures among G completions:
     R = 1 - C(n, k) / C(G, k), s = sqrt(R (1 - R)), A = (1 - R) / (s + epsilon) for a success, and
-    A = (1 - R - C(n - 1, k - 1) / C(G - 1, k - 1)) / (s + epsilon) for a failure.
+    A = (1 - R - C(n - 1, k - 1) / C(G - 1, k - 1)) / (s + epsilon) for a failure. Here G counts the completions that
+    have a reward; a group with fewer than k of them has A = 0.
     """
-    g = rewards.shape[1]
+    g = _count(rewards, has_reward, 1)
     failed = rewards < threshold
+    failed = failed if has_reward is None else failed & has_reward
     n = jnp.sum(failed, axis=1, keepdims=True).astype(rewards.dtype)
     missed = _all_from(n, g, k)  # 1 - R
     spread = jnp.sqrt(missed * (1 - missed)) + epsilon
     others_fail = _all_from(n - 1, g - 1, k - 1)
-    return (missed - jnp.where(failed, others_fail, 0.0)) / spread
+    advantages = (missed - jnp.where(failed, others_fail, 0.0)) / spread
+    return advantages if has_reward is None else jnp.where(has_reward & (g >= k), advantages, 0.0)
 
 
 def gae(
@@ -173,18 +210,53 @@ def _whiten(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"], epsilon: NotNe
     return centered / jnp.sqrt(jnp.sum(centered**2) / jnp.maximum(count - 1, 1) + epsilon)
 
 
-def _centered(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
-    return _zero_without_signal(rewards - jnp.mean(rewards, axis=1, keepdims=True), rewards)
+def _count(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
+    """Counts the completions that have a reward, of each group (axis 1) or of all: [B, 1] or [1, 1]."""
+    there = jnp.ones_like(rewards) if has_reward is None else has_reward.astype(rewards.dtype)
+    return jnp.sum(there, axis=axis, keepdims=True)
 
 
-def _zero_without_signal(advantages: Float[Array, "B G"], rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
-    """Sets A to exactly 0 in groups with equal rewards: a division would amplify the rounding error of the mean."""
-    return jnp.where(jnp.max(rewards, axis=1, keepdims=True) > jnp.min(rewards, axis=1, keepdims=True), advantages, 0.0)
+def _mean(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
+    """Returns the mean over the completions that have a reward; 0 if none has."""
+    if has_reward is None:
+        return jnp.mean(rewards, axis=axis, keepdims=True)
+    total = jnp.sum(jnp.where(has_reward, rewards, 0.0), axis=axis, keepdims=True)
+    return total / jnp.maximum(_count(rewards, has_reward, axis), 1)
 
 
-def _all_from(n: Array, g: int, k: int) -> jax.Array:
+def _deviation(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
+    """Returns the deviation, with ddof 1, of the completions that have a reward; 0 if only one has."""
+    if has_reward is None:
+        return jnp.std(rewards, axis=axis, ddof=1, keepdims=True)
+    off = jnp.where(has_reward, rewards - _mean(rewards, has_reward, axis), 0.0)
+    squares = jnp.sum(jnp.square(off), axis=axis, keepdims=True)
+    return jnp.sqrt(squares / jnp.maximum(_count(rewards, has_reward, axis) - 1, 1))
+
+
+def _centered(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None) -> Float[Array, "B G"]:
+    return _zero_without_signal(rewards - _mean(rewards, has_reward, 1), rewards, has_reward)
+
+
+def _zero_without_signal(
+    advantages: Float[Array, "B G"], rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None
+) -> Float[Array, "B G"]:
+    """Sets A to exactly 0 in groups with equal rewards: a division would amplify the rounding error of the mean.
+
+    Also where there is no reward.
+    """
+    there = jnp.ones_like(rewards, bool) if has_reward is None else has_reward
+    return jnp.where(there & _has_signal(rewards, there), advantages, 0.0)
+
+
+def _has_signal(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"]) -> Bool[Array, "B 1"]:
+    """Returns whether the completions of a group that have a reward have different ones."""
+    largest = jnp.max(jnp.where(has_reward, rewards, -jnp.inf), axis=1, keepdims=True)
+    return largest > jnp.min(jnp.where(has_reward, rewards, jnp.inf), axis=1, keepdims=True)
+
+
+def _all_from(n: Array, g: Array, k: int) -> jax.Array:
     """Returns C(n, k) / C(g, k): the probability that k random items of g are all among a given n; 0 for n < k."""
     chance = jnp.ones_like(n)
     for i in range(k):
-        chance = chance * jnp.maximum(n - i, 0) / (g - i)
+        chance = chance * jnp.maximum(n - i, 0) / jnp.maximum(g - i, 1)
     return chance

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import advantages, kl
 from jaxrl_llm.algorithms.importance import high_entropy
-from jaxrl_llm.config.names import arguments, required_inputs, resolve
+from jaxrl_llm.config.names import arguments, channel_weights, required_inputs, resolve
 from jaxrl_llm.structs import Array, Batch, Config, Rewards
 
 Columns: TypeAlias = dict[str, Array]
@@ -32,15 +32,28 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
     estimator = resolve(config.advantage.name, advantages)
     required = required_inputs(estimator)
     fixed = arguments(config.advantage)
+    weights = channel_weights(config)
+    if "reward_model" in config:
+        weights |= {"reward_model": config.reward_model.weight}
     if "weights" in required:
-        fixed |= {"weights": dict(zip(config.reward.functions, config.reward.weights, strict=True))}
+        fixed |= {"weights": weights}
+    rewarded = bool({"rewards", "token_rewards", "channels"} & set(required))  # else a verdict is not needed
     estimate_kl = resolve(config.kl.estimator, kl) if config.kl.placement == "reward" else None
     place = NamedSharding(mesh, sharding.BATCH)
 
     @jax.jit
     def assign(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Columns, Columns]:
-        mask = batch.loss_mask
         total, channels = rewards.total, rewards.channels
+        if "reward_model" in config:
+            last = last_tokens(batch.completion_mask)
+            score = jnp.sum(jnp.where(last, scores["reward_model_scores"], 0.0), axis=-1)
+            channels = channels | {"reward_model": score}
+            if weights["reward_model"]:
+                total = jnp.nan_to_num(total) + weights["reward_model"] * score
+        greedy = jnp.zeros_like(total) if rewards.greedy is None else rewards.greedy
+        # Without a reward of the greedy completion, a group has no baseline.
+        has_reward = ~jnp.isnan(total) & ~jnp.isnan(greedy) | (not rewarded)
+        mask = batch.loss_mask & has_reward[..., None]
         if tokens := config.reward.overlong_tokens:
             limit = mask.shape[-1]
             overlong = overlong_penalty(jnp.sum(batch.completion_mask, axis=-1), limit, tokens)
@@ -50,21 +63,21 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
             term = coefs["kl/coef"] * estimate_kl(scores["old_logprobs"], scores["ref_logprobs"])
             penalty = jnp.where(mask, term, 0.0)
         inputs: dict[str, Any] = scores | {
-            "rewards": total - jnp.sum(penalty, axis=-1),
-            # An abstention counts as 0, as in the weighted sum.
-            "channels": {name: jnp.nan_to_num(channels[name]) for name in config.reward.functions},
+            "rewards": jnp.where(has_reward, total - jnp.sum(penalty, axis=-1), 0.0),
+            "has_reward": has_reward,
+            "channels": {name: channels[name] for name in weights},
             "token_rewards": at_the_end(total, mask) - penalty,
             "logprobs": scores.get("old_logprobs"),
             "loss_mask": mask,
         }
         if rewards.greedy is not None:
-            greedy = rewards.greedy
             if tokens:  # the baseline must have the same penalty as the reward
                 greedy = greedy + overlong_penalty(rewards.greedy_lengths, mask.shape[-1], tokens)
-            inputs["greedy_rewards"] = greedy[:, 0]
+            inputs["greedy_rewards"] = jnp.nan_to_num(greedy)[:, 0]
         advantage = estimator(**{name: inputs[name] for name in required if name != "weights"}, **fixed)
-        made = {"rewards": total, "advantages": over_tokens(advantage, mask)}
+        made = {"rewards": total, "advantages": over_tokens(advantage, mask), "loss_mask": mask}
         metrics = reward_metrics(total, channels, penalty if estimate_kl else None)
+        metrics |= {"reward/no_verdict": 1 - jnp.mean(has_reward)}
         if "values" in scores:
             returns = lambda_returns(
                 inputs["token_rewards"], scores["values"], mask, gamma=config.critic.gamma, lam=config.critic.lam
@@ -94,8 +107,12 @@ def over_tokens(
 
 def at_the_end(rewards: Float[Array, "B G"], mask: Bool[Array, "B G C"]) -> Float[Array, "B G C"]:
     """Puts rewards [B, G] on the last trained token of each completion: [B, G, C]."""
-    last = mask & (jnp.cumsum(mask, axis=-1) == jnp.sum(mask, axis=-1, keepdims=True))
-    return jnp.where(last, rewards[..., None], 0.0)
+    return jnp.where(last_tokens(mask), rewards[..., None], 0.0)
+
+
+def last_tokens(mask: Bool[Array, "B G C"]) -> Bool[Array, "B G C"]:
+    """Returns the mask of the last token of each completion that `mask` has."""
+    return mask & (jnp.cumsum(mask, axis=-1) == jnp.sum(mask, axis=-1, keepdims=True))
 
 
 def overlong_penalty(lengths: Int[Array, "B G"], limit: int, tokens: int) -> Float[Array, "B G"]:
@@ -134,16 +151,17 @@ def explained_variance(
 
 
 def reward_metrics(total: Float[Array, "B G"], channels: Columns, penalty: Float[Array, "B G C"] | None) -> Columns:
-    """Returns means over the completions of a step. A channel is NaN if its function abstained from all of them.
+    """Returns means over the completions of a step that have a reward; NaN if none has, and in a channel likewise.
 
     penalty [B, G, C]: the KL penalty in the reward. `total` does not include it; it has its own metrics.
     """
-    metrics = {"reward/mean": jnp.mean(total), "reward/std": jnp.std(total)}
+    metrics = {"reward/mean": jnp.nanmean(total), "reward/std": jnp.nanstd(total)}
     metrics |= {f"reward/{name}": jnp.nanmean(x) for name, x in channels.items()}
     if penalty is not None:
         of_sequence = jnp.sum(penalty, axis=-1)
         # k1 has a sign: a negative penalty pays the policy for leaving the reference.
         metrics |= {"reward/kl": -jnp.mean(of_sequence), "reward/kl_pays": jnp.mean(of_sequence < 0)}
     if total.shape[1] > 1:
-        metrics["groups/no_signal"] = jnp.mean(jnp.ptp(total, axis=1) == 0)
+        # NaN is not above NaN: a group without any reward has no signal.
+        metrics["groups/no_signal"] = 1 - jnp.mean(jnp.nanmax(total, axis=1) > jnp.nanmin(total, axis=1))
     return metrics

@@ -12,7 +12,7 @@ from jaxrl_llm.config.combinations import check_algorithm, check_health, check_r
 from jaxrl_llm.config.fields import CRITIC, FROZEN, SFT, TRAIN, TURNS
 from jaxrl_llm.config.names import required_inputs, resolve
 from jaxrl_llm.config.no_effect import check_no_effect_shared
-from jaxrl_llm.config.schema import Field, check_fields, names_that_may_change
+from jaxrl_llm.config.schema import Field, check_call, check_fields, names_that_may_change
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import check_source
 from jaxrl_llm.errors import UserError
@@ -161,7 +161,7 @@ def check_shared(config: Config, prompts_per_update: int) -> None:
     check_no_effect_shared(config)
     check_health(config)
     if config.eval.every:
-        resolve(config.eval.function, rewards, "config.eval.function")
+        check_call(config.eval.function, rewards, "config.eval.function")
     if config.log.wandb_project and not find_spec("wandb"):
         raise UserError("config.log.wandb_project needs wandb, which is not installed: pip install wandb, or set ''")
     for axis in ("data", "fsdp", "tensor"):

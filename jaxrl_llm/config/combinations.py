@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jaxrl_llm import rewards
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.names import arguments, closest, own_name, required_inputs, resolve
+from jaxrl_llm.config.names import arguments, closest, own_name, required_inputs, resolve, split_call
 from jaxrl_llm.config.no_effect import check_no_effect, looks_at_rewards
-from jaxrl_llm.config.schema import Field
+from jaxrl_llm.config.schema import Field, check_call
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import RECENT
 from jaxrl_llm.health.rules import RULES
@@ -34,22 +34,42 @@ def check_algorithm(config: Config, updates: int) -> None:
 
 def check_rewards(config: Config, required: tuple[str, ...]) -> None:
     """Checks that every reward function exists and has a weight, and that weights are not all 0 if rewards are used."""
-    names, weights = config.reward.functions, config.reward.weights
-    if not names or len(names) != len(weights):
+    names, weights, of_model = config.reward.functions, config.reward.weights, "reward_model" in config
+    if not (names or of_model) or len(names) != len(weights):
         raise UserError(f"config.reward has {len(names)} functions and {len(weights)} weights: give each function one")
     for name, weight in zip(names, weights, strict=True):
         if problem := Field(float).problem(weight):
             raise UserError(f"config.reward.weights: {name}'s {problem}")
         if problem := Field(str).problem(name):
             raise UserError(f"config.reward.functions: one {problem}")
-        if names.count(name) > 1:
-            raise UserError(f"config.reward.functions has {name!r} {names.count(name)} times: give it once")
-        resolve(name, rewards, "config.reward.functions")
-    if not any(weights) and looks_at_rewards(required):
+        check_call(name, rewards, "config.reward.functions")
+    channels = [split_call(name)[0] for name in names]
+    for name in channels:
+        if channels.count(name) > 1:
+            raise UserError(f"config.reward.functions has {name!r} {channels.count(name)} times: give it once")
+    if not any(weights) and not (of_model and config.reward_model.weight) and looks_at_rewards(required):
         raise UserError("config.reward.weights are all 0: nothing would be rewarded; give one function a weight")
+    if of_model:
+        check_reward_model(config, required)
     tokens, limit = config.reward.overlong_tokens, config.rollout.max_completion_tokens
     if tokens > limit:
         raise UserError(f"config.reward.overlong_tokens = {tokens} is more than a completion's {limit}: lower it")
+
+
+def check_reward_model(config: Config, required: tuple[str, ...]) -> None:
+    """Checks that the scores of a reward model, which come after the sampling, are not needed before."""
+    if not looks_at_rewards(required):
+        raise UserError(f"config.reward_model would be of no use: advantage {config.advantage.name!r} uses no reward")
+    if config.rollout.resample_rounds:
+        raise UserError(
+            f"config.rollout.resample_rounds = {config.rollout.resample_rounds}: a reward model scores completions "
+            "after the sampling, when no group can be replaced: set it to 0"
+        )
+    if "greedy_rewards" in required:
+        raise UserError(
+            f"config.reward_model: advantage {config.advantage.name!r} compares with the greedy completion, which a "
+            "reward model does not score: take another advantage"
+        )
 
 
 def check_advantage(config: Config, name: str, required: tuple[str, ...]) -> None:
@@ -72,7 +92,7 @@ def check_advantage(config: Config, name: str, required: tuple[str, ...]) -> Non
             raise UserError(
                 f"config.{section} is missing: advantage {given!r} asks for {column}; see configs/{example}.py"
             )
-        if section in config and column not in required:
+        if section in config and column not in required and section != "reward_model":
             raise UserError(f"config.{section} would be of no use: advantage {given!r} does not ask for its {column}")
         if section in config and section in FROZEN and not config[section].path:
             raise UserError(f"config.{section}.path = '': give the {section}'s folder or hub id")

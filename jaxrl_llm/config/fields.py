@@ -96,10 +96,11 @@ CRITIC = {  # only if the advantage estimator requires values
     **optim_fields("critic.optim"),
 }
 TURNS = fields_of("turns", EnvironmentPool.__init__)  # only if there is an environment
-FROZEN = {  # only if the advantage estimator requires a column of another model
+FROZEN = {  # only if the advantage estimator requires a column of another model, or for a reward model
     section: {f"{section}.path": Field(str, may_change=True)}  # as model.path
     for section in scorers.FROZEN
 }
+FROZEN["reward_model"]["reward_model.weight"] = Field(float)
 SFT = SHARED | {
     "data.completion_column": Field(str),
     "model.hidden_size": Field(int, low=1),

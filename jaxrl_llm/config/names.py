@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -49,6 +51,48 @@ def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., 
     raise UserError(f"{what} {name!r} does not exist{missing}; {hint}")
 
 
+def split_call(text: str, what: str = "name") -> tuple[str, dict[str, Any]]:
+    """Splits "text.repetition(size=3)" into the name and the keyword arguments; a name alone has none.
+
+    Raises: UserError, if it is neither.
+    """
+    if "(" not in text:
+        return text, {}
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
+            raise ValueError
+        return ast.unparse(call.func), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError):
+        raise UserError(
+            f"{what} {text!r} cannot be read: give a name, or a call with keywords and plain values, like "
+            "'text.repetition(size=3)'"
+        ) from None
+
+
+def bind(text: str, module: ModuleType, what: str = "name") -> Callable[..., Any]:
+    """Returns the function of "name" or "name(argument=value)", with these arguments. Raises: UserError, as `resolve`.
+
+    In a function of ours, keyword-only arguments are never columns of the data, so their defaults are bound too.
+    """
+    name, given = split_call(text, what)
+    function = resolve(name, module, what)
+    if is_ours(function, module):
+        given = {k: p.default for k, p in _keyword_only(function).items() if p.default is not p.empty} | given
+    return partial(function, **given) if given else function
+
+
+def channel_weights(config: Config) -> dict[str, float]:
+    """Returns {name: weight} of the reward functions. The name of a channel is without arguments."""
+    names = [split_call(text)[0] for text in config.reward.functions]
+    return dict(zip(names, config.reward.weights, strict=True))
+
+
+def is_ours(function: Callable[..., Any], module: ModuleType) -> bool:
+    """Returns whether a function is defined in a submodule of `module`."""
+    return str(getattr(function, "__module__", "")).startswith(f"{module.__name__}.")
+
+
 def own_name(function: Callable[..., Any], module: ModuleType) -> str:
     """Returns the plain name of a function that `module` defines, or "" for any other function."""
     return function.__name__ if function.__module__ == module.__name__ else ""
@@ -67,7 +111,11 @@ def required_inputs(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def keywords(function: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the names of a function's keyword-only arguments. The config supplies them."""
-    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+    return tuple(_keyword_only(function))
+
+
+def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return {k: p for k, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.scorers import FROZEN
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Config
 
@@ -50,8 +51,8 @@ def check_no_effect(config: Config, required: tuple[str, ...], updates: int) -> 
             (
                 "host_memory.reference",
                 False,
-                no_place and "teacher" not in config,
-                "there is no reference and no teacher",
+                no_place and not any(name in config for name in FROZEN),
+                f"there is no reference, and none of {', '.join(FROZEN)}",
             ),
             ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),
             ("kl.horizon", 10_000, not k.target, "kl.target is 0"),

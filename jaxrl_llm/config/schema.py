@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxrl_llm.config.load import RENAMED, flatten
-from jaxrl_llm.config.names import arguments, closest, keywords, resolve
+from jaxrl_llm.config.names import arguments, closest, is_ours, keywords, resolve, split_call
 from jaxrl_llm.errors import UserError
 
 if TYPE_CHECKING:
@@ -103,6 +103,46 @@ def _check_arguments(section: str, name: str, function: Callable[..., Any], give
     for key, parameter in taken.items():
         if parameter.default is parameter.empty and key not in given:
             raise UserError(f"config.{section}.{key} is missing: {name} needs it")
+
+
+def check_call(text: str, module: ModuleType, what: str) -> None:
+    """Checks the function and the arguments of "name" or "name(argument=value)". what: the field.
+
+    Arguments are keyword-only in our functions, and any named ones in those of a user.
+    Raises: UserError, naming the function.
+    """
+    name, given = split_call(text, what)
+    function = resolve(name, module, what)
+    try:
+        known = inspect.signature(function).parameters
+    except ValueError:  # a function in C may have none
+        known = {}
+    own = is_ours(function, module)
+    taken = {k: p for k, p in known.items() if p.kind is p.KEYWORD_ONLY or (not own and p.kind is not p.VAR_KEYWORD)}
+    hints = _hints(function) if inspect.isfunction(function) else {}
+    for key, value in given.items():
+        if key not in taken:
+            raise UserError(f"{what}: {name} has no argument {key!r}: it takes {', '.join(taken) or 'none'}")
+        if (field := _field(hints.get(key))) and (problem := field.problem(value)):
+            raise UserError(f"{what}: argument {key} of {name} {problem}")
+    for key, parameter in taken.items():
+        if own and parameter.default is parameter.empty and key not in given:
+            raise UserError(f"{what}: {name} needs an argument {key}: write {name}({key}=...)")
+    if own and (check := getattr(function, "check", None)):
+        check(**{key: given.get(key, parameter.default) for key, parameter in taken.items()})
+
+
+def checked_by(check: Callable[..., None]) -> Callable[[T], T]:
+    """Returns a decorator for a function that a config names with arguments: check(**arguments) runs before a run.
+
+    check raises UserError. It looks at what no annotation can say, such as whether a file is there.
+    """
+
+    def mark(function: T) -> T:
+        setattr(function, "check", check)  # noqa: B010 - a function has no such attribute for type checkers
+        return function
+
+    return mark
 
 
 def fields_of(section: str, function: Callable[..., Any], *, leave_out: tuple[str, ...] = ()) -> dict[str, Field]:

@@ -5,12 +5,11 @@ Each program runs in a process of its own, which the kernel confines (`host.sand
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne, Positive
 from jaxrl_llm.envs.protocol import Reply
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import sandbox
 
 __all__ = ("Python",)
@@ -25,7 +24,7 @@ class Python:
 
     def __init__(self, *, seconds: Positive, memory: AtLeastOne, most_characters: AtLeastOne):
         """seconds: of a program; memory: of a program in MiB; most_characters: of its output. Raises: UserError."""
-        check_sandbox()
+        sandbox.refuse_without()
         self._run = partial(sandbox.run, seconds=seconds, memory=memory, characters=most_characters)
 
     def reset(self, row: dict[str, Any]) -> None:
@@ -36,15 +35,6 @@ class Python:
         if END not in text:
             return Reply(done=True)
         code = text.rpartition(END)[0].rpartition(BEGIN)[2]
-        output, error = self._run(code.strip("\n"))
+        output, error, _ = self._run(code.strip("\n"))
         said = output.rstrip() + (f"\nerror: {error}" if error else "")
         return Reply(f"<output>{said}</output>", metrics={"programs": 1.0} | ({"errors": 1.0} if error else {}))
-
-
-@cache
-def check_sandbox() -> None:
-    """Raises: UserError, if this machine cannot confine a program."""
-    try:
-        sandbox.check()
-    except sandbox.NoSandbox as problem:
-        raise UserError(f"programs of the policy need Linux 5.13 with Landlock and seccomp: {problem}") from None

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxrl_llm import envs
 from jaxrl_llm.config.names import resolve
-from jaxrl_llm.envs import calculator, python
+from jaxrl_llm.envs import calculator
 from jaxrl_llm.envs.protocol import Reply
 from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.host import sandbox
@@ -96,8 +96,8 @@ def run_python(code: str) -> str:
     Args:
         code: the program
     """
-    python.check_sandbox()
-    output, error = sandbox.run(code, seconds=5.0, memory=512, characters=2000)
+    sandbox.refuse_without()
+    output, error, _ = sandbox.run(code, seconds=5.0, memory=512, characters=2000)
     if error:
         raise RuntimeError(f"{error}\n{output}")
     return output

@@ -403,7 +403,8 @@ def channels_diverge(history: History) -> Finding | None:
     channels = [name for name in history.latest[-1] if name.startswith("reward/")]
     lost = set[str]()  # which have fallen to less than half
     spread, slopes = history.then("reward/std"), dict[str, float]()
-    for name in sorted(set(channels) - {"reward/mean", "reward/std", "reward/kl", "reward/kl_pays", "reward/overlong"}):
+    others = {f"reward/{name}" for name in ("mean", "std", "kl", "kl_pays", "overlong", "no_verdict")}
+    for name in sorted(set(channels) - others):
         before, now = history.then(name), history.now(name)
         if before is not None and now is not None:
             slopes[name.removeprefix("reward/")] = now - before

@@ -197,7 +197,8 @@ def reward_sees(trial: Trial) -> Answer:
     try:
         with closing(trial.parts.reward_fn()) as reward_fn:
             turns = [[[{"role": "assistant", "content": text}] for text in group] for group in texts]
-            earned = reward_fn(rows, texts, ids, {"turns": turns} if trial.parts.environments else {})["total"]
+            columns = {"turns": turns} if trial.parts.environments else {}
+            earned = np.nan_to_num(reward_fn(rows, texts, ids, columns).channels["total"])
     except UserError as error:
         fix = "make it judge any text, since a policy may say nothing"
         return Answer("an error", (Finding("reward_fails", "error", str(error), "it was asked", fix, "FAILURES S5"),))

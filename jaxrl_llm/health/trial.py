@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.losses import Metrics
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN
-from jaxrl_llm.config.names import required_inputs, resolve
+from jaxrl_llm.config.names import channel_weights, required_inputs, resolve
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.learner.forward import make_logprob_fn
@@ -205,7 +205,7 @@ def _logprob_program(run: Run, parts: Tested, *, full: bool) -> Callable[[PyTree
 def _made_up(config: Config, count: int, group: int) -> Rewards:
     """Returns rewards of 0 and 1 in turn: what the policy earns at step 0 may be the same everywhere."""
     total = ((np.arange(count)[:, None] + np.arange(group)) % 2).astype(np.float32)
-    channels = dict.fromkeys(config.reward.functions, total)
+    channels = dict.fromkeys(channel_weights(config), total)
     if "greedy_rewards" not in required_inputs(resolve(config.advantage.name, advantages)):
         return Rewards(total, channels)
     return Rewards(total, channels, np.zeros((count, 1), np.float32), np.ones((count, 1), int))

@@ -25,11 +25,14 @@ ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
 REMEDY = "lower microbatch, or raise model.row_parts, or set model.remat = 'full'"
 
 
-def over_rows(model: Decoder, params: PyTree, batch: Batch, per_token: Callable[[Array, Array], PyTree]) -> PyTree:
+def over_rows(
+    model: Decoder, params: PyTree, batch: Batch, per_token: Callable[[Array, Array], PyTree], *, after: bool = False
+) -> PyTree:
     """Computes values [B, G, C] of completion tokens; 0 on padding. Each prompt runs once for its group.
 
-    per_token(states, tokens) -> values [B, N, T], from the state before each token [B, N, T, D] and the tokens
-    [B, N, T] of packed rows. With model.cfg.row_parts, some of the rows run at a time, and again in the backward pass.
+    per_token(states, tokens) -> values [B, N, T], from the state before each token [B, N, T, D], or the one `after`
+    it, and the tokens [B, N, T] of packed rows. With model.cfg.row_parts, some of the rows run at a time, and again in
+    the backward pass.
     """
     b, g, c = batch.completions.shape
     if batch.packed_index is None:
@@ -37,11 +40,15 @@ def over_rows(model: Decoder, params: PyTree, batch: Batch, per_token: Callable[
     else:
         index = batch.packed_index.reshape(b, -1, batch.packed_index.shape[-1])
     parts = min(model.cfg.row_parts, index.shape[1])
+
+    def of_rows(first: Array, hidden: Array, rows: tuple[Array, Array, Array]) -> PyTree:
+        return per_token(hidden if after else _before(first, hidden, rows[1]), rows[0])
+
     if parts == 1:
         rows = _rows(batch, index)
         prompt_hidden, hidden = model.forward(params, batch.prompts, batch.prompt_mask, *rows)
         first = last_state(prompt_hidden, batch.prompt_mask)
-        return _in_order(per_token(_before(first, hidden, rows[1]), rows[0]), index, batch)
+        return _in_order(of_rows(first, hidden, rows), index, batch)
     prompt_hidden, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
     # Their gradients are sums over the parts, which must happen in float32.
     first, prefix = jax.tree.map(jnp.float32, (last_state(prompt_hidden, batch.prompt_mask), prefix))
@@ -49,7 +56,7 @@ def over_rows(model: Decoder, params: PyTree, batch: Batch, per_token: Callable[
     def part(index: Array) -> PyTree:
         rows = _rows(batch, index)
         shared = jax.tree.map(lambda x: x.astype(model.cfg.dtype), prefix)
-        return per_token(_before(first, model.extend(params, shared, batch.prompt_mask, *rows), rows[1]), rows[0])
+        return of_rows(first, model.extend(params, shared, batch.prompt_mask, *rows), rows)
 
     size = -(-index.shape[1] // parts)
     index = jnp.pad(index, ((0, 0), (0, parts * size - index.shape[1]), (0, 0)), constant_values=-1)
@@ -95,8 +102,8 @@ def completion_logprobs(
     return over_rows(model, params, batch, partial(head.logprobs, model, sampling, kernel))
 
 
-def completion_values(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
-    """Returns the critic's value [B, G, C] of the text before each completion token; 0 on padding.
+def completion_values(model: Decoder, params: PyTree, batch: Batch, *, after: bool = False) -> jax.Array:
+    """Returns the value [B, G, C] of the text before each completion token, or of the text `after` it; 0 on padding.
 
     params: {"decoder": parameters of `model`, "readout": {"kernel": [D, 1], "bias": [1]}}.
     """
@@ -108,7 +115,7 @@ def completion_values(model: Decoder, params: PyTree, batch: Batch) -> jax.Array
         value = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
         return value.reshape(tokens.shape)
 
-    return over_rows(model, params["decoder"], batch, values)
+    return over_rows(model, params["decoder"], batch, values, after=after)
 
 
 def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, microbatch: int) -> ScoreFn:

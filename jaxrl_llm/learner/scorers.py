@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import compatibility, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
@@ -26,15 +27,15 @@ States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference":
 
 
 # Config section of a model that scores but never learns -> its column. An advantage estimator gets the column as an
-# argument of this name. For another such model, add a line.
-FROZEN = {"teacher": "teacher_logprobs"}
+# argument of this name; `reward_model_scores` also enter the rewards. For another such model, add a line.
+FROZEN = {"teacher": "teacher_logprobs", "reward_model": "reward_model_scores"}
 
 
 class Frozen(NamedTuple):
     """A model that scores but never learns."""
 
     model: Decoder
-    params: PyTree
+    params: PyTree  # of a reward model: as of a critic, {"decoder": ..., "readout": ...}
 
 
 class Scorer(NamedTuple):
@@ -119,17 +120,35 @@ def load_frozen(
     Raises: UserError, if the model cannot be loaded, does not cover the policy's tokens and positions, or has other ids
     for these tokens.
     """
-    model = hf.load_model(folder, mesh, dtype=config.model.dtype, row_parts=config.model.row_parts)
+    model = frozen_model(section, folder, config, mesh)
     compatibility.check_other_model(f"{section}.path", model.cfg, policy)
     theirs = hf.load_tokenizer(folder).get_vocab()
     other = next((token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number), None)
     if other is not None:
         raise UserError(f"config.{section}.path: its tokenizer knows {other!r} by another number: give one of the kind")
-    params = hf.load_params(folder, model, mesh, learns=False)
+    if section == "reward_model":
+        params = {
+            "decoder": hf.load_params(folder, model, mesh, learns=False, unused=("score.weight",)),
+            "readout": jax.device_put(hf.load_readout(folder, model), NamedSharding(mesh, PartitionSpec())),
+        }
+    else:
+        params = hf.load_params(folder, model, mesh, learns=False)
     return Frozen(model, sharding.move(params, sharding.HOST) if config.host_memory.reference else params)
 
 
+def frozen_model(section: str, folder: Path, config: Config, mesh: Mesh) -> Decoder:
+    """Returns the model in `folder` without its parameters. Raises: UserError, for a model that is not supported."""
+    model = hf.load_model(folder, mesh, dtype=config.model.dtype, row_parts=config.model.row_parts)
+    # A reward model has no head for the vocabulary; with tied_head, the parameter tree has none.
+    return Decoder(replace(model.cfg, tied_head=True), mesh) if section == "reward_model" else model
+
+
 def make_frozen_scorer(section: str, frozen: Frozen, microbatch: int, sampling: Sampling, mesh: Mesh) -> Scorer:
-    """Returns a model as a scorer: its log-probabilities of the sampled tokens."""
-    score = score_columns(frozen.model, sampling, mesh, microbatch, **{FROZEN[section]: "logprobs"})
-    return Scorer((FROZEN[section],), lambda states: frozen.params, score)
+    """Returns a model as a scorer: its log-probabilities of the sampled tokens, or the scores of a reward model."""
+    column, model = FROZEN[section], frozen.model
+    if section == "reward_model":
+        scores = lambda params, batch: {column: forward.completion_values(model, params, batch, after=True)}  # noqa: E731
+        score = forward.in_microbatches(scores, mesh, microbatch)
+    else:
+        score = score_columns(model, sampling, mesh, microbatch, **{column: "logprobs"})
+    return Scorer((column,), lambda states: frozen.params, score)

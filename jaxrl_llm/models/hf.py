@@ -150,16 +150,20 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def load_params(folder: Path, model: Decoder, mesh: Mesh, *, learns: bool = True) -> PyTree:
+def load_params(
+    folder: Path, model: Decoder, mesh: Mesh, *, learns: bool = True, unused: tuple[str, ...] = ()
+) -> PyTree:
     """Loads float32 parameters. Each shard is read directly from the file to its devices.
 
     learns: False for a model that never learns: its parameters have the dtypes of `Decoder.as_used`.
+    unused: tensors of the folder that are not loaded here.
     Raises: UserError, for a tensor that is missing, unknown or of the wrong shape, and for a broken file.
     """
     where = _index(folder)
     shapes = model.shapes()
     table = names.of_family(model.cfg.family)
-    _check_tensors(folder, where, shapes, table)
+    used = {name: file for name, file in where.items() if name not in unused}
+    _check_tensors(folder, used, shapes, table)
 
     def load(path: Any, leaf: Any, dtype: Any) -> jax.Array:
         name = sharding.path_name(path)
@@ -176,6 +180,20 @@ def load_params(folder: Path, model: Decoder, mesh: Mesh, *, learns: bool = True
 
     dtypes = jax.tree.map(lambda x: x.dtype, shapes) if learns else model.used_dtypes(shapes)
     return jax.tree_util.tree_map_with_path(load, shapes, dtypes)
+
+
+def load_readout(folder: Path, model: Decoder) -> PyTree:
+    """Loads the head of a model for sequence classification with one label: {"kernel": [D, 1], "bias": [1]}.
+
+    Raises: UserError, if the folder has no such head.
+    """
+    where, name, wanted = _index(folder), "score.weight", (1, model.cfg.width)
+    if name not in where:
+        raise UserError(f"{folder}: no tensor {name}: give a model with a head for sequence classification")
+    found = where[name].get_tensor(name)
+    if found.shape != wanted:
+        raise UserError(f"{folder}: tensor {name} is {found.shape}, not {wanted}: give a model with one label")
+    return {"kernel": found.astype(np.float32).T, "bias": np.zeros(1, np.float32)}
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import compatibility
 from jaxrl_llm.compilation import Program
 from jaxrl_llm.config import checks
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner.scorers import FROZEN, Frozen
+from jaxrl_llm.learner.scorers import FROZEN, Frozen, frozen_model
 from jaxrl_llm.learning import Learning, Models, describe_models, make_learning, make_packing
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
@@ -145,9 +145,13 @@ def make_plan(
 
 def _frozen(models: Models, name: str) -> Frozen:
     """Returns a model that never learns, with the shapes of its parameters."""
-    config = models.config.model
-    model = hf.load_model(models.others[name], models.mesh, dtype=config.dtype, row_parts=config.row_parts)
-    return Frozen(model, _placed(model.shapes(), model, models.mesh))
+    model = frozen_model(name, models.others[name], models.config, models.mesh)
+    params = _placed(model.shapes(), model, models.mesh)
+    if name == "reward_model":
+        whole = NamedSharding(models.mesh, PartitionSpec())
+        of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole)  # noqa: E731
+        params = {"decoder": params, "readout": {"kernel": of(model.cfg.width, 1), "bias": of(1)}}
+    return Frozen(model, params)
 
 
 def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:

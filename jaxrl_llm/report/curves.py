@@ -16,7 +16,7 @@ from jaxrl_llm.report.thinning import part
 from jaxrl_llm.report.traces import Curve
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-NO_CHANNELS = {"reward/mean", "reward/std", "reward/kl", "reward/kl_pays", "reward/overlong"}
+NO_CHANNELS = {"reward/mean", "reward/std", "reward/kl", "reward/kl_pays", "reward/overlong", "reward/no_verdict"}
 
 
 class Panel(NamedTuple):

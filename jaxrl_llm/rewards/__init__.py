@@ -6,3 +6,14 @@ per completion (a list, an array, a generator), or None for a completion to abst
 With an environment, there are two more: `turns`, the episode as messages, and `episode`, what was measured.
 docs/rewards.md describes where functions run, and which answers `math.accuracy` accepts.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ()  # no function here is a reward that a config may name
+
+
+def text_of(completion: Any) -> str:
+    """Returns the text of a completion, which for a chat is a list with one assistant message."""
+    return completion if isinstance(completion, str) else completion[0]["content"]

@@ -16,6 +16,7 @@ from numbers import Number
 from typing import Any
 
 from jaxrl_llm.host.process import Pool
+from jaxrl_llm.rewards import text_of
 
 __all__ = ["accuracy", "is_boxed"]
 
@@ -30,7 +31,7 @@ def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[
     A box earns 0 if it is empty, not closed, longer than LONGEST characters, or not judged in time. A line on stderr
     counts the late ones. Raises: ValueError, if the answer of a row is neither text nor a number.
     """
-    pairs = [(_clean(last_box(_text(c)) or ""), _clean(_wanted(a))) for c, a in zip(completions, answer, strict=True)]
+    pairs = [(_clean(last_box(text_of(c)) or ""), _clean(_wanted(a))) for c, a in zip(completions, answer, strict=True)]
     equal = {pair: _plainly_equal(*pair) for pair in pairs}
     hard = [pair for pair, known in equal.items() if known is None]
     size = min(PROCESSES, os.cpu_count() or 1, -(-len(hard) // SHARE))
@@ -44,7 +45,7 @@ def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[
 
 def is_boxed(completions: list[Any], **columns: Any) -> list[float]:
     """Returns 1 where the last \\boxed{} of the completion is closed and not empty, else 0."""
-    return [float(bool(last_box(_text(c)))) for c in completions]
+    return [float(bool(last_box(text_of(c)))) for c in completions]
 
 
 def last_box(text: str) -> str | None:
@@ -62,10 +63,6 @@ def last_box(text: str) -> str | None:
         if not depth:
             return text[start : mark.start()].strip()
     return None
-
-
-def _text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else completion[0]["content"]
 
 
 def _wanted(answer: Any) -> str:

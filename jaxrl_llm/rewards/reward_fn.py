@@ -9,15 +9,15 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from jaxrl_llm import rewards
-from jaxrl_llm.config.names import resolve
+from jaxrl_llm.config.names import bind, split_call
 from jaxrl_llm.errors import UserError, describe
 from jaxrl_llm.host.process import Process
 
@@ -29,20 +29,30 @@ SEARCH = 1.0  # seconds: a function that fails within this time is called again 
 LARGEST = float(np.finfo(np.float32).max)  # channels are float32
 
 
-class RewardFn:
-    """`reward_fn(rows, texts, ids)` -> named channels [B, G] and their weighted sum "total" [B, G].
+class Rewarded(NamedTuple):
+    """What completions earn."""
 
-    rows: B data rows; texts and ids: B x G completions. Where a function returns None, its channel is NaN and adds 0.
+    channels: dict[str, np.ndarray]  # [B, G] of each function, and their weighted sum "total"
+    metrics: dict[str, float]  # what functions measured with `log_metric`: "function/name"
+
+
+class RewardFn:
+    """`reward_fn(rows, texts, ids)` -> channels [B, G] and metrics.
+
+    rows: B data rows; texts and ids: B x G completions. functions: their names, with arguments where they have some.
+    Where a function returns None, its channel is NaN and adds 0 to the total. If no function with a weight returns a
+    number, the total is NaN too.
     Raises: UserError, naming the function, and the row and completion if one of them causes the error.
 
     With a time limit, each function has its own process (see `Process`). So the limit holds whatever the function
     does, and all functions run at the same time. After an error, the RewardFn is closed.
     """
 
-    def __init__(self, names: Sequence[str], weights: Sequence[float], timeout: float, *, field: str):
+    def __init__(self, functions: Sequence[str], weights: Sequence[float], timeout: float, *, field: str):
         """timeout: seconds for one batch of one function, set by the config's `field`; 0: no limit and no process."""
-        self._names, self._weights, self._timeout, self._field = names, weights, timeout, field
-        self._processes = {name: Process(_resolved, name) for name in names if timeout}
+        self._functions = {split_call(text)[0]: text for text in functions}
+        self._weights, self._timeout, self._field = weights, timeout, field
+        self._processes = {name: Process(_bound, text) for name, text in self._functions.items() if timeout}
         self._starting = set(self._processes)
         self._thread = ThreadPoolExecutor(max_workers=1)
 
@@ -52,7 +62,7 @@ class RewardFn:
         texts: list[list[str]],
         ids: list[list[list[int]]],
         columns: Mapping[str, list[list[Any]]] = MappingProxyType({}),
-    ) -> dict[str, np.ndarray]:
+    ) -> Rewarded:
         """columns: more columns for the functions, with B x G values, as `turns`."""
         shape = (len(rows), len(texts[0]))
         flat_rows = [
@@ -63,10 +73,10 @@ class RewardFn:
         flat_texts = [text for group in texts for text in group]
         flat_ids = [tokens for group in ids for tokens in group]
         ask = self._ask_processes if self._timeout else self._ask_here
-        values = ask(flat_rows, flat_texts, flat_ids)
-        channels = {name: np.asarray(values[name], np.float32).reshape(shape) for name in self._names}
-        weighted = [w * np.nan_to_num(c) for w, c in zip(self._weights, channels.values(), strict=True)]
-        return channels | {"total": np.asarray(np.sum(weighted, axis=0), np.float32)}
+        answers = ask(flat_rows, flat_texts, flat_ids)
+        channels = {name: np.asarray(answers[name].values, np.float32).reshape(shape) for name in self._functions}
+        metrics = {f"{name}/{key}": x for name, answer in answers.items() for key, x in answer.metrics.items()}
+        return Rewarded(channels | {"total": weighted_sum(list(channels.values()), self._weights, shape)}, metrics)
 
     def start(self, grade: Callable[[], T]) -> Callable[[], T]:
         """Starts `grade`, which calls this RewardFn, in a thread. Returns a function that waits for its result.
@@ -82,17 +92,17 @@ class RewardFn:
         for process in self._processes.values():
             process.close()
 
-    def _ask_here(self, *batch: Any) -> dict[str, list[float]]:
-        return {name: call_by_name(name, *batch) for name in self._names}
+    def _ask_here(self, *batch: Any) -> dict[str, Answer]:
+        return {name: call_by_name(name, text, *batch) for name, text in self._functions.items()}
 
-    def _ask_processes(self, rows: list[dict[str, Any]], *completions: Any) -> dict[str, list[float]]:
+    def _ask_processes(self, rows: list[dict[str, Any]], *completions: Any) -> dict[str, Answer]:
         try:
             while self._starting:  # no limit: this process has run the same imports before
                 self._answer(self._starting.pop(), math.inf, len(rows))
             end = time.monotonic() + self._timeout
             for name, process in self._processes.items():
                 try:
-                    process.ask(call_by_name, name, rows, *completions)
+                    process.ask(call_by_name, name, self._functions[name], rows, *completions)
                 except ChildProcessError as error:
                     raise self._ended(name, error) from None
                 except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -127,13 +137,21 @@ class RewardFn:
         )
 
 
-def call_by_name(name: str, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]) -> list[float]:
-    """Runs `call` for the function that a config names."""
-    return call(name, resolve(name, rewards, "reward"), rows, texts, ids)
+def weighted_sum(channels: Sequence[np.ndarray], weights: Sequence[float], shape: tuple[int, int]) -> np.ndarray:
+    """Returns the weighted sum [B, G] of the channels. NaN adds 0; the sum is NaN if all channels with a weight are."""
+    weighted = [w * np.nan_to_num(c) for w, c in zip(weights, channels, strict=True)]
+    total = np.asarray(np.sum([np.zeros(shape, np.float32), *weighted], axis=0), np.float32)
+    silent = [np.isnan(c) for w, c in zip(weights, channels, strict=True) if w]
+    return np.where(np.all(silent, axis=0), np.float32(np.nan), total) if silent else total
 
 
-def _resolved(name: str) -> None:
-    resolve(name, rewards, "reward")
+def call_by_name(name: str, text: str, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]) -> Answer:
+    """Runs `call` for the function of a config, "name" or "name(argument=value)"."""
+    return call(name, bind(text, rewards, "reward"), rows, texts, ids)
+
+
+def _bound(text: str) -> None:
+    bind(text, rewards, "reward")
 
 
 def _can_be_sent(value: Any) -> bool:
@@ -144,11 +162,17 @@ def _can_be_sent(value: Any) -> bool:
     return True
 
 
-def call(
-    name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
-) -> list[float]:
-    """Calls one reward function on a flat list of completions and checks the result; None becomes NaN."""
-    arguments = _arguments(name, function, rows, texts, ids)
+class Answer(NamedTuple):
+    """What a function returned for a flat list of completions."""
+
+    values: list[float]  # NaN where it returned None
+    metrics: dict[str, float]  # that it gave to `log_metric`
+
+
+def call(name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]) -> Answer:
+    """Calls one reward function on a flat list of completions and checks the result."""
+    metrics: dict[str, float] = {}
+    arguments = _arguments(name, function, rows, texts, ids, metrics.__setitem__)
     began, slow = time.monotonic(), False
     try:
         returned = function(**arguments)
@@ -169,7 +193,8 @@ def call(
             f"reward {name} returned {_kind(returned, values)} for {len(texts)} completions: return a list with one "
             f"number each, the first of them for {_show(rows[0], texts[0])}"
         )
-    return [_number(name, value, row, text) for value, row, text in zip(values, rows, texts, strict=True)]
+    numbers = [_number(name, value, row, text) for value, row, text in zip(values, rows, texts, strict=True)]
+    return Answer(numbers, {str(key): float(value) for key, value in metrics.items()})
 
 
 @cache
@@ -217,13 +242,21 @@ def _number(name: str, value: Any, row: dict[str, Any], text: str) -> float:
 
 
 def _arguments(
-    name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
+    name: str,
+    function: Reward,
+    rows: list[dict[str, Any]],
+    texts: list[str],
+    ids: list[list[int]],
+    log_metric: Callable[[str, float], None],
 ) -> dict[str, Any]:
     """Returns the arguments that the function names, or all of them if it takes **kwargs."""
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
     prompts, said = zip(*(_said(row["prompt"], text) for row, text in zip(rows, texts, strict=True)), strict=True)
     columns.pop("prompt")
     offered = columns | {"prompts": list(prompts), "completions": list(said), "completion_ids": ids}
+    offered |= {"log_metric": log_metric}
+    for key in function.keywords if isinstance(function, partial) else ():
+        offered.pop(key, None)  # the config gives it, not the data
     wanted = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in wanted.values()):
         chosen = offered
@@ -232,7 +265,7 @@ def _arguments(
     for key, parameter in wanted.items():
         variadic = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         if not variadic and parameter.default is inspect.Parameter.empty and key not in chosen:
-            there = ", ".join(sorted(offered))
+            there = ", ".join(sorted(offered.keys() - {"log_metric"}))
             raise UserError(f"reward {name} asks for column {key!r}, which the data does not have; there is {there}")
     return chosen
 
@@ -256,7 +289,8 @@ def _culprit(
         if time.monotonic() > end:
             return None
         try:
-            _listed(function(**_arguments(name, function, rows[i : i + 1], texts[i : i + 1], ids[i : i + 1])), 1)
+            one = rows[i : i + 1], texts[i : i + 1], ids[i : i + 1]
+            _listed(function(**_arguments(name, function, *one, lambda *_: None)), 1)
         except Exception:
             return i
     return None

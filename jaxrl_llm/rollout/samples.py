@@ -28,6 +28,7 @@ class Graded(NamedTuple):
     texts: list[list[str]]  # B x G
     channels: dict[str, np.ndarray]  # [B, G]
     turns: list[list[list[data.Turn]]]  # B x G, of episodes of several turns; []: these are none
+    metrics: dict[str, float]  # what reward functions measured: "function/name"
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class Samples:
 
     @property
     def no_signal(self) -> np.ndarray:
-        """True for groups [B] in which all completions have the same reward: they give no learning signal."""
-        return np.ptp(self.graded().channels["total"], axis=1) == 0
+        """True for groups [B] in which all completions have the same reward, or none has one: no learning signal."""
+        total = self.graded().channels["total"]
+        return ~(np.fmax.reduce(total, axis=1) > np.fmin.reduce(total, axis=1))  # both ignore NaN
 
     @property
     def trained(self) -> np.ndarray:
@@ -101,10 +103,12 @@ class Task:
         tokens, mask = rollouts.completions, rollouts.completion_mask
         texts, ids = data.decode(self.tokenizer, tokens, mask)
         if not self.environments:
-            return Graded(texts, self.score(prompts.rows, texts, ids), [])
+            channels, metrics = self.score(prompts.rows, texts, ids)
+            return Graded(texts, channels, [], metrics)
         turns = data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)
         columns = {"turns": turns, "episode": per_episode(rollouts)}
-        return Graded(texts, self.score(prompts.rows, texts, ids, columns), turns)
+        channels, metrics = self.score(prompts.rows, texts, ids, columns)
+        return Graded(texts, channels, turns, metrics)
 
 
 class SampleSource:
@@ -204,7 +208,7 @@ def _put(
 
     had, got = samples.graded(), fresh.graded()
     channels = {name: array(x, got.channels[name]) for name, x in had.channels.items()}
-    graded = Graded(groups(had.texts, got.texts), channels, groups(had.turns, got.turns))
+    graded = Graded(groups(had.texts, got.texts), channels, groups(had.turns, got.turns), had.metrics)
     prompts = collate(array(samples.prompts.numbers, fresh.prompts.numbers))
     # The metrics of two batches may have other names: an environment need not give all of them.
     names = distributed.exchange([*samples.rollouts.episodes, *fresh.rollouts.episodes], SAMPLING)

@@ -1,0 +1,129 @@
+"""Rewards for programs: the last ```python block of a completion is run against the tests of its row.
+
+Programs run in a sandbox without network, children and files of others (`host.sandbox`). A program that ends early,
+or changes what its tests use, earns nothing: tests run in another process (`host.program_tests`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jaxrl_llm.config.schema import AtLeastOne, Positive, checked_by
+from jaxrl_llm.host import sandbox
+from jaxrl_llm.host.confined import REASONS
+from jaxrl_llm.host.program_tests import Limits, Verdict, by_output, in_python
+from jaxrl_llm.rewards import text_of
+
+__all__ = ["accuracy", "is_given"]
+
+BLOCK = re.compile(r"```(?:python|py)3?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+@checked_by(lambda **_: sandbox.refuse_without())
+def accuracy(
+    completions: list[Any],
+    log_metric: Callable[[str, float], None],
+    tests: list[Any] | None = None,
+    answer: list[Any] | None = None,
+    inputs: list[Any] | None = None,
+    outputs: list[Any] | None = None,
+    fn_name: list[Any] | None = None,
+    *,
+    partial: bool = False,
+    seconds: Positive = 5.0,
+    memory: AtLeastOne = 512,
+    **columns: Any,
+) -> list[float | None]:
+    """1 where the program passes all tests, else 0; with `partial` the share of the tests that it passes.
+
+    A row has its tests in the column `tests` or `answer`: a list of Python texts with assert statements (MBPP), one
+    such text, or {"inputs": [...], "outputs": [...]} of standard input and output, with "fn_name" of arguments and
+    results of that function (APPS, PRIME, veRL). Each may be JSON text. The keys may be columns too.
+    None where the row has no tests, as in a mixture of tasks.
+    seconds: of a test by input and output, or of all tests in Python; memory: of a program, in MiB.
+    Logs the share of the completions without a program (no_code), and of those that failed for each reason.
+    Raises: ValueError, if the tests of a row are in no such form.
+    """
+    pairs = {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
+    columned = [{k: v[i] for k, v in pairs.items() if v and v[i]} or None for i in range(len(completions))]
+    programs, cases = [_program(text_of(c)) for c in completions], [_cases(x) for x in tests or answer or columned]
+    limits = Limits(seconds, memory)
+
+    def verdicts(program: str | None, case: list[Any]) -> list[Verdict]:
+        return [] if program is None or not case else _verdicts(program, case, limits, partial)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        found = list(threads.map(verdicts, programs, cases))
+    why = Counter(next((v.reason for v in one if v.reason), "") for one in found)
+    for reason in ("time", *REASONS):
+        log_metric(reason, why[reason] / len(found))
+    log_metric("no_code", programs.count(None) / len(found))
+    return [_reward(one, len(case), partial) for one, case in zip(found, cases, strict=True)]
+
+
+def is_given(completions: list[Any], **columns: Any) -> list[float]:
+    """1 where the completion has a ```python block that ends."""
+    return [float(_program(text_of(c)) is not None) for c in completions]
+
+
+def _reward(verdicts: list[Verdict], count: int, partial: bool) -> float | None:
+    share = sum(v.passed for v in verdicts) / count if count else None
+    return share if partial or share is None else float(share == 1)
+
+
+def _program(text: str) -> str | None:
+    """Returns the last block of Python after the thoughts; None if there is none."""
+    blocks = BLOCK.findall(text.rpartition("</think>")[2])
+    return blocks[-1] if blocks else None
+
+
+def _cases(given: Any) -> list[Any]:
+    """Returns the tests of a row: Python texts, pairs of input and output, or calls (name, arguments, result).
+
+    []: it has none.
+    """
+    if given is None:
+        return []
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = [given]  # one text of Python
+    if isinstance(given, dict) and given.get("inputs") and len(given["inputs"]) == len(given.get("outputs", ())):
+        pairs = list(zip(given["inputs"], given["outputs"], strict=True))
+        name = given.get("fn_name")
+        return [(name, _arguments(i), _value(o)) for i, o in pairs] if name else [(str(i), str(o)) for i, o in pairs]
+    if isinstance(given, (list, tuple)) and given and all(isinstance(x, str) for x in given):
+        return list(given)
+    raise ValueError(
+        f"a row has the tests {str(given)[:100]!r}: make them a list of Python texts, or inputs and outputs"
+    )
+
+
+def _arguments(given: Any) -> list[Any]:
+    """Returns the arguments of a call: a list, or text with the JSON of one on each line."""
+    return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+
+
+def _value(given: Any) -> Any:
+    return json.loads(given) if isinstance(given, str) else given
+
+
+def _verdicts(program: str, cases: list[Any], limits: Limits, partial: bool) -> list[Verdict]:
+    """Returns the verdicts until one decides: after a test that took too long, the others do not run."""
+    if len(cases[0]) == 2 and not isinstance(cases[0], str):
+        found: list[Verdict] = []
+        for stdin, expected in cases:
+            found.append(by_output(program, stdin, expected, limits))
+            if found[-1].reason == "time" or not (partial or found[-1].passed):
+                break
+        return found
+    call = "Solution()." if re.search(r"^class Solution\b", program, re.MULTILINE) else ""
+    texts = [x if isinstance(x, str) else f"check_call({call}{x[0]}, {x[1]!r}, {x[2]!r})" for x in cases]
+    return in_python(program, texts, limits)

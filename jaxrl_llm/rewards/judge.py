@@ -1,0 +1,176 @@
+"""A judge: a language model behind an OpenAI-compatible chat endpoint gives each completion a score."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from string import Formatter
+from typing import Any, NamedTuple
+
+import httpx
+
+from jaxrl_llm.config.schema import AtLeastOne, Count, NotNegative, Positive, checked_by
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards import text_of
+
+__all__ = ["score"]
+
+TEMPLATE = """You judge the answer of an assistant. How helpful, correct and clear is it?
+
+The conversation:
+{prompt}
+
+The answer:
+{completion}
+
+Think about it in a few sentences. Then give a score from 0 (useless) to 10 (perfect), like this: <score>5</score>"""
+AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses that another try may change
+WRONG = {401: "the key", 403: "the key", 404: "url and model", 405: "url"}  # statuses that only the user can change
+LONGEST_WAIT = 60.0  # seconds between two tries
+
+
+class Endpoint(NamedTuple):
+    """Where and how to ask."""
+
+    client: httpx.AsyncClient
+    url: str
+    request: dict[str, Any]  # the fields of each request, without the messages
+    retries: int
+    backoff: float  # seconds before the second try; each later wait is twice as long
+    at_once: asyncio.Semaphore
+
+
+class Reply(NamedTuple):
+    """What came back; None: nothing after all tries."""
+
+    text: str | None
+    tries: int
+
+
+def _check(*, url: str, template: str, api_key_env: str, **_: Any) -> None:
+    """Raises: UserError, if the url is none, the template cannot be used, or the key is not there."""
+    if not re.match(r"https?://[^/]", url):
+        raise UserError(f"judge.score: url = {url!r} is no address: give one like 'http://host:8000/v1'")
+    if "completion" not in _fields(_read(template)):
+        raise UserError(f"judge.score: template {template!r} does not show the answer: write {{completion}} into it")
+    _headers(api_key_env)
+
+
+@checked_by(_check)
+async def score(
+    prompts: list[Any],
+    completions: list[Any],
+    log_metric: Callable[[str, float], None],
+    *,
+    url: str,
+    model: str,
+    template: str = "",
+    tag: str = "score",
+    most: Positive = 10.0,
+    api_key_env: str = "",
+    concurrency: AtLeastOne = 32,
+    timeout: Positive = 60.0,
+    retries: Count = 3,
+    backoff: NotNegative = 1.0,
+    temperature: NotNegative = 0.0,
+    max_tokens: AtLeastOne = 512,
+    **columns: Any,
+) -> list[float | None]:
+    """The last number in <score> tags of the judge's reply, divided by `most`; None if there is no such number.
+
+    url: of the API, as "http://host:8000/v1". template: a text file with {prompt}, {completion} and columns of the
+    data in braces; "": a general one. tag: around the number. api_key_env: environment variable with the key; "": none.
+    concurrency: requests at a time. timeout: seconds of a request. retries: more tries after an error that may pass,
+    with a wait of `backoff` seconds that doubles. max_tokens: of a reply.
+    Logs the shares of completions without a reply (failed) and without a number in it (unparsed), and the mean tries.
+    Raises: UserError, if the endpoint refuses the key or does not know the model.
+    """
+    form = _read(template)
+    rows = [
+        {"prompt": _conversation(p), "completion": text_of(c), **{key: values[i] for key, values in columns.items()}}
+        for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    questions = [_filled(form, row) for row in rows]
+    request = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+    limits = httpx.Limits(max_connections=concurrency)
+    async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=_headers(api_key_env)) as client:
+        at_once = asyncio.Semaphore(concurrency)
+        endpoint = Endpoint(client, f"{url.rstrip('/')}/chat/completions", request, retries, backoff, at_once)
+        different = list(dict.fromkeys(questions))  # equal completions of a prompt are judged once
+        replies = dict(zip(different, await asyncio.gather(*(_ask(endpoint, q) for q in different)), strict=True))
+    scores = [_score(replies[question].text, tag, most) for question in questions]
+    failed = sum(replies[question].text is None for question in questions)
+    log_metric("failed", failed / len(scores))
+    log_metric("unparsed", (scores.count(None) - failed) / len(scores))
+    log_metric("tries", sum(reply.tries for reply in replies.values()) / len(replies))
+    return scores
+
+
+async def _ask(endpoint: Endpoint, question: str) -> Reply:
+    """Asks until there is a reply, at most 1 + retries times. Raises: UserError, for an error that does not pass."""
+    message = endpoint.request | {"messages": [{"role": "user", "content": question}]}
+    for tried in range(1, endpoint.retries + 2):
+        wait = endpoint.backoff * 2 ** (tried - 1) * random.uniform(0.5, 1.0)  # not all at the same time
+        try:
+            async with endpoint.at_once:
+                response = await endpoint.client.post(endpoint.url, json=message)
+            if response.status_code in WRONG:
+                what = WRONG[response.status_code]
+                raise UserError(f"judge.score: {endpoint.url} answers {response.status_code}: put {what} right")
+            if response.is_success:
+                return Reply(str(response.json()["choices"][0]["message"]["content"]), tried)
+            if response.status_code not in AGAIN:  # such as a question that is too long
+                return Reply(None, tried)
+            asked = response.headers.get("retry-after", "")
+            wait = max(wait, float(asked) if asked.isdigit() else 0.0)
+        except (httpx.TransportError, ValueError, KeyError, IndexError, TypeError):
+            pass  # no connection, no time, or no reply of this API
+        if tried <= endpoint.retries:
+            await asyncio.sleep(min(wait, LONGEST_WAIT))
+    return Reply(None, endpoint.retries + 1)
+
+
+def _score(reply: str | None, tag: str, most: float) -> float | None:
+    name = re.escape(tag)
+    found = re.findall(rf"<{name}>\s*(-?\d+(?:\.\d+)?)\s*(?:/\s*\d+\s*)?</{name}>", reply or "")
+    value = float(found[-1]) / most if found else None
+    return value if value is not None and 0 <= value <= 1 else None
+
+
+def _read(template: str) -> str:
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8") if template else TEMPLATE
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"judge.score: template {template!r} cannot be read ({error}): give a text file") from None
+
+
+def _fields(form: str) -> set[str]:
+    try:
+        return {name for _, name, _, _ in Formatter().parse(form) if name is not None}
+    except ValueError as error:
+        raise UserError(
+            f"judge.score: the template has a wrong brace ({error}): double each one that is text"
+        ) from None
+
+
+def _filled(form: str, row: dict[str, Any]) -> str:
+    for name in _fields(form):
+        if name not in row:
+            raise UserError(f"judge.score: the template shows column {name!r}, which the data does not have")
+    return form.format(**row)
+
+
+def _headers(api_key_env: str) -> dict[str, str]:
+    if api_key_env and not os.environ.get(api_key_env):
+        raise UserError(f"judge.score: environment variable {api_key_env} is not set: put the key of the API there")
+    return {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
+
+
+def _conversation(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)

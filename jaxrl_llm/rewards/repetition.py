@@ -1,0 +1,30 @@
+"""A reward against repetition."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from jaxrl_llm.config.schema import AtLeastOne, Field
+from jaxrl_llm.rewards import text_of
+
+
+def penalty(
+    completions: list[Any],
+    completion_ids: list[list[int]],
+    *,
+    ngram_size: AtLeastOne = 3,
+    max_penalty: Annotated[float, Field(float, high=0)] = -1.0,
+    unit: Literal["tokens", "words"] = "tokens",
+    **columns: Any,
+) -> list[float]:
+    """(1 - different n-grams / all n-grams) max_penalty (arXiv 2502.03373, appendix C.2); 0 if there is no n-gram.
+
+    TRL's `get_repetition_penalty_reward` counts tokens; Open-R1's counts the words of the text in lower case.
+    """
+    sequences = completion_ids if unit == "tokens" else [text_of(c).lower().split() for c in completions]
+    return [_repeated(sequence, ngram_size) * max_penalty for sequence in sequences]
+
+
+def _repeated(sequence: list[Any], size: int) -> float:
+    grams = list(zip(*(sequence[i:] for i in range(size)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,0 +1,203 @@
+"""Programs against tests: what passes, what cannot pass, and that nothing gets out of the sandbox."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+
+import pytest
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.host import sandbox
+from jaxrl_llm.host.program_tests import Limits, in_python
+from jaxrl_llm.rewards import code
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+LIMITS = Limits(5.0, 512)
+
+
+def earned(*programs: str, tests: object, **arguments: object) -> tuple[list[float], dict[str, float]]:
+    """Rewards of programs, all with the same tests, and the metrics that are not 0."""
+    seen: dict[str, float] = {}
+    texts = [[{"role": "assistant", "content": f"So:\n```python\n{program}\n```\n"}] for program in programs]
+    found = code.accuracy(texts, seen.__setitem__, tests=[tests] * len(texts), **arguments)
+    return found, {name: share for name, share in seen.items() if share}
+
+
+def passed(program: str, *tests: str) -> list[bool]:
+    return [verdict.passed for verdict in in_python(program, tests, LIMITS)]
+
+
+ADD, SUM = "def add(a, b):\n    return a + b", "a, b = map(int, input().split())\nprint(a + b)"
+ASSERTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
+PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [(ADD, ASSERTS), (ADD, json.dumps(ASSERTS)), (ADD, "\n".join(ASSERTS)), (SUM, PAIRS), (SUM, json.dumps(PAIRS)),
+     (ADD, {"fn_name": "add", "inputs": ["1\n2", [[1], [2]]], "outputs": ["3", [[1, 2]]]}),
+     ("class Solution:\n  def add(self, a, b): return (a, b)",
+      {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]}),
+    ],
+)  # fmt: skip
+def test_a_right_program_earns_1_in_all_forms_of_tests(program, tests):
+    wrong = program.replace("a + b", "a - b").replace("(a, b)", "a")
+    found, metrics = earned(program, wrong, tests=tests)
+    assert found == [1.0, 0.0]
+    assert set(metrics) <= {"error"}  # 'a' - 'b'
+
+
+def test_a_share_of_the_tests_earns_a_share_if_asked():
+    half = "def add(a, b):\n    return 3"
+    assert earned(half, tests=ASSERTS) == ([0.0], {})
+    assert earned(half, tests=ASSERTS, partial=True) == ([0.5], {})
+    assert earned("print(7)", tests=PAIRS, partial=True) == ([0.5], {})
+
+
+def test_the_last_block_after_the_thoughts_is_the_program():
+    text = "```python\nno\n```\n<think>```python\nno\n```</think>\n```python\nbad\n```\nbetter:\n```py\n{}\n```"
+    seen: dict[str, float] = {}
+    texts = [
+        text.format(ADD),
+        "```python\ndef add(a, b): return a + b",
+        "<think>```python\n" + ADD + "\n```</think>",
+        "",
+    ]
+    assert code.accuracy(texts, seen.__setitem__, answer=[ASSERTS] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert seen["no_code"] == 0.75
+    assert code.is_given(texts) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_columns_may_hold_inputs_and_outputs_and_a_row_without_tests_is_an_error():
+    text = f"```python\n{SUM}\n```"
+    columns = {name: [values] for name, values in PAIRS.items()}
+    assert code.accuracy([text], lambda *_: None, **columns) == [1.0]
+    assert code.accuracy([text] * 2, lambda *_: None, tests=[None, PAIRS]) == [None, 1.0]  # a mixture of tasks
+    for nothing in ([], {"inputs": ["1"], "outputs": []}, 3):
+        with pytest.raises(ValueError, match="a row has the tests"):
+            code.accuracy([text], lambda *_: None, tests=[nothing])
+
+
+HOSTILE = {
+    "processes": "import os\nwhile True:\n    os.fork()",
+    "time": "while True:\n    pass",
+    "memory": "x = bytearray(10 * 2**30)",
+    "files": "open('{outside}', 'w').write('here')",
+    "network": "import socket\nsocket.create_connection(('127.0.0.1', {port})).send(b'here')",
+    "disk": "i = 0\nwhile True:\n    i += 1\n    open(str(i), 'wb').write(b'0' * 2**20)",
+}
+
+
+@pytest.mark.parametrize(
+    "tests", [["assert add(1, 2) == 3"], {"inputs": [""], "outputs": ["3"]}], ids=["calls", "output"]
+)
+def test_the_sandbox_survives_everything_with_no_reward_and_a_metric_each(tests, tmp_path):
+    outside = tmp_path / "outside"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        port = server.getsockname()[1]
+        programs = [x.replace("{outside}", str(outside)).replace("{port}", str(port)) for x in HOSTILE.values()]
+        began = time.monotonic()
+        found, metrics = earned(*(f"{x}\n{ADD}\nprint(3)" for x in programs), tests=tests, seconds=2.0)
+        assert time.monotonic() - began < 30
+        assert found == [0.0] * len(HOSTILE)
+        assert metrics == pytest.approx(dict.fromkeys(HOSTILE, 1 / len(HOSTILE)))
+        with pytest.raises(TimeoutError):
+            server.accept()
+    assert not outside.exists()
+
+
+# Each would earn something if the program could speak for its tests.
+CHEATS = {
+    "ends early": "import os\nos._exit(0)",
+    "ends well": "import sys\nsys.exit(0)",
+    "ends in the call": "def add(a, b):\n    import os\n    os._exit(0)",
+    "is equal to everything": "class A:\n    __eq__ = __lt__ = __le__ = __gt__ = lambda a, b: True\n"
+    "    __ne__ = __contains__ = lambda a, b: False\n    __sub__ = __abs__ = lambda a, *b: a\n"
+    "def add(a, b): return A()",
+    "is a 3 that is equal to everything": "class A(int):\n    __eq__ = lambda a, b: True\ndef add(a, b): return A(7)",
+    "changes the functions of its tests": "def add(a, b): return 7\nall = bool = any = lambda x: True\n"
+    "abs = lambda x: 0\n"
+    "class math: isclose = staticmethod(lambda *x: True)\nimport builtins\nbuiltins.all = builtins.abs = abs",
+    "makes assertions harmless": "import builtins\nclass E(Exception): pass\nbuiltins.AssertionError = E\n"
+    "import unittest\nunittest.TestCase.assertEqual = lambda *x: None\ndef add(a, b): return 7",
+    "looks for the report": "import gc, os\nfor fd in range(3, 60):\n    try:\n        os.write(fd, b'1 \\n' * 9)\n"
+    "    except OSError:\n        pass\ndef add(a, b): return 7",
+    "speaks for the harness": "import sys\ndef add(a, b):\n    frame = sys._getframe()\n    while frame.f_back:\n"
+    "        frame = frame.f_back\n        link = frame.f_locals.get('link') or frame.f_locals.get('self')\n"
+    "        if hasattr(link, 'put'):\n            link.put(link.encoded(('value', True, ())))\n    return 7",
+    "has a harness of its own": "check_call = lambda *x: None\ndef add(a, b): return 7",
+    "sends names of its own": "import sys\nlink = sys._getframe(1).f_locals['link']\n"
+    "names = {'__builtins__': {'abs': int, 'all': bool, '__import__': print}, 'math': 3, 'all': bool, 'add': print}\n"
+    "link.put(link.encoded(('value', names, ())))\ndef add(a, b): return 7",
+    "sends code": "class A:\n    def __reduce__(self):\n        return exec, ('raise SystemExit',)\n"
+    "def add(a, b): return A()",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_program_cannot_speak_for_its_tests(cheat):
+    tests = ["assert add(1, 2) == 3", "assert abs(add(1, 2) - 3) < 1e-6", "assert math.isclose(add(1, 2), 3)",
+             "assert all(add(i, 1) == i + 1 for i in range(3))", "assert 3 in [add(1, 2)]", "assert not add(1, 2) != 3",
+             "import unittest; unittest.TestCase().assertEqual(add(1, 2), 3)"]  # fmt: skip
+    assert not any(passed(CHEATS[cheat], *tests))
+    assert earned(CHEATS[cheat], tests={"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})[0] == [0.0]
+    assert earned(CHEATS[cheat], tests={"inputs": [""], "outputs": ["3"]})[0] == [0.0]
+
+
+def test_tests_see_objects_changes_of_their_arguments_errors_and_generators():
+    program = (
+        "from collections import Counter\nfrom decimal import Decimal\n"
+        "def sort(x): x.sort()\ndef fill(d, s): d['a'] = 1; s.add(2)\ndef each(f, x): return [f(y) for y in x]\n"
+        "def count(x): return Counter(x)\ndef fails(): raise ValueError('no')\ndef two(): yield 1; yield 2\n"
+        "def exact(): return Decimal('0.1'), float('inf'), {1, 2}, None\n"
+        "class Stack:\n    def __init__(self): self.items = []\n"
+        "    def push(self, x): self.items.append(x); return self\n"
+        "    def __len__(self): return len(self.items)\n    def __eq__(self, other): return self.items == other.items\n"
+    )
+    assert (
+        passed(
+            program,
+            "x = [3, 1, 2]; sort(x); assert x == [1, 2, 3]",
+            "d, s = {}, set(); fill(d, s); assert d == {'a': 1} and s == {2}",
+            "assert each(lambda x: 2 * x, [1, 2]) == [2, 4]",
+            "assert count('aab') == {'a': 2, 'b': 1}",
+            "from collections import Counter\nassert count('aab') == Counter('aab')",
+            "try:\n    fails()\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False",
+            "assert list(two()) == [1, 2] and sum(two()) == 3",
+            "from decimal import Decimal\nassert exact() == (Decimal('0.1'), float('inf'), {1, 2}, None)",
+            "s = Stack(); s.push(1).push(2); assert len(s) == 2 and s.items == [1, 2] and s.items[0] == 1 and s == s",
+            "assert Stack() == Stack() and Stack().push(1) != Stack()",
+        )
+        == [True] * 10
+    )
+    assert passed(program, "assert each(lambda x: 1 / 0, [1])", "assert nothing()", "x = (", "assert sort") == [
+        False, False, False, True,
+    ]  # fmt: skip
+
+
+def test_programs_run_at_the_same_time():
+    slow = f"import time\ntime.sleep(1)\n{ADD}"
+    began = time.monotonic()
+    assert earned(*[slow] * 2, tests=ASSERTS)[0] == [1.0] * 2
+    if (os.cpu_count() or 1) > 1:
+        assert time.monotonic() - began < 1.9
+
+
+def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch):
+    from jaxrl_llm import rewards
+    from jaxrl_llm.config.schema import check_call
+
+    def none() -> None:
+        raise sandbox.NoSandbox("no Landlock")
+
+    check_call("code.accuracy(partial=True)", rewards, "config.reward.functions")
+    monkeypatch.setattr(sandbox, "check", none)
+    sandbox.refuse_without.cache_clear()
+    with pytest.raises(UserError, match=r"need Linux 5\.13 with Landlock and seccomp: no Landlock"):
+        check_call("code.accuracy", rewards, "config.reward.functions")
+    sandbox.refuse_without.cache_clear()

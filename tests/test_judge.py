@@ -1,0 +1,182 @@
+"""The judge behind a chat endpoint, against a server of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from jaxrl_llm import rewards
+from jaxrl_llm.config.schema import check_call
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards import judge
+from jaxrl_llm.rewards.reward_fn import RewardFn
+
+TEXTS = [[{"role": "assistant", "content": text}] for text in ("good", "bad", "good", "odd")]
+PROMPTS = [[{"role": "system", "content": "Help."}, {"role": "user", "content": "2 + 2?"}]] * 4
+
+
+class Server:
+    """Answers each question with `reply(question, number of the try)`: a status and a text."""
+
+    def __init__(self, reply: Callable[[str, int], tuple[int, str]]):
+        self.tries: Counter[str] = Counter()
+        self.requests: list[dict] = []
+        self.keys: set[str | None] = set()
+        self.now = self.most = 0
+        lock, served = threading.Lock(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                question = body["messages"][0]["content"]
+                with lock:
+                    served.requests.append(body | {"path": self.path})
+                    served.keys.add(self.headers.get("Authorization"))
+                    served.tries[question] += 1
+                    served.now += 1
+                    served.most = max(served.most, served.now)
+                status, text = reply(question, served.tries[question])
+                time.sleep(0.05)
+                with lock:
+                    served.now -= 1
+                data = json.dumps({"choices": [{"message": {"content": text}}]}).encode() if status == 200 else b"no"
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+
+@contextmanager
+def serving(reply):
+    server = Server(reply)
+    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.http.shutdown()
+        server.http.server_close()
+        thread.join()
+
+
+def judged(server: Server, **arguments) -> tuple[list[float | None], dict[str, float]]:
+    seen: dict[str, float] = {}
+    settings = dict(url=server.url, model="big", backoff=0.01) | arguments
+    return asyncio.run(judge.score(PROMPTS, TEXTS, seen.__setitem__, **settings)), seen
+
+
+def by_word(question: str, tries: int) -> tuple[int, str]:
+    return 200, "It is <score>1</score>? No: " + (
+        "<score> 9/10 </score>" if "\ngood\n" in question else "<score>2.5</score>"
+    )
+
+
+def test_the_last_number_in_tags_is_the_score_and_equal_answers_are_asked_once():
+    with serving(by_word) as server:
+        found, seen = judged(server, temperature=0.5, max_tokens=7)
+    assert found == [0.9, 0.25, 0.9, 0.25]
+    assert seen == {"failed": 0.0, "unparsed": 0.0, "tries": 1.0}
+    assert len(server.requests) == 3
+    asked = server.requests[0]
+    assert (asked["path"], asked["model"]) == ("/v1/chat/completions", "big")
+    assert (asked["temperature"], asked["max_tokens"]) == (0.5, 7)
+    assert "system: Help.\n\nuser: 2 + 2?" in asked["messages"][0]["content"]
+
+
+def test_errors_that_may_pass_are_tried_again_and_what_fails_for_ever_has_no_verdict():
+    def reply(question, tries):
+        if "\ngood\n" in question:
+            return (200, "<score>10</score>") if tries == 3 else (503, "")
+        return (400, "") if "\nodd\n" in question else (429, "")
+
+    with serving(reply) as server:
+        found, seen = judged(server, retries=2)
+    assert found == [1.0, None, 1.0, None]
+    assert sorted(server.tries.values()) == [1, 3, 3]  # bounded, and a bad question is not asked again
+    assert seen == {"failed": 0.5, "unparsed": 0.0, "tries": pytest.approx(7 / 3)}
+
+
+@pytest.mark.parametrize("text", ["no number", "<score>ten</score>", "<score>11</score>", "<score>-1</score>", ""])
+def test_a_reply_without_a_score_is_no_verdict(text):
+    with serving(lambda *_: (200, text)) as server:
+        found, seen = judged(server)
+    assert (found, seen["unparsed"], seen["failed"]) == ([None] * 4, 1.0, 0.0)
+
+
+def test_a_server_that_is_gone_or_too_slow_is_no_verdict():
+    with serving(by_word) as server:
+        pass
+    began = time.monotonic()
+    assert judged(server, retries=1)[0] == [None] * 4
+    with serving(lambda *_: (time.sleep(0.5), (200, "<score>1</score>"))[1]) as server:
+        assert judged(server, timeout=0.1, retries=0)[0] == [None] * 4
+    assert time.monotonic() - began < 5
+
+
+def test_requests_run_at_the_same_time_but_not_more_than_allowed():
+    with serving(by_word) as server:
+        judged(server, concurrency=2)
+    assert server.most == 2
+
+
+def test_a_template_and_a_key_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "hunter2")
+    file = tmp_path / "template.txt"
+    file.write_text('{{"right": "{answer}"}} {completion} in <points>')
+    with serving(lambda question, _: (200, f"<points>{len(question)}</points>")) as server:
+        seen: dict[str, float] = {}
+        found = asyncio.run(
+            judge.score(PROMPTS[:1], TEXTS[:1], seen.__setitem__, url=server.url, model="m", template=str(file),
+                        tag="points", most=100.0, api_key_env="JUDGE_KEY", answer=["4"])
+        )  # fmt: skip
+    assert found == [len('{"right": "4"} good in <points>') / 100]
+    assert server.keys == {"Bearer hunter2"}
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_wrong_key_or_model_ends_the_run_without_showing_the_key(status, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "hunter2")
+    with serving(lambda *_: (status, "")) as server, pytest.raises(UserError, match=f"answers {status}: put") as error:
+        judged(server, api_key_env="JUDGE_KEY")
+    assert "hunter2" not in str(error.value)
+
+
+def test_wrong_arguments_are_refused_before_a_run(tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("what?")
+    for text, words in {
+        "judge.score(model='m')": "judge.score needs an argument url",
+        "judge.score(url='host', model='m')": "url = 'host' is no address",
+        "judge.score(url='http://x/v1', model='m', api_key_env='NO_SUCH_KEY')": "variable NO_SUCH_KEY is not set",
+        "judge.score(url='http://x/v1', model='m', template='no/file')": "template 'no/file' cannot be read",
+        f"judge.score(url='http://x/v1', model='m', template={str(empty)!r})": "does not show the answer",
+        "judge.score(url='http://x/v1', model='m', retries=-1)": "argument retries of judge.score is -1",
+    }.items():
+        with pytest.raises(UserError, match=words.replace("(", r"\(")):
+            check_call(text, rewards, "config.reward.functions")
+
+
+def test_it_runs_in_a_process_as_a_config_names_it():
+    with serving(by_word) as server:
+        function = f"judge.score(url={server.url!r}, model='m')"
+        judging = RewardFn((function,), (1.0,), 60.0, field="config.reward.timeout")
+        try:
+            channels, metrics = judging([{"prompt": "?"}], [["good", "bad"]], [[[1], [2]]])
+        finally:
+            judging.close()
+    assert channels["judge.score"].tolist() == [[pytest.approx(0.9), 0.25]]
+    assert metrics["judge.score/failed"] == 0.0
