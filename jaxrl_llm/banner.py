@@ -44,11 +44,21 @@ def batch_table(
         ("model", f"{path} ({shape})"),
         ("mesh", f"{axes} on {mesh.devices.flat[0].device_kind}"),
         ("prompts", f"{_count(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
+        *_sources(config, dataset),
         *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
         *([("problems", _count(held_out, "eval.convert"))] if config.eval.every else []),
+        *([("", held_out.read_as)] if config.eval.every and held_out.read_as else []),
         *totals_table(totals),
         ("begins", f"after step {start} of {config.num_steps}, resumed" if start else "anew"),
     ]
+
+
+def _sources(config: Config, dataset: Dataset) -> list[tuple[str, str]]:
+    """Returns the rows on how the columns were read, and on the sources of a mixture."""
+    weights = {name: config.data.mixture[name].weight for name in dataset.parts}
+    shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+    parts = [f"{name}: {len(rows):,} prompts, {shares[name]:.1%} of a step" for name, rows in dataset.parts.items()]
+    return [("", line) for line in [*([dataset.read_as] if dataset.read_as else []), *parts]]
 
 
 def totals_table(totals: Totals) -> list[tuple[str, int]]:
