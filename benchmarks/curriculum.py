@@ -2,15 +2,15 @@
 
 configs/grpo.py on few of its problems, so that each is visited several times in 100 steps, without and with a
 curriculum. Prints the share of groups without a signal, over all steps and over the last quarter, the mean reward over
-all steps, the greedy accuracy at the end, and how often a step first reached a reward.
+all steps, the greedy accuracy at the end, and how many prompts were passed over in a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,19 +18,14 @@ from jaxrl_llm import train
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data.tasks import arithmetic
 
-ROWS = 640
 
-
-def rows() -> list[dict[str, Any]]:
-    return arithmetic.train()[:ROWS]
-
-
-def measure(workdir: Path, skip: float, seed: int, steps: int) -> list[float]:
+def measure(folder: Path, skip: float, seed: int, steps: int) -> list[float]:
+    """Trains on the rows in `folder`, and returns the columns of the table."""
     c = load(Path("configs/grpo.py"))
-    c.data.source, c.data.curriculum.skip, c.seed, c.num_steps = "benchmarks.curriculum.rows", skip, seed, steps
+    c.data.source, c.data.curriculum.skip, c.seed, c.num_steps = f"{folder}/rows.jsonl", skip, seed, steps
     c.eval.every, c.log.tensorboard, c.log.completions_every = steps, False, 0
     c.health.self_test = False
-    records = [r for r in train.steps(c, workdir) if r["step"]]
+    records = [r for r in train.steps(c, folder / "run") if r["step"]]
     idle = [r["groups/no_signal"] for r in records]
     passed = [r.get("curriculum/passed_over", 0.0) for r in records]
     late = len(idle) // 4
@@ -44,14 +39,13 @@ def measure(workdir: Path, skip: float, seed: int, steps: int) -> list[float]:
 
 
 def main() -> None:
-    global ROWS
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--rows", type=int, default=640)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--skips", type=float, nargs="+", default=[0.0, 0.9])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
-    ROWS = args.rows
+    lines = "".join(json.dumps(row) + "\n" for row in arithmetic.train()[: args.rows])
     lines = [
         "| skip | seed | no signal | last quarter | mean reward | accuracy | passed over in a step |",
         "|" + "---|" * 7,
@@ -59,12 +53,13 @@ def main() -> None:
     for seed in args.seeds:
         for skip in args.skips:
             with tempfile.TemporaryDirectory() as folder:
-                idle, late, reward, accuracy, passed = measure(Path(folder) / "run", skip, seed, args.steps)
-            lines.append(
+                (Path(folder) / "rows.jsonl").write_text(lines)
+                idle, late, reward, accuracy, passed = measure(Path(folder), skip, seed, args.steps)
+            table.append(
                 f"| {skip} | {seed} | {idle:.1%} | {late:.1%} | {reward:.3f} | {accuracy:.1%} | {passed:.0f} |"
             )
-            print(lines[-1], flush=True)
-    print("\n".join(lines))
+            print(table[-1], flush=True)
+    print("\n".join(table))
 
 
 if __name__ == "__main__":

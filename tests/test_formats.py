@@ -1,4 +1,4 @@
-"""Files in the formats of TRL, veRL, Search-R1 and EasyR1, and data sets of the hub, read and trained on as they are."""
+"""Files in the formats of TRL, veRL, Search-R1 and EasyR1, and data sets of the hub, trained on as they are."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ REFUSED = {
     "prompts in the answers": ({"chosen": SAID, "rejected": SAID}, {}, "'chosen' holds answers .* trl.extract_prompt"),
     "whole conversations": ({"messages": ASKED + SAID}, {}, "'messages' holds whole conversations: make the messages"),
     "whole texts": ({"text": "1+2=3"}, {}, "'text' holds whole texts: name it in data.prompt_column if"),
-    "other columns": ({"question": SUM}, {}, "no column 'prompt' .there is question.: rename one, name one in data.pro"),
+    "other columns": ({"question": SUM}, {}, "no column 'prompt' .there is question.: rename one, name one in data"),
     "images": ({"problem": SUM, "images": ["a"]}, {}, "has images, which no model here reads: leave such rows out"),
     "another prompt": ({"prompt": SUM}, dict(prompt_column="question"), "has no column 'question' .there is prompt."),
     "another answer": ({"prompt": SUM}, dict(answer_column="result"), "no column 'result' .* see data.answer_column"),
@@ -199,7 +199,7 @@ def test_a_saved_folder_and_its_splits_are_read(tmp_path):
         assert len(load_rows(f"{tmp_path}/{source}").rows) == count
     for source in ("both@exam", "one@train"):
         with pytest.raises(
-            UserError, match="cannot be loaded .*: give a folder of save_to_disk, and its split as FOLD"
+            UserError, match=r"cannot be loaded .*: give a folder of save_to_disk, and its split as FOLD"
         ):
             load_rows(f"{tmp_path}/{source}")
 

@@ -70,13 +70,13 @@ def test_what_is_not_drawn_is_replaced_from_the_same_source():
 
 MIXTURES = {
     "of one source": (dict(a=dict(source="arithmetic.train", convert="", weight=1.0)), {}, "mixture has one source"),
-    "with data.source as well": (None, {"data.source": "arithmetic.train"}, "data.source = 'arithmetic.train' does not"),
+    "with data.source as well": (None, {"data.source": "arithmetic.train"}, "data.source = 'arithmetic.train' does"),
     "with an unknown source": (dict(b=dict(source="arithmetic.no", convert="", weight=1.0)), {},
                                "config.data.mixture.b.source 'arithmetic.no' does not exist"),
     "with an unknown convert": (dict(b=dict(source="arithmetic.train", convert="no.convert", weight=1.0)), {},
                                 "config.data.mixture.b.convert 'no.convert' does not exist"),
     "without a weight": (dict(b=dict(source="arithmetic.train", convert="")), {}, "data.mixture.b.weight is missing"),
-    "with weight 0": (dict(b=dict(source="arithmetic.train", convert="", weight=0.0)), {}, "b.weight is 0.0: give a va"),
+    "with weight 0": (dict(b=dict(source="arithmetic.train", convert="", weight=0.0)), {}, "b.weight is 0.0: give a"),
     "with another field": (dict(b=dict(source="arithmetic.train", convert="", weight=1.0, wait=1)), {},
                            "data.mixture.b.wait is not a field; did you mean data.mixture.b.weight?"),
     "that is no section": (3, {}, "config.data.mixture is not a field"),

@@ -206,6 +206,7 @@ def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path).read().to_pylist()
+        pieces = pyarrow.parquet.ParquetFile(path).iter_batches()  # not the whole table beside its rows
+        return [row for piece in pieces for row in piece.to_pylist()]
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path} cannot be read as Parquet ({error}): give a Parquet file") from None
