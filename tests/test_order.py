@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
+from test_configs import checked
 from test_steps import numbers, tiny, written
 
 from jaxrl_llm.config import checks
@@ -109,7 +110,27 @@ def test_a_mixture_has_the_rows_of_its_sources_which_its_prompts_and_its_fingerp
     assert made.fingerprint() != data.join(dict(reversed(parts.items()))).fingerprint()
 
 
+def test_a_column_that_a_source_does_not_have_is_none_there():
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "target": 2}]
+    parts = {row["prompt"]: data.Dataset([np.zeros(1, np.int32)], [row], 0, 1, [1]) for row in rows}
+    assert data.join(parts).rows == [rows[0] | {"target": None}, rows[1] | {"answer": None}]
+
+
 # ---- the curriculum
+
+
+REFUSED = {
+    "group of one": ("ppo", dict(data__curriculum__skip=0.5, group_size=1), "a group of 1 never has a signal"),
+    "advantage without rewards": ("distillation", dict(data__curriculum__skip=0.5, teacher__path="x"),
+                                  "skip = 0.5 does nothing: advantage 'distillation' looks at no reward"),
+    "certainty": ("grpo", dict(data__curriculum__skip=1.0), "curriculum.skip is 1.0: give a value of at most 0.95"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "changes", "line"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_curriculum_is_refused_with_a(config, changes, line):
+    with pytest.raises(UserError, match=line):
+        checked(config, **changes)
 
 
 def samples(numbers: list[int], no_signal: list[bool], replaced: tuple[int, ...] = ()) -> SimpleNamespace:

@@ -69,12 +69,13 @@ def load(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -
 
 
 def join(parts: Mapping[str, Dataset]) -> Dataset:
-    """Joins the sources of a mixture, one after the other."""
+    """Joins the sources of a mixture, one after the other. A column that a source does not have is None in its rows."""
     sets = list(parts.values())
+    columns = dict.fromkeys(name for one in sets for row in one.rows for name in row)
     ends = [0, *accumulate(len(one.rows) for one in sets)]
     return Dataset(
         list(chain(*(one.ids for one in sets))),
-        list(chain(*(one.rows for one in sets))),
+        [dict.fromkeys(columns) | row for one in sets for row in one.rows],
         sum(one.dropped for one in sets),
         max(one.width for one in sets),
         list(chain(*(one.numbers for one in sets))),
