@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from test_configs import checked
 from test_steps import numbers, tiny, written
 
+from benchmarks.curriculum import simulate
 from jaxrl_llm.config import checks
 from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
@@ -168,6 +169,12 @@ def test_what_is_known_of_100_000_rows_is_short_in_a_checkpoint():
 
 
 ROWS = arithmetic.held_out()[:64]  # few: each is visited several times
+
+
+def test_of_prompts_whose_difficulty_stays_those_that_teach_something_are_drawn():
+    without, within = (simulate(skip, seed=0, rows=320, steps=40) for skip in (0.0, 0.9))
+    assert without > 0.3
+    assert within < 0.6 * without
 
 
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])
