@@ -41,9 +41,21 @@ def get_config() -> ConfigDict:
     c.data.source = "arithmetic.train"  # a task, a .jsonl, .json, .csv or .parquet file, or my.module.function
     # Name of a function row -> row with a column "prompt", or None to drop the row; e.g. gsm8k.convert. "": none.
     c.data.convert = ""
+    # Columns of rows that no convert function makes. "": as their own columns say, also those of TRL, veRL and EasyR1
+    # (docs/data.md).
+    c.data.prompt_column = ""  # name of the column that holds the prompt
+    c.data.answer_column = ""  # name of the column that becomes "answer", for the reward functions
+    # Template (jinja) of the user's message, around a prompt of text: {{ content }}; or a file with one. "": none.
+    c.data.format_prompt = ""
     c.data.max_prompt_tokens = 16  # limit of a prompt in tokens; a longer prompt is never cut
     c.data.overlong = "drop"  # for longer prompts: drop (drop and count them) | error (stop the run)
     c.data.chat_template_args = ConfigDict()  # arguments of the model's chat template, e.g. enable_thinking = False
+    # Several sources instead of data.source, which is "" then, each with a name and fields as those of `data`:
+    # c.data.mixture.math = ConfigDict(dict(source="math.parquet", convert="", weight=2.0)). Prompts are drawn in
+    # proportion to the weights.
+    c.data.mixture = ConfigDict()
+    # Probability of passing over a prompt whose completions all had the same reward at its last visit; 0: no curriculum
+    c.data.curriculum = ConfigDict(dict(skip=0.0))
 
     c.eval = ConfigDict()
     c.eval.every = 10  # steps between evaluations; also before the first step and at the end; 0: no evaluation

@@ -34,6 +34,12 @@ def get_config() -> ConfigDict:
     c.data.source = "arithmetic.demonstrations"
     c.data.convert = ""
     c.data.completion_column = "completion"  # column with the text to learn
+    # Columns of rows that no convert function makes. "": as their own columns say, also those of TRL, veRL and EasyR1
+    # (docs/data.md).
+    c.data.prompt_column = ""  # name of the column that holds the prompt
+    c.data.answer_column = ""  # name of the column that becomes "answer", for the reward functions
+    # Template (jinja) of the user's message, around a prompt of text: {{ content }}; or a file with one. "": none.
+    c.data.format_prompt = ""
     c.data.max_prompt_tokens = 16
     c.data.overlong = "drop"
     c.data.chat_template_args = ConfigDict()

@@ -39,16 +39,35 @@ def batch_table(
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
     few = len(dataset.rows) < config.prompts_per_step
+    once = ""
+    if "curriculum" in config.data and config.data.curriculum.skip and _draws(config) <= len(dataset.rows):
+        once = f"none is drawn twice in {config.num_steps:,} steps"
     path = config.model.path.removeprefix(f"{Path.cwd()}/") or "new"
     return [
         ("model", f"{path} ({shape})"),
         ("mesh", f"{axes} on {mesh.devices.flat[0].device_kind}"),
         ("prompts", f"{_count(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
+        *_sources(config, dataset),
         *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
+        *([("", f"{once}, so that data.curriculum changes nothing")] if once else []),
         *([("problems", _count(held_out, "eval.convert"))] if config.eval.every else []),
+        *([("", held_out.read_as)] if config.eval.every and held_out.read_as else []),
         *totals_table(totals),
         ("begins", f"after step {start} of {config.num_steps}, resumed" if start else "anew"),
     ]
+
+
+def _sources(config: Config, dataset: Dataset) -> list[tuple[str, str]]:
+    """Returns the rows on how the columns were read, and on the sources of a mixture."""
+    weights = {name: config.data.mixture[name].weight for name in dataset.parts}
+    shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+    parts = [f"{name}: {len(rows):,} prompts, {shares[name]:.1%} of a step" for name, rows in dataset.parts.items()]
+    return [("", line) for line in [*([dataset.read_as] if dataset.read_as else []), *parts]]
+
+
+def _draws(config: Config) -> int:
+    """Returns the prompts that a run draws, at least."""
+    return config.num_steps * config.prompts_per_step
 
 
 def totals_table(totals: Totals) -> list[tuple[str, int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import grain
 import jax
 from jax.sharding import Mesh
 
@@ -19,7 +20,9 @@ from jaxrl_llm.banner import batch_table, models_table, print_banner, shapes_tab
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compilation import Compilations, Program, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
+from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.envs.batch import EnvironmentPool, open_environments
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.evaluate import evaluate, whole_batches
@@ -232,7 +235,7 @@ def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
     """Starts the config's engine and builds the actor; greedy: also sample each prompt's greedy completion."""
     config, dataset, opened = given.config, given.dataset, given.opened
     collate = partial(data.make_prompts, dataset, pad_id=given.tokenizer.pad_token_id)
-    iterator = data.iterate(len(dataset.rows), config.prompts_per_step, config.seed, collate)
+    curriculum, iterator = make_order(config, dataset, collate)
     reward_fn = open_reward_fn(given, config.reward.functions, config.reward.weights)
     engine = opened.enter_context(closing(engines.choose(config).start(engine_inputs(given))))
     weight_check = None
@@ -244,14 +247,28 @@ def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
     actor = Actor(
         engine,
         source,
-        iterator,
         jax.random.key(config.seed),
         book=given.book,
         lag=config.rollout.max_lag,
         last=config.num_steps,
         weight_check=weight_check,
+        curriculum=curriculum,
     )
     return opened.enter_context(closing(actor))
+
+
+def make_order(
+    config: Config, dataset: data.Dataset, collate: order.Collate
+) -> tuple[Curriculum | None, grain.DatasetIterator]:
+    """Returns the curriculum of a run, if it has one, and the iterator over its batches of prompts."""
+    size, batch, skip = len(dataset.rows), config.prompts_per_step, config.data.curriculum.skip
+    if not skip and not dataset.parts:
+        return None, order.iterate(size, batch, config.seed, collate)
+    curriculum = Curriculum(size, skip, config.seed) if skip else None
+    parts = dataset.parts or {"all": range(size)}
+    weights = {name: config.data.mixture[name].weight if dataset.parts else 1.0 for name in parts}
+    draws = curriculum.draws if curriculum else None
+    return curriculum, order.mix(parts, weights, batch, config.seed, collate, draws)
 
 
 def engine_inputs(given: Loaded) -> EngineInputs:

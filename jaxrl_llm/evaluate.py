@@ -23,8 +23,8 @@ from jaxrl_llm.config.fields import TRAIN, TURNS
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.config.schema import Field, check_call, check_fields
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.data import tasks
-from jaxrl_llm.data.rows import FILES
+from jaxrl_llm.data.formats import Columns
+from jaxrl_llm.data.rows import check_source, is_task
 from jaxrl_llm.envs.batch import open_environments
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.models import hf
@@ -120,6 +120,7 @@ def main() -> None:
             max_prompt_tokens=args.max_prompt_tokens,
             overlong="error",
             template_args=args.chat_template_args | tools,
+            columns=Columns(args.prompt_column, args.answer_column, args.format_prompt),
         )
         data.check_template_args_used("--chat-template-args", args.chat_template_args, dataset)
         compatibility.check_vocabulary(model.cfg, tokenizer, dataset)
@@ -161,6 +162,9 @@ def parse() -> argparse.Namespace:
     add("--task", help="a task (arithmetic, countdown), or a file of rows")
     add("--function", help="the reward function that judges (default: TASK.accuracy)")
     add("--convert", help="function row -> row for files, e.g. gsm8k.convert")
+    add("--prompt-column", help="column of the prompt (default: as the columns say; of a run, its own)")
+    add("--answer-column", help="column that becomes the answer (default: likewise)")
+    add("--format-prompt", help="jinja template around a prompt of text, or a file with one (default: likewise)")
     add(
         "--chat-template-args",
         type=_arguments,
@@ -195,11 +199,10 @@ def parse() -> argparse.Namespace:
     if args.model and not args.task:
         raise UserError("--task is missing: give a task (arithmetic, countdown), or a file of rows")
     if args.task:
-        args.source = args.task if args.task.endswith(FILES) else f"{args.task}.held_out"
+        args.source = f"{args.task}.held_out" if is_task(args.task) else args.task
         if args.source == args.task and args.model and not args.function:
             raise UserError("--task is a file: name the judge with --function, e.g. math.accuracy")
-        if args.source != args.task:
-            resolve(args.source, tasks, "--task")
+        check_source("--task", args.source)
     return args
 
 
@@ -218,6 +221,7 @@ def of_model(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "function": f"{args.task}.accuracy",
         "convert": "",
+        **vars(Columns()),
         "problems": 1000,
         "max_prompt_tokens": 512,
         "batch": 128,
@@ -229,11 +233,12 @@ def of_model(args: argparse.Namespace) -> dict[str, Any]:
 def of_run(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the defaults of the command line for a run: the settings of its own evaluation."""
     group = config.group_size if "group_size" in config else 1
-    own_task = args.task and not args.task.endswith(FILES)
+    own_task = args.task and is_task(args.task)
     return {
         "source": config.eval.source,
         "function": f"{args.task}.accuracy" if own_task else config.eval.function,
         "convert": "" if args.task else config.eval.convert,
+        **vars(Columns() if own_task else data.columns_of(config)),
         "problems": config.eval.problems,
         "max_prompt_tokens": config.data.max_prompt_tokens,
         "chat_template_args": config.data.chat_template_args.to_dict(),

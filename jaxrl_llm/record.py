@@ -6,6 +6,7 @@ import time
 import zlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class Record:
         if not record.get("reward/no_verdict"):
             record.pop("reward/no_verdict", None)
         if self.samples:
-            record |= of_rollouts(self.samples.rollouts, self.step) | of_texts(self.samples)
+            record |= of_rollouts(self.samples.rollouts, self.step) | of_texts(self.samples) | of_sources(self.samples)
             record |= of_rewards(self.samples.graded().metrics)
         record |= of_updates(updates) | self.evaluation
         record |= {f"time/{phase}": seconds for phase, seconds in self.timer.seconds.items()}
@@ -143,6 +144,25 @@ def of_episodes(rollouts: Rollouts) -> dict[str, Any]:
     record = {f"episode/{name}": sum(total for total, _ in pairs) / size for name, pairs in found.items()}
     seconds = record.pop("episode/seconds", 0.0)
     return record | {"time/environment": seconds}
+
+
+def of_sources(samples: Samples) -> dict[str, Any]:
+    """Returns, for each source of a mixture, its share of the groups and its mean reward, of all processes."""
+    if not samples.prompts.sources:
+        return {}
+    here: dict[str, list[list[float]]] = {}
+    for name, rewards in zip(samples.prompts.sources, samples.graded().channels["total"], strict=True):
+        here.setdefault(name, []).append(rewards[np.isfinite(rewards)].tolist())
+    groups: dict[str, list[list[float]]] = {}
+    for of_process in distributed.exchange(here, LOG):
+        for name, rewards in of_process.items():
+            groups.setdefault(name, []).extend(rewards)
+    size, record = sum(map(len, groups.values())), {}
+    for name, rewards in groups.items():
+        earned = list(chain(*rewards))
+        record[f"source/{name}/share"] = len(rewards) / size
+        record |= {f"source/{name}/reward": np.mean(earned)} if earned else {}
+    return record
 
 
 GRAM = 4  # tokens

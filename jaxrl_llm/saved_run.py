@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
 from jaxrl_llm import checkpoint
+from jaxrl_llm.data.prompts import columns_of
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, new_model
@@ -91,6 +92,6 @@ def model_folder(config: Config) -> Iterator[Path]:
         yield hf.find(config.model.path)
         return
     with TemporaryDirectory() as made:
-        rows = load_rows(config.data.source, config.data.convert).rows
+        rows = load_rows(config.data.source, config.data.convert, columns=columns_of(config)).rows
         new_model.write_folder(Path(made), config.model, rows, config.data.completion_column)
         yield Path(made)

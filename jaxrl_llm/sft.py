@@ -20,7 +20,7 @@ from jaxrl_llm.build import Loaded, load, make_evaluation, open_outputs
 from jaxrl_llm.checkpoint import Pending
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import parse_arguments
-from jaxrl_llm.data import encoding
+from jaxrl_llm.data import encoding, order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.host.signals import Stop, stop_signals
@@ -99,7 +99,7 @@ def make_run(given: Loaded, stop: Stop) -> Run:
     kept = [i for i, answer in enumerate(answers) if answer.tokens]
     length = config.rollout.max_completion_tokens
     collate = partial(make_batch, given.dataset, answers, kept, length, tokenizer.pad_token_id)
-    iterator = data.iterate(len(kept), config.prompts_per_step, config.seed, collate)
+    iterator = order.iterate(len(kept), config.prompts_per_step, config.seed, collate)
 
     def first_params() -> PyTree:
         if config.model.path:

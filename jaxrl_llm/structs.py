@@ -33,6 +33,7 @@ class Prompts:
     mask: np.ndarray  # [B, P] bool, True on real tokens (left- or right-padded)
     rows: list[dict[str, Any]]  # B data rows, with all columns for the reward functions
     numbers: np.ndarray  # [B] int32, indices of these rows in the data set
+    sources: list[str] = field(default_factory=list)  # B names of the sources of these rows; []: there is no mixture
 
 
 @jax.tree_util.register_dataclass

@@ -48,6 +48,7 @@ def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_that_have_one
     whole, replaced = refill(sampled(0, [True, False, False, False]), rounds.__getitem__, collate, 3)
     assert marks(whole) == [0, 11, 20, 21]
     assert replaced == 3
+    assert whole.replaced == [1, 2, 3, 10, 12, 13]  # a curriculum knows of all groups without a signal that were drawn
     assert not whole.no_signal.any()
 
 

@@ -19,6 +19,7 @@ import jaxrl_llm
 from jaxrl_llm import rewards
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.names import resolve
+from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.data.rows import load_rows
@@ -173,7 +174,7 @@ def test_prompts_are_padded_on_the_left(tokenizer):
 
 
 def test_an_iterator_set_to_a_state_goes_on_as_the_one_that_gave_it():
-    make = lambda: data.iterate(10, 4, seed=3, collate=list)  # noqa: E731
+    make = lambda: order.iterate(10, 4, seed=3, collate=list)  # noqa: E731
     first = make()
     for _ in range(7):
         next(first)
@@ -184,7 +185,7 @@ def test_an_iterator_set_to_a_state_goes_on_as_the_one_that_gave_it():
 
 
 def test_every_epoch_sees_every_row_once_in_another_order():
-    iterator = data.iterate(8, 4, seed=0, collate=list)
+    iterator = order.iterate(8, 4, seed=0, collate=list)
     epochs = [[*next(iterator), *next(iterator)] for _ in range(3)]
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
     assert epochs[0] != epochs[1]

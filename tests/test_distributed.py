@@ -37,6 +37,7 @@ CONFIGS = {
     "dapo": ("epochs=1",),
     "search_grpo": ("rollout.max_completion_tokens=128",),
 }
+PAIRS = [(a, b) for a in range(4) for b in range(4)]
 DEVICES = 4  # of all processes together
 
 
@@ -124,6 +125,17 @@ def test_two_processes_have_the_numbers_of_one_with(config, tmp_path):
     run(1, config, tmp_path / "one")
     run(2, config, tmp_path / "two")
     check_same(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_curriculum_of_one(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": str(a + b)} for a, b in PAIRS]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = (f"data.source={tmp_path}/rows.jsonl", "data.curriculum.skip=0.9", "eval.every=0", "num_steps=6")
+    run(1, "grpo", tmp_path / "one", *fields)
+    run(2, "grpo", tmp_path / "two", *fields)
+    check_same(tmp_path / "two", tmp_path / "one")
+    assert sum(record["curriculum/passed_over"] for record in records(tmp_path / "two")) > 0
 
 
 @pytest.mark.slow

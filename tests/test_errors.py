@@ -217,7 +217,7 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "a data file of another kind":
         ("data.source=my/rows.xlsx", "config.data.source = 'my/rows.xlsx' | .jsonl or .parquet"),
     "a data set of the hub":
-        ("data.source=openai/gsm8k", "config.data.source = 'openai/gsm8k' | hf download openai/gsm8k"),
+        ("data.source=openai/gsm8k", "data set openai/gsm8k cannot be loaded | network, or give a file"),
     "an argument that the chat template does not read":
         ("data.chat_template_args.enable_thinking=false", "the chat template does not read 'enable_thinking'"),
     "an unknown conversion of the problems":

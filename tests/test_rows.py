@@ -101,7 +101,10 @@ def test_a_file_is_refused_that_holds(place, name, content, line):
 
 SOURCES = {
     "a folder": (".", r"data.source = '.' is a folder: give a file of it, or a pattern like './train-\*.parquet'"),
-    "a data set of the hub": ("openai/gsm8k", "fetched first .hf download openai/gsm8k --repo-type dataset"),
+    "a data set of the hub that cannot be had": (
+        "openai/gsm8k:main@test",
+        "data set openai/gsm8k:main@test cannot be loaded .*: check the name .owner/name:con",
+    ),
     "another kind of file": ("rows.tsv", "'rows.tsv': a file must be .json, .csv, .jsonl or .parquet: write it as one"),
     "a pattern of nothing": ("y-*.jsonl", r"data file y-\*.jsonl does not exist"),
     "a file that is not there": ("~/no.jsonl", "data file /.*/no.jsonl does not exist"),

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
 
+from ml_collections import ConfigDict
+
 from jaxrl_llm import envs, rewards
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.combinations import check_algorithm, check_health, check_rollout, check_turns
-from jaxrl_llm.config.fields import CRITIC, FROZEN, SFT, TRAIN, TURNS
+from jaxrl_llm.config.fields import CRITIC, FROZEN, SFT, SOURCE, TRAIN, TURNS
 from jaxrl_llm.config.names import required_inputs, resolve
 from jaxrl_llm.config.no_effect import check_no_effect_shared
 from jaxrl_llm.config.schema import Field, check_call, check_fields, names_that_may_change
-from jaxrl_llm.data import tasks
+from jaxrl_llm.data import formats, tasks
 from jaxrl_llm.data.rows import check_source
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import optim
@@ -46,9 +48,17 @@ def named(config: Config) -> dict[str, ModuleType]:
 def train_fields(config: Config) -> dict[str, Field]:
     """Returns the fields of a `train` config, including those of its optional sections."""
     fields = TRAIN | (CRITIC if "critic" in config else {}) | (TURNS if "env" in config else {})
+    for name in mixture_of(config):
+        fields = fields | {f"data.mixture.{name}.{field}": of_source for field, of_source in SOURCE.items()}
     for section, more in FROZEN.items():
         fields = fields | (more if section in config else {})
     return fields
+
+
+def mixture_of(config: Config) -> Config:
+    """Returns the section of the sources of a mixture; {}: there is no mixture."""
+    found = config.data.mixture if "data" in config and "mixture" in config.data else {}
+    return found if isinstance(found, ConfigDict) else ConfigDict()
 
 
 def may_change(config: Config) -> set[str]:
@@ -153,11 +163,7 @@ def check_shared(config: Config, prompts_per_update: int) -> None:
         raise UserError("config.aggregate.constant_length = 0: mode 'constant' divides by it; give a length in tokens")
     if config.aggregate.mode != "constant" and config.aggregate.constant_length:
         raise UserError(f"config.aggregate.constant_length is not used by mode {config.aggregate.mode!r}: set it to 0")
-    sources = {"data": config.data.source} | ({"eval": config.eval.source} if config.eval.every else {})
-    for field, source in sources.items():
-        check_source(f"config.{field}.source", source)
-        if config[field].convert:
-            resolve(config[field].convert, tasks, f"config.{field}.convert")
+    check_data(config)
     check_no_effect_shared(config)
     check_health(config)
     if config.eval.every:
@@ -167,6 +173,27 @@ def check_shared(config: Config, prompts_per_update: int) -> None:
     for axis in ("data", "fsdp", "tensor"):
         if config.mesh[axis] == 0:
             raise UserError(f"config.mesh.{axis} = 0: give a size of 1 or more, or -1 for all devices left")
+
+
+def check_data(config: Config) -> None:
+    """Checks the sources of prompts and how they are read. Raises: UserError, naming the field."""
+    mixture, d = mixture_of(config), config.data
+    if mixture and len(mixture) < 2:
+        raise UserError("config.data.mixture has one source: give it in data.source, or give more of them")
+    if mixture and d.source:
+        raise UserError(f"config.data.source = {d.source!r} does nothing: data.mixture has the sources; set it to ''")
+    sections = {f"data.mixture.{name}": part for name, part in mixture.items()} or {"data": d}
+    convert = [part.convert for part in sections.values()]
+    for field in ("prompt_column", "answer_column", "format_prompt"):
+        if d[field] and all(convert):
+            raise UserError(f"config.data.{field} = {d[field]!r} does nothing: a convert function makes the rows")
+    if d.format_prompt:
+        formats.template(d.format_prompt)
+    sections |= {"eval": config.eval} if config.eval.every else {}
+    for field, section in sections.items():
+        check_source(f"config.{field}.source", section.source)
+        if section.convert:
+            resolve(section.convert, tasks, f"config.{field}.convert")
 
 
 def _warmup(section: Config, total: int, name: str = "optim") -> int:

@@ -29,6 +29,9 @@ SHARED = {
     "model.remat": Field(str, choices=("none", "dots", "full"), may_change=True),
     "data.source": Field(str),
     "data.convert": Field(str),
+    "data.prompt_column": Field(str),
+    "data.answer_column": Field(str),
+    "data.format_prompt": Field(str),
     "data.chat_template_args": Field(dict),
     "data.max_prompt_tokens": Field(int, low=1),
     "data.overlong": Field(str, choices=("drop", "error")),
@@ -54,6 +57,7 @@ SHARED = {
 TRAIN = SHARED | {
     "log.completions_every": Field(int, low=0, may_change=True),
     "health.self_test": Field(bool, may_change=True),
+    "data.curriculum.skip": Field(float, low=0, high=0.95),  # below 1: a prompt may become a lesson again
     "group_size": Field(int, low=1),
     "model.row_parts": Field(int, low=1, may_change=True),
     "prompts_per_update": Field(int, low=1),
@@ -94,6 +98,11 @@ CRITIC = {  # only if the advantage estimator requires values
     "critic.clip": Field(float, low=0),
     "critic.warmup_steps": Field(int, low=0),
     **optim_fields("critic.optim"),
+}
+SOURCE = {  # of each source of a mixture
+    "source": Field(str),
+    "convert": Field(str),
+    "weight": Field(float, low=0, above=True),
 }
 TURNS = fields_of("turns", EnvironmentPool.__init__)  # only if there is an environment
 FROZEN = {  # only if the advantage estimator requires a column of another model, or for a reward model

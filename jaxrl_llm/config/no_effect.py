@@ -77,6 +77,13 @@ def check_no_effect(config: Config, required: tuple[str, ...], updates: int) -> 
                 f"advantage {advantage!r} looks at no reward",
             ),
             ("rollout.resample_rounds", 0, config.group_size == 1, "a group of 1 never has a signal"),
+            ("data.curriculum.skip", 0.0, config.group_size == 1, "a group of 1 never has a signal"),
+            (
+                "data.curriculum.skip",
+                0.0,
+                not looks_at_rewards(required),
+                f"advantage {advantage!r} looks at no reward",
+            ),
         ),
     )
 

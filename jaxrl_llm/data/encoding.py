@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import jinja2.meta
@@ -26,7 +27,7 @@ CHUNK = 4096  # prompts per tokenizer call: enough for its threads, with little 
 SHOWN = 10_000  # minimum number of prompts for a progress bar
 KEPT = 2**20  # minimum number of characters for storing token ids in the user's cache folder
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # unpaired surrogates: valid as JSON escapes, but not for tokenizers
-FORMAT = 1  # version of stored token ids: raise it if a change of this file changes them
+FORMAT = 2  # version of stored token ids: raise it if a change of this file changes them
 
 
 def encode(
@@ -36,25 +37,28 @@ def encode(
     *,
     numbers: Sequence[int] = (),
     template_args: Mapping[str, Any] | None = None,
+    row_args: Sequence[Mapping[str, Any]] = (),
 ) -> list[np.ndarray]:
     """Returns the token ids (int32) of texts as they are, and of chats with the tokenizer's template. Cuts nothing.
 
     A chat ends with the generation prompt. If its last message is from the assistant, the completion continues it.
-    numbers: number of each prompt in its source, from 1; template_args: arguments of the chat template.
+    numbers: number of each prompt in its source, from 1; template_args: arguments of the chat template; row_args:
+    further ones of each prompt, which win.
     Raises: UserError, naming source and row, if the template refuses a prompt or the tokenizer would lose text.
     """
-    numbers, template_args = numbers or range(1, len(prompts) + 1), template_args or {}
+    numbers, template_args = numbers or range(1, len(prompts) + 1), dict(template_args or {})
     if any(not isinstance(prompt, str) for prompt in prompts):
         check_template(tokenizer, source, template_args)
-    said = json.dumps(prompts, default=str)
-    # Only fast tokenizers can be serialized, and so hashed.
-    key = _key(tokenizer, said, template_args) if len(said) >= KEPT and tokenizer.is_fast else ""
-    ids = user_cache.load_ids(key, len(prompts)) if key else None
+        check_row_args(tokenizer, source, numbers, row_args)
+    key, ids = _key(tokenizer, prompts, template_args, row_args), None
+    if key:
+        ids = user_cache.load_ids(key, len(prompts))
     if ids is None:
         ids = []
         for chunk in _chunks(len(prompts), source):
-            rows = list(zip(numbers[chunk], prompts[chunk], strict=True))
-            texts = [_render(source, number, prompt, tokenizer, template_args) for number, prompt in rows]
+            given = [template_args | dict(own) for own in row_args[chunk]] or repeat(template_args)
+            rows = zip(numbers[chunk], prompts[chunk], given, strict=False)
+            texts = [_render(source, number, prompt, tokenizer, args) for number, prompt, args in rows]
             ids += _encode(texts, tokenizer, source, numbers[chunk])
         if key:
             user_cache.save_ids(key, ids)
@@ -84,6 +88,18 @@ def check_template(tokenizer: Any, source: str, template_args: Mapping[str, Any]
             )
 
 
+def check_row_args(tokenizer: Any, source: str, numbers: Sequence[int], row_args: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that the chat template reads the arguments of all rows. Raises: UserError, naming a row."""
+    read = _read_by_template(tokenizer) if any(row_args) else set()
+    for number, own in zip(numbers, row_args, strict=False):
+        for name in own:
+            if name not in read:
+                raise UserError(
+                    f"{source} row {number} has {name!r} for the chat template, which does not read it: use a model "
+                    "whose template does, or leave the column out"
+                )
+
+
 def beginning(tokenizer: Any) -> list[int]:
     """Returns [begin token] if the tokenizer puts it before a text, else []. For chats the template adds it."""
     first = tokenizer("")["input_ids"][:1]
@@ -102,15 +118,29 @@ def _read_by_template(tokenizer: Any) -> set[str]:
     return {name for name in read - given if not name.endswith("_token")}  # such as bos_token
 
 
-def _key(tokenizer: Any, prompts: str, template_args: Mapping[str, Any]) -> str:
-    """Returns a hash of everything that token ids depend on."""
+def _key(
+    tokenizer: Any,
+    prompts: Sequence[str | Chat],
+    template_args: Mapping[str, Any],
+    row_args: Sequence[Mapping[str, Any]],
+) -> str:
+    """Returns a hash of everything that token ids depend on; "" if the prompts are short, or cannot be kept.
+
+    Only fast tokenizers can be serialized, and so hashed.
+    """
     # A template that prints the date gives other token ids each day.
     today = str(date.today()) if "strftime_now" in str(tokenizer.chat_template) else ""
     versions = [FORMAT, *(version(name) for name in ("transformers", "tokenizers"))]
     settings = [versions, tokenizer.chat_template, dict(template_args), tokenizer.special_tokens_map, today]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    digest, size = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()), 0
+    for start in range(0, len(prompts), CHUNK):  # in pieces: the text of all prompts may be large
+        chunk = slice(start, start + CHUNK)
+        said = json.dumps([prompts[chunk], list(row_args[chunk])], default=str).encode()
+        size += len(said)
+        digest.update(said)
+    if size < KEPT or not tokenizer.is_fast:
+        return ""
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    digest.update(prompts.encode())
     return digest.hexdigest()
 
 

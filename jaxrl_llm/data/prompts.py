@@ -1,19 +1,20 @@
-"""The prompts of a run: a tokenized data set, and a Grain iterator over it that checkpoints can hold."""
+"""The prompts of a run: a tokenized data set, and batches of it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias
 
-import grain
 import numpy as np
 
 from jaxrl_llm import distributed
-from jaxrl_llm.data import encoding
-from jaxrl_llm.data.rows import Row, load_rows
+from jaxrl_llm.data import encoding, formats
+from jaxrl_llm.data.formats import Columns, Row
+from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import AnyArray, Config, Prompts
 
@@ -30,6 +31,8 @@ class Dataset:
     width: int  # P: tokens of the longest prompt
     numbers: list[int]  # number of each row in its source, from 1
     refused: int = 0  # number of rows that the convert function dropped
+    read_as: str = ""  # how columns other than "prompt" and "answer" were read
+    parts: dict[str, range] = field(default_factory=dict)  # rows of each source of a mixture
 
     def fingerprint(self) -> str:
         """Returns a hash of the token ids and of all columns of the rows, in order."""
@@ -45,23 +48,52 @@ def load(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -
     """Loads the training prompts of the `data` section. tools: that the chat template describes. Raises: UserError."""
     d = config.data
     args = template_args_of(config, tools)
-    dataset = read(
-        d.source,
-        tokenizer,
-        convert=d.convert,
-        max_prompt_tokens=d.max_prompt_tokens,
-        overlong=d.overlong,
-        template_args=args,
+    shared = dict(
+        max_prompt_tokens=d.max_prompt_tokens, overlong=d.overlong, template_args=args, columns=columns_of(config)
     )
+    if "mixture" in d and d.mixture:
+        of = lambda name, part: dict(convert=part.convert, field=f"data.mixture.{name}.convert")  # noqa: E731
+        made = {name: read(part.source, tokenizer, **of(name, part), **shared) for name, part in d.mixture.items()}
+        dataset = join(made)
+    else:
+        dataset = read(d.source, tokenizer, convert=d.convert, **shared)
     if tools and all(isinstance(row["prompt"], str) for row in dataset.rows):
         raise UserError("config.env.functions: all prompts are text, which shows no tools: make them lists of messages")
+    if tools and any("tools" in formats.template_args(row) for row in dataset.rows):
+        raise UserError(
+            "config.env.functions: rows have a column 'tools' of their own, which the environment does not know: "
+            "leave it out"
+        )
     check_template_args_used("config.data.chat_template_args", args, dataset)
     return dataset
+
+
+def join(parts: Mapping[str, Dataset]) -> Dataset:
+    """Joins the sources of a mixture, one after the other. A column that a source does not have is None in its rows."""
+    sets = list(parts.values())
+    columns = dict.fromkeys(name for one in sets for row in one.rows for name in row)
+    ends = [0, *accumulate(len(one.rows) for one in sets)]
+    return Dataset(
+        list(chain(*(one.ids for one in sets))),
+        [dict.fromkeys(columns) | row for one in sets for row in one.rows],
+        sum(one.dropped for one in sets),
+        max(one.width for one in sets),
+        list(chain(*(one.numbers for one in sets))),
+        sum(one.refused for one in sets),
+        "; ".join(f"{name}: {one.read_as}" for name, one in parts.items() if one.read_as),
+        {name: range(*ends) for name, ends in zip(parts, pairwise(ends), strict=True)},
+    )
 
 
 def template_args_of(config: Config, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the arguments of the chat template."""
     return config.data.chat_template_args.to_dict() | ({"tools": list(tools)} if tools else {})
+
+
+def columns_of(config: Config) -> Columns:
+    """Returns how rows are read that no convert function makes."""
+    there = [field.name for field in fields(Columns) if field.name in config.data]  # not in runs of earlier versions
+    return Columns(**{name: config.data[name] for name in there})
 
 
 def load_held_out(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Dataset:
@@ -76,6 +108,7 @@ def load_held_out(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]
         max_prompt_tokens=d.max_prompt_tokens,
         overlong="error",
         template_args=template_args_of(config, tools),
+        columns=columns_of(config),
     )
 
 
@@ -83,26 +116,20 @@ def read(
     source: str,
     tokenizer: Any,
     *,
-    convert: str,
-    max_prompt_tokens: int,
-    overlong: str,
+    convert: str = "",
     field: str = "data.convert",
+    columns: Columns = Columns(),  # noqa: B008
     problems: int | None = None,
-    template_args: Mapping[str, Any] | None = None,
+    **limits: Any,
 ) -> Dataset:
-    """Reads and tokenizes the first `problems` rows of a source (None: all); field: the one that named `convert`."""
-    found = load_rows(source, convert, field)
+    """Reads and tokenizes the first `problems` rows of a source (None: all); field: the one that named `convert`.
+
+    columns: how rows are read without `convert`; limits: arguments of `tokenize`.
+    """
+    found = load_rows(source, convert, field, columns)
     rows, numbers = found.rows[:problems], found.numbers[:problems]
-    made = tokenize(
-        rows,
-        tokenizer,
-        max_prompt_tokens=max_prompt_tokens,
-        overlong=overlong,
-        source=source,
-        numbers=numbers,
-        template_args=template_args,
-    )
-    return replace(made, refused=found.dropped)
+    made = tokenize(rows, tokenizer, source=source, numbers=numbers, **limits)
+    return replace(made, refused=found.dropped, read_as=found.read_as)
 
 
 def check_template_args_used(field: str, template_args: Mapping[str, Any], dataset: Dataset) -> None:
@@ -129,7 +156,9 @@ def tokenize(
     """
     numbers = list(numbers or range(1, len(rows) + 1))
     prompts = [row["prompt"] for row in rows]
-    ids = encoding.encode(prompts, tokenizer, source, numbers=numbers, template_args=template_args)
+    own = [formats.template_args(row) for row in rows]
+    row_args = own if any(own) else ()
+    ids = encoding.encode(prompts, tokenizer, source, numbers=numbers, template_args=template_args, row_args=row_args)
     if begin := encoding.beginning(tokenizer):
         ids = [_begun(begin, t) if isinstance(p, str) else t for p, t in zip(prompts, ids, strict=True)]
     fits = [0 < len(tokens) <= max_prompt_tokens for tokens in ids]
@@ -188,18 +217,8 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
         length = len(dataset.ids[i])
         tokens[b, dataset.width - length :] = dataset.ids[i]
         mask[b, dataset.width - length :] = True
-    return Prompts(tokens, mask, [dataset.rows[i] for i in indices], np.asarray(indices, np.int32))
-
-
-def iterate(size: int, batch: int, seed: int, collate: Callable[[Sequence[int]], Any]) -> grain.DatasetIterator:
-    """Returns an endless iterator of batches over `size` rows, shuffled again in each epoch.
-
-    A batch is `collate(numbers)` of this process's part of the numbers of its rows.
-    Its `get_state()` is a small dict. `set_state` moves another iterator to the same position.
-    """
-    numbers = grain.MapDataset.range(size).seed(seed).shuffle().repeat()
-    dataset = numbers.batch(batch, batch_fn=lambda rows: collate(rows[distributed.part(batch)]))
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+    sources = [name for i in indices for name, rows in dataset.parts.items() if i in rows]
+    return Prompts(tokens, mask, [dataset.rows[i] for i in indices], np.asarray(indices, np.int32), sources)
 
 
 def batches(dataset: Dataset, batch: int, pad_id: int) -> Iterator[Prompts]:

@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import re
 import zlib
 from dataclasses import dataclass
 from glob import glob, has_magic
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.names import resolve
-from jaxrl_llm.data import tasks
+from jaxrl_llm.data import formats, hub, tasks
+from jaxrl_llm.data.formats import Columns, Row
 from jaxrl_llm.errors import UserError, describe
 
-Row = dict[str, Any]
 FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = ".json, .csv, .jsonl or .parquet"  # for error messages; all but .parquet may end with .gz
 
@@ -29,62 +28,82 @@ class Rows:
     rows: list[Row]
     numbers: list[int]  # number of each row in its source, from 1
     dropped: int  # number of rows for which convert returned None
+    read_as: str = ""  # how columns other than "prompt" and "answer" were read
 
 
 def check_source(field: str, source: str) -> None:
     """Raises: UserError, naming the field, if `source` is neither a task nor a file of a supported kind."""
-    if source.endswith(FILES):
+    if source.endswith(FILES) or hub.check(field, source):
         return
     path = Path(source).expanduser()
     if path.is_dir():
         pattern = f"{source.rstrip('/')}/train-*.parquet"
         raise UserError(f"{field} = {source!r} is a folder: give a file of it, or a pattern like {pattern!r}")
-    hub = (
-        ""
-        if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or path.suffix
-        else (f"; a data set of the hub is fetched first (hf download {source} --repo-type dataset --local-dir data)")
-    )
     if "/" in source or path.exists() or path.suffix in (".gz", ".zip", ".tsv", ".txt", ".xlsx", ".arrow", ".zst"):
-        raise UserError(f"{field} = {source!r}: a file must be {KINDS}{hub or ': write it as one of them'}")
+        raise UserError(f"{field} = {source!r}: a file must be {KINDS}: write it as one of them")
     resolve(source, tasks, field)
 
 
-def load_rows(source: str, convert: str = "", field: str = "data.convert") -> Rows:
-    """Loads the rows of a task ("arithmetic.train"), a user function ("my.module.rows"), a file or a file pattern.
+def is_task(source: str) -> bool:
+    """Returns whether a source is a function that makes rows."""
+    return not (source.endswith(FILES) or hub.names_one(source))
+
+
+def load_rows(source: str, convert: str = "", field: str = "data.convert", columns: Columns = Columns()) -> Rows:  # noqa: B008
+    """Loads the rows of a task ("arithmetic.train"), a user function, a file, a file pattern or a hub id.
 
     convert: name of a function row -> row, in `jaxrl_llm.data.tasks` or dotted. The function makes the column
-    "prompt", or returns None to drop the row. field: the config field that named it.
+    "prompt", or returns None to drop the row; field: the config field that named it. Without one, `formats.read` reads
+    the row, as `columns` says.
     Raises: UserError, naming the file, the line or row, and the problem.
     """
-    rows = [row for path in _files(source) for row in _read(path)] if source.endswith(FILES) else _made(source)
+    rows = _rows(source)
     if not rows:
         raise UserError(f"{source} holds no rows: give a data source that has some")
-    numbered = list(enumerate(rows, 1))
+    read_as: dict[str, None] = {}
     if convert:
         function = resolve(convert, tasks, field)
-        made = [(i, _converted(source, convert, function, i, row)) for i, row in numbered]
-        numbered = [(i, row) for i, row in made if row is not None]
-    if not numbered:
+        made = [_converted(source, convert, function, i, row) for i, row in enumerate(rows, 1)]
+    else:
+        made = [_read_as(source, i, row, columns, read_as) for i, row in enumerate(rows, 1)]
+    kept = [(i, _checked(source, i, row)) for i, row in enumerate(made, 1) if row is not None]
+    if not kept:
         raise UserError(f"{source}: {convert} returned None for all {len(rows)} rows: set {field} to another")
-    kept = [_checked(source, i, row) for i, row in numbered]
-    return Rows(kept, [i for i, _ in numbered], len(rows) - len(kept))
+    said = "; ".join(x for x in read_as if x)
+    return Rows([row for _, row in kept], [i for i, _ in kept], len(rows) - len(kept), said)
+
+
+def _rows(source: str) -> list[Row]:
+    if source.endswith(FILES):
+        return [row for path in _files(source) for row in _read(path)]
+    return hub.load(source) if hub.names_one(source) else _made(source)
+
+
+def _read_as(source: str, number: int, row: Any, columns: Columns, seen: dict[str, None]) -> Row:
+    """Returns `formats.read(row)`, and adds what it did to `seen`."""
+    if not isinstance(row, dict):
+        raise UserError(f"{source} row {number} is {row!r}: make every row a dict of columns")
+    try:
+        row, done = formats.read(row, columns)
+    except ValueError as error:
+        raise UserError(f"{source} row {number} {error}") from None
+    seen[done] = None
+    return row
 
 
 def _checked(source: str, number: int, row: Any) -> Row:
     """Returns a row with a checked prompt: text, or a list of messages with text as content."""
-    if not isinstance(row, dict):
-        raise UserError(f"{source} row {number} is {row!r}: make every row a dict of columns")
-    if "prompt" not in row:
-        raise UserError(
-            f"{source} row {number} has no column 'prompt' ({_there(row)}): rename one, or set data.convert "
-            "(eval.convert for the problems to be judged by)"
-        )
+    if not isinstance(row, dict) or "prompt" not in row:
+        said = formats.there(row) if isinstance(row, dict) else repr(row)
+        raise UserError(f"{source} row {number} has no column 'prompt' ({said}): let the convert function make it")
     prompt = row["prompt"].tolist() if hasattr(row["prompt"], "tolist") else row["prompt"]  # an array from pandas
     if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
         raise UserError(
             f"{source} row {number}: prompt is {prompt!r}: give text, or a list of messages with role and content"
         )
     if isinstance(prompt, str):
+        return row
+    if isinstance(row["prompt"], list) and all(isinstance(message["content"], str) for message in row["prompt"]):
         return row
     return row | {"prompt": [message | {"content": _text(source, number, message["content"])} for message in prompt]}
 
@@ -104,10 +123,6 @@ def _text(source: str, number: int, content: Any) -> Any:
     return "".join(part["text"] for part in content)
 
 
-def _there(row: Row) -> str:
-    return f"there is {', '.join(sorted(map(str, row)))}"
-
-
 def _made(source: str) -> list[Any]:
     function = resolve(source, tasks, "data source")
     try:
@@ -120,7 +135,8 @@ def _converted(source: str, convert: str, function: Any, number: int, row: Row) 
     try:
         return function(row)
     except KeyError as error:
-        raise UserError(f"{source} row {number} has no column {error} for {convert} ({_there(row)}): add it") from error
+        there = formats.there(row)
+        raise UserError(f"{source} row {number} has no column {error} for {convert} ({there}): add it") from error
     except Exception as error:  # user code
         raise UserError(f"{source} row {number}: {convert} raised {describe(error)}") from error
 
@@ -190,6 +206,7 @@ def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path).read().to_pylist()
+        pieces = pyarrow.parquet.ParquetFile(path).iter_batches()  # not the whole table beside its rows
+        return [row for piece in pieces for row in piece.to_pylist()]
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path} cannot be read as Parquet ({error}): give a Parquet file") from None

@@ -6,11 +6,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import grain
 import jax
+import numpy as np
 
 from jaxrl_llm import distributed
 from jaxrl_llm.checkpoint import Pending
+from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import Samples, SampleSource
@@ -30,19 +31,20 @@ class Actor:
         self,
         engine: Engine,
         source: SampleSource,
-        iterator: grain.DatasetIterator,
         key: Array,
         *,
         book: Book,
         lag: int,
         last: int,
         weight_check: WeightCheck | None = None,
+        curriculum: Curriculum | None = None,
     ):
-        """key: the run's key; last: the run's last step; iterator: the prompts of `source`; book: of the run."""
-        self.engine, self._source, self._iterator = engine, source, iterator
+        """key: the run's key; last: the run's last step; book: of the run; curriculum: of the prompts of `source`."""
+        self.engine, self._source, self._book = engine, source, book
         self._first_key = self._key = key
         self._lag, self._last, self._check = lag, last, weight_check
-        self._book = book
+        self._curriculum = curriculum
+        self._visits = curriculum.no_signal if curriculum else None  # after the last step; draws may know less
         self._beginning = self._position = self._now()
         self._prefetcher: Prefetcher[Samples] = Prefetcher(self._sample, lag=lag, last=last)
         self._current: Samples
@@ -60,10 +62,13 @@ class Actor:
         position, batches = pending or Pending(self._beginning, [])
         if "data" not in position:  # of a checkpoint of an earlier version
             position = {"data": position, "shapes": {}}
-        self._iterator.set_state(position["data"])
+        self._source.go_to(position["data"])
         self._book.load(SAMPLING, position["shapes"])
         self._position = position
-        self._pushed = self._prefetcher.do(self._push, params, step)
+        if self._visits is not None:
+            size = len(self._visits)
+            self._visits = from_text(position["visits"], size) if "visits" in position else np.zeros(size, bool)
+        self._pushed = self._prefetcher.do(self._push, params, step, self._visits)
         made = [self._source.from_checkpoint(arrays, metrics) for arrays, metrics in batches]
         self._prefetcher.begin(step, [replace(samples, position=position) for samples in made])
 
@@ -88,7 +93,9 @@ class Actor:
         """Drops the batch that `step` has learned from, and pushes the weights after `step`."""
         self._position = self._current.position
         self._prefetcher.used()
-        self._pushed = self._prefetcher.do(self._push, params, step)
+        if self._curriculum and self._visits is not None:
+            self._visits = self._curriculum.visited(self._visits, self._current)
+        self._pushed = self._prefetcher.do(self._push, params, step, self._visits)
         if distributed.count() > 1:  # it gathers the weights: no other program may come between, in any process
             self._pushed.result()
 
@@ -103,13 +110,17 @@ class Actor:
         """
         batches = self._prefetcher.waiting(seconds if distributed.count() == 1 else None)
         position = batches[-1].position if batches else self._position
+        if self._visits is not None:
+            position = position | {"visits": to_text(self._visits)}
         return Pending(position, [(self._source.to_checkpoint(samples), samples.metrics) for samples in batches])
 
     def close(self) -> None:
         """Starts nothing more."""
         self._prefetcher.close()
 
-    def _push(self, params: PyTree, step: int) -> Rollouts | None:
+    def _push(self, params: PyTree, step: int, visits: np.ndarray | None) -> Rollouts | None:
+        if self._curriculum and visits is not None:  # here, so that the step decides what a draw knows, not the time
+            self._curriculum.no_signal = visits
         self.engine.update_weights(params, step)
         return self._check.ask() if self._check else None
 
@@ -117,8 +128,9 @@ class Actor:
         samples = self._source.sample(jax.random.fold_in(self._key, step))
         if not self._lag:  # with a lag, one push may serve several batches
             self.engine.release()
-        return replace(samples, position=self._now())
+        more = self._curriculum.metrics() if self._curriculum else {}
+        return replace(samples, position=self._now(), metrics=samples.metrics | more)
 
     def _now(self) -> dict[str, Any]:
         """Returns the position of the data, and the shapes in use: both decide the next batch."""
-        return {"data": self._iterator.get_state(), "shapes": self._book.state(SAMPLING)}
+        return {"data": self._source.position(), "shapes": self._book.state(SAMPLING)}

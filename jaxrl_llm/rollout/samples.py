@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
+import grain
 import jax
 import numpy as np
 
@@ -42,6 +43,7 @@ class Samples:
     masks_truncated: bool = False  # True: truncated completions are not trained on
     metrics: dict[str, Any] = field(default_factory=dict)  # of the sampling
     position: dict[str, Any] = field(default_factory=dict)  # of the actor's data and shapes after these prompts
+    replaced: list[int] = field(default_factory=list)  # numbers of rows whose groups had no signal and gave way
 
     @property
     def no_signal(self) -> np.ndarray:
@@ -119,7 +121,7 @@ class SampleSource:
         config: Config,
         engine: Engine,
         sampling: Sampling,
-        prompts: Iterator[Prompts],
+        prompts: grain.DatasetIterator,
         collate: Callable[[Any], Prompts],
         task: Task,
         *,
@@ -128,6 +130,14 @@ class SampleSource:
         """collate(numbers) -> these rows of the data set; greedy: also sample each prompt's greedy completion."""
         self._config, self._engine, self._sampling, self._prompts = config, engine, sampling, prompts
         self._collate, self._task, self._greedy = collate, task, greedy
+
+    def position(self) -> dict[str, Any]:
+        """Returns the position in the data after the last prompts."""
+        return self._prompts.get_state()
+
+    def go_to(self, position: dict[str, Any]) -> None:
+        """Goes to a position in the data."""
+        self._prompts.set_state(position)
 
     def sample(self, key: Array) -> Samples:
         """Samples the next prompts."""
@@ -174,16 +184,22 @@ def refill(
     Stops when every group has a signal, or after `rounds` rounds. Drops the fresh groups that it does not need.
     A group may go to another process. collate(numbers) -> these rows of the data set.
     """
-    replaced = 0
+    replaced, without = 0, _without_signal(samples)
     for i in range(1, rounds + 1):
         lacking = np.flatnonzero(distributed.gather(samples.no_signal, SAMPLING))
         if not len(lacking):
             break
         fresh = draw(i)
         found = np.flatnonzero(~distributed.gather(fresh.no_signal, SAMPLING))[: len(lacking)]
+        without += _without_signal(fresh)
         samples = _put(samples, lacking[: len(found)], fresh, found, collate)
         replaced += len(found)
-    return samples, replaced
+    return replace(samples, replaced=without), replaced
+
+
+def _without_signal(samples: Samples) -> list[int]:
+    """Returns the numbers of the rows whose groups have no signal, of all processes."""
+    return distributed.gather(samples.prompts.numbers[samples.no_signal], SAMPLING).tolist()
 
 
 def _put(

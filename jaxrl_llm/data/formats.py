@@ -1,0 +1,136 @@
+"""Rows as TRL, veRL, Search-R1 and EasyR1 keep them, read without a convert function (docs/data.md)."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jinja2
+import jinja2.meta
+
+from jaxrl_llm.data.tasks import verl
+from jaxrl_llm.errors import UserError
+
+Row: TypeAlias = dict[str, Any]
+TEMPLATES = (".jinja", ".jinja2", ".j2", ".txt")  # endings of files with a format prompt
+# Columns of formats without a prompt, and how a user gets one.
+WITHOUT = {
+    "chosen": "answers that hold their prompt, as TRL's preference rows may: split them, for example with "
+    "trl.extract_prompt",
+    "messages": "whole conversations: make the messages before the answer the column 'prompt'",
+    "text": "whole texts: name it in data.prompt_column if they are questions",
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The fields of the section `data` that say how a row is read. "": as its columns say."""
+
+    prompt_column: str = ""  # column that holds the prompt
+    answer_column: str = ""  # column that becomes "answer"
+    format_prompt: str = ""  # jinja template of the user's message with the variable `content`, or a file with one
+
+
+def read(row: Row, columns: Columns) -> tuple[Row, str]:
+    """Returns a row with the column "prompt" and, if there is a known answer, "answer"; and what was done.
+
+    Text in the column "prompt" stays text, as in TRL. Text in another column, or in a format prompt, becomes the
+    message of a user, as in EasyR1. Raises: ValueError, saying what is wrong and what helps.
+    """
+    name = columns.prompt_column or ("problem" if "prompt" not in row and "problem" in row else "prompt")
+    if name not in row:
+        raise ValueError(_missing(row, name))
+    if row.get("images"):
+        raise ValueError("it has images, which no model here reads: leave such rows out")
+    prompt, done = row[name], []
+    if isinstance(prompt, str) and prompt and (name != "prompt" or columns.format_prompt):
+        content = template(columns.format_prompt).render(content=prompt) if columns.format_prompt else prompt
+        prompt = [{"role": "user", "content": content}]
+        done.append(f"{name!r} is the user's message")
+    elif columns.format_prompt:
+        raise ValueError("data.format_prompt does nothing, because the prompt is no text: leave it empty")
+    row = row | {"prompt": prompt}
+    if columns.answer_column:
+        if columns.answer_column not in row:
+            raise ValueError(f"there is no column {columns.answer_column!r} ({there(row)}): see data.answer_column")
+        row["answer"] = row[columns.answer_column]
+        done.append(f"{columns.answer_column!r} is the answer")
+    elif isinstance(row.get("reward_model"), dict) and row["reward_model"].get("ground_truth") is not None:
+        row, found = _of_verl(row)
+        done.append(found)
+    elif name == "problem":
+        done.append("as in EasyR1")
+    if not isinstance(prompt, str) and (own := template_args(row)):
+        done.append(f"{' and '.join(sorted(own))} of a row go to the chat template")
+    return row, ", ".join(done)
+
+
+def _of_verl(row: Row) -> tuple[Row, str]:
+    truth = row["reward_model"]["ground_truth"]
+    if isinstance(truth, dict) and truth.keys() == {"target"} and hasattr(truth["target"], "__len__"):
+        row = verl.convert(row)
+        return row | {"answer": list(truth["target"])}, "'reward_model' holds the accepted answers, as in Search-R1"
+    return verl.convert(row), "'reward_model' holds the answer, as in veRL"
+
+
+def _missing(row: Row, name: str) -> str:
+    said = f"has no column {name!r} ({there(row)})"
+    for column, what in WITHOUT.items():
+        if name == "prompt" and column in row:
+            return f"{said}, but {column!r} holds {what}; or set data.convert"
+    return (
+        f"{said}: rename one, name one in data.prompt_column, or set data.convert "
+        "(eval.convert for the problems to be judged by)"
+    )
+
+
+def there(row: Row) -> str:
+    """Lists the columns of a row, for an error message."""
+    return f"there is {', '.join(sorted(map(str, row)))}"
+
+
+@cache
+def template(format_prompt: str) -> jinja2.Template:
+    """Returns the template of a format prompt. Raises: UserError, if there is none, or if it leaves out the prompt."""
+    text, where = format_prompt, f"data.format_prompt = {format_prompt!r}"
+    if format_prompt.endswith(TEMPLATES):
+        try:
+            text = Path(format_prompt).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{where} cannot be read ({error}): give a file with a jinja template") from None
+    environment = jinja2.Environment()
+    try:
+        reads = jinja2.meta.find_undeclared_variables(environment.parse(text))
+        made = environment.from_string(text.strip())
+    except jinja2.TemplateError as error:
+        raise UserError(f"{where} is no jinja template ({error}): mend it") from None
+    if reads != {"content"}:
+        raise UserError(
+            f"{where} reads {', '.join(sorted(reads)) or 'nothing'}: write {{{{ content }}}} where the prompt is to "
+            "stand, and no other variable"
+        )
+    return made
+
+
+def template_args(row: Row) -> dict[str, Any]:
+    """Returns what a row gives its chat template in the columns that TRL has for this: tools, chat_template_kwargs.
+
+    tools: a list of JSON schemas, or its JSON. Columns of these names that hold something else are columns as others.
+    """
+    tools, own = row.get("tools"), row.get("chat_template_kwargs")
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            tools = json.loads(tools)
+    listed = isinstance(tools, (list, tuple)) and bool(tools) and all(isinstance(tool, dict) for tool in tools)
+    return (_given(own) if isinstance(own, dict) else {}) | ({"tools": _given(tools)} if listed else {})
+
+
+def _given(value: Any) -> Any:
+    """Returns a value without the keys that hold None: a Parquet file has every key in every row."""
+    if isinstance(value, dict):
+        return {key: _given(x) for key, x in value.items() if x is not None}
+    return [_given(x) for x in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,64 @@
+"""Rows of data sets that the package `datasets` reads: of the hub, and of folders of `save_to_disk`."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+
+ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?(?:@([\w.-]+))?")  # owner/name:configuration@split
+FILE = re.compile(r"\.[a-z]\w*$")  # the ending of a file's name
+SAVED = ("dataset_info.json", "dataset_dict.json")  # one of them is in each folder of `save_to_disk`
+
+
+def names_one(source: str) -> bool:
+    """Returns whether a source is a data set of the hub, such as openai/gsm8k:main@test, or a saved folder."""
+    folder, _ = _folder(source)
+    if folder.exists():
+        return any((folder / name).is_file() for name in SAVED)
+    name = ID.fullmatch(source)
+    return bool(name) and not FILE.search(name[1]) and not source.startswith(".")
+
+
+def check(field: str, source: str) -> bool:
+    """Returns `names_one(source)`. Raises: UserError, naming the field, if that needs a package that is missing."""
+    if names_one(source) and not find_spec("datasets"):
+        fetch = ""
+        if name := ID.fullmatch(source):
+            fetch = f", or fetch its files (hf download {name[1]} --repo-type dataset --local-dir data) and name them"
+        raise UserError(f"{field} = {source!r} needs the package datasets: pip install 'jaxrl_llm[hub]'{fetch}")
+    return names_one(source)
+
+
+def load(source: str) -> list[dict[str, Any]]:
+    """Loads the rows of one split; without @split, of "train". Raises: UserError, in one line."""
+    import datasets
+
+    folder, split = _folder(source)
+    try:
+        if folder.exists():
+            found = datasets.load_from_disk(str(folder))
+            if isinstance(found, datasets.DatasetDict):
+                found = found[split or "train"]
+            elif split:
+                raise ValueError("it has no splits")
+        else:
+            name = ID.fullmatch(source)
+            assert name
+            found = datasets.load_dataset(name[1], name[2], split=name[3] or "train")
+        return found.to_list()
+    except Exception as error:  # of the network, of the hub, of a file: the package raises many types
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        fix = "give a folder of save_to_disk, and its split as FOLDER@SPLIT"
+        if not folder.exists():
+            fix = "check the name (owner/name:configuration@split) and the network, or give a file"
+        raise UserError(f"data set {source} cannot be loaded ({said[:200]}): {fix}") from error
+
+
+def _folder(source: str) -> tuple[Path, str]:
+    """Splits FOLDER@SPLIT."""
+    path, _, split = source.rpartition("@") if "@" in source else (source, "", "")
+    return Path(path).expanduser(), split
