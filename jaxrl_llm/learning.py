@@ -127,6 +127,7 @@ def make_policy(
         kl_weighted=config.kl.weighted,
         correct=make_importance_weights(off_policy=off_policy, **config.importance),
         off_policy=config.mask.off_policy,
+        routed=models.model.cfg.mixture is not None,
     )
     adaptive = {"kl/to_reward": config.adaptive_warmup.kl_to_reward, "update_size": config.adaptive_warmup.update_size}
     more = optim.objective_coefficients(config, totals.scheduled_updates, totals.sequences_per_update)

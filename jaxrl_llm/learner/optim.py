@@ -185,6 +185,8 @@ def objective_coefficients(config: Config, total_steps: int, sequences: int) -> 
         made["kl/coef"] = kl_coefficient(total_steps, sequences, **by)
     if config.entropy.coef or config.entropy.target:
         made["entropy/coef"] = entropy_coefficient(**config.entropy)
+    if "router" in config and config.router.balance_coef:
+        made["router/balance_coef"] = constant(config.router.balance_coef)
     if "gradient_spike" in config.health.skip:
         made["grad_norm/bound"] = spike_bound()
     return made
