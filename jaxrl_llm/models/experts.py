@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,49 +60,56 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Array) -> tuple[jax.Array, Routing]:
         """x [B, N, T, D] -> the sum of the chosen experts' outputs, each times its weight, and the routing."""
+        cast = [part.kernel[...].astype(self.cfg.dtype) for part in (self.gate, self.up, self.down)]
+        kernels = self.router.kernel[...], *cast
+        if self.mesh is None:
+            return self._on_device(x, *kernels)
+        split = "tensor" if self.mixture.experts % self.mesh.shape["tensor"] == 0 else None
+
+        def on_device(x: Array, router: Array, *kernels: Array) -> tuple[jax.Array, Routing]:
+            first = jax.lax.axis_index(split) * len(kernels[0]) if split else 0
+            y, routing = self._on_device(x, router, *kernels, first=first)
+            return y[None], routing
+
+        # Left to itself, the compiler gathers the tokens of all devices, to sort them and to find the largest values.
+        mapped = jax.shard_map(
+            on_device,
+            mesh=self.mesh,
+            in_specs=(BATCH, P(), *(P(split),) * 3),
+            out_specs=(P(split, *BATCH), BATCH),
+            check_vma=False,
+        )
+        y, routing = mapped(x, *kernels)
+        return jnp.sum(y, axis=0), routing
+
+    def _on_device(
+        self, x: Array, router: Array, gate: Array, up: Array, down: Array, first: Array | int = 0
+    ) -> tuple[jax.Array, Routing]:
+        """Does it for some of the experts, `first` and those after it, whose kernels are given."""
+        flat, chosen_each, count = x.reshape(-1, x.shape[-1]), self.mixture.chosen, len(gate)
+        routing, weights = self._route(flat, router)
+        expert = routing.chosen.reshape(-1) - first
+        own = (expert >= 0) & (expert < count)
+        expert = jnp.where(own, expert, count)  # the experts of other devices come last
+        order = jnp.argsort(expert, stable=True)
+        sizes = jnp.sum(expert[None] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
+        rows = _permuted(jnp.repeat(flat, chosen_each, axis=0), order)
+        product = partial(grouped_matmul, sizes=sizes, precision=self.cfg.precision)
+        out = product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)
+        out = _permuted(out, jnp.argsort(order)).reshape(-1, chosen_each, x.shape[-1])
+        weights = jnp.where(own.reshape(weights.shape), weights, 0.0)[..., None]
+        y = jnp.sum(out.astype(jnp.float32) * weights, axis=1).astype(x.dtype)
+        return y.reshape(x.shape), jax.tree.map(lambda r: r.reshape(*x.shape[:-1], -1), routing)
+
+    def _route(self, x: Array, router: Array) -> tuple[Routing, jax.Array]:
+        """x [M, D] -> routing of M tokens, and the weights [M, chosen] of the experts that they choose."""
         # In float32: rounding would change which experts are chosen.
-        flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        logits = jnp.matmul(flat, self.router.kernel[...], precision=jax.lax.Precision.HIGHEST)
-        probabilities = jax.nn.softmax(logits).reshape(*x.shape[:-1], -1)
+        logits = jnp.matmul(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+        probabilities = jax.nn.softmax(logits)
         weights, chosen = jax.lax.top_k(probabilities, self.mixture.chosen)
         if self.mixture.normalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return self._mix(x, chosen, weights), Routing(probabilities, chosen)
-
-    def _mix(self, x: Array, chosen: Array, weights: Array) -> jax.Array:
-        kernels = [part.kernel[...].astype(self.cfg.dtype) for part in (self.gate, self.up, self.down)]
-        run = partial(_mixed, precision=self.cfg.precision)
-        if self.mesh is None:
-            return run(x, chosen, weights, *kernels)
-        split = "tensor" if self.mixture.experts % self.mesh.shape["tensor"] == 0 else None
-
-        def on_device(*arrays: Array) -> jax.Array:
-            first = jax.lax.axis_index(split) * len(arrays[3]) if split else 0
-            return run(*arrays, first=first)[None]
-
-        specs = (BATCH, BATCH, BATCH, P(split), P(split), P(split))
-        mapped = jax.shard_map(
-            on_device, mesh=self.mesh, in_specs=specs, out_specs=P(split, *BATCH), check_vma=False
-        )
-        return jnp.sum(mapped(x, chosen, weights, *kernels), axis=0)
-
-
-def _mixed(
-    x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array, *, first: Any = 0, precision: Any
-) -> jax.Array:
-    """The outputs of experts `first` and following, whose kernels are given, for all tokens that choose them."""
-    experts, each = len(gate), chosen.shape[-1]
-    expert = chosen.reshape(-1) - first
-    own = (expert >= 0) & (expert < experts)
-    expert = jnp.where(own, expert, experts)  # the others come last
-    order = jnp.argsort(expert, stable=True)
-    sizes = jnp.sum(expert[None] == jnp.arange(experts)[:, None], axis=1, dtype=jnp.int32)
-    product = partial(grouped_matmul, sizes=sizes, precision=precision)
-    rows = _permuted(jnp.repeat(x.reshape(-1, x.shape[-1]), each, axis=0), order)
-    out = product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)
-    out = _permuted(out, jnp.argsort(order)).reshape(-1, each, x.shape[-1])
-    weights = jnp.where(own, weights.reshape(-1), 0.0).reshape(-1, each, 1)
-    return jnp.sum(out.astype(jnp.float32) * weights, axis=1).astype(x.dtype).reshape(x.shape)
+        return Routing(probabilities, chosen), weights
 
 
 def _permuted(rows: Array, order: Array) -> jax.Array:
