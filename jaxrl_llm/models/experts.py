@@ -5,6 +5,7 @@ It is exact: a token reaches all experts that it chooses, no matter how many oth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -47,13 +48,21 @@ class Kernel(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Router and experts; each expert is a SwiGLU MLP.
+    """Router and experts; each expert is a gated MLP.
 
     On a mesh, the experts are split over `tensor`. Each device runs its own experts on the tokens that it has.
     """
 
-    def __init__(self, cfg: DecoderConfig, mixture: Mixture, mesh: Mesh | None, rngs: nnx.Rngs):
-        self.cfg, self.mixture, self.mesh = cfg, mixture, mesh
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        mixture: Mixture,
+        activation: Callable[[Array], Array],
+        mesh: Mesh | None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.cfg, self.mixture, self.activation, self.mesh = cfg, mixture, activation, mesh
         self.router = Kernel(cfg.width, mixture.experts, rngs=rngs)
         self.gate, self.up = (Kernel(mixture.experts, cfg.width, cfg.mlp_width, rngs=rngs) for _ in range(2))
         self.down = Kernel(mixture.experts, cfg.mlp_width, cfg.width, rngs=rngs)
@@ -95,7 +104,7 @@ class Experts(nnx.Module):
         sizes = jnp.sum(expert[None] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
         rows = _permuted(jnp.repeat(flat, chosen_each, axis=0), order)
         product = partial(grouped_matmul, sizes=sizes, precision=self.cfg.precision)
-        out = product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)
+        out = product(self.activation(product(rows, gate)) * product(rows, up), down)
         out = _permuted(out, jnp.argsort(order)).reshape(-1, chosen_each, x.shape[-1])
         weights = jnp.where(own.reshape(weights.shape), weights, 0.0)[..., None]
         y = jnp.sum(out.astype(jnp.float32) * weights, axis=1).astype(x.dtype)
