@@ -112,7 +112,7 @@ MODELS: dict[str, tuple[int, type, Any, int | str]] = {
         moe_intermediate_size=16, norm_topk_prob=True, rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
     ), "1GB"),
     "mixtral": (0, MixtralForCausalLM, MixtralConfig(
-        **SHARED | {"intermediate_size": 24}, vocab_size=64, tie_word_embeddings=False, num_local_experts=5,
+        **SHARED | {"intermediate_size": 24}, vocab_size=64, tie_word_embeddings=False, num_local_experts=4,
         num_experts_per_tok=2, sliding_window=6, rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
     ), "1GB"),
 }  # fmt: skip

@@ -716,7 +716,7 @@ def test_a_chat_template_is_found_wherever_it_is_kept(qwen, place):
 
 FRESH = {  # seeds, not the stored
     "qwen2_tied": 15, "qwen2_untied": 0, "qwen2_window": 2, "qwen3_tied": 4, "qwen3_untied": 6, "llama": 3,
-    "mistral": 3, "gemma2": 1, "gemma3_text": 2,
+    "mistral": 3, "gemma2": 1, "gemma3_text": 2, "qwen3_moe": 1, "mixtral": 1,
 }  # fmt: skip
 OLD = {"rope_theta": 1_000.0, "original_max_position_embeddings": 32}  # 32 positions, and a model stretched to more
 ROPES = {

@@ -95,6 +95,7 @@ CRITIC = {  # only if the advantage estimator requires values
     "critic.warmup_steps": Field(int, low=0),
     **optim_fields("critic.optim"),
 }
+ROUTER = {"router.balance_coef": Field(float, low=0)}  # only for a model with experts
 TURNS = fields_of("turns", EnvironmentPool.__init__)  # only if there is an environment
 FROZEN = {  # only if the advantage estimator requires a column of another model
     section: {f"{section}.path": Field(str, may_change=True)}  # as model.path

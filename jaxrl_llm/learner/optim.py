@@ -185,11 +185,15 @@ def objective_coefficients(config: Config, total_steps: int, sequences: int) -> 
         made["kl/coef"] = kl_coefficient(total_steps, sequences, **by)
     if config.entropy.coef or config.entropy.target:
         made["entropy/coef"] = entropy_coefficient(**config.entropy)
-    if "router" in config and config.router.balance_coef:
-        made["router/balance_coef"] = constant(config.router.balance_coef)
     if "gradient_spike" in config.health.skip:
         made["grad_norm/bound"] = spike_bound()
-    return made
+    return made | router_coefficients(config)
+
+
+def router_coefficients(config: Config) -> dict[str, Coefficient]:
+    """Returns the coefficient of the load-balance loss, if a config has one."""
+    balanced = "router" in config and config.router.balance_coef > 0
+    return {"router/balance_coef": constant(config.router.balance_coef)} if balanced else {}
 
 
 def decayed(params: PyTree) -> PyTree:

@@ -89,6 +89,14 @@ class Decoder:
         """Shapes and dtypes of the parameter tree."""
         return jax.eval_shape(self.init, jax.random.key(0))
 
+    def size(self, *, active: bool = False) -> int:
+        """Returns the number of parameters; active: of those that a token meets, with the experts that it chooses."""
+        found = {path_name(path): x.size for path, x in jax.tree_util.tree_leaves_with_path(self.shapes())}
+        if active and (mixture := self.cfg.mixture):
+            of_experts = [name for name in found if "experts/" in name and "router" not in name]
+            found |= {name: found[name] * mixture.chosen // mixture.experts for name in of_experts}
+        return sum(found.values())
+
     def as_used(self, params: PyTree) -> PyTree:
         """Casts parameters to the dtype of their products. Norms and routers compute in float32, and stay in it.
 

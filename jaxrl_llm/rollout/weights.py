@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,11 @@ from jaxrl_llm.shapes import placed
 from jaxrl_llm.structs import Array, PyTree
 
 REMEDY = "raise mesh.tensor: it divides this copy, and mesh.fsdp does not"
+
+
+def sampling_decoder(model: Decoder, mesh: Mesh) -> Decoder:
+    """Returns the decoder that samples with this copy."""
+    return Decoder(replace(model.cfg, transposed=mesh.devices.flat[0].platform == "cpu"), mesh)
 
 
 class Placing:
