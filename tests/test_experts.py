@@ -347,7 +347,7 @@ def test_settings_of_the_router_are_for_models_with_experts_and_not_negative():
     with pytest.raises(UserError, match=r"config.router is for a model with experts, and .* has none"):
         compatibility.check_router(config, tiny.CONFIG)
     config.router.balance_coef = -1.0
-    with pytest.raises(UserError, match="config.router.balance_coef is -1.0"):
+    with pytest.raises(UserError, match=r"config.router.balance_coef is -1.0"):
         checks.check_train(config.lock())
 
 

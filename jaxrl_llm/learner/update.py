@@ -303,10 +303,11 @@ def join(sums: tuple[PyTree, Metrics], more: tuple[PyTree, Metrics]) -> tuple[Py
 def nothing(shapes: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
     """Returns gradients and metrics of no tokens, of these shapes."""
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
-    empty = lambda name: partial(jnp.full, fill_value=REDUCTIONS.get(name[-4:], SUM).nothing)  # noqa: E731
-    return grads, {
-        name: jax.tree.map(lambda x, fill=empty(name): fill(x.shape), metric) for name, metric in shapes[1].items()
-    }
+
+    def empty(name: str, metric: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: jnp.full(x.shape, REDUCTIONS.get(name[-4:], SUM).nothing), metric)
+
+    return grads, {name: empty(name, metric) for name, metric in shapes[1].items()}
 
 
 def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:

@@ -33,7 +33,6 @@ from jaxrl_llm.models.rope import rotary
 from jaxrl_llm.sharding import BATCH, path_name
 from jaxrl_llm.structs import Array, PyTree
 
-
 # What to keep of a layer's routing of completion rows [B, N, T, ...].
 Collect: TypeAlias = Callable[[Routing], PyTree]
 

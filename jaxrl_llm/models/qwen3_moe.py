@@ -20,7 +20,9 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
     settings = config_json.read(hf, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=False)
     if settings["mlp_only_layers"] or settings["decoder_sparse_step"] != 1:
         key = "mlp_only_layers" if settings["mlp_only_layers"] else "decoder_sparse_step"
-        raise UserError(f"config.json: {key} is {settings[key]!r}: only models with experts in all layers are supported")
+        raise UserError(
+            f"config.json: {key} is {settings[key]!r}: only models with experts in all layers are supported"
+        )
     # The hub's files have the first key; transformers 5 writes the second one.
     experts = "num_experts" if "num_experts" in settings else "num_local_experts"
     own = {
