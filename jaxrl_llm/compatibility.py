@@ -48,6 +48,15 @@ def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -
         )
 
 
+def check_router(config: Config, model: DecoderConfig) -> None:
+    """Raises: UserError, if the config has settings of experts, and the model has none."""
+    if "router" in config and model.mixture is None:
+        raise UserError(
+            f"config.router is for a model with experts, and {config.model.path or 'the new model'} has none: take the "
+            "section out, or give another model.path"
+        )
+
+
 def check_sampling(config: Config, model: DecoderConfig) -> None:
     """Raises: UserError, if top-k excludes no token."""
     if config.rollout.top_k >= model.vocab_size:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import sharding
+from jaxrl_llm import compatibility, sharding
 from jaxrl_llm.algorithms import advantages, kl, losses
 from jaxrl_llm.algorithms.credit import CreditFn, make_credit
 from jaxrl_llm.algorithms.importance import make_importance_weights
@@ -54,6 +54,7 @@ def describe_models(config: Config, totals: Totals, mesh: Mesh, folder: Path, *,
     others = {name: hf.find(config[name].path, f"{name}.path", weights=weights) for name in sections}
     parts = config.model.row_parts if "loss" in config else 1  # `sft` has one completion of each prompt
     model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat, row_parts=parts)
+    compatibility.check_router(config, model.cfg)
     return Models(config, totals, mesh, folder, model, others)
 
 
@@ -127,6 +128,7 @@ def make_policy(
         kl_weighted=config.kl.weighted,
         correct=make_importance_weights(off_policy=off_policy, **config.importance),
         off_policy=config.mask.off_policy,
+        routed=models.model.cfg.mixture is not None,
     )
     adaptive = {"kl/to_reward": config.adaptive_warmup.kl_to_reward, "update_size": config.adaptive_warmup.update_size}
     more = optim.objective_coefficients(config, totals.scheduled_updates, totals.sequences_per_update)
@@ -167,7 +169,7 @@ def make_packing(models: Models, learning: Learning, book: Book) -> Packing:
     config, cfg, scorers, learners = models.config, models.model.cfg, learning.scorers, learning.learners
     rates, devices = RATES[models.mesh.devices.flat[0].platform], models.mesh.devices.size
     limit = config.rollout.max_completion_tokens
-    weights = sum(x.size for x in jax.tree.leaves(models.model.shapes()))
+    weights, active = models.model.size(), models.model.size(active=True)
     programs = sum(isinstance(x.program, jax.stages.Wrapped) for x in scorers.values()) + len(learners)
     passes = programs - len(learners) + 3 * config.epochs * len(learners)  # an update is three times a forward pass
 
@@ -176,7 +178,7 @@ def make_packing(models: Models, learning: Learning, book: Book) -> Packing:
 
     def seconds(shape: Shape, prompt_tokens: int, parts: np.ndarray) -> float:
         rows, width = shape
-        of_weights = 2 * weights * (prompt_tokens + rows * width)
+        of_weights = 2 * active * (prompt_tokens + rows * width)
         of_attention = 4 * cfg.layers * cfg.heads * cfg.head_dim * rows * width * (width + prompt_tokens)
         each = at_once * (of_weights + of_attention) / rates.flops / devices + weights * size / rates.bandwidth
         microbatches = math.ceil(parts.reshape(shards, -1).sum(axis=1).max() / (at_once // shards))

@@ -108,8 +108,8 @@ def make_run(given: Loaded, stop: Stop) -> Run:
         return init(jax.random.key(config.seed))
 
     policy = update.make_learner(
-        update.policy_objective(model, losses.cross_entropy(), Sampling()),
-        optim.make_optimizer(given.totals.scheduled_updates, **config.optim),
+        update.policy_objective(model, losses.cross_entropy(), Sampling(), routed=model.cfg.mixture is not None),
+        optim.make_optimizer(given.totals.scheduled_updates, more=optim.router_coefficients(config), **config.optim),
         model.shapes(),
         first_params,
         mesh,

@@ -28,6 +28,9 @@ DEVICE, HOST = "device", "pinned_host"  # kinds of memory
 RULES: tuple[tuple[str, P], ...] = (
     (r"embed/embedding$", P("tensor", "fsdp")),  # [V, D]
     (r"head/kernel$", P("fsdp", "tensor")),  # [D, V]
+    (r"experts/router/kernel$", P()),  # [L, D, experts]
+    (r"experts/(gate|up)/kernel$", P(None, "tensor", "fsdp")),  # [L, experts, D, width of an expert]
+    (r"experts/down/kernel$", P(None, "tensor", None, "fsdp")),  # [L, experts, width of an expert, D]
     (r"(query|key|value|gate|up)/kernel$", P(None, "fsdp", "tensor")),  # [L, D, out]
     (r"(query|key|value|gate|up)/bias$", P(None, "tensor")),  # [L, out]
     (r"(output|down)/bias$", P()),  # [L, D]: added once, after the sum over tensor

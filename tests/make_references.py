@@ -34,10 +34,14 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FOLDER = Path(__file__).parent / "references"
@@ -102,6 +106,14 @@ MODELS: dict[str, tuple[int, type, Any, int | str]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
         },
+    ), "1GB"),
+    "qwen3_moe": (0, Qwen3MoeForCausalLM, Qwen3MoeConfig(
+        **SHARED, vocab_size=64, head_dim=16, tie_word_embeddings=True, num_experts=6, num_experts_per_tok=3,
+        moe_intermediate_size=16, norm_topk_prob=True, rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
+    ), "1GB"),
+    "mixtral": (0, MixtralForCausalLM, MixtralConfig(
+        **SHARED | {"intermediate_size": 24}, vocab_size=64, tie_word_embeddings=False, num_local_experts=4,
+        num_experts_per_tok=2, sliding_window=6, rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
     ), "1GB"),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from test_hf import REFERENCES
 
 from jaxrl_llm.config.load import load
@@ -35,7 +36,7 @@ def right(completions: list, answer: list, **_: object) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_window", "llama", "mistral", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("name", ["qwen2_window", "llama", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"])
 def test_a_run_of_grpo_on_the_embedded_prompts_improves_a_model_of_every_family(name, tmp_path):
     embedded, source = ROOT / "jaxrl_llm" / "assets" / "arithmetic", tmp_path / "source"
     shutil.copytree(embedded, source, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -46,9 +47,13 @@ def test_a_run_of_grpo_on_the_embedded_prompts_improves_a_model_of_every_family(
 
     config = load(ROOT / "configs" / "grpo.py")
     config.update_from_flattened_dict(SETTINGS | {"model.path": str(tmp_path / "model")})
+    with_experts = hf.load_model(source).cfg.mixture is not None
+    if with_experts:
+        config.router = ConfigDict(dict(balance_coef=1e-3))
     records = list(steps(config, tmp_path / "run"))
     rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
     before, after = np.mean(rewards[:4]), np.mean(rewards[-4:])
     print(f"{name}: reward {before:.2f} -> {after:.2f}")
     assert after > before + 0.1
+    assert ("router/busiest" in records[-1]) == with_experts
     assert max(record.get("sampler/gap_max", 0.0) for record in records) < 1e-4

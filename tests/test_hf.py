@@ -36,7 +36,7 @@ from jaxrl_llm.structs import Batch, Prompts
 REFERENCES = Path(__file__).parent / "references"
 NAMES = (
     "qwen2_tied", "qwen2_untied", "qwen2_window", "qwen3_tied", "qwen3_untied", "llama", "mistral", "gemma2",
-    "gemma3_text",
+    "gemma3_text", "qwen3_moe", "mixtral",
 )  # fmt: skip
 TOLERANCE = 2e-4  # of a logit, in float32
 NO_TOKENIZER = SimpleNamespace(eos_token_id=None)
@@ -454,6 +454,10 @@ SPECS = {
     "layers/mlp/gate/kernel": P(None, "fsdp", "tensor"),
     "layers/mlp/up/kernel": P(None, "fsdp", "tensor"),
     "layers/mlp/down/kernel": P(None, "tensor", "fsdp"),
+    "layers/experts/router/kernel": P(),
+    "layers/experts/gate/kernel": P(None, "tensor", "fsdp"),
+    "layers/experts/up/kernel": P(None, "tensor", "fsdp"),
+    "layers/experts/down/kernel": P(None, "tensor", None, "fsdp"),
 }
 ODD_VOCABULARY = {"embed/embedding": P(None, "fsdp"), "head/kernel": P("fsdp", None)}  # 61 tokens over 2 devices
 
@@ -712,7 +716,7 @@ def test_a_chat_template_is_found_wherever_it_is_kept(qwen, place):
 
 FRESH = {  # seeds, not the stored
     "qwen2_tied": 15, "qwen2_untied": 0, "qwen2_window": 2, "qwen3_tied": 4, "qwen3_untied": 6, "llama": 3,
-    "mistral": 3, "gemma2": 1, "gemma3_text": 2,
+    "mistral": 3, "gemma2": 1, "gemma3_text": 2, "qwen3_moe": 1, "mixtral": 1,
 }  # fmt: skip
 OLD = {"rope_theta": 1_000.0, "original_max_position_embeddings": 32}  # 32 positions, and a model stretched to more
 ROPES = {

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from jaxrl_llm import envs, rewards
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.combinations import check_algorithm, check_health, check_rollout, check_turns
-from jaxrl_llm.config.fields import CRITIC, FROZEN, SFT, SOURCE, TRAIN, TURNS
+from jaxrl_llm.config.fields import CRITIC, FROZEN, ROUTER, SFT, SOURCE, TRAIN, TURNS
 from jaxrl_llm.config.names import required_inputs, resolve
 from jaxrl_llm.config.no_effect import check_no_effect_shared
 from jaxrl_llm.config.schema import Field, check_call, check_fields, names_that_may_change
@@ -50,7 +50,7 @@ def train_fields(config: Config) -> dict[str, Field]:
     fields = TRAIN | (CRITIC if "critic" in config else {}) | (TURNS if "env" in config else {})
     for name in mixture_of(config):
         fields = fields | {f"data.mixture.{name}.{field}": of_source for field, of_source in SOURCE.items()}
-    for section, more in FROZEN.items():
+    for section, more in (FROZEN | {"router": ROUTER}).items():
         fields = fields | (more if section in config else {})
     return fields
 
@@ -61,10 +61,15 @@ def mixture_of(config: Config) -> Config:
     return found if isinstance(found, ConfigDict) else ConfigDict()
 
 
+def sft_fields(config: Config) -> dict[str, Field]:
+    """Returns the fields of an `sft` config, including those of its optional section."""
+    return SFT | (ROUTER if "router" in config else {})
+
+
 def may_change(config: Config) -> set[str]:
     """Returns the fields of a checked config that a resumed run may change."""
     if "loss" not in config:
-        return names_that_may_change(config, SFT, {})
+        return names_that_may_change(config, sft_fields(config), {})
     return names_that_may_change(config, train_fields(config), named(config))
 
 
@@ -134,7 +139,7 @@ def check_schedule(config: Config, section: Config, name: str) -> None:
 
 def check_sft(config: Config) -> Totals:
     """Checks an `sft` config as a whole and returns its totals. Raises: UserError, naming the field."""
-    check_fields(config, SFT, {})
+    check_fields(config, sft_fields(config), {})
     check_shared(config, config.prompts_per_step)
     width, heads, kv_heads = (config.model[f] for f in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     new = not config.model.path

@@ -104,6 +104,7 @@ SOURCE = {  # of each source of a mixture
     "convert": Field(str),
     "weight": Field(float, low=0, above=True),
 }
+ROUTER = {"router.balance_coef": Field(float, low=0)}  # only for a model with experts
 TURNS = fields_of("turns", EnvironmentPool.__init__)  # only if there is an environment
 FROZEN = {  # only if the advantage estimator requires a column of another model, or for a reward model
     section: {f"{section}.path": Field(str, may_change=True)}  # as model.path

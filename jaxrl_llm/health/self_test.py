@@ -25,6 +25,8 @@ from jaxrl_llm.config.no_effect import looks_at_rewards
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.trial import AGAIN, KEY, TOKENS, Tested, Trial, prepare, to_batch
+from jaxrl_llm.rollout import engines
+from jaxrl_llm.rollout.routing import routing_agreement
 from jaxrl_llm.structs import Array, Batch
 
 if TYPE_CHECKING:  # it imports this module
@@ -151,6 +153,9 @@ def sampler_agrees(trial: Trial) -> Answer:
         return skipped(MORE)
     gaps = np.abs(_host(trial.policy) - trial.rollouts.logprobs)[trial.rollouts.loss_mask]
     text = f"log-probabilities of sampler and trainer differ by {gaps.max():.1e} at most, {gaps.mean():.1e} in the mean"
+    if trial.full and trial.parts.model.cfg.mixture and engines.choose(trial.config).in_trainer:
+        same = routing_agreement(trial.parts.model, trial.params, trial.batch, trial.run.mesh)
+        text += f"; they choose the same experts in {same:.2%} of layers and tokens"
     gap, bound = (gaps.max(), GAP) if trial.exact else (gaps.mean(), trial.engine.max_gap or MEAN_GAP)
     if gap <= bound:
         return Answer(text)

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.balance import Load
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.learner import head, microbatches
 from jaxrl_llm.learner.microbatches import Microbatch
 from jaxrl_llm.models.decoder import Decoder, last_state
+from jaxrl_llm.models.experts import Routing
 from jaxrl_llm.structs import Array, Batch, PyTree
 
 ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
@@ -27,8 +29,10 @@ REMEDY = "lower microbatch, or raise model.row_parts, or set model.remat = 'full
 
 def over_rows(
     model: Decoder, params: PyTree, batch: Batch, per_token: Callable[[Array, Array], PyTree], *, after: bool = False
-) -> PyTree:
+) -> tuple[PyTree, Load | None]:
     """Computes values [B, G, C] of completion tokens; 0 on padding. Each prompt runs once for its group.
+
+    Also returns the load of experts by the trained tokens; None: the model has no experts.
 
     per_token(states, tokens) -> values [B, N, T], from the state before each token [B, N, T, D], or the one `after`
     it, and the tokens [B, N, T] of packed rows. With model.cfg.row_parts, some of the rows run at a time, and again in
@@ -45,32 +49,52 @@ def over_rows(
         return per_token(hidden if after else _before(first, hidden, rows[1]), rows[0])
 
     if parts == 1:
-        rows = _rows(batch, index)
-        prompt_hidden, hidden = model.forward(params, batch.prompts, batch.prompt_mask, *rows)
+        rows, collect = _rows(batch, index), partial(_load, _trained(batch, index))
+        prompt_hidden, hidden, load = model.forward(params, batch.prompts, batch.prompt_mask, *rows, collect)
         first = last_state(prompt_hidden, batch.prompt_mask)
-        return _in_order(of_rows(first, hidden, rows), index, batch)
+        return of_rows(first, hidden, rows), load
     prompt_hidden, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
     # Their gradients are sums over the parts, which must happen in float32.
     first, prefix = jax.tree.map(jnp.float32, (last_state(prompt_hidden, batch.prompt_mask), prefix))
 
-    def part(index: Array) -> PyTree:
-        rows = _rows(batch, index)
+    def part(index: Array) -> tuple[PyTree, Load | None]:
+        rows, collect = _rows(batch, index), partial(_load, _trained(batch, index))
         shared = jax.tree.map(lambda x: x.astype(model.cfg.dtype), prefix)
-        return of_rows(first, model.extend(params, shared, batch.prompt_mask, *rows), rows)
+        hidden, load = model.extend(params, shared, batch.prompt_mask, *rows, collect)
+        return of_rows(first, hidden, rows), load
 
     size = -(-index.shape[1] // parts)
     index = jnp.pad(index, ((0, 0), (0, parts * size - index.shape[1]), (0, 0)), constant_values=-1)
-    scored = jax.lax.map(jax.checkpoint(part), jnp.swapaxes(index.reshape(b, parts, size, -1), 0, 1))
+    scored, loads = jax.lax.map(jax.checkpoint(part), jnp.swapaxes(index.reshape(b, parts, size, -1), 0, 1))
     scored = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(index.shape), scored)
-    return _in_order(scored, index, batch)
+    return _in_order(scored, index, batch), jax.tree.map(partial(jnp.sum, axis=0), loads)
 
 
 def _rows(batch: Batch, index: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns tokens, positions and segment_ids [B, N, T] of the completion tokens index [B, N, T]."""
     c = batch.completions.shape[2]
-    in_rows = jax.vmap(lambda x, at: jnp.where(at < 0, 0, x.reshape(-1)[at]))
-    segment_ids = jnp.where(in_rows(batch.completion_mask, index), index // c + 1, 0)
-    return in_rows(batch.completions, index), jnp.where(index < 0, 0, index % c), segment_ids
+    segment_ids = jnp.where(_in_rows(batch.completion_mask, index), index // c + 1, 0)
+    return _in_rows(batch.completions, index), jnp.where(index < 0, 0, index % c), segment_ids
+
+
+def _in_rows(values: Array, index: Array) -> jax.Array:
+    """Moves values [B, G, C] of completion tokens to rows index [B, N, T]; 0 elsewhere."""
+    return jax.vmap(lambda x, at: jnp.where(at < 0, 0, x.reshape(-1)[at]))(values, index)
+
+
+def _trained(batch: Batch, index: Array) -> jax.Array:
+    return _in_rows(batch.loss_mask, index).astype(bool)
+
+
+def _load(counted: Array, routing: Routing) -> Load:
+    """Sums the routing [..., experts] of a layer over the tokens that `counted` [...] marks."""
+    experts, counted = routing.probabilities.shape[-1], counted.reshape(-1, 1)
+    probabilities = jnp.where(counted, routing.probabilities.reshape(-1, experts), 0.0)
+    chosen = jnp.where(counted, routing.chosen.reshape(len(counted), -1), experts)
+    choices = jnp.sum(chosen[..., None] == jnp.arange(experts)[None, None], axis=(0, 1), dtype=jnp.float32)
+    entropy = -jnp.sum(jax.scipy.special.xlogy(probabilities, probabilities))
+    tokens = jnp.sum(counted, dtype=jnp.float32)
+    return Load(tokens, choices, jnp.sum(probabilities, axis=0), jax.lax.stop_gradient(entropy))
 
 
 def _before(first: Array, hidden: Array, positions: Array) -> jax.Array:
@@ -98,8 +122,14 @@ def completion_logprobs(
     model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log-probability and entropy [B, G, C] of each completion token; 0 on padding."""
-    kernel = model.head_kernel(params)
-    return over_rows(model, params, batch, partial(head.logprobs, model, sampling, kernel))
+    return completion_logprobs_and_load(model, params, batch, sampling)[0]
+
+
+def completion_logprobs_and_load(
+    model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
+) -> tuple[tuple[jax.Array, jax.Array], Load | None]:
+    """Does the same, and also returns the load of experts by the trained tokens; None: the model has no experts."""
+    return over_rows(model, params, batch, partial(head.logprobs, model, sampling, model.head_kernel(params)))
 
 
 def completion_values(model: Decoder, params: PyTree, batch: Batch, *, after: bool = False) -> jax.Array:
@@ -115,7 +145,7 @@ def completion_values(model: Decoder, params: PyTree, batch: Batch, *, after: bo
         value = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
         return value.reshape(tokens.shape)
 
-    return over_rows(model, params["decoder"], batch, values, after=after)
+    return over_rows(model, params["decoder"], batch, values, after=after)[0]
 
 
 def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, microbatch: int) -> ScoreFn:

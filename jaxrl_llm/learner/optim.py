@@ -187,7 +187,13 @@ def objective_coefficients(config: Config, total_steps: int, sequences: int) -> 
         made["entropy/coef"] = entropy_coefficient(**config.entropy)
     if "gradient_spike" in config.health.skip:
         made["grad_norm/bound"] = spike_bound()
-    return made
+    return made | router_coefficients(config)
+
+
+def router_coefficients(config: Config) -> dict[str, Coefficient]:
+    """Returns the coefficient of the load-balance loss, if a config has one."""
+    balanced = "router" in config and config.router.balance_coef > 0
+    return {"router/balance_coef": constant(config.router.balance_coef)} if balanced else {}
 
 
 def decayed(params: PyTree) -> PyTree:

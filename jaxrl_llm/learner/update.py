@@ -13,13 +13,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
 from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weights, stay_on_policy
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN, Program
 from jaxrl_llm.learner import microbatches
-from jaxrl_llm.learner.forward import REMEDY, completion_logprobs
+from jaxrl_llm.learner.forward import REMEDY, completion_logprobs, completion_logprobs_and_load
 from jaxrl_llm.learner.microbatches import Microbatch
 from jaxrl_llm.learner.optim import SKIPS, Lowers, Optimizer
 from jaxrl_llm.models.decoder import Decoder
@@ -75,6 +76,10 @@ def coefficients(optimizer: Optimizer, coef_state: PyTree) -> Metrics:
     return {name: c.value(coef_state[name]) for name, c in optimizer.coefficients.items()}
 
 
+# Metric of an objective that is no value per token, but the Load of experts by the trained tokens.
+LOAD = "router/load"
+BALANCE = "router/balance_coef"  # the coefficient of the load-balance loss, which is no loss of a single token
+
 Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, Metrics]]
 GradientFn: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[PyTree, Metrics]]
 
@@ -88,8 +93,9 @@ def policy_objective(
     kl_weighted: bool = False,
     correct: ImportanceFn | None = None,
     off_policy: float = 0.0,
+    routed: bool = False,
 ) -> Objective:
-    """Returns `objective(params, batch, coefs)` -> per-token loss and metrics.
+    """Returns `objective(params, batch, coefs)` -> per-token loss and metrics; routed: the model has experts.
 
     w loss_fn + coefs["kl/coef"] kl - coefs["entropy/coef"] H. kl is an estimator of `algorithms.kl`, or None for no KL
     term. kl_weighted multiplies it by the ratio pi / pi_old, which makes its gradient unbiased off-policy
@@ -99,7 +105,10 @@ def policy_objective(
     correct = correct or make_importance_weights()
 
     def objective(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[Array, Metrics]:
-        logprobs, entropy = completion_logprobs(model, params, batch, sampling)
+        if routed:
+            (logprobs, entropy), load = completion_logprobs_and_load(model, params, batch, sampling)
+        else:
+            (logprobs, entropy), load = completion_logprobs(model, params, batch, sampling), None
         old = old_logprobs(logprobs, batch)
         loss, metrics = loss_fn(logprobs, batch)
         if batch.policy_mask is not None:
@@ -130,7 +139,7 @@ def policy_objective(
         if "entropy/coef" in coefs:
             loss = loss - coefs["entropy/coef"] * entropy
             metrics |= {"loss/entropy": -coefs["entropy/coef"] * entropy}
-        return loss, metrics
+        return loss, metrics if load is None else metrics | {LOAD: load}
 
     return objective
 
@@ -219,12 +228,18 @@ def make_gradient(
         # Before the split into micro-batches, because the denominators count the whole update.
         weights = aggregate(batch.loss_mask)
         shares = aggregation_weights(batch.loss_mask, mode="token_mean")
+        whole = whole_load(objective, params, batch, coefs, microbatch=microbatch, mesh=mesh)
 
         def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
             per_token, metrics = objective(params, part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
             shares = jnp.where(part.loss_mask, shares, 0.0)  # a part of a group counts only its own tokens
-            return total, {name: reduce(name, x, shares) for name, x in metrics.items()} | {"loss/total": total}
+            load = metrics.pop(LOAD, None)
+            metrics = {name: reduce(name, x, shares) for name, x in metrics.items()}
+            if load is not None and BALANCE in coefs:
+                balance = coefs[BALANCE] * balance_loss(load, whole or jax.lax.stop_gradient(load))
+                total, metrics = total + balance, metrics | {"loss/balance": balance}
+            return total, metrics | {"loss/total": total} | ({} if load is None else {LOAD: load})
 
         of_part = jax.jit(jax.grad(loss, has_aux=True), inline=True)
 
@@ -233,9 +248,30 @@ def make_gradient(
             return jax.tree.map(lambda g: g.astype(dtype), grads), metrics
 
         grads, metrics = microbatches.over(batch, visit, join, nothing, microbatch=microbatch, mesh=mesh)
+        if (load := metrics.pop(LOAD, None)) is not None:
+            metrics |= load_metrics(load)
         return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), metrics
 
     return gradient
+
+
+def whole_load(
+    objective: Objective, params: PyTree, batch: Batch, coefs: Metrics, *, microbatch: int, mesh: Mesh
+) -> Load | None:
+    """Returns the load of a whole batch in several micro-batches, from a forward pass of its own.
+
+    None: the load-balance loss does not need it.
+    """
+    count, _ = microbatches.split(batch, microbatch, mesh)
+    if BALANCE not in coefs or (isinstance(count, int) and count == 1):
+        return None
+    of_part = jax.jit(lambda params, part: objective(params, part, coefs)[1][LOAD], inline=True)
+    zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+    add = partial(jax.tree.map, jnp.add)
+    load = microbatches.over(
+        batch, lambda part: of_part(params, part.batch), add, zeros, microbatch=microbatch, mesh=mesh
+    )
+    return jax.lax.stop_gradient(load)
 
 
 class Reduction(NamedTuple):
@@ -260,13 +296,18 @@ def reduce(name: str, values: Array, shares: Array) -> jax.Array:
 def join(sums: tuple[PyTree, Metrics], more: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
     """Joins gradients and metrics of micro-batches."""
     grads = jax.tree.map(jnp.add, sums[0], more[0])
-    return grads, {name: REDUCTIONS.get(name[-4:], SUM).join(x, more[1][name]) for name, x in sums[1].items()}
+    of = lambda name: REDUCTIONS.get(name[-4:], SUM).join  # noqa: E731
+    return grads, {name: jax.tree.map(of(name), x, more[1][name]) for name, x in sums[1].items()}
 
 
 def nothing(shapes: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
     """Returns gradients and metrics of no tokens, of these shapes."""
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
-    return grads, {name: jnp.full(x.shape, REDUCTIONS.get(name[-4:], SUM).nothing) for name, x in shapes[1].items()}
+
+    def empty(name: str, metric: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: jnp.full(x.shape, REDUCTIONS.get(name[-4:], SUM).nothing), metric)
+
+    return grads, {name: empty(name, metric) for name, metric in shapes[1].items()}
 
 
 def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:

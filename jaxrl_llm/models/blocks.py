@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
+from jaxrl_llm.models.experts import Experts, Mixture, Routing
 from jaxrl_llm.models.rope import Rope, rotate
 from jaxrl_llm.structs import Array
 
@@ -34,7 +36,7 @@ class DecoderConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    mlp_width: int
+    mlp_width: int  # of each expert, if there are experts
     max_positions: int
     rope: Rope
     norm_eps: float
@@ -53,6 +55,7 @@ class DecoderConfig:
     scaled_embedding: bool = False  # the embedding is multiplied by the square root of the width
     centered_norms: bool = False  # the factor of a norm is 1 + scale
     post_norms: bool = False  # attention and MLP also have a norm behind them
+    mixture: Mixture | None = None  # experts instead of an MLP
     dtype: str = "float32"  # of activations and matrix products; parameters stay float32
     remat: str = "none"  # rematerialization in the backward pass: none | dots | full
     transposed: bool = False  # kernels of layers are [E, D], not [D, E]: on a CPU, products with few rows are faster
@@ -117,13 +120,17 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: norm, attention, norm, MLP, with residuals. With post_norms, also norms before the residuals."""
+    """One layer: norm, attention, norm, MLP or experts, with residuals; with post_norms, also norms before these."""
 
-    def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs, mesh: Mesh | None = None):
         self.attention_norm = _norm(cfg, cfg.width, rngs=rngs)
         self.attention = Attention(cfg, rngs)
         self.mlp_norm = _norm(cfg, cfg.width, rngs=rngs)
-        self.mlp = MLP(cfg, rngs)
+        self.mixture = cfg.mixture
+        if cfg.mixture:
+            self.experts = Experts(cfg, cfg.mixture, ACTIVATIONS[cfg.activation], mesh, rngs=rngs)
+        else:
+            self.mlp = MLP(cfg, rngs)
         self.post_norms = cfg.post_norms
         if cfg.post_norms:
             self.attention_post_norm = _norm(cfg, cfg.width, rngs=rngs)
@@ -132,12 +139,13 @@ class Block(nnx.Module):
     def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         return self.attention.project(self.attention_norm(x), angles)
 
-    def finish(self, x: Array, attended: Array) -> jax.Array:
-        if not self.post_norms:
-            x = x + self.attention(attended)
-            return x + self.mlp(self.mlp_norm(x))
-        x = x + self.attention_post_norm(self.attention(attended))
-        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+    def finish(self, x: Array, attended: Array) -> tuple[jax.Array, Routing | None]:
+        """Returns the output of the layer, and what its router has decided, if it has one."""
+        made = self.attention(attended)
+        x = x + (self.attention_post_norm(made) if self.post_norms else made)
+        given = self.mlp_norm(x)
+        made, routing = self.experts(given) if self.mixture else (self.mlp(given), None)
+        return x + (self.mlp_post_norm(made) if self.post_norms else made), routing
 
 
 class CenteredNorm(nnx.Module):

@@ -7,6 +7,7 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import rope
 from jaxrl_llm.models.blocks import ACTIVATIONS, DecoderConfig
+from jaxrl_llm.models.experts import Mixture
 
 NUMBERS = (
     "vocab_size",
@@ -60,6 +61,7 @@ def decoder(settings: Settings, dtype: str, remat: str, **own: Any) -> DecoderCo
     full, positions = rope.settings(settings), settings["max_position_embeddings"]
     size = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
     usual = {
+        "mlp_width": settings["intermediate_size"],
         "rope": rope.read(full, size, positions),
         "qkv_bias": settings.get("attention_bias", False),
         "output_bias": settings.get("attention_bias", False),
@@ -74,7 +76,6 @@ def decoder(settings: Settings, dtype: str, remat: str, **own: Any) -> DecoderCo
         heads=settings["num_attention_heads"],
         kv_heads=settings.get("num_key_value_heads") or settings["num_attention_heads"],
         head_dim=size,
-        mlp_width=settings["intermediate_size"],
         max_positions=rope.longest(full, positions),
         norm_eps=settings["rms_norm_eps"],
         tied_head=settings.get("tie_word_embeddings", False),
@@ -82,6 +83,26 @@ def decoder(settings: Settings, dtype: str, remat: str, **own: Any) -> DecoderCo
         remat=remat,
         **usual | own,
     )
+
+
+def count(settings: Settings, name: str) -> int:
+    """Returns a number of at least 1. Raises: UserError, if it is missing or something else."""
+    if not isinstance(found := settings[name], int) or found < 1:
+        raise UserError(f"config.json: {name} is {found!r}, and must be a number of at least 1: restore the file")
+    return found
+
+
+def mixture(settings: Settings, experts: str, *, normalized: bool) -> Mixture:
+    """Returns the experts of each layer, whose number is in the key `experts`.
+
+    Raises: UserError, naming a key that is missing or does not fit.
+    """
+    made = Mixture(count(settings, experts), count(settings, "num_experts_per_tok"), normalized)
+    if made.chosen > made.experts:
+        raise UserError(
+            f"config.json: num_experts_per_tok is {made.chosen}, {experts} {made.experts}: restore the file"
+        )
+    return made
 
 
 def activation(settings: Settings, name: str) -> str:

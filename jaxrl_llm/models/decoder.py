@@ -7,7 +7,7 @@ attend to one copy of the keys and values of their prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,13 @@ from jaxrl_llm.models.attention import (
     token_major,
 )
 from jaxrl_llm.models.blocks import Block, DecoderConfig, EmbedAndHead
+from jaxrl_llm.models.experts import Routing
 from jaxrl_llm.models.rope import rotary
 from jaxrl_llm.sharding import BATCH, path_name
 from jaxrl_llm.structs import Array, PyTree
+
+# What to keep of a layer's routing of completion rows [B, N, T, ...].
+Collect: TypeAlias = Callable[[Routing], PyTree]
 
 
 def last_state(hidden: Array, mask: Array) -> jax.Array:
@@ -69,7 +73,7 @@ class Decoder:
     def __init__(self, cfg: DecoderConfig, mesh: Mesh | None = None):
         self.cfg = cfg
         self.mesh = mesh
-        self._block_def, self._block_state = nnx.split(nnx.eval_shape(lambda: Block(cfg, nnx.Rngs(0))))
+        self._block_def, self._block_state = nnx.split(nnx.eval_shape(lambda: Block(cfg, nnx.Rngs(0), mesh)))
         self._embed_and_head_def, self._embed_and_head_state = nnx.split(
             nnx.eval_shape(lambda: EmbedAndHead(cfg, nnx.Rngs(0)))
         )
@@ -84,8 +88,16 @@ class Decoder:
         """Shapes and dtypes of the parameter tree."""
         return jax.eval_shape(self.init, jax.random.key(0))
 
+    def size(self, *, active: bool = False) -> int:
+        """Returns the number of parameters; active: of those that a token meets, with the experts that it chooses."""
+        found = {path_name(path): x.size for path, x in jax.tree_util.tree_leaves_with_path(self.shapes())}
+        if active and (mixture := self.cfg.mixture):
+            of_experts = [name for name in found if "experts/" in name and "router" not in name]
+            found |= {name: found[name] * mixture.chosen // mixture.experts for name in of_experts}
+        return sum(found.values())
+
     def as_used(self, params: PyTree) -> PyTree:
-        """Casts parameters to the dtype of their products. Norms compute in float32, and stay in it.
+        """Casts parameters to the dtype of their products. Norms and routers compute in float32, and stay in it.
 
         This is all that a model needs that never learns: it computes the same numbers.
         """
@@ -94,8 +106,8 @@ class Decoder:
 
     def used_dtypes(self, params: PyTree) -> PyTree:
         """Returns the dtypes of `as_used`; of params, shapes are enough."""
-        is_scale = lambda path: path_name(path).endswith("scale")  # noqa: E731
-        dtype = lambda path, x: jnp.dtype(x.dtype if is_scale(path) else self.cfg.dtype)  # noqa: E731
+        stays = lambda path: path_name(path).endswith(("scale", "router/kernel"))  # noqa: E731
+        dtype = lambda path, x: jnp.dtype(x.dtype if stays(path) else self.cfg.dtype)  # noqa: E731
         return jax.tree_util.tree_map_with_path(dtype, params)
 
     def prefill(self, params: PyTree, tokens: Array, mask: Array) -> tuple[jax.Array, Any]:
@@ -106,19 +118,27 @@ class Decoder:
         def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, KeyValue]:
             block = self._block(params_l)
             query, own = head_major(*block.project(x, angles.of(local)))
-            x = block.finish(x, token_major(attend_packed(local, query, own)))
+            x, _ = block.finish(x, token_major(attend_packed(local, query, own)))
             return x, _of_prompt(own)
 
         x, prefix = self._through(layer, self._embed(params, tokens[:, None]), params["layers"])
         return self._embed_and_head(params).norm(x)[:, 0], prefix
 
     def forward(
-        self, params: PyTree, prompts: Array, prompt_mask: Array, tokens: Array, positions: Array, segment_ids: Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Runs prompts [B, P] and their completion rows [B, N, T] -> hidden [B, P, D] and [B, N, T, D].
+        self,
+        params: PyTree,
+        prompts: Array,
+        prompt_mask: Array,
+        tokens: Array,
+        positions: Array,
+        segment_ids: Array,
+        collect: Collect | None = None,
+    ) -> tuple[jax.Array, jax.Array, PyTree]:
+        """Runs prompts [B, P] and their completion rows [B, N, T] -> hidden [B, P, D] and [B, N, T, D], collected.
 
         positions [B, N, T] count from the first token of a completion. segment_ids [B, N, T] number the completions
         of a row. Each matrix product covers the tokens of prompts and rows together.
+        collected: what `collect` makes of the routing of the rows, with a leading axis for layers; None: no experts.
         """
         length = prompts.shape[1]
 
@@ -135,34 +155,43 @@ class Decoder:
         attend_prompts = self._attend_packed(prompt_mask[:, None].astype(jnp.int32))
         attend_packed = self._attend_packed(segment_ids, prompt_mask, after_prompt)
 
-        def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, None]:
+        def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, PyTree]:
             block = self._block(params_l)
             of_prompts, of_packed = zip(*(split(y) for y in block.project(x, angles.of(local))), strict=True)
             query, own = head_major(*of_prompts)
             from_prompts = attend_prompts(local, query, own)
             from_packed = attend_packed(local, *head_major(*of_packed), _of_prompt(own))
-            return block.finish(x, join(token_major(from_prompts), token_major(from_packed))), None
+            x, routing = block.finish(x, join(token_major(from_prompts), token_major(from_packed)))
+            return x, _collected(collect, jax.tree.map(lambda y: split(y)[1], routing))
 
         x = self._embed(params, join(prompts[:, None], tokens), by_width=True)
-        x, _ = self._through(layer, x, params["layers"])
+        x, collected = self._through(layer, x, params["layers"])
         of_prompts, of_packed = split(self._embed_and_head(params).norm(x))
-        return of_prompts[:, 0], of_packed
+        return of_prompts[:, 0], of_packed, collected
 
     def extend(
-        self, params: PyTree, prefix: Any, prompt_mask: Array, tokens: Array, positions: Array, segment_ids: Array
-    ) -> jax.Array:
-        """Runs completion rows [B, N, T], as `forward`, after the prompts of `prefill` -> hidden [B, N, T, D]."""
+        self,
+        params: PyTree,
+        prefix: Any,
+        prompt_mask: Array,
+        tokens: Array,
+        positions: Array,
+        segment_ids: Array,
+        collect: Collect | None = None,
+    ) -> tuple[jax.Array, PyTree]:
+        """Runs rows [B, N, T], as `forward`, after the prompts of `prefill` -> hidden [B, N, T, D], collected."""
         after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
         angles = self._angles(after_prompt)
         attend_packed = self._attend_packed(segment_ids, prompt_mask, after_prompt)
 
-        def layer(x: Array, local: Array | bool, params_l: PyTree, prompt: KeyValue) -> tuple[Array, None]:
+        def layer(x: Array, local: Array | bool, params_l: PyTree, prompt: KeyValue) -> tuple[Array, PyTree]:
             block = self._block(params_l)
             attended = attend_packed(local, *head_major(*block.project(x, angles.of(local))), prompt)
-            return block.finish(x, token_major(attended)), None
+            x, routing = block.finish(x, token_major(attended))
+            return x, _collected(collect, routing)
 
-        x, _ = self._through(layer, self._embed(params, tokens, by_width=True), params["layers"], prefix)
-        return self._embed_and_head(params).norm(x)
+        x, collected = self._through(layer, self._embed(params, tokens, by_width=True), params["layers"], prefix)
+        return self._embed_and_head(params).norm(x), collected
 
     def decode(
         self, params: PyTree, tokens: Array, t: Array, cache: Any, prefix: Any, prefix_mask: Array
@@ -171,13 +200,19 @@ class Decoder:
 
         cache: the KV cache [B, K, N, S, h] of each layer, with tokens 0 .. t-1, t < S.
         """
+        return self.decode_and_route(params, tokens, t, cache, prefix, prefix_mask)[:2]
+
+    def decode_and_route(
+        self, params: PyTree, tokens: Array, t: Array, cache: Any, prefix: Any, prefix_mask: Array
+    ) -> tuple[jax.Array, Any, Any]:
+        """Does the same, and also returns the experts [B, N, 1, chosen] of each layer."""
 
         def write(cache: Array, now: Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(cache, now, t, axis=3)
 
         place = jnp.reshape(t, (1, 1, 1))
-        hidden, cache = self._decode(params, tokens[..., None], place, write, cache, prefix, prefix_mask)
-        return hidden[:, :, 0], cache
+        hidden, cache, chosen = self._decode(params, tokens[..., None], place, write, cache, prefix, prefix_mask)
+        return hidden[:, :, 0], cache, chosen
 
     def decode_at(
         self, params: PyTree, tokens: Array, at: Array, count: Array, cache: Any, prefix: Any, prefix_mask: Array
@@ -197,7 +232,7 @@ class Decoder:
             # One scatter with all indices. A `vmap` of a row's write copies the cache: on a CPU 1,000 times as slow.
             return cache.at[b, :, n, places].set(jnp.moveaxis(now, 1, 3), mode="drop")
 
-        return self._decode(params, tokens, positions, write, cache, prefix, prefix_mask)
+        return self._decode(params, tokens, positions, write, cache, prefix, prefix_mask)[:2]
 
     def _decode(
         self,
@@ -208,10 +243,11 @@ class Decoder:
         cache: Any,
         prefix: Any,
         prefix_mask: Array,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Any, Any]:
         """Runs tokens [B, N, T] at `places` of completions, after write(cache, their keys or values).
 
         places: [B, N, T], or [1, 1, 1] if all are the same.
+        Returns hidden [B, N, T, D], cache, and the experts [B, N, T, chosen] of each layer.
         """
         cfg, room = self.cfg, cache[0].keys.shape[3]
         positions = jnp.broadcast_to(jnp.sum(prefix_mask, axis=-1)[:, None, None] + places, tokens.shape)
@@ -225,16 +261,18 @@ class Decoder:
 
         def layer(
             x: Array, local: Array | bool, params_l: PyTree, prompt: KeyValue, cache_l: KeyValue
-        ) -> tuple[Array, KeyValue]:
+        ) -> tuple[Array, Any]:
             block = self._block(params_l)
             query, now = head_major(*block.project(x, angles.of(local)))
             cache_l = KeyValue(*(write(c, n) for c, n in zip(cache_l, now, strict=True)))
             seen = masks.of(local)
             attended = attend(query, cache_l, seen, prompt, soft_cap=cfg.soft_cap, precision=cfg.precision)
-            return block.finish(x, token_major(attended)), cache_l
+            x, routing = block.finish(x, token_major(attended))
+            return x, (cache_l, routing and routing.chosen)
 
-        x, cache = self._through(layer, self._embed(params, tokens), params["layers"], prefix, cache)
-        return self._embed_and_head(params).norm(x), cache
+        x, made = self._through(layer, self._embed(params, tokens), params["layers"], prefix, cache)
+        cache, chosen = map(list, zip(*made, strict=True)) if isinstance(made, list) else made
+        return self._embed_and_head(params).norm(x), cache, chosen
 
     def logits(self, params: PyTree, hidden: Array) -> jax.Array:
         """hidden [..., D] -> float32 logits [..., V]."""
@@ -347,6 +385,10 @@ class Decoder:
             return layer
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         return jax.checkpoint(layer, policy=dots if self.cfg.remat == "dots" else None)
+
+
+def _collected(collect: Collect | None, routing: Routing | None) -> PyTree:
+    return collect(routing) if collect and routing else None
 
 
 def _of_prompt(own: KeyValue) -> KeyValue:

@@ -232,9 +232,9 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: N
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = sharding.path_name(path)
         form = table[name]
-        shape = leaf.shape[1:] if "{}" in form else leaf.shape
+        shape = leaf.shape[names.stacked(form) :]
         shape = shape[::-1] if name.endswith("kernel") else shape
-        for tensor in names.of_layers(form, leaf.shape[0]):
+        for tensor in names.of_tensors(form, leaf.shape):
             if tensor not in where:
                 raise UserError(f"{folder}: no tensor {tensor}, which config.json asks for: use one checkpoint's files")
             found = tuple(where[tensor].get_slice(tensor).get_shape())
@@ -252,13 +252,12 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: N
 
 def _read(where: dict[str, Any], form: str, spans: tuple[range, ...], dtype: Any, *, turned: bool) -> np.ndarray:
     """Reads the part `spans` of the parameter whose tensors are called `form`; turned: they are transposed."""
-    stacked = "{}" in form
-    part = np.empty([len(span) for span in spans], dtype)
+    part, stacked = np.empty([len(span) for span in spans], dtype), names.stacked(form)
     of_tensor = tuple(slice(span.start, span.stop) for span in spans[stacked:])
-    for i, tensor in enumerate([form.format(layer) for layer in spans[0]] if stacked else [form]):
+    for place in np.ndindex(*part.shape[:stacked]):
+        tensor = form.format(*(span[i] for span, i in zip(spans, place, strict=False)))
         stored = where[tensor].get_slice(tensor)
-        values = stored[of_tensor[::-1]].T if turned else stored[of_tensor]
-        part[i if stacked else ...] = values
+        part[place] = stored[of_tensor[::-1]].T if turned else stored[of_tensor]
     return part
 
 

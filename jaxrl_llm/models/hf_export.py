@@ -113,16 +113,18 @@ def tensors(params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = sharding.path_name(path)
-        form = table[name]
-        stacked = "{}" in form
+        form, tensor_names = table[name], iter(names.of_tensors(table[name], leaf.shape))
         # A slice on the device is a program for each shape, so the host slices what is small.
         values: Any = sharding.whole_to_host(leaf) if leaf.nbytes <= AT_ONCE else leaf
-        for i, tensor in enumerate(names.of_layers(form, leaf.shape[0] if stacked else 1)):
-            part = sharding.whole_to_host(_layer(values, i) if stacked else values).astype(dtype, copy=False)
-            part = np.ascontiguousarray(part.T if name.endswith("kernel") else part)
-            yield tensor, part
-            if untied and tensor in TIED and "head" not in params:
-                yield TIED[tensor], part
+        for i in range(leaf.shape[0] if names.stacked(form) else 1):
+            whole = sharding.whole_to_host(_layer(values, i) if names.stacked(form) else values)
+            # The experts of a layer come together.
+            for part in whole if names.stacked(form) > 1 else (whole,):
+                part = part.astype(dtype, copy=False)
+                part, tensor = np.ascontiguousarray(part.T if name.endswith("kernel") else part), next(tensor_names)
+                yield tensor, part
+                if untied and tensor in TIED and "head" not in params:
+                    yield TIED[tensor], part
 
 
 def shapes(params: PyTree, table: Names, *, untied: bool = False) -> dict[str, tuple[int, ...]]:
@@ -130,10 +132,8 @@ def shapes(params: PyTree, table: Names, *, untied: bool = False) -> dict[str, t
     made = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = sharding.path_name(path)
-        form = table[name]
-        stacked = "{}" in form
-        shape = leaf.shape[1:] if stacked else leaf.shape
-        for tensor in names.of_layers(form, leaf.shape[0] if stacked else 1):
+        shape = leaf.shape[names.stacked(table[name]) :]
+        for tensor in names.of_tensors(table[name], leaf.shape):
             made[tensor] = tuple(reversed(shape)) if name.endswith("kernel") else tuple(shape)
             if untied and tensor in TIED and "head" not in params:
                 made[TIED[tensor]] = made[tensor]

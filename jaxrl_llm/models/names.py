@@ -1,4 +1,4 @@
-"""Names of the tensors in a Hugging Face checkpoint: parameter path -> tensor, with {} for the layer.
+"""Names of the tensors in a Hugging Face checkpoint: parameter path -> tensor, with {} for the layer, and the expert.
 
 Kernels are transposed in the file. A family whose tensors have other names has a table NAMES in its module.
 """
@@ -6,7 +6,8 @@ Kernels are transposed in the file. A family whose tensors have other names has 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TypeAlias
 
 Names: TypeAlias = Mapping[str, str]
@@ -42,11 +43,25 @@ GEMMA = DENSE | {
 }
 
 
+# With experts instead of an MLP.
+EXPERTS = DENSE | {
+    "layers/experts/router/kernel": "model.layers.{}.mlp.gate.weight",
+    "layers/experts/gate/kernel": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
+    "layers/experts/up/kernel": "model.layers.{}.mlp.experts.{}.up_proj.weight",
+    "layers/experts/down/kernel": "model.layers.{}.mlp.experts.{}.down_proj.weight",
+}
+
+
 def of_family(family: str) -> Names:
     """Returns the table of a family, a module of this package."""
     return importlib.import_module(f"jaxrl_llm.models.{family}").NAMES
 
 
-def of_layers(form: str, layers: int) -> list[str]:
-    """Returns the names of a parameter's tensors: one, or one for each layer."""
-    return [form.format(i) for i in range(layers)] if "{}" in form else [form]
+def stacked(form: str) -> int:
+    """Returns how many leading axes of a parameter count its tensors: none, layers, or layers and experts."""
+    return form.count("{}")
+
+
+def of_tensors(form: str, shape: Sequence[int]) -> list[str]:
+    """Returns the names of a parameter's tensors, in the order of its leading axes."""
+    return [form.format(*index) for index in product(*map(range, shape[: stacked(form)]))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,19 +23,24 @@ def _of_jaxpr(jaxpr: Any, turns: int) -> float:
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
-            total += _of_product(equation)
+            total += _of_product(equation.params["dimension_numbers"], equation)
+        elif name == "ragged_dot_general":  # each row is multiplied once, with the kernel of its group
+            ragged = params["ragged_dot_dimension_numbers"]
+            total += _of_product(ragged.dot_dimension_numbers, equation, ragged.rhs_group_dimensions)
         elif name == "cond":
-            total += max(_of_jaxpr(branch.jaxpr, turns) for branch in params["branches"])
+            branches = params["branches"]
+            if params.get("branches_platforms"):  # of different platforms, TPUs first
+                branches = branches[:1]
+            total += max(_of_jaxpr(branch.jaxpr, turns) for branch in branches)
         else:
             total += _times(name, params, turns) * sum(_of_jaxpr(inner, turns) for inner in _inner(params))
     return total
 
 
-def _of_product(equation: Any) -> float:
+def _of_product(dimensions: Any, equation: Any, groups: Sequence[int] = ()) -> float:
     left, right = (x.aval.shape for x in equation.invars[:2])
-    (contracted, right_contracted), (_, right_batch) = equation.params["dimension_numbers"]
-    del contracted
-    free = [n for i, n in enumerate(right) if i not in (*right_contracted, *right_batch)]
+    (_, right_contracted), (_, right_batch) = dimensions
+    free = [n for i, n in enumerate(right) if i not in (*right_contracted, *right_batch, *groups)]
     return 2.0 * math.prod(left) * math.prod(free)
 
 

@@ -59,9 +59,10 @@ def candidates(config: Config, devices: int) -> Iterator[Config]:
 def _promise(config: Config, devices: int, chip: Chip) -> float:
     """Rough seconds of an update without what all candidates share: recomputed passes, and the layers' collectives."""
     cfg = hf.load_model(hf.find(config.model.path, weights=False)).cfg
-    weights = cfg.layers * cfg.width * (3 * cfg.mlp_width + 2 * cfg.width)
+    experts, chosen = (cfg.mixture.experts, cfg.mixture.chosen) if cfg.mixture else (1, 1)
+    weights, active = (cfg.layers * cfg.width * (3 * n * cfg.mlp_width + 2 * cfg.width) for n in (experts, chosen))
     tokens = config.prompts_per_update * config.group_size * config.rollout.max_completion_tokens
-    arithmetic = 2 * weights * tokens * PASSES[config.model.remat] / devices / chip.flops
+    arithmetic = 2 * active * tokens * PASSES[config.model.remat] / devices / chip.flops
     gathered = 3 * 2 * weights / config.mesh.tensor * (config.prompts_per_update // config.microbatch)
     summed = 0.0
     if config.mesh.tensor > 1:  # two sums of the states in each layer and pass

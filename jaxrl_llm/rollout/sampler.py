@@ -9,7 +9,7 @@ in use come from the run's book (`jaxrl_llm.shapes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compact
 from jaxrl_llm.rollout.decoding import DecodeState, Decoding
 from jaxrl_llm.rollout.episodes import EpisodeSampler, Traced
 from jaxrl_llm.rollout.protocol import Environments
-from jaxrl_llm.rollout.weights import Placing
+from jaxrl_llm.rollout.weights import Placing, sampling_decoder
 from jaxrl_llm.shapes import MOST, RATES, SAMPLING, Book, Shape, abstract, placed
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
@@ -55,9 +55,9 @@ class Sampler:
         self._book, self._learns = book or Book(), book is not None
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
-        self._weights = sum(x.size for x in jax.tree.leaves(model.shapes()))
+        self._weights, self._active = model.size(), model.size(active=True)
         self._version = 0
-        own = Decoder(replace(model.cfg, transposed=mesh.devices.flat[0].platform == "cpu"), mesh)
+        own = sampling_decoder(model, mesh)
         self._place = Placing(own, mesh)
         self._episodes = EpisodeSampler(own, mesh)
         rows = NamedSharding(mesh, sharding.BATCH)
@@ -198,13 +198,13 @@ class Sampler:
         """Returns the shapes of a batch with prompts of this width, and their name in the book."""
         cfg, rates = self._cfg, RATES[self._mesh.devices.flat[0].platform]
         prompts, group = fixed.whole
-        weights = self._weights / self._mesh.shape["tensor"]
+        weights, active = (x / self._mesh.shape["tensor"] for x in (self._weights, self._active))
         kept = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim / self._mesh.shape["tensor"]  # numbers for each token
         size = jnp.dtype(cfg.dtype).itemsize
 
         def seconds(slots: Slots) -> float:
             read = kept * (slots.count * slots.capacity + slots.entries * width)
-            work = 2 * weights * slots.count / rates.flops
+            work = 2 * active * slots.count / rates.flops
             return weights * size / rates.bandwidth + read * size / rates.cache + work
 
         possible = slot_shapes(prompts, group, fixed.length)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,11 @@ from jaxrl_llm.shapes import placed
 from jaxrl_llm.structs import Array, PyTree
 
 REMEDY = "raise mesh.tensor: it divides this copy, and mesh.fsdp does not"
+
+
+def sampling_decoder(model: Decoder, mesh: Mesh) -> Decoder:
+    """Returns the decoder that samples with this copy."""
+    return Decoder(replace(model.cfg, transposed=mesh.devices.flat[0].platform == "cpu"), mesh)
 
 
 class Placing:
@@ -67,9 +72,13 @@ def _layer(model: Decoder, layers: PyTree, i: Array) -> PyTree:
 
 
 def _turned(layer: PyTree, turn: Callable[[Any], Any]) -> PyTree:
-    """Applies `turn` to the kernels of a layer. The head's is used as it is: its product has many columns."""
+    """Applies `turn` to the kernels of a layer, but not to those of experts.
+
+    The head's is used as it is: its product has many columns.
+    """
 
     def one(path: Any, leaf: Any) -> Any:
-        return turn(leaf) if re.search(r"kernel$", sharding.path_name(path)) else leaf
+        name = sharding.path_name(path)
+        return turn(leaf) if name.endswith("kernel") and "experts/" not in name else leaf
 
     return jax.tree_util.tree_map_with_path(one, layer)

@@ -170,7 +170,9 @@ class VllmEngine:
             untied=model.tied_head and not self._pulls,
             address=push_address if push == "http" else "",
         )
-        self._model = {ours: getattr(model, name) for ours, name in SHAPE.items()}
+        # The width of experts has a name of its own in each family; the shapes of the tensors say it too.
+        fields = [name for name in SHAPE if not (model.mixture and name == "intermediate_size")]
+        self._model = {name: getattr(model, SHAPE[name]) for name in fields}
         self._length, self._width = max_completion_tokens, max_prompt_tokens
         self._stops, self._pad, self._patience, self._managed = stop_ids, pad_id, patience, managed
         at_once = concurrency * len(servers)

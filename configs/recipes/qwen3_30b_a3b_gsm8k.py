@@ -1,0 +1,19 @@
+"""GRPO on GSM8K with Qwen3-30B-A3B, a mixture of experts, for a slice of 32 or more accelerators. Nothing is measured.
+
+hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
+python -m jaxrl_llm.train --config configs/recipes/qwen3_30b_a3b_gsm8k.py --workdir runs/experts
+"""
+
+import qwen2_5_0_5b_gsm8k
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = qwen2_5_0_5b_gsm8k.get_config()
+    c.model.path = "Qwen/Qwen3-30B-A3B"
+    c.mesh.tensor = 4  # the experts are split over it
+    c.router = ConfigDict()  # only for a model with experts
+    # Coefficient of the load-balance loss over the trained tokens of an update (arXiv 2101.03961); 0: off. With several
+    # micro-batches, it takes a forward pass more.
+    c.router.balance_coef = 1e-3
+    return c

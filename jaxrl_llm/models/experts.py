@@ -1,0 +1,125 @@
+"""A mixture of experts in place of an MLP: a router sends each token to the experts that it chooses.
+
+It is exact: a token reaches all experts that it chooses, no matter how many other tokens choose them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.models.grouped import grouped_matmul
+from jaxrl_llm.sharding import BATCH
+from jaxrl_llm.structs import Array
+
+if TYPE_CHECKING:  # it imports this module
+    from jaxrl_llm.models.blocks import DecoderConfig
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a layer. The width of each is `DecoderConfig.mlp_width`."""
+
+    experts: int
+    chosen: int  # experts that a token chooses
+    normalized: bool  # the weights of the chosen experts add up to 1
+
+
+class Routing(NamedTuple):
+    """What the router of a layer decides for each token."""
+
+    probabilities: Array  # [..., experts] float32
+    chosen: Array  # [..., chosen] int32, numbers of experts
+
+
+class Kernel(nnx.Module):
+    """The kernel of a linear map, or of several."""
+
+    def __init__(self, *shape: int, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
+
+
+class Experts(nnx.Module):
+    """Router and experts; each expert is a gated MLP.
+
+    On a mesh, the experts are split over `tensor`. Each device runs its own experts on the tokens that it has.
+    """
+
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        mixture: Mixture,
+        activation: Callable[[Array], Array],
+        mesh: Mesh | None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.cfg, self.mixture, self.activation, self.mesh = cfg, mixture, activation, mesh
+        self.router = Kernel(cfg.width, mixture.experts, rngs=rngs)
+        self.gate, self.up = (Kernel(mixture.experts, cfg.width, cfg.mlp_width, rngs=rngs) for _ in range(2))
+        self.down = Kernel(mixture.experts, cfg.mlp_width, cfg.width, rngs=rngs)
+
+    def __call__(self, x: Array) -> tuple[jax.Array, Routing]:
+        """x [B, N, T, D] -> the sum of the chosen experts' outputs, each times its weight, and the routing."""
+        cast = [part.kernel[...].astype(self.cfg.dtype) for part in (self.gate, self.up, self.down)]
+        kernels = self.router.kernel[...], *cast
+        if self.mesh is None:
+            return self._on_device(x, *kernels)
+        split = "tensor" if self.mixture.experts % self.mesh.shape["tensor"] == 0 else None
+
+        def on_device(x: Array, router: Array, *kernels: Array) -> tuple[jax.Array, Routing]:
+            first = jax.lax.axis_index(split) * len(kernels[0]) if split else 0
+            y, routing = self._on_device(x, router, *kernels, first=first)
+            return y[None], routing
+
+        # Left to itself, the compiler gathers the tokens of all devices, to sort them and to find the largest values.
+        mapped = jax.shard_map(
+            on_device,
+            mesh=self.mesh,
+            in_specs=(BATCH, P(), *(P(split),) * 3),
+            out_specs=(P(split, *BATCH), BATCH),
+            check_vma=False,
+        )
+        y, routing = mapped(x, *kernels)
+        return jnp.sum(y, axis=0), routing
+
+    def _on_device(
+        self, x: Array, router: Array, gate: Array, up: Array, down: Array, first: Array | int = 0
+    ) -> tuple[jax.Array, Routing]:
+        """Does it for some of the experts, `first` and those after it, whose kernels are given."""
+        flat, chosen_each, count = x.reshape(-1, x.shape[-1]), self.mixture.chosen, len(gate)
+        routing, weights = self._route(flat, router)
+        expert = routing.chosen.reshape(-1) - first
+        own = (expert >= 0) & (expert < count)
+        expert = jnp.where(own, expert, count)  # the experts of other devices come last
+        order = jnp.argsort(expert, stable=True)
+        sizes = jnp.sum(expert[None] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
+        rows = _permuted(jnp.repeat(flat, chosen_each, axis=0), order)
+        product = partial(grouped_matmul, sizes=sizes, precision=self.cfg.precision)
+        out = product(self.activation(product(rows, gate)) * product(rows, up), down)
+        out = _permuted(out, jnp.argsort(order)).reshape(-1, chosen_each, x.shape[-1])
+        weights = jnp.where(own.reshape(weights.shape), weights, 0.0)[..., None]
+        y = jnp.sum(out.astype(jnp.float32) * weights, axis=1).astype(x.dtype)
+        return y.reshape(x.shape), jax.tree.map(lambda r: r.reshape(*x.shape[:-1], -1), routing)
+
+    def _route(self, x: Array, router: Array) -> tuple[Routing, jax.Array]:
+        """x [M, D] -> routing of M tokens, and the weights [M, chosen] of the experts that they choose."""
+        # In float32: rounding would change which experts are chosen.
+        logits = jnp.matmul(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+        probabilities = jax.nn.softmax(logits)
+        weights, chosen = jax.lax.top_k(probabilities, self.mixture.chosen)
+        if self.mixture.normalized:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return Routing(probabilities, chosen), weights
+
+
+def _permuted(rows: Array, order: Array) -> jax.Array:
+    return rows.at[order].get(unique_indices=True)  # so its gradient is a permutation too, not a sum

@@ -1,0 +1,116 @@
+"""Products of groups of rows, each with its own kernel.
+
+A TPU has an instruction for it. On other platforms `jax.lax.ragged_dot` multiplies every row with every kernel, so here
+a loop goes over blocks of rows that share a kernel.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.structs import Array
+
+LEAST, MOST = 8, 256  # rows of a block
+
+# dW of a group: rows [M, D] and gradients [M, F] -> [E, D, F].
+_OF_KERNELS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(rows: Array, kernels: Array, sizes: Array, precision: jax.lax.Precision | None = None) -> jax.Array:
+    """rows [M, D], sorted by group, times the kernel of their group: kernels [E, D, F], sizes [E] -> [M, F].
+
+    Rows after the last group give 0.
+    """
+    on_tpu = partial(jax.lax.ragged_dot, precision=precision)
+    product = jax.lax.platform_dependent(
+        rows, kernels, sizes, tpu=on_tpu, default=partial(_by_blocks, precision=precision)
+    )
+    return _in_groups(product, sizes)
+
+
+def _forward(rows: Array, kernels: Array, sizes: Array, precision: Any) -> tuple[jax.Array, tuple[Array, ...]]:
+    return grouped_matmul(rows, kernels, sizes, precision), (rows, kernels, sizes)
+
+
+def _backward(precision: Any, saved: tuple[Array, ...], gradients: Array) -> tuple[Array, Array, None]:
+    rows, kernels, sizes = saved
+    of_rows = grouped_matmul(gradients, jnp.swapaxes(kernels, 1, 2), sizes, precision)
+    on_tpu = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_OF_KERNELS, precision=precision)
+    of_kernels = jax.lax.platform_dependent(
+        rows, gradients, sizes, tpu=on_tpu, default=partial(_of_kernels_by_blocks, precision=precision)
+    )
+    return of_rows, of_kernels, None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+def _in_groups(rows: Array, sizes: Array) -> jax.Array:
+    """Sets the rows after the last group to 0."""
+    return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), rows, 0)
+
+
+class _Blocks(NamedTuple):
+    """Blocks of rows of one group each. What is left of a group's last block are rows of later groups."""
+
+    size: int
+    starts: Array  # [E] first row of each group
+    ends: Array  # [E] row after the last one of each group
+    before: Array  # [E] number of blocks before each group
+    total: Array
+
+    def at(self, i: Array) -> tuple[jax.Array, jax.Array]:
+        """Returns group and first row of block i."""
+        group = jnp.sum(self.before <= i) - 1  # the last one that begins here: those before it are empty
+        return group, self.starts[group] + (i - self.before[group]) * self.size
+
+
+def _blocks(rows: int, sizes: Array) -> _Blocks:
+    """Makes blocks of about as many rows as a group has."""
+    size = min(max(1 << (rows // len(sizes)).bit_length(), LEAST), MOST)
+    ends, counts = jnp.cumsum(sizes), -(-sizes // size)
+    return _Blocks(size, ends - sizes, ends, jnp.cumsum(counts) - counts, jnp.sum(counts))
+
+
+def _padded(rows: Array, blocks: _Blocks) -> jax.Array:
+    """Adds rows, because the last block may reach beyond the end."""
+    return jnp.pad(rows, ((0, blocks.size), (0, 0)))
+
+
+def _by_blocks(rows: Array, kernels: Array, sizes: Array, *, precision: Any) -> jax.Array:
+    blocks = _blocks(len(rows), sizes)
+    padded = _padded(rows, blocks)
+
+    def step(i: Array, made: Array) -> jax.Array:
+        group, first = blocks.at(i)
+        block = jax.lax.dynamic_slice_in_dim(padded, first, blocks.size)
+        kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
+        # In order: the next group writes over what this one leaves in its rows.
+        return jax.lax.dynamic_update_slice_in_dim(made, jnp.matmul(block, kernel, precision=precision), first, 0)
+
+    made = jnp.zeros((len(padded), kernels.shape[2]), rows.dtype)
+    return jax.lax.fori_loop(0, blocks.total, step, made)[: len(rows)]
+
+
+def _of_kernels_by_blocks(rows: Array, gradients: Array, sizes: Array, *, precision: Any) -> jax.Array:
+    blocks = _blocks(len(rows), sizes)
+    rows, gradients = _padded(rows, blocks), _padded(gradients, blocks)
+
+    def step(i: Array, made: Array) -> jax.Array:
+        group, first = blocks.at(i)
+        x, gradient = (jax.lax.dynamic_slice_in_dim(y, first, blocks.size) for y in (rows, gradients))
+        own = (first + jnp.arange(blocks.size) < blocks.ends[group])[:, None]
+        gradient = jnp.where(own, gradient, 0)
+        more = jnp.matmul(x.T, gradient, precision=precision, preferred_element_type=jnp.float32)
+        sums = jax.lax.dynamic_index_in_dim(made, group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(made, sums + more, group, 0)
+
+    made = jnp.zeros((len(sizes), rows.shape[1], gradients.shape[1]), jnp.float32)  # it sums over many blocks
+    return jax.lax.fori_loop(0, blocks.total, step, made).astype(rows.dtype)

@@ -1,0 +1,30 @@
+"""The Mixtral family: Mistral's attention, and experts instead of an MLP in each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.models import config_json
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.names import DENSE
+
+__all__ = ["NAMES", "decoder_config"]
+
+NAMES = DENSE | {
+    "layers/experts/router/kernel": "model.layers.{}.block_sparse_moe.gate.weight",
+    "layers/experts/gate/kernel": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
+    "layers/experts/up/kernel": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
+    "layers/experts/down/kernel": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
+}
+
+
+def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+    """Converts a Hugging Face config.json of this family to a DecoderConfig.
+
+    Raises: UserError, naming a key that is missing or asks for an unsupported feature.
+    """
+    settings = config_json.read(hf)
+    usual = ["sliding_window" in settings] * settings["num_hidden_layers"]
+    own = {"qkv_bias": False, "output_bias": False} | config_json.windows(settings, usual)
+    own["mixture"] = config_json.mixture(settings, "num_local_experts", normalized=True)
+    return config_json.decoder(settings, dtype, remat, **own)

@@ -1,0 +1,34 @@
+"""The Qwen3 family with a mixture of experts: Qwen3's attention, and experts instead of an MLP in each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import config_json
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.names import EXPERTS as NAMES
+
+__all__ = ["NAMES", "decoder_config"]
+
+
+def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+    """Converts a Hugging Face config.json of this family to a DecoderConfig.
+
+    Raises: UserError, naming a key that is missing or asks for an unsupported feature.
+    """
+    settings = config_json.read(hf, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=False)
+    if settings["mlp_only_layers"] or settings["decoder_sparse_step"] != 1:
+        key = "mlp_only_layers" if settings["mlp_only_layers"] else "decoder_sparse_step"
+        raise UserError(
+            f"config.json: {key} is {settings[key]!r}: only models with experts in all layers are supported"
+        )
+    # The hub's files have the first key; transformers 5 writes the second one.
+    experts = "num_experts" if "num_experts" in settings else "num_local_experts"
+    own = {
+        "mlp_width": config_json.count(settings, "moe_intermediate_size"),
+        "mixture": config_json.mixture(settings, experts, normalized=settings["norm_topk_prob"]),
+    }
+    if settings.get("use_sliding_window"):  # in all layers
+        own |= config_json.windows(settings, [True] * settings["num_hidden_layers"])
+    return config_json.decoder(settings, dtype, remat, qk_norm=True, **own)

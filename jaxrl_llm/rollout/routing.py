@@ -1,0 +1,55 @@
+"""Compares the experts that the sampler and the trainer choose for the same tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm.compilation import ROUND_AS_WRITTEN
+from jaxrl_llm.models.attention import KeyValue
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rollout.weights import Placing, sampling_decoder
+from jaxrl_llm.structs import Array, Batch, PyTree
+
+
+def routing_agreement(model: Decoder, params: PyTree, batch: Batch, mesh: Mesh) -> float:
+    """Returns the share of layers and trained tokens for which the decode loop and the scoring choose the same experts.
+
+    The completions of the batch run through the decode loop of the in-JAX engine once more.
+    """
+    sampler = sampling_decoder(model, mesh)
+    jit = partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
+    scored = jit(partial(_scored, model))(params, batch)
+    decoded = jit(partial(_decoded, sampler))(Placing(sampler, mesh)(params), batch)
+    return float(jit(_agreement)(scored, decoded, batch.loss_mask))
+
+
+def _scored(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
+    """The experts [L, B, G, C, chosen] of the trainer's pass."""
+    mask = batch.completion_mask
+    rows = batch.completions, jnp.broadcast_to(jnp.arange(mask.shape[-1])[None, None], mask.shape), mask.astype(int)
+    return model.forward(params, batch.prompts, batch.prompt_mask, *rows, lambda routing: routing.chosen)[2]
+
+
+def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
+    """The experts [L, B, G, C, chosen] of the decode loop."""
+    cfg, (b, g, c) = model.cfg, batch.completions.shape
+    _, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
+    zeros = jnp.zeros((b, cfg.kv_heads, g, c, cfg.head_dim), cfg.dtype)
+
+    def step(cache: Any, given: tuple[Array, Array]) -> tuple[Any, jax.Array]:
+        _, cache, chosen = model.decode_and_route(params, *given, cache, prefix, batch.prompt_mask)
+        return cache, jnp.stack(chosen)[:, :, :, 0]
+
+    cache = [KeyValue(zeros, zeros)] * cfg.layers
+    _, chosen = jax.lax.scan(step, cache, (jnp.moveaxis(batch.completions, 2, 0), jnp.arange(c)))
+    return jnp.moveaxis(chosen, 0, 3)
+
+
+def _agreement(one: Array, other: Array, mask: Array) -> jax.Array:
+    same = jnp.all(jnp.sort(one, axis=-1) == jnp.sort(other, axis=-1), axis=-1)
+    return jnp.mean(same, where=jnp.broadcast_to(mask[None], same.shape))

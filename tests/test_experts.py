@@ -1,0 +1,377 @@
+"""Models with experts: their products, routing and load, in all paths, on meshes and in micro-batches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_collectives
+import tiny
+
+from jaxrl_llm import compatibility, sharding
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
+from jaxrl_llm.algorithms.kl import k3
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.config import checks
+from jaxrl_llm.config import load as configs
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner import forward, optim, update
+from jaxrl_llm.learner.packing import pack
+from jaxrl_llm.models import experts, grouped, hf
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.experts import Mixture
+from jaxrl_llm.plan.flops import flops
+from jaxrl_llm.rollout import routing
+from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.structs import Batch, Prompts
+
+ROOT = Path(__file__).parent.parent
+REFERENCES = ROOT / "tests" / "references"
+EXPERTS, CHOSEN, WIDTH = 8, 2, 16
+CONFIG = replace(tiny.CONFIG, mixture=Mixture(EXPERTS, CHOSEN, True), mlp_width=WIDTH)
+SIZES = ([10, 0, 25, 5], [0, 3, 0, 20], [0, 0, 0, 0], [40, 0, 0, 0])
+
+
+# ---- grouped products
+
+
+def each_row(rows, kernels, sizes):
+    """Every row times the kernel of its group, one after the other; 0 after the last group."""
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    made = [rows[m] @ kernels[g] for m, g in enumerate(group)]
+    return jnp.stack([*made, *[jnp.zeros(kernels.shape[2])] * (len(rows) - len(made))])
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_grouped_product_and_its_gradients_are_those_of_each_row_alone(sizes):
+    rng = np.random.default_rng(0)
+    arrays = jnp.asarray(rng.normal(size=(40, 6)), jnp.float32), jnp.asarray(rng.normal(size=(4, 6, 9)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(40, 9)), jnp.float32)
+
+    def value(product, rows, kernels):
+        out = product(rows, kernels, jnp.asarray(sizes, jnp.int32))
+        return jnp.sum(out * weights), out
+
+    for product in (grouped.grouped_matmul, lambda rows, kernels, _: each_row(rows, kernels, sizes)):
+        (_, out), gradients = jax.jit(jax.value_and_grad(partial(value, product), (0, 1), has_aux=True))(*arrays)
+        expected = (out, *gradients) if product is grouped.grouped_matmul else expected
+        for one, other in zip((out, *gradients), expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_blocks_compute_what_the_instruction_of_a_tpu_computes():
+    rng = np.random.default_rng(0)
+    rows, more, kernels = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((70, 6), (70, 9), (3, 6, 9)))
+    sizes = jnp.asarray([33, 0, 37], jnp.int32)
+    by_blocks = grouped._by_blocks(rows, kernels, sizes, precision=None)
+    np.testing.assert_allclose(by_blocks, jax.lax.ragged_dot(rows, kernels, sizes), atol=1e-5)
+    of_kernels = grouped._of_kernels_by_blocks(rows, more, sizes, precision=None)
+    on_tpu = jax.lax.ragged_dot_general(rows, more, sizes, grouped._OF_KERNELS)
+    np.testing.assert_allclose(of_kernels, on_tpu, atol=1e-4)
+
+
+# ---- a layer
+
+
+def layer(normalized=True):
+    """A layer of experts, and its parameters as NumPy arrays."""
+    from flax import nnx
+
+    cfg = replace(CONFIG, mixture=Mixture(EXPERTS, CHOSEN, normalized))
+    made = experts.Experts(cfg, cfg.mixture, jax.nn.silu, None, rngs=nnx.Rngs(0))
+    for part in (made.router, made.gate, made.up, made.down):
+        part.kernel[...] = part.kernel[...] * 20
+    return made, {name: np.asarray(getattr(made, name).kernel[...]) for name in ("router", "gate", "up", "down")}
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_token_gets_the_weighted_sum_of_the_experts_that_it_chooses(normalized):
+    made, params = layer(normalized)
+    x = np.random.default_rng(1).normal(size=(2, 3, 5, CONFIG.width)).astype(np.float32)
+    out, routed = jax.jit(made.__call__)(jnp.asarray(x))
+    for at in np.ndindex(x.shape[:-1]):
+        logits = x[at] @ params["router"]
+        p = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+        best = np.argsort(-p)[:CHOSEN]
+        share = p[best] / p[best].sum() if normalized else p[best]
+        expected = 0
+        for e, weight in zip(best, share, strict=True):
+            gate = x[at] @ params["gate"][e]
+            expected += weight * ((gate / (1 + np.exp(-gate)) * (x[at] @ params["up"][e])) @ params["down"][e])
+        assert set(best) == set(np.asarray(routed.chosen[at]).tolist())
+        np.testing.assert_allclose(routed.probabilities[at], p, atol=1e-6)
+        np.testing.assert_allclose(out[at], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_keeps_its_experts_when_all_tokens_choose_the_same_ones():
+    made, _ = layer()
+    x = jnp.broadcast_to(jnp.asarray(np.random.default_rng(1).normal(size=CONFIG.width)), (1, 1, 300, CONFIG.width))
+    out, alone = (jax.jit(made.__call__)(x[:, :, :n])[0][0, 0] for n in (300, 1))
+    np.testing.assert_allclose(out, np.broadcast_to(alone, out.shape), atol=1e-5)
+
+
+# ---- load
+
+
+def restated(chosen, probabilities):
+    """E sum_e f_e P_e, averaged over layers, token by token; chosen [L, M, k], probabilities [L, M, E]."""
+    total = 0.0
+    for choices, p in zip(chosen, probabilities, strict=True):
+        f, mean = np.zeros(EXPERTS), np.zeros(EXPERTS)
+        for own, probability in zip(choices, p, strict=True):
+            f[own] += 1 / len(choices)
+            mean += probability / len(choices)
+        total += EXPERTS * (f * mean).sum() / len(chosen)
+    return total
+
+
+def test_load_and_its_loss_are_those_of_the_trained_tokens_alone():
+    model, params = tiny.model_and_params(CONFIG)
+    batch = tiny.batch()
+    trained = batch.completion_mask & (np.arange(tiny.C) != 1)
+    rows = batch.completions, np.broadcast_to(np.arange(tiny.C), trained.shape), batch.completion_mask.astype(int)
+    run = jax.jit(partial(model.forward, collect=lambda routed: routed))
+    *_, routed = run(params, batch.prompts, batch.prompt_mask, *rows)
+    chosen, p = np.asarray(routed.chosen)[:, trained], np.asarray(routed.probabilities)[:, trained]
+    load = jax.jit(partial(forward.completion_logprobs_and_load, model, sampling=Sampling()))
+    _, found = load(params, replace(batch, loss_mask=trained))
+    assert balance_loss(found, found) == pytest.approx(restated(chosen, p), rel=1e-5)
+    counts = np.stack([np.bincount(c.reshape(-1), minlength=EXPERTS) for c in chosen])
+    np.testing.assert_array_equal(found.choices, counts)
+    metrics = load_metrics(found)
+    assert metrics["router/busiest"] == pytest.approx((counts.max(1) / counts.mean(1)).mean(), rel=1e-5)
+    assert metrics["router/unused"] == pytest.approx((counts == 0).sum(1).mean())
+    assert metrics["router/entropy"] == pytest.approx(-(p * np.log(p)).sum(-1).mean(), rel=1e-4)
+    other = replace(batch, loss_mask=trained, completions=np.where(batch.completion_mask, batch.completions, 7))
+    jax.tree.map(np.testing.assert_array_equal, load(params, other)[1], found)  # other padding
+
+
+def test_an_even_load_costs_as_much_as_the_experts_of_a_token_and_a_collapsed_one_more():
+    def cost(choices, probabilities):
+        load = Load(*(jnp.asarray([x], jnp.float32) for x in (8, choices, probabilities, 0)))
+        return float(balance_loss(load, load))
+
+    assert cost([4, 4, 4, 4], [2, 2, 2, 2]) == pytest.approx(2)
+    assert cost([8, 8, 0, 0], [4, 4, 0, 0]) == pytest.approx(4)
+    assert cost([16, 0, 0, 0], [8, 0, 0, 0]) == pytest.approx(8)
+
+
+@cache
+def gradient(shape=(1, 1, 1), microbatch=0, packed=(), **changes):
+    """Gradient and metrics of an update with a load-balance loss, on the host."""
+    mesh, config = tiny.mesh_of(shape), replace(CONFIG, **changes)
+    _, params = tiny.model_and_params(config)
+    objective = update.policy_objective(Decoder(config, mesh), losses.ppo_clip(), Sampling(), kl=k3, routed=True)
+    aggregate = partial(losses.aggregation_weights, mode="token_mean")
+    of = jax.jit(update.make_gradient(objective, mesh, microbatch, aggregate=aggregate, dtype="float32"))
+    whole = tiny.batch()
+    if packed:
+        whole = replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), tiny.C, packed))
+    placed = jax.device_put(params, sharding.shardings(params, mesh)), sharding.shard_batch(whole, mesh)
+    return sharding.to_host(of(*placed, {"kl/coef": 0.1, "router/balance_coef": 0.1}))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(microbatch=2, packed=(2, 10)),
+        dict(row_parts=2, remat="dots", shape=(1, 1, 3)),  # 3 devices cannot split the experts
+        dict(shape=(2, 2, 2), microbatch=4),
+    ],
+    ids=str,
+)
+def test_micro_batches_parts_and_meshes_change_neither_the_gradient_nor_the_load(how):
+    (whole, expected), (found, metrics) = gradient(), gradient(**how)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        assert np.abs(one - other).max() <= 1e-4 * np.abs(other).max()
+    assert {name for name in metrics if "router/" in name} == {
+        "router/balance", "router/busiest", "router/entropy", "router/unused",
+    }  # fmt: skip
+    for name in expected:
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+def test_the_gradient_of_the_load_balance_loss_is_that_of_the_mean_probabilities():
+    model, params = tiny.model_and_params(CONFIG)
+    nothing = lambda logprobs, batch: (jnp.zeros_like(logprobs), {})  # noqa: E731
+    objective = update.policy_objective(model, nothing, Sampling(), routed=True)
+    of = update.make_gradient(objective, tiny.mesh_of((1, 1, 1)), 4, aggregate=lambda mask: mask, dtype="float32")
+    found, _ = jax.jit(of)(params, tiny.batch(), {"router/balance_coef": 0.1})
+    # Of the last layer: the experts of the layers before it stay.
+    router = np.zeros((CONFIG.layers, CONFIG.width, EXPERTS), np.float32)
+    router[-1] = np.random.default_rng(0).normal(size=router.shape[1:])
+
+    @jax.jit
+    def load(step):
+        moved = jax.tree.map(lambda x: x, params)
+        kernel = moved["layers"]["experts"]["router"]["kernel"]
+        moved["layers"]["experts"]["router"]["kernel"] = kernel + step * router
+        return forward.completion_logprobs_and_load(model, moved, tiny.batch(), Sampling())[1]
+
+    still, ahead, behind = load(0.0), load(1e-2), load(-1e-2)
+    numeric = (balance_loss(ahead, still) - balance_loss(behind, still)) / 2e-2  # f stays
+    along = np.sum(found["layers"]["experts"]["router"]["kernel"] * router)
+    assert along == pytest.approx(0.1 * float(numeric), rel=0.02)
+
+
+def test_without_a_coefficient_there_is_no_load_balance_loss():
+    made = update.policy_objective(tiny.model_and_params(CONFIG)[0], losses.ppo_clip(), Sampling(), routed=True)
+    batch, mesh = tiny.batch(), tiny.mesh_of((1, 1, 1))
+    assert update.whole_load(made, {}, batch, {}, microbatch=2, mesh=mesh) is None
+
+
+# ---- sampler and trainer
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_sampler_and_trainer_agree_on_log_probabilities_and_experts(mesh):
+    mesh = tiny.mesh_of(mesh)
+    model, params = Decoder(CONFIG, mesh), tiny.model_and_params(CONFIG, scale=3.0)[1]
+    params = jax.device_put(params, sharding.shardings(params, mesh))
+    sampler = Sampler(model, mesh, max_completion_tokens=8, stop_ids=(3,), pad_id=0)
+    sampler.update_weights(params)
+    given = Prompts(*tiny.prompts(), [], np.arange(tiny.B))
+    rollouts = sampler.generate(given, jax.random.key(0), group_size=tiny.G, sampling=Sampling())
+    batch = Batch(*tiny.prompts(), rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
+    batch = sharding.shard_batch(batch, mesh)
+    scored, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))(params, batch)
+    np.testing.assert_allclose(rollouts.logprobs, scored, atol=1e-5)
+    assert routing.routing_agreement(model, params, batch, mesh) == 1.0
+
+
+def test_experts_agree_in_any_order_and_only_trained_tokens_count():
+    one = jnp.asarray([[0, 1], [2, 3], [4, 5], [6, 7]]).reshape(1, 1, 1, 4, 2)
+    other = jnp.asarray([[1, 0], [2, 4], [4, 5], [0, 1]]).reshape(1, 1, 1, 4, 2)
+    mask = jnp.asarray([True, True, True, False]).reshape(1, 1, 4)
+    assert routing._agreement(one, other, mask) == pytest.approx(2 / 3)
+
+
+def test_the_router_of_the_sampler_stays_in_float32():
+    model = Decoder(replace(CONFIG, dtype="bfloat16"))
+    used = model.as_used(model.init(jax.random.key(0)))["layers"]["experts"]
+    assert used["router"]["kernel"].dtype == "float32" and used["gate"]["kernel"].dtype == "bfloat16"
+
+
+# ---- what devices send, and what a step costs
+
+WIDE = replace(test_collectives.CONFIG, mixture=Mixture(16, CHOSEN, True), mlp_width=4096)
+
+
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_a_device_gathers_only_its_own_experts_and_no_tokens_of_others(mesh):
+    lowered = test_collectives.lower("update", WIDE, tiny.mesh_of(mesh), test_collectives.SIZES)
+    found = test_collectives.collectives(lowered.compile().as_text())
+    in_layers = [c for c in found if WIDE.layers in c.loops and c.kind == "all-gather"]
+    own = 16 // mesh[2] * WIDE.width * WIDE.mlp_width * 4  # a stack of kernels
+    assert sum(c.bytes == own for c in in_layers) == 6  # gate, up and down, forward and backward
+    assert all(c.bytes == own or c.bytes <= 2 * WIDE.width**2 * 4 for c in in_layers)
+
+
+def test_operations_and_parameters_are_those_of_the_chosen_experts():
+    made, _ = layer()
+    tokens = 64
+    traced = jax.jit(lambda x: made(x)[0]).trace(jnp.ones((1, 1, tokens, CONFIG.width)))
+    each = 2 * CONFIG.width * WIDTH * 3
+    assert flops(traced) == tokens * (CHOSEN * each + 2 * CONFIG.width * EXPERTS)
+    model = Decoder(CONFIG)
+    of_one = 3 * CONFIG.width * WIDTH * CONFIG.layers
+    assert model.size() - model.size(active=True) == (EXPERTS - CHOSEN) * of_one
+
+
+@pytest.mark.slow
+def test_a_layer_and_its_gradient_compile_for_a_tpu_without_a_copy_of_the_rows_for_each_expert():
+    pytest.importorskip("libtpu", reason="pip install 'jax[tpu]' to compile for TPUs")
+    from jaxrl_llm.plan.chips import topology
+
+    mesh = sharding.mesh_over(topology("v5e:2x2")[1], data=1, fsdp=2, tensor=2)
+    model = Decoder(replace(CONFIG, mixture=Mixture(32, 4, True), width=512, mlp_width=256, dtype="bfloat16"), mesh)
+    given = jax.ShapeDtypeStruct((8, 1, 2048, 512), jnp.bfloat16, sharding=jax.NamedSharding(mesh, sharding.BATCH))
+    params = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        model.shapes(), sharding.shardings(model.shapes(), mesh),
+    )  # fmt: skip
+
+    def loss(params, x):
+        block = model._block(jax.tree.map(lambda leaf: leaf[0], params["layers"]))
+        return jnp.sum(block.experts(x)[0].astype(jnp.float32) ** 2)
+
+    compiled = jax.jit(jax.grad(loss)).lower(params, given).compile()
+    rows = 4 * 2048 * 4 * 512 * 2  # bytes of a device's tokens, once for each expert that they choose
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * rows  # dense: 16 experts of a device, several times
+
+
+# ---- settings
+
+
+def configured(name, tmp_path, **changes):
+    folder = shutil.copytree(REFERENCES / name, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not ...}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers is [0]: only models with experts in all layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2: only models with experts in all"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, num_local_experts 6"),
+        ("qwen3_moe", {"moe_intermediate_size": ...}, "no 'moe_intermediate_size'"),
+        ("mixtral", {"num_local_experts": "8"}, "num_local_experts is '8', and must be a number"),
+        ("mixtral", {"num_local_experts": ...}, "no 'num_local_experts'"),
+    ],
+)
+def test_what_a_model_with_experts_cannot_be_is_refused_by_its_name(name, changes, said, tmp_path):
+    with pytest.raises(UserError) as caught:
+        hf.load_model(configured(name, tmp_path, **changes))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_number_of_experts_is_read_by_its_name_in_old_and_new_files(tmp_path):
+    old = configured("qwen3_moe", tmp_path, num_local_experts=..., num_experts=6)
+    assert hf.load_model(old).cfg == hf.load_model(REFERENCES / "qwen3_moe").cfg
+
+
+def test_settings_of_the_router_are_for_models_with_experts_and_not_negative():
+    recipe = ROOT / "configs" / "recipes" / "qwen3_30b_a3b_gsm8k.py"
+    config = configs.load(recipe)
+    compatibility.check_router(config, CONFIG)
+    with pytest.raises(UserError, match=r"config.router is for a model with experts, and .* has none"):
+        compatibility.check_router(config, tiny.CONFIG)
+    config.router.balance_coef = -1.0
+    with pytest.raises(UserError, match=r"config.router.balance_coef is -1.0"):
+        checks.check_train(config.lock())
+
+
+def test_the_coefficient_of_the_load_balance_loss_is_there_only_if_it_is_above_0():
+    config = configs.load(ROOT / "configs" / "recipes" / "qwen3_30b_a3b_gsm8k.py")
+    config.router.balance_coef = 0.0
+    assert optim.router_coefficients(config) == {}
+    config.router.balance_coef = 0.01
+    assert list(optim.router_coefficients(config)) == ["router/balance_coef"]
+    assert optim.router_coefficients(configs.load(ROOT / "configs" / "grpo.py")) == {}
+
+
+# ---- transformers itself
+
+
+@pytest.mark.parity
+def test_with_one_layer_the_load_balance_loss_is_that_of_transformers():
+    torch = pytest.importorskip("torch")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    rng = np.random.default_rng(0)
+    logits, mask = rng.normal(size=(4 * 7, EXPERTS)).astype(np.float32), rng.random((4, 7)) < 0.7
+    theirs = load_balancing_loss_func((torch.tensor(logits),), EXPERTS, CHOSEN, torch.tensor(mask))
+    probabilities = jax.nn.softmax(jnp.asarray(logits))
+    routed = experts.Routing(probabilities, jax.lax.top_k(probabilities, CHOSEN)[1])
+    load = jax.tree.map(lambda x: x[None], forward._load(jnp.asarray(mask.reshape(-1)), routed))
+    assert balance_loss(load, load) == pytest.approx(float(theirs), rel=1e-5)
