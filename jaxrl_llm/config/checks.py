@@ -8,8 +8,8 @@ from types import ModuleType
 
 from jaxrl_llm import envs, rewards
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.combinations import check_algorithm, check_health, check_rollout, check_turns
-from jaxrl_llm.config.fields import CRITIC, FROZEN, SFT, TRAIN, TURNS
+from jaxrl_llm.config.combinations import check_algorithm, check_health, check_lora, check_rollout, check_turns
+from jaxrl_llm.config.fields import CRITIC, FROZEN, LORA, SFT, TRAIN, TURNS
 from jaxrl_llm.config.names import required_inputs, resolve
 from jaxrl_llm.config.no_effect import check_no_effect_shared
 from jaxrl_llm.config.schema import Field, check_fields, names_that_may_change
@@ -46,15 +46,20 @@ def named(config: Config) -> dict[str, ModuleType]:
 def train_fields(config: Config) -> dict[str, Field]:
     """Returns the fields of a `train` config, including those of its optional sections."""
     fields = TRAIN | (CRITIC if "critic" in config else {}) | (TURNS if "env" in config else {})
-    for section, more in FROZEN.items():
+    for section, more in (FROZEN | {"lora": LORA}).items():
         fields = fields | (more if section in config else {})
     return fields
+
+
+def sft_fields(config: Config) -> dict[str, Field]:
+    """Returns the fields of an `sft` config, including those of its optional section."""
+    return SFT | (LORA if "lora" in config else {})
 
 
 def may_change(config: Config) -> set[str]:
     """Returns the fields of a checked config that a resumed run may change."""
     if "loss" not in config:
-        return names_that_may_change(config, SFT, {})
+        return names_that_may_change(config, sft_fields(config), {})
     return names_that_may_change(config, train_fields(config), named(config))
 
 
@@ -124,7 +129,7 @@ def check_schedule(config: Config, section: Config, name: str) -> None:
 
 def check_sft(config: Config) -> Totals:
     """Checks an `sft` config as a whole and returns its totals. Raises: UserError, naming the field."""
-    check_fields(config, SFT, {})
+    check_fields(config, sft_fields(config), {})
     check_shared(config, config.prompts_per_step)
     width, heads, kv_heads = (config.model[f] for f in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     new = not config.model.path
@@ -160,6 +165,8 @@ def check_shared(config: Config, prompts_per_update: int) -> None:
             resolve(config[field].convert, tasks, f"config.{field}.convert")
     check_no_effect_shared(config)
     check_health(config)
+    if "lora" in config:
+        check_lora(config)
     if config.eval.every:
         resolve(config.eval.function, rewards, "config.eval.function")
     if config.log.wandb_project and not find_spec("wandb"):

@@ -50,8 +50,10 @@ def check_no_effect(config: Config, required: tuple[str, ...], updates: int) -> 
             (
                 "host_memory.reference",
                 False,
-                no_place and "teacher" not in config,
-                "there is no reference and no teacher",
+                (no_place or "lora" in config) and "teacher" not in config,
+                "there is no teacher, and no reference beside the base"
+                if "lora" in config
+                else "there is no reference and no teacher",
             ),
             ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),
             ("kl.horizon", 10_000, not k.target, "kl.target is 0"),

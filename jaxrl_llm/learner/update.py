@@ -26,11 +26,18 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 
 
+class Base(NamedTuple):
+    """The parameters of a model that do not learn, beside those that do. Without any, all parameters learn."""
+
+    params: PyTree = None  # arrays, or shapes with shardings
+    combine: Callable[[PyTree, PyTree], PyTree] = lambda base, learned: learned  # -> all parameters
+
+
 @dataclass(frozen=True)
 class Learner:
     """A model in training. The loop holds its TrainState."""
 
-    update_step: jax.stages.Wrapped  # (state, batch, rows) -> state, metrics; donates the state
+    update_step: jax.stages.Wrapped  # (state, batch, rows, base) -> state, metrics; donates the state
     shapes: TrainState  # shapes, dtypes and shardings of the state
     init: Callable[[], TrainState]  # returns the state at step 0
     coefficients: Callable[[TrainState], Metrics]  # state -> coefficients of the next update
@@ -38,6 +45,11 @@ class Learner:
     prefix: str = ""  # prefix of its metric names
     frozen_steps: int = 0  # first steps of the run, in which it does not learn
     lowers: Lowers | None = None  # what a rollback makes of its learning rate
+    base: Base = Base()  # what does not learn; its TrainState holds only what learns
+
+    def whole(self, state: TrainState) -> PyTree:
+        """Returns all parameters of the model. Copies nothing; shapes are enough."""
+        return self.base.combine(self.base.params, state.params)
 
     def compile(self, state: TrainState, batch: Batch, rows: Array) -> jax.stages.Compiled:
         """Compiles the update for batches of this shape. Of all arguments, shapes are enough."""
@@ -45,12 +57,12 @@ class Learner:
 
     def described(self, text: str, state: TrainState, batch: Batch, rows: Array) -> Program:
         """Returns what `update` runs for batches of this shape. Of all arguments, shapes are enough."""
-        trace = partial(self.update_step.trace, state, batch, rows)
-        return Program("update", f"the {self.prefix}update{text}", trace, REMEDY, state)
+        trace = partial(self.update_step.trace, state, batch, rows, self.base.params)
+        return Program("update", f"the {self.prefix}update{text}", trace, REMEDY, (state, self.base.params))
 
     def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step on batch[rows]. Donates the state."""
-        state, metrics = self.update_step(sharding.move(state, sharding.DEVICE), batch, rows)
+        state, metrics = self.update_step(sharding.move(state, sharding.DEVICE), batch, rows, self.base.params)
         return state, {f"{self.prefix}{name}": x for name, x in metrics.items()}
 
     def after_rollback(self, state: TrainState, rollbacks: int) -> TrainState:
@@ -76,7 +88,7 @@ def coefficients(optimizer: Optimizer, coef_state: PyTree) -> Metrics:
 
 
 Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, Metrics]]
-GradientFn: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[PyTree, Metrics]]
+GradientFn: TypeAlias = Callable[[PyTree, Batch, Metrics, PyTree], tuple[PyTree, Metrics]]
 
 
 def policy_objective(
@@ -144,13 +156,18 @@ def make_learner(
     *,
     microbatch: int,
     aggregate: Callable[[Array], Array],
+    base: Base = Base(),
 ) -> Learner:
-    """Returns a learner. params() gives its first parameters, of these shapes; for the rest, see `make_update_step`."""
+    """Returns a learner. params() gives the first values of the parameters that learn, of these shapes.
+
+    base: the parameters that do not learn. For the rest, see `make_update_step`.
+    """
     abstract, placed = abstract_state(shapes, optimizer, mesh)
-    step = make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
+    how = dict(aggregate=aggregate, combine=base.combine)
+    step = make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, **how)
     now = jax.jit(lambda state: coefficients(optimizer, state.coef_state))
-    gradient = partial(make_gradient, objective, mesh, aggregate=aggregate, dtype=optimizer.gradient_dtype)
-    return Learner(step, abstract, lambda: init_state(params(), optimizer, mesh)[0], now, gradient)
+    gradient = partial(make_gradient, objective, mesh, dtype=optimizer.gradient_dtype, **how)
+    return Learner(step, abstract, lambda: init_state(params(), optimizer, mesh)[0], now, gradient, base=base)
 
 
 def make_update_step(
@@ -161,22 +178,24 @@ def make_update_step(
     *,
     microbatch: int,
     aggregate: Callable[[Array], Array],
+    combine: Callable[[PyTree, PyTree], PyTree] = Base().combine,
 ) -> jax.stages.Wrapped:
-    """Returns `update_step(state, batch, rows) -> state, metrics`: one optimizer step on batch[rows].
+    """Returns `update_step(state, batch, rows, base) -> state, metrics`: one optimizer step on batch[rows].
 
-    It is jitted over the mesh, donates the state, and scans over micro-batches of `microbatch` prompts (0: all at
+    base: the parameters of `Base`, which are neither donated nor differentiated. The step is jitted over the mesh, donates the state, and scans over micro-batches of `microbatch` prompts (0: all at
     once). Every `microbatch` gives the same gradient, to rounding. aggregate maps the loss mask to weights, as
     `aggregation_weights` does. Metrics are means over the trained tokens of the whole update; *_max and *_min are
     maxima and minima.
     """
 
-    gradient = make_gradient(objective, mesh, microbatch, aggregate=aggregate, dtype=optimizer.gradient_dtype)
+    how = dict(aggregate=aggregate, dtype=optimizer.gradient_dtype, combine=combine)
+    gradient = make_gradient(objective, mesh, microbatch, **how)
 
-    def update_step(state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
+    def update_step(state: TrainState, batch: Batch, rows: Array, base: PyTree = None) -> tuple[TrainState, Metrics]:
         place = NamedSharding(mesh, sharding.BATCH)
         batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], place), batch)
         coefs = coefficients(optimizer, state.coef_state)
-        grads, metrics = gradient(state.params, batch, coefs)
+        grads, metrics = gradient(state.params, batch, coefs, base)
 
         metrics |= coefs | {"grad_norm": optax.global_norm(grads)}
         # Without a trained token, momentum would still move the parameters. With NaN, the optimizer skips the update.
@@ -208,20 +227,26 @@ def make_update_step(
 
 
 def make_gradient(
-    objective: Objective, mesh: Mesh, microbatch: int, *, aggregate: Callable[[Array], Array], dtype: str
+    objective: Objective,
+    mesh: Mesh,
+    microbatch: int,
+    *,
+    aggregate: Callable[[Array], Array],
+    dtype: str,
+    combine: Callable[[PyTree, PyTree], PyTree] = Base().combine,
 ) -> GradientFn:
-    """Returns `gradient(params, batch, coefs) -> gradient, metrics` of the whole batch, for use inside a program.
+    """Returns `gradient(params, batch, coefs, base) -> gradient, metrics` of the whole batch, for use inside a program.
 
-    microbatch: prompts at a time, 0: all. dtype: of the sum over micro-batches.
+    microbatch: prompts at a time, 0: all. dtype: of the sum over micro-batches. combine, base: of `Base`.
     """
 
-    def gradient(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[PyTree, Metrics]:
+    def gradient(params: PyTree, batch: Batch, coefs: Metrics, base: PyTree = None) -> tuple[PyTree, Metrics]:
         # Before the split into micro-batches, because the denominators count the whole update.
         weights = aggregate(batch.loss_mask)
         shares = aggregation_weights(batch.loss_mask, mode="token_mean")
 
         def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
-            per_token, metrics = objective(params, part, coefs)
+            per_token, metrics = objective(combine(base, params), part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
             shares = jnp.where(part.loss_mask, shares, 0.0)  # a part of a group counts only its own tokens
             return total, {name: reduce(name, x, shares) for name, x in metrics.items()} | {"loss/total": total}

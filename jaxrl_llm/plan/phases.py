@@ -120,14 +120,16 @@ def make_plan(
     folder = hf.find(config.model.path, weights=False)
     models = describe_models(config, totals, mesh, folder, weights=False)
     frozen = {name: _frozen(models, name) for name in FROZEN if name in models.others}
-    learning = make_learning(models, lambda: None, frozen)
-    states = learning.all_states() | {name: other.params for name, other in frozen.items()}
+    base = {"base": _placed(models.model.shapes(), models.model, mesh)} if models.lora else {}
+    learning = make_learning(models, lambda: None, frozen, base.get("base"))
+    states = learning.all_states() | {name: other.params for name, other in frozen.items()} | base
+    policy = learning.learners["policy"]
     book, phases = Book(), list[Phase]()
     packing = make_packing(models, learning, book)
     lengths = np.full((config.prompts_per_step, config.group_size), config.rollout.max_completion_tokens)
     shape = packing(lengths, width).shape[1:]
     sampler = _sampler(models, book)
-    copy = sampler.resident(states["policy"].params)
+    copy = sampler.resident(policy.whole(policy.shapes))
     holds = _holds(_on_chips(states, config), copy, models)
     if sum(holds.values()) > most:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
@@ -190,8 +192,8 @@ def _programs(
     """Yields the programs of a step: of the decode loops, the largest. Another engine samples elsewhere."""
     config = models.config
     batch = dict(prompts=config.prompts_per_step, width=width, group=config.group_size, sampling=learning.sampling)
-    params = learning.learners["policy"].shapes.params
-    of_sampler = sampler.programs(params, **batch, episodes="env" in config)
+    policy = learning.learners["policy"]
+    of_sampler = sampler.programs(policy.whole(policy.shapes), **batch, episodes="env" in config)
     for program in of_sampler if engines.choose(config).in_trainer else ():
         yield program
         if program.phase == "decoding":
@@ -247,7 +249,7 @@ def _traffic(program: Program, compiled: jax.stages.Compiled, turns: int, models
     gathered = 2 * chip_bytes(copy)
     if program.phase == "scoring":
         return turns * gathered
-    gradients = 2 * chip_bytes(program.states.params)
+    gradients = 2 * chip_bytes(program.states[0].params)
     return turns * (3 * gathered + gradients) + used.argument_size_in_bytes + used.output_size_in_bytes
 
 
