@@ -25,7 +25,7 @@ from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.critic import make_critic
 from jaxrl_llm.learner.packing import Packing, packed_shapes
 from jaxrl_llm.learner.scorers import FROZEN, Frozen, Scorer, States, make_frozen_scorer, make_scorers
-from jaxrl_llm.learner.update import Base, Learner
+from jaxrl_llm.learner.update import ALL_LEARN, Base, Learner
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
@@ -71,7 +71,7 @@ class Parameters(NamedTuple):
 def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree) -> Parameters:
     """Returns what the policy learns: adapters of `base`, or all that params() gives."""
     if not (lora := models.lora):
-        return Parameters(models.model.shapes(), params, Base())
+        return Parameters(models.model.shapes(), params, ALL_LEARN)
     config, mesh = models.config, models.mesh
     first = partial(peft.first_adapters, lora, config.lora.path, config.seed, mesh)
     return Parameters(lora.shapes, first, Base(base, lora.combine))

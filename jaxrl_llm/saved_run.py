@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from ml_collections import ConfigDict
-
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from jaxrl_llm import checkpoint, sharding
 from jaxrl_llm.data.rows import load_rows
@@ -61,7 +60,10 @@ class SavedRun:
         return int(which)
 
     def params(self, step: int, place: Callable[[PyTree], PyTree] | None = None) -> PyTree:
-        """Reads only the parameters that the policy learns, float32. place(shapes) -> shardings; without it, returns NumPy arrays."""
+        """Reads only the parameters that the policy learns, float32.
+
+        place(shapes) -> shardings; without it, returns NumPy arrays.
+        """
         states = self._manager.item_metadata(step)["state"].tree
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states["policy"]["params"])
         whole = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # Orbax skips placeholders

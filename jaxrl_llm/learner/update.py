@@ -33,6 +33,9 @@ class Base(NamedTuple):
     combine: Callable[[PyTree, PyTree], PyTree] = lambda base, learned: learned  # -> all parameters
 
 
+ALL_LEARN = Base()
+
+
 @dataclass(frozen=True)
 class Learner:
     """A model in training. The loop holds its TrainState."""
@@ -45,7 +48,7 @@ class Learner:
     prefix: str = ""  # prefix of its metric names
     frozen_steps: int = 0  # first steps of the run, in which it does not learn
     lowers: Lowers | None = None  # what a rollback makes of its learning rate
-    base: Base = Base()  # what does not learn; its TrainState holds only what learns
+    base: Base = ALL_LEARN  # what does not learn; its TrainState holds only what learns
 
     def whole(self, state: TrainState) -> PyTree:
         """Returns all parameters of the model. Copies nothing; shapes are enough."""
@@ -156,7 +159,7 @@ def make_learner(
     *,
     microbatch: int,
     aggregate: Callable[[Array], Array],
-    base: Base = Base(),
+    base: Base = ALL_LEARN,
 ) -> Learner:
     """Returns a learner. params() gives the first values of the parameters that learn, of these shapes.
 
@@ -178,14 +181,14 @@ def make_update_step(
     *,
     microbatch: int,
     aggregate: Callable[[Array], Array],
-    combine: Callable[[PyTree, PyTree], PyTree] = Base().combine,
+    combine: Callable[[PyTree, PyTree], PyTree] = ALL_LEARN.combine,
 ) -> jax.stages.Wrapped:
     """Returns `update_step(state, batch, rows, base) -> state, metrics`: one optimizer step on batch[rows].
 
-    base: the parameters of `Base`, which are neither donated nor differentiated. The step is jitted over the mesh, donates the state, and scans over micro-batches of `microbatch` prompts (0: all at
+    It is jitted over the mesh, donates the state, and scans over micro-batches of `microbatch` prompts (0: all at
     once). Every `microbatch` gives the same gradient, to rounding. aggregate maps the loss mask to weights, as
-    `aggregation_weights` does. Metrics are means over the trained tokens of the whole update; *_max and *_min are
-    maxima and minima.
+    `aggregation_weights` does. combine is that of `Base`, whose parameters are neither donated nor differentiated.
+    Metrics are means over the trained tokens of the whole update; *_max and *_min are maxima and minima.
     """
 
     how = dict(aggregate=aggregate, dtype=optimizer.gradient_dtype, combine=combine)
@@ -233,7 +236,7 @@ def make_gradient(
     *,
     aggregate: Callable[[Array], Array],
     dtype: str,
-    combine: Callable[[PyTree, PyTree], PyTree] = Base().combine,
+    combine: Callable[[PyTree, PyTree], PyTree] = ALL_LEARN.combine,
 ) -> GradientFn:
     """Returns `gradient(params, batch, coefs, base) -> gradient, metrics` of the whole batch, for use inside a program.
 
