@@ -1,11 +1,13 @@
 """Memory of a run with LoRA against one in which all parameters learn: `python -m benchmarks.lora_memory`.
 
-A model of 27 million parameters and the step of the workload `even` (docs/performance.md), compiled for this device, as
-`plan` does it for a TPU. Nothing runs. A row is one program: what it needs, and what else is in memory with it.
+It needs the tpu extra and no TPU: a model of 27 million parameters and the step of the workload `even`
+(docs/performance.md), compiled by `plan` for one chip. A row is a program: its peak, which is what it needs itself and
+what else is in memory beside it.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,42 +15,43 @@ from typing import Any
 from benchmarks.workloads import WORKLOADS, write
 
 ROOT = Path(__file__).parent.parent
-SIZES = {
+STEP = {
     "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 8, "rollout.max_completion_tokens": 128,
-    "mesh.fsdp": 1, "kl.coef": 0.04,
+    "mesh.fsdp": 1,
 }  # fmt: skip
-CASES: list[dict[str, Any]] = [{"microbatch": 8}, {"microbatch": 1}, {"microbatch": 1, "model.dtype": "bfloat16"}]
+CASES: list[dict[str, Any]] = [{"microbatch": 2}, {"microbatch": 2, "model.dtype": "bfloat16"}, {"microbatch": 8}]
 MIB = 2**20
 
 
 def main() -> None:
-    from jaxrl_llm.config.load import load
-    from jaxrl_llm.plan.phases import make_plan
-    from jaxrl_llm.sharding import make_mesh
-
-    workload = WORKLOADS["even"]
     with TemporaryDirectory() as made:
-        folder = Path(made) / "model"
+        dump = Path(made) / "dump"
+        dump.mkdir()
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"  # as in `plan`
+        from jaxrl_llm.config.load import load
+        from jaxrl_llm.plan.chips import topology
+        from jaxrl_llm.plan.phases import make_plan
+        from jaxrl_llm.sharding import mesh_over
+
+        _, devices = topology("v5e:1x1")
+        workload, folder = WORKLOADS["even"], Path(made) / "model"
         write(workload, folder)
         for case in CASES:
-            peaks = {}
+            peaks: dict[str, dict[str, int]] = {"update": {}, "step": {}}
             for name in ("grpo", "lora"):
                 config = load(ROOT / "configs" / f"{name}.py")
-                config.update_from_flattened_dict(SIZES | {"model.path": str(folder)} | case)
-                plan = make_plan(config.lock(), make_mesh(**config.mesh), workload.prompt_tokens, Path(made))
+                config.update_from_flattened_dict(STEP | {"model.path": str(folder)} | case)
+                plan = make_plan(config.lock(), mesh_over(devices, **config.mesh), workload.prompt_tokens, dump)
                 holds = ", ".join(f"{what} {size / MIB:.0f}" for what, size in plan.holds.items())
-                print(f"\n{name}, {case}; holds, MiB: {holds}")
+                print(f"\n{name}, {case}; a chip holds, MiB: {holds}")
                 for phase in plan.phases:
-                    print(
-                        f"  {phase.peak / MIB:8.0f} MiB = {phase.program / MIB:.0f} + {phase.beside / MIB:.0f}  {phase.name}"
-                    )
-                peaks[name] = {
-                    "update": max(phase.peak for phase in plan.phases if phase.name.startswith("the update")),
-                    "step": max(phase.peak for phase in plan.phases),
-                }
-            for what in ("update", "step"):
-                share = peaks["lora"][what] / peaks["grpo"][what]
-                print(f"{case}: the peak of the {what} with LoRA is {share:.0%} of that of the full run")
+                    parts = f"{phase.program / MIB:.0f} + {phase.beside / MIB:.0f} beside"
+                    print(f"  {phase.peak / MIB:5.0f} MiB = {parts}: {phase.name}", flush=True)
+                peaks["update"][name] = max(x.peak for x in plan.phases if x.name.startswith("the update"))
+                peaks["step"][name] = max(phase.peak for phase in plan.phases)
+            for what, peak in peaks.items():
+                share = peak["lora"] / peak["grpo"]
+                print(f"{case}: the peak of the {what} with LoRA is {share:.0%} of that of the full run", flush=True)
 
 
 if __name__ == "__main__":

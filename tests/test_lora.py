@@ -13,18 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from jax.flatten_util import ravel_pytree
 
 from jaxrl_llm import sharding, train
 from jaxrl_llm.algorithms import losses
-from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.packing import pack
-from jaxrl_llm.models import hf, hf_export, peft
+from jaxrl_llm.models import hf, hf_export, names, peft
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.rollout.weights import Placing
@@ -47,11 +45,15 @@ def drawn(lora: Lora, size: float = 0.3) -> PyTree:
     return jax.tree.unflatten(tree, drawn)
 
 
+def tensors_of(params: PyTree) -> dict[str, np.ndarray]:
+    return dict(hf_export.tensors(params, names.of_family("qwen2"), np.float32))
+
+
 def by_hand(base: PyTree, adapters: PyTree, scale: float) -> PyTree:
     """W + s A B for every kernel with adapters, written down once more."""
     whole = jax.tree.map(lambda x: x, base)
-    for part, names in (("attention", ("query", "key", "value", "output")), ("mlp", ("gate", "up", "down"))):
-        for name in names:
+    for part, kernels in (("attention", ("query", "key", "value", "output")), ("mlp", ("gate", "up", "down"))):
+        for name in kernels:
             of = adapters["layers"].get(part, {}).get(name)
             if of:
                 kernel = whole["layers"][part][name]["kernel"]
@@ -76,7 +78,7 @@ def test_a_policy_with_new_adapters_says_exactly_what_its_base_says(dtype):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("targets", ["_proj", "q_proj|mlp.down"])
+@pytest.mark.parametrize("targets", ["q_proj|mlp.down", pytest.param("_proj", marks=pytest.mark.slow)])
 def test_values_and_gradients_of_adapters_are_those_through_merged_kernels(targets):
     model, params = tiny.model_and_params(scale=2.0)
     lora = lora_of(model, targets=targets)
@@ -120,25 +122,31 @@ def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, pac
 
 @pytest.mark.parametrize(
     ("shape", "microbatch", "packed"),
-    [((1, 1, 1), 2, ()), ((1, 1, 1), 3, (3, 5)), ((1, 2, 2), 0, ()), ((2, 2, 2), 4, (1, 10))],
+    [
+        ((1, 2, 2), 4, (1, 10)),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (((1, 2, 2), 0, ()), ((1, 1, 1), 1, ()), ((2, 2, 2), 0, ()))
+        ),
+    ],
     ids=str,
 )
 def test_micro_batches_and_the_mesh_change_no_adapter(shape, microbatch, packed):
     one, other = one_update(), one_update(shape, microbatch, packed)
-    moved = ravel_pytree(one[0])[0] - ravel_pytree(drawn(one[3]))[0]
-    assert float(jnp.abs(moved).min()) > 0  # all of them learn
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), one[0], drawn(one[3]))
+    assert min(jax.tree.leaves(moved)) > 1e-5  # all of them learn
     for a, b in zip(jax.tree.leaves(one[0]), jax.tree.leaves(other[0]), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(one[1], other[1], rtol=1e-5)
 
 
 def test_an_update_changes_no_number_of_the_base():
-    base, params = one_update((1, 2, 2))[2], tiny.model_and_params()[1]
+    base, params = one_update((1, 2, 2), 4, (1, 10))[2], tiny.model_and_params()[1]
     jax.tree.map(np.testing.assert_array_equal, base, sharding.to_host(params))
 
 
 def test_adapters_are_sharded_as_their_kernels_and_saved_whole(tmp_path):
-    adapters, _, _, lora = one_update((1, 2, 2))
+    adapters, _, _, lora = one_update((1, 2, 2), 4, (1, 10))
     specs = {name: leaf.sharding.spec for name, leaf in adapters["layers"]["mlp"]["down"].items()}
     assert specs == {"lora_a": jax.P(None, "tensor", None), "lora_b": jax.P(None, None, "fsdp")}
     assert adapters["layers"]["attention"]["query"]["lora_a"].sharding.spec == jax.P(None, "fsdp", None)
@@ -146,29 +154,24 @@ def test_adapters_are_sharded_as_their_kernels_and_saved_whole(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, peft.load(tmp_path / "adapter", lora), sharding.to_host(adapters))
 
 
-def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base(capsys):
+def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
     """Of a model that is mostly embedding and head: a gradient of the head would double what is needed."""
-    config = dataclasses.replace(tiny.CONFIG, width=64, mlp_width=512, vocab_size=8192)
-    mesh, model = tiny.mesh_of((1, 1, 1)), Decoder(config, tiny.mesh_of((1, 1, 1)))
-    lora, peaks = lora_of(model), {}
-    size = sum(x.size for x in jax.tree.leaves(model.shapes())) * 4
-    placed = lambda tree: jax.tree.map(  # noqa: E731
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, sharding.shardings(tree, mesh)
-    )
-    for name, shapes, base in (
-        ("full", model.shapes(), update.ALL_LEARN),
-        ("lora", lora.shapes, update.Base(placed(model.shapes()), lora.combine)),
-    ):
-        learner = update.make_learner(
-            update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=k3),
-            tiny.optimizer(more={"kl/coef": tiny.optim.constant(0.1)}), shapes, lambda: None, mesh, microbatch=1,
-            aggregate=partial(losses.aggregation_weights, mode="token_mean"), base=base,
-        )  # fmt: skip
-        memory = learner.compile(learner.shapes, tiny.batch(), jnp.arange(tiny.B)).memory_analysis()
-        peaks[name] = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    print({name: f"{peak / size:.1f} x the parameters" for name, peak in peaks.items()})
-    assert peaks["full"] > 4 * size
-    assert peaks["lora"] < 1.9 * size, capsys.readouterr().out
+    config = dataclasses.replace(tiny.CONFIG, layers=1, vocab_size=65_536)
+    mesh = tiny.mesh_of((1, 1, 1))
+    model = Decoder(config, mesh)
+    lora, size = lora_of(model), sum(x.size for x in jax.tree.leaves(model.shapes())) * 4
+    base = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        model.shapes(), sharding.shardings(model.shapes(), mesh),
+    )  # fmt: skip
+    learner = update.make_learner(
+        update.policy_objective(model, losses.ppo_clip(), Sampling()), tiny.optimizer(), lora.shapes, lambda: None,
+        mesh, microbatch=1, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
+        base=update.Base(base, lora.combine),
+    )  # fmt: skip
+    memory = learner.compile(learner.shapes, tiny.batch(), jnp.arange(tiny.B)).memory_analysis()
+    assert memory.argument_size_in_bytes < 1.1 * size
+    assert memory.temp_size_in_bytes < 1.9 * size, memory
 
 
 def test_the_copy_of_the_sampler_and_the_exported_tensors_are_merged():
@@ -179,15 +182,15 @@ def test_the_copy_of_the_sampler_and_the_exported_tensors_are_merged():
     close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     copy = Placing(model, tiny.mesh_of((1, 2, 2)))(whole)
     jax.tree.map(close, copy, model.unstack(expected))
-    tensors = dict(hf_export.tensors(whole, np.float32))
-    jax.tree.map(close, tensors, dict(hf_export.tensors(expected, np.float32)))
-    assert {name: tensor.shape for name, tensor in tensors.items()} == hf_export.shapes(whole)
+    jax.tree.map(close, tensors := tensors_of(whole), tensors_of(expected))
+    shapes = hf_export.shapes(whole, names.of_family("qwen2"))
+    assert {name: tensor.shape for name, tensor in tensors.items()} == shapes
 
 
 def config_of(**changes: object):
     config = configs.load(ROOT / "configs" / "lora.py")
     short = {
-        "num_steps": 4, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 4, "group_size": 4,
+        "num_steps": 4, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4,
         "eval.every": 0, "checkpoint.every": 2, "checkpoint.keep": 9, "log.tensorboard": False, "lora.rank": 2,
         "log.completions_every": 0, "health.self_test": False, "mesh.fsdp": 2, "mesh.tensor": 2,
     }  # fmt: skip
@@ -203,7 +206,7 @@ def numbers(workdir: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A run of two updates a step on a mesh of four devices."""
+    """A run on a mesh of four devices."""
     workdir = tmp_path_factory.mktemp("whole") / "run"
     for _ in train.steps(config_of(), workdir):
         pass
@@ -211,7 +214,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 def test_the_kl_of_the_first_step_is_exactly_0_and_a_checkpoint_holds_no_base(whole):
-    assert numbers(whole)[0]["kl/ref"] < 1e-5  # of two updates: 0, and after one
+    assert [record["kl/ref"] > 0 for record in numbers(whole)] == [False, True, True, True]
     saved = jax.tree.leaves(SavedRun(whole).params(4))
     kernels = 14 * 4 * 128 * 2  # kernels with a side of the width in 4 layers, rank 2
     assert kernels / 2 < sum(leaf.size for leaf in saved) < 4 * kernels
@@ -243,24 +246,23 @@ def test_the_folders_of_a_run_are_base_plus_adapters(whole):
         jax.tree.map(close, hf.load_params(whole / "hf", model, mesh), expected)
         jax.tree.map(np.testing.assert_array_equal, peft.load(whole / "adapter", lora), adapters)
         read = run.policy(4, folder, model, mesh)
-        jax.tree.map(close, dict(hf_export.tensors(read, np.float32)), dict(hf_export.tensors(expected, np.float32)))
+        jax.tree.map(close, tensors_of(read), tensors_of(expected))
 
 
 @pytest.mark.slow
 def test_a_run_from_a_folder_of_peft_begins_with_it_and_stays_near_it(whole, tmp_path):
     """Its reference has these adapters, also when it is resumed."""
-    changes = {"lora.path": whole / "adapter", "prompts_per_update": 8, "optim.learning_rate": 1e-30, "num_steps": 2}
-    before = dict(hf_export.tensors(hf.load_params(whole / "hf", *_of(whole / "hf")), np.float32))
+    changes = {"lora.path": whole / "adapter", "optim.learning_rate": 1e-30, "num_steps": 2}
+    before = tensors_of(hf.load_params(whole / "hf", *_of(whole / "hf")))
     for steps in (2, 4):
         for _ in train.steps(config_of(**changes | {"num_steps": steps}), tmp_path / "run"):
             pass
     assert [record["kl/ref"] for record in numbers(tmp_path / "run")] == [0.0] * 4
-    after = dict(hf_export.tensors(hf.load_params(tmp_path / "run" / "hf", *_of(whole / "hf")), np.float32))
+    after = tensors_of(hf.load_params(tmp_path / "run" / "hf", *_of(whole / "hf")))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), before, after)
-    with pytest.raises(UserError, match="config.lora.path holds something else than when this run began"):
-        other = shutil.copytree(whole / "adapter", tmp_path / "other")
-        run, model = SavedRun(whole), _of(whole / "hf")[0]
-        peft.save(other, jax.tree.map(lambda x: 2 * x, run.params(4)), run.lora(model), "base")
+    run, other = SavedRun(whole), tmp_path / "other"
+    peft.save(other, jax.tree.map(lambda x: 2 * x, run.params(4)), run.lora(_of(whole / "hf")[0]), "base")
+    with pytest.raises(UserError, match=r"config.lora.path holds something else than when this run began"):
         next(train.steps(config_of(**changes | {"lora.path": other, "num_steps": 5}), tmp_path / "run"))
 
 
@@ -271,8 +273,7 @@ def _of(folder: Path) -> tuple[Decoder, jax.sharding.Mesh]:
 
 @pytest.mark.slow
 def test_a_moving_reference_takes_the_adapters_of_the_policy(tmp_path):
-    changes = {"kl.refresh_every": 1, "prompts_per_update": 8}
-    for _ in train.steps(config_of(**changes), tmp_path / "run"):
+    for _ in train.steps(config_of(**{"kl.refresh_every": 1}), tmp_path / "run"):
         pass
     assert [record["kl/ref"] for record in numbers(tmp_path / "run")] == [0.0] * 4
 
@@ -294,7 +295,7 @@ def test_a_config_is_refused_for(changes, words):
 
 
 def test_targets_that_name_no_kernel_are_told_what_there_is():
-    with pytest.raises(UserError, match=r"targets = 'c_attn' .* there is mlp.down_proj, .*self_attn.q_proj"):
+    with pytest.raises(UserError, match=r"targets = 'c_attn' .* there is self_attn.k_proj, .*mlp.up_proj"):
         lora_of(tiny.model_and_params()[0], targets="c_attn")
 
 

@@ -75,7 +75,7 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
     else:
         final = {file: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files, 1)}
         index = {
-            "metadata": {"total_size": sum(map(math.prod, shapes(params, table).values())) * dtype.itemsize},
+            "metadata": {"total_size": sum(map(math.prod, shapes(params, table_of(source)).values())) * dtype.itemsize},
             "weight_map": {name: final[file] for name, file in weight_map.items()},
         }
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
