@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.num_steps = 60
+    c.num_steps = 40
     c.lora = ConfigDict()
     c.lora.rank = 16  # r: columns of A and rows of B
     c.lora.alpha = 32.0  # the adapters' product is multiplied by alpha / r ...

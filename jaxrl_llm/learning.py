@@ -25,7 +25,7 @@ from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.critic import make_critic
 from jaxrl_llm.learner.packing import Packing, packed_shapes
 from jaxrl_llm.learner.scorers import FROZEN, Frozen, Scorer, States, make_frozen_scorer, make_scorers
-from jaxrl_llm.learner.update import ALL_LEARN, Base, Learner
+from jaxrl_llm.learner.update import ALL_LEARN, Base, Learner, Parameters
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
@@ -58,14 +58,6 @@ def describe_models(config: Config, totals: Totals, mesh: Mesh, folder: Path, *,
     model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat, row_parts=parts)
     lora = peft.make_lora(model, **config.lora) if "lora" in config else None
     return Models(config, totals, mesh, folder, model, others, lora)
-
-
-class Parameters(NamedTuple):
-    """The parameters of a learner that learn, and those that do not, as arguments of `update.make_learner`."""
-
-    shapes: PyTree  # of those that learn
-    params: Callable[[], PyTree]  # returns their first values
-    base: Base
 
 
 def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree) -> Parameters:
@@ -129,8 +121,9 @@ def make_learning(
     for name, other in frozen.items():
         scorers[name] = make_frozen_scorer(name, other, config.microbatch, sampling, mesh)
     if "critic" in config:
-        critic = models.others.get("critic", models.folder)
-        learner, scorers["critic"] = make_critic(config, critic, model.cfg, mesh, aggregate)
+        critic, shared = models.others.get("critic", models.folder), models.lora and not config.critic.path
+        of_critic = config, critic, model.cfg, mesh, aggregate
+        learner, scorers["critic"] = make_critic(*of_critic, shared=learns if shared else None)
         learners = {"critic": learner} | learners  # first: it learns before the policy
     reference = make_reference(models, learners["policy"], learns)
     return Learning(sampling, scorers, make_credit(config, mesh, updates=updates), learners, reference, required)

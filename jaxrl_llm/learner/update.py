@@ -36,6 +36,14 @@ class Base(NamedTuple):
 ALL_LEARN = Base()
 
 
+class Parameters(NamedTuple):
+    """The parameters of a learner that learn, and those that do not, as arguments of `make_learner`."""
+
+    shapes: PyTree  # of those that learn
+    params: Callable[[], PyTree]  # returns their first values
+    base: Base
+
+
 @dataclass(frozen=True)
 class Learner:
     """A model in training. The loop holds its TrainState."""

@@ -27,7 +27,7 @@ from jaxrl_llm.models.attention import (
     prompt_positions,
     token_major,
 )
-from jaxrl_llm.models.blocks import Block, DecoderConfig, EmbedAndHead
+from jaxrl_llm.models.blocks import Block, DecoderConfig, EmbedAndHead, Linear
 from jaxrl_llm.models.rope import rotary
 from jaxrl_llm.sharding import BATCH, path_name
 from jaxrl_llm.structs import Array, PyTree
@@ -83,6 +83,12 @@ class Decoder:
     def shapes(self) -> PyTree:
         """Shapes and dtypes of the parameter tree."""
         return jax.eval_shape(self.init, jax.random.key(0))
+
+    def linears(self) -> list[str]:
+        """Paths of the kernels, each [L, D, E], that may have adapters (`lora.Adapted`)."""
+        block = nnx.merge(self._block_def, self._block_state)
+        found = [path for path, node in nnx.iter_graph(block) if isinstance(node, Linear)]
+        return [f"layers/{'/'.join(map(str, path))}/kernel" for path in found]
 
     def as_used(self, params: PyTree) -> PyTree:
         """Casts parameters to the dtype of their products. Norms compute in float32, and stay in it.

@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import shutil
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +45,19 @@ def make_lora(
     self_attn.q_proj. rs: rank-stabilized scaling. path: of a folder to start from, as `load` reads it; "": none.
     Raises: UserError, if no kernel has such a name.
     """
-    shapes, modules, there, table = dict[str, Any](), dict[str, str](), [], names.of_family(model.cfg.family)
-    for at, leaf in jax.tree_util.tree_leaves_with_path(model.shapes()["layers"]):
-        name = f"layers/{sharding.path_name(at)}"
-        if not name.endswith("/kernel") or len(leaf.shape) != 3:  # [L, D, E]
-            continue
-        module = table[name].removesuffix(".weight")
-        there.append(module.rpartition("{}.")[2])
-        if re.search(targets, there[-1]):
-            modules[name.removesuffix("/kernel")] = module
-            node = shapes
-            for part in name.split("/")[:-1]:
-                node = node.setdefault(part, {})
-            (layers, d, e), of = leaf.shape, jax.ShapeDtypeStruct
+    of_model, table, of = model.shapes(), names.of_family(model.cfg.family), jax.ShapeDtypeStruct
+    there = {name: table[name].removesuffix(".weight") for name in model.linears()}
+    shapes, modules = dict[str, Any](), dict[str, str]()
+    for name, module in there.items():
+        if re.search(targets, _in_layer(module)):
+            layers, d, e = _node(of_model, name).shape
+            *parts, _ = name.split("/")
+            node = reduce(lambda node, part: node.setdefault(part, {}), parts, shapes)
             node |= {"lora_a": of((layers, d, rank), np.float32), "lora_b": of((layers, rank, e), np.float32)}
+            modules["/".join(parts)] = module
     if not modules:
-        raise UserError(f"config.lora.targets = {targets!r} is in no name of a kernel; there is {', '.join(there)}")
+        known = ", ".join(map(_in_layer, there.values()))
+        raise UserError(f"config.lora.targets = {targets!r} is in no name of a kernel; there is {known}")
     return Lora(shapes, modules, rank, alpha, rs)
 
 
@@ -169,7 +168,10 @@ def _names(lora: Lora) -> list[tuple[str, str, str]]:
     ]
 
 
+def _in_layer(module: str) -> str:
+    """Returns a module's name behind that of its layer, such as self_attn.q_proj."""
+    return module.rpartition("{}.")[2]
+
+
 def _node(tree: PyTree, path: str) -> PyTree:
-    for part in path.split("/"):
-        tree = tree[part]
-    return tree
+    return reduce(getitem, path.split("/"), tree)

@@ -254,7 +254,10 @@ def _traffic(program: Program, compiled: jax.stages.Compiled, turns: int, models
 
 
 def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
-    """Returns the bytes of HBM that a program needs on a chip, as the TPU compiler has placed them."""
+    """Returns the bytes of memory that a program needs on a chip, as the TPU compiler has placed them.
+
+    Of another compiler, the arguments, temporaries and results.
+    """
     used: Any = compiled.memory_analysis()
     if hasattr(used, "total_allocation_bytes"):  # JAX 0.12
         return used.total_allocation_bytes
@@ -262,7 +265,10 @@ def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
     reports = [file for file in dump.glob("*memory-usage-report.txt") if ".cpu_" not in file.name]
     text = max(reports, key=lambda file: file.stat().st_mtime).read_text() if reports else ""
     found = re.search(r"Memory Space: default.*?Total bytes[^\d]*([\d,]+)", text, re.DOTALL)
-    return int(found[1].replace(",", "")) if found else used.peak_memory_in_bytes
+    if found:
+        return int(found[1].replace(",", ""))
+    results = used.output_size_in_bytes - used.alias_size_in_bytes
+    return used.argument_size_in_bytes + used.temp_size_in_bytes + results
 
 
 def chip_bytes(tree: PyTree) -> int:
