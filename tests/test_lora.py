@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from functools import cache, partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import tiny
 from jaxrl_llm import sharding, train
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.build import build
 from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
@@ -269,6 +271,30 @@ def test_a_run_from_a_folder_of_peft_begins_with_it_and_stays_near_it(whole, tmp
 def _of(folder: Path) -> tuple[Decoder, jax.sharding.Mesh]:
     mesh = tiny.mesh_of((1, 1, 1))
     return hf.load_model(folder, mesh), mesh
+
+
+@pytest.mark.slow
+def test_a_critic_without_a_folder_learns_adapters_of_its_own_on_the_same_base(tmp_path):
+    """It is resumed from the middle."""
+    sys.path.append(str(ROOT / "configs"))
+    with_critic = __import__("ppo").with_critic
+    sizes = {}
+    for steps in (2, 4):
+        config = config_of(num_steps=steps).copy_and_resolve_references()
+        with config.unlocked():
+            config.schedule_steps, config.mesh.tensor = 4, 1
+            with_critic(config)
+            config.critic.warmup_steps = config.critic.optim.warmup_steps = 0
+        with build(config.lock(), tmp_path / "run") as run:
+            critic, before = run.learners["critic"], jax.tree.map(np.asarray, run.learners["critic"].base.params)
+            assert jax.tree.leaves(critic.base.params)[0] is jax.tree.leaves(run.learners["policy"].base.params)[0]
+            sizes |= {name: sum(x.size for x in jax.tree.leaves(run.shapes[name].params)) for name in run.learners}
+            for _ in train.train(run):
+                pass
+            jax.tree.map(np.testing.assert_array_equal, before, critic.base.params)
+    assert sizes["critic"] == sizes["policy"] + 128 + 1  # the readout
+    values = [record["critic/loss/total"] for record in numbers(tmp_path / "run")]
+    assert len(set(values)) == 4
 
 
 @pytest.mark.slow

@@ -174,10 +174,13 @@ def make_learner(
     base: the parameters that do not learn. For the rest, see `make_update_step`.
     """
     abstract, placed = abstract_state(shapes, optimizer, mesh)
-    how = dict(aggregate=aggregate, combine=base.combine)
-    step = make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, **how)
+    step = make_update_step(
+        objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate, combine=base.combine
+    )
     now = jax.jit(lambda state: coefficients(optimizer, state.coef_state))
-    gradient = partial(make_gradient, objective, mesh, dtype=optimizer.gradient_dtype, **how)
+    gradient = partial(
+        make_gradient, objective, mesh, aggregate=aggregate, dtype=optimizer.gradient_dtype, combine=base.combine
+    )
     return Learner(step, abstract, lambda: init_state(params(), optimizer, mesh)[0], now, gradient, base=base)
 
 
@@ -199,8 +202,9 @@ def make_update_step(
     Metrics are means over the trained tokens of the whole update; *_max and *_min are maxima and minima.
     """
 
-    how = dict(aggregate=aggregate, dtype=optimizer.gradient_dtype, combine=combine)
-    gradient = make_gradient(objective, mesh, microbatch, **how)
+    gradient = make_gradient(
+        objective, mesh, microbatch, aggregate=aggregate, dtype=optimizer.gradient_dtype, combine=combine
+    )
 
     def update_step(state: TrainState, batch: Batch, rows: Array, base: PyTree = None) -> tuple[TrainState, Metrics]:
         place = NamedSharding(mesh, sharding.BATCH)
