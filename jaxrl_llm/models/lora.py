@@ -34,8 +34,8 @@ class Adapted:
     def added(self, x: Array, precision: jax.lax.Precision | None) -> jax.Array:
         """Returns s (x A) B: [T, D] -> [T, E], in float32. W + s A B would take the memory of another kernel."""
         inner, b = jnp.matmul(x, self.a.astype(x.dtype), precision=precision), self.b.astype(x.dtype)
-        # With a batch axis, of size 1: remat "dots" keeps products without one for the backward pass. It would keep this
-        # one beside that of the kernel, although `inner` is enough.
+        # Its batch axis of size 1 keeps this product out of what remat "dots" saves, where it would be
+        # beside that of the kernel: `inner` is enough.
         batched = (((2,), (1,)), ((0,), (0,)))
         outer = jax.lax.dot_general(inner[None], b[None], batched, precision, preferred_element_type=jnp.float32)
         return self.scale * outer[0]
