@@ -22,6 +22,7 @@ from jaxrl_llm.build import build
 from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.health import settings
 from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.models import hf, hf_export, names, peft
@@ -254,7 +255,7 @@ def test_the_folders_of_a_run_are_base_plus_adapters(whole):
 @pytest.mark.slow
 def test_a_run_from_a_folder_of_peft_begins_with_it_and_stays_near_it(whole, tmp_path):
     """Its reference has these adapters, also when it is resumed."""
-    changes = {"lora.path": whole / "adapter", "optim.learning_rate": 1e-30, "num_steps": 2}
+    changes = {"lora.path": whole / "adapter", "optim.learning_rate": 1e-30, "optim.decay": "constant"}
     before = tensors_of(hf.load_params(whole / "hf", *_of(whole / "hf")))
     for steps in (2, 4):
         for _ in train.steps(config_of(**changes | {"num_steps": steps}), tmp_path / "run"):
@@ -320,6 +321,14 @@ def test_a_config_is_refused_for(changes, words):
         checks.check_train(config_of(**changes))
 
 
+@pytest.mark.parametrize(("rate", "found"), [(1e-3, False), (4e-3, True)])
+def test_the_bound_of_the_rate_is_ten_times_that_of_full_fine_tuning(rate, found):
+    config, model = config_of(**{"optim.learning_rate": rate}), tiny.model_and_params()[0]
+    cfg = dataclasses.replace(model.cfg, width=128)
+    told = settings.learning_rate(settings.Settings(config, checks.check_train(config), cfg))
+    assert bool(list(told)) == found
+
+
 def test_targets_that_name_no_kernel_are_told_what_there_is():
     with pytest.raises(UserError, match=r"targets = 'c_attn' .* there is self_attn.k_proj, .*mlp.up_proj"):
         lora_of(tiny.model_and_params()[0], targets="c_attn")
@@ -345,14 +354,14 @@ def test_a_folder_of_other_adapters_is_refused(changes, words, tmp_path):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("settings", [{}, dict(rs=False, targets="q_proj|v_proj", rank=3)], ids=str)
-def test_peft_loads_the_adapters_and_computes_the_same_logits(settings, tmp_path):
+@pytest.mark.parametrize("changes", [{}, dict(rs=False, targets="q_proj|v_proj", rank=3)], ids=str)
+def test_peft_loads_the_adapters_and_computes_the_same_logits(changes, tmp_path):
     torch, peft_library = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
     folder = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
     model, mesh = _of(folder)
-    lora, base = lora_of(model, **settings), hf.load_params(folder, model, mesh)
+    lora, base = lora_of(model, **changes), hf.load_params(folder, model, mesh)
     adapters = drawn(lora, 0.1)
     whole = lora.combine(base, adapters)
     peft.save(tmp_path / "adapter", adapters, lora, str(folder))
