@@ -14,6 +14,7 @@ from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.rollout.compaction import Slots
 from jaxrl_llm.shapes import MOST, SAMPLING, TRAINING, Shape
 from jaxrl_llm.structs import Config
@@ -95,6 +96,14 @@ def models_table(scorers: dict[str, Scorer], learners: dict[str, Learner]) -> li
         ("models that score", ", ".join(columns) or "none"),
         ("models that learn", ", ".join(f"{name}{late.get(name, '')}" for name in learners)),
     ]
+
+
+def adapters_table(lora: Lora | None) -> list[tuple[str, str]]:
+    """Returns the banner's row on adapters, if the run has some."""
+    if not lora:
+        return []
+    names = ", ".join(module.rpartition(".")[2] for module in lora.modules.values())
+    return [("adapters that learn", f"{lora.size:,} parameters, rank {lora.rank}, of {names}")]
 
 
 def shapes_table(slots: Sequence[Slots], packed: Sequence[Shape]) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import compatibility, distributed, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.banner import batch_table, models_table, print_banner, shapes_table
+from jaxrl_llm.banner import adapters_table, batch_table, models_table, print_banner, shapes_table
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compilation import Compilations, Program, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
@@ -33,9 +33,10 @@ from jaxrl_llm.host import disk
 from jaxrl_llm.host.signals import Stop, stop_signals
 from jaxrl_llm.learner.packing import minibatches
 from jaxrl_llm.learner.scorers import FROZEN, States, load_frozen
+from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.learning import Models, describe_models, make_learning, make_packing
 from jaxrl_llm.log import Log
-from jaxrl_llm.models import hf, hf_export
+from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.programs import compile_all, of_learning
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
@@ -65,15 +66,18 @@ class Loaded(Models):
     stop_ids: tuple[int, ...]
     book: Book  # the shapes of the run
     first_params: list[PyTree]  # the model's parameters, until `params` hands them out
+    base: PyTree  # the parameters beside the adapters; None: all parameters learn
     opened: ExitStack  # closes everything that the run opens, in reverse order
 
     def params(self) -> PyTree:
         """Returns the model's parameters as its folder has them. Each call returns separate arrays."""
         return self.first_params.pop() if self.first_params else hf.load_params(self.folder, self.model, self.mesh)
 
-    def export(self, params: PyTree) -> None:
-        """Writes the policy as a Hugging Face folder."""
-        hf_export.save(self.workdir / "hf", params, self.folder)
+    def export(self, policy: Learner, states: States) -> None:
+        """Writes the policy as a Hugging Face folder, and its adapters as a folder of PEFT."""
+        hf_export.save(self.workdir / "hf", policy.whole(states["policy"]), self.folder)
+        if self.lora:
+            peft.save(self.workdir / "adapter", states["policy"].params, self.lora, self.config.model.path)
 
 
 @contextmanager
@@ -125,8 +129,9 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     compatibility.check_positions(config, model.cfg, dataset, held_out)
     stop_ids = hf.stop_ids(folder, tokenizer)
     # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
-    begins = config.model.path and not has_checkpoint(workdir / "checkpoints")
+    begins = config.model.path and not models.lora and not has_checkpoint(workdir / "checkpoints")
     first_params = [hf.load_params(folder, model, mesh)] if begins else []
+    base = hf.load_params(folder, model, mesh, learns=False) if models.lora else None
     return Loaded(
         *vars(models).values(),
         workdir=workdir,
@@ -139,6 +144,7 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
         stop_ids=stop_ids,
         book=opened.enter_context(closing(Book())),
         first_params=first_params,
+        base=base,
         opened=opened,
     )
 
@@ -153,20 +159,19 @@ def make_run(given: Loaded, stop: Stop) -> Run:
         for name, folder in given.others.items()
         if name in FROZEN
     }
-    learning = make_learning(given, given.params, frozen)
+    learning = make_learning(given, given.params, frozen, given.base)
     packing = make_packing(given, learning, given.book)
     slots = decode_shapes(config, mesh) if engines.choose(config).in_trainer else []
     rows = [*models_table(learning.scorers, learning.learners), *shapes_table(slots, packing.ladder.shapes)]
     outputs = open_outputs(given, learning.states(), rows)
     greedy = "greedy_rewards" in learning.required
-    actor = make_actor(given, learning.sampling, greedy=greedy)
+    actor, policy = make_actor(given, learning.sampling, greedy=greedy), learning.learners["policy"]
     evaluation = make_evaluation(given)
 
     def programs() -> Iterator[Program]:
         if isinstance(actor.engine, Sampler):
             for batch in batches(given, learning.sampling, greedy=greedy):
-                params = learning.learners["policy"].shapes.params
-                yield from actor.engine.programs(params, **batch, episodes="env" in config)
+                yield from actor.engine.programs(policy.whole(policy.shapes), **batch, episodes="env" in config)
         yield from of_learning(config, mesh, learning, packing.ladder.shapes, given.dataset.width)
 
     def accuracy(states: States) -> float:
@@ -185,7 +190,7 @@ def make_run(given: Loaded, stop: Stop) -> Run:
         minibatches=lambda step: list(minibatches(config, step)),
         reference=learning.reference,
         accuracy=accuracy,
-        export=given.export,
+        export=partial(given.export, policy),
         compilations=given.compilations,
         programs=programs,
         book=given.book,
@@ -212,6 +217,8 @@ def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]])
     began_with = {"model.path": hf.fingerprint(given.folder), "data.source": given.dataset.fingerprint()}
     if config.eval.every:
         began_with["eval.source"] = given.held_out.fingerprint()
+    if given.lora and config.lora.path:
+        began_with["lora.path"] = peft.fingerprint(config.lora.path)
     began_with |= {f"{name}.path": hf.fingerprint(folder) for name, folder in given.others.items() if name in FROZEN}
     where = workdir / "checkpoints", began_with, config.checkpoint, given.mesh
     checkpoints = opened.enter_context(closing(Checkpoints(*where)))
@@ -223,7 +230,7 @@ def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]])
         judged = config, given.totals, given.model.cfg, given.mesh.devices.flat[0].platform
         print_banner(
             f"jaxrl_llm.{'train' if 'loss' in config else 'sft'}: {workdir}",
-            [*derived, *rows, ("compiled code", given.cache)],
+            [*derived, *rows, *adapters_table(given.lora), ("compiled code", given.cache)],
             lines=[finding.line() for finding in settings.findings(settings.Settings(*judged))],
         )
     log = opened.enter_context(closing(Log(workdir, config)))

@@ -153,7 +153,7 @@ def self_test_of(config: Config, *, quiet: bool) -> list[Checked]:
         for checked in self_test.check(run, run.tested, full=True):
             print(checked.line(), flush=True)
             done.append(checked)
-        run.actor.finish_push(run.states["policy"].params)
+        run.actor.finish_push(run.policy(run.states))
     return done
 
 

@@ -131,8 +131,8 @@ def main() -> None:
                 f"--max-completion-tokens {length}: after prompts of {dataset.width} at most {room} fit the model"
             )
         engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=tokenizer.pad_token_id)
-        place = partial(sharding.shardings, mesh=mesh)
-        engine.update_weights(run.params(step, place) if run else hf.load_params(folder, model, mesh, learns=False))
+        frozen = partial(hf.load_params, learns=False)
+        engine.update_weights(run.policy(step, folder, model, mesh) if run else frozen(folder, model, mesh))
         score = opened.enter_context(closing(RewardFn((args.function,), (1.0,), args.timeout, field="--timeout")))
         batch = whole_batches(args.batch, len(dataset.rows), mesh)
         scores, _ = evaluate(

@@ -25,9 +25,10 @@ from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.critic import make_critic
 from jaxrl_llm.learner.packing import Packing, packed_shapes
 from jaxrl_llm.learner.scorers import FROZEN, Frozen, Scorer, States, make_frozen_scorer, make_scorers
-from jaxrl_llm.learner.update import Learner
-from jaxrl_llm.models import hf
+from jaxrl_llm.learner.update import ALL_LEARN, Base, Learner, Parameters
+from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.shapes import MOST, RATES, TRAINING, Book, Shape
 from jaxrl_llm.structs import Array, Config, PyTree
@@ -43,6 +44,7 @@ class Models:
     folder: Path  # of the policy
     model: Decoder
     others: dict[str, Path]  # section of the config -> folder of that other model
+    lora: Lora | None  # the policy's adapters, if only they learn
 
 
 def describe_models(config: Config, totals: Totals, mesh: Mesh, folder: Path, *, weights: bool = True) -> Models:
@@ -55,14 +57,24 @@ def describe_models(config: Config, totals: Totals, mesh: Mesh, folder: Path, *,
     parts = config.model.row_parts if "loss" in config else 1  # `sft` has one completion of each prompt
     model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat, row_parts=parts)
     compatibility.check_router(config, model.cfg)
-    return Models(config, totals, mesh, folder, model, others)
+    lora = peft.make_lora(model, **config.lora) if "lora" in config else None
+    return Models(config, totals, mesh, folder, model, others, lora)
+
+
+def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree) -> Parameters:
+    """Returns what the policy learns: adapters of `base`, or all that params() gives."""
+    if not (lora := models.lora):
+        return Parameters(models.model.shapes(), params, ALL_LEARN)
+    config, mesh = models.config, models.mesh
+    first = partial(peft.first_adapters, lora, config.lora.path, config.seed, mesh)
+    return Parameters(lora.shapes, first, Base(base, lora.combine))
 
 
 class Reference(NamedTuple):
-    """The KL anchor: the policy's first parameters."""
+    """The KL anchor: the first values of the policy's parameters that learn."""
 
     copy: Callable[[PyTree], PyTree]  # from the policy at the start of the run
-    load: Callable[[], PyTree]  # from the model's folder, if the policy has learned since
+    load: Callable[[], PyTree]  # from the folder, if the policy has learned since
     shapes: PyTree
     moves: bool  # towards the policy, so checkpoints hold it
 
@@ -87,8 +99,14 @@ class Learning(NamedTuple):
         return self.states() | ({"reference": self.reference.shapes} if self.reference else {})
 
 
-def make_learning(models: Models, params: Callable[[], PyTree], frozen: dict[str, Frozen]) -> Learning:
-    """Combines scorers, credit and learners. params() gives the policy's first parameters; frozen: by section."""
+def make_learning(
+    models: Models, params: Callable[[], PyTree], frozen: dict[str, Frozen], base: PyTree = None
+) -> Learning:
+    """Combines scorers, credit and learners.
+
+    params() gives the policy's first parameters, if all of them learn; base: those beside its adapters. frozen: other
+    models, by section.
+    """
     config, mesh, model = models.config, models.mesh, models.model
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
     # own: the weights that sample are those at the start of the step. exact: in float32, sampler and trainer also
@@ -98,25 +116,22 @@ def make_learning(models: Models, params: Callable[[], PyTree], frozen: dict[str
     required = required_inputs(resolve(config.advantage.name, advantages))
     updates = models.totals.updates_per_rollout
     aggregate = partial(losses.aggregation_weights, **config.aggregate)
-    scorers = make_scorers(config, model, sampling, mesh, required, updates=updates, exact=exact)
-    learners = {"policy": make_policy(models, params, sampling, aggregate, off_policy=not own)}
+    learns = policy_parameters(models, params, base)
+    scorers = make_scorers(config, model, sampling, mesh, required, updates=updates, exact=exact, base=learns.base)
+    learners = {"policy": make_policy(models, learns, sampling, aggregate, off_policy=not own)}
     for name, other in frozen.items():
         scorers[name] = make_frozen_scorer(name, other, config.microbatch, sampling, mesh)
     if "critic" in config:
-        critic = models.others.get("critic", models.folder)
-        learner, scorers["critic"] = make_critic(config, critic, model.cfg, mesh, aggregate)
+        critic, shared = models.others.get("critic", models.folder), models.lora and not config.critic.path
+        of_critic = config, critic, model.cfg, mesh, aggregate
+        learner, scorers["critic"] = make_critic(*of_critic, shared=learns if shared else None)
         learners = {"critic": learner} | learners  # first: it learns before the policy
-    reference = make_reference(models, learners["policy"]) if config.kl.placement != "none" else None
+    reference = make_reference(models, learners["policy"], learns)
     return Learning(sampling, scorers, make_credit(config, mesh, updates=updates), learners, reference, required)
 
 
 def make_policy(
-    models: Models,
-    params: Callable[[], PyTree],
-    sampling: Sampling,
-    aggregate: Callable[[Array], Array],
-    *,
-    off_policy: bool,
+    models: Models, learns: Parameters, sampling: Sampling, aggregate: Callable[[Array], Array], *, off_policy: bool
 ) -> Learner:
     """Builds the policy's learner; off_policy: another engine or older weights may have sampled."""
     config, totals = models.config, models.totals
@@ -138,18 +153,26 @@ def make_policy(
     learner = update.make_learner(
         objective,
         optim.make_optimizer(totals.scheduled_updates, **acts, **config.optim),
-        models.model.shapes(),
-        params,
-        models.mesh,
+        mesh=models.mesh,
         microbatch=config.microbatch,
         aggregate=aggregate,
+        **learns._asdict(),
     )
     return replace(learner, frozen_steps=config.critic.warmup_steps if "critic" in config else 0, lowers=lowers)
 
 
-def make_reference(models: Models, policy: Learner) -> Reference:
-    """Returns the KL anchor. If it never moves, it has the dtypes of a model that never learns."""
-    model, moves, shapes = models.model, models.config.kl.refresh_every > 0, policy.shapes.params
+def make_reference(models: Models, policy: Learner, learns: Parameters) -> Reference | None:
+    """Returns the KL anchor. If it never moves, it has the dtypes of a model that never learns.
+
+    None: there is none, or it is the base of the policy's new adapters, without them.
+    """
+    config, model, shapes = models.config, models.model, policy.shapes.params
+    moves = config.kl.refresh_every > 0
+    if config.kl.placement == "none" or (models.lora and not (moves or config.lora.path)):
+        return None
+    if models.lora:
+        copy_all = jax.jit(lambda adapters: jax.tree.map(jnp.copy, adapters))
+        return Reference(copy_all, learns.params, shapes, moves)
     if not moves:
         of = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)  # noqa: E731
         shapes = jax.tree.map(of, shapes, model.used_dtypes(shapes))

@@ -72,7 +72,7 @@ class Run:
     reference: Reference | None
     minibatches: Callable[[int], Sequence[AnyArray]]  # step -> rows of each of its updates
     accuracy: Callable[[States], float]  # on the held-out problems
-    export: Callable[[PyTree], None]  # writes the policy's parameters as a Hugging Face folder
+    export: Callable[[States], None]  # writes the policy as a Hugging Face folder
     compilations: Compilations
     programs: Callable[[], Iterator[Program]]  # the larger programs of the run, in all their shapes
     book: Book
@@ -120,9 +120,13 @@ class Run:
         self.accuracies = self.log.accuracies()
         self.step = self.saved = step
         self.states, self.unwritten = states, None
-        self.actor.reset(step, states["policy"].params, pending, self.attempt)
+        self.actor.reset(step, self.policy(states), pending, self.attempt)
         self.stop.finish = self.finish_early  # last: from here on a signal has a complete state to save
         return states, step
+
+    def policy(self, states: States) -> PyTree:
+        """Returns all parameters of the policy, as its model takes them."""
+        return self.learners["policy"].whole(states["policy"])
 
     def score(self, states: States, batch: Batch) -> dict[str, Array]:
         """Returns the columns [B, G, C] of all scorers."""
@@ -216,7 +220,7 @@ class Run:
             last = f"the last checkpoint is {latest}" if latest else "there is no checkpoint"
             raise UserError(f"step {step}: {found.evidence}, because {found.cause}; {last}: {found.fix}")
         if found and action == "roll back":
-            self.actor.finish_push(self.states["policy"].params)  # then nothing uses these states
+            self.actor.finish_push(self.policy(self.states))  # then nothing uses these states
             most, saved = self.config.health.rollback.most, self.checkpoints.steps()
             with self.stop.deferred():  # from the decision on, a signal must not save these states
                 decision = self.rollbacks.decide(step, found.record(), saved, most)
@@ -258,10 +262,10 @@ class Run:
         if self.step < self.config.num_steps:
             best = f"{max(self.accuracies):.1%}"
             self.log.say(f"early stop: {self.config.eval.patience} evaluations were not better than {best}")
-        self.actor.finish_push(self.states["policy"].params)
+        self.actor.finish_push(self.policy(self.states))
         with self.stop.deferred():
             self.checkpoints.wait()
-            self.export(self.states["policy"].params)
+            self.export(self.states)
             self.log.end(self.step, self.compilations)
 
     def finish_early(self) -> None:
@@ -275,5 +279,5 @@ class Run:
         # The folder is smaller than a checkpoint, and never half-written. There are no states while `restore` runs.
         seconds = max(distributed.exchange(self.stop.seconds))  # the same decision in all processes
         if self.states and self.step and seconds < SECONDS / 2:
-            self.export(self.states["policy"].params)
+            self.export(self.states)
         self.log.end(self.step, self.compilations, self.stop.used())

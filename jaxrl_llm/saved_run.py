@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl_llm import checkpoint
+from jaxrl_llm import checkpoint, sharding
 from jaxrl_llm.data.prompts import columns_of
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import hf, new_model
+from jaxrl_llm.models import hf, new_model, peft
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.structs import Config, PyTree
 
 
@@ -57,7 +61,10 @@ class SavedRun:
         return int(which)
 
     def params(self, step: int, place: Callable[[PyTree], PyTree] | None = None) -> PyTree:
-        """Reads only the policy's parameters, float32. place(shapes) -> shardings; without it, returns NumPy arrays."""
+        """Reads only the parameters that the policy learns, float32.
+
+        place(shapes) -> shardings; without it, returns NumPy arrays.
+        """
         states = self._manager.item_metadata(step)["state"].tree
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states["policy"]["params"])
         whole = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # Orbax skips placeholders
@@ -69,6 +76,17 @@ class SavedRun:
         whole["policy"]["params"], args["policy"]["params"] = shapes, how
         wanted = ocp.args.Composite(state=ocp.args.PyTreeRestore(whole, restore_args=args))
         return checkpoint.read(self._manager, step, wanted)["state"]["policy"]["params"]
+
+    def policy(self, step: int, folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
+        """Reads all parameters of the policy onto a mesh, as its model takes them; folder: the run's `model_folder`."""
+        params = self.params(step, partial(sharding.shardings, mesh=mesh))
+        if "lora" not in self.config:
+            return params
+        return self.lora(model).combine(hf.load_params(folder, model, mesh, learns=False), params)
+
+    def lora(self, model: Decoder) -> Lora:
+        """Returns the adapters of the run, which has some."""
+        return peft.make_lora(model, **self.config.lora)
 
     @contextmanager
     def model_folder(self, step: int) -> Iterator[Path]:

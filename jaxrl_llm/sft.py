@@ -26,6 +26,7 @@ from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.host.signals import Stop, stop_signals
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.scorers import States
+from jaxrl_llm.learning import policy_parameters
 from jaxrl_llm.record import Record
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.run import Run
@@ -110,11 +111,10 @@ def make_run(given: Loaded, stop: Stop) -> Run:
     policy = update.make_learner(
         update.policy_objective(model, losses.cross_entropy(), Sampling(), routed=model.cfg.mixture is not None),
         optim.make_optimizer(given.totals.scheduled_updates, more=optim.router_coefficients(config), **config.optim),
-        model.shapes(),
-        first_params,
-        mesh,
+        mesh=mesh,
         microbatch=config.microbatch,
         aggregate=partial(losses.aggregation_weights, **config.aggregate),
+        **policy_parameters(given, first_params, given.base)._asdict(),
     )
     shapes: States = {"policy": policy.shapes}
     outputs = open_outputs(given, shapes, [("over-long completions dropped", len(answers) - len(kept))])
@@ -122,7 +122,7 @@ def make_run(given: Loaded, stop: Stop) -> Run:
     evaluation = make_evaluation(given)
 
     def accuracy(states: States) -> float:
-        engine.update_weights(states["policy"].params)
+        engine.update_weights(policy.whole(states["policy"]))
         found = evaluation(engine)
         engine.release()  # updates need the memory of the gathered weights
         return found
@@ -139,7 +139,7 @@ def make_run(given: Loaded, stop: Stop) -> Run:
         reference=None,
         minibatches=lambda step: [np.arange(config.prompts_per_step, dtype=np.int32)],
         accuracy=accuracy,
-        export=given.export,
+        export=partial(given.export, policy),
         compilations=given.compilations,
         programs=lambda: iter(()),
         book=given.book,

@@ -133,8 +133,14 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def spec_for(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """PartitionSpec of a parameter. Drops a mesh axis if its size does not divide the dimension."""
-    rule = next((spec for pattern, spec in RULES if re.search(pattern, name)), P())
+    """PartitionSpec of a parameter. Drops a mesh axis if its size does not divide the dimension.
+
+    An adapter's A [L, in, r] is sharded as the input of its kernel [L, in, out], and B [L, r, out] as its output.
+    """
+    of, which = re.subn(r"/lora_([ab])$", "/kernel", name)
+    rule = next((spec for pattern, spec in RULES if re.search(pattern, of)), P())
+    if which and len(rule) == 3:
+        rule = P(rule[0], rule[1], None) if name.endswith("a") else P(rule[0], None, rule[2])
     if len(rule) > len(shape):
         return P()
     return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))

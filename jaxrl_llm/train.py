@@ -34,7 +34,7 @@ def rl_step(run: Run, states: States, step: int) -> tuple[States, Record]:
     batch, metrics = run.assign_credit(plain, scores, rewards, run.coefficients(states))
     timer.lap("reward")
     # Wait for the push: the engine may still read the parameters that the first update donates.
-    metrics |= samples.metrics | run.actor.finish_push(states["policy"].params)
+    metrics |= samples.metrics | run.actor.finish_push(run.policy(states))
     learners, minibatches = run.learning(step), run.minibatches(step)
     run.compile(states, plain, batch, minibatches[0])  # may take minutes, so not in `deferred`
     updates = []
@@ -50,7 +50,7 @@ def rl_step(run: Run, states: States, step: int) -> tuple[States, Record]:
             metrics |= learner.skipped(states[name])
         record = Record(step, timer, samples.tokens(), updates, metrics, updated, scored, samples, batch.rewards)
         run.commit(states, record)
-        run.actor.push(states["policy"].params, step)  # last: it may run other programs on the devices
+        run.actor.push(run.policy(states), step)  # last: it may run other programs on the devices
     return states, record
 
 

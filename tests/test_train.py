@@ -152,9 +152,10 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
         ("configs/remax.py", ["--config.rollout.max_lag=2", "--config.checkpoint.every=1", "--config.epochs=1",
                                "--config.prompts_per_update=8"],
          "rollout/lag"),
+        ("configs/lora.py", ["--config.optim.warmup_steps=2", "--config.kl.refresh_every=2"], "kl/ref"),
     ],
     ids=["dynamic sampling and rewards that set alarms",
-         "a critic, a moving reference and an adaptive coefficient", "batches sampled ahead"],
+         "a critic, a moving reference and an adaptive coefficient", "batches sampled ahead", "adapters"],
 )  # fmt: skip
 def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
     arguments = [*TINY, "--config.eval.every=0", *extra]

@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm import envs, rewards
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.combinations import check_algorithm, check_health, check_rollout, check_turns
-from jaxrl_llm.config.fields import CRITIC, FROZEN, ROUTER, SFT, SOURCE, TRAIN, TURNS
+from jaxrl_llm.config.combinations import check_algorithm, check_health, check_lora, check_rollout, check_turns
+from jaxrl_llm.config.fields import CRITIC, FROZEN, LORA, ROUTER, SFT, SOURCE, TRAIN, TURNS
 from jaxrl_llm.config.names import required_inputs, resolve
 from jaxrl_llm.config.no_effect import check_no_effect_shared
 from jaxrl_llm.config.schema import Field, check_call, check_fields, names_that_may_change
@@ -50,7 +50,7 @@ def train_fields(config: Config) -> dict[str, Field]:
     fields = TRAIN | (CRITIC if "critic" in config else {}) | (TURNS if "env" in config else {})
     for name in mixture_of(config):
         fields = fields | {f"data.mixture.{name}.{field}": of_source for field, of_source in SOURCE.items()}
-    for section, more in (FROZEN | {"router": ROUTER}).items():
+    for section, more in (FROZEN | {"router": ROUTER, "lora": LORA}).items():
         fields = fields | (more if section in config else {})
     return fields
 
@@ -62,8 +62,8 @@ def mixture_of(config: Config) -> Config:
 
 
 def sft_fields(config: Config) -> dict[str, Field]:
-    """Returns the fields of an `sft` config, including those of its optional section."""
-    return SFT | (ROUTER if "router" in config else {})
+    """Returns the fields of an `sft` config, including those of its optional sections."""
+    return SFT | (ROUTER if "router" in config else {}) | (LORA if "lora" in config else {})
 
 
 def may_change(config: Config) -> set[str]:
@@ -171,6 +171,8 @@ def check_shared(config: Config, prompts_per_update: int) -> None:
     check_data(config)
     check_no_effect_shared(config)
     check_health(config)
+    if "lora" in config:
+        check_lora(config)
     if config.eval.every:
         check_call(config.eval.function, rewards, "config.eval.function")
     if config.log.wandb_project and not find_spec("wandb"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from jaxrl_llm import rewards
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.names import arguments, closest, own_name, required_inputs, resolve, split_call
@@ -195,6 +197,20 @@ def check_turns(config: Config) -> None:
                 f"config.turns.{field} = {turns[field]} is more than an episode has: rollout.max_completion_tokens is "
                 f"{whole}; lower one or raise the other"
             )
+
+
+def check_lora(config: Config) -> None:
+    """Checks that adapters have a base, and that a moving reference stays adapters of this base."""
+    if not config.model.path:
+        raise UserError("config.lora: model.path is '', and a new model has nothing to adapt: give a model's folder")
+    try:
+        re.compile(config.lora.targets)
+    except re.error as error:
+        raise UserError(f"config.lora.targets = {config.lora.targets!r} is no regular expression: {error}") from None
+    if "kl" in config and config.kl.mix < 1:
+        raise UserError(
+            f"config.kl.mix = {config.kl.mix}: the mean of two adapters is not the adapter of the mean: set it to 1.0"
+        )
 
 
 def check_health(config: Config) -> None:

@@ -8,6 +8,7 @@ from jaxrl_llm.config.schema import Field, fields_of
 from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner import optim, scorers
+from jaxrl_llm.models.peft import make_lora
 from jaxrl_llm.sharding import make_mesh
 
 
@@ -111,6 +112,7 @@ FROZEN = {  # only if the advantage estimator requires a column of another model
     for section in scorers.FROZEN
 }
 FROZEN["reward_model"]["reward_model.weight"] = Field(float)
+LORA = fields_of("lora", make_lora)  # only if the policy learns adapters
 SFT = SHARED | {
     "data.completion_column": Field(str),
     "model.hidden_size": Field(int, low=1),

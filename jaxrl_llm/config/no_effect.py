@@ -51,8 +51,8 @@ def check_no_effect(config: Config, required: tuple[str, ...], updates: int) -> 
             (
                 "host_memory.reference",
                 False,
-                no_place and not any(name in config for name in FROZEN),
-                f"there is no reference, and none of {', '.join(FROZEN)}",
+                (no_place or "lora" in config) and not any(name in config for name in FROZEN),
+                f"there is no reference{' beside the base' * ('lora' in config)}, and none of {', '.join(FROZEN)}",
             ),
             ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),
             ("kl.horizon", 10_000, not k.target, "kl.target is 0"),

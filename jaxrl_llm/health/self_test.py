@@ -118,8 +118,10 @@ def at_start(run: Run, parts: Tested) -> None:
 
 def reference_agrees(trial: Trial) -> Answer:
     """S1: at step 0 the reference is the policy."""
-    if "ref_logprobs" not in trial.scores or trial.run.step or trial.policy is None:
+    if "ref_logprobs" not in trial.scores or trial.run.step:
         return skipped("the run has no reference")
+    if trial.policy is None:
+        return skipped(MORE)
     mask = trial.rollouts.loss_mask
     gap = np.where(mask, _host(trial.scores["ref_logprobs"]) - _host(trial.policy), 0.0)
     kl = float(np.sum(np.expm1(gap) - gap) / max(mask.sum(), 1))  # k3

@@ -18,6 +18,9 @@ from jaxrl_llm.structs import Config
 # (width 128) is stable at 4e-4, oscillates at 1e-3 and is ruined at 3e-3 (docs/health.md). The bound is proportional
 # to 1 / width, as Adam's rate for a matrix should be (arXiv 2203.03466).
 RATE, WIDTH = 5e-5, 1024
+# Factor for adapters: configs/lora.py has 1e-3 at width 128. Their best rate is about ten times that of full
+# fine-tuning (docs/lora.md).
+ADAPTERS = 10
 SUPERVISED = 10  # factor for fixed targets, in sft and for a critic: configs/sft.py has 2e-3 at width 128
 UPDATES, UPDATES_WITH_CRITIC = 4, 16  # per rollout; more give a warning
 # In an update: with as many, a published reward stayed flat, and one of a run with a critic swung.
@@ -50,8 +53,11 @@ def findings(settings: Settings) -> list[Finding]:
 def learning_rate(given: Settings) -> Iterator[Finding]:
     """F9: a rate that ruins a model of this width."""
     config = given.config
-    rates = [("optim", config.optim.learning_rate, 1 if given.rl else SUPERVISED)]
-    rates += [("critic.optim", config.critic.optim.learning_rate, SUPERVISED)] if "critic" in config else []
+    adapters = ADAPTERS if "lora" in config else 1
+    rates = [("optim", config.optim.learning_rate, adapters * (1 if given.rl else SUPERVISED))]
+    if "critic" in config:
+        factor = SUPERVISED * (1 if config.critic.path else adapters)
+        rates.append(("critic.optim", config.critic.optim.learning_rate, factor))
     for section, rate, factor in rates:
         bound = factor * RATE * WIDTH / given.model.width
         if rate >= bound:

@@ -88,7 +88,7 @@ class Trial:
 
     @property
     def params(self) -> PyTree:
-        return self.run.states["policy"].params
+        return self.run.policy(self.run.states)
 
     @property
     def exact(self) -> bool:
@@ -116,7 +116,7 @@ class Trial:
             placed = jax.tree.map(lambda x: x.sharding, state.params), None
             program = jax.jit(learner.gradient(microbatch), out_shardings=placed, compiler_options=ROUND_AS_WRITTEN)
             batch, coefs = replace(self.batch, packed_index=index), learner.coefficients(state)
-            self.gradients[name, microbatch, packed] = program(state.params, batch, coefs)
+            self.gradients[name, microbatch, packed] = program(state.params, batch, coefs, learner.base.params)
         return self.gradients[name, microbatch, packed]
 
 
@@ -125,7 +125,7 @@ def prepare(run: Run, parts: Tested, *, full: bool) -> Trial:
 
     full: few prompts, in shapes of their own. Otherwise those of the run, whose programs its first step needs anyway.
     """
-    config, params = run.config, run.states["policy"].params
+    config, params = run.config, run.policy(run.states)
     parts.actor.wait()
     parts.actor.pending()  # a thread that samples ahead uses the same engine and the same book
     group, count = config.group_size, config.prompts_per_step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from jaxrl_llm.algorithms import losses
 from jaxrl_llm.config import checks
 from jaxrl_llm.learner import forward, optim, update
 from jaxrl_llm.learner.scorers import Scorer
-from jaxrl_llm.learner.update import Learner
+from jaxrl_llm.learner.update import Learner, Parameters
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
@@ -23,11 +24,17 @@ from jaxrl_llm.structs import Array, Batch, Config, PyTree
 
 
 def make_critic(
-    config: Config, folder: Path, policy: DecoderConfig, mesh: Mesh, aggregate: Callable[[Array], Array]
+    config: Config,
+    folder: Path,
+    policy: DecoderConfig,
+    mesh: Mesh,
+    aggregate: Callable[[Array], Array],
+    shared: Parameters | None = None,
 ) -> tuple[Learner, Scorer]:
     """Returns the critic's learner and scorer. The critic starts as the model in `folder`, with a readout of zeros.
 
-    aggregate: maps a loss mask to weights, as for the policy.
+    aggregate: maps a loss mask to weights, as for the policy. shared: the policy's adapters and their base; the critic
+    learns adapters of its own on this base.
     Raises: UserError, if the model cannot be loaded, or does not cover the policy's tokens and positions.
     """
     c = config.model
@@ -36,26 +43,37 @@ def make_critic(
     # A critic needs no head; with tied_head, the parameter tree has none.
     model = Decoder(replace(whole.cfg, tied_head=True), mesh)
 
+    def headless(decoder: PyTree) -> PyTree:
+        return {name: decoder[name] for name in decoder if name in model.shapes()}
+
     def with_readout(decoder: PyTree) -> PyTree:
         readout = {"kernel": jnp.zeros((model.cfg.width, 1)), "bias": jnp.zeros(1)}
-        return {"decoder": {name: decoder[name] for name in model.shapes()}, "readout": readout}
+        return {"decoder": headless(decoder), "readout": readout}
+
+    def combine(base: PyTree, learned: PyTree) -> PyTree:
+        return learned | {"decoder": given.base.combine(headless(base), learned["decoder"])}
 
     def params() -> PyTree:
-        made = with_readout(hf.load_params(folder, whole, mesh))
+        made = with_readout(given.params())
         return jax.device_put(made, sharding.shardings(made, mesh))
 
+    load = partial(hf.load_params, folder, whole, mesh)
+    given = shared or Parameters(whole.shapes(), load, update.ALL_LEARN)
     learner = update.make_learner(
         value_objective(model, clip=config.critic.clip),
         optim.make_optimizer(checks.critic_updates(config), **config.critic.optim),
-        jax.eval_shape(with_readout, whole.shapes()),
+        jax.eval_shape(with_readout, given.shapes),
         params,
         mesh,
         microbatch=config.microbatch,
         aggregate=aggregate,
+        base=update.Base(given.base.params, combine) if shared else update.ALL_LEARN,
     )
     values = lambda params, batch: {"values": forward.completion_values(model, params, batch)}  # noqa: E731
     score = forward.in_microbatches(values, mesh, config.microbatch)
-    return replace(learner, prefix="critic/"), Scorer(("values",), lambda states: states["critic"].params, score)
+    return replace(learner, prefix="critic/"), Scorer(
+        ("values",), lambda states: learner.whole(states["critic"]), score
+    )
 
 
 def value_objective(model: Decoder, *, clip: float) -> update.Objective:

@@ -198,7 +198,8 @@ def router_coefficients(config: Config) -> dict[str, Coefficient]:
 
 def decayed(params: PyTree) -> PyTree:
     """Returns True for parameters with weight decay: matrices, but not norms, biases or the embedding."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith("/kernel"), params)
+    matrices = ("/kernel", "/lora_a", "/lora_b")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith(matrices), params)
 
 
 def make_optimizer(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +17,7 @@ from jaxrl_llm.compilation import Program
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.forward import REMEDY
+from jaxrl_llm.learner.update import Base
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
@@ -70,18 +70,23 @@ def make_scorers(
     *,
     updates: int,
     exact: bool,
+    base: Base,
 ) -> dict[str, Scorer]:
     """Returns reference and policy as scorers, in the order in which they run, if a step needs their columns.
 
     required: inputs of the advantage estimator. updates: number of updates on a rollout. exact: the sampler has
-    the weights of the start of the step, and its log-probabilities equal the trainer's, to rounding.
+    the weights of the start of the step, and its log-probabilities equal the trainer's, to rounding. base: the policy's
+    parameters that do not learn; they are the reference, if there is no other.
     """
     # As many prompts at a time as in the update: other shapes may round differently, and the ratio would not be 1.
     at_once = config.microbatch or config.prompts_per_update
     scorers = {}
     if config.kl.placement != "none":
         reference = score_columns(model, sampling, mesh, at_once, ref_logprobs="logprobs")
-        scorers["reference"] = Scorer(("ref_logprobs",), itemgetter("reference"), reference)
+        anchor = lambda states: (  # noqa: E731
+            base.combine(base.params, states["reference"]) if "reference" in states else base.params
+        )
+        scorers["reference"] = Scorer(("ref_logprobs",), anchor, reference)
     columns = {}
     # A single update on a rollout uses its own log-probabilities as the old ones.
     if updates > 1 or config.kl.placement == "reward" or "logprobs" in required:
@@ -94,7 +99,8 @@ def make_scorers(
         scorers["sampler"] = Scorer(("old_logprobs",), lambda states: None, known)
     elif columns:
         policy = score_columns(model, sampling, mesh, at_once, **columns)
-        scorers["policy"] = Scorer(tuple(columns), lambda states: states["policy"].params, policy)
+        whole = lambda states: base.combine(base.params, states["policy"].params)  # noqa: E731
+        scorers["policy"] = Scorer(tuple(columns), whole, policy)
     return scorers
 
 

@@ -27,11 +27,29 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 
 
+class Base(NamedTuple):
+    """The parameters of a model that do not learn, beside those that do. Without any, all parameters learn."""
+
+    params: PyTree = None  # arrays, or shapes with shardings
+    combine: Callable[[PyTree, PyTree], PyTree] = lambda base, learned: learned  # -> all parameters
+
+
+ALL_LEARN = Base()
+
+
+class Parameters(NamedTuple):
+    """The parameters of a learner that learn, and those that do not, as arguments of `make_learner`."""
+
+    shapes: PyTree  # of those that learn
+    params: Callable[[], PyTree]  # returns their first values
+    base: Base
+
+
 @dataclass(frozen=True)
 class Learner:
     """A model in training. The loop holds its TrainState."""
 
-    update_step: jax.stages.Wrapped  # (state, batch, rows) -> state, metrics; donates the state
+    update_step: jax.stages.Wrapped  # (state, batch, rows, base) -> state, metrics; donates the state
     shapes: TrainState  # shapes, dtypes and shardings of the state
     init: Callable[[], TrainState]  # returns the state at step 0
     coefficients: Callable[[TrainState], Metrics]  # state -> coefficients of the next update
@@ -39,6 +57,11 @@ class Learner:
     prefix: str = ""  # prefix of its metric names
     frozen_steps: int = 0  # first steps of the run, in which it does not learn
     lowers: Lowers | None = None  # what a rollback makes of its learning rate
+    base: Base = ALL_LEARN  # what does not learn; its TrainState holds only what learns
+
+    def whole(self, state: TrainState) -> PyTree:
+        """Returns all parameters of the model. Copies nothing; shapes are enough."""
+        return self.base.combine(self.base.params, state.params)
 
     def compile(self, state: TrainState, batch: Batch, rows: Array) -> jax.stages.Compiled:
         """Compiles the update for batches of this shape. Of all arguments, shapes are enough."""
@@ -46,12 +69,12 @@ class Learner:
 
     def described(self, text: str, state: TrainState, batch: Batch, rows: Array) -> Program:
         """Returns what `update` runs for batches of this shape. Of all arguments, shapes are enough."""
-        trace = partial(self.update_step.trace, state, batch, rows)
-        return Program("update", f"the {self.prefix}update{text}", trace, REMEDY, state)
+        trace = partial(self.update_step.trace, state, batch, rows, self.base.params)
+        return Program("update", f"the {self.prefix}update{text}", trace, REMEDY, (state, self.base.params))
 
     def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step on batch[rows]. Donates the state."""
-        state, metrics = self.update_step(sharding.move(state, sharding.DEVICE), batch, rows)
+        state, metrics = self.update_step(sharding.move(state, sharding.DEVICE), batch, rows, self.base.params)
         return state, {f"{self.prefix}{name}": x for name, x in metrics.items()}
 
     def after_rollback(self, state: TrainState, rollbacks: int) -> TrainState:
@@ -81,7 +104,7 @@ LOAD = "router/load"
 BALANCE = "router/balance_coef"  # the coefficient of the load-balance loss, which is no loss of a single token
 
 Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, Metrics]]
-GradientFn: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[PyTree, Metrics]]
+GradientFn: TypeAlias = Callable[[PyTree, Batch, Metrics, PyTree], tuple[PyTree, Metrics]]
 
 
 def policy_objective(
@@ -153,13 +176,21 @@ def make_learner(
     *,
     microbatch: int,
     aggregate: Callable[[Array], Array],
+    base: Base = ALL_LEARN,
 ) -> Learner:
-    """Returns a learner. params() gives its first parameters, of these shapes; for the rest, see `make_update_step`."""
+    """Returns a learner. params() gives the first values of the parameters that learn, of these shapes.
+
+    base: the parameters that do not learn. For the rest, see `make_update_step`.
+    """
     abstract, placed = abstract_state(shapes, optimizer, mesh)
-    step = make_update_step(objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate)
+    step = make_update_step(
+        objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate, combine=base.combine
+    )
     now = jax.jit(lambda state: coefficients(optimizer, state.coef_state))
-    gradient = partial(make_gradient, objective, mesh, aggregate=aggregate, dtype=optimizer.gradient_dtype)
-    return Learner(step, abstract, lambda: init_state(params(), optimizer, mesh)[0], now, gradient)
+    gradient = partial(
+        make_gradient, objective, mesh, aggregate=aggregate, dtype=optimizer.gradient_dtype, combine=base.combine
+    )
+    return Learner(step, abstract, lambda: init_state(params(), optimizer, mesh)[0], now, gradient, base=base)
 
 
 def make_update_step(
@@ -170,22 +201,25 @@ def make_update_step(
     *,
     microbatch: int,
     aggregate: Callable[[Array], Array],
+    combine: Callable[[PyTree, PyTree], PyTree] = ALL_LEARN.combine,
 ) -> jax.stages.Wrapped:
-    """Returns `update_step(state, batch, rows) -> state, metrics`: one optimizer step on batch[rows].
+    """Returns `update_step(state, batch, rows, base) -> state, metrics`: one optimizer step on batch[rows].
 
     It is jitted over the mesh, donates the state, and scans over micro-batches of `microbatch` prompts (0: all at
     once). Every `microbatch` gives the same gradient, to rounding. aggregate maps the loss mask to weights, as
-    `aggregation_weights` does. Metrics are means over the trained tokens of the whole update; *_max and *_min are
-    maxima and minima.
+    `aggregation_weights` does. combine is that of `Base`, whose parameters are neither donated nor differentiated.
+    Metrics are means over the trained tokens of the whole update; *_max and *_min are maxima and minima.
     """
 
-    gradient = make_gradient(objective, mesh, microbatch, aggregate=aggregate, dtype=optimizer.gradient_dtype)
+    gradient = make_gradient(
+        objective, mesh, microbatch, aggregate=aggregate, dtype=optimizer.gradient_dtype, combine=combine
+    )
 
-    def update_step(state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
+    def update_step(state: TrainState, batch: Batch, rows: Array, base: PyTree = None) -> tuple[TrainState, Metrics]:
         place = NamedSharding(mesh, sharding.BATCH)
         batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], place), batch)
         coefs = coefficients(optimizer, state.coef_state)
-        grads, metrics = gradient(state.params, batch, coefs)
+        grads, metrics = gradient(state.params, batch, coefs, base)
 
         metrics |= coefs | {"grad_norm": optax.global_norm(grads)}
         # Without a trained token, momentum would still move the parameters. With NaN, the optimizer skips the update.
@@ -217,21 +251,27 @@ def make_update_step(
 
 
 def make_gradient(
-    objective: Objective, mesh: Mesh, microbatch: int, *, aggregate: Callable[[Array], Array], dtype: str
+    objective: Objective,
+    mesh: Mesh,
+    microbatch: int,
+    *,
+    aggregate: Callable[[Array], Array],
+    dtype: str,
+    combine: Callable[[PyTree, PyTree], PyTree] = ALL_LEARN.combine,
 ) -> GradientFn:
-    """Returns `gradient(params, batch, coefs) -> gradient, metrics` of the whole batch, for use inside a program.
+    """Returns `gradient(params, batch, coefs, base) -> gradient, metrics` of the whole batch, for use inside a program.
 
-    microbatch: prompts at a time, 0: all. dtype: of the sum over micro-batches.
+    microbatch: prompts at a time, 0: all. dtype: of the sum over micro-batches. combine, base: of `Base`.
     """
 
-    def gradient(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[PyTree, Metrics]:
+    def gradient(params: PyTree, batch: Batch, coefs: Metrics, base: PyTree = None) -> tuple[PyTree, Metrics]:
         # Before the split into micro-batches, because the denominators count the whole update.
         weights = aggregate(batch.loss_mask)
         shares = aggregation_weights(batch.loss_mask, mode="token_mean")
         whole = whole_load(objective, params, batch, coefs, microbatch=microbatch, mesh=mesh)
 
         def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
-            per_token, metrics = objective(params, part, coefs)
+            per_token, metrics = objective(combine(base, params), part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
             shares = jnp.where(part.loss_mask, shares, 0.0)  # a part of a group counts only its own tokens
             load = metrics.pop(LOAD, None)

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl_llm.models.experts import Experts, Mixture, Routing
+from jaxrl_llm.models.lora import Adapted
 from jaxrl_llm.models.rope import Rope, rotate
 from jaxrl_llm.structs import Array
 
@@ -174,7 +175,7 @@ class EmbedAndHead(nnx.Module):
 
 
 class Linear(nnx.Linear):
-    """x [..., D] -> [..., E]."""
+    """x [..., D] -> [..., E]. The kernel [D, E] may have an adapter (`lora.Adapted`)."""
 
     def __init__(self, cfg: DecoderConfig, din: int, dout: int, **options: Any):
         super().__init__(din, dout, dtype=jnp.dtype(cfg.dtype), **options)
@@ -183,12 +184,16 @@ class Linear(nnx.Linear):
     def __call__(self, x: Array) -> jax.Array:
         # One token axis: with several, XLA copies and transposes both factors of the kernel's gradient.
         flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        kernel, precision = self.kernel[...].astype(self.dtype), self.cfg.precision
+        given, precision = self.kernel.get_value(), self.cfg.precision
+        adapter = given if isinstance(given, Adapted) else None
+        kernel = (adapter.frozen if adapter else given).astype(self.dtype)
         if self.cfg.transposed:  # the barrier keeps the compiler from turning the product around
             product = jax.lax.dot_general(kernel, flat, (((1,), (1,)), ((), ())), precision=precision)
             y = jax.lax.optimization_barrier(product).T
         else:
             y = jnp.matmul(flat, kernel, precision=precision)
+        if adapter:  # the product with W is that of the base, so that with B = 0 both say exactly the same
+            y = (y.astype(jnp.float32) + adapter.added(flat, precision)).astype(self.dtype)
         if self.bias is not None:
             # The bias is rounded as in the engines, but added in float32: its gradient is a sum over all tokens.
             y = (y.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)

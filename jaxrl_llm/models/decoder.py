@@ -27,7 +27,7 @@ from jaxrl_llm.models.attention import (
     prompt_positions,
     token_major,
 )
-from jaxrl_llm.models.blocks import Block, DecoderConfig, EmbedAndHead
+from jaxrl_llm.models.blocks import Block, DecoderConfig, EmbedAndHead, Linear
 from jaxrl_llm.models.experts import Routing
 from jaxrl_llm.models.rope import rotary
 from jaxrl_llm.sharding import BATCH, path_name
@@ -95,6 +95,12 @@ class Decoder:
             of_experts = [name for name in found if "experts/" in name and "router" not in name]
             found |= {name: found[name] * mixture.chosen // mixture.experts for name in of_experts}
         return sum(found.values())
+
+    def linears(self) -> list[str]:
+        """Paths of the kernels, each [L, D, E], that may have adapters (`lora.Adapted`)."""
+        block = nnx.merge(self._block_def, self._block_state)
+        found = [path for path, node in nnx.iter_graph(block) if isinstance(node, Linear)]
+        return [f"layers/{'/'.join(map(str, path))}/kernel" for path in found]
 
     def as_used(self, params: PyTree) -> PyTree:
         """Casts parameters to the dtype of their products. Norms and routers compute in float32, and stay in it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import deque
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from jaxrl_llm import distributed, sharding
 from jaxrl_llm.host import disk
 from jaxrl_llm.models import names
 from jaxrl_llm.models.hf import read_config, stored_dtype
+from jaxrl_llm.models.lora import is_adapted
 from jaxrl_llm.models.names import Names
 from jaxrl_llm.structs import Array, PyTree
 
@@ -73,7 +75,7 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
     else:
         final = {file: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files, 1)}
         index = {
-            "metadata": {"total_size": sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize},
+            "metadata": {"total_size": sum(map(math.prod, shapes(params, table_of(source)).values())) * dtype.itemsize},
             "weight_map": {name: final[file] for name, file in weight_map.items()},
         }
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
@@ -97,8 +99,9 @@ def _layer(stacked: Array, i: int) -> Array:
 
 
 @jax.jit
-def _index(stacked: Array, i: Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stacked, i, keepdims=False)
+def _index(stacked: PyTree, i: Array) -> jax.Array:
+    layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
+    return layer.merged() if is_adapted(layer) else layer
 
 
 def table_of(folder: Path) -> Names:
@@ -109,13 +112,15 @@ def table_of(folder: Path) -> Names:
 def tensors(params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the name and value of each Hugging Face tensor, fetched from the devices one at a time.
 
-    table: of the family. untied: a head that is tied to the embedding is also yielded as a separate tensor.
+    A kernel with an adapter is merged, a layer at a time. table: of the family. untied: a head that is tied to the
+    embedding is also yielded as a separate tensor.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_adapted):
         name = sharding.path_name(path)
         form, tensor_names = table[name], iter(names.of_tensors(table[name], leaf.shape))
         # A slice on the device is a program for each shape, so the host slices what is small.
-        values: Any = sharding.whole_to_host(leaf) if leaf.nbytes <= AT_ONCE else leaf
+        on_host = not is_adapted(leaf) and leaf.nbytes <= AT_ONCE
+        values: Any = sharding.whole_to_host(leaf) if on_host else leaf
         for i in range(leaf.shape[0] if names.stacked(form) else 1):
             whole = sharding.whole_to_host(_layer(values, i) if names.stacked(form) else values)
             # The experts of a layer come together.
@@ -130,7 +135,7 @@ def tensors(params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -
 def shapes(params: PyTree, table: Names, *, untied: bool = False) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that `tensors` yields, in the same order."""
     made = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_adapted):
         name = sharding.path_name(path)
         shape = leaf.shape[names.stacked(table[name]) :]
         for tensor in names.of_tensors(table[name], leaf.shape):

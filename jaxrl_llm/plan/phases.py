@@ -120,14 +120,16 @@ def make_plan(
     folder = hf.find(config.model.path, weights=False)
     models = describe_models(config, totals, mesh, folder, weights=False)
     frozen = {name: _frozen(models, name) for name in FROZEN if name in models.others}
-    learning = make_learning(models, lambda: None, frozen)
-    states = learning.all_states() | {name: other.params for name, other in frozen.items()}
+    base = {"base": _placed(models.model.shapes(), models.model, mesh)} if models.lora else {}
+    learning = make_learning(models, lambda: None, frozen, base.get("base"))
+    states = learning.all_states() | {name: other.params for name, other in frozen.items()} | base
+    policy = learning.learners["policy"]
     book, phases = Book(), list[Phase]()
     packing = make_packing(models, learning, book)
     lengths = np.full((config.prompts_per_step, config.group_size), config.rollout.max_completion_tokens)
     shape = packing(lengths, width).shape[1:]
     sampler = _sampler(models, book)
-    copy = sampler.resident(states["policy"].params)
+    copy = sampler.resident(policy.whole(policy.shapes))
     holds = _holds(_on_chips(states, config), copy, models)
     if sum(holds.values()) > most:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
@@ -194,8 +196,8 @@ def _programs(
     """Yields the programs of a step: of the decode loops, the largest. Another engine samples elsewhere."""
     config = models.config
     batch = dict(prompts=config.prompts_per_step, width=width, group=config.group_size, sampling=learning.sampling)
-    params = learning.learners["policy"].shapes.params
-    of_sampler = sampler.programs(params, **batch, episodes="env" in config)
+    policy = learning.learners["policy"]
+    of_sampler = sampler.programs(policy.whole(policy.shapes), **batch, episodes="env" in config)
     for program in of_sampler if engines.choose(config).in_trainer else ():
         yield program
         if program.phase == "decoding":
@@ -251,12 +253,15 @@ def _traffic(program: Program, compiled: jax.stages.Compiled, turns: int, models
     gathered = 2 * chip_bytes(copy)
     if program.phase == "scoring":
         return turns * gathered
-    gradients = 2 * chip_bytes(program.states.params)
+    gradients = 2 * chip_bytes(program.states[0].params)
     return turns * (3 * gathered + gradients) + used.argument_size_in_bytes + used.output_size_in_bytes
 
 
 def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
-    """Returns the bytes of HBM that a program needs on a chip, as the TPU compiler has placed them."""
+    """Returns the bytes of memory that a program needs on a chip, as the TPU compiler has placed them.
+
+    Of another compiler, the arguments, temporaries and results.
+    """
     used: Any = compiled.memory_analysis()
     if hasattr(used, "total_allocation_bytes"):  # JAX 0.12
         return used.total_allocation_bytes
@@ -264,7 +269,10 @@ def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
     reports = [file for file in dump.glob("*memory-usage-report.txt") if ".cpu_" not in file.name]
     text = max(reports, key=lambda file: file.stat().st_mtime).read_text() if reports else ""
     found = re.search(r"Memory Space: default.*?Total bytes[^\d]*([\d,]+)", text, re.DOTALL)
-    return int(found[1].replace(",", "")) if found else used.peak_memory_in_bytes
+    if found:
+        return int(found[1].replace(",", ""))
+    results = used.output_size_in_bytes - used.alias_size_in_bytes
+    return used.argument_size_in_bytes + used.temp_size_in_bytes + results
 
 
 def chip_bytes(tree: PyTree) -> int:

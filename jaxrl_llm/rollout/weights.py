@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm import sharding
 from jaxrl_llm.compilation import Program
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.shapes import placed
 from jaxrl_llm.structs import Array, PyTree
@@ -65,9 +66,9 @@ def _ends_of(params: PyTree) -> PyTree:
 
 
 def _layer(model: Decoder, layers: PyTree, i: Array) -> PyTree:
-    """Returns layer i of a stack."""
+    """Returns layer i of a stack, with its adapters merged."""
     layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
-    layer = model.as_used(layer)
+    layer = model.as_used(lora.merged(layer))
     return _turned(layer, lambda kernel: kernel.T) if model.cfg.transposed else layer
 
 

@@ -1,0 +1,51 @@
+"""Memory of a run with LoRA against one in which all parameters learn: `python -m benchmarks.lora_memory`.
+
+A model of 27 million parameters and the step of the workload `even` (docs/performance.md), compiled for this device and
+not run. A row is a program: what it needs itself (arguments, temporaries and results), and what else is in memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.workloads import WORKLOADS, write
+
+ROOT = Path(__file__).parent.parent
+STEP = {
+    "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 8, "rollout.max_completion_tokens": 128,
+    "mesh.fsdp": 1,
+}  # fmt: skip
+CASES: list[dict[str, Any]] = [{"microbatch": 1}, {"microbatch": 1, "model.dtype": "bfloat16"}]
+MIB = 2**20
+
+
+def main() -> None:
+    with TemporaryDirectory() as made:
+        from jaxrl_llm.config.load import load
+        from jaxrl_llm.plan.phases import make_plan
+        from jaxrl_llm.sharding import make_mesh
+
+        workload, folder = WORKLOADS["even"], Path(made) / "model"
+        write(workload, folder)
+        for case in CASES:
+            peaks: dict[str, dict[str, int]] = {"update": {}, "step": {}}
+            for name in ("grpo", "lora"):
+                config = load(ROOT / "configs" / f"{name}.py")
+                config.update_from_flattened_dict(STEP | {"model.path": str(folder)} | case)
+                plan = make_plan(config.lock(), make_mesh(**config.mesh), workload.prompt_tokens, Path(made))
+                holds = ", ".join(f"{what} {size / MIB:.0f}" for what, size in plan.holds.items())
+                print(f"\n{name}, {case}; it holds, MiB: {holds}")
+                for phase in plan.phases:
+                    parts = f"{phase.program / MIB:.0f} + {phase.beside / MIB:.0f} beside"
+                    print(f"  {phase.peak / MIB:5.0f} MiB = {parts}: {phase.name}", flush=True)
+                peaks["update"][name] = max(x.peak for x in plan.phases if x.name.startswith("the update"))
+                peaks["step"][name] = max(phase.peak for phase in plan.phases)
+            for what, peak in peaks.items():
+                share = peak["lora"] / peak["grpo"]
+                print(f"{case}: the peak of the {what} with LoRA is {share:.0%} of that of the full run", flush=True)
+
+
+if __name__ == "__main__":
+    main()

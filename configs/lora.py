@@ -1,0 +1,22 @@
+"""GRPO with LoRA (arXiv 2106.09685) on the task of configs/grpo.py: only adapters learn (docs/lora.md).
+
+python -m jaxrl_llm.train --config configs/lora.py
+"""
+
+import grpo  # configs/grpo.py explains every other field
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps = 40
+    c.lora = ConfigDict()
+    c.lora.rank = 16  # r: columns of A and rows of B
+    c.lora.alpha = 32.0  # the adapters' product is multiplied by alpha / r ...
+    c.lora.rs = False  # ... or, if True, by alpha / sqrt(r): then larger ranks need no other learning rate (rsLoRA)
+    # A regular expression. A kernel gets adapters if this is found in its name in the checkpoint, such as
+    # self_attn.q_proj or mlp.up_proj. A reference without adapters is the base
+    c.lora.targets = "_proj"
+    c.lora.path = ""  # a folder of PEFT with adapters to start from, of the same rank, alpha and targets; "": new ones
+    c.optim.learning_rate = 1e-3
+    return c

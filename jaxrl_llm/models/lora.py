@@ -1,0 +1,94 @@
+"""LoRA (arXiv 2106.09685): a small matrix product beside each frozen kernel W [D, E], the only parameters that learn.
+
+y = x W + s (x A) B, with A [D, r], B [r, E] and s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv 2312.03732). B begins
+as 0, so the model begins as its base.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.structs import AnyArray, Array, PyTree
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("frozen", "a", "b"), meta_fields=("scale",))
+@dataclass(frozen=True)
+class Adapted:
+    """A kernel with its adapter, in the place of the kernel in a parameter tree. The axis L of layers may be absent."""
+
+    frozen: AnyArray  # W [L, D, E]
+    a: AnyArray  # [L, D, r]
+    b: AnyArray  # [L, r, E]
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.frozen.shape
+
+    def added(self, x: Array, precision: jax.lax.Precision | None) -> jax.Array:
+        """Returns s (x A) B: [T, D] -> [T, E], in float32. W + s A B would take the memory of another kernel."""
+        inner, b = jnp.matmul(x, self.a.astype(x.dtype), precision=precision), self.b.astype(x.dtype)
+        # Its batch axis of size 1 keeps this product out of what remat "dots" saves, where it would be
+        # beside that of the kernel: `inner` is enough.
+        batched = (((2,), (1,)), ((0,), (0,)))
+        outer = jax.lax.dot_general(inner[None], b[None], batched, precision, preferred_element_type=jnp.float32)
+        return self.scale * outer[0]
+
+    def merged(self) -> jax.Array:
+        """Returns W + s A B, in float32."""
+        product = jnp.matmul(self.a, self.b, precision=jax.lax.Precision.HIGHEST)
+        return self.frozen.astype(jnp.float32) + self.scale * product
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapters of a model."""
+
+    shapes: PyTree  # of the adapters: the model's tree, with lora_a and lora_b in the place of each adapted kernel
+    modules: dict[str, str]  # path of an adapted layer of weights -> its name in checkpoints, with {} for the layer
+    rank: int
+    alpha: float
+    rs: bool
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rs else self.rank)
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.shapes))
+
+    def init(self, key: Array) -> PyTree:
+        """Initializes adapters, float32: A is uniform in -1 / sqrt(D) ... 1 / sqrt(D) as in PEFT, B is 0."""
+        leaves, tree = jax.tree.flatten_with_path(self.shapes)
+        keys = jax.random.split(key, len(leaves))
+
+        def one(path: Any, leaf: Any, key: Array) -> jax.Array:
+            if path[-1].key == "lora_b":
+                return jnp.zeros(leaf.shape)
+            bound = 1 / math.sqrt(leaf.shape[1])
+            return jax.random.uniform(key, leaf.shape, minval=-bound, maxval=bound)
+
+        return jax.tree.unflatten(tree, [one(*leaf, key) for leaf, key in zip(leaves, keys, strict=True)])
+
+    def combine(self, base: PyTree, adapters: PyTree) -> PyTree:
+        """Returns the parameters of the whole model. Copies nothing; shapes are enough."""
+        if "lora_a" in adapters:
+            return base | {"kernel": Adapted(base["kernel"], adapters["lora_a"], adapters["lora_b"], self.scale)}
+        return base | {name: self.combine(base[name], inner) for name, inner in adapters.items()}
+
+
+def is_adapted(x: Any) -> bool:
+    return isinstance(x, Adapted)
+
+
+def merged(params: PyTree) -> PyTree:
+    """Merges all adapters of a tree into their kernels."""
+    return jax.tree.map(lambda x: x.merged() if is_adapted(x) else x, params, is_leaf=is_adapted)

@@ -1,0 +1,177 @@
+"""The adapters of a config, and PEFT's folders with them: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from jaxrl_llm import distributed, sharding
+from jaxrl_llm.config.schema import AtLeastOne, MayChange, Positive
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.host import disk
+from jaxrl_llm.models import names
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.hf import read_config
+from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.structs import PyTree
+
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What PEFT can do to adapters and we cannot -> the value with which it does nothing.
+OTHERS = {
+    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False, None), "modules_to_save": (None, []),
+    "layers_to_transform": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}),
+    "fan_in_fan_out": (False, None), "trainable_token_indices": (None, []), "lora_bias": (False, None),
+}  # fmt: skip
+
+
+def make_lora(
+    model: Decoder, *, rank: AtLeastOne, alpha: Positive, rs: bool, targets: str, path: MayChange[str]
+) -> Lora:
+    """Returns the adapters of a model.
+
+    targets: a regular expression; a kernel of the layers gets an adapter if it is found in the kernel's name, such as
+    self_attn.q_proj. rs: rank-stabilized scaling. path: of a folder to start from, as `load` reads it; "": none.
+    Raises: UserError, if no kernel has such a name.
+    """
+    of_model, table, of = model.shapes(), names.of_family(model.cfg.family), jax.ShapeDtypeStruct
+    there = {name: table[name].removesuffix(".weight") for name in model.linears()}
+    shapes, modules = dict[str, Any](), dict[str, str]()
+    for name, module in there.items():
+        if re.search(targets, _in_layer(module)):
+            layers, d, e = _node(of_model, name).shape
+            *parts, _ = name.split("/")
+            node = reduce(lambda node, part: node.setdefault(part, {}), parts, shapes)
+            node |= {"lora_a": of((layers, d, rank), np.float32), "lora_b": of((layers, rank, e), np.float32)}
+            modules["/".join(parts)] = module
+    if not modules:
+        known = ", ".join(map(_in_layer, there.values()))
+        raise UserError(f"config.lora.targets = {targets!r} is in no name of a kernel; there is {known}")
+    return Lora(shapes, modules, rank, alpha, rs)
+
+
+def first_adapters(lora: Lora, path: str, seed: int, mesh: Mesh) -> PyTree:
+    """Returns the adapters that a run begins with, on the mesh: those of a folder, or new ones if path is ""."""
+    place = sharding.shardings(lora.shapes, mesh)
+    if path:
+        return jax.device_put(load(Path(path).expanduser(), lora), place)
+    return jax.jit(lora.init, out_shardings=place)(jax.random.key(seed))
+
+
+def save(folder: Path, adapters: PyTree, lora: Lora, base: str) -> None:
+    """Writes a folder that PEFT loads onto the model `base`. All processes call it, and the first one writes.
+
+    The new folder is complete before it replaces an old one. Raises: UserError, if the disk write fails.
+    """
+    whole = jax.tree.map(sharding.whole_to_host, adapters)
+    if distributed.first():
+        partial = folder.with_name(folder.name + ".partial")
+        with disk.writing(folder):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            (partial / SETTINGS).write_text(json.dumps(settings(lora, base), indent=2) + "\n")
+            try:
+                save_file(tensors(whole, lora), partial / WEIGHTS, metadata={"format": "pt"})
+            except SafetensorError as error:  # safetensors raises it instead of an OSError
+                raise OSError(str(error)) from error
+            (partial / WEIGHTS).chmod(0o644)  # safetensors makes it readable by the owner only
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+    distributed.wait("adapter")
+
+
+def settings(lora: Lora, base: str) -> dict[str, Any]:
+    """Returns what adapter_config.json holds."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rs,
+        "target_modules": sorted({module.rpartition(".")[2] for module in lora.modules.values()}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def tensors(adapters: PyTree, lora: Lora) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file, from adapters on the host. PEFT keeps A as [r, D] and B as [E, r]."""
+    made = {}
+    for path, which, name in _names(lora):
+        stacked = _node(adapters, path)[which]
+        made |= {name.format(i): np.ascontiguousarray(layer.T) for i, layer in enumerate(stacked)}
+    return made
+
+
+def load(folder: Path, lora: Lora) -> PyTree:
+    """Reads the adapters of a folder, float32, on the host.
+
+    Raises: UserError, if they are of another kind or shape, or if the config describes others.
+    """
+    found = read_config(folder, SETTINGS)
+    for name, idle in OTHERS.items():
+        if name in found and found[name] not in idle:
+            raise UserError(f"{folder / SETTINGS}: {name} is {found[name]!r}, which is not supported: use plain LoRA")
+    ours = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rs}
+    for (key, value), field in zip(ours.items(), ("rank", "alpha", "rs"), strict=True):
+        if (there := found.get(key, False)) != value:
+            raise UserError(f"config.lora.{field} = {value!r}, but {folder / SETTINGS} has {key} = {there!r}: set it")
+    try:
+        stored = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder / WEIGHTS} cannot be read ({error}): fetch it again") from None
+    made = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), lora.shapes)
+    for path, which, name in _names(lora):
+        stacked = _node(made, path)[which]
+        for i in range(len(stacked)):
+            tensor = stored.pop(name.format(i), None)
+            if tensor is None or tensor.T.shape != stacked[i].shape:
+                has = "is missing" if tensor is None else f"is {tensor.shape}, not {stacked[i].T.shape}"
+                raise UserError(f"{folder / WEIGHTS}: tensor {name.format(i)} {has}: set config.lora to what it holds")
+            stacked[i] = tensor.T
+    if stored:
+        raise UserError(
+            f"{folder / WEIGHTS} also has {next(iter(stored))}: set config.lora.targets to all kernels that it adapts"
+        )
+    return made
+
+
+def fingerprint(path: str) -> str:
+    """Hash that tells adapters apart. Raises: UserError, if there are none."""
+    file = Path(path).expanduser() / WEIGHTS
+    if not file.is_file():
+        raise UserError(f"config.lora.path = {path!r} has no {WEIGHTS}: give a folder that PEFT wrote")
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _names(lora: Lora) -> list[tuple[str, str, str]]:
+    """Returns path, leaf and tensor name of each stack of adapters."""
+    leaves = {"lora_a": "lora_A", "lora_b": "lora_B"}
+    return [
+        (path, ours, f"base_model.model.{module}.{theirs}.weight")
+        for path, module in lora.modules.items()
+        for ours, theirs in leaves.items()
+    ]
+
+
+def _in_layer(module: str) -> str:
+    """Returns a module's name behind that of its layer, such as self_attn.q_proj."""
+    return module.rpartition("{}.")[2]
+
+
+def _node(tree: PyTree, path: str) -> PyTree:
+    return reduce(getitem, path.split("/"), tree)

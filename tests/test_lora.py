@@ -1,0 +1,384 @@
+"""Adapters: the mathematics, what must not change a gradient, what is saved, and that PEFT computes the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm import sharding, train
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.build import build
+from jaxrl_llm.config import checks
+from jaxrl_llm.config import load as configs
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health import settings
+from jaxrl_llm.learner import forward, update
+from jaxrl_llm.learner.packing import pack
+from jaxrl_llm.models import hf, hf_export, names, peft
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.rollout.weights import Placing
+from jaxrl_llm.saved_run import SavedRun
+from jaxrl_llm.structs import PyTree
+
+ROOT = Path(__file__).parent.parent
+LORA = dict(rank=4, alpha=6.0, rs=True, targets="_proj", path="")
+
+
+def lora_of(model: Decoder, **changes: object) -> Lora:
+    return peft.make_lora(model, **LORA | changes)
+
+
+def drawn(lora: Lora, size: float = 0.3) -> PyTree:
+    """Adapters as after some training: B is not 0."""
+    leaves, tree = jax.tree.flatten(lora.shapes)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    drawn = [size * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(tree, drawn)
+
+
+def tensors_of(params: PyTree) -> dict[str, np.ndarray]:
+    return dict(hf_export.tensors(params, names.of_family("qwen2"), np.float32))
+
+
+def by_hand(base: PyTree, adapters: PyTree, scale: float) -> PyTree:
+    """W + s A B for every kernel with adapters, written down once more."""
+    whole = jax.tree.map(lambda x: x, base)
+    for part, kernels in (("attention", ("query", "key", "value", "output")), ("mlp", ("gate", "up", "down"))):
+        for name in kernels:
+            of = adapters["layers"].get(part, {}).get(name)
+            if of:
+                kernel = whole["layers"][part][name]["kernel"]
+                added = jnp.einsum("ldr,lre->lde", of["lora_a"], of["lora_b"])
+                whole["layers"][part][name] |= {"kernel": kernel + scale * added}
+    return whole
+
+
+@pytest.mark.parametrize(("rs", "scale"), [(False, 6 / 4), (True, 6 / 2)])
+def test_the_scale_is_alpha_over_the_rank_or_over_its_root(rs, scale):
+    assert lora_of(tiny.model_and_params()[0], rs=rs).scale == scale
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_with_new_adapters_says_exactly_what_its_base_says(dtype):
+    model, params = tiny.model_and_params(dataclasses.replace(tiny.CONFIG, dtype=dtype))
+    lora, base = lora_of(model), model.as_used(params)
+    adapters = lora.init(jax.random.key(0))
+    assert max(jnp.abs(x).max() for x in jax.tree.leaves(adapters)) > 0.1  # A is not 0
+    score = jax.jit(lambda params: forward.completion_logprobs(model, params, tiny.batch(), Sampling()))
+    for ours, theirs in zip(score(lora.combine(base, adapters)), score(base), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("targets", ["q_proj|mlp.down", pytest.param("_proj", marks=pytest.mark.slow)])
+def test_values_and_gradients_of_adapters_are_those_through_merged_kernels(targets):
+    model, params = tiny.model_and_params(scale=2.0)
+    lora = lora_of(model, targets=targets)
+    adapters, batch = drawn(lora), tiny.batch()
+    assert len(jax.tree.leaves(adapters)) == {"_proj": 14, "q_proj|mlp.down": 4}[targets]
+    weights = jnp.asarray(np.random.default_rng(3).normal(size=batch.completions.shape), jnp.float32)
+
+    def total(whole, adapters):
+        logprobs = forward.completion_logprobs(model, whole(params, adapters), batch, Sampling())[0]
+        return jnp.sum(logprobs * weights), logprobs
+
+    (ours, said), (theirs, expected) = (
+        jax.jit(jax.grad(partial(total, whole), has_aux=True))(adapters)
+        for whole in (lora.combine, partial(by_hand, scale=lora.scale))
+    )
+    np.testing.assert_allclose(said, expected, atol=1e-4)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert float(jnp.abs(b).max()) > 1e-2
+        np.testing.assert_allclose(a, b, atol=2e-4 * max(float(jnp.abs(b).max()), 1))
+
+
+@cache
+def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, packed: tuple = ()):
+    """Adapters, norm of the gradient and base after one optimizer step, on the host."""
+    mesh, (_, params) = tiny.mesh_of(shape), tiny.model_and_params()
+    model = Decoder(tiny.CONFIG, mesh)
+    lora, adamw = lora_of(model), tiny.optimizer(weight_decay=0.1)
+    place = lambda tree: jax.device_put(tree, sharding.shardings(tree, mesh))  # noqa: E731
+    base = place(params)
+    learner = update.make_learner(
+        update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=None),
+        adamw, lora.shapes, lambda: place(drawn(lora)), mesh, microbatch=microbatch,
+        aggregate=partial(losses.aggregation_weights, mode="token_mean"), base=update.Base(base, lora.combine),
+    )  # fmt: skip
+    whole = tiny.batch()
+    if packed:
+        whole = dataclasses.replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), tiny.C, packed))
+    state, metrics = learner.update(learner.init(), sharding.shard_batch(whole, mesh), jnp.arange(tiny.B))
+    return state.params, metrics["grad_norm"], sharding.to_host(base), lora
+
+
+@pytest.mark.parametrize(
+    ("shape", "microbatch", "packed"),
+    [
+        ((1, 2, 2), 4, (1, 10)),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (((1, 2, 2), 0, ()), ((1, 1, 1), 1, ()), ((2, 2, 2), 0, ()))
+        ),
+    ],
+    ids=str,
+)
+def test_micro_batches_and_the_mesh_change_no_adapter(shape, microbatch, packed):
+    one, other = one_update(), one_update(shape, microbatch, packed)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), one[0], drawn(one[3]))
+    assert min(jax.tree.leaves(moved)) > 1e-5  # all of them learn
+    for a, b in zip(jax.tree.leaves(one[0]), jax.tree.leaves(other[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(one[1], other[1], rtol=1e-5)
+
+
+def test_an_update_changes_no_number_of_the_base():
+    base, params = one_update((1, 2, 2), 4, (1, 10))[2], tiny.model_and_params()[1]
+    jax.tree.map(np.testing.assert_array_equal, base, sharding.to_host(params))
+
+
+def test_adapters_are_sharded_as_their_kernels_and_saved_whole(tmp_path):
+    adapters, _, _, lora = one_update((1, 2, 2), 4, (1, 10))
+    specs = {name: leaf.sharding.spec for name, leaf in adapters["layers"]["mlp"]["down"].items()}
+    assert specs == {"lora_a": jax.P(None, "tensor", None), "lora_b": jax.P(None, None, "fsdp")}
+    assert adapters["layers"]["attention"]["query"]["lora_a"].sharding.spec == jax.P(None, "fsdp", None)
+    peft.save(tmp_path / "adapter", adapters, lora, "base")
+    jax.tree.map(np.testing.assert_array_equal, peft.load(tmp_path / "adapter", lora), sharding.to_host(adapters))
+
+
+def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
+    """Of a model that is mostly embedding and head: a gradient of the head would double what is needed."""
+    config = dataclasses.replace(tiny.CONFIG, layers=1, vocab_size=65_536)
+    mesh = tiny.mesh_of((1, 1, 1))
+    model = Decoder(config, mesh)
+    lora, size = lora_of(model), sum(x.size for x in jax.tree.leaves(model.shapes())) * 4
+    base = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        model.shapes(), sharding.shardings(model.shapes(), mesh),
+    )  # fmt: skip
+    learner = update.make_learner(
+        update.policy_objective(model, losses.ppo_clip(), Sampling()), tiny.optimizer(), lora.shapes, lambda: None,
+        mesh, microbatch=1, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
+        base=update.Base(base, lora.combine),
+    )  # fmt: skip
+    memory = learner.compile(learner.shapes, tiny.batch(), jnp.arange(tiny.B)).memory_analysis()
+    assert memory.argument_size_in_bytes < 1.1 * size
+    assert memory.temp_size_in_bytes < 1.9 * size, memory
+
+
+def test_the_copy_of_the_sampler_and_the_exported_tensors_are_merged():
+    model, params = tiny.model_and_params()
+    lora = lora_of(model, targets="q_proj|mlp")
+    adapters = drawn(lora)
+    whole, expected = lora.combine(params, adapters), by_hand(params, adapters, lora.scale)
+    close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    copy = Placing(model, tiny.mesh_of((1, 2, 2)))(whole)
+    jax.tree.map(close, copy, model.unstack(expected))
+    jax.tree.map(close, tensors := tensors_of(whole), tensors_of(expected))
+    shapes = hf_export.shapes(whole, names.of_family("qwen2"))
+    assert [(name, tensor.shape) for name, tensor in tensors.items()] == list(shapes.items())
+
+
+def config_of(**changes: object):
+    config = configs.load(ROOT / "configs" / "lora.py")
+    short = {
+        "num_steps": 4, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4,
+        "eval.every": 0, "checkpoint.every": 2, "checkpoint.keep": 9, "log.tensorboard": False, "lora.rank": 2,
+        "log.completions_every": 0, "health.self_test": False, "mesh.fsdp": 2, "mesh.tensor": 2,
+    }  # fmt: skip
+    for name, value in (short | changes).items():
+        configs.override(config, name, str(value))
+    return config.lock()
+
+
+def numbers(workdir: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if "time/" not in k and k != "tokens_per_second"} for r in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run on a mesh of four devices."""
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    for _ in train.steps(config_of(), workdir):
+        pass
+    return workdir
+
+
+def test_the_kl_of_the_first_step_is_exactly_0_and_a_checkpoint_holds_no_base(whole):
+    assert [record["kl/ref"] > 0 for record in numbers(whole)] == [False, True, True, True]
+    saved = jax.tree.leaves(SavedRun(whole).params(4))
+    kernels = 14 * 4 * 128 * 2  # kernels with a side of the width in 4 layers, rank 2
+    assert kernels / 2 < sum(leaf.size for leaf in saved) < 4 * kernels
+    size = sum(file.stat().st_size for file in (whole / "checkpoints" / "4").rglob("*") if file.is_file())
+    assert size < (whole / "hf" / "model.safetensors").stat().st_size
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
+    """As after a kill between two checkpoints: only the older one is there, and the log goes on behind it."""
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    for name in ("hf", "adapter"):
+        shutil.rmtree(tmp_path / "run" / name)
+    for _ in train.steps(config_of(), tmp_path / "run"):
+        pass
+    assert numbers(tmp_path / "run") == numbers(whole)
+    for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (tmp_path / "run" / file).read_bytes() == (whole / file).read_bytes()
+
+
+def test_the_folders_of_a_run_are_base_plus_adapters(whole):
+    run, mesh = SavedRun(whole), tiny.mesh_of((1, 1, 1))
+    with run.model_folder(4) as folder:
+        model = hf.load_model(folder, mesh)
+        base, lora = hf.load_params(folder, model, mesh), run.lora(model)
+        adapters = run.params(4)
+        expected = by_hand(base, jax.tree.map(jnp.asarray, adapters), lora.scale)
+        close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+        jax.tree.map(close, hf.load_params(whole / "hf", model, mesh), expected)
+        jax.tree.map(np.testing.assert_array_equal, peft.load(whole / "adapter", lora), adapters)
+        read = run.policy(4, folder, model, mesh)
+        jax.tree.map(close, tensors_of(read), tensors_of(expected))
+
+
+@pytest.mark.slow
+def test_a_run_from_a_folder_of_peft_begins_with_it_and_stays_near_it(whole, tmp_path):
+    """Its reference has these adapters, also when it is resumed."""
+    changes = {"lora.path": whole / "adapter", "optim.learning_rate": 1e-30, "optim.decay": "constant"}
+    before = tensors_of(hf.load_params(whole / "hf", *_of(whole / "hf")))
+    for steps in (2, 4):
+        for _ in train.steps(config_of(**changes | {"num_steps": steps}), tmp_path / "run"):
+            pass
+    assert [record["kl/ref"] for record in numbers(tmp_path / "run")] == [0.0] * 4
+    after = tensors_of(hf.load_params(tmp_path / "run" / "hf", *_of(whole / "hf")))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), before, after)
+    run, other = SavedRun(whole), tmp_path / "other"
+    peft.save(other, jax.tree.map(lambda x: 2 * x, run.params(4)), run.lora(_of(whole / "hf")[0]), "base")
+    with pytest.raises(UserError, match=r"config.lora.path holds something else than when this run began"):
+        next(train.steps(config_of(**changes | {"lora.path": other, "num_steps": 5}), tmp_path / "run"))
+
+
+def _of(folder: Path) -> tuple[Decoder, jax.sharding.Mesh]:
+    mesh = tiny.mesh_of((1, 1, 1))
+    return hf.load_model(folder, mesh), mesh
+
+
+@pytest.mark.slow
+def test_a_critic_without_a_folder_learns_adapters_of_its_own_on_the_same_base(tmp_path):
+    """It is resumed from the middle."""
+    sys.path.append(str(ROOT / "configs"))
+    with_critic = __import__("ppo").with_critic
+    sizes = {}
+    for steps in (2, 4):
+        config = config_of(num_steps=steps).copy_and_resolve_references()
+        with config.unlocked():
+            config.schedule_steps, config.mesh.tensor = 4, 1
+            with_critic(config)
+            config.critic.warmup_steps = config.critic.optim.warmup_steps = 0
+        with build(config.lock(), tmp_path / "run") as run:
+            critic, before = run.learners["critic"], jax.tree.map(np.asarray, run.learners["critic"].base.params)
+            assert jax.tree.leaves(critic.base.params)[0] is jax.tree.leaves(run.learners["policy"].base.params)[0]
+            sizes |= {name: sum(x.size for x in jax.tree.leaves(run.shapes[name].params)) for name in run.learners}
+            for _ in train.train(run):
+                pass
+            jax.tree.map(np.testing.assert_array_equal, before, critic.base.params)
+    assert sizes["critic"] == sizes["policy"] + 128 + 1  # the readout
+    values = [record["critic/loss/total"] for record in numbers(tmp_path / "run")]
+    assert len(set(values)) == 4
+
+
+@pytest.mark.slow
+def test_a_moving_reference_takes_the_adapters_of_the_policy(tmp_path):
+    for _ in train.steps(config_of(**{"kl.refresh_every": 1}), tmp_path / "run"):
+        pass
+    assert [record["kl/ref"] for record in numbers(tmp_path / "run")] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora.targets": "q_proj("}, "is no regular expression"),
+        ({"lora.rank": 0}, "config.lora.rank is 0"),
+        ({"lora.alpha": 0.0}, "config.lora.alpha is 0.0"),
+        ({"kl.refresh_every": 2, "kl.mix": 0.5}, "config.kl.mix = 0.5: the mean of two adapters"),
+        ({"host_memory.reference": True}, "no reference beside the base; set it to False"),
+        ({"model.path": ""}, "a new model has nothing to adapt"),
+    ],
+)
+def test_a_config_is_refused_for(changes, words):
+    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+        checks.check_train(config_of(**changes))
+
+
+@pytest.mark.parametrize(("rate", "found"), [(1e-3, False), (4e-3, True)])
+def test_the_bound_of_the_rate_is_ten_times_that_of_full_fine_tuning(rate, found):
+    config, model = config_of(**{"optim.learning_rate": rate}), tiny.model_and_params()[0]
+    cfg = dataclasses.replace(model.cfg, width=128)
+    told = settings.learning_rate(settings.Settings(config, checks.check_train(config), cfg))
+    assert bool(list(told)) == found
+
+
+def test_targets_that_name_no_kernel_are_told_what_there_is():
+    with pytest.raises(UserError, match=r"targets = 'c_attn' .* there is self_attn.k_proj, .*mlp.up_proj"):
+        lora_of(tiny.model_and_params()[0], targets="c_attn")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(rank=2), "config.lora.rank = 2, but .* has r = 4"),
+        (dict(rs=False), "config.lora.rs = False, but .* has use_rslora = True"),
+        (dict(targets="q_proj"), "also has base_model.model.model.layers.0.*set config.lora.targets"),
+        (dict(use_dora=True), "use_dora is True, which is not supported"),
+    ],
+)
+def test_a_folder_of_other_adapters_is_refused(changes, words, tmp_path):
+    model, _ = tiny.model_and_params()
+    peft.save(tmp_path / "adapter", drawn(lora_of(model)), lora_of(model), "base")
+    ours = {name: value for name, value in changes.items() if name in LORA}
+    file = tmp_path / "adapter" / peft.SETTINGS
+    file.write_text(json.dumps(json.loads(file.read_text()) | {k: v for k, v in changes.items() if k not in LORA}))
+    with pytest.raises(UserError, match=words):
+        peft.load(tmp_path / "adapter", lora_of(model, **ours))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("changes", [{}, dict(rs=False, targets="q_proj|v_proj", rank=3)], ids=str)
+def test_peft_loads_the_adapters_and_computes_the_same_logits(changes, tmp_path):
+    torch, peft_library = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    folder = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
+    model, mesh = _of(folder)
+    lora, base = lora_of(model, **changes), hf.load_params(folder, model, mesh)
+    adapters = drawn(lora, 0.1)
+    whole = lora.combine(base, adapters)
+    peft.save(tmp_path / "adapter", adapters, lora, str(folder))
+    hf_export.save(tmp_path / "hf", whole, folder)
+    tokens = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (4, 24))
+    logits = jax.jit(lambda params: model.logits(params, model.prefill(params, tokens, np.ones_like(tokens, bool))[0]))
+    ours = np.asarray(logits(whole))
+    original = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        unadapted = original(torch.tensor(tokens)).logits.numpy()
+        adapted = peft_library.PeftModel.from_pretrained(original, tmp_path / "adapter")
+        theirs = adapted(torch.tensor(tokens)).logits.numpy()
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(torch.tensor(tokens)).logits.numpy()
+    size = np.abs(theirs).max()
+    assert np.abs(theirs - unadapted).max() > 0.1 * size
+    print(f"{np.abs(ours - theirs).max() / size:.1e} {np.abs(exported - theirs).max() / size:.1e}")
+    assert np.abs(ours - theirs).max() < 1e-5 * size
+    assert np.abs(exported - theirs).max() < 1e-5 * size
+    adapted.save_pretrained(tmp_path / "saved_by_peft")
+    jax.tree.map(np.testing.assert_array_equal, peft.load(tmp_path / "saved_by_peft", lora), sharding.to_host(adapters))
