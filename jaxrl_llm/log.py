@@ -48,7 +48,7 @@ PHASES = ("rollout", "reward", "score", "update")
 
 
 class Log:
-    """Writes the console, metrics.jsonl and completions.jsonl of a run, in order in one thread, which feeds the loggers.
+    """Writes the console, metrics.jsonl and completions.jsonl of a run in one thread, in order, and feeds the loggers.
 
     The thread waits for a step's numbers while the next step runs. `begin` opens the files.
     """

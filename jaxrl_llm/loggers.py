@@ -139,7 +139,7 @@ class Wandb:
     def __init__(self, run: LoggedRun):
         import wandb  # pyright: ignore[reportMissingImports]
 
-        where = dict(project=run.project, name=run.workdir.name, dir=str(run.workdir))
+        where: dict[str, Any] = dict(project=run.project, name=run.workdir.name, dir=str(run.workdir))
         self._run: Any = wandb.init(**where, id=run.id(), config=run.config, resume="allow")
         self._run.define_metric("*", step_metric="step")
 
