@@ -295,7 +295,7 @@ def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
     task = Task(given.tokenizer, reward_fn, given.environments)
     batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
     key = jax.random.key(config.seed)
-    return lambda engine: float(evaluate(engine, given.held_out, task, batch=batch, key=key)[0].mean())
+    return lambda engine: float(evaluate(engine, given.held_out, task, batch=batch, key=key).channels["total"].mean())
 
 
 def open_reward_fn(given: Loaded, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:
