@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import compatibility, distributed, sharding
+from jaxrl_llm import compatibility, distributed, model_card, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import batch_table, models_table, print_banner, shapes_table
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
@@ -69,8 +69,17 @@ class Loaded(Models):
         return self.first_params.pop() if self.first_params else hf.load_params(self.folder, self.model, self.mesh)
 
     def export(self, params: PyTree) -> None:
-        """Writes the policy as a Hugging Face folder."""
+        """Writes the policy as a Hugging Face folder, with its model card."""
         hf_export.save(self.workdir / "hf", params, self.folder)
+        if distributed.first():
+            model_card.write(self.workdir / "hf", model_card.card(self.workdir, self.config, self.began_with()))
+
+    def began_with(self) -> dict[str, str]:
+        """Returns the hashes of the models and the data that must not change in a resumed run, by config field."""
+        found = {"model.path": hf.fingerprint(self.folder), "data.source": self.dataset.fingerprint()}
+        if self.config.eval.every:
+            found["eval.source"] = self.held_out.fingerprint()
+        return found | {f"{name}.path": hf.fingerprint(at) for name, at in self.others.items() if name in FROZEN}
 
 
 @contextmanager
@@ -206,11 +215,7 @@ def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]])
     Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
     """
     config, workdir, opened = given.config, given.workdir, given.opened
-    began_with = {"model.path": hf.fingerprint(given.folder), "data.source": given.dataset.fingerprint()}
-    if config.eval.every:
-        began_with["eval.source"] = given.held_out.fingerprint()
-    began_with |= {f"{name}.path": hf.fingerprint(folder) for name, folder in given.others.items() if name in FROZEN}
-    where = workdir / "checkpoints", began_with, config.checkpoint, given.mesh
+    where = workdir / "checkpoints", given.began_with(), config.checkpoint, given.mesh
     checkpoints = opened.enter_context(closing(Checkpoints(*where)))
     start = checkpoints.check_beginning()
     if distributed.first():

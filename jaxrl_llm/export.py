@@ -1,10 +1,15 @@
-"""Exports a checkpoint as a Hugging Face folder: `python -m jaxrl_llm.export WORKDIR [--step N|best|last] --to DIR`."""
+"""Exports a checkpoint as a Hugging Face folder: `python -m jaxrl_llm.export WORKDIR [--step N|best|last] --to DIR`.
+
+`--push-to ORG/NAME` also uploads it to a hub, with a model card.
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from jaxrl_llm import hub, model_card
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.host import disk
 from jaxrl_llm.models import hf_export
@@ -15,17 +20,32 @@ def main() -> None:
     parser = Parser(prog="python -m jaxrl_llm.export", description=__doc__)
     parser.add_argument("workdir", type=Path, metavar="WORKDIR", help="of a run of train or sft, which may be going on")
     parser.add_argument("--step", default="last", help="of a checkpoint: a number, best or last (default)")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the new folder")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="the new folder (without it, --push-to needs none)")
+    parser.add_argument("--push-to", metavar="ORG/NAME", help="also upload it to this repository, which is made if new")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
     args = parser.parse_args()
+    if not args.to and not args.push_to:
+        raise UserError("give --to, a new folder, or --push-to ORG/NAME, or both")
+    if args.private and not args.push_to:
+        raise UserError("--private does nothing without --push-to")
     run = SavedRun(args.workdir)
     step = run.find(args.step)
-    if args.to.exists() and (not args.to.is_dir() or any(args.to.iterdir())):
+    if args.to and args.to.exists() and (not args.to.is_dir() or any(args.to.iterdir())):
         raise UserError(f"--to {args.to} is there already and not empty: give a new folder")
-    inside = args.workdir.resolve() in args.to.resolve().parents
-    # Inside the workdir a running run may write at the same time, so the export takes the run's lock.
-    with disk.locked(args.workdir) if inside else nullcontext(), run.model_folder(step) as folder:
-        hf_export.save(args.to, run.params(step), folder)
-    print(f"step {step} of {args.workdir}, as transformers and vLLM load it, is {args.to}")
+    if args.push_to:
+        hub.open_repo(args.push_to, private=args.private)
+    with ExitStack() as opened:
+        to = args.to or Path(opened.enter_context(TemporaryDirectory())) / "hf"
+        if args.workdir.resolve() in to.resolve().parents:
+            # Inside the workdir a running run may write at the same time, so the export takes the run's lock.
+            opened.enter_context(disk.locked(args.workdir))
+        with run.model_folder(step) as folder:
+            hf_export.save(to, run.params(step), folder)
+        model_card.write(to, model_card.card(args.workdir, run.config, run.began_with(step), step))
+        if args.to:
+            print(f"step {step} of {args.workdir}, as transformers and vLLM load it, is {args.to}")
+        if args.push_to:
+            print(f"pushed: {hub.push(to, args.push_to, f'step {step} of {args.workdir.resolve().name}')}")
 
 
 if __name__ == "__main__":

@@ -113,9 +113,9 @@ def test_majority_votes_need_an_answer_and_samples(evaluated):
     printed = evaluated("--samples", "4", "--temperature", "1", "--answer", "math.last_box", "--by", "kind")
     assert printed.count("maj@4           0.0%\n") == 3  # no completion has a box
     assert "kind = large\n" in printed
-    with pytest.raises(UserError, match="--answer math.last_box does nothing: majority votes need --samples of 4"):
+    with pytest.raises(UserError, match=r"--answer math\.last_box does nothing: majority votes need --samples of 4"):
         evaluated("--answer", "math.last_box")
     with pytest.raises(UserError, match="--by kinds: no row has this column; there is a, answer, b, kind, prompt"):
         evaluated("--by", "kinds")
-    with pytest.raises(UserError, match="--page nowhere/x.html: there is no folder nowhere"):
+    with pytest.raises(UserError, match=r"--page nowhere/x\.html: there is no folder nowhere"):
         evaluated("--page", "nowhere/x.html")
