@@ -27,7 +27,7 @@ class FakeHub:
                 self.answer(*(outer.take(self.path, body) if status == 200 else (status, {"error": "no right"})))
 
             def do_GET(self) -> None:
-                self.answer(200, {"id": "lab/sums", "sha": "0" * 40, "siblings": []})
+                self.answer(status, {"id": "lab/sums", "sha": "0" * 40, "siblings": []})
 
             def answer(self, code: int, found: dict) -> None:
                 text = json.dumps(found).encode()
