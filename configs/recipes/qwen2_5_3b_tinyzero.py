@@ -2,6 +2,19 @@
 
 hf download Jiayi-Pan/Countdown-Tasks-3to4 --repo-type dataset --local-dir data/countdown
 python -m jaxrl_llm.train --config configs/recipes/qwen2_5_3b_tinyzero.py --workdir runs/tinyzero
+
+The settings are those of TinyZero's script: 256 prompts in a rollout, 128 in an update, prompts of 256 and completions
+of 1,024 tokens, rates 1e-6 and 1e-5, KL penalty 0.001 in the reward, gamma and lambda 1. What differs, on purpose:
+
+- The prompt says the same in other words. The reward has the same parts: 0.1 for the tags, 1 for a right answer.
+- Problems are held out by their numbers and target. TinyZero takes the last 1,024 rows.
+- 1,275 steps. TinyZero's 15 epochs are 19,200 steps.
+
+Hardware: TinyZero names 2 GPUs for a model of 3B. This layout is not planned yet: python -m jaxrl_llm.plan --config
+configs/recipes/qwen2_5_3b_tinyzero.py --topology v5e:4x4 --config.model.path=FOLDER says whether it fits.
+
+Expected: TinyZero says that a base model of 3B learns to search and to check itself, and one of 0.5B does not; it
+publishes no number as text. tests/test_recipes.py runs this file with a small model of the same architecture.
 """
 
 from __future__ import annotations
