@@ -30,7 +30,7 @@ def accuracies(name: str, seed: int) -> dict[int, float]:
     """Held-out accuracy by step of a run, made if it is not there yet."""
     workdir = RUNS / f"{name}-{seed}"
     command = [sys.executable, "-m", "jaxrl_llm.train", "--config", f"configs/{name}.py", "--workdir", str(workdir)]
-    command += [f"--config.seed={seed}", "--config.log.tensorboard=false", "--config.checkpoint.every=1000"]
+    command += [f"--config.seed={seed}", "--config.log.to=()", "--config.checkpoint.every=1000"]
     if name == "distillation":
         accuracies("grpo", 0)
         command.append(f"--config.teacher.path={RUNS / 'grpo-0' / 'hf'}")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 DOC = ROOT / "docs" / "health.md"
 BEGIN, END = "<!-- written by benchmarks.health_matrix -->", "<!-- end -->"
 SHORT = {
-    "num_steps": 40, "eval.every": 0, "checkpoint.keep_best": 0, "checkpoint.every": 10_000, "log.tensorboard": False,
+    "num_steps": 40, "eval.every": 0, "checkpoint.keep_best": 0, "checkpoint.every": 10_000, "log.to": (),
 }  # fmt: skip
 ALGORITHMS = (
     "cispo", "dapo", "dr_grpo", "gdpo", "gmpo", "gspo", "gspo_token", "luspo", "opo", "pass_at_k", "reinforce",

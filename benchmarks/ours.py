@@ -113,7 +113,7 @@ def make_config(workload: Workload, folder: Path, remat: str, microbatch: int) -
         "reward.weights": (1.0,), "reward.timeout": 0.0, "kl.coef": KL_COEF, "checkpoint.keep_best": 0,
         "rollout.max_completion_tokens": workload.completion_tokens, "rollout.temperature": TEMPERATURE,
         "optim.learning_rate": LEARNING_RATE, "optim.warmup_steps": 0, "optim.decay": "constant",
-        "optim.clip_norm": CLIP_NORM, "optim.b2": 0.999, "mesh.fsdp": 1, "log.tensorboard": False,
+        "optim.clip_norm": CLIP_NORM, "optim.b2": 0.999, "mesh.fsdp": 1, "log.to": (),
         "log.completions_every": 0,
     })  # fmt: skip
     if workload.group == 1:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 STEPS, AT = 60, 30
 COMMON = {
     "num_steps": STEPS, "eval.every": STEPS, "checkpoint.every": 10, "checkpoint.keep": 3, "checkpoint.keep_best": 0,
-    "log.tensorboard": False, "health.self_test": False,
+    "log.to": (), "health.self_test": False,
 }  # fmt: skip
 RULES = ("reward_collapse", "entropy_explosion", "no_signal", "sampler_mismatch")
 

@@ -38,7 +38,7 @@ DOC, FIGURE = ROOT / "docs" / "stability.md", ROOT / "docs" / "stability_climb.p
 HERE = "benchmarks.stability"
 SEEDS = (0, 1, 2)
 CHEAP = {
-    "checkpoint.every": 100_000, "checkpoint.keep_best": 0, "log.tensorboard": False, "log.completions_every": 0,
+    "checkpoint.every": 100_000, "checkpoint.keep_best": 0, "log.to": (), "log.completions_every": 0,
     "reward.timeout": 0.0, "health.self_test": False, "mesh.fsdp": 1, "eval.every": 0,
 }  # fmt: skip
 Record = dict[str, Any]

@@ -181,6 +181,7 @@ def get_config() -> ConfigDict:
 
     c.log = ConfigDict()
     c.log.completions_every = 25  # steps between samples on the console and in completions.jsonl; 0: no samples
-    c.log.tensorboard = True  # also write TensorBoard files
-    c.log.wandb_project = ""  # name of a W&B project; "": W&B is off
+    # Where numbers go besides metrics.jsonl, any of: tensorboard | wandb | trackio | mlflow, or my.module.function.
+    c.log.to = ("tensorboard",)
+    c.log.project = ""  # project of W&B and trackio, experiment of MLflow; "": for TensorBoard alone
     return c

@@ -81,5 +81,5 @@ def get_config() -> ConfigDict:
 
     c.checkpoint = ConfigDict(dict(every=200, keep=1, keep_best=0))
 
-    c.log = ConfigDict(dict(tensorboard=True, wandb_project=""))
+    c.log = ConfigDict(dict(to=("tensorboard",), project=""))
     return c

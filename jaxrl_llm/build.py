@@ -14,7 +14,7 @@ import grain
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import compatibility, distributed, sharding
+from jaxrl_llm import compatibility, distributed, model_card, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import adapters_table, batch_table, models_table, print_banner, shapes_table
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
@@ -74,10 +74,21 @@ class Loaded(Models):
         return self.first_params.pop() if self.first_params else hf.load_params(self.folder, self.model, self.mesh)
 
     def export(self, policy: Learner, states: States) -> None:
-        """Writes the policy as a Hugging Face folder, and its adapters as a folder of PEFT."""
+        """Writes the policy as a Hugging Face folder with its model card, and its adapters as a folder of PEFT."""
         hf_export.save(self.workdir / "hf", policy.whole(states["policy"]), self.folder)
+        if distributed.first():
+            model_card.write(self.workdir / "hf", model_card.card(self.workdir, self.config, self.began_with()))
         if self.lora:
             peft.save(self.workdir / "adapter", states["policy"].params, self.lora, self.config.model.path)
+
+    def began_with(self) -> dict[str, str]:
+        """Returns the hashes of the models and the data that must not change in a resumed run, by config field."""
+        found = {"model.path": hf.fingerprint(self.folder), "data.source": self.dataset.fingerprint()}
+        if self.config.eval.every:
+            found["eval.source"] = self.held_out.fingerprint()
+        if self.lora and self.config.lora.path:
+            found["lora.path"] = peft.fingerprint(self.config.lora.path)
+        return found | {f"{name}.path": hf.fingerprint(at) for name, at in self.others.items() if name in FROZEN}
 
 
 @contextmanager
@@ -214,13 +225,7 @@ def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]])
     Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
     """
     config, workdir, opened = given.config, given.workdir, given.opened
-    began_with = {"model.path": hf.fingerprint(given.folder), "data.source": given.dataset.fingerprint()}
-    if config.eval.every:
-        began_with["eval.source"] = given.held_out.fingerprint()
-    if given.lora and config.lora.path:
-        began_with["lora.path"] = peft.fingerprint(config.lora.path)
-    began_with |= {f"{name}.path": hf.fingerprint(folder) for name, folder in given.others.items() if name in FROZEN}
-    where = workdir / "checkpoints", began_with, config.checkpoint, given.mesh
+    where = workdir / "checkpoints", given.began_with(), config.checkpoint, given.mesh
     checkpoints = opened.enter_context(closing(Checkpoints(*where)))
     start = checkpoints.check_beginning()
     if distributed.first():
@@ -319,7 +324,7 @@ def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
     task = Task(given.tokenizer, reward_fn, given.environments)
     batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
     key = jax.random.key(config.seed)
-    return lambda engine: float(evaluate(engine, given.held_out, task, batch=batch, key=key)[0].mean())
+    return lambda engine: float(evaluate(engine, given.held_out, task, batch=batch, key=key).channels["total"].mean())
 
 
 def open_reward_fn(given: Loaded, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:

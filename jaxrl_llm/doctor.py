@@ -141,7 +141,7 @@ def self_test_of(config: Config, *, quiet: bool) -> list[Checked]:
         raise UserError("--selftest: supervised fine-tuning has no self-test; give the config of a run of `train`")
     with config.unlocked():  # it saves and logs nothing
         config.checkpoint.keep, config.checkpoint.keep_best = 1, 0
-        config.log.tensorboard, config.log.wandb_project = False, ""
+        config.log.to, config.log.project = (), ""
     with ExitStack() as opened:
         if quiet:  # standard output is for the JSON alone
             opened.enter_context(redirect_stdout(sys.stderr))

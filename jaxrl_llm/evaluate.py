@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import ExitStack, closing
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, closing, nullcontext, redirect_stdout
 from functools import partial
-from math import comb
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl_llm import compatibility, distributed, envs, rewards, sharding
+from jaxrl_llm import compatibility, distributed, envs, rewards, scores, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import print_banner
 from jaxrl_llm.compilation import keep_compilations
 from jaxrl_llm.config.fields import TRAIN, TURNS
-from jaxrl_llm.config.names import resolve
+from jaxrl_llm.config.names import resolve, split_call
 from jaxrl_llm.config.schema import Field, check_call, check_fields
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
@@ -31,10 +32,11 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import Task
+from jaxrl_llm.rollout.samples import Graded, Task
 from jaxrl_llm.saved_run import SavedRun
 from jaxrl_llm.structs import Config
 
+T = TypeVar("T")
 LIMITS = {
     "problems": Field(int, low=1),
     "samples": Field(int, low=1),
@@ -62,28 +64,27 @@ def evaluate(
     key: jax.Array,
     samples: int = 1,
     temperature: float = 0.0,
-) -> tuple[np.ndarray, list[list[str]]]:
-    """Returns scores [N, G] and texts of G = samples completions for each of the N problems of a data set.
+) -> Graded:
+    """Samples and grades G = samples completions for each of the N problems of a data set.
 
-    A completion for which the function returns None has the score 0.
+    A completion for which the judge returns None has the score 0.
     """
-    scores, texts = [], []
+    parts = []
     for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
         rollouts = task.sample(engine, prompts, jax.random.fold_in(key, i), samples, Sampling(temperature))
         graded = task.grade(prompts, rollouts)
-        scores.append(distributed.gather(np.nan_to_num(graded.channels["total"])))
-        texts += [group for part in distributed.exchange(graded.texts) for group in part]
+        channels = {name: distributed.gather(values) for name, values in graded.channels.items()}
+        channels["total"] = np.nan_to_num(channels["total"])
+        parts.append(Graded(_all(graded.texts), channels, _all(graded.turns), {}))
     count = len(dataset.rows)  # without the rows that fill the last batch
-    return np.concatenate(scores)[:count], texts[:count]
+    texts, turns = ([x for part in parts for x in part[field]][:count] for field in (0, 2))
+    channels = {name: np.concatenate([part.channels[name] for part in parts])[:count] for name in parts[0].channels}
+    return Graded(texts, channels, turns, {})
 
 
-def pass_at(k: int, scores: np.ndarray) -> float:
-    """Unbiased pass@k (arXiv 2107.03374) from scores [N, G], G >= k: the mean of 1 - C(G-c, k) / C(G, k).
-
-    c is the number of solutions of a problem: completions with a score of 1 or more.
-    """
-    size = scores.shape[1]
-    return float(np.mean([1 - comb(size - int(c), k) / comb(size, k) for c in (scores >= 1).sum(axis=1)]))
+def _all(groups: list[T]) -> list[T]:
+    """Returns the groups of all processes."""
+    return [group for part in distributed.exchange(groups) for group in part]
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -101,11 +102,35 @@ def main() -> None:
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    check_call(args.function, rewards, "--function")
+    for name in args.function:
+        check_call(name, rewards, "--function")
+    extract = answer_of(args)
+    step = run.find(args.step) if run else 0
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():
+        graded, rows = sample(args, run, step)
+    measured = scores.measure_all(graded, rows, extract, args.by)
+    title = f"{f'step {step} of {args.run}' if run else args.model} on {args.task or args.source}"
+    if args.page:
+        from jaxrl_llm.report import samples  # it imports plotly
+
+        page = samples.render(title, measured, graded, rows)
+        try:
+            args.page.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--page {args.page} cannot be written ({error.strerror}): give another file") from error
+    if args.json:
+        print(json.dumps({"title": title} | measured, indent=2))
+        return
+    print_banner(title, scores.lines(measured))
+    for value, part in measured["by"]["values"].items() if args.by else ():
+        print_banner(f"{args.by} = {value}", scores.lines(part))
+
+
+def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[Graded, list[dict[str, Any]]]:
+    """Loads model and problems, and returns the graded completions and the rows. Raises: UserError."""
     environment = environment_of(args, run)
     mesh = sharding.make_mesh(**(run.config.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
     with ExitStack() as opened:
-        step = run.find(args.step) if run else 0
         folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model)
         model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
         stops = hf.stop_ids(folder, tokenizer)
@@ -123,6 +148,8 @@ def main() -> None:
             columns=Columns(args.prompt_column, args.answer_column, args.format_prompt),
         )
         data.check_template_args_used("--chat-template-args", args.chat_template_args, dataset)
+        if args.by:  # before the completions, which take long
+            scores.split(dataset.rows, args.by)
         compatibility.check_vocabulary(model.cfg, tokenizer, dataset)
         room = model.cfg.max_positions - dataset.width
         length = args.max_completion_tokens or min(512, room)
@@ -133,23 +160,29 @@ def main() -> None:
         engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=tokenizer.pad_token_id)
         frozen = partial(hf.load_params, learns=False)
         engine.update_weights(run.policy(step, folder, model, mesh) if run else frozen(folder, model, mesh))
-        score = opened.enter_context(closing(RewardFn((args.function,), (1.0,), args.timeout, field="--timeout")))
-        batch = whole_batches(args.batch, len(dataset.rows), mesh)
-        scores, _ = evaluate(
+        weights = [1.0] + [0.0] * (len(args.function) - 1)  # the first function judges
+        score = opened.enter_context(closing(RewardFn(args.function, weights, args.timeout, field="--timeout")))
+        graded = evaluate(
             engine,
             dataset,
             Task(tokenizer, score, environments),
-            batch=batch,
+            batch=whole_batches(args.batch, len(dataset.rows), mesh),
             key=jax.random.key(args.seed),
             samples=args.samples,
             temperature=args.temperature,
         )
-    powers = [2**i for i in range(1, args.samples.bit_length()) if 2**i <= args.samples]
-    lines: list[tuple[str, Any]] = [("problems", len(dataset.rows)), ("accuracy", f"{scores.mean():.1%}")]
-    what = f"step {step} of {args.run}" if run else args.model
-    print_banner(
-        f"{what} on {args.task or args.source}", lines + [(f"pass@{k}", f"{pass_at(k, scores):.1%}") for k in powers]
-    )
+    return graded, dataset.rows
+
+
+def answer_of(args: argparse.Namespace) -> Callable[[str], Any] | None:
+    """Returns the function that finds the answer in a completion, for majority votes; None: there is none.
+
+    It is --answer, or the function `answer` in the module of the first reward function.
+    """
+    if args.answer:
+        return resolve(args.answer, rewards, "--answer")
+    judge = resolve(split_call(args.function[0])[0], rewards, "--function")
+    return getattr(sys.modules[judge.__module__], "answer", None)
 
 
 def parse() -> argparse.Namespace:
@@ -160,7 +193,21 @@ def parse() -> argparse.Namespace:
     add("--run", type=Path, metavar="WORKDIR", help="a run: its checkpoint, and all that is not given here")
     add("--step", default="last", help="the run's checkpoint: a number, best or last (default)")
     add("--task", help="a task (arithmetic, countdown), or a file of rows")
-    add("--function", help="the reward function that judges (default: TASK.accuracy)")
+    add(
+        "--function",
+        nargs="+",
+        metavar="NAME",
+        help="the reward function that judges (default: TASK.accuracy), and more of them, whose means are told too",
+    )
+    add(
+        "--answer",
+        metavar="NAME",
+        help="function text -> answer or None, for majority votes, e.g. math.last_box (default: the function `answer` "
+        "in the module of the judge, if it has one)",
+    )
+    add("--by", default="", metavar="COLUMN", help="also a table for each value of this column of the rows")
+    add("--json", action="store_true", help="print all numbers as JSON")
+    add("--page", type=Path, metavar="FILE", help="also write an HTML page with tables, completions and scores")
     add("--convert", help="function row -> row for files, e.g. gsm8k.convert")
     add("--prompt-column", help="column of the prompt (default: as the columns say; of a run, its own)")
     add("--answer-column", help="column that becomes the answer (default: likewise)")
@@ -174,7 +221,7 @@ def parse() -> argparse.Namespace:
     add("--env", type=_arguments, metavar="JSON", help="environment and its arguments; of a run, those that change")
     add("--turns", type=_arguments, metavar="JSON", help="limits of episodes; of a run, those that change")
     add("--problems", type=int, help="how many problems (default: 1000)")
-    add("--samples", type=int, default=1, help="completions of each; above 1 prints pass@k")
+    add("--samples", type=int, default=1, help="completions of each; above 1: pass@k and maj@k")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     add("--max-prompt-tokens", type=int, help="longer ones are an error (default: 512)")
     add("--max-completion-tokens", type=int, help="default: 512, or what the model's positions leave")
@@ -196,6 +243,10 @@ def parse() -> argparse.Namespace:
         raise UserError("give either --model, a folder or hub id, or --run, the workdir of a run")
     if args.samples > 1 and args.temperature <= 0:
         raise UserError("--samples above 1 needs --temperature above 0: greedy samples are all the same")
+    if args.answer and args.samples < 4:
+        raise UserError(f"--answer {args.answer} does nothing: majority votes need --samples of 4 or more")
+    if args.page and not args.page.parent.is_dir():
+        raise UserError(f"--page {args.page}: there is no folder {args.page.parent}: make it, or give another file")
     if args.model and not args.task:
         raise UserError("--task is missing: give a task (arithmetic, countdown), or a file of rows")
     if args.task:
@@ -219,7 +270,7 @@ def environment_of(args: argparse.Namespace, run: SavedRun | None) -> Config:
 def of_model(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the defaults of the command line for a model's folder."""
     return {
-        "function": f"{args.task}.accuracy",
+        "function": [f"{args.task}.accuracy"],
         "convert": "",
         **vars(Columns()),
         "problems": 1000,
@@ -236,7 +287,7 @@ def of_run(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     own_task = args.task and is_task(args.task)
     return {
         "source": config.eval.source,
-        "function": f"{args.task}.accuracy" if own_task else config.eval.function,
+        "function": [f"{args.task}.accuracy" if own_task else config.eval.function],
         "convert": "" if args.task else config.eval.convert,
         **vars(Columns() if own_task else data.columns_of(config)),
         "problems": config.eval.problems,

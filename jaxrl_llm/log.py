@@ -1,4 +1,4 @@
-"""The log of a run: console lines, metrics.jsonl, completions.jsonl, TensorBoard and W&B.
+"""The log of a run: console lines, metrics.jsonl, completions.jsonl, and the loggers that the config names.
 
 Every process has the records. The first one writes them.
 """
@@ -6,7 +6,6 @@ Every process has the records. The first one writes them.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import math
 import os
@@ -24,14 +23,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jaxrl_llm import distributed, sharding
+from jaxrl_llm import distributed, loggers, sharding
 from jaxrl_llm.checkpoint import cut_back
+from jaxrl_llm.config.names import resolve
 from jaxrl_llm.health.finding import Finding, History
 from jaxrl_llm.host import disk
 from jaxrl_llm.record import Record, Timer
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Config
-from jaxrl_llm.tensorboard import TensorBoardWriter
 
 # Label in the console line, key in metrics.jsonl, format. Keys that a run does not have are left out.
 COLUMNS = (
@@ -49,21 +48,21 @@ PHASES = ("rollout", "reward", "score", "update")
 
 
 class Log:
-    """Writes the console, metrics.jsonl, completions.jsonl, TensorBoard and W&B of a run, in order in one thread.
+    """Writes the console, metrics.jsonl and completions.jsonl of a run in one thread, in order, and feeds the loggers.
 
     The thread waits for a step's numbers while the next step runs. `begin` opens the files.
     """
 
     def __init__(self, workdir: Path, config: Config):
         self._workdir, self._num_steps = workdir, config.num_steps
-        self._tensorboard, self._wandb_project = config.log.tensorboard, config.log.wandb_project
         self._completions_every = config.log.completions_every if "completions_every" in config.log else 0
         self._config = config.to_dict()
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._written: Future[dict[str, Any]] | None = None  # record of the last `write`, done when it is on disk
         self._watched: Future[float] | None = None
         self._files: dict[str, TextIO] = {}
-        self._board = self._wandb = self._progress = None
+        self._loggers: list[loggers.Background] = []
+        self._progress = None
         terminal = sys.stdout.isatty()  # rich would also trust a notebook's FORCE_COLOR
         self._console = Console(highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=terminal)
         self._terminal = terminal and distributed.first()
@@ -80,11 +79,9 @@ class Log:
     def _open(self, step: int) -> None:
         for name in ("metrics", "completions"):
             self._files[name] = self._opened(name, step if step else -1)  # the record of step 0 is written again
-        with disk.writing(self._workdir):
-            if self._tensorboard:
-                self._board = TensorBoardWriter(self._workdir / "tensorboard", step)
-        if self._wandb_project and not self._wandb:
-            self._wandb = self._open_wandb()
+        run = loggers.LoggedRun(self._workdir, step, self._config["log"]["project"], self._config)
+        for name in self._config["log"]["to"]:
+            self._loggers.append(loggers.Background(name, resolve(name, loggers), run, self.say))
         if self._terminal and not self._progress:
             columns = (BarColumn(), TextColumn("{task.completed}/{task.total} steps"), TimeElapsedColumn())
             self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=self._console)
@@ -127,11 +124,10 @@ class Log:
                 signal.raise_signal(signal.SIGHUP)  # ends the run, as a closed terminal does
 
     def tell(self, step: int, finding: Finding) -> None:
-        """Shows a finding at a step: a line on the console, and a text in TensorBoard."""
+        """Shows a finding at a step: a line on the console, and a text for the loggers."""
         self.say(f"    health {finding.line()}")
-        if self._board:
-            with disk.writing(self._workdir):
-                self._board.write_text(step, f"health/{finding.id}", finding.line())
+        for logger in self._loggers:
+            logger.write_text(step, f"health/{finding.id}", finding.line())
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """Returns the last records of metrics.jsonl, at most `count`."""
@@ -185,8 +181,6 @@ class Log:
         self._thread.shutdown()
         if self._progress:
             self._progress.stop()
-        if self._wandb:
-            self._wandb.finish()
         self._close_files()
 
     def _opened(self, name: str, step: int) -> TextIO:
@@ -200,16 +194,9 @@ class Log:
         for file in self._files.values():
             with suppress(OSError):  # a full disk refuses the rest of a line again
                 file.close()
-        if self._board:
-            self._board.close()
-        self._files, self._board = {}, None
-
-    def _open_wandb(self) -> Any:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        run_id = hashlib.sha256(str(self._workdir.absolute()).encode()).hexdigest()[:16]  # the same in a resumed run
-        where = dict(project=self._wandb_project, name=self._workdir.name, dir=str(self._workdir))
-        return wandb.init(**where, id=run_id, config=self._config, resume="allow")
+        for logger in self._loggers:
+            logger.close()
+        self._files, self._loggers = {}, []
 
     def _write(self, record: Record) -> dict[str, Any]:
         """Waits for the numbers of a step and writes them. Runs in the thread."""
@@ -223,11 +210,8 @@ class Log:
         record = {k: _plain(v) for k, v in record.items()}
         step = record["step"]
         self._append("metrics", record)
-        with disk.writing(self._workdir):
-            if self._board:
-                self._board.write(step, {k: v for k, v in record.items() if k != "step" and v is not None})
-        if self._wandb:
-            self._wandb.log(record, step=step)
+        for logger in self._loggers:
+            logger.write(step, {k: v for k, v in record.items() if k != "step" and v is not None})
         self.say(self._line(step, record))
         if self._progress:
             self._progress.update(self._bar, completed=step, left=self._left(step))

@@ -88,13 +88,16 @@ class SavedRun:
         """Returns the adapters of the run, which has some."""
         return peft.make_lora(model, **self.config.lora)
 
+    def began_with(self, step: int) -> dict[str, str]:
+        """Returns the hashes of the models and the data that the run began with, by config field."""
+        wanted = ocp.args.Composite(host=ocp.args.JsonRestore())
+        return checkpoint.read(self._manager, step, wanted)["host"]["began_with"]
+
     @contextmanager
     def model_folder(self, step: int) -> Iterator[Path]:
         """The model folder that the run began with. Raises: UserError, if its model has changed since."""
-        wanted = ocp.args.Composite(host=ocp.args.JsonRestore())
-        began_with = checkpoint.read(self._manager, step, wanted)["host"]["began_with"]
         with model_folder(self.config) as folder:
-            if hf.fingerprint(folder) != began_with["model.path"]:
+            if hf.fingerprint(folder) != self.began_with(step)["model.path"]:
                 raise UserError(f"model.path = {folder} holds another model than when the run began: put that back")
             yield folder
 

@@ -26,9 +26,9 @@ class TensorBoardWriter:
         again = Event(session_log=SessionLog(status=SessionLog.START), step=start + 1 if start else 0)
         self._writer.write_event(again)
 
-    def write(self, step: int, scalars: dict[str, float]) -> None:
+    def write(self, step: int, numbers: dict[str, float]) -> None:
         """Writes one event with all scalars, and flushes it before this returns."""
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._writer.write_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
         self._writer.flush()
 

@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "references" / "golden"
 MODEL = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
 TINY = (
     "num_steps=3", "optim.warmup_steps=1", "optim.decay=constant", "prompts_per_step=8", "prompts_per_update=4",
-    "group_size=4", "eval.every=0", "checkpoint.keep_best=0", "log.completions_every=1", "log.tensorboard=false",
+    "group_size=4", "eval.every=0", "checkpoint.keep_best=0", "log.completions_every=1", "log.to=()",
     "mesh.data=2", "mesh.fsdp=1",
 )  # fmt: skip
 RUNS: dict[str, tuple[str, ...]] = {

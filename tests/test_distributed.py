@@ -28,7 +28,7 @@ from jaxrl_llm.rollout.vllm import engine
 ROOT = Path(__file__).parent.parent
 TINY = (
     "num_steps=3", "optim.warmup_steps=1", "optim.decay=constant", "prompts_per_step=8", "prompts_per_update=4",
-    "group_size=4", "eval.every=3", "eval.problems=20", "checkpoint.every=1", "log.tensorboard=false", "mesh.data=-1",
+    "group_size=4", "eval.every=3", "eval.problems=20", "checkpoint.every=1", "log.to=()", "mesh.data=-1",
     "mesh.fsdp=1", "health.self_test=False",
 )  # fmt: skip
 CONFIGS = {

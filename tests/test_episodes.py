@@ -217,7 +217,7 @@ def config_with_turns(**changes: Any) -> Any:
     config.update_from_flattened_dict({
         "num_steps": 4, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4,
         "eval.every": 2, "eval.problems": 8, "rollout.max_completion_tokens": 32, "checkpoint.every": 2,
-        "log.tensorboard": False, "log.completions_every": 2,
+        "log.to": (), "log.completions_every": 2,
         "reward.functions": ("tests.test_episodes.digits",), "reward.weights": (1.0,),
         "reward.timeout": 0.0, "health.self_test": False, "rollout.temperature": 1.2, **changes,
     })  # fmt: skip
@@ -396,7 +396,7 @@ def test_without_the_mask_of_observations_the_numbers_of_the_loss_show_it(monkey
         config = load(ROOT / "configs" / "search_grpo.py")
         config.update_from_flattened_dict({
             "num_steps": 1, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "eval.every": 0,
-            "checkpoint.keep_best": 0, "log.tensorboard": False, "reward.timeout": 0.0, "health.self_test": False,
+            "checkpoint.keep_best": 0, "log.to": (), "reward.timeout": 0.0, "health.self_test": False,
             "mesh.fsdp": 1,
         })  # fmt: skip
         (record,) = (record for record in steps(config, tmp_path / name) if record["step"])

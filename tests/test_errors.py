@@ -30,7 +30,7 @@ MODEL = PACKAGE / "assets" / "arithmetic"
 SUMS = [{"prompt": [{"role": "user", "content": f"{a}+{a}"}], "answer": str(2 * a)} for a in range(8)]
 TINY = (
     "num_steps=1 prompts_per_step=8 prompts_per_update=8 group_size=2 optim.warmup_steps=0 "
-    "data.source=sums.jsonl eval.every=0 log.tensorboard=false health.self_test=False"
+    "data.source=sums.jsonl eval.every=0 log.to=() health.self_test=False"
 )
 SMALL = "mesh.fsdp=1 rollout.max_completion_tokens=2"  # what really runs: soon compiled
 
@@ -326,7 +326,7 @@ def test_more_processes_than_one_are_refused(
 
 def test_wandb_is_refused_where_it_is_not_installed(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    refuse(train, command("log.wandb_project=lab"), "config.log.wandb_project | pip install wandb")
+    refuse(train, command("log.to=wandb log.project=lab"), "config.log.to | not installed | pip install")
 
 
 @table("text words", {
@@ -667,7 +667,7 @@ def test_fine_tuning_stops_where_no_gradient_is_finite_and_warned_of_the_rate(
     argv = fields(
         "data.source=answers.jsonl eval.every=0 prompts_per_step=8 num_steps=9 optim.warmup_steps=0 mesh.fsdp=1 "
         "model.hidden_size=32 model.num_hidden_layers=1 optim.learning_rate=1e30 health.max_skipped=3 "
-        "log.tensorboard=false"
+        "log.to=()"
     )
     monkeypatch.setattr(sys, "argv", ["sft", "--config", str(CONFIGS / "sft.py"), "--workdir", "run", *argv])
     with pytest.raises(SystemExit) as stopped:

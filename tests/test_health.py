@@ -195,7 +195,7 @@ def a_step(texts: list[list[str]]) -> Samples:
     tokens = np.array([[[ord(c) for c in text.ljust(longest)] for text in group] for group in texts], np.int32)
     mask = np.array([[[i < len(text) for i in range(longest)] for text in group] for group in texts])
     rollouts = Rollouts(tokens, mask, mask, np.zeros(mask.shape), np.zeros(mask.shape[:2], bool), np.zeros(mask.shape))
-    return Samples(None, rollouts, lambda: Graded(texts, {}, []))
+    return Samples(None, rollouts, lambda: Graded(texts, {}, [], {}))
 
 
 def test_completions_are_measured_against_their_group_and_themselves():

@@ -194,7 +194,7 @@ def config_of(**changes: object):
     config = configs.load(ROOT / "configs" / "lora.py")
     short = {
         "num_steps": 4, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4,
-        "eval.every": 0, "checkpoint.every": 2, "checkpoint.keep": 9, "log.tensorboard": False, "lora.rank": 2,
+        "eval.every": 0, "checkpoint.every": 2, "checkpoint.keep": 9, "log.to": (), "lora.rank": 2,
         "log.completions_every": 0, "health.self_test": False, "mesh.fsdp": 2, "mesh.tensor": 2,
     }  # fmt: skip
     for name, value in (short | changes).items():

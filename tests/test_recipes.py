@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from safetensors import safe_open
-from test_train import records, run
+from test_train import ROOT, records, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -68,7 +68,8 @@ def qwen(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_gsm8k_recipe_runs_end_to_end(qwen, tmp_path):
+@pytest.mark.parametrize("size", ["0_5b", "1_5b", "7b"])
+def test_the_gsm8k_recipe_runs_end_to_end(size, qwen, tmp_path):
     rows = [{"question": q, "answer": a} for q, a in PROBLEMS]
     for split in ("train", "test"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
@@ -76,9 +77,9 @@ def test_the_gsm8k_recipe_runs_end_to_end(qwen, tmp_path):
         f"--config.model.path={qwen}", f"--config.data.source={tmp_path}/train.parquet",
         f"--config.eval.source={tmp_path}/test.parquet", "--config.num_steps=2", "--config.prompts_per_step=4",
         "--config.prompts_per_update=4", "--config.microbatch=2", "--config.group_size=2", "--config.mesh.fsdp=2",
-        "--config.rollout.max_completion_tokens=16", "--config.optim.warmup_steps=0",
+        "--config.rollout.max_completion_tokens=16", "--config.optim.warmup_steps=0", "--config.mesh.tensor=1",
     ]  # fmt: skip
-    result = run(tmp_path / "run", *small, config="configs/recipes/qwen2_5_0_5b_gsm8k.py")
+    result = run(tmp_path / "run", *small, config=f"configs/recipes/qwen2_5_{size}_gsm8k.py")
     assert result.returncode == 0, result.stderr
     steps = records(tmp_path / "run")
     assert [s["step"] for s in steps] == [0, 1, 2]
@@ -104,6 +105,77 @@ def test_the_countdown_recipe_runs_end_to_end(qwen, tmp_path):
     first, last = records(tmp_path / "run")
     assert first["eval/accuracy"] == last["eval/accuracy"] == 0  # of random weights
     assert last["reward/countdown.accuracy"] == 0
+
+
+def run_tiny(name: str, qwen: Path, workdir: Path, *more: str) -> dict:
+    """Runs one step of a recipe with the files of `workdir`, and returns its record."""
+    small = [
+        f"--config.model.path={qwen}", f"--config.data.source={workdir}/rows.jsonl", "--config.num_steps=1",
+        f"--config.eval.source={workdir}/rows.jsonl", "--config.eval.problems=2", "--config.prompts_per_step=4",
+        "--config.prompts_per_update=2", "--config.microbatch=2", "--config.rollout.max_completion_tokens=8",
+        "--config.mesh.fsdp=2", *more,
+    ]  # fmt: skip
+    result = run(workdir / "run", *small, config=f"configs/recipes/{name}.py")
+    assert result.returncode == 0, result.stderr
+    return records(workdir / "run")[-1]
+
+
+def write_rows(folder: Path, rows: list[dict]) -> None:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.slow
+def test_the_recipe_of_math_runs_end_to_end(qwen, tmp_path):
+    write_rows(tmp_path, [{"problem": q, "answer": str(i)} for i, (q, _) in enumerate(PROBLEMS)])
+    record = run_tiny("qwen2_5_7b_math", qwen, tmp_path, "--config.group_size=2", "--config.model.row_parts=1")
+    assert record["reward/math.accuracy"] == record["reward/qwen2_5_7b_math.has_form"] == 0  # of random weights
+    assert record["kl/coef"] == pytest.approx(0.01)
+
+
+@pytest.mark.slow
+def test_the_recipe_of_tldr_runs_end_to_end(qwen, tmp_path):
+    write_rows(tmp_path, [{"prompt": f"POST: {q}\nTL;DR:", "completion": a} for q, a in PROBLEMS])
+    record = run_tiny("qwen2_0_5b_tldr", qwen, tmp_path, "--config.group_size=2")
+    assert record["reward/mean"] == record["reward/qwen2_0_5b_tldr.length"] <= 0
+    assert record["reward/qwen2_0_5b_tldr.unique_characters"] > 0  # only logged
+
+
+@pytest.mark.slow
+def test_the_recipe_of_tinyzero_runs_end_to_end(qwen, tmp_path):
+    rows = [{"nums": [i, 2, 3], "target": 5 + i} for i in range(1, 60)]
+    write_rows(tmp_path, rows)
+    record = run_tiny("qwen2_5_3b_tinyzero", qwen, tmp_path, "--config.data.max_prompt_tokens=512")
+    assert record["reward/qwen2_5_3b_tinyzero.accuracy"] == record["eval/accuracy"] == 0
+    assert "critic/explained_variance" in record
+
+
+def test_the_rewards_of_the_recipes_by_hand(monkeypatch):
+    for folder in ("configs", "configs/recipes"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    import qwen2_0_5b_tldr
+    import qwen2_5_3b_tinyzero
+    import qwen2_5_7b_math
+
+    texts = ["<think>a</think> so \\boxed{7}", "\\boxed{7}", "<think>a</think> 7"]
+    assert qwen2_5_7b_math.has_form([[{"content": text}] for text in texts]) == [1, 0, 0]
+    assert qwen2_0_5b_tldr.length(["x" * 20, "x" * 5]) == [0, -15]
+    assert qwen2_0_5b_tldr.is_near(["x" * 15, "x" * 26]) == [1, 0]
+    said = [
+        "<answer>(1+2)/3</answer>",
+        "<answer>1+2+3</answer>",
+        "<answer>6/2/0</answer>",
+        "(1+2)/3",
+        "<answer>1</answer>",
+    ]
+    judged = qwen2_5_3b_tinyzero.accuracy(said, [[3, 1, 2]] * 5, [1] * 5)
+    assert judged == [1, 0, 0, 0, 0]
+    assert qwen2_5_3b_tinyzero.has_answer(said) == [1, 1, 1, 0, 1]
+    rows = [{"nums": [i, j], "target": i + j} for i in range(30) for j in range(30)]
+    held_out = [row for row in rows if qwen2_5_3b_tinyzero.held_out_row(row)]
+    assert [row for row in rows if not qwen2_5_3b_tinyzero.train_row(row)] == held_out
+    assert 0 < len(held_out) < 100
+    turned = [{"nums": row["nums"][::-1], "target": row["target"]} for row in held_out]
+    assert all(map(qwen2_5_3b_tinyzero.held_out_row, turned))  # the same numbers are on one side
 
 
 def test_the_gsm8k_recipe_refuses_rows_of_another_format(qwen, tmp_path):

@@ -216,7 +216,7 @@ def test_a_trainer_that_is_killed_leaves_no_reward_behind(tmp_path):
     fields = (
         "num_steps=1 prompts_per_step=8 prompts_per_update=8 group_size=2 optim.warmup_steps=0 eval.every=0 "
         f"data.source={tmp_path}/rows.jsonl reward.functions=tests.test_rewards.waits reward.weights=1. "
-        "mesh.fsdp=1 rollout.max_completion_tokens=2 log.tensorboard=false health.self_test=False"
+        "mesh.fsdp=1 rollout.max_completion_tokens=2 log.to=() health.self_test=False"
     )
     command = [sys.executable, "-m", "jaxrl_llm.train", "--config", "configs/grpo.py", "--workdir", tmp_path / "run"]
     trainer = subprocess.Popen([*command, *(f"--config.{field}" for field in fields.split())], cwd=ROOT)

@@ -65,7 +65,7 @@ def test_what_an_environment_says_changes_no_gradient_of_its_own(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = {
         "model.path": str(FOLDER), "num_steps": 1, "prompts_per_step": 8, "optim.warmup_steps": 0, "mesh.fsdp": 1,
-        "log.tensorboard": False, "model.vocabulary": 0,
+        "log.to": (), "model.vocabulary": 0,
     }  # fmt: skip
     (record,) = (r for r in sft.steps(config(str(tmp_path / "rows.jsonl"), **small), tmp_path / "run") if r["step"])
     mesh = sft.sharding.make_mesh(data=1, fsdp=1, tensor=1)

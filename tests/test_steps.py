@@ -38,7 +38,7 @@ def tiny(**changes) -> ConfigDict:
     small = {
         "num_steps": 4, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "optim.warmup_steps": 1,
         "optim.decay": "constant", "eval.every": 2, "eval.problems": 16, "checkpoint.every": 1, "checkpoint.keep": 9,
-        "log.tensorboard": False, "log.completions_every": 0, "mesh.fsdp": 1, "rollout.max_completion_tokens": 6,
+        "log.to": (), "log.completions_every": 0, "mesh.fsdp": 1, "rollout.max_completion_tokens": 6,
         "health.self_test": False,
     }  # fmt: skip
     c.update_from_flattened_dict(small | changes)

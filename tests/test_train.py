@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 from conftest import QUICK
+from fake_hub import online  # noqa: F401 (a fixture)
+from huggingface_hub import ModelCard
 
+from jaxrl_llm import export
 from jaxrl_llm.checkpoint import cut_back
 
 ROOT = Path(__file__).parent.parent
@@ -80,6 +83,33 @@ def test_a_run_leaves_everything_it_promises(whole):
     assert json.loads((whole / "config.json").read_text())["group_size"] == 4
     assert (whole / "hf" / "model.safetensors").is_file()
     assert len((whole / "completions.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_run_ends_with_a_card_and_a_checkpoint_goes_to_a_hub_with_its_own(whole, monkeypatch, online, capsys):  # noqa: F811
+    card, logged = ModelCard.load(whole / "hf" / "README.md"), {r["step"]: r for r in records(whole)}
+    assert (card.data.library_name, card.data.base_model) == ("transformers", None)  # it is a folder of this package
+    assert card.data.eval_results[0].metric_value == round(logged[6]["eval/accuracy"], 4)
+    assert "after step 6 of 6" in card.text
+    assert f"| 6 | {logged[6]['eval/accuracy']:.1%} | {logged[6]['reward/mean']:.3f} |" in card.text
+    assert '"prompts_per_step": 8' in card.text
+    assert str(ROOT) not in card.content
+    host = json.loads(next((whole / "checkpoints" / "6").glob("host/*")).read_text())["began_with"]
+    assert f"SHA-256 `{host['data.source']}`" in card.text
+    assert f"SHA-256 `{host['eval.source']}`" in card.text
+    fake = online()
+    monkeypatch.setattr(sys, "argv", ["export", str(whole), "--step", "4", "--push-to", "lab/sums", "--private"])
+    export.main()
+    assert capsys.readouterr().out == f"pushed: {fake.url}/lab/sums/commit/1\n"
+    (created,) = fake.created
+    assert (created["organization"], created["name"], created["visibility"]) == ("lab", "sums", "private")
+    assert fake.tokens == {"Bearer hf_of_the_test"}
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(fake.files)
+    assert fake.files["model.safetensors"] != (whole / "hf" / "model.safetensors").read_bytes()  # step 4 is not step 6
+    pushed = fake.files["README.md"].decode()
+    assert 'pipeline("text-generation", "lab/sums")' in pushed
+    assert "after step 4 of 6" in pushed
+    assert "| 3 | " in pushed
+    assert "| 6 | " not in pushed
 
 
 def test_the_first_update_is_on_policy(whole):

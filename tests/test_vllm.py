@@ -56,7 +56,7 @@ LENGTH, B, G = 12, 64, 8
 KEY = jax.random.key(3)
 TINY = [
     "--config.prompts_per_step=16", "--config.prompts_per_update=16", "--config.group_size=4", "--config.eval.every=0",
-    "--config.checkpoint.every=2", "--config.log.tensorboard=false", "--config.optim.warmup_steps=1",
+    "--config.checkpoint.every=2", "--config.log.to=()", "--config.optim.warmup_steps=1",
     "--config.health.self_test=False",
 ]  # fmt: skip
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import ModuleType
 
 from ml_collections import ConfigDict
 
-from jaxrl_llm import envs, rewards
+from jaxrl_llm import envs, loggers, rewards
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.combinations import check_algorithm, check_health, check_lora, check_rollout, check_turns
 from jaxrl_llm.config.fields import CRITIC, FROZEN, LORA, ROUTER, SFT, SOURCE, TRAIN, TURNS
@@ -175,8 +174,9 @@ def check_shared(config: Config, prompts_per_update: int) -> None:
         check_lora(config)
     if config.eval.every:
         check_call(config.eval.function, rewards, "config.eval.function")
-    if config.log.wandb_project and not find_spec("wandb"):
-        raise UserError("config.log.wandb_project needs wandb, which is not installed: pip install wandb, or set ''")
+    for name in config.log.to:
+        resolve(name, loggers, "config.log.to")
+    loggers.check_named(config.log.to, config.log.project)
     for axis in ("data", "fsdp", "tensor"):
         if config.mesh[axis] == 0:
             raise UserError(f"config.mesh.{axis} = 0: give a size of 1 or more, or -1 for all devices left")

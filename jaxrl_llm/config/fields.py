@@ -52,8 +52,8 @@ SHARED = {
     "checkpoint.every": Field(int, low=1, may_change=True),
     "checkpoint.keep": Field(int, low=1, may_change=True),
     "checkpoint.keep_best": Field(int, low=0, may_change=True),
-    "log.tensorboard": Field(bool, may_change=True),
-    "log.wandb_project": Field(str, may_change=True),
+    "log.to": Field(tuple, of=str, may_change=True),
+    "log.project": Field(str, may_change=True),
 }
 TRAIN = SHARED | {
     "log.completions_every": Field(int, low=0, may_change=True),

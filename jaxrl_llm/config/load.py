@@ -25,6 +25,8 @@ RENAMED = {  # old name of a field -> its new name
     "rollout.engine": "engine.name",
     "rollout.canary_gap": "engine.max_gap",
     "advantage.normalise": "advantage.normalize",
+    "log.tensorboard": "log.to",
+    "log.wandb_project": "log.project",
     "hold.kl_to_reward": "adaptive_warmup.kl_to_reward",
     "hold.update_size": "adaptive_warmup.update_size",
     **{f"correction.{name}": f"importance.{name}" for name in ("level", "action", "low", "high")},

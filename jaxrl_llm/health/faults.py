@@ -32,7 +32,7 @@ from jaxrl_llm.train import train
 HERE = __name__
 SMALL = {
     "num_steps": 40, "prompts_per_step": 32, "prompts_per_update": 32, "eval.every": 0, "checkpoint.every": 10_000,
-    "checkpoint.keep_best": 0, "log.tensorboard": False, "log.completions_every": 0, "reward.timeout": 0.0,
+    "checkpoint.keep_best": 0, "log.to": (), "log.completions_every": 0, "reward.timeout": 0.0,
     "health.self_test": False,
     # One device: a faulty engine computes beside other programs, and collectives of both could wait for each other.
     "mesh.fsdp": 1,

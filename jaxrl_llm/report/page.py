@@ -26,7 +26,7 @@ def render(workdirs: Sequence[Path], *, live: str = "") -> str:
     """
     runs = read_all(workdirs)
     plots = curves.plots(runs)
-    return _template("page.html").render(
+    return template("page.html").render(
         runs=runs,
         title=", ".join(run.name for run in runs),
         cards=[card(run) for run in runs],
@@ -48,7 +48,7 @@ def render(workdirs: Sequence[Path], *, live: str = "") -> str:
 
 def render_waiting(message: str, live: str) -> str:
     """Returns the page that a server gives while there is nothing to show, and says why."""
-    return _template("waiting.html").render(message=message, live=live)
+    return template("waiting.html").render(message=message, live=live)
 
 
 def stamp(workdirs: Sequence[Path]) -> str:
@@ -75,7 +75,8 @@ def card(run: Run) -> list[tuple[str, str]]:
     return [*rows, ("last record", _time((run.workdir / FILES[1]).stat().st_mtime))]
 
 
-def _template(name: str) -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """Returns a template of `assets/report/`."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
         autoescape=True,

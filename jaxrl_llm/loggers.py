@@ -1,0 +1,208 @@
+"""Where the numbers of a run go besides metrics.jsonl: the functions that `config.log.to` names.
+
+Each is `function(run: LoggedRun) -> Logger`, here or in a module of your own. It imports its library only when it is
+named. A run that continues at an earlier step, after a kill or a rollback, opens its loggers again.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple, Protocol
+
+from ml_collections import ConfigDict
+
+from jaxrl_llm.config.load import flatten
+from jaxrl_llm.errors import UserError, briefly
+
+__all__ = ["mlflow", "tensorboard", "trackio", "wandb"]
+
+TRACKERS = ("mlflow", "trackio", "wandb")  # they need a package of the same name, and a project
+CLOSING = 60.0  # seconds in which a logger must send what it still has at the end
+
+
+class Logger(Protocol):
+    """Gets the numbers of a run. Its methods may raise: then it gets no more, and the run goes on."""
+
+    def write(self, step: int, numbers: dict[str, float]) -> None: ...
+
+    def write_text(self, step: int, name: str, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LoggedRun(NamedTuple):
+    """What a logger may know of a run."""
+
+    workdir: Path
+    step: int  # the run continues after it; what an earlier attempt has written of later steps is written again
+    project: str  # config.log.project
+    config: dict[str, Any]
+
+    def id(self) -> str:
+        """Returns the random id of the run in this workdir. It stays the same when the run is resumed, or moved."""
+        file = self.workdir / "run_id"
+        if not file.is_file():
+            file.write_text(uuid.uuid4().hex[:16])
+        return file.read_text()
+
+
+class Background:
+    """A logger in a thread of its own. A slow one delays no step, and the first error of one is told and ends it."""
+
+    def __init__(self, name: str, open: Callable[[LoggedRun], Logger], run: LoggedRun, tell: Callable[[str], None]):
+        """tell: shows a line to the user."""
+        self._name, self._open, self._run, self._tell = name, open, run, tell
+        self._calls: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._failed = False
+        self._thread = Thread(target=self._work, daemon=True)  # one that hangs must not keep the process
+        self._thread.start()
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        """Hands over the numbers of a step. Does not wait."""
+        self._put("write", step, numbers)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Hands over a text. Does not wait."""
+        self._put("write_text", step, name, text)
+
+    def close(self) -> None:
+        """Waits, at most CLOSING seconds, until the logger has everything."""
+        self._calls.put(None)
+        self._thread.join(CLOSING)
+        if self._thread.is_alive():
+            self._tell(f"warning: config.log.to: {self._name} did not end within {CLOSING:g} s: numbers may be missing")
+
+    def _put(self, *call: Any) -> None:
+        if not self._failed:
+            self._calls.put(call)
+
+    def _work(self) -> None:
+        try:
+            logger = self._open(self._run)
+            while call := self._calls.get():
+                method, *given = call
+                getattr(logger, method)(*given)
+            logger.close()
+        except Exception as error:  # whatever a library or a server does, the run goes on
+            self._failed = True
+            said = " ".join(briefly(error).split())[:300]
+            self._tell(f"warning: config.log.to: {self._name} gets no more numbers, because it failed: {said}")
+
+
+def check_named(names: tuple[str, ...], project: str) -> None:
+    """Checks config.log.to and config.log.project together. Raises: UserError."""
+    if len(set(names)) < len(names):
+        raise UserError(f"config.log.to = {names} has a name twice: remove one")
+    for name in (name for name in names if name in TRACKERS):
+        if not find_spec(name):
+            raise UserError(
+                f"config.log.to names {name}, which is not installed: pip install 'jaxrl_llm[{name}]', or take it out"
+            )
+        if not project:
+            raise UserError(f"config.log.project is missing: config.log.to names {name}, which needs one")
+    if project and set(names) <= {"tensorboard"}:
+        raise UserError(f"config.log.project = {project!r} does nothing: no logger in {names} needs one; set it to ''")
+
+
+def tensorboard(run: LoggedRun) -> Logger:
+    """Event files in WORKDIR/tensorboard. TensorBoard drops the steps of an earlier attempt."""
+    from jaxrl_llm.tensorboard import TensorBoardWriter
+
+    return TensorBoardWriter(run.workdir / "tensorboard", run.step)
+
+
+def wandb(run: LoggedRun) -> Logger:
+    """A run of Weights & Biases. Its environment variables hold, such as WANDB_MODE=offline."""
+    return Wandb(run)
+
+
+def trackio(run: LoggedRun) -> Logger:
+    """A run of trackio: on this disk, or in a Space if TRACKIO_SPACE_ID names one."""
+    return Trackio(run)
+
+
+def mlflow(run: LoggedRun) -> Logger:
+    """A run of MLflow in the experiment `project`, where MLFLOW_TRACKING_URI says."""
+    return Mlflow(run)
+
+
+class Wandb:
+    """Writes with `step` as a number of its own: W&B's own step must not go back, and a resumed run does."""
+
+    def __init__(self, run: LoggedRun):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        where: dict[str, Any] = dict(project=run.project, name=run.workdir.name, dir=str(run.workdir))
+        self._run: Any = wandb.init(**where, id=run.id(), config=run.config, resume="allow")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers | {"step": step})
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self._run.alert(title=name[:63], text=f"step {step}: {text}")
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """The run has the id in its name, by which trackio finds it again."""
+
+    def __init__(self, run: LoggedRun):
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        name = f"{run.workdir.name}-{run.id()}"
+        self._run: Any = trackio.init(run.project, name, config=run.config, resume="allow", embed=False)
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self._run.alert(title=name, text=text, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """Uses the client alone: the run of `mlflow.start_run` belongs to one thread. The run has the id as a tag."""
+
+    TAG = "jaxrl_llm.run_id"
+    PARAMS = 100  # in one request
+
+    def __init__(self, run: LoggedRun):
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+
+        self._client, self._metric = MlflowClient(), Metric
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        same = self._client.search_runs([experiment], f"tags.`{self.TAG}` = '{run.id()}'")
+        if same:
+            self._id = same[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        made = self._client.create_run(experiment, run_name=run.workdir.name, tags={self.TAG: run.id()})
+        self._id = made.info.run_id
+        params = [Param(name, str(value)) for name, value in flatten(ConfigDict(run.config)).items()]
+        for first in range(0, len(params), self.PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + self.PARAMS])
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        named = {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}  # others are refused
+        self._client.log_batch(self._id, metrics=[self._metric(name, x, now, step) for name, x in named.items()])
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self._client.set_tag(self._id, name, f"step {step}: {text}")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)

@@ -1,0 +1,145 @@
+"""What the scores of an evaluation say: accuracy, pass@k, majority votes, and all of them by channel and by column."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from math import comb
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollout.samples import Graded
+
+Answers: TypeAlias = list[list[str | None]]  # N x G; None: the completion gives no answer
+Measured: TypeAlias = dict[str, Any]
+MOST = 100  # values of a column that make a table
+NONE = "(none)"  # value of a row without the column
+
+
+def pass_at(k: int, scores: np.ndarray) -> float:
+    """Unbiased pass@k (arXiv 2107.03374) from scores [N, G], G >= k: the mean of 1 - C(G-c, k) / C(G, k).
+
+    c is the number of solutions of a problem: completions with a score of 1 or more.
+    """
+    size = scores.shape[1]
+    return float(np.mean([1 - comb(size - int(c), k) / comb(size, k) for c in (scores >= 1).sum(axis=1)]))
+
+
+def majority_at(k: int, scores: np.ndarray, answers: Answers) -> float:
+    """maj@k (self-consistency, arXiv 2203.11171) from scores [N, G] and answers, G >= k.
+
+    The completions of a problem make G // k sets of k, so their mean is unbiased. Each set votes with the answers that
+    it has. It earns the share of solutions among the completions with the most frequent answer, which is 0 or 1 if the
+    judge looks at the answer alone. Answers that are equally frequent earn their mean, and a set without answers 0.
+    """
+    sets = [slice(first, first + k) for first in range(0, scores.shape[1] - k + 1, k)]
+    return float(
+        np.mean([_vote(row[one] >= 1, given[one]) for row, given in zip(scores, answers, strict=True) for one in sets])
+    )
+
+
+def _vote(solved: np.ndarray, answers: Sequence[str | None]) -> float:
+    votes = Counter(answer for answer in answers if answer is not None)
+    most = max(votes.values(), default=0)
+    winners = [answer for answer, count in votes.items() if count == most]
+    earned = [np.mean([x for x, a in zip(solved, answers, strict=True) if a == winner]) for winner in winners]
+    return float(np.mean(earned)) if earned else 0.0
+
+
+def answers_of(texts: list[list[str]], extract: Callable[[str], Any]) -> Answers:
+    """Returns the normalised answers of completions. extract(text) -> answer, or None if there is none."""
+    found = [[extract(text) for text in group] for group in texts]
+    return [[None if answer is None else normalized(str(answer)) for answer in group] for group in found]
+
+
+def normalized(answer: str) -> str:
+    """Returns an answer in a form in which votes are counted: 1,200 and 1200.0 are the same vote, Yes and yes too."""
+    text = " ".join(answer.split()).strip(" .$").casefold()
+    number = re.sub(r"(?<=\d),(?=\d{3})|\\,| ", "", text)
+    if re.fullmatch(r"[+-]?(\d{1,40}(\.\d{0,40})?|\.\d{1,40}|\d{1,40}/0*[1-9]\d{0,39})", number):
+        return str(Fraction(number))
+    return text
+
+
+def measure(scores: np.ndarray, channels: dict[str, np.ndarray], answers: Answers | None) -> Measured:
+    """Measures N problems with G completions each. channels [N, G]: NaN where a function abstained.
+
+    standard_error: of the accuracy, over problems. pass, majority: for the powers of two up to G.
+    """
+    count, size = scores.shape
+    error = float(scores.mean(axis=1).std(ddof=1) / np.sqrt(count)) if count > 1 else None
+    powers = [2**i for i in range(1, size.bit_length()) if 2**i <= size]
+    measured: Measured = {"problems": count, "samples": size, "accuracy": float(scores.mean()), "standard_error": error}
+    measured["pass"] = {str(k): pass_at(k, scores) for k in powers}
+    if answers is not None:
+        measured["majority"] = {str(k): majority_at(k, scores, answers) for k in powers if k > 2}
+    measured["channels"] = {name: _channel(values) for name, values in channels.items()}
+    return measured
+
+
+def _channel(values: np.ndarray) -> Measured:
+    abstained = np.isnan(values)
+    return {"mean": None if abstained.all() else float(values[~abstained].mean()), "abstained": int(abstained.sum())}
+
+
+def measure_all(
+    graded: Graded, rows: Sequence[dict[str, Any]], extract: Callable[[str], Any] | None, by: str
+) -> Measured:
+    """Measures all problems, and those of each value of the column `by`; "": not by column. Raises: UserError."""
+    scores = graded.channels["total"]
+    channels = {name: values for name, values in graded.channels.items() if name != "total"}
+    answers = answers_of(graded.texts, extract) if extract else None
+    measured = measure(scores, channels, answers)
+    if not by:
+        return measured
+    groups = split(rows, by)
+    parts = {
+        value: measure(
+            scores[places],
+            {name: values[places] for name, values in channels.items()},
+            [answers[i] for i in places] if answers is not None else None,
+        )
+        for value, places in groups.items()
+    }
+    return measured | {"by": {"column": by, "values": parts}}
+
+
+def split(rows: Sequence[dict[str, Any]], column: str) -> dict[str, list[int]]:
+    """Returns the places of the rows with each value of a column. "extra_info.level" is a column within a column.
+
+    Raises: UserError, if no row has the column, or it has too many values for a table.
+    """
+    values: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        value: Any = row
+        for part in column.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        values.setdefault(NONE if value is None else str(value), []).append(i)
+    if set(values) == {NONE}:
+        there = ", ".join(sorted({name for row in rows for name in row}))
+        raise UserError(f"--by {column}: no row has this column; there is {there}")
+    if len(values) > MOST:
+        raise UserError(f"--by {column}: it has {len(values)} values, and a table at most {MOST}: give another column")
+    return dict(sorted(values.items()))
+
+
+def lines(measured: Measured) -> list[tuple[str, Any]]:
+    """Returns names and values for people."""
+    error = measured["standard_error"]
+    rows: list[tuple[str, Any]] = [("problems", measured["problems"]), ("accuracy", f"{measured['accuracy']:.1%}")]
+    rows += [("standard error", f"{error:.1%}")] if error is not None else []
+    rows += [(f"pass@{k}", f"{value:.1%}") for k, value in measured["pass"].items()]
+    rows += [(f"maj@{k}", f"{value:.1%}") for k, value in measured.get("majority", {}).items()]
+    if len(measured["channels"]) > 1:
+        rows += [(name, channel_text(channel)) for name, channel in measured["channels"].items()]
+    return rows
+
+
+def channel_text(channel: Measured) -> str:
+    """Returns the mean of a channel, and how often its function abstained."""
+    mean = "–" if channel["mean"] is None else f"{channel['mean']:.4g}"
+    return mean + (f" ({channel['abstained']:,} without a verdict)" if channel["abstained"] else "")

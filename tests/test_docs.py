@@ -1,0 +1,58 @@
+"""The pages of docs/: a site whose links hold, programs that run, and names that are there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.algorithms import advantages, losses
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_site_is_built_without_a_broken_link(tmp_path):
+    pytest.importorskip("mkdocs")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert {page.stem for page in (tmp_path / "site").glob("*.html")} >= pages
+    assert "fonts.googleapis" not in (tmp_path / "site" / "index.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_docs_runs_and_resumes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your_own_loop.md").read_text(), re.DOTALL)
+    small = dict(
+        prompts_per_step=8, prompts_per_update=8, group_size=2, num_steps=2, schedule_steps=4,
+        eval=dict(every=2, problems=8), optim=dict(warmup_steps=0), log=dict(to=()), mesh=dict(fsdp=1),
+        rollout=dict(max_completion_tokens=4), reward=dict(timeout=0.0), health=dict(self_test=False),
+    )  # fmt: skip
+    place = "config.num_steps = 20\n"
+    assert place in program
+    program = program.replace('"runs/own_loop"', repr(str(tmp_path / "run")))
+    for steps in (2, 3):
+        exec(program.replace(place, f"config.update({small!r})\nconfig.num_steps = {steps}\n"), {})
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert all(0 <= record["mine/solved"] <= 1 for record in records[1:])
+    printed = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r"[123] \d", line)]
+    assert [float(mean) for _, _, mean in printed] == [record["reward/mean"] for record in records[1:]]
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
+def test_the_paper_index_has_all_configs_and_names_what_is_there():
+    text = (ROOT / "docs" / "papers.md").read_text()
+    for config in (ROOT / "configs").glob("*.py"):
+        papers = re.findall(r"arXiv (\d{4}\.\d{5})", config.read_text().split('"""')[1])
+        assert all(f"https://arxiv.org/abs/{paper}" in text for paper in papers), config
+        assert not papers or f"`configs/{config.name}`" in text, config
+    for module, name in re.findall(r"`(advantages|losses)\.(\w+)`", text):
+        assert hasattr({"advantages": advantages, "losses": losses}[module], name), name
+    assert all((ROOT / name).is_file() for name in re.findall(r"`(configs/\w+\.py)`", text))

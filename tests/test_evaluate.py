@@ -1,0 +1,121 @@
+"""Evaluation: pass@k, majority votes, tables by channel and by column, JSON and the page of samples."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl_llm import evaluate, scores
+from jaxrl_llm.data.tasks import arithmetic
+from jaxrl_llm.errors import UserError
+
+MODEL = Path(evaluate.__file__).parent / "assets" / "arithmetic"
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_mean_over_all_sets_of_k(k):
+    drawn = np.random.default_rng(0).integers(0, 2, (7, 5)).astype(np.float32)
+    sets = [drawn[:, list(chosen)].max(axis=1) for chosen in combinations(range(5), k)]
+    assert scores.pass_at(k, drawn) == pytest.approx(np.mean(sets))
+
+
+@pytest.mark.parametrize(
+    ("k", "solved", "answers", "expected"),
+    [
+        (4, [1, 1, 0, 0], ["7", "7", "8", None], 1.0),  # two votes against one
+        (4, [1, 0, 0, 0], ["7", "8", "8", "9"], 0.0),  # a wrong majority
+        (4, [1, 1, 0, 0], ["7", "7", "8", "8"], 0.5),  # a tie
+        (4, [1, 0, 0, 0], [None, None, None, None], 0.0),  # nobody votes, and the solution has no answer
+        (4, [1, 0, 0, 1], ["7", "8", "8", None], 0.0),  # a solution without an answer does not vote
+        (3, [1, 1, 0, 0, 0, 1], ["7", "7", "8", "8", "9", "7"], (1 + 1 / 3) / 2),  # two sets of three
+    ],
+)
+def test_a_majority_vote_by_hand(k, solved, answers, expected):
+    assert scores.majority_at(k, np.array([solved], np.float32), [answers]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("1,200", "1200.0"), ("Yes", " yes."), ("1/2", "0.5"), ("$ 3", "3"), ("x  + y", "x + y"), ("-0.50", "-1/2"),
+     ("1\\,000", "1000")],
+)  # fmt: skip
+def test_two_forms_of_an_answer_are_one_vote(one, other):
+    assert scores.normalized(one) == scores.normalized(other)
+
+
+@pytest.mark.parametrize(("one", "other"), [("12", "1.2"), ("1,2", "12"), ("1/0", "0"), ("no", "yes"), ("", "0")])
+def test_two_answers_are_two_votes(one, other):
+    assert scores.normalized(one) != scores.normalized(other)
+
+
+def test_rows_are_split_by_a_column_and_by_one_within_a_column():
+    rows = [{"source": "a", "extra": {"level": 2}}, {"source": "b", "extra": {"level": 1}}, {"source": "a"}]
+    assert scores.split(rows, "source") == {"a": [0, 2], "b": [1]}
+    assert scores.split(rows, "extra.level") == {"(none)": [2], "1": [1], "2": [0]}
+    with pytest.raises(UserError, match="--by level: no row has this column; there is extra, source"):
+        scores.split(rows, "level")
+    with pytest.raises(UserError, match="it has 101 values"):
+        scores.split([{"id": i} for i in range(101)], "id")
+
+
+@pytest.fixture
+def evaluated(tmp_path, monkeypatch, capfd):
+    """Runs the program on a file with two kinds of sums; returns what it prints."""
+    rows = [row | {"kind": "small" if row["a"] + row["b"] < 100 else "large"} for row in arithmetic.held_out()[:24]]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "judges.py").write_text(
+        "def right(completions, answer):\n"
+        "    return [float(c[0]['content'].endswith(a)) for c, a in zip(completions, answer)]\n"
+        "def short(completions):\n    return [1.0 if len(c[0]['content']) < 4 else None for c in completions]\n"
+        "def answer(text):\n    return text.split('>')[-1]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(*more: str) -> str:
+        argv = ["--model", str(MODEL), "--task", "sums.jsonl", "--function", "judges.right", "judges.short"]
+        monkeypatch.setattr(sys, "argv", ["evaluate", *argv, "--timeout", "0", "--max-completion-tokens", "12", *more])
+        evaluate.main()
+        return capfd.readouterr().out
+
+    yield run
+    sys.modules.pop("judges", None)
+
+
+def test_an_evaluation_has_tables_json_and_a_page(evaluated, tmp_path):
+    sampled = ("--samples", "4", "--temperature", "1", "--by", "kind")
+    found = json.loads(evaluated(*sampled, "--json", "--page", "samples.html"))
+    assert (found["problems"], found["samples"], set(found["pass"])) == (24, 4, {"2", "4"})
+    assert 0 < found["accuracy"] <= found["pass"]["2"] <= found["pass"]["4"] < 1
+    assert set(found["majority"]) == {"4"}
+    assert 0 <= found["majority"]["4"] <= found["pass"]["4"]
+    assert found["channels"]["judges.right"] == {"mean": found["accuracy"], "abstained": 0}
+    assert found["channels"]["judges.short"]["mean"] == 1.0  # where it gives a verdict
+    assert 0 < found["channels"]["judges.short"]["abstained"] < 96
+    parts = found["by"]["values"]
+    assert set(parts) == {"large", "small"}
+    assert sum(part["problems"] for part in parts.values()) == 24
+    mean = sum(part["accuracy"] * part["problems"] for part in parts.values()) / 24
+    assert mean == pytest.approx(found["accuracy"])
+    page = (tmp_path / "samples.html").read_text()
+    assert page.count('<article class="group">') == 24
+    assert page.count('class="tag healthy"') == round(found["accuracy"] * 96)
+    assert f"{found['accuracy']:.1%}" in page
+    assert "without a verdict" in page
+
+
+def test_majority_votes_need_an_answer_and_samples(evaluated):
+    printed = evaluated("--samples", "4", "--temperature", "1", "--answer", "math.last_box", "--by", "kind")
+    assert printed.count("maj@4           0.0%\n") == 3  # no completion has a box
+    assert "kind = large\n" in printed
+    with pytest.raises(UserError, match=r"--answer math\.last_box does nothing: majority votes need --samples of 4"):
+        evaluated("--answer", "math.last_box")
+    with pytest.raises(UserError, match="--by kinds: no row has this column; there is a, answer, b, kind, prompt"):
+        evaluated("--by", "kinds")
+    with pytest.raises(UserError, match=r"--page nowhere/x\.html: there is no folder nowhere"):
+        evaluated("--page", "nowhere/x.html")

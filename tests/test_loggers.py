@@ -1,0 +1,171 @@
+"""What each logger gets, read back from the library's own files or by its own API. None needs a network."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrl_llm import loggers
+from jaxrl_llm.checkpoint import check_workdir, open_workdir
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.load import flatten, load
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.log import Log
+
+ROOT = Path(__file__).parent.parent
+
+
+def config_of(*names: str, project: str = "a project"):
+    config = load(ROOT / "configs" / "grpo.py")
+    config.log.to, config.log.project = names, project
+    return config
+
+
+def write(log: Log, step: int, **numbers: float) -> None:
+    record = SimpleNamespace(step=step, summary=lambda: numbers, samples=None)
+    log.write(record)  # pyright: ignore[reportArgumentType]
+    log.finish()
+
+
+def logged_twice(workdir: Path, config) -> None:
+    """A run that logs steps 0 to 2, and goes on after step 1 with other numbers."""
+    for after, steps, factor in ((0, (0, 1, 2), 1), (1, (2, 3), 10)):
+        log = Log(workdir, config)
+        log.begin(after)
+        for step in steps:
+            write(log, step, **{"eval/accuracy": 0.25 + step * factor, "entropy": 1.0, "entropy/coef": 0.5})
+        log.tell(3, Finding("reward_flat", "warning", "it is flat", "a cause", "a fix", "a paper"))
+        log.close()
+
+
+def test_wandb_gets_every_record_in_one_run_however_often_it_is_resumed(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logged_twice(tmp_path, config_of("wandb"))
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert {file.name for file in files} == {f"run-{(tmp_path / 'run_id').read_text()}.wandb"}
+    # 20.25 is the step that was logged again, which W&B's own step would have dropped.
+    expected, end = (b"eval/accuracy", b"0.25", b"2.25", b"20.25", b"30.25", b"a project"), time.monotonic() + 60
+    written = lambda: b"".join(file.read_bytes() for file in files)  # noqa: E731
+    while not all(text in written() for text in expected):  # its service writes a moment after it has said so
+        assert time.monotonic() < end, written()
+        time.sleep(0.1)
+
+
+def test_trackio_gets_every_record_in_one_run_and_no_library_is_imported_that_is_not_named(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    # Its folder is read when it is imported, and this process may have imported it already.
+    script = (
+        "import sys; sys.path.insert(0, 'tests'); from pathlib import Path; import test_loggers as t\n"
+        "import jaxrl_llm.train; assert not {'mlflow', 'trackio', 'wandb'} & set(sys.modules)\n"
+        "folder = Path(sys.argv[1]); t.logged_twice(folder / 'run', t.config_of('trackio'))\n"
+        "import trackio; from trackio.sqlite_storage import SQLiteStorage\n"
+        "(run,) = trackio.Api().runs('a project'); assert run.config['group_size'] == 8, run.config\n"
+        "logs = SQLiteStorage.get_logs('a project', run.name, run_id=run.id)\n"
+        "print([(line['step'], line['eval/accuracy'], line['entropy/coef']) for line in logs])\n"
+        "print([alert['title'] for alert in run.alerts()])\n"
+    )
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    (tmp_path / "run").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    points = [(0, 0.25, 0.5), (1, 1.25, 0.5), (2, 2.25, 0.5), (2, 20.25, 0.5), (3, 30.25, 0.5)]
+    assert done.stdout.splitlines()[-2:] == [str(points), str(["health/reward_flat"] * 2)]
+
+
+def test_mlflow_gets_every_record_in_one_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setattr(loggers.Mlflow, "PARAMS", 40)  # so that they need several requests
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    logged_twice(tmp_path / "run", config_of("mlflow"))
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("a project").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "eval/accuracy")
+    assert sorted((m.step, m.value) for m in history) == [(0, 0.25), (1, 1.25), (2, 2.25), (2, 20.25), (3, 30.25)]
+    assert run.data.metrics["entropy/coef"] == 0.5
+    assert run.data.params["optim.learning_rate"] == "0.0001"
+    assert set(run.data.params) == set(flatten(config_of()))
+    assert "a cause" in run.data.tags["health/reward_flat"]
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+
+
+class Broken:
+    """A logger that fails at its second record."""
+
+    def __init__(self, run: loggers.LoggedRun):
+        self.got: list[int] = []
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        if self.got:
+            raise ConnectionError("the server\nis gone")
+        self.got.append(step)
+
+    def close(self) -> None:
+        raise AssertionError("a logger that failed is not closed")
+
+
+class Stuck:
+    """A logger whose server never answers."""
+
+    def __init__(self, run: loggers.LoggedRun):
+        threading.Event().wait()
+
+
+def test_a_logger_that_fails_is_told_once_and_the_run_goes_on(tmp_path, capsys):
+    log = Log(tmp_path, config_of("test_loggers.Broken"))
+    log.begin(0)
+    for step in range(4):
+        write(log, step, accuracy=0.5)
+    log.close()
+    said = capsys.readouterr().out
+    assert said.count("Broken gets no more numbers, because it failed: ConnectionError: the server is gone") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loggers, "CLOSING", 0.2)
+    log, began = Log(tmp_path, config_of("test_loggers.Stuck")), time.monotonic()
+    log.begin(0)
+    write(log, 0, accuracy=0.5)
+    log.close()
+    assert time.monotonic() - began < 5
+    assert "test_loggers.Stuck did not end within 0.2 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "project", "words"),
+    [
+        (("tensorbord",), "", "config.log.to 'tensorbord' does not exist; did you mean tensorboard"),
+        (("tensorboard", "tensorboard"), "", "has a name twice"),
+        (("wandb",), "", "config.log.project is missing: config.log.to names wandb"),
+        (("tensorboard",), "lab", "config.log.project = 'lab' does nothing"),
+        ((), "lab", "config.log.project = 'lab' does nothing"),
+    ],
+)
+def test_wrong_names_are_refused(names, project, words):
+    with pytest.raises(UserError, match=words):
+        checks.check_train(config_of(*names, project=project))
+
+
+def test_a_run_of_the_old_switches_can_be_resumed_with_the_new_ones(tmp_path):
+    config = config_of("tensorboard", project="")
+    before = config.copy_and_resolve_references()
+    del before.log["to"], before.log["project"]
+    before.log.tensorboard, before.log.wandb_project = True, "lab"
+    open_workdir(tmp_path, before)
+    check_workdir(tmp_path, config, checks.may_change(config))
+    config.seed = 1
+    with pytest.raises(UserError, match=r"config\.seed is 1"):
+        check_workdir(tmp_path, config, checks.may_change(config))

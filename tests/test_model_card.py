@@ -1,0 +1,48 @@
+"""The model card of a run, and pushes that cannot work. tests/test_train.py pushes the folder of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from fake_hub import online  # noqa: F401 (a fixture)
+from huggingface_hub import ModelCard
+
+from jaxrl_llm import hub, model_card
+from jaxrl_llm.config.load import load
+from jaxrl_llm.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_push_that_cannot_work_is_refused_before_anything_is_done(monkeypatch, online):  # noqa: F811
+    with pytest.raises(UserError, match="give ORG/NAME"):
+        hub.open_repo("sums", private=False)
+    with pytest.raises(UserError, match="give ORG/NAME"):
+        hub.open_repo("lab/a b", private=False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    with pytest.raises(UserError, match=r"--push-to lab/sums: http://127\.0\.0\.1:9 said .*: look at"):
+        hub.open_repo("lab/sums", private=False)
+    online(status=401)
+    with pytest.raises(UserError, match=r"--push-to lab/sums: http://127\.0\.0\.1:\d+ said .*401.*: look at the name"):
+        hub.open_repo("lab/sums", private=False)
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    with pytest.raises(UserError, match="--push-to needs a token that may write: hf auth login, or set HF_TOKEN"):
+        hub.open_repo("lab/sums", private=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set: unset it"):
+        hub.open_repo("lab/sums", private=False)
+
+
+def test_a_card_of_many_evaluations_has_a_few_and_the_base_of_a_hub(tmp_path):
+    config = load(ROOT / "configs" / "recipes" / "qwen2_5_0_5b_gsm8k.py")
+    rows = [{"step": i, "eval/accuracy": i / 500, "reward/mean": None} for i in range(501)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = model_card.card(tmp_path, config, {"model.path": "1", "data.source": "2", "eval.source": "3"})
+    steps = [int(line.split("|")[1]) for line in text.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    assert (len(steps), steps[0], steps[-1]) == (20, 0, 500)
+    assert "| step | accuracy |\n" in text  # a reward that is never there has no column
+    assert ModelCard(text).data.base_model == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert "converted by `gsm8k.convert`, SHA-256 `2`" in text
