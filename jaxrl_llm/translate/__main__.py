@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="the config or script")
     parser.add_argument("--to", type=Path, metavar="FILE", help="a new file in configs/ (default: print the config)")
     parser.add_argument("--rows", type=int, default=0, help="of the training data: makes steps of epochs")
-    parser.add_argument("--processes", type=int, default=0, help="that train, as TRL is launched: a factor of its batch")
+    parser.add_argument("--processes", type=int, default=0, help="that TRL is launched with, which multiply its batch")
     args = parser.parse_args()
     if min(args.rows, args.processes) < 0:
         raise UserError("--rows and --processes count something: give 1 or more")

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.translate import family, ours
 from jaxrl_llm.translate.family import ENGINE, LOADER, LOGS, MEMORY, MESH, WORDS
-from jaxrl_llm.translate.outcome import Keys, Outcome, Rule, System, changed, idle, off, only_if, to, unsupported
+from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, off, only_if, to, unsupported
 
 ACTOR, MODEL, ROLLOUT = "worker.actor.", "worker.actor.model.", "worker.rollout."
 NAMES = family.Names(
@@ -36,13 +36,15 @@ LOSSES = {  # ours, and its arguments with the keys that they are
     "cispo": ("cispo", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}),
     "sapo": ("sapo", {"tau_positive": "tau_positive", "tau_negative": "tau_negative"}),
 }
+CONVERT = "a function that returns {prompt: ..., answer: ...} of a row, and does what format_prompt does"
 SIGNATURE = "EasyR1 calls f(reward_inputs) with the keys response, response_length and ground_truth"
 
 
 def loss(value: Any, keys: Keys) -> Outcome:
     """The policy loss, with all its arguments."""
     if value not in LOSSES:
-        return Outcome("unsupported", said=f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip")
+        said = f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip"
+        return Outcome("unsupported", said=said)
     name, arguments = LOSSES[value]
     fields: dict[str, Any] = {f"loss.{argument}": float(keys[ACTOR + key]) for argument, key in arguments.items()}
     if name == "gspo":
@@ -68,25 +70,26 @@ def of_loss(key: str) -> Rule:
 
 def data(section: str) -> Rule:
     """A file, or a data set of the hub as id@split."""
+    source, function = f"{section}.source", f"{section}.convert"
 
     def rule(value: Any, keys: Keys) -> Outcome:
+        fields = {source: "my_data.rows", function: ""}
         if not value:
-            return Outcome("changed", {f"{section}.source": "my_data.rows"}, "", {f"{section}.source": "a file with rows"})
+            return Outcome("changed", fields, "", {source: "a file with rows"})
         name, _, split = str(value).partition("@")
+        fields[function] = "my_data.convert"
         if name.endswith((".parquet", ".json", ".jsonl", ".csv")):
-            return Outcome("mapped", {f"{section}.source": name, f"{section}.convert": "my_data.convert"}, "", convert(section))
+            return Outcome("mapped", fields | {source: name}, "", {function: CONVERT})
         folder = f"data/{name.split('/')[-1]}"
-        source = f"{folder}/**/{split or 'train'}*.parquet"
         why = f"hf download {name} --repo-type dataset --local-dir {folder}, and name its files"
-        yours = {f"{section}.source": why} | convert(section)
-        return Outcome("changed", {f"{section}.source": source, f"{section}.convert": "my_data.convert"}, "", yours)
+        fields[source] = f"{folder}/**/{split or 'train'}*.parquet"
+        return Outcome("changed", fields, "", {source: why, function: CONVERT})
 
     return rule
 
 
-def convert(section: str) -> dict[str, str]:
-    why = "a function that returns {prompt: ..., answer: ...} of a row, and does what format_prompt does"
-    return {f"{section}.convert": why}
+def penalized(keys: Keys) -> bool:
+    return not keys["algorithm.disable_kl"]
 
 
 def filtering(keys: Keys) -> bool:
@@ -100,7 +103,7 @@ def online_filtering(value: Any, keys: Keys) -> Outcome:
     most = int(keys["trainer.max_try_make_batch"])
     said = (
         f"groups whose mean {keys['algorithm.filter_key']} is outside {keys['algorithm.filter_low']} ... "
-        f"{keys['algorithm.filter_high']} are left out there; here, groups whose completions have one total reward, and "
+        f"{keys['algorithm.filter_high']} are left out there; here, groups with one total reward, and "
         "what still has no signal stays"
     )
     return Outcome("changed", {"rollout.resample_rounds": max(most - 1, 1) if most > 0 else 10}, said)
@@ -141,7 +144,9 @@ def optimizer(section: str, prefix: str) -> dict[str, Rule]:
     def strategy(value: Any, keys: Keys) -> Outcome:
         if value == "adamw":
             return Outcome("mapped", {})
-        said = f"{value} rounds parameters and moments to bfloat16; parameters are float32 here, the mean of gradients not"
+        said = (
+            f"{value} rounds parameters and moments to bfloat16; parameters are float32 here, the mean of gradients not"
+        )
         return Outcome("changed", {f"{section}.momentum_dtype": "bfloat16"}, said)
 
     return {
@@ -162,47 +167,52 @@ RULES: dict[str, Rule] = {
     "config": unsupported("this file is not beside the script or above it: its keys have their defaults here"),
     "data.train_files": data("data"),
     "data.val_files": data("eval"),
-    "data.prompt_key": idle("data.convert names the columns"),
-    "data.answer_key": idle("data.convert names the columns"),
+    "data.prompt_key": Idle("data.convert names the columns"),
+    "data.answer_key": Idle("data.convert names the columns"),
     "data.format_prompt": off("a template around the question: write it into data.convert"),
     "data.format_prompt_path": off("a template around the question: write it into data.convert"),
     "data.override_chat_template": off("the template is the model's: change its tokenizer_config.json"),
     "data.max_prompt_length": to("data.max_prompt_tokens", int),
     "data.max_response_length": to("rollout.max_completion_tokens", int),
     "data.rollout_batch_size": family.prompts(NAMES),
-    "data.mini_rollout_batch_size": idle("rounds of dynamic sampling draw what is missing (rollout.resample_rounds)"),
-    "data.val_batch_size": idle("an evaluation batch is as large as a step's"),
+    "data.mini_rollout_batch_size": Idle("rounds of dynamic sampling draw what is missing (rollout.resample_rounds)"),
+    "data.val_batch_size": Idle("an evaluation batch is as large as a step's"),
     "data.seed": to("seed", int),
     "data.shuffle": lambda value, keys: (
         Outcome("mapped", {}) if value else Outcome("unsupported", said="rows are shuffled in every pass here")
     ),
     "data.filter_overlong_prompts": lambda value, keys: (
-        Outcome("mapped", {"data.overlong": "drop"}) if value
+        Outcome("mapped", {"data.overlong": "drop"})
+        if value
         else Outcome("changed", {"data.overlong": "drop"}, "False cuts a longer prompt; here it is dropped and counted")
     ),
-    "data.filter_overlong_prompts_workers": idle(LOADER),
-    "data.*_key": idle(WORDS),
-    "data.*_pixels": idle(WORDS),
+    "data.filter_overlong_prompts_workers": Idle(LOADER),
+    "data.*_key": Idle(WORDS),
+    "data.*_pixels": Idle(WORDS),
     "data.image_dir": off(WORDS),
-    "data.video_fps": idle(WORDS),
+    "data.video_fps": Idle(WORDS),
     "algorithm.adv_estimator": family.advantage(NAMES, ""),
     "algorithm.gamma": only_if(
         lambda keys: keys["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus"),
-        to("advantage.gamma", float), "the estimator has no gamma",
+        to("advantage.gamma", float),
+        "the estimator has no gamma",
     ),
     "algorithm.lam": only_if(critic, to("advantage.lam", float), "the estimator has no lambda"),
     "algorithm.disable_kl": KL.switch,
     "algorithm.use_kl_loss": KL.switch,
-    "algorithm.kl_penalty": KL.value("kl.estimator", lambda keys: not keys["algorithm.disable_kl"], "disable_kl is True"),
-    "algorithm.kl_coef": KL.value("kl.coef", lambda keys: not keys["algorithm.disable_kl"], "disable_kl is True"),
+    "algorithm.kl_penalty": KL.value(
+        "kl.estimator", lambda keys: not keys["algorithm.disable_kl"], "disable_kl is True"
+    ),
+    "algorithm.kl_coef": KL.value("kl.coef", penalized, "disable_kl is True"),
     "algorithm.kl_*": KL.adaptive("algorithm.kl_type", "algorithm.kl_target", "algorithm.kl_horizon"),
     "algorithm.online_filtering": online_filtering,
-    "algorithm.filter_*": only_if(filtering, lambda value, keys: Outcome("changed", {}, "see online_filtering"),
-                                  "online_filtering is False"),
+    "algorithm.filter_*": only_if(
+        filtering, lambda value, keys: Outcome("changed", {}, "see online_filtering"), "online_filtering is False"
+    ),
     "trainer.max_try_make_batch": only_if(filtering, online_filtering, "online_filtering is False"),
     f"{ACTOR}global_batch_size": family.update(NAMES),
     f"{ACTOR}micro_batch_size_per_device_for_update": family.micro(NAMES, per_gpu=True),
-    f"{ACTOR}micro_batch_size_per_device_for_experience": idle(MEMORY),
+    f"{ACTOR}micro_batch_size_per_device_for_experience": Idle(MEMORY),
     f"{ACTOR}ppo_epochs": to("epochs", int),
     f"{ACTOR}loss_type": loss,
     **{
@@ -211,48 +221,48 @@ RULES: dict[str, Rule] = {
     },
     f"{ACTOR}loss_avg_mode": family.aggregation(NAMES, "", f"{ACTOR}loss_type"),
     **optimizer("optim", ACTOR),
-    f"{ACTOR}fsdp.torch_dtype": off(
-        "parameters are float32 here; model.dtype is of activations", "fp32", "float32"
-    ),
+    f"{ACTOR}fsdp.torch_dtype": off("parameters are float32 here; model.dtype is of activations", "fp32", "float32"),
     f"{ACTOR}fsdp.mp_param_dtype": changed(
-        "model.dtype", "of activations; parameters and the optimizer are float32 there and here",
+        "model.dtype",
+        "of activations; parameters and the optimizer are float32 there and here",
         lambda value: "bfloat16" if value in ("bf16", "bfloat16", "fp16") else "float32",
     ),
-    f"{ACTOR}fsdp.*": idle(MESH),
-    f"{ACTOR}offload.*": idle(MEMORY),
+    f"{ACTOR}fsdp.*": Idle(MESH),
+    f"{ACTOR}offload.*": Idle(MEMORY),
     f"{MODEL}model_path": lambda value, keys: (
-        Outcome("mapped", {"model.path": str(value)}) if value
+        Outcome("mapped", {"model.path": str(value)})
+        if value
         else Outcome("changed", {"model.path": "my_model"}, "", {"model.path": "a folder or a hub id"})
     ),
     f"{MODEL}tokenizer_path": off("the tokenizer is the model's"),
     f"{MODEL}enable_gradient_checkpointing": family.checkpointing,
-    f"{MODEL}trust_remote_code": idle("no code of a model's folder is run"),
-    f"{MODEL}freeze_vision_tower": idle(WORDS),
+    f"{MODEL}trust_remote_code": Idle("no code of a model's folder is run"),
+    f"{MODEL}freeze_vision_tower": Idle(WORDS),
     f"{MODEL}override_config": off("the model is as its config.json says: change that", {}),
     f"{MODEL}override_config.*": unsupported("the model is as its config.json says: change that"),
     f"{MODEL}lora.*": lora,
-    f"{ACTOR}*": idle(MEMORY),
+    f"{ACTOR}*": Idle(MEMORY),
     f"{ROLLOUT}n": to("group_size", int),
     f"{ROLLOUT}temperature": to("rollout.temperature", float),
     f"{ROLLOUT}top_p": family.top_p,
     f"{ROLLOUT}top_k": family.top_k,
-    f"{ROLLOUT}seed": idle("config.seed decides"),
+    f"{ROLLOUT}seed": Idle("config.seed decides"),
     f"{ROLLOUT}ignore_eos": off("a completion ends at a stop token"),
-    f"{ROLLOUT}limit_images": idle(WORDS),
+    f"{ROLLOUT}limit_images": Idle(WORDS),
     f"{ROLLOUT}val_override_config*": unsupported(
         "an evaluation is one greedy completion for each problem here (jaxrl_llm.evaluate samples several)"
     ),
-    f"{ROLLOUT}*": idle(ENGINE),
-    "worker.ref.*": idle("of the reference, which is placed and batched like the policy"),
+    f"{ROLLOUT}*": Idle(ENGINE),
+    "worker.ref.*": Idle("of the reference, which is placed and batched like the policy"),
     "worker.reward.reward_function": rewards,
     "worker.reward.score_function": rewards,
-    "worker.reward.reward_type": idle("a function gets the whole batch"),
+    "worker.reward.reward_type": Idle("a function gets the whole batch"),
     "worker.reward.compute_score": off("name a function: reward.functions"),
     "worker.reward.reward_function_kwargs": off("give the function its arguments in its own module", {}),
     "worker.reward.reward_function_kwargs.*": unsupported(
         "give the function its arguments in its own module (reward.overlong_tokens is the penalty of DAPO)"
     ),
-    "worker.reward.*": idle("how rewards are computed"),
+    "worker.reward.*": Idle("how rewards are computed"),
     **{
         key: only_if(critic, rule, "there is no critic: adv_estimator is not gae")
         for key, rule in {
@@ -261,37 +271,49 @@ RULES: dict[str, Rule] = {
                 "mapped", {"critic.path": "" if value in (None, keys[f"{MODEL}model_path"]) else value}
             ),
             "worker.critic.cliprange_value": to("critic.clip", float),
-            "worker.critic.global_batch_size": idle("the critic has the policy's batches"),
-            "worker.critic.ppo_epochs": idle("the critic has the policy's epochs"),
-            "worker.critic.loss_avg_mode": idle("the critic has the policy's aggregation"),
+            "worker.critic.global_batch_size": Idle("the critic has the policy's batches"),
+            "worker.critic.ppo_epochs": Idle("the critic has the policy's epochs"),
+            "worker.critic.loss_avg_mode": Idle("the critic has the policy's aggregation"),
         }.items()
     },
-    "worker.critic.*": idle(MEMORY),
-    "worker.hybrid_engine": idle(ENGINE),
+    "worker.critic.*": Idle(MEMORY),
+    "worker.hybrid_engine": Idle(ENGINE),
     "trainer.total_epochs": of_epochs,
     "trainer.total_episodes": of_epochs,
     "trainer.max_steps": of_steps,
     "trainer.critic_warmup": only_if(critic, to("critic.warmup_steps", int), "there is no critic"),
     "trainer.val_freq": family.evaluates("data.val_files"),
-    "trainer.val_before_train": idle("a run begins with an evaluation"),
+    "trainer.val_before_train": Idle("a run begins with an evaluation"),
     "trainer.val_only": off("python -m jaxrl_llm.evaluate"),
     "trainer.save_freq": family.saves,
     "trainer.save_limit": family.keeps,
     "trainer.save_model_only": off("a checkpoint holds all that a run resumes from"),
     "trainer.load_checkpoint_path": off("the same --workdir resumes a run"),
-    "trainer.find_last_checkpoint": idle("the same --workdir resumes a run"),
-    "trainer.nnodes": idle("all devices that a run finds"),
-    "trainer.n_gpus_per_node": idle("all devices that a run finds"),
+    "trainer.find_last_checkpoint": Idle("the same --workdir resumes a run"),
+    "trainer.nnodes": Idle("all devices that a run finds"),
+    "trainer.n_gpus_per_node": Idle("all devices that a run finds"),
     **{
-        f"trainer.{key}": idle(LOGS)
-        for key in ("project_name", "experiment_name", "logger", "val_generations_to_log",
-                    "val_generations_to_log_to_wandb", "save_checkpoint_path", "ray_timeline")
+        f"trainer.{key}": Idle(LOGS)
+        for key in (
+            "project_name",
+            "experiment_name",
+            "logger",
+            "val_generations_to_log",
+            "val_generations_to_log_to_wandb",
+            "save_checkpoint_path",
+            "ray_timeline",
+        )
     },
-}  # fmt: skip
+}
 OF_ADAM = {
-    "lr": 1e-6, "lr_warmup_steps": None, "lr_warmup_ratio": 0.0, "lr_scheduler_type": "constant",
-    "min_lr_ratio": None, "weight_decay": 0.01, "betas": [0.9, 0.999],
-}  # fmt: skip
+    "lr": 1e-6,
+    "lr_warmup_steps": None,
+    "lr_warmup_ratio": 0.0,
+    "lr_scheduler_type": "constant",
+    "min_lr_ratio": None,
+    "weight_decay": 0.01,
+    "betas": [0.9, 0.999],
+}
 DEFAULTS: dict[str, Any] = {
     "data.train_files": "",
     "data.max_prompt_length": 512,

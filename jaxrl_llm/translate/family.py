@@ -112,7 +112,9 @@ def steps(names: Names, epochs: str, total: str) -> tuple[Rule, Rule]:
             return Outcome("no effect", said=f"{total} is set")
         made = int(value) * (keys.rows // int(keys[names.prompts]))
         if made:
-            said = f"{value} epochs of {keys.rows} rows in steps of {keys[names.prompts]} prompts, the last ones dropped"
+            said = (
+                f"{value} epochs of {keys.rows} rows in steps of {keys[names.prompts]} prompts, the last ones dropped"
+            )
             return Outcome("changed", {"num_steps": made}, said)
         why = f"{epochs} = {value}: {value} x rows // prompts_per_step (or give --rows)"
         return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", {"num_steps": why})
@@ -124,7 +126,7 @@ def steps(names: Names, epochs: str, total: str) -> tuple[Rule, Rule]:
 
 
 def warmup(names: Names, section: str, steps: str, ratio: str) -> tuple[Rule, Rule]:
-    """Returns the rules of the warm-up in steps and as a ratio. Their schedules count rollouts, ours optimizer steps."""
+    """Returns the rules of the warm-up, in rollouts (here in optimizer steps) and as a ratio."""
 
     def set_steps(keys: Keys) -> int:
         return int(keys[steps] or 0) if steps in keys.given or steps in keys.defaults else 0
@@ -233,7 +235,7 @@ def kl_estimator(kind: str) -> tuple[str, str]:
     if kind.endswith("+"):
         return "k2", f"{kind} has the value of {kind[:-1]} and the gradient of k2; here it is k2"
     if kind in KL and KL[kind] == "k1":
-        return "k2", f"{kind} is k1, whose gradient in the loss has mean zero and is refused here; k2 has that of the KL"
+        return "k2", f"{kind} is k1, whose gradient in the loss has mean zero; k2 has that of the KL"
     return (KL[kind], "") if kind in KL else ("", f"there is no KL estimator {kind!r}: k1, k2 and k3")
 
 

@@ -9,11 +9,7 @@ from jaxrl_llm.translate.outcome import Outcome
 ACCURACY = "math.accuracy"  # stands for the answer checks of the four trainers
 SEARCH = "search.exact_match"
 # Reward functions of TRL and open-r1, by the names that their command lines and scripts use.
-REWARDS = {
-    "accuracy": ACCURACY,
-    "accuracy_reward": ACCURACY,
-    "reasoning_accuracy_reward": ACCURACY,
-}
+REWARDS = {"accuracy": ACCURACY, "accuracy_reward": ACCURACY, "reasoning_accuracy_reward": ACCURACY}
 PARQUET = "verl.convert"  # rows of veRL: prompt, reward_model.ground_truth
 OF_SEARCH_R1 = "search_r1.convert"
 STAND_IN = "arithmetic.accuracy"  # for a reward function of the user, while the rest of a config is checked

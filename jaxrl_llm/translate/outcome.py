@@ -88,7 +88,11 @@ class Translation:
         made: dict[str, Any] = {}
         for outcome in [*self.defaults.values(), *self.outcomes.values()]:
             made |= outcome.fields
-        return made
+        return {name: value for name, value in made.items() if self._in_use(name, made)}
+
+    def _in_use(self, name: str, made: dict[str, Any]) -> bool:
+        """Returns whether a field is used: without evaluations, only the field that says so is."""
+        return made.get("eval.every") != 0 or name == "eval.every" or not name.startswith("eval.")
 
     def yours(self) -> dict[str, str]:
         """Returns the fields that a person must complete, with the reason."""
@@ -99,7 +103,8 @@ class Translation:
             found = {name: why for name, why in found.items() if name not in said}
             for outcome in outcomes.values():
                 found |= outcome.yours
-        return found
+        used = self.fields()
+        return {name: why for name, why in found.items() if name in used}
 
     def of_kind(self, kind: Kind) -> dict[str, Outcome]:
         """Returns the keys of the file with this kind of outcome."""
@@ -109,13 +114,23 @@ class Translation:
 def translate(system: System, given: Mapping[str, Any], *, rows: int = 0, processes: int = 0) -> Translation:
     """Translates the keys of a file. rows, processes: as for `Keys`."""
     keys = Keys(given, system.defaults, rows=rows, processes=processes)
-    outcomes = {}
-    for key, value in given.items():
-        rule = system.rule(key)
-        not_read = unsupported(f"its value is not in the file: {value}")
-        outcomes[key] = (not_read if isinstance(value, Unread) else rule)(value, keys)
-    left = {key: system.rule(key)(value, keys) for key, value in system.defaults.items() if key not in keys}
+    outcomes = {
+        key: _unread(key, value, system, keys) if isinstance(value, Unread) else system.rule(key)(value, keys)
+        for key, value in given.items()
+    }
+    left = {key: system.rule(key)(value, keys) for key, value in system.defaults.items() if key not in given}
     return Translation(system, system.base(keys), outcomes, left)
+
+
+def _unread(key: str, value: Unread, system: System, keys: Keys) -> Outcome:
+    """Returns the outcome of a key whose value the file does not say: the user must set its fields."""
+    rule = system.rule(key)
+    if isinstance(rule, Idle):
+        return rule(value, keys)
+    fields = rule(system.defaults[key], keys).fields if key in system.defaults else {}
+    return Outcome(
+        "unsupported", fields, f"its value is not in the file: {value}", dict.fromkeys(fields, f"{key} = {value}")
+    )
 
 
 def to(name: str, convert: Convert = lambda value: value) -> Rule:
@@ -133,9 +148,14 @@ def unsupported(said: str) -> Rule:
     return lambda value, keys: Outcome("unsupported", said=said)
 
 
-def idle(said: str) -> Rule:
-    """The key has no effect on the numbers of a run here."""
-    return lambda value, keys: Outcome("no effect", said=said)
+@dataclass(frozen=True)
+class Idle:
+    """The rule of a key that has no effect on the numbers of a run here, whatever its value is."""
+
+    said: str
+
+    def __call__(self, value: Any, keys: Keys) -> Outcome:
+        return Outcome("no effect", said=self.said)
 
 
 def off(said: str, *neutral: Any) -> Rule:
@@ -143,7 +163,7 @@ def off(said: str, *neutral: Any) -> Rule:
     nothing = (None, False, *neutral)
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        return Outcome("no effect", said="it is off") if value in nothing else Outcome("unsupported", said=said)
+        return Outcome("no effect", said="not in use") if value in nothing else Outcome("unsupported", said=said)
 
     return rule
 

@@ -11,16 +11,17 @@ from typing import Any
 import yaml
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.translate import easyr1, search_r1, shell, trl, verl
+from jaxrl_llm.translate import easyr1, search_r1, shell, trl, trl_ppo, verl
 from jaxrl_llm.translate.outcome import System, Unread
 from jaxrl_llm.translate.script import read_script
 
-SYSTEMS = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1, trl.GRPO, trl.PPO)
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-SELECT = re.compile(r"\$\{oc\.select:([\w.]+)(?:,\s*([^{}]*))?\}")
-OF_SEARCH_R1 = re.compile(r"max_turns|do_search|(retriever|reranker)\..*|.*\.(n_agent|state_masking|no_think_rl)|"
-                          r"data\.(max_start_length|max_obs_length)")  # fmt: skip
+# ${a.b}, ${.b} of the same section, ${oc.select:a.b,default}
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
+OF_SEARCH_R1 = re.compile(
+    r"max_turns|do_search|(retriever|reranker)\..*|.*\.(n_agent|state_masking|no_think_rl)|"
+    r"data\.(max_start_length|max_obs_length)"
+)
 SECTIONS = ("actor_rollout_ref", "worker", "algorithm", "trainer", "critic")
 LAUNCHER = "accelerate."
 
@@ -44,7 +45,7 @@ def read(path: Path) -> Source:
         raise UserError(f"{path} cannot be read as text ({error}): give a config or a script") from None
     if path.suffix == ".py":
         kind, keys = read_script(path, text)
-        return Source(path, trl.GRPO if kind == "grpo" else trl.PPO, keys)
+        return Source(path, trl.GRPO if kind == "grpo" else trl_ppo.PPO, keys)
     keys = _of_document(path, text) if path.suffix in (".json", ".yaml", ".yml") else _of_shell(path, text)
     return Source(path, detect(path, keys), keys)
 
@@ -57,7 +58,7 @@ def detect(path: Path, keys: dict[str, Any]) -> System:
         return search_r1.SEARCH_R1
     if any(key.startswith("actor_rollout_ref.") for key in keys):
         return verl.VERL
-    best = max((trl.GRPO, trl.PPO), key=lambda system: _known(system, keys))
+    best = max((trl.GRPO, trl_ppo.PPO), key=lambda system: _known(system, keys))
     if 2 * _known(best, keys) < max(len(keys), 1):
         some = ", ".join(list(keys)[:3])
         raise UserError(f"{path} is of none of TRL, veRL, EasyR1 and Search-R1: its keys are {some or 'none'} ...")
@@ -106,7 +107,7 @@ def _of_command(path: Path, words: list[str]) -> dict[str, Any]:
     launcher = shell.flags(words[: starts[-1]])
     if "num_processes" in launcher:
         keys[f"{LAUNCHER}num_processes"] = shell.value_of(launcher["num_processes"], _scalar)
-    return keys if any(key in trl.GRPO.rules or key in trl.PPO.rules for key in keys) else {}
+    return keys if any(key in trl.GRPO.rules or key in trl_ppo.PPO.rules for key in keys) else {}
 
 
 def _with_file(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
@@ -132,19 +133,26 @@ def _flat(document: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _resolved(keys: dict[str, Any]) -> dict[str, Any]:
-    """Replaces ${another.key} by its value. One that names nothing here is `Unread`."""
+    """Replaces references to other keys by their values. A reference that leads nowhere makes a value `Unread`."""
 
-    def resolve(value: Any, depth: int = 0) -> Any:
-        match = isinstance(value, str) and not isinstance(value, Unread) and depth < 5 and (
-            REFERENCE.fullmatch(value) or SELECT.fullmatch(value)
-        )  # fmt: skip
-        if match and match[1] in keys:
-            return resolve(keys[match[1]], depth + 1)
-        if match and SELECT.fullmatch(value) and match[2] is not None:
-            return _scalar(match[2])
-        return Unread(value) if isinstance(value, str) and "${" in value else value
+    def referred(key: str, match: re.Match[str], depth: int) -> Any:
+        name, default = match.groups()
+        name = f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name
+        if name in keys and depth:
+            return resolve(name, keys[name], depth - 1)
+        return Unread(match[0]) if default is None else _scalar(default.strip())
 
-    return {key: resolve(value) for key, value in keys.items()}
+    def resolve(key: str, value: Any, depth: int) -> Any:
+        if not isinstance(value, str) or isinstance(value, Unread):
+            return value
+        while match := REFERENCE.search(value):
+            found = referred(key, match, depth)
+            if match[0] == value or isinstance(found, Unread):
+                return found
+            value = value.replace(match[0], "null" if found is None else str(found))
+        return value
+
+    return {key: resolve(key, value, 5) for key, value in keys.items()}
 
 
 def _scalar(text: str) -> Any:

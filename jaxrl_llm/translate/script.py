@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.translate.outcome import Unread
@@ -15,6 +15,7 @@ TRAINERS = {"GRPOTrainer": "grpo", "PPOTrainer": "ppo"}
 OTHERS = ("RLOOConfig", "SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig")
 POSITIONAL = {"config": ("output_dir",), "trainer": ("model", "reward_funcs", "args", "train_dataset")}
 DATASETS = ("load_dataset", "load_from_disk")
+Names: TypeAlias = dict[str, list[ast.expr]]  # what the script sets a name to, in its order
 
 
 def read_script(path: Path, text: str) -> tuple[str, dict[str, Any]]:
@@ -27,11 +28,11 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any]]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} is no Python that can be parsed: {error}") from None
-    names = {
-        target.id: node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(target := node.targets[0], ast.Name)
-    }
+    names: Names = {}
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and len(node.targets) == 1]
+    for node in sorted(assigned, key=lambda node: node.lineno):
+        if isinstance(target := node.targets[0], ast.Name):
+            names[target.id] = [*names.get(target.id, []), node.value]
     calls = [(_called(node), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     configs = [(name, call) for name, call in calls if name in CONFIGS]
     trainers = [(name, call) for name, call in calls if name in TRAINERS]
@@ -70,44 +71,46 @@ def _arguments(call: ast.Call, positional: tuple[str, ...]) -> list[tuple[str, a
     return [*zip(positional, call.args, strict=False), *named]
 
 
-def _value(node: ast.expr, names: dict[str, ast.expr]) -> Any:
+def _before(name: str, names: Names) -> tuple[ast.expr, Names]:
+    """Returns what a name was last set to, and the names as they were before."""
+    return names[name][-1], names | {name: names[name][:-1]}
+
+
+def _value(node: ast.expr, names: Names) -> Any:
     """Returns the literal of an expression: also a sum of numbers, and a name that the script sets to a literal."""
-    if isinstance(node, ast.Name) and node.id in names and names[node.id] is not node:
-        return _value(names[node.id], {name: value for name, value in names.items() if name != node.id})
+    if isinstance(node, ast.Name) and names.get(node.id):
+        return _value(*_before(node.id, names))
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
         pass
     try:
-        return calculated(ast.unparse(node), {name: ast.unparse(value) for name, value in names.items()})
-    except (ValueError, KeyError, SyntaxError, ZeroDivisionError):
+        return calculated(
+            ast.unparse(node), {name: ast.unparse(set_to[-1]) for name, set_to in names.items() if set_to}
+        )
+    except (ValueError, KeyError, SyntaxError, ZeroDivisionError, RecursionError):
         return Unread(_short(node))
 
 
-def _of_trainer(node: ast.expr, names: dict[str, ast.expr]) -> Any:
+def _of_trainer(node: ast.expr, names: Names) -> Any:
     """As `_value`; a function is its name, a data set what it is loaded from, and a LoraConfig its arguments."""
     if isinstance(node, ast.List):
         return [_of_trainer(one, names) for one in node.elts]
-    if isinstance(node, ast.Name) and node.id in names:
-        return _of_trainer(names[node.id], {name: value for name, value in names.items() if name != node.id})
     if isinstance(node, ast.Name):
-        return node.id
+        return _of_trainer(*_before(node.id, names)) if names.get(node.id) else node.id
     if isinstance(node, ast.Subscript):  # load_dataset(...)["train"]
         return _of_trainer(node.value, names)
     if isinstance(node, ast.Call) and _called(node) == "LoraConfig":
         return {name: _value(value, names) for name, value in _arguments(node, ("task_type", "r"))}
     if isinstance(node, ast.Call) and _called(node) in DATASETS and node.args:
         return _value(node.args[0], names)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # dataset.map(...), .select(...)
-        inside = _of_trainer(node.func.value, names)
-        return Unread(_short(node)) if isinstance(inside, Unread) or "." in _dotted(node.func.value) else inside
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+        # dataset.map(...) and .select(...) of a data set that was loaded before
+        loaded = _of_trainer(node.func.value, names)
+        return loaded if names.get(node.func.value.id) else Unread(_short(node))
     if isinstance(node, ast.Call):
-        return ast.unparse(node)
+        return _short(node)
     return _value(node, names)
-
-
-def _dotted(node: ast.expr) -> str:
-    return ast.unparse(node) if isinstance(node, ast.Attribute) else ""
 
 
 def _short(node: ast.expr) -> str:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from jaxrl_llm.translate import family, ours, verl
-from jaxrl_llm.translate.outcome import Keys, Outcome, Rule, System, idle, off, only_if, to
+from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, off, only_if, to
 from jaxrl_llm.translate.verl import ACTOR, MODEL, ROLLOUT
 
 NAMES = replace(verl.NAMES, group=(f"{ROLLOUT}n", f"{ROLLOUT}n_agent"), sequences=True)
@@ -34,9 +34,8 @@ def turns(value: Any, keys: Keys) -> Outcome:
 
 def of_turns(name: str) -> Rule:
     """A limit in tokens, which is also a part of the limit of an episode."""
-    return lambda value, keys: Outcome(
-        "mapped", {name: int(value), "rollout.max_completion_tokens": turns(value, keys).fields["rollout.max_completion_tokens"]}
-    )  # fmt: skip
+    whole = "rollout.max_completion_tokens"
+    return lambda value, keys: Outcome("mapped", {name: int(value), whole: turns(value, keys).fields[whole]})
 
 
 def masking(value: Any, keys: Keys) -> Outcome:
@@ -64,7 +63,7 @@ OWN: dict[str, Rule] = (
         "data.max_start_length": to("data.max_prompt_tokens", int),
         "data.max_response_length": of_turns("turns.tokens"),
         "data.max_obs_length": of_turns("turns.observation_tokens"),
-        "data.max_prompt_length": idle("the whole context of a turn, cut at its beginning; an episode is never cut"),
+        "data.max_prompt_length": Idle("the whole context of a turn, cut at its beginning; an episode is never cut"),
         "data.train_data_num": off("take fewer rows with data.convert"),
         "data.val_data_num": only_if(
             lambda keys: bool(keys.given.get("data.val_data_num")), to("eval.problems", int), "all of them"
@@ -81,10 +80,10 @@ OWN: dict[str, Rule] = (
         f"{ACTOR}clip_ratio": lambda value, keys: Outcome(
             "mapped", {"loss.name": "ppo_clip", "loss.clip_low": value, "loss.clip_high": value, "loss.delta": 0.0}
         ),
-        "algorithm.kl_ctrl.kl_coef": KL.value("kl.coef", KL.in_reward, "use_kl_loss is True: the penalty is in the loss"),
-        "algorithm.kl_penalty": KL.value("kl.estimator", KL.in_reward, "use_kl_loss is True: the penalty is in the loss"),
+        "algorithm.kl_ctrl.kl_coef": KL.value("kl.coef", KL.in_reward, "the penalty is in the loss"),
+        "algorithm.kl_penalty": KL.value("kl.estimator", KL.in_reward, "the penalty is in the loss"),
         "algorithm.no_think_rl": off("no such option"),
-        "algorithm.state_masking.*": idle("tokens of the environment are known, not found by markers"),
+        "algorithm.state_masking.*": Idle("tokens of the environment are known, not found by markers"),
         f"{ROLLOUT}n": grouped,
         f"{ROLLOUT}n_agent": grouped,
         "trainer.total_epochs": of_epochs,
@@ -96,7 +95,7 @@ OWN: dict[str, Rule] = (
         "retriever.url": lambda value, keys: Outcome("mapped", {"env.url": str(value), "env.corpus": ""}),
         "retriever.topk": to("env.topk", int),
         "reranker.do_rerank": off("no reranker: the server may rerank what it returns"),
-        "reranker.*": idle("of the reranker"),
+        "reranker.*": Idle("of the reranker"),
         "reward": rewards,
     }
 )
@@ -119,4 +118,5 @@ DEFAULTS = {key: value for key, value in verl.DEFAULTS.items() if not key.starts
 for unknown in ("custom_reward_function.path", f"{ACTOR}loss_agg_mode", f"{ACTOR}loss_scale_factor", "data.seed"):
     del DEFAULTS[unknown]
 OWN[f"{ACTOR}entropy_coeff"] = to("entropy.coef", float)
-SEARCH_R1 = System("Search-R1", "of June 2025", OWN | {key: rule for key, rule in verl.RULES.items() if key not in OWN}, DEFAULTS, partial(verl.base, search=True))
+RULES = OWN | {key: rule for key, rule in verl.RULES.items() if key not in OWN}
+SEARCH_R1 = System("Search-R1", "of June 2025", RULES, DEFAULTS, partial(verl.base, search=True))

@@ -1,6 +1,6 @@
-"""The tables of TRL's keys: GRPOConfig of version 1.16 and PPOConfig of trl.experimental 0.29.
+"""The table of TRL's GRPO: GRPOConfig of version 1.16, and older keys.
 
-They also know the older keys, those of ModelConfig and ScriptArguments, and the arguments of the trainers.
+It also knows the keys of ModelConfig and ScriptArguments, and the arguments of the trainer.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ from typing import Any
 
 from jaxrl_llm.translate import ours
 from jaxrl_llm.translate.family import ENGINE, LOGS, MEMORY, divisors
-from jaxrl_llm.translate.outcome import Keys, Outcome, Rule, System, changed, idle, off, only_if, to, unsupported
+from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, off, only_if, to, unsupported
 
 HUB = "nothing is pushed to the hub during a run"
 LAUNCHER = "accelerate.num_processes"
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 SCORED = "the trainer also scores this distribution; TRL scores that of all tokens"
 TRAINER = "an argument of the trainer that is no setting"
+OLDER = {  # defaults that were others in earlier versions
+    "beta": "0.0, so that there is no KL penalty; until TRL 0.17 it was 0.04",
+    "loss_type": "dapo; in TRL 0.21 it was bnpo",
+    "max_completion_length": "512; until TRL 0.29 it was 256",
+    "use_bias_correction_kl": "True; in TRL 0.29 it was False",
+}
 LOSSES = {  # ours, its aggregation, and its arguments with the keys that they are
     "grpo": ("ppo_clip", "sequence_mean", {}),
     "dapo": ("ppo_clip", "token_mean", {}),
@@ -24,12 +30,18 @@ LOSSES = {  # ours, its aggregation, and its arguments with the keys that they a
     "dr_grpo": ("ppo_clip", "constant", {}),
     "luspo": ("gspo", "sequence_sum", {}),
     "cispo": ("cispo", "token_mean", {}),
-    "sapo": ("sapo", "sequence_mean", {
-        "tau_positive": "sapo_temperature_pos", "tau_negative": "sapo_temperature_neg"}),
-    "vespo": ("vespo", "token_mean", {
-        "k_positive": "vespo_k_pos", "lambda_positive": "vespo_lambda_pos",
-        "k_negative": "vespo_k_neg", "lambda_negative": "vespo_lambda_neg"}),
-}  # fmt: skip
+    "sapo": ("sapo", "sequence_mean", {"tau_positive": "sapo_temperature_pos", "tau_negative": "sapo_temperature_neg"}),
+    "vespo": (
+        "vespo",
+        "token_mean",
+        {
+            "k_positive": "vespo_k_pos",
+            "lambda_positive": "vespo_lambda_pos",
+            "k_negative": "vespo_k_neg",
+            "lambda_negative": "vespo_lambda_neg",
+        },
+    ),
+}
 
 
 def processes(keys: Keys) -> int:
@@ -71,15 +83,16 @@ def batch(keys: Keys) -> tuple[dict[str, Any], str]:
     return {"prompts_per_step": prompts, "prompts_per_update": update, "group_size": group}, said
 
 
-def batched(value: Any, keys: Keys) -> Outcome:
-    """A word of the batch."""
-    fields, said = batch(keys)
-    return Outcome("changed", fields, said)
+def part_of_batch(*names: str) -> Rule:
+    """A word of the batch that per_device_train_batch_size explains. names: the fields that it changes."""
 
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if value is None:
+            return Outcome("no effect", said="not set")
+        fields, _ = batch(keys)
+        return Outcome("changed", {name: fields[name] for name in names}, "a factor of the batch, as said above")
 
-def part_of_batch(value: Any, keys: Keys) -> Outcome:
-    """A word of the batch that another one explains."""
-    return Outcome("changed", batch(keys)[0], "a factor of the batch: see prompts_per_step" if value else "not set")
+    return rule
 
 
 def updates(keys: Keys) -> int:
@@ -175,7 +188,8 @@ def schedule(section: str) -> Rule:
 def loss(value: Any, keys: Keys) -> Outcome:
     """The loss and its aggregation."""
     if value not in LOSSES:
-        return Outcome("unsupported", said=f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip")
+        said = f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip"
+        return Outcome("unsupported", said=said)
     name, mode, arguments = LOSSES[value]
     low = float(keys["epsilon"])
     high = low if keys["epsilon_high"] is None else float(keys["epsilon_high"])
@@ -214,7 +228,8 @@ def of_loss(wanted: tuple[str, ...], why: str) -> Rule:
 def kl(value: Any, keys: Keys) -> Outcome:
     """The coefficient of k3 in the loss."""
     if not value:
-        return Outcome("mapped", {"kl.placement": "none", "kl.coef": 0.0, "kl.estimator": "k3", "kl.weighted": False})
+        fields = {"kl.placement": "none", "kl.coef": 0.0, "kl.estimator": "k3", "kl.weighted": False}
+        return Outcome("mapped", fields) if "beta" in keys else Outcome("changed", fields, OLDER["beta"])
     return Outcome("mapped", {"kl.placement": "loss", "kl.estimator": "k3", "kl.coef": float(value)}, "k3 in the loss")
 
 
@@ -234,19 +249,14 @@ def objectives(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"advantage.name": "gdpo", "advantage.epsilon": 1e-4})
 
 
-def importance(value: Any, keys: Keys) -> Outcome:
-    """Weights between vLLM and the trainer."""
-    if not keys["use_vllm"]:
-        return Outcome("no effect", said="use_vllm is False")
-    if not keys["vllm_importance_sampling_correction"]:
-        return Outcome("mapped", {"importance.action": "none"})
-    level, _, action = str(keys["vllm_importance_sampling_mode"]).partition("_")
-    high = keys.given.get("vllm_importance_sampling_cap", keys["vllm_importance_sampling_clip_max"])
-    low = keys["vllm_importance_sampling_clip_min"]
-    fields = {"importance.level": level, "importance.action": action, "importance.high": float(high)}
-    said = "a lower bound does not truncate here" if low and action == "truncate" else ""
-    fields |= {"importance.low": float(low or 0.0)} if action == "mask" else {}
-    return Outcome("changed" if said else "mapped", fields, said)
+def was(key: str, rule: Rule) -> Rule:
+    """Says of a default that it was another one in earlier versions."""
+
+    def noted(value: Any, keys: Keys) -> Outcome:
+        made = rule(value, keys)
+        return made if key in keys else Outcome("changed", made.fields, OLDER[key])
+
+    return noted
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:
@@ -382,56 +392,90 @@ def prompt_limit(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {"data.max_prompt_tokens": int(value)}, "cuts a longer prompt there; here it is dropped")
 
 
+def _all(rule: Rule, keys: str) -> dict[str, Rule]:
+    return dict.fromkeys(keys.split(), rule)
+
+
 IDLE: dict[str, Rule] = {
-    **{key: idle(LOGS) for key in (
-        "output_dir", "overwrite_output_dir", "run_name", "report_to", "log_level", "log_level_replica", "logging_dir",
-        "logging_first_step", "logging_nan_inf_filter", "logging_strategy", "disable_tqdm", "include_for_metrics",
-        "log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts", "log_on_each_node",
-        "wandb_log_unique_prompts", "exp_name", "project", "trackio_space_id", "wandb_entity", "wandb_project",
-        "wandb_run_group", "include_num_input_tokens_seen", "include_tokens_per_second", "benchmarks", "callbacks",
-        "num_sample_generations", "log_with", "do_train", "do_predict", "trainer.callbacks", "log_completions_hub_repo",
-        "trackio_bucket_id", "trackio_static_space_id")},
-    **{key: idle(HUB) for key in (
-        "push_to_hub", "hub_model_id", "hub_model_revision", "hub_strategy", "hub_token", "hub_private_repo",
-        "hub_always_push", "hub_revision", "push_to_hub_revision", "overwrite_hub_revision", "hub_revision")},
-    **{key: idle(MEMORY) for key in (
-        "gradient_checkpointing_kwargs", "per_device_eval_batch_size", "eval_accumulation_steps", "deepspeed", "fsdp",
-        "fsdp_config", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_backend", "tf32",
-        "ds3_gather_for_generation", "pad_to_multiple_of", "torch_empty_cache_steps", "torch_compile",
-        "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "use_liger_loss", "liger_kernel_config",
-        "accelerator_config", "parallelism_config", "local_rank", "attn_implementation", "dataloader_num_workers",
-        "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataset_num_proc",
-        "local_rollout_forward_batch_size", "auto_find_batch_size", "group_by_length", "length_column_name",
-        "cast_lm_head_to_fp32", "average_tokens_across_devices", "use_cpu", "bf16_full_eval", "config_file",
-        "eval_on_start", "batch_eval_metrics", "fp16_opt_level", "tp_size", "skip_memory_metrics")},
-    **{key: idle(ENGINE) for key in (
-        "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_base_url", "vllm_server_host",
-        "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization",
-        "vllm_max_model_length", "vllm_max_model_len", "vllm_tensor_parallel_size", "vllm_device", "vllm_dtype",
-        "vllm_enable_prefix_caching", "cache_implementation", "use_transformers_continuous_batching",
-        "transformers_continuous_batching_config", "use_transformers_paged")},
-    **{key: idle("a checkpoint holds all that a run resumes from") for key in (
-        "save_only_model", "save_safetensors", "save_on_each_node", "enable_jit_checkpoint",
-        "restore_callback_states_from_checkpoint", "ignore_data_skip")},
-    **{key: idle(TRAINER) for key in (
-        "trainer.processing_class", "trainer.data_collator", "trainer.reward_processing_classes", "trainer.args")},
+    **_all(
+        Idle(LOGS),
+        """
+            output_dir overwrite_output_dir run_name report_to log_level log_level_replica logging_dir
+            logging_first_step logging_nan_inf_filter logging_strategy disable_tqdm include_for_metrics debug
+            log_completions log_multimodal num_completions_to_print log_unique_prompts log_on_each_node
+            wandb_log_unique_prompts exp_name project trackio_space_id wandb_entity wandb_project wandb_run_group
+            include_num_input_tokens_seen include_tokens_per_second benchmarks callbacks num_sample_generations
+            log_with do_train do_predict trainer.callbacks log_completions_hub_repo trackio_bucket_id
+            trackio_static_space_id
+    """,
+    ),
+    **_all(
+        Idle(HUB),
+        """
+            push_to_hub hub_model_id hub_model_revision hub_strategy hub_token hub_private_repo hub_always_push
+            hub_revision push_to_hub_revision overwrite_hub_revision
+    """,
+    ),
+    **_all(
+        Idle(MEMORY),
+        """
+            gradient_checkpointing_kwargs per_device_eval_batch_size eval_accumulation_steps deepspeed fsdp
+            fsdp_config ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_backend tf32
+            ds3_gather_for_generation pad_to_multiple_of torch_empty_cache_steps torch_compile torch_compile_backend
+            torch_compile_mode use_liger_kernel use_liger_loss liger_kernel_config accelerator_config
+            parallelism_config local_rank attn_implementation dataloader_num_workers dataloader_pin_memory
+            dataloader_prefetch_factor dataloader_persistent_workers dataset_num_proc
+            local_rollout_forward_batch_size auto_find_batch_size group_by_length length_column_name
+            cast_lm_head_to_fp32 average_tokens_across_devices use_cpu bf16_full_eval config_file eval_on_start
+            batch_eval_metrics fp16_full_eval activation_checkpointing activation_checkpointing_kwargs use_cache
+            prediction_loss_only eval_do_concat_batches eval_use_gather_object dataloader_multiprocessing_context
+            dataloader_in_order label_names train_sampling_strategy ddp_broadcast_buffers ddp_static_graph
+            fp16_opt_level tp_size skip_memory_metrics
+    """,
+    ),
+    **_all(
+        Idle(ENGINE),
+        """
+            vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host vllm_server_port
+            vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_max_model_len
+            vllm_tensor_parallel_size vllm_device vllm_dtype vllm_enable_prefix_caching cache_implementation
+            use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged
+    """,
+    ),
+    **_all(
+        Idle("a checkpoint holds all that a run resumes from"),
+        """
+            save_only_model save_safetensors save_on_each_node enable_jit_checkpoint
+            restore_callback_states_from_checkpoint ignore_data_skip
+    """,
+    ),
+    **_all(
+        Idle(TRAINER),
+        """
+            trainer.processing_class trainer.data_collator trainer.reward_processing_classes trainer.args
+    """,
+    ),
     "model_revision": off("download that revision, and give its folder", "main"),
-    "trust_remote_code": idle("no code of a model's folder is run"),
-    "remove_unused_columns": idle("reward functions get all columns"),
-    "disable_dropout": idle("models have no dropout here"),
-    "dataset_train_split": idle("the file names the split"),
-    "dataset_test_split": idle("the file names the split"),
-    "dataset_config": idle("the file names the configuration"),
-    "dataset_configs": idle("the file names the configuration"),
-    "dataset_split": idle("the file names the split"),
+    "trust_remote_code": Idle("no code of a model's folder is run"),
+    "remove_unused_columns": Idle("reward functions get all columns"),
+    "disable_dropout": Idle("models have no dropout here"),
+    "dataset_train_split": Idle("the file names the split"),
+    "dataset_test_split": Idle("the file names the split"),
+    "dataset_config": Idle("the file names the configuration"),
+    "dataset_configs": Idle("the file names the configuration"),
+    "dataset_split": Idle("the file names the split"),
     "dataset_prompt_column": off("the column is called prompt here: rename it with data.convert", "prompt"),
-    "dataset_streaming": idle("rows are read whole"),
-    "ignore_bias_buffers": idle("of torch"),
-    "do_eval": idle("eval_strategy decides"),
-    "data_seed": idle("config.seed decides"),
+    "datasets": off("one source here: data.source"),
+    "streaming": Idle("rows are read whole"),
+    "test_split_size": off("name the problems in eval.source"),
+    "trainer.quantization_config": off("parameters are not quantized"),
+    "dataset_streaming": Idle("rows are read whole"),
+    "ignore_bias_buffers": Idle("of torch"),
+    "do_eval": Idle("eval_strategy decides"),
+    "data_seed": Idle("config.seed decides"),
     "full_determinism": to("deterministic", bool),
-    "metric_for_best_model": idle("the best checkpoints are those with the best accuracy"),
-    "greater_is_better": idle("the best checkpoints are those with the best accuracy"),
+    "metric_for_best_model": Idle("the best checkpoints are those with the best accuracy"),
+    "greater_is_better": Idle("the best checkpoints are those with the best accuracy"),
     "load_best_model_at_end": off("the best checkpoints are kept: jaxrl_llm.export --step best"),
     "resume_from_checkpoint": off("the same --workdir resumes a run"),
     "system_prompt": off("write it into data.convert"),
@@ -443,8 +487,8 @@ IDLE: dict[str, Rule] = {
     "trainer.tools": off("write an environment (docs/environments.md)"),
     "trainer.eval_dataset": off("name the problems in eval.source"),
     "trainer.optimizers": off("AdamW is the one optimizer here"),
-    **{f"trainer.{key}": idle("an object of the script") for key in ("ref_model", "reward_model", "value_model")},
-}  # fmt: skip
+    **{f"trainer.{key}": Idle("an object of the script") for key in ("ref_model", "reward_model", "value_model")},
+}
 SHARED: dict[str, Rule] = {
     "learning_rate": to("optim.learning_rate", float),
     "lr_scheduler_type": schedule("optim"),
@@ -488,7 +532,7 @@ SHARED: dict[str, Rule] = {
         "eval_strategy is no",
     ),
     "eval_delay": off("evaluations begin at step 0", 0),
-    "logging_steps": idle("every step is logged"),
+    "logging_steps": Idle("every step is logged"),
     "model_name_or_path": model,
     "trainer.model": model,
     "dataset_name": dataset,
@@ -501,25 +545,25 @@ SHARED: dict[str, Rule] = {
     "use_dora": off("there is no LoRA here"),
     "load_in_8bit": off("parameters are not quantized"),
     "load_in_4bit": off("parameters are not quantized"),
-    "bnb_*": idle("parameters are not quantized"),
-    "use_bnb_nested_quant": idle("parameters are not quantized"),
-    "num_processes": part_of_batch,
-    LAUNCHER: part_of_batch,
-    "dataloader_drop_last": idle("the last, smaller batch of a pass is dropped"),
+    "bnb_*": Idle("parameters are not quantized"),
+    "use_bnb_nested_quant": Idle("parameters are not quantized"),
+    "num_processes": part_of_batch(),
+    LAUNCHER: part_of_batch(),
+    "dataloader_drop_last": Idle("the last, smaller batch of a pass is dropped"),
     "[*][*]*": unsupported("arguments that another object holds"),
 }
 OF_GRPO: dict[str, Rule] = {
     "per_device_train_batch_size": micro,
-    "gradient_accumulation_steps": part_of_batch,
-    "generation_batch_size": part_of_batch,
-    "steps_per_generation": part_of_batch,
+    "gradient_accumulation_steps": part_of_batch("prompts_per_update"),
+    "generation_batch_size": part_of_batch("prompts_per_step"),
+    "steps_per_generation": part_of_batch("prompts_per_step"),
     "num_generations": lambda value, keys: Outcome("mapped", {"group_size": int(value)}),
     "num_generations_eval": off("one greedy completion for each problem", 1),
     "num_iterations": to("epochs", int),
     "num_train_epochs": epochs,
     "max_steps": counts_updates("num_steps", ""),
     "max_prompt_length": prompt_limit,
-    "max_completion_length": to("rollout.max_completion_tokens", int),
+    "max_completion_length": was("max_completion_length", to("rollout.max_completion_tokens", int)),
     "shuffle_dataset": lambda value, keys: (
         Outcome("mapped", {}) if value else Outcome("unsupported", said="rows are shuffled in every pass here")
     ),
@@ -537,15 +581,17 @@ OF_GRPO: dict[str, Rule] = {
     "use_vllm": vllm,
     "vllm_structured_outputs_regex": off("completions are not constrained"),
     "vllm_guided_decoding_regex": off("completions are not constrained"),
-    "vllm_importance_sampling_*": importance,
+    "vllm_importance_sampling_*": Idle("rollouts come from the sampler in JAX; config.importance has such weights"),
     "beta": kl,
     "use_bias_correction_kl": only_if(
-        lambda keys: bool(keys["beta"]), to("kl.weighted", bool), "beta is 0: there is no KL penalty"
+        lambda keys: bool(keys["beta"]),
+        was("use_bias_correction_kl", to("kl.weighted", bool)),
+        "beta is 0: there is no KL penalty",
     ),
     "sync_ref_model": reference_sync,
     "ref_model_mixup_alpha": reference_sync,
     "ref_model_sync_steps": reference_sync,
-    "loss_type": loss,
+    "loss_type": was("loss_type", loss),
     "importance_sampling_level": lambda value, keys: Outcome(
         "mapped", {name: x for name, x in loss(keys["loss_type"], keys).fields.items() if name == "loss.name"}
     ),
@@ -605,192 +651,44 @@ OPEN_RULES: dict[str, Rule] = {
     "(prompts)": if_not_given(prompt_limit, "max_prompt_length"),
 }
 OPEN_DEFAULTS: dict[str, Any] = {"(model)": "", "(data)": "", "(rewards)": None, "(prompts)": None}
-GRPO_DEFAULTS = BOTH | OF_REFERENCE | OPEN_DEFAULTS | {
-    "learning_rate": 1e-6,
-    "num_generations": 8,
-    "generation_batch_size": None,
-    "steps_per_generation": None,
-    "num_iterations": 1,
-    "max_steps": -1,
-    "max_completion_length": 512,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "use_vllm": False,
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_max": 3.0,
-    "vllm_importance_sampling_clip_min": None,
-    "beta": 0.0,
-    "use_bias_correction_kl": True,
-    "loss_type": "dapo",
-    "importance_sampling_level": "token",
-    "epsilon": 0.2,
-    "epsilon_high": None,
-    "delta": None,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "scale_rewards": "group",
-    "multi_objective_aggregation": "sum_then_normalize",
-    "mask_truncated_completions": False,
-    "top_entropy_quantile": 1.0,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "entropy_coef_max": 1.0,
-    "entropy_coef_delta": 0.005,
-    "entropy_target": 0.2,
-}  # fmt: skip
+GRPO_DEFAULTS = (
+    BOTH
+    | OF_REFERENCE
+    | OPEN_DEFAULTS
+    | {
+        "learning_rate": 1e-6,
+        "num_generations": 8,
+        "generation_batch_size": None,
+        "steps_per_generation": None,
+        "num_iterations": 1,
+        "max_steps": -1,
+        "max_completion_length": 512,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "use_vllm": False,
+        "beta": 0.0,
+        "use_bias_correction_kl": True,
+        "loss_type": "dapo",
+        "importance_sampling_level": "token",
+        "epsilon": 0.2,
+        "epsilon_high": None,
+        "delta": None,
+        "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05,
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
+        "scale_rewards": "group",
+        "multi_objective_aggregation": "sum_then_normalize",
+        "mask_truncated_completions": False,
+        "top_entropy_quantile": 1.0,
+        "entropy_coef": 0.0,
+        "use_adaptive_entropy": False,
+        "entropy_coef_max": 1.0,
+        "entropy_coef_delta": 0.005,
+        "entropy_target": 0.2,
+    }
+)
 GRPO = System("TRL's GRPO", "1.16.0", OF_GRPO | SHARED | IDLE | OPEN_RULES, GRPO_DEFAULTS, lambda keys: "grpo")
-
-
-def ppo_batch(keys: Keys) -> tuple[dict[str, Any], str]:
-    """Returns PPO's batch fields: one completion for each prompt."""
-    update = sequences(keys)
-    rollout = update * int(keys["num_mini_batches"])
-    said = (
-        f"an optimizer step has per_device_train_batch_size x gradient_accumulation_steps x processes = {update} "
-        f"episodes, a rollout num_mini_batches times as many; each is one completion of a prompt"
-    )
-    return {"prompts_per_step": rollout, "prompts_per_update": update, "group_size": 1}, said
-
-
-def ppo_batched(value: Any, keys: Keys) -> Outcome:
-    fields, said = ppo_batch(keys)
-    return Outcome("changed", fields, said)
-
-
-def ppo_micro(value: Any, keys: Keys) -> Outcome:
-    """The episodes of a device, which are also a word of the batch."""
-    fields, said = ppo_batch(keys)
-    wanted = int(value) * processes(keys)
-    made = max(x for x in divisors(fields["prompts_per_update"]) if x <= wanted)
-    return Outcome("changed", fields | {"microbatch": made}, said)
-
-
-def ppo_part(value: Any, keys: Keys) -> Outcome:
-    return Outcome("changed", ppo_batch(keys)[0], "a factor of the batch: see prompts_per_step")
-
-
-def episodes(value: Any, keys: Keys) -> Outcome:
-    """All episodes of a run, or the passes over the data."""
-    total = keys["total_episodes"] or float(keys["num_train_epochs"]) * keys.rows
-    if not total:
-        why = f"num_train_epochs = {keys['num_train_epochs']} passes: passes x rows / prompts_per_step (or give --rows)"
-        return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", {"num_steps": why})
-    made = math.ceil(total / ppo_batch(keys)[0]["prompts_per_step"])
-    return Outcome("changed", {"num_steps": made}, f"{total:g} episodes, here rollouts of prompts_per_step of them")
-
-
-def ppo_warmup(value: Any, keys: Keys) -> Outcome:
-    """The schedule steps once in a rollout."""
-    if not value:
-        return Outcome("no effect", said="not set")
-    each = int(keys["num_mini_batches"]) * int(keys["num_ppo_epochs"])
-    fields = {}
-    for section in ("optim", "critic.optim"):
-        fields |= {f"{section}.warmup_steps": int(value) * each, f"{section}.warmup_ratio": 0.0}
-    return Outcome("changed", fields, f"counts rollouts: {value} x {each} optimizer steps")
-
-
-def with_critic(rule: Rule) -> Rule:
-    """Applies a rule of the one optimizer of TRL's PPO to that of the critic too."""
-
-    def both(value: Any, keys: Keys) -> Outcome:
-        made = rule(value, keys)
-        more = {f"critic.{name}": x for name, x in made.fields.items() if name.startswith("optim.")}
-        return Outcome(made.kind, made.fields | more, made.said, made.yours)
-
-    return both
-
-
-def ppo_reward(value: Any, keys: Keys) -> Outcome:
-    """A learned reward."""
-    yours = dict.fromkeys(("reward.functions", "eval.function"), "a reward model: write it as a reward function")
-    fields, _ = ours.reward(["accuracy"], None)
-    fields = fields | {"reward.functions": ("my_rewards.score",), "eval.function": "my_rewards.score"}
-    return Outcome("unsupported", fields, f"reward model {value}: write it as a reward function (docs/rewards.md)", yours)
-
-
-OPTIMIZER = ("learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2",
-             "adam_epsilon", "max_grad_norm")  # fmt: skip
-OF_PPO: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER} | {
-    "warmup_steps": ppo_warmup,
-    "per_device_train_batch_size": ppo_micro,
-    "gradient_accumulation_steps": ppo_part,
-    "num_mini_batches": ppo_part,
-    "num_processes": ppo_part,
-    LAUNCHER: ppo_part,
-    "world_size": ppo_part,
-    "num_total_batches": only_if(lambda keys: bool(keys.given.get("num_total_batches")), to("num_steps", int), "not set"),
-    **{
-        key: off("TRL computes it from the other batch words")
-        for key in ("micro_batch_size", "local_batch_size", "batch_size", "local_mini_batch_size", "mini_batch_size")
-    },
-    "num_ppo_epochs": to("epochs", int),
-    "total_episodes": episodes,
-    "num_train_epochs": only_if(lambda keys: not keys["total_episodes"], episodes, "total_episodes is set"),
-    "max_steps": off("total_episodes decides", -1),
-    "response_length": to("rollout.max_completion_tokens", int),
-    "temperature": to("rollout.temperature", float),
-    "stop_token": off("stop tokens are the model's: generation_config.json", "eos"),
-    "stop_token_id": off("stop tokens are the model's: generation_config.json"),
-    "missing_eos_penalty": off("mask.truncated leaves such completions out; reward.overlong_tokens punishes them"),
-    "sft_model_path": lambda value, keys: Outcome("mapped", {"model.path": str(value)}, "policy and reference"),
-    "model_name_or_path": lambda value, keys: (
-        model(value, keys) if "sft_model_path" not in keys
-        else Outcome("no effect", said="sft_model_path is the policy; this is the tokenizer's")
-    ),
-    "reward_model_path": ppo_reward,
-    "model_adapter_name": off("there is no LoRA here"),
-    "ref_adapter_name": off("there is no LoRA here"),
-    "kl_coef": lambda value, keys: Outcome(
-        "mapped", {"kl.placement": "reward", "kl.coef": float(value), "kl.estimator": str(keys["kl_estimator"])}
-    ),
-    "kl_estimator": lambda value, keys: Outcome("mapped", {"kl.estimator": str(value)}),
-    "cliprange": lambda value, keys: Outcome(
-        "mapped",
-        {"loss.name": "ppo_clip", "loss.clip_low": float(value), "loss.clip_high": float(value), "loss.delta": 0.0},
-    ),
-    "cliprange_value": to("critic.clip", float),
-    "vf_coef": lambda value, keys: Outcome(
-        "unsupported", said="the critic has its own AdamW, which a factor of its loss does not change"
-    ),
-    "whiten_rewards": off("advantages are whitened, rewards are not"),
-    "gamma": lambda value, keys: Outcome("mapped", {"advantage.gamma": float(value), "critic.gamma": float(value)}),
-    "lam": lambda value, keys: Outcome("mapped", {"advantage.lam": float(value), "critic.lam": float(value)}),
-    "eval_steps": only_if(
-        lambda keys: keys["eval_strategy"] != "no", unsupported("TRL's PPO samples completions then"), "no evaluation"
-    ),
-    "eval_strategy": lambda value, keys: Outcome(
-        "changed" if value not in ("no", None) else "mapped", {"eval.every": 0, "checkpoint.keep_best": 0},
-        "TRL's PPO only logs samples: set eval.every and eval.source for an accuracy" * (value not in ("no", None)),
-    ),
-    "(critic)": lambda value, keys: Outcome("mapped", {"critic.warmup_steps": 0}),
-    "save_steps": only_if(lambda keys: keys["save_strategy"] == "steps", to("checkpoint.every", int), "not by steps"),
-}  # fmt: skip
-PPO_DEFAULTS = BOTH | OPEN_DEFAULTS | {
-    "learning_rate": 3e-6,
-    "num_mini_batches": 1,
-    "num_ppo_epochs": 4,
-    "total_episodes": None,
-    "response_length": 53,
-    "temperature": 0.7,
-    "kl_coef": 0.05,
-    "kl_estimator": "k1",
-    "cliprange": 0.2,
-    "cliprange_value": 0.2,
-    "gamma": 1.0,
-    "lam": 0.95,
-    "reward_model_path": "EleutherAI/pythia-160m",
-    "(critic)": None,
-}  # fmt: skip
-PPO_OPEN = OPEN_RULES | {
-    "(model)": if_not_given(model, "model_name_or_path", "trainer.model", "sft_model_path"),
-    "(rewards)": idle("reward_model_path"),
-}
-PPO = System("TRL's PPO", "0.29.0", OF_PPO | {k: v for k, v in (SHARED | IDLE | PPO_OPEN).items() if k not in OF_PPO},
-             PPO_DEFAULTS, lambda keys: "ppo")  # fmt: skip

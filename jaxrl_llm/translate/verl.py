@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm.translate import family, ours
 from jaxrl_llm.translate.family import ENGINE, LOADER, LOGS, MEMORY, MESH, PROFILE, WORDS
-from jaxrl_llm.translate.outcome import Keys, Outcome, Rule, System, changed, idle, off, only_if, to, unsupported
+from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, off, only_if, to, unsupported
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 NAMES = family.Names(
@@ -44,7 +44,8 @@ CUSTOM = "veRL calls f(data_source, solution_str, ground_truth, extra_info) for 
 def loss(value: Any, keys: Keys) -> Outcome:
     """The policy loss, with all its arguments."""
     if value not in LOSSES:
-        return Outcome("unsupported", said=f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip")
+        said = f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip"
+        return Outcome("unsupported", said=said)
     name, arguments = LOSSES[value]
     fields = {f"loss.{argument}": float(keys[ACTOR + key]) for argument, key in arguments.items()}
     return Outcome("mapped", {"loss.name": name} | fields)
@@ -54,7 +55,7 @@ def of_loss(key: str) -> Rule:
     """An argument of the policy loss."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        name, arguments = LOSSES.get(keys[MODE], ("", {}))
+        _, arguments = LOSSES.get(keys[MODE], ("", {}))
         found = [argument for argument, its in arguments.items() if its == key]
         if not found:
             return Outcome("no effect", said=f"the loss is {keys[MODE]}")
@@ -106,7 +107,7 @@ def overlong(section: str) -> dict[str, Rule]:
         said = f"the penalty is 1 at the limit here, {value} there"
         return Outcome("mapped", {}) if value == 1 or not keys.given.get(enable) else Outcome("unsupported", said=said)
 
-    return {enable: tokens, length: tokens, factor: scale, f"{section}.overlong_buffer.*": idle("it logs only")}
+    return {enable: tokens, length: tokens, factor: scale, f"{section}.overlong_buffer.*": Idle("it logs only")}
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:
@@ -123,6 +124,14 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
     if not value:
         return Outcome("no effect", said="it is off")
     return Outcome("unsupported", said="a reward model: write it as a reward function (docs/rewards.md)")
+
+
+def reward_coef(value: Any, keys: Keys) -> Outcome:
+    """The coefficient of a KL penalty in the reward."""
+    if not KL.in_reward(keys) and not KL.in_loss(keys) and value and "algorithm.use_kl_in_reward" not in keys:
+        said = "veRL needs use_kl_in_reward for it since 0.4; until 0.3 this file had the penalty in the reward"
+        return Outcome("changed", {}, said)
+    return KL.value("kl.coef", KL.in_reward, "use_kl_in_reward is False")(value, keys)
 
 
 def correction(value: Any, keys: Keys) -> Outcome:
@@ -196,7 +205,7 @@ def optimizer(section: str, prefix: str, family_names: family.Names = NAMES) -> 
             lambda keys: f"{prefix}grad_clip" not in keys, to(f"{section}.clip_norm", float), "grad_clip is set"
         ),
         f"{prefix}optim.optimizer": off("AdamW is the one optimizer here", "AdamW", "adam"),
-        f"{prefix}optim.optimizer_impl": idle("another implementation of AdamW"),
+        f"{prefix}optim.optimizer_impl": Idle("another implementation of AdamW"),
         f"{prefix}optim.*": off("no counterpart in AdamW and its schedules", -1, 0.5, True),
     }
 
@@ -210,35 +219,35 @@ OF_DATA: dict[str, Rule] = {
     "data.max_prompt_length": to("data.max_prompt_tokens", int),
     "data.max_response_length": to("rollout.max_completion_tokens", int),
     "data.truncation": family.drops("{value} cuts a longer prompt; here it is dropped and counted"),
-    "data.filter_overlong_prompts": idle("a longer prompt is dropped in any case, or stops the run (data.overlong)"),
+    "data.filter_overlong_prompts": Idle("a longer prompt is dropped in any case, or stops the run (data.overlong)"),
     "data.prompt_key": off("the column is called prompt here: rename it with data.convert", "prompt"),
-    "data.seed": only_if(
-        lambda keys: keys["data.seed"] is not None, to("seed", int), "not set: config.seed is 0"
-    ),
+    "data.seed": only_if(lambda keys: keys["data.seed"] is not None, to("seed", int), "not set: config.seed is 0"),
     "data.shuffle": lambda value, keys: (
         Outcome("mapped", {}) if value else Outcome("unsupported", said="rows are shuffled in every pass here")
     ),
-    "data.gen_batch_size": idle("rounds of dynamic sampling draw what is missing (rollout.resample_rounds)"),
-    "data.val_batch_size": idle("an evaluation batch is as large as a step's"),
+    "data.gen_batch_size": Idle("rounds of dynamic sampling draw what is missing (rollout.resample_rounds)"),
+    "data.val_batch_size": Idle("an evaluation batch is as large as a step's"),
     "data.val_max_samples": only_if(
         lambda keys: keys.given.get("data.val_max_samples", -1) > 0, to("eval.problems", int), "all of them"
     ),
     "data.train_max_samples": off("take fewer rows with data.convert", -1),
     "data.apply_chat_template_kwargs": to("data.chat_template_args", dict),
-    "data.reward_fn_key": idle("the config names the reward functions"),
+    "data.reward_fn_key": Idle("the config names the reward functions"),
     "data.tokenizer": off("the tokenizer is the model's"),
-    "data.trust_remote_code": idle("no code of a model's folder is run"),
-    "data.custom_cls.*": off("a class that loads data: write data.convert, or a function that returns rows", "RLHFDataset"),
+    "data.trust_remote_code": Idle("no code of a model's folder is run"),
+    "data.custom_cls.*": off(
+        "a class that loads data: write data.convert, or a function that returns rows", "RLHFDataset"
+    ),
     "data.sampler.*": off("rows are shuffled by seed"),
     "data.datagen.*": off("data is not made during a run"),
-    "data.*_key": idle(WORDS),
-    "data.image_*": idle(WORDS),
-    "data.mm_*": off(WORDS),
-    "data.return_*": idle("columns for veRL's own functions"),
+    "data.*_key": Idle(WORDS),
+    "data.image_*": Idle(WORDS),
+    "data.mm_*": off(WORDS, {}),
+    "data.return_*": Idle("columns for veRL's own functions"),
     "data.*_tool_path": off("tools: write an environment (docs/environments.md)"),
     "data.tool_config_path": off("tools: write an environment (docs/environments.md)"),
-    "data.*": idle(LOADER),
-}  # fmt: skip
+    "data.*": Idle(LOADER),
+}
 OF_ALGORITHM: dict[str, Rule] = {
     "algorithm.adv_estimator": family.advantage(NAMES, "algorithm.norm_adv_by_std_in_grpo"),
     "algorithm.gamma": only_if(
@@ -254,9 +263,7 @@ OF_ALGORITHM: dict[str, Rule] = {
     ),
     "algorithm.use_kl_in_reward": KL.switch,
     "algorithm.kl_penalty": KL.value("kl.estimator", KL.in_reward, "use_kl_in_reward is False"),
-    "algorithm.kl_ctrl.kl_coef": KL.value("kl.coef", 
-        KL.in_reward, "use_kl_in_reward is False (until veRL 0.3, a run without use_kl_loss had the penalty there)"
-    ),
+    "algorithm.kl_ctrl.kl_coef": reward_coef,
     "algorithm.kl_ctrl.*": KL.adaptive(
         "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"
     ),
@@ -267,14 +274,14 @@ OF_ALGORITHM: dict[str, Rule] = {
         lambda value, keys: Outcome("changed", {}, "groups are compared by their total reward"),
         "filter_groups is off",
     ),
-    "algorithm.filter_groups.*": idle("how many batches are sampled at once"),
+    "algorithm.filter_groups.*": Idle("how many batches are sampled at once"),
     "algorithm.rollout_correction.rollout_is": correction,
     "algorithm.rollout_correction.rollout_is_threshold": only_if(
         lambda keys: bool(keys["algorithm.rollout_correction.rollout_is"]), to("importance.high", float), "it is off"
     ),
     "algorithm.rollout_correction.*": off("no counterpart; see mask.off_policy and importance", "ppo_clip"),
     "algorithm.use_pf_ppo": off("samples are not drawn again by their reward"),
-    "algorithm.pf_ppo.*": idle("use_pf_ppo is False"),
+    "algorithm.pf_ppo.*": Idle("use_pf_ppo is False"),
 }
 OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}ppo_mini_batch_size": family.update(NAMES),
@@ -285,7 +292,7 @@ OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}clip_ratio": old_clip,
     **{f"{ACTOR}{key}": of_loss(key) for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")},
     **{f"{ACTOR}{key}": of_loss(key) for key in ("tau_pos", "tau_neg")},
-    f"{ACTOR}policy_loss.*": idle("of a loss that is not selected"),
+    f"{ACTOR}policy_loss.*": Idle("of a loss that is not selected"),
     f"{ACTOR}loss_agg_mode": family.aggregation(NAMES, f"{ACTOR}loss_scale_factor", MODE),
     f"{ACTOR}loss_scale_factor": only_if(
         lambda keys: keys[f"{ACTOR}loss_agg_mode"] == "seq-mean-token-sum-norm",
@@ -301,17 +308,18 @@ OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}use_kl_loss": KL.switch,
     f"{ACTOR}kl_loss_coef": KL.value("kl.coef", KL.in_loss, "use_kl_loss is False"),
     f"{ACTOR}kl_loss_type": KL.value("kl.estimator", KL.in_loss, "use_kl_loss is False"),
-    f"{ACTOR}shuffle": idle("which prompts share an optimizer step is random by the seed"),
-    f"{ACTOR}data_loader_seed": idle("config.seed decides"),
-    f"{ACTOR}calculate_*": idle("it logs only"),
-    f"{ACTOR}freeze_vision_tower": idle(WORDS),
-    f"{ACTOR}checkpoint.*": idle("a checkpoint holds all that a run resumes from"),
-    f"{ACTOR}qat.*": off("no quantization-aware training", "w4a16", 16, ["lm_head", "embed_tokens", "re:.*mlp.gate$"]),
-    f"{ACTOR}*fsdp_config.*": idle(MESH),
-    f"{ACTOR}megatron.*": idle(MESH),
-    f"{ACTOR}strategy": idle(MESH),
-    f"{ACTOR}profiler*": idle(PROFILE),
-    f"{ACTOR}profile*": idle(PROFILE),
+    f"{ACTOR}shuffle": Idle("which prompts share an optimizer step is random by the seed"),
+    f"{ACTOR}data_loader_seed": Idle("config.seed decides"),
+    f"{ACTOR}calculate_*": Idle("it logs only"),
+    f"{ACTOR}freeze_vision_tower": Idle(WORDS),
+    f"{ACTOR}checkpoint.*": Idle("a checkpoint holds all that a run resumes from"),
+    f"{ACTOR}qat.enable": off("no quantization-aware training"),
+    f"{ACTOR}qat.*": Idle("qat.enable is False"),
+    f"{ACTOR}*fsdp_config.*": Idle(MESH),
+    f"{ACTOR}megatron.*": Idle(MESH),
+    f"{ACTOR}strategy": Idle(MESH),
+    f"{ACTOR}profiler*": Idle(PROFILE),
+    f"{ACTOR}profile*": Idle(PROFILE),
 }
 BFLOAT16 = ("bfloat16", "bf16", "float16", "fp16")
 OF_ROLLOUT: dict[str, Rule] = {
@@ -327,14 +335,14 @@ OF_ROLLOUT: dict[str, Rule] = {
     f"{ROLLOUT}use_fire_sampling": off("the first token is sampled at rollout.temperature too"),
     f"{ROLLOUT}val_kwargs.*": validation,
     f"{ROLLOUT}multi_turn.enable": off("tools: write an environment (docs/environments.md)"),
-    f"{ROLLOUT}multi_turn.*": idle("of episodes with tools"),
+    f"{ROLLOUT}multi_turn.*": Idle("of episodes with tools"),
     f"{ROLLOUT}agent.agent_loop_config_path": off("an agent loop: write an environment (docs/environments.md)"),
     f"{ROLLOUT}ignore_eos": off("a completion ends at a stop token"),
-    f"{ROLLOUT}prompt_length": idle("veRL sets it from data.max_prompt_length"),
-    f"{ROLLOUT}response_length": idle("veRL sets it from data.max_response_length"),
-    f"{ROLLOUT}seed": idle("config.seed decides"),
-    f"{ROLLOUT}log_prob_*": idle(MEMORY),
-    f"{ROLLOUT}*": idle(ENGINE),
+    f"{ROLLOUT}prompt_length": Idle("veRL sets it from data.max_prompt_length"),
+    f"{ROLLOUT}response_length": Idle("veRL sets it from data.max_response_length"),
+    f"{ROLLOUT}seed": Idle("config.seed decides"),
+    f"{ROLLOUT}log_prob_*": Idle(MEMORY),
+    f"{ROLLOUT}*": Idle(ENGINE),
     f"{MODEL}path": to("model.path", str),
     f"{MODEL}enable_gradient_checkpointing": family.checkpointing,
     f"{MODEL}lora_rank": lora,
@@ -342,37 +350,37 @@ OF_ROLLOUT: dict[str, Rule] = {
     f"{MODEL}target_modules": only_if(lambda keys: bool(keys[f"{MODEL}lora_rank"]), lora, "lora_rank is 0"),
     f"{MODEL}exclude_modules": off("no counterpart"),
     f"{MODEL}lora_adapter_path": off("no adapter is loaded"),
-    f"{MODEL}lora.*": idle("of Megatron's adapters; lora_rank decides"),
+    f"{MODEL}lora.*": Idle("of Megatron's adapters; lora_rank decides"),
     f"{MODEL}override_config.*dropout*": off("models have no dropout here", 0, 0.0),
     f"{MODEL}override_config.*drop": off("models have no dropout here", 0, 0.0),
     f"{MODEL}override_config": off("the model is as its config.json says: change that", {}),
     f"{MODEL}override_config.*": unsupported("the model is as its config.json says: change that"),
     f"{MODEL}custom_chat_template": off("the template is the model's: change its tokenizer_config.json"),
     f"{MODEL}external_lib": off("no code of a model's folder is run"),
-    f"{MODEL}trust_remote_code": idle("no code of a model's folder is run"),
+    f"{MODEL}trust_remote_code": Idle("no code of a model's folder is run"),
     f"{MODEL}*tokenizer_path": off("the tokenizer is the model's"),
     f"{MODEL}hf_config_path": off("the config is the model's"),
     f"{MODEL}mtp.enable*": off("no multi-token prediction"),
-    f"{MODEL}*": idle(MEMORY),
-    "actor_rollout_ref.hybrid_engine": idle(ENGINE),
-    "actor_rollout_ref.nccl_timeout": idle(MESH),
+    f"{MODEL}*": Idle(MEMORY),
+    "actor_rollout_ref.hybrid_engine": Idle(ENGINE),
+    "actor_rollout_ref.nccl_timeout": Idle(MESH),
     "actor_rollout_ref.ref.model.path": off("the reference is the model that the run begins with"),
-    "actor_rollout_ref.ref.*": idle("of the reference, which is placed and batched like the policy"),
+    "actor_rollout_ref.ref.*": Idle("of the reference, which is placed and batched like the policy"),
 }
 OF_CRITIC: dict[str, Rule] = of_critic(
     optimizer("critic.optim", "critic.")
     | {
         "critic.model.path": critic_path,
         "critic.cliprange_value": to("critic.clip", float),
-        "critic.ppo_mini_batch_size": idle("the critic has the policy's batches"),
-        "critic.ppo_epochs": idle("the critic has the policy's epochs"),
-        "critic.loss_agg_mode": idle("the critic has the policy's aggregation"),
+        "critic.ppo_mini_batch_size": Idle("the critic has the policy's batches"),
+        "critic.ppo_epochs": Idle("the critic has the policy's epochs"),
+        "critic.loss_agg_mode": Idle("the critic has the policy's aggregation"),
     },
     NAMES.estimator,
-) | {"critic.enable": idle("the estimator decides"), "critic.*": idle(MEMORY)}
+) | {"critic.enable": Idle("the estimator decides"), "critic.*": Idle(MEMORY)}
 OF_REWARD: dict[str, Rule] = {
     "custom_reward_function.path": rewards,
-    "custom_reward_function.name": idle("with custom_reward_function.path"),
+    "custom_reward_function.name": Idle("with custom_reward_function.path"),
     **overlong("reward_model"),
     **overlong("custom_reward_function"),
     **overlong("reward_model.reward_kwargs"),
@@ -381,12 +389,12 @@ OF_REWARD: dict[str, Rule] = {
     "reward.custom_reward_function.path": only_if(
         lambda keys: bool(keys.given.get("reward.custom_reward_function.path")), rewards, "not set"
     ),
-    "reward.custom_reward_function.*": idle("with its path"),
+    "reward.custom_reward_function.*": Idle("with its path"),
     "reward_model.enable": reward_model,
     "reward.reward_model.enable": reward_model,
-    "reward_model.reward_manager": idle("the config names the reward functions"),
-    "reward_model.*": idle("of a reward model, or how rewards are computed"),
-    "reward.*": idle("of a reward model, or how rewards are computed"),
+    "reward_model.reward_manager": Idle("the config names the reward functions"),
+    "reward_model.*": Idle("of a reward model, or how rewards are computed"),
+    "reward.*": Idle("of a reward model, or how rewards are computed"),
     "sandbox_fusion.*": off("no such service"),
 }
 OF_TRAINER: dict[str, Rule] = {
@@ -404,29 +412,29 @@ OF_TRAINER: dict[str, Rule] = {
     "trainer.max_actor_ckpt_to_keep": only_if(
         lambda keys: bool(keys.given.get("trainer.max_actor_ckpt_to_keep")), family.keeps, "checkpoint.keep decides"
     ),
-    "trainer.max_critic_ckpt_to_keep": idle("a checkpoint holds policy and critic"),
-    "trainer.nnodes": idle("all devices that a run finds"),
-    "trainer.n_gpus_per_node": idle("all devices that a run finds"),
-    "trainer.resume_mode": idle("the same --workdir resumes a run"),
+    "trainer.max_critic_ckpt_to_keep": Idle("a checkpoint holds policy and critic"),
+    "trainer.nnodes": Idle("all devices that a run finds"),
+    "trainer.n_gpus_per_node": Idle("all devices that a run finds"),
+    "trainer.resume_mode": Idle("the same --workdir resumes a run"),
     "trainer.resume_from_path": off("the same --workdir resumes a run; of a run of veRL, give its model as model.path"),
     "trainer.v1.trainer_mode": off("sampling ahead of learning: rollout.max_lag", "sync"),
-    "trainer.balance_batch": idle(MEMORY),
-    "trainer.*": idle(LOGS),
+    "trainer.balance_batch": Idle(MEMORY),
+    "trainer.*": Idle(LOGS),
     "distillation.enabled": off("configs/distillation.py has a teacher"),
-    "distillation.*": idle("distillation.enabled is False"),
-    "global_profiler.*": idle(PROFILE),
-    "ray_init.*": idle("there is no Ray"),
-    "ray_kwargs.*": idle("there is no Ray"),
-    "transfer_queue.*": idle("how veRL moves data"),
-    "skip.*": idle("stored rollouts for debugging"),
-    "model_engine": idle(MESH),
-    "hydra.*": idle(LOGS),
-    "defaults": idle("the files that this one is made of"),
-    "--config-path": idle("the defaults here are those of ppo_trainer.yaml"),
-    "--config-name": idle("the defaults here are those of ppo_trainer.yaml"),
+    "distillation.*": Idle("distillation.enabled is False"),
+    "global_profiler.*": Idle(PROFILE),
+    "ray_init.*": Idle("there is no Ray"),
+    "ray_kwargs.*": Idle("there is no Ray"),
+    "transfer_queue.*": Idle("how veRL moves data"),
+    "skip.*": Idle("stored rollouts for debugging"),
+    "model_engine": Idle(MESH),
+    "hydra.*": Idle(LOGS),
+    "defaults": Idle("the files that this one is made of"),
+    "--config-path": Idle("the defaults here are those of ppo_trainer.yaml"),
+    "--config-name": Idle("the defaults here are those of ppo_trainer.yaml"),
 }
 DTYPES: dict[str, Rule] = {
-    f"{ROLLOUT}dtype": idle(ENGINE),
+    f"{ROLLOUT}dtype": Idle(ENGINE),
     f"{ACTOR}fsdp_config.dtype": changed(
         "model.dtype",
         "of activations; parameters and the optimizer are float32 there and here",
@@ -507,10 +515,9 @@ def base(keys: Keys, *, search: bool = False) -> str:
 
 
 # Patterns of one key come before those of many.
-MEMORY_KEYS: dict[str, Rule] = {
-    f"{ACTOR}*": idle(MEMORY),
-    "*._target_": idle("a class of veRL"),
-    "*profiler*": idle(PROFILE),
-}
-RULES = DTYPES | OF_DATA | OF_ALGORITHM | OF_ACTOR | OF_ROLLOUT | OF_CRITIC | OF_REWARD | OF_TRAINER | MEMORY_KEYS
+MEMORY_KEYS: dict[str, Rule] = {f"{ACTOR}*": Idle(MEMORY), "*profiler*": Idle(PROFILE)}
+CLASSES: dict[str, Rule] = {"*_target_": Idle("a class of veRL")}
+RULES = (
+    CLASSES | DTYPES | OF_DATA | OF_ALGORITHM | OF_ACTOR | OF_ROLLOUT | OF_CRITIC | OF_REWARD | OF_TRAINER | MEMORY_KEYS
+)
 VERL = System("veRL", "0.9.1", RULES, DEFAULTS, partial(base))

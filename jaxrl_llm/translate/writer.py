@@ -88,10 +88,11 @@ def _written(made: Translation, base: Config, folder: Path) -> dict[str, Any]:
     fields = made.fields()
     given = {name for outcome in made.outcomes.values() for name in outcome.fields}
     new_section = {name for name in WHOLE if there[f"{name}.name"] != fields.get(f"{name}.name", there[f"{name}.name"])}
+    told = {name for outcome in made.defaults.values() for name in outcome.fields if outcome.kind == "changed"}
     kept = {
         name: value
         for name, value in fields.items()
-        if name in given
+        if name in given | told
         or name in made.yours()
         or name not in there
         or value != there[name]
@@ -101,9 +102,11 @@ def _written(made: Translation, base: Config, folder: Path) -> dict[str, Any]:
     whole = {name.split(".")[0] for name in kept} & set(WHOLE)
     kept |= {name: value for name, value in fields.items() if name.split(".")[0] in whole}
 
-    def place(name: str) -> tuple[int, bool, str]:
-        at = next((i for i, known in enumerate(order) if known in (name, name.split(".")[0])), len(order))
-        return order.index(name) if name in order else at, not name.endswith(".name"), name
+    def place(name: str) -> int:
+        """The place of the field, or of the longest part of its name that the configs mention."""
+        parts = name.split(".")
+        known = [".".join(parts[: i + 1]) for i in range(len(parts)) if ".".join(parts[: i + 1]) in order]
+        return order.index(known[-1]) if known else len(order)
 
     return {name: kept[name] for name in sorted(kept, key=place)}
 
@@ -112,9 +115,10 @@ def _lines(made: Translation, name: str, fields: dict[str, Any]) -> list[str]:
     """Returns the line of a field with its comments. The first field of a section in WHOLE has the whole section."""
     section = name.split(".")[0]
     if section in WHOLE and f"{section}.name" in fields:
-        if not name.endswith(".name"):
-            return []
         names = [other for other in fields if other.startswith(f"{section}.")]
+        if name != names[0]:
+            return []
+        names.sort(key=lambda other: not other.endswith(".name"))
         said = ", ".join(f"{other.split('.')[1]}={literal(fields[other])}" for other in names)
         line = f"c.{section} = ConfigDict(dict({said}))"
     else:
