@@ -30,7 +30,7 @@ class Settings(NamedTuple):
 
     config: Config
     totals: Totals
-    model: DecoderConfig
+    model: DecoderConfig | None  # None: it is not here, and no rule looks at it
     platform: str = ""  # of the devices, "cpu", "gpu" or "tpu"; "": not known
     changed: tuple[str, ...] = ()  # fields that differ from the config file, if it says what it measured
 
@@ -50,6 +50,8 @@ def findings(settings: Settings) -> list[Finding]:
 def learning_rate(given: Settings) -> Iterator[Finding]:
     """F9: a rate that ruins a model of this width."""
     config = given.config
+    if not given.model:
+        return
     rates = [("optim", config.optim.learning_rate, 1 if given.rl else SUPERVISED)]
     rates += [("critic.optim", config.critic.optim.learning_rate, SUPERVISED)] if "critic" in config else []
     for section, rate, factor in rates:

@@ -1,4 +1,4 @@
-"""The table of EasyR1's keys. It follows version 0.3.3, and knows total_episodes of version 0.2."""
+"""The table of EasyR1's keys. It follows examples/config.yaml of commit 46c6c21, and knows older keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.translate import family, ours
 from jaxrl_llm.translate.family import ENGINE, LOADER, LOGS, MEMORY, MESH, WORDS
-from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, off, only_if, to, unsupported
+from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, each, off, only_if, to, unsupported
 
 ACTOR, MODEL, ROLLOUT = "worker.actor.", "worker.actor.model.", "worker.rollout."
 NAMES = family.Names(
@@ -36,7 +36,6 @@ LOSSES = {  # ours, and its arguments with the keys that they are
     "cispo": ("cispo", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}),
     "sapo": ("sapo", {"tau_positive": "tau_positive", "tau_negative": "tau_negative"}),
 }
-CONVERT = "a function that returns {prompt: ..., answer: ...} of a row, and does what format_prompt does"
 SIGNATURE = "EasyR1 calls f(reward_inputs) with the keys response, response_length and ground_truth"
 
 
@@ -68,22 +67,16 @@ def of_loss(key: str) -> Rule:
     return rule
 
 
-def data(section: str) -> Rule:
+def data(section: str, split: str) -> Rule:
     """A file, or a data set of the hub as id@split."""
-    source, function = f"{section}.source", f"{section}.convert"
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        fields = {source: "my_data.rows", function: ""}
         if not value:
-            return Outcome("changed", fields, "", {source: "a file with rows"})
-        name, _, split = str(value).partition("@")
-        fields[function] = "my_data.convert"
-        if name.endswith((".parquet", ".json", ".jsonl", ".csv")):
-            return Outcome("mapped", fields | {source: name}, "", {function: CONVERT})
-        folder = f"data/{name.split('/')[-1]}"
-        why = f"hf download {name} --repo-type dataset --local-dir {folder}, and name its files"
-        fields[source] = f"{folder}/**/{split or 'train'}*.parquet"
-        return Outcome("changed", fields, "", {source: why, function: CONVERT})
+            return Outcome(
+                "changed", {f"{section}.source": "my_data.rows"}, "", {f"{section}.source": "a file with rows"}
+            )
+        name, _, given = str(value).partition("@")
+        return ours.dataset(section, name, given or split, convert=True)
 
     return rule
 
@@ -114,21 +107,21 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     if not value:
         why = "EasyR1 needs worker.reward.reward_function, and the file has none"
         yours = {"reward.functions": why, "eval.function": why}
-        return Outcome("changed", ours.reward(["accuracy"], None)[0], "", yours)
+        return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), "", yours)
     path, _, function = str(value).partition(":")
-    if path.endswith(("reward_function/math.py", "score_function/math.py")):
-        fields, _ = ours.reward(["accuracy"], None)
-        said = "0.9 x accuracy + 0.1 x format there; here the accuracy alone"
-        return Outcome("changed", fields, said)
-    return ours.custom_reward(path, function or "compute_score", SIGNATURE)
+    return ours.of_easyr1(path, function or "compute_score", SIGNATURE)
+
+
+def around(value: Any, keys: Keys) -> Outcome:
+    """A template around the question."""
+    return ours.template(str(value)) if value else Outcome("no effect", said="not in use")
 
 
 def lora(value: Any, keys: Keys) -> Outcome:
     """An adapter."""
     if not keys[f"{MODEL}lora.rank"]:
         return Outcome("no effect", said="it is off")
-    names = {"rank": "rank", "alpha": "alpha", "targets": "target_modules"}
-    return ours.lora({name: keys[f"{MODEL}lora.{key}"] for name, key in names.items()}, f"{MODEL}lora")
+    return ours.lora(*(keys[f"{MODEL}lora.{name}"] for name in ("rank", "alpha", "target_modules")))
 
 
 def critic(keys: Keys) -> bool:
@@ -165,12 +158,12 @@ def optimizer(section: str, prefix: str) -> dict[str, Rule]:
 of_epochs, of_steps = family.steps(NAMES, "trainer.total_epochs", "trainer.max_steps")
 RULES: dict[str, Rule] = {
     "config": unsupported("this file is not beside the script or above it: its keys have their defaults here"),
-    "data.train_files": data("data"),
-    "data.val_files": data("eval"),
-    "data.prompt_key": Idle("data.convert names the columns"),
-    "data.answer_key": Idle("data.convert names the columns"),
-    "data.format_prompt": off("a template around the question: write it into data.convert"),
-    "data.format_prompt_path": off("a template around the question: write it into data.convert"),
+    "data.train_files": data("data", "train"),
+    "data.val_files": data("eval", "test"),
+    "data.prompt_key": lambda value, keys: ours.column("data.prompt_column", value, "prompt"),
+    "data.answer_key": lambda value, keys: ours.column("data.answer_column", value, "answer"),
+    "data.format_prompt": around,
+    "data.format_prompt_path": around,
     "data.override_chat_template": off("the template is the model's: change its tokenizer_config.json"),
     "data.max_prompt_length": to("data.max_prompt_tokens", int),
     "data.max_response_length": to("rollout.max_completion_tokens", int),
@@ -187,8 +180,7 @@ RULES: dict[str, Rule] = {
         else Outcome("changed", {"data.overlong": "drop"}, "False cuts a longer prompt; here it is dropped and counted")
     ),
     "data.filter_overlong_prompts_workers": Idle(LOADER),
-    "data.*_key": Idle(WORDS),
-    "data.*_pixels": Idle(WORDS),
+    **each(Idle(WORDS), "image_key video_key min_pixels max_pixels", "data."),
     "data.image_dir": off(WORDS),
     "data.video_fps": Idle(WORDS),
     "algorithm.adv_estimator": family.advantage(NAMES, ""),
@@ -198,7 +190,7 @@ RULES: dict[str, Rule] = {
         "the estimator has no gamma",
     ),
     "algorithm.lam": only_if(critic, to("advantage.lam", float), "the estimator has no lambda"),
-    "algorithm.disable_kl": KL.switch,
+    "algorithm.disable_kl": only_if(lambda keys: not penalized(keys), KL.switch, "there is a penalty"),
     "algorithm.use_kl_loss": KL.switch,
     "algorithm.kl_penalty": KL.value(
         "kl.estimator", lambda keys: not keys["algorithm.disable_kl"], "disable_kl is True"
@@ -241,7 +233,12 @@ RULES: dict[str, Rule] = {
     f"{MODEL}override_config": off("the model is as its config.json says: change that", {}),
     f"{MODEL}override_config.*": unsupported("the model is as its config.json says: change that"),
     f"{MODEL}lora.*": lora,
-    f"{ACTOR}*": Idle(MEMORY),
+    **each(
+        Idle(MEMORY),
+        """strategy padding_free dynamic_batching ulysses_size ulysses_sequence_parallel_size use_torch_compile
+        use_dynamic_batching""",
+        ACTOR,
+    ),
     f"{ROLLOUT}n": to("group_size", int),
     f"{ROLLOUT}temperature": to("rollout.temperature", float),
     f"{ROLLOUT}top_p": family.top_p,
@@ -252,7 +249,12 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}val_override_config*": unsupported(
         "an evaluation is one greedy completion for each problem here (jaxrl_llm.evaluate samples several)"
     ),
-    f"{ROLLOUT}*": Idle(ENGINE),
+    **each(
+        Idle(ENGINE),
+        """name dtype gpu_memory_utilization enforce_eager enable_chunked_prefill tensor_parallel_size max_model_len
+        max_num_batched_tokens disable_log_stats disable_tqdm prompt_length response_length trust_remote_code""",
+        ROLLOUT,
+    ),
     "worker.ref.*": Idle("of the reference, which is placed and batched like the policy"),
     "worker.reward.reward_function": rewards,
     "worker.reward.score_function": rewards,
@@ -262,7 +264,7 @@ RULES: dict[str, Rule] = {
     "worker.reward.reward_function_kwargs.*": unsupported(
         "give the function its arguments in its own module (reward.overlong_tokens is the penalty of DAPO)"
     ),
-    "worker.reward.*": Idle("how rewards are computed"),
+    **each(Idle("how rewards are computed"), "num_cpus skip_special_tokens", "worker.reward."),
     **{
         key: only_if(critic, rule, "there is no critic: adv_estimator is not gae")
         for key, rule in {
@@ -276,7 +278,12 @@ RULES: dict[str, Rule] = {
             "worker.critic.loss_avg_mode": Idle("the critic has the policy's aggregation"),
         }.items()
     },
-    "worker.critic.*": Idle(MEMORY),
+    **each(
+        Idle(MEMORY),
+        """strategy micro_batch_size_per_device_for_update micro_batch_size_per_device_for_experience padding_free
+        dynamic_batching ulysses_size ulysses_sequence_parallel_size model.* fsdp.* offload.*""",
+        "worker.critic.",
+    ),
     "worker.hybrid_engine": Idle(ENGINE),
     "trainer.total_epochs": of_epochs,
     "trainer.total_episodes": of_epochs,
@@ -369,4 +376,4 @@ DEFAULTS: dict[str, Any] = {
     "trainer.n_gpus_per_node": 8,
 }
 DEFAULTS |= {f"{prefix}optim.{key}": value for prefix in (ACTOR, "worker.critic.") for key, value in OF_ADAM.items()}
-EASYR1 = System("EasyR1", "0.3.3", RULES, DEFAULTS, lambda keys: "ppo" if critic(keys) else "grpo")
+EASYR1 = System("EasyR1", "commit 46c6c21", RULES, DEFAULTS, lambda keys: "ppo" if critic(keys) else "grpo")

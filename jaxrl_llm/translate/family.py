@@ -275,11 +275,17 @@ class KlKeys:
         return "mapped", {"kl.placement": "reward", "kl.coef": coef, "kl.estimator": KL[kind]}, ""
 
     def switch(self, value: Any, keys: Keys) -> Outcome:
-        """The rule of the key that switches the penalty on in one place."""
-        if self.in_loss(keys) and self.in_reward(keys):
-            return Outcome("unsupported", said="the penalty has one place here; the one in the loss is kept")
+        """The rule of the key that switches the penalty on, in the loss if there is a choice."""
         kind, fields, said = self.fields(keys)
         return Outcome(kind, fields, said)
+
+    def in_reward_too(self, value: Any, keys: Keys) -> Outcome:
+        """The rule of a key that switches it on in the reward."""
+        if not self.in_loss(keys):
+            return self.switch(value, keys)
+        if value:
+            return Outcome("unsupported", said="the penalty has one place here; the one in the loss is kept")
+        return Outcome("no effect", said="the penalty is in the loss")
 
     def value(self, name: str, place: Callable[[Keys], bool], why_not: str) -> Rule:
         """The rule of a coefficient or an estimator, whose field is `name`."""
@@ -351,7 +357,12 @@ def decays(section: str) -> Rule:
 
 def betas(section: str) -> Rule:
     """The decay rates of Adam."""
-    return lambda value, keys: Outcome("mapped", {f"{section}.b1": float(value[0]), f"{section}.b2": float(value[1])})
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        first, second = value
+        return Outcome("mapped", {f"{section}.b1": float(first), f"{section}.b2": float(second)})
+
+    return rule
 
 
 def top_k(value: Any, keys: Keys) -> Outcome:

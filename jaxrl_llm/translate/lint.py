@@ -25,6 +25,7 @@ STAND_INS = {  # for what the user must complete, so that all the rest is checke
     "reward.functions": (ours.STAND_IN,),
     "reward.weights": (1.0,),
     "eval.function": ours.STAND_IN,
+    "data.format_prompt": "",
 }
 
 
@@ -67,12 +68,7 @@ def lint(config: Config, yours: set[str]) -> Linted:
     except UserError as error:
         return Linted(None, str(error), [], "")
     model, left_out = _model(config, yours)
-    wanted = [rule for rule in settings.RULES if model or rule is not settings.learning_rate]
-    given = settings.Settings(config, totals, model or UNKNOWN)
-    return Linted(totals, "", [finding for rule in wanted for finding in rule(given)], left_out)
-
-
-UNKNOWN = DecoderConfig.__new__(DecoderConfig)  # for rules that do not look at the model
+    return Linted(totals, "", settings.findings(settings.Settings(config, totals, model)), left_out)
 
 
 def _model(config: Config, yours: set[str]) -> tuple[DecoderConfig | None, str]:

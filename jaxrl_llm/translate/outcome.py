@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
 from jaxrl_llm.config.names import closest
+from jaxrl_llm.errors import UserError
 
 Kind: TypeAlias = Literal["mapped", "changed", "unsupported", "no effect"]
 KINDS: tuple[Kind, ...] = ("mapped", "changed", "unsupported", "no effect")
@@ -112,14 +113,24 @@ class Translation:
 
 
 def translate(system: System, given: Mapping[str, Any], *, rows: int = 0, processes: int = 0) -> Translation:
-    """Translates the keys of a file. rows, processes: as for `Keys`."""
+    """Translates the keys of a file. rows, processes: as for `Keys`. Raises: UserError, for a value of a wrong type."""
     keys = Keys(given, system.defaults, rows=rows, processes=processes)
-    outcomes = {
-        key: _unread(key, value, system, keys) if isinstance(value, Unread) else system.rule(key)(value, keys)
-        for key, value in given.items()
-    }
-    left = {key: system.rule(key)(value, keys) for key, value in system.defaults.items() if key not in given}
+    outcomes = {key: _outcome(key, value, system, keys) for key, value in given.items()}
+    left = {key: _outcome(key, value, system, keys) for key, value in system.defaults.items() if key not in given}
     return Translation(system, system.base(keys), outcomes, left)
+
+
+def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
+    """Applies the rule of a key. Raises: UserError, if a value is not of the key's type."""
+    if isinstance(value, Unread):
+        return _unread(key, value, system, keys)
+    try:
+        return system.rule(key)(value, keys)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{key} = {value!r} cannot be translated ({error}): give it, and what it depends on, a value "
+            f"that {system.name} takes"
+        ) from error
 
 
 def _unread(key: str, value: Unread, system: System, keys: Keys) -> Outcome:
@@ -166,6 +177,11 @@ def off(said: str, *neutral: Any) -> Rule:
         return Outcome("no effect", said="not in use") if value in nothing else Outcome("unsupported", said=said)
 
     return rule
+
+
+def each(rule: Rule, keys: str, prefix: str = "") -> dict[str, Rule]:
+    """Returns one rule for several keys, whose names have spaces between them."""
+    return {f"{prefix}{key}": rule for key in keys.split()}
 
 
 def only_if(wanted: Callable[[Keys], bool], rule: Rule, why_not: str) -> Rule:

@@ -15,6 +15,7 @@ from jaxrl_llm.translate import easyr1, search_r1, shell, trl, trl_ppo, verl
 from jaxrl_llm.translate.outcome import System, Unread
 from jaxrl_llm.translate.script import read_script
 
+NAME = re.compile(r"[\w./@-]+")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 # ${a.b}, ${.b} of the same section, ${oc.select:a.b,default}
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
@@ -47,6 +48,9 @@ def read(path: Path) -> Source:
         kind, keys = read_script(path, text)
         return Source(path, trl.GRPO if kind == "grpo" else trl_ppo.PPO, keys)
     keys = _of_document(path, text) if path.suffix in (".json", ".yaml", ".yml") else _of_shell(path, text)
+    # A key becomes a comment of the config, so it must be a name.
+    if wrong := next((key for key in keys if not NAME.fullmatch(key)), ""):
+        raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
     return Source(path, detect(path, keys), keys)
 
 

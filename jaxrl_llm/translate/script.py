@@ -55,11 +55,9 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any]]:
 
 def _called(call: ast.Call) -> str:
     function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else function.id if _is_name(function) else ""
-
-
-def _is_name(node: ast.AST) -> Any:
-    return isinstance(node, ast.Name)
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def _lines(calls: list[tuple[str, ast.Call]]) -> str:
@@ -67,7 +65,7 @@ def _lines(calls: list[tuple[str, ast.Call]]) -> str:
 
 
 def _arguments(call: ast.Call, positional: tuple[str, ...]) -> list[tuple[str, ast.expr]]:
-    named = [(keyword.arg or f"**{ast.unparse(keyword.value)}", keyword.value) for keyword in call.keywords]
+    named = [(keyword.arg or f"**{_short(keyword.value)}", keyword.value) for keyword in call.keywords]
     return [*zip(positional, call.args, strict=False), *named]
 
 

@@ -1,4 +1,4 @@
-"""The table of Search-R1's keys: those of its own veRL, of early 2025, and of its search engine."""
+"""The table of Search-R1's keys: those of its own copy of veRL, and of its search engine."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def masking(value: Any, keys: Keys) -> Outcome:
 
 def rewards(value: Any, keys: Keys) -> Outcome:
     """Exact match, as Search-R1's reward."""
-    fields = {"reward.functions": (ours.SEARCH,), "reward.weights": (1.0,), "eval.function": ours.SEARCH}
-    return Outcome("mapped", fields, "exact match of the answer, as there")
+    return Outcome("mapped", ours.reward_fields((ours.SEARCH,)), "exact match of the answer, as there")
 
 
 of_epochs, of_steps = family.steps(NAMES, "trainer.total_epochs", "trainer.total_training_steps")
@@ -118,5 +117,5 @@ DEFAULTS = {key: value for key, value in verl.DEFAULTS.items() if not key.starts
 for unknown in ("custom_reward_function.path", f"{ACTOR}loss_agg_mode", f"{ACTOR}loss_scale_factor", "data.seed"):
     del DEFAULTS[unknown]
 OWN[f"{ACTOR}entropy_coeff"] = to("entropy.coef", float)
-RULES = OWN | {key: rule for key, rule in verl.RULES.items() if key not in OWN}
-SEARCH_R1 = System("Search-R1", "of June 2025", RULES, DEFAULTS, partial(verl.base, search=True))
+RULES = OWN | {key: rule for key, rule in verl.RULES.items() if key not in OWN and not key.startswith(LEFT_OUT)}
+SEARCH_R1 = System("Search-R1", "commit 0789f5e", RULES, DEFAULTS, partial(verl.base, search=True))

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl_llm.translate import ours
 from jaxrl_llm.translate.family import ENGINE, LOGS, MEMORY, divisors
-from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, off, only_if, to, unsupported
+from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, each, off, only_if, to, unsupported
 
 HUB = "nothing is pushed to the hub during a run"
 LAUNCHER = "accelerate.num_processes"
@@ -262,8 +262,9 @@ def was(key: str, rule: Rule) -> Rule:
 def rewards(value: Any, keys: Keys) -> Outcome:
     """The reward functions, by name."""
     if not value:
-        yours = dict.fromkeys(("reward.functions", "eval.function"), "the file names no reward function")
-        return Outcome("changed", ours.reward(["accuracy"], None)[0], "", yours)
+        why = "the file names no reward function"
+        yours = {"reward.functions": why, "eval.function": why}
+        return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), "", yours)
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     soft = [name for name in names if "soft_overlong" in name]
     names = [name.split("(")[0].split(".")[-1] for name in names if name not in soft]
@@ -272,7 +273,7 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         weights = None
     if not names:
         return Outcome("unsupported", said="only an overlong penalty: reward.overlong_tokens")
-    fields, yours = ours.reward(names, weights)
+    fields, yours = ours.rewards(names, weights)
     said = "get_soft_overlong_punishment is reward.overlong_tokens: set it to soft_punish_cache" if soft else ""
     return Outcome("changed" if yours or soft else "mapped", fields, said, yours)
 
@@ -293,16 +294,12 @@ def weights(value: Any, keys: Keys) -> Outcome:
 
 
 def dataset(value: Any, keys: Keys) -> Outcome:
-    """A data set of the hub, or a folder or file."""
-    fields = {"data.source": str(value), "data.convert": ""}
-    if str(value).endswith((".parquet", ".json", ".jsonl", ".csv")):
-        return Outcome("mapped", fields)
-    if str(value) and not str(value).isidentifier():
-        folder = f"data/{str(value).split('/')[-1]}"
-        why = f"hf download {value} --repo-type dataset --local-dir {folder}, and name its files"
-        return Outcome("changed", fields | {"data.source": f"{folder}/**/*.parquet"}, "", {"data.source": why})
+    """A data set of the hub, or a folder or file; in a script it may be made by code."""
+    name = str(value)
+    if name.endswith(ours.FILES) or "/" in name:
+        return ours.dataset("data", name, str(keys.given.get("dataset_train_split", "train")))
     yours = {"data.source": "a file, or my_data.rows: a function that returns rows with the column prompt"}
-    return Outcome("changed", fields | {"data.source": "my_data.rows"}, "", yours)
+    return Outcome("changed", {"data.source": "my_data.rows", "data.convert": ""}, "", yours)
 
 
 def model(value: Any, keys: Keys) -> Outcome:
@@ -352,13 +349,12 @@ def reference_sync(value: Any, keys: Keys) -> Outcome:
 def adapter(value: Any, keys: Keys) -> Outcome:
     """An adapter, as a LoraConfig or keys of ModelConfig."""
     if isinstance(value, dict):
-        names = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
-        defaults = {"r": 8, "lora_alpha": 8, "target_modules": None}
-        return ours.lora({name: value.get(key, defaults[key]) for name, key in names.items()}, "peft_config")
+        rs = bool(value.get("use_rslora"))
+        return ours.lora(value.get("r", 8), value.get("lora_alpha", 8), value.get("target_modules"), rs=rs)
     if not keys["use_peft"]:
         return Outcome("no effect", said="use_peft is False")
-    names = {"rank": "lora_r", "alpha": "lora_alpha", "targets": "lora_target_modules"}
-    return ours.lora({name: keys[key] for name, key in names.items()}, "use_peft")
+    rs = bool(keys.given.get("use_rslora"))
+    return ours.lora(keys["lora_r"], keys["lora_alpha"], keys["lora_target_modules"], rs=rs)
 
 
 def remat(value: Any, keys: Keys) -> Outcome:
@@ -392,12 +388,8 @@ def prompt_limit(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {"data.max_prompt_tokens": int(value)}, "cuts a longer prompt there; here it is dropped")
 
 
-def _all(rule: Rule, keys: str) -> dict[str, Rule]:
-    return dict.fromkeys(keys.split(), rule)
-
-
 IDLE: dict[str, Rule] = {
-    **_all(
+    **each(
         Idle(LOGS),
         """
             output_dir overwrite_output_dir run_name report_to log_level log_level_replica logging_dir
@@ -409,14 +401,14 @@ IDLE: dict[str, Rule] = {
             trackio_static_space_id
     """,
     ),
-    **_all(
+    **each(
         Idle(HUB),
         """
             push_to_hub hub_model_id hub_model_revision hub_strategy hub_token hub_private_repo hub_always_push
             hub_revision push_to_hub_revision overwrite_hub_revision
     """,
     ),
-    **_all(
+    **each(
         Idle(MEMORY),
         """
             gradient_checkpointing_kwargs per_device_eval_batch_size eval_accumulation_steps deepspeed fsdp
@@ -433,7 +425,7 @@ IDLE: dict[str, Rule] = {
             fp16_opt_level tp_size skip_memory_metrics
     """,
     ),
-    **_all(
+    **each(
         Idle(ENGINE),
         """
             vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host vllm_server_port
@@ -442,14 +434,14 @@ IDLE: dict[str, Rule] = {
             use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged
     """,
     ),
-    **_all(
+    **each(
         Idle("a checkpoint holds all that a run resumes from"),
         """
             save_only_model save_safetensors save_on_each_node enable_jit_checkpoint
             restore_callback_states_from_checkpoint ignore_data_skip
     """,
     ),
-    **_all(
+    **each(
         Idle(TRAINER),
         """
             trainer.processing_class trainer.data_collator trainer.reward_processing_classes trainer.args
@@ -464,7 +456,7 @@ IDLE: dict[str, Rule] = {
     "dataset_config": Idle("the file names the configuration"),
     "dataset_configs": Idle("the file names the configuration"),
     "dataset_split": Idle("the file names the split"),
-    "dataset_prompt_column": off("the column is called prompt here: rename it with data.convert", "prompt"),
+    "dataset_prompt_column": lambda value, keys: ours.column("data.prompt_column", value, "prompt"),
     "datasets": off("one source here: data.source"),
     "streaming": Idle("rows are read whole"),
     "test_split_size": off("name the problems in eval.source"),
@@ -527,9 +519,9 @@ SHARED: dict[str, Rule] = {
     "eval_strategy": evaluating,
     "evaluation_strategy": evaluating,
     "eval_steps": only_if(
-        lambda keys: keys["eval_strategy"] == "steps",
+        lambda keys: keys["eval_strategy"] == "steps" and keys["eval_steps"],
         lambda value, keys: Outcome("mapped", {"eval.every": max(1, int(value) // updates(keys))}),
-        "eval_strategy is no",
+        "eval_strategy is no, or it is not set",
     ),
     "eval_delay": off("evaluations begin at step 0", 0),
     "logging_steps": Idle("every step is logged"),
@@ -541,8 +533,12 @@ SHARED: dict[str, Rule] = {
     "trainer.peft_config": adapter,
     "use_peft": adapter,
     "lora_*": adapter,
-    "use_rslora": off("there is no LoRA here"),
-    "use_dora": off("there is no LoRA here"),
+    "use_rslora": adapter,
+    "use_dora": off("adapters are plain LoRA"),
+    "lora_dropout": off("adapters have no dropout", 0.0),
+    "lora_modules_to_save": off("only adapters are trained with LoRA"),
+    "lora_target_parameters": off("name modules in lora_target_modules"),
+    "lora_task_type": Idle("a policy is a causal language model"),
     "load_in_8bit": off("parameters are not quantized"),
     "load_in_4bit": off("parameters are not quantized"),
     "bnb_*": Idle("parameters are not quantized"),

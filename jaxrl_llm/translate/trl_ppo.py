@@ -82,9 +82,9 @@ def with_critic(rule: Rule) -> Rule:
 
 def reward_model(value: Any, keys: Keys) -> Outcome:
     """A learned reward."""
-    yours = dict.fromkeys(("reward.functions", "eval.function"), "a reward model: write it as a reward function")
-    fields, _ = ours.reward(["accuracy"], None)
-    fields = fields | {"reward.functions": ("my_rewards.score",), "eval.function": "my_rewards.score"}
+    why = "a reward model: write it as a reward function"
+    yours = {"reward.functions": why, "eval.function": why}
+    fields = ours.reward_fields(("my_rewards.score",))
     said = f"reward model {value}: write it as a reward function (docs/rewards.md)"
     return Outcome("unsupported", fields, said, yours)
 
@@ -128,8 +128,8 @@ OWN: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER} | {
         else Outcome("no effect", said="sft_model_path is the policy; this is the tokenizer's")
     ),
     "reward_model_path": reward_model,
-    "model_adapter_name": off("there is no LoRA here"),
-    "ref_adapter_name": off("there is no LoRA here"),
+    "model_adapter_name": off("one adapter, and its base is the reference"),
+    "ref_adapter_name": off("one adapter, and its base is the reference"),
     "kl_coef": lambda value, keys: Outcome(
         "mapped", {"kl.placement": "reward", "kl.coef": float(value), "kl.estimator": str(keys["kl_estimator"])}
     ),
@@ -148,6 +148,7 @@ OWN: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER} | {
     "eval_steps": only_if(
         lambda keys: keys["eval_strategy"] != "no", unsupported("TRL's PPO samples completions then"), "no evaluation"
     ),
+    "evaluation_strategy": off("see eval_strategy", "no"),
     "eval_strategy": lambda value, keys: Outcome(
         "changed" if value not in ("no", None) else "mapped",
         {"eval.every": 0, "checkpoint.keep_best": 0},

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm.translate import family, ours
 from jaxrl_llm.translate.family import ENGINE, LOADER, LOGS, MEMORY, MESH, PROFILE, WORDS
-from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, off, only_if, to, unsupported
+from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, each, off, only_if, to, unsupported
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 NAMES = family.Names(
@@ -115,8 +115,7 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     if value:
         name = keys.given.get("custom_reward_function.name") or keys.given.get("reward.custom_reward_function.name")
         return ours.custom_reward(str(value), str(name or "compute_score"), CUSTOM)
-    fields, _ = ours.reward(["accuracy"], None)
-    return Outcome("changed", fields, "the column data_source selects a function there; here the config names it")
+    return ours.by_data_source(keys["data.train_files"])
 
 
 def reward_model(value: Any, keys: Keys) -> Outcome:
@@ -154,8 +153,7 @@ def lora(value: Any, keys: Keys) -> Outcome:
     """An adapter."""
     if not value:
         return Outcome("no effect", said="it is off")
-    names = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules"}
-    return ours.lora({name: keys[MODEL + key] for name, key in names.items()}, f"{MODEL}lora_rank")
+    return ours.lora(*(keys[f"{MODEL}{name}"] for name in ("lora_rank", "lora_alpha", "target_modules")))
 
 
 def validation(value: Any, keys: Keys) -> Outcome:
@@ -206,7 +204,10 @@ def optimizer(section: str, prefix: str, family_names: family.Names = NAMES) -> 
         ),
         f"{prefix}optim.optimizer": off("AdamW is the one optimizer here", "AdamW", "adam"),
         f"{prefix}optim.optimizer_impl": Idle("another implementation of AdamW"),
-        f"{prefix}optim.*": off("no counterpart in AdamW and its schedules", -1, 0.5, True),
+        f"{prefix}optim.total_training_steps": Idle("veRL sets it"),
+        f"{prefix}optim.num_cycles": off("a cosine has half a cycle", 0.5),
+        f"{prefix}optim.zero_indexed_step": Idle("the first step of a warm-up has a rate above 0 here"),
+        f"{prefix}optim.override_optimizer_config": off("AdamW has the fields of config.optim", {}),
     }
 
 
@@ -220,7 +221,7 @@ OF_DATA: dict[str, Rule] = {
     "data.max_response_length": to("rollout.max_completion_tokens", int),
     "data.truncation": family.drops("{value} cuts a longer prompt; here it is dropped and counted"),
     "data.filter_overlong_prompts": Idle("a longer prompt is dropped in any case, or stops the run (data.overlong)"),
-    "data.prompt_key": off("the column is called prompt here: rename it with data.convert", "prompt"),
+    "data.prompt_key": lambda value, keys: ours.column("data.prompt_column", value, "prompt"),
     "data.seed": only_if(lambda keys: keys["data.seed"] is not None, to("seed", int), "not set: config.seed is 0"),
     "data.shuffle": lambda value, keys: (
         Outcome("mapped", {}) if value else Outcome("unsupported", said="rows are shuffled in every pass here")
@@ -240,13 +241,20 @@ OF_DATA: dict[str, Rule] = {
     ),
     "data.sampler.*": off("rows are shuffled by seed"),
     "data.datagen.*": off("data is not made during a run"),
-    "data.*_key": Idle(WORDS),
-    "data.image_*": Idle(WORDS),
-    "data.mm_*": off(WORDS, {}),
-    "data.return_*": Idle("columns for veRL's own functions"),
-    "data.*_tool_path": off("tools: write an environment (docs/environments.md)"),
+    **each(Idle(WORDS), "image_key video_key audio_key image_patch_size", "data."),
+    "data.mm_processor_kwargs": off(WORDS, {}),
+    **each(
+        Idle("columns for veRL's own functions"),
+        "return_raw_input_ids return_raw_chat return_full_prompt return_multi_modal_inputs",
+        "data.",
+    ),
+    "data.function_tool_path": off("tools: write an environment (docs/environments.md)"),
     "data.tool_config_path": off("tools: write an environment (docs/environments.md)"),
-    "data.*": Idle(LOADER),
+    **each(
+        Idle(LOADER),
+        "dataloader_num_workers filter_overlong_prompts_workers use_shm validation_shuffle cache_dir",
+        "data.",
+    ),
 }
 OF_ALGORITHM: dict[str, Rule] = {
     "algorithm.adv_estimator": family.advantage(NAMES, "algorithm.norm_adv_by_std_in_grpo"),
@@ -261,7 +269,7 @@ OF_ALGORITHM: dict[str, Rule] = {
         to("advantage.normalize", lambda value: "group" if value else "none"),
         "the estimator is not grpo",
     ),
-    "algorithm.use_kl_in_reward": KL.switch,
+    "algorithm.use_kl_in_reward": KL.in_reward_too,
     "algorithm.kl_penalty": KL.value("kl.estimator", KL.in_reward, "use_kl_in_reward is False"),
     "algorithm.kl_ctrl.kl_coef": reward_coef,
     "algorithm.kl_ctrl.*": KL.adaptive(
@@ -292,7 +300,11 @@ OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}clip_ratio": old_clip,
     **{f"{ACTOR}{key}": of_loss(key) for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")},
     **{f"{ACTOR}{key}": of_loss(key) for key in ("tau_pos", "tau_neg")},
-    f"{ACTOR}policy_loss.*": Idle("of a loss that is not selected"),
+    **each(
+        Idle("of a loss that is not selected"),
+        "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta",
+        f"{ACTOR}policy_loss.",
+    ),
     f"{ACTOR}loss_agg_mode": family.aggregation(NAMES, f"{ACTOR}loss_scale_factor", MODE),
     f"{ACTOR}loss_scale_factor": only_if(
         lambda keys: keys[f"{ACTOR}loss_agg_mode"] == "seq-mean-token-sum-norm",
@@ -310,7 +322,7 @@ OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}kl_loss_type": KL.value("kl.estimator", KL.in_loss, "use_kl_loss is False"),
     f"{ACTOR}shuffle": Idle("which prompts share an optimizer step is random by the seed"),
     f"{ACTOR}data_loader_seed": Idle("config.seed decides"),
-    f"{ACTOR}calculate_*": Idle("it logs only"),
+    **each(Idle("it logs only"), "calculate_entropy calculate_sum_pi_squared", ACTOR),
     f"{ACTOR}freeze_vision_tower": Idle(WORDS),
     f"{ACTOR}checkpoint.*": Idle("a checkpoint holds all that a run resumes from"),
     f"{ACTOR}qat.enable": off("no quantization-aware training"),
@@ -341,8 +353,31 @@ OF_ROLLOUT: dict[str, Rule] = {
     f"{ROLLOUT}prompt_length": Idle("veRL sets it from data.max_prompt_length"),
     f"{ROLLOUT}response_length": Idle("veRL sets it from data.max_response_length"),
     f"{ROLLOUT}seed": Idle("config.seed decides"),
-    f"{ROLLOUT}log_prob_*": Idle(MEMORY),
-    f"{ROLLOUT}*": Idle(ENGINE),
+    **each(
+        Idle(MEMORY),
+        """log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz
+        log_prob_max_token_len_per_gpu""",
+        ROLLOUT,
+    ),
+    f"{ROLLOUT}enable_rollout_routing_replay": off("experts are not chosen again as they were in sampling"),
+    f"{ROLLOUT}quantization": off("the sampler has the trainer's weights"),
+    f"{ROLLOUT}over_sample_rate": off("no more completions are sampled than are used", 0, 0.0),
+    **each(
+        Idle(ENGINE),
+        """name mode gpu_memory_utilization enforce_eager free_cache_engine load_format layered_summon
+        tensor_model_parallel_size data_parallel_size expert_parallel_size pipeline_model_parallel_size
+        max_num_batched_tokens max_model_len max_num_seqs disable_log_stats enable_chunked_prefill
+        enable_prefix_caching cudagraph_capture_sizes full_determinism logprobs_mode multi_stage_wake_up
+        calculate_log_probs scheduling_policy skip_tokenizer_init update_weights_bucket_megabytes
+        router_config_path quantization_config_file n_gpus_per_node nnodes mtp qat
+        moe_load_balance_metrics_interval swap_space""",
+        ROLLOUT,
+    ),
+    **each(
+        Idle(ENGINE),
+        "engine_kwargs.* agent.* checkpoint_engine.* disaggregation.* prometheus.* trace.* engine_kwargs",
+        ROLLOUT,
+    ),
     f"{MODEL}path": to("model.path", str),
     f"{MODEL}enable_gradient_checkpointing": family.checkpointing,
     f"{MODEL}lora_rank": lora,
@@ -361,7 +396,13 @@ OF_ROLLOUT: dict[str, Rule] = {
     f"{MODEL}*tokenizer_path": off("the tokenizer is the model's"),
     f"{MODEL}hf_config_path": off("the config is the model's"),
     f"{MODEL}mtp.enable*": off("no multi-token prediction"),
-    f"{MODEL}*": Idle(MEMORY),
+    **each(
+        Idle(MEMORY),
+        """use_remove_padding enable_activation_offload use_shm use_liger use_fused_kernels
+        fused_kernel_options.* tiled_mlp.*""",
+        MODEL,
+    ),
+    f"{MODEL}mtp.*": Idle("mtp.enable is False"),
     "actor_rollout_ref.hybrid_engine": Idle(ENGINE),
     "actor_rollout_ref.nccl_timeout": Idle(MESH),
     "actor_rollout_ref.ref.model.path": off("the reference is the model that the run begins with"),
@@ -377,7 +418,18 @@ OF_CRITIC: dict[str, Rule] = of_critic(
         "critic.loss_agg_mode": Idle("the critic has the policy's aggregation"),
     },
     NAMES.estimator,
-) | {"critic.enable": Idle("the estimator decides"), "critic.*": Idle(MEMORY)}
+) | {
+    "critic.enable": Idle("the estimator decides"),
+    **each(
+        Idle(MEMORY),
+        """strategy ppo_micro_batch_size ppo_micro_batch_size_per_gpu forward_micro_batch_size rollout_n
+        use_dynamic_bsz forward_micro_batch_size_per_gpu ppo_max_token_len_per_gpu
+        forward_max_token_len_per_gpu fsdp.* megatron.* ulysses_sequence_parallel_size profiler.* checkpoint.*
+        model.*""",
+        "critic.",
+    ),
+    **each(Idle("the critic is batched like the policy"), "shuffle data_loader_seed loss_scale_factor", "critic."),
+}
 OF_REWARD: dict[str, Rule] = {
     "custom_reward_function.path": rewards,
     "custom_reward_function.name": Idle("with custom_reward_function.path"),
@@ -393,8 +445,19 @@ OF_REWARD: dict[str, Rule] = {
     "reward_model.enable": reward_model,
     "reward.reward_model.enable": reward_model,
     "reward_model.reward_manager": Idle("the config names the reward functions"),
-    "reward_model.*": Idle("of a reward model, or how rewards are computed"),
-    "reward.*": Idle("of a reward model, or how rewards are computed"),
+    **each(
+        Idle("of a reward model, or how rewards are computed"),
+        """strategy micro_batch_size micro_batch_size_per_gpu max_length use_dynamic_bsz
+        forward_max_token_len_per_gpu ulysses_sequence_parallel_size enable_resource_pool n_gpus_per_node
+        nnodes num_workers launch_reward_fn_async reward_loop_source reward_loop_module_path
+        reward_loop_class_name model.* rollout.* sandbox_fusion.* profiler.*""",
+        "reward_model.",
+    ),
+    **each(
+        Idle("of a reward model, or how rewards are computed"),
+        "num_workers reward_manager.* reward_model.* sandbox_fusion.*",
+        "reward.",
+    ),
     "sandbox_fusion.*": off("no such service"),
 }
 OF_TRAINER: dict[str, Rule] = {
@@ -419,7 +482,19 @@ OF_TRAINER: dict[str, Rule] = {
     "trainer.resume_from_path": off("the same --workdir resumes a run; of a run of veRL, give its model as model.path"),
     "trainer.v1.trainer_mode": off("sampling ahead of learning: rollout.max_lag", "sync"),
     "trainer.balance_batch": Idle(MEMORY),
-    "trainer.*": Idle(LOGS),
+    **each(
+        Idle(LOGS),
+        """project_name experiment_name logger log_val_generations val_generations_to_log_to_wandb
+        rollout_data_dir validation_data_dir default_hdfs_dir default_local_dir del_local_ckpt_after_load
+        checkpoint_callback_class remove_previous_ckpt_in_save esi_redundant_time""",
+        "trainer.",
+    ),
+    **each(
+        Idle("how veRL starts its processes"),
+        """device ray_wait_register_center_timeout use_legacy_worker_impl use_v1 v1.* npu_profile.* profile_steps
+        controller_nsight_options.* worker_nsight_options.*""",
+        "trainer.",
+    ),
     "distillation.enabled": off("configs/distillation.py has a teacher"),
     "distillation.*": Idle("distillation.enabled is False"),
     "global_profiler.*": Idle(PROFILE),

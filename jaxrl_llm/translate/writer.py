@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from jaxrl_llm.structs import Config
 from jaxrl_llm.translate.outcome import KINDS, Outcome, Translation
 
 WIDTH = 119
-WHOLE = ("advantage", "loss")  # sections that are the arguments of a named function: written as one line
+WHOLE = ("advantage", "loss", "lora")  # sections that are the arguments of one function: written as one line
 ALGORITHM = {
     "grpo": "GRPO",
     "ppo": "PPO",
@@ -39,15 +40,16 @@ def source(made: Translation, base: Config, folder: Path, file: Path, to: Path) 
         before = section if lines else before
         body += lines
     counts = ", ".join(f"{len(made.of_kind(kind))} {kind}" for kind in KINDS)
+    whose = f"{made.system.name} ({made.system.version})"
     notice = (
         f"Not measured. Keys of the file: {counts}. A comment names the key that a field is from, and what differs; "
         f'"default" is a default of {made.system.name} that the file leaves as it is.'
     )
     return "\n".join(
         [
-            f'"""{ALGORITHM[made.base]}, translated from {file.name} of {made.system.name} ({made.system.version}).',
+            f'"""{ALGORITHM[made.base]}, translated from {_name(file.name)} of {whose}.',
             "",
-            f"python -m jaxrl_llm.train --config {to.as_posix()}",
+            f"python -m jaxrl_llm.train --config {_name(to.as_posix())}",
             "",
             *textwrap.wrap(notice, WIDTH),
             '"""',
@@ -66,10 +68,15 @@ def source(made: Translation, base: Config, folder: Path, file: Path, to: Path) 
     )
 
 
+def _name(path: str) -> str:
+    """Returns a path that can stand in a docstring."""
+    return re.sub(r"[^\w./+ -]", "_", path)
+
+
 def literal(value: Any) -> str:
     """Returns a value as Python, in the style of the configs: 1e-6, "text", (1.0,), dict(a=1)."""
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+        return json.dumps(value, ensure_ascii=False)  # a Python literal too
     if isinstance(value, float):
         return re.sub(r"e([+-])0*(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", repr(value))
     if isinstance(value, tuple):
@@ -87,7 +94,7 @@ def _written(made: Translation, base: Config, folder: Path) -> dict[str, Any]:
     there = flatten(base)
     fields = made.fields()
     given = {name for outcome in made.outcomes.values() for name in outcome.fields}
-    new_section = {name for name in WHOLE if there[f"{name}.name"] != fields.get(f"{name}.name", there[f"{name}.name"])}
+    new_section = {name.split(".")[0] for name in fields if name.endswith(".name") and there.get(name) != fields[name]}
     told = {name for outcome in made.defaults.values() for name in outcome.fields if outcome.kind == "changed"}
     kept = {
         name: value
@@ -100,7 +107,7 @@ def _written(made: Translation, base: Config, folder: Path) -> dict[str, Any]:
     }
     # A section of a named function is written whole, or not at all.
     whole = {name.split(".")[0] for name in kept} & set(WHOLE)
-    kept |= {name: value for name, value in fields.items() if name.split(".")[0] in whole}
+    kept = {name: value for name, value in fields.items() if name in kept or name.split(".")[0] in whole}
 
     def place(name: str) -> int:
         """The place of the field, or of the longest part of its name that the configs mention."""
@@ -114,7 +121,7 @@ def _written(made: Translation, base: Config, folder: Path) -> dict[str, Any]:
 def _lines(made: Translation, name: str, fields: dict[str, Any]) -> list[str]:
     """Returns the line of a field with its comments. The first field of a section in WHOLE has the whole section."""
     section = name.split(".")[0]
-    if section in WHOLE and f"{section}.name" in fields:
+    if section in WHOLE and (f"{section}.name" in fields or section == "lora"):
         names = [other for other in fields if other.startswith(f"{section}.")]
         if name != names[0]:
             return []
