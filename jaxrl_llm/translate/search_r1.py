@@ -1,4 +1,4 @@
-"""The table of Search-R1's keys: those of its own copy of veRL, and of its search engine."""
+"""The table of Search-R1's keys: those of its copy of veRL, and of its search engine."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ OWN: dict[str, Rule] = (
         f"{ACTOR}clip_ratio": lambda value, keys: Outcome(
             "mapped", {"loss.name": "ppo_clip", "loss.clip_low": value, "loss.clip_high": value, "loss.delta": 0.0}
         ),
+        "algorithm.adv_estimator": family.advantage(NAMES, ""),
         "algorithm.kl_ctrl.kl_coef": KL.value("kl.coef", KL.in_reward, "the penalty is in the loss"),
         "algorithm.kl_penalty": KL.value("kl.estimator", KL.in_reward, "the penalty is in the loss"),
         "algorithm.no_think_rl": off("no such option"),
@@ -98,7 +99,17 @@ OWN: dict[str, Rule] = (
         "reward": rewards,
     }
 )
-LEFT_OUT = (f"{ACTOR}clip_ratio_", f"{ACTOR}tau_", f"{ACTOR}policy_loss", "algorithm.filter", "algorithm.rollout_")
+LEFT_OUT = (  # keys of later versions of veRL
+    *(f"{ACTOR}{name}" for name in ("clip_ratio_", "tau_", "policy_loss", "loss_", "use_token_level_loss")),
+    *(
+        "algorithm.filter",
+        "algorithm.rollout_",
+        "algorithm.norm_",
+        "algorithm.use_kl_in_reward",
+        "custom_reward_function",
+    ),
+    "data.seed",
+)
 DEFAULTS = {key: value for key, value in verl.DEFAULTS.items() if not key.startswith(LEFT_OUT)} | {
     "algorithm.kl_ctrl.kl_coef": 0.001,
     f"{ACTOR}clip_ratio": 0.2,
@@ -114,8 +125,5 @@ DEFAULTS = {key: value for key, value in verl.DEFAULTS.items() if not key.starts
     "retriever.topk": 3,
     "reward": "exact match",  # it has no key
 }
-for unknown in ("custom_reward_function.path", f"{ACTOR}loss_agg_mode", f"{ACTOR}loss_scale_factor", "data.seed"):
-    del DEFAULTS[unknown]
-OWN[f"{ACTOR}entropy_coeff"] = to("entropy.coef", float)
 RULES = OWN | {key: rule for key, rule in verl.RULES.items() if key not in OWN and not key.startswith(LEFT_OUT)}
 SEARCH_R1 = System("Search-R1", "commit 0789f5e", RULES, DEFAULTS, partial(verl.base, search=True))
