@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -398,21 +399,37 @@ def test_a_table_sets_fields_that_are_there_and_knows_its_defaults(name):
         c = load(CONFIGS / f"{base}.py")
         there |= set(checks.train_fields(c)) | set(flatten(c))
     of_functions = ("advantage.", "loss.", "lora.")
-    values = (None, True, False, 0, 1, 8, 0.5, "", "gae", "cosine", [1, 2], {"a": 1}, "someone/thing", Unread("x.y"))
+    values = (None, True, False, 0, 1, 8, 0.5, "", "gae", "cosine", [1, 2], {"a": 1}, "someone/thing")
     for key in [*system.rules, *system.defaults]:
         key = key.replace("[*][*]", "**").replace("*", "anything")
         for value in (*values, system.defaults.get(key)):
             try:
-                made = translate(system, {key: value})
-            except UserError:  # a value of a wrong type
+                outcome = system.rule(key)(value, Keys({key: value}, system.defaults, rows=0, processes=0))
+            except (TypeError, ValueError, ArithmeticError, AttributeError):  # what `translate` reports: a wrong type
                 continue
-            outcome = made.outcomes[key]
             assert isinstance(outcome, Outcome) and outcome.kind in KINDS
             assert all(field in there or field.startswith(of_functions) for field in outcome.fields), outcome.fields
             assert outcome.kind not in ("unsupported", "no effect") or outcome.said
     keys = Keys({}, system.defaults, rows=0, processes=0)
     for key, value in system.defaults.items():
         assert "has no such key" not in system.rule(key)(value, keys).said, key
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("verl", f"{ACTOR} {ACTOR}optim. actor_rollout_ref.rollout. actor_rollout_ref.model. data. algorithm. critic. "
+                 "critic.optim. trainer. reward_model. reward."),
+        ("search_r1", f"{ACTOR} actor_rollout_ref.rollout. data. algorithm. retriever. trainer."),
+        ("easyr1", "worker.actor. worker.actor.optim. worker.rollout. worker.critic. worker.reward. data. algorithm. trainer."),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_of_any_section_is_named_and_not_taken_for_one_without_effect(name, sections):
+    system = SYSTEMS[name]
+    keys = [f"{section}surprise" for section in sections.split()]
+    made = translate(system, dict.fromkeys(keys, 1))
+    assert list(made.of_kind("unsupported")) == keys
+    assert all("has no such key, or this table does not know it" in one.said for one in made.outcomes.values())
 
 
 def test_epochs_become_steps_once_the_rows_are_known(tmp_path):
@@ -422,6 +439,35 @@ def test_epochs_become_steps_once_the_rows_are_known(tmp_path):
     assert known.fields()["num_steps"] == 3 * (1000 // 64) and "num_steps" not in known.yours()
     passes = translate(trl.GRPO, {"num_train_epochs": 2, "per_device_train_batch_size": 8}, rows=100, processes=4)
     assert passes.fields()["prompts_per_step"] == 4 and passes.fields()["num_steps"] == 50
+
+
+def test_a_command_of_trl_may_name_a_yaml_file(tmp_path):
+    write(tmp_path, "grpo.yaml", TRL_YAML)
+    keys = keys_of(tmp_path, "run.sh", "accelerate launch --num_processes=3 go.py --config grpo.yaml --beta 0.5\n")
+    assert (keys["beta"], keys["num_generations"], keys["accelerate.num_processes"]) == (0.5, 4, 3)
+    made = made_of(tmp_path, "cli.sh", "trl grpo --config nowhere.yaml --beta 0.5\n")
+    assert made.outcomes["config"].kind == "unsupported" and made.fields()["kl.coef"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("heading", "systems"),
+    [
+        ("TRL's GRPO", [trl.GRPO]),
+        ("TRL's PPO", [trl_ppo.PPO]),
+        ("veRL", [verl.VERL]),
+        ("EasyR1", [easyr1.EASYR1]),
+        ("Search-R1", [search_r1.SEARCH_R1]),
+    ],
+)
+def test_the_keys_in_the_docs_are_in_the_table(heading, systems):
+    text = (CONFIGS.parent / "docs" / "coming_from.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    first = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
+    names = [name for cell in first for name in re.findall(r"`([\w.*]+)`", cell)]
+    rules = [key for system in systems for key in system.rules]
+    assert len(names) > 8
+    for name in names:
+        end = name.replace(".*", ".").rstrip("*")
+        assert any(f".{rule}".endswith(f".{end}") or f".{end}" in f".{rule}" for rule in rules), name
 
 
 def test_a_shell_script_is_expanded_as_text():

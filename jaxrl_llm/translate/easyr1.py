@@ -196,10 +196,18 @@ RULES: dict[str, Rule] = {
         "kl.estimator", lambda keys: not keys["algorithm.disable_kl"], "disable_kl is True"
     ),
     "algorithm.kl_coef": KL.value("kl.coef", penalized, "disable_kl is True"),
-    "algorithm.kl_*": KL.adaptive("algorithm.kl_type", "algorithm.kl_target", "algorithm.kl_horizon"),
+    **each(
+        KL.adaptive("algorithm.kl_type", "algorithm.kl_target", "algorithm.kl_horizon"),
+        "kl_type kl_target kl_horizon",
+        "algorithm.",
+    ),
     "algorithm.online_filtering": online_filtering,
-    "algorithm.filter_*": only_if(
-        filtering, lambda value, keys: Outcome("changed", {}, "see online_filtering"), "online_filtering is False"
+    **each(
+        only_if(
+            filtering, lambda value, keys: Outcome("changed", {}, "see online_filtering"), "online_filtering is False"
+        ),
+        "filter_key filter_low filter_high",
+        "algorithm.",
     ),
     "trainer.max_try_make_batch": only_if(filtering, online_filtering, "online_filtering is False"),
     f"{ACTOR}global_batch_size": family.update(NAMES),

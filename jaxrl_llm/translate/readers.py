@@ -111,12 +111,13 @@ def _of_command(path: Path, words: list[str]) -> dict[str, Any]:
     launcher = shell.flags(words[: starts[-1]])
     if "num_processes" in launcher:
         keys[f"{LAUNCHER}num_processes"] = shell.value_of(launcher["num_processes"], _scalar)
+    keys = _with_file(path, keys)
     return keys if any(key in trl.GRPO.rules or key in trl_ppo.PPO.rules for key in keys) else {}
 
 
 def _with_file(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
-    """Adds the keys of EasyR1's config=FILE, if that file is there: beside the script, or from a folder above it."""
-    if "config" not in keys:
+    """Adds the keys of the file that `config` names, if it is there: beside the script, or from a folder above it."""
+    if not isinstance(keys.get("config"), str):
         return keys
     name = str(keys["config"])
     for folder in (Path(), *path.resolve().parents):

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl_llm.translate import ours
 from jaxrl_llm.translate.family import ENGINE, LOGS, MEMORY, divisors
-from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, each, off, only_if, to, unsupported
+from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, each, off, only_if, to, unsupported
 
 HUB = "nothing is pushed to the hub during a run"
 LAUNCHER = "accelerate.num_processes"
@@ -470,6 +470,7 @@ IDLE: dict[str, Rule] = {
     "greater_is_better": Idle("the best checkpoints are those with the best accuracy"),
     "load_best_model_at_end": off("the best checkpoints are kept: jaxrl_llm.export --step best"),
     "resume_from_checkpoint": off("the same --workdir resumes a run"),
+    "config": unsupported("this file is not beside the script or above it: its keys have their defaults here"),
     "system_prompt": off("write it into data.convert"),
     "chat_template": off("the template is the model's: change its tokenizer_config.json"),
     "chat_template_path": off("the template is the model's: change its tokenizer_config.json"),
@@ -532,7 +533,7 @@ SHARED: dict[str, Rule] = {
     "model_init_kwargs": init_kwargs,
     "trainer.peft_config": adapter,
     "use_peft": adapter,
-    "lora_*": adapter,
+    **each(adapter, "lora_r lora_alpha lora_target_modules"),
     "use_rslora": adapter,
     "use_dora": off("adapters are plain LoRA"),
     "lora_dropout": off("adapters have no dropout", 0.0),
@@ -541,7 +542,10 @@ SHARED: dict[str, Rule] = {
     "lora_task_type": Idle("a policy is a causal language model"),
     "load_in_8bit": off("parameters are not quantized"),
     "load_in_4bit": off("parameters are not quantized"),
-    "bnb_*": Idle("parameters are not quantized"),
+    **each(
+        Idle("parameters are not quantized"),
+        "bnb_4bit_quant_type bnb_4bit_quant_storage bnb_4bit_compute_dtype bnb_4bit_use_double_quant",
+    ),
     "use_bnb_nested_quant": Idle("parameters are not quantized"),
     "num_processes": part_of_batch(),
     LAUNCHER: part_of_batch(),
@@ -573,11 +577,17 @@ OF_GRPO: dict[str, Rule] = {
     "min_p": off("top_k and top_p are there", 0.0),
     "repetition_penalty": off("the sampled distribution is the one that is scored", 1.0),
     "generation_kwargs": off("top_k, top_p and temperature are there", {}),
-    "chat_template_kwargs": lambda value, keys: Outcome("mapped", {"data.chat_template_args": dict(value or {})}),
+    "chat_template_kwargs": lambda value, keys: (
+        Outcome("mapped", {"data.chat_template_args": dict(value)}) if value else Outcome("no effect", said="not set")
+    ),
     "use_vllm": vllm,
     "vllm_structured_outputs_regex": off("completions are not constrained"),
     "vllm_guided_decoding_regex": off("completions are not constrained"),
-    "vllm_importance_sampling_*": Idle("rollouts come from the sampler in JAX; config.importance has such weights"),
+    **each(
+        Idle("rollouts come from the sampler in JAX; config.importance has such weights"),
+        "correction mode clip_max clip_min cap",
+        "vllm_importance_sampling_",
+    ),
     "beta": kl,
     "use_bias_correction_kl": only_if(
         lambda keys: bool(keys["beta"]),
@@ -594,8 +604,8 @@ OF_GRPO: dict[str, Rule] = {
     "epsilon": of_loss(("grpo", "dapo", "bnpo", "dr_grpo", "luspo"), "the loss has no such clip"),
     "epsilon_high": of_loss(("grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo"), "the loss has no such clip"),
     "delta": of_loss(("grpo", "dapo", "bnpo", "dr_grpo"), "the loss has no such bound"),
-    "sapo_*": of_loss(("sapo",), "loss_type is not sapo"),
-    "vespo_*": of_loss(("vespo",), "loss_type is not vespo"),
+    **each(of_loss(("sapo",), "loss_type is not sapo"), "sapo_temperature_pos sapo_temperature_neg"),
+    **each(of_loss(("vespo",), "loss_type is not vespo"), "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"),
     "scale_rewards": scaling,
     "multi_objective_aggregation": objectives,
     "reward_weights": weights,
@@ -603,14 +613,16 @@ OF_GRPO: dict[str, Rule] = {
     "trainer.reward_funcs": rewards,
     "reward_model_name_or_path": off("a reward model: write it as a reward function (docs/rewards.md)"),
     "mask_truncated_completions": to("mask.truncated", bool),
-    "top_entropy_quantile": changed(
-        "mask.top_entropy", "the quantile of the whole rollout here, of a micro-batch there", float
+    "top_entropy_quantile": lambda value, keys: Outcome(
+        "changed" if value < 1 else "mapped",
+        {"mask.top_entropy": float(value)},
+        "the quantile of the whole rollout here, of a micro-batch there" * (value < 1),
     ),
     "off_policy_mask_threshold": lambda value, keys: Outcome("mapped", {"mask.off_policy": float(value or 0.0)}),
     "entropy_coef": to("entropy.coef", float),
     "use_adaptive_entropy": adaptive_entropy,
     "entropy_coef_min": off("it is 0", 0.0),
-    "entropy_*": adaptive_entropy,
+    **each(adaptive_entropy, "entropy_target entropy_coef_delta entropy_coef_max"),
     "max_tool_calling_iterations": off("write an environment (docs/environments.md)"),
     "router_aux_loss_coef": off("no such term", 0.0),
 }

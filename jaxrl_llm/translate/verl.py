@@ -272,8 +272,10 @@ OF_ALGORITHM: dict[str, Rule] = {
     "algorithm.use_kl_in_reward": KL.in_reward_too,
     "algorithm.kl_penalty": KL.value("kl.estimator", KL.in_reward, "use_kl_in_reward is False"),
     "algorithm.kl_ctrl.kl_coef": reward_coef,
-    "algorithm.kl_ctrl.*": KL.adaptive(
-        "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"
+    **each(
+        KL.adaptive("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
+        "type target_kl horizon",
+        "algorithm.kl_ctrl.",
     ),
     "algorithm.filter_groups.enable": dynamic_sampling,
     "algorithm.filter_groups.max_num_gen_batches": only_if(filtering, dynamic_sampling, "filter_groups is off"),
@@ -282,12 +284,16 @@ OF_ALGORITHM: dict[str, Rule] = {
         lambda value, keys: Outcome("changed", {}, "groups are compared by their total reward"),
         "filter_groups is off",
     ),
-    "algorithm.filter_groups.*": Idle("how many batches are sampled at once"),
+    "algorithm.filter_groups.max_inflight_gen_batches": Idle("how many batches are sampled at once"),
     "algorithm.rollout_correction.rollout_is": correction,
     "algorithm.rollout_correction.rollout_is_threshold": only_if(
         lambda keys: bool(keys["algorithm.rollout_correction.rollout_is"]), to("importance.high", float), "it is off"
     ),
-    "algorithm.rollout_correction.*": off("no counterpart; see mask.off_policy and importance", "ppo_clip"),
+    **each(
+        off("no counterpart; see mask.off_policy and importance", "ppo_clip"),
+        "rollout_rs rollout_rs_threshold bypass_mode loss_type rollout_is_batch_normalize",
+        "algorithm.rollout_correction.",
+    ),
     "algorithm.use_pf_ppo": off("samples are not drawn again by their reward"),
     "algorithm.pf_ppo.*": Idle("use_pf_ppo is False"),
 }
@@ -330,7 +336,6 @@ OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}*fsdp_config.*": Idle(MESH),
     f"{ACTOR}megatron.*": Idle(MESH),
     f"{ACTOR}strategy": Idle(MESH),
-    f"{ACTOR}profiler*": Idle(PROFILE),
     f"{ACTOR}profile*": Idle(PROFILE),
 }
 BFLOAT16 = ("bfloat16", "bf16", "float16", "fp16")
@@ -590,7 +595,16 @@ def base(keys: Keys, *, search: bool = False) -> str:
 
 
 # Patterns of one key come before those of many.
-MEMORY_KEYS: dict[str, Rule] = {f"{ACTOR}*": Idle(MEMORY), "*profiler*": Idle(PROFILE)}
+MEMORY_KEYS: dict[str, Rule] = {
+    **each(
+        Idle(MEMORY),
+        """use_dynamic_bsz ppo_max_token_len_per_gpu use_torch_compile ulysses_sequence_parallel_size rollout_n
+        use_remove_padding use_fused_kernels use_prefix_grouper entropy_checkpointing pad_to_length
+        entropy_from_logits_with_chunking entropy_from_logits_chunk_size""",
+        ACTOR,
+    ),
+    "*profiler*": Idle(PROFILE),
+}
 CLASSES: dict[str, Rule] = {"*_target_": Idle("a class of veRL")}
 RULES = (
     CLASSES | DTYPES | OF_DATA | OF_ALGORITHM | OF_ACTOR | OF_ROLLOUT | OF_CRITIC | OF_REWARD | OF_TRAINER | MEMORY_KEYS

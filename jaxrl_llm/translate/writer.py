@@ -78,7 +78,8 @@ def literal(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)  # a Python literal too
     if isinstance(value, float):
-        return re.sub(r"e([+-])0*(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", repr(value))
+        text = repr(value) if abs(value) >= 1e-3 or not value else f"{value:.14e}"
+        return re.sub(r"\.?0*e([+-])0*(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", text)
     if isinstance(value, tuple):
         inside = ", ".join(map(literal, value))
         return f"({inside},)" if len(value) == 1 else f"({inside})"
@@ -159,7 +160,9 @@ def _comments(made: Translation, names: Iterable[str]) -> tuple[list[str], set[s
     given = {name for outcome in made.outcomes.values() for name in outcome.fields}
     for key, outcome in made.defaults.items():
         if outcome.said and outcome.kind == "changed" and _first(outcome) in names and _first(outcome) not in given:
-            lines += _wrapped(f"{key} has its default: {outcome.said}." if "(" not in key else f"{outcome.said}.")
+            lines += _wrapped(
+                f"{key} has its default: {outcome.said}." if "(" not in key else f"{outcome.said.capitalize()}."
+            )
     yours = made.yours()
     for name in names:
         if name in yours:
