@@ -421,7 +421,8 @@ def test_a_table_sets_fields_that_are_there_and_knows_its_defaults(name):
         ("verl", f"{ACTOR} {ACTOR}optim. actor_rollout_ref.rollout. actor_rollout_ref.model. data. algorithm. critic. "
                  "critic.optim. trainer. reward_model. reward."),
         ("search_r1", f"{ACTOR} actor_rollout_ref.rollout. data. algorithm. retriever. trainer."),
-        ("easyr1", "worker.actor. worker.actor.optim. worker.rollout. worker.critic. worker.reward. data. algorithm. trainer."),
+        ("easyr1", "worker.actor. worker.actor.optim. worker.rollout. worker.critic. worker.reward. data. algorithm. "
+                   "trainer."),
     ],
 )  # fmt: skip
 def test_an_unknown_key_of_any_section_is_named_and_not_taken_for_one_without_effect(name, sections):
