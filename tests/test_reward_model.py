@@ -118,7 +118,7 @@ def small(folder: Path | str, **changes: object):
     c.reward_model = ConfigDict(dict(path=str(folder), weight=0.5))
     fields = dict(
         num_steps=1, prompts_per_step=8, prompts_per_update=8, group_size=4, eval__every=0, optim__warmup_steps=0,
-        mesh__fsdp=1, log__tensorboard=False, health__self_test=True, checkpoint__keep_best=0, log__completions_every=1,
+        mesh__fsdp=1, log__to=(), health__self_test=True, checkpoint__keep_best=0, log__completions_every=1,
     )  # fmt: skip
     for field, value in (fields | changes).items():
         config.override(c, field.replace("__", "."), str(value))

@@ -33,7 +33,7 @@ class Settings(NamedTuple):
 
     config: Config
     totals: Totals
-    model: DecoderConfig
+    model: DecoderConfig | None  # None: it is not here, and no rule looks at it
     platform: str = ""  # of the devices, "cpu", "gpu" or "tpu"; "": not known
     changed: tuple[str, ...] = ()  # fields that differ from the config file, if it says what it measured
 
@@ -53,6 +53,8 @@ def findings(settings: Settings) -> list[Finding]:
 def learning_rate(given: Settings) -> Iterator[Finding]:
     """F9: a rate that ruins a model of this width."""
     config = given.config
+    if not given.model:
+        return
     adapters = ADAPTERS if "lora" in config else 1
     rates = [("optim", config.optim.learning_rate, adapters * (1 if given.rl else SUPERVISED))]
     if "critic" in config:

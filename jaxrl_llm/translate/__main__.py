@@ -1,0 +1,88 @@
+"""Translates a config of another trainer: `python -m jaxrl_llm.translate FILE [--to configs/mine.py]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl_llm.doctor import print_config
+from jaxrl_llm.errors import Parser, UserError, run_main
+from jaxrl_llm.translate import lint, readers, writer
+from jaxrl_llm.translate.outcome import KINDS, Translation, translate
+
+DESCRIPTION = (
+    "Translates a config of TRL (JSON, YAML, a command line, or a Python script, which is not run), veRL, EasyR1 or "
+    "Search-R1 (YAML or a shell script, which is not run) into a config of this package, names every key that has no "
+    "counterpart, and checks the result. Exit code 0: the checks pass; 1: they do not; 2: the file is no such config."
+)
+CONFIGS = Path("configs")
+
+
+def main() -> None:
+    parser = Parser(prog="python -m jaxrl_llm.translate", description=DESCRIPTION)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the config or script")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="a new file in configs/ (default: print the config)")
+    parser.add_argument("--rows", type=int, default=0, help="of the training data: makes steps of epochs")
+    parser.add_argument("--processes", type=int, default=0, help="that TRL is launched with, which multiply its batch")
+    args = parser.parse_args()
+    if min(args.rows, args.processes) < 0:
+        raise UserError("--rows and --processes count something: give 1 or more")
+    sys.exit(run(args.file, args.to, args.rows, args.processes))
+
+
+def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
+    """Translates a file, writes or prints the config, and prints what became of its keys. Returns the exit code."""
+    folder = to.parent if to else CONFIGS
+    found = readers.read(file)
+    if processes and not found.system.name.startswith("TRL"):
+        raise UserError(f"--processes: the batch of {found.system.name} does not depend on it; leave it out")
+    if to and (to.suffix != ".py" or to.exists()):
+        raise UserError(f"--to {to}: give a new file that ends with .py" + (", this one is there" * to.exists()))
+    made = translate(found.system, found.keys, rows=rows, processes=processes)
+    base = lint.load_base(made.base, folder)
+    text = writer.source(made, base, folder, file, to or CONFIGS / f"{file.stem}.py")
+    checked = lint.lint(lint.load_text(text, folder), set(made.yours()))
+    if to:
+        to.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    print_keys(made, file)
+    print_checks(made, checked)
+    return int(bool(checked.refused))
+
+
+def print_keys(made: Translation, file: Path) -> None:
+    """Prints how many keys are mapped, changed, unsupported and without effect, and which."""
+    table = Table(title=f"{file.name}: {len(made.outcomes)} keys of {made.system.name} ({made.system.version})")
+    table.add_column("", no_wrap=True)
+    table.add_column("keys", justify="right")
+    table.add_column("which")
+    for kind in KINDS:
+        outcomes = made.of_kind(kind)
+        if kind in ("mapped", "changed"):
+            told = [f"{key} -> {', '.join(one.fields) or 'nothing to set'}" for key, one in outcomes.items()]
+        else:
+            told = [f"{', '.join(keys)}: {said}" for said, keys in writer.by_reason(outcomes).items()]
+        table.add_row(kind, str(len(outcomes)), "\n".join(told))
+    Console(highlight=False, markup=False, width=120).print(table)
+
+
+def print_checks(made: Translation, checked: lint.Linted) -> None:
+    """Prints what the checks and the rules of the doctor say, and what is left to the user."""
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    for name, why in made.yours().items():
+        console.print(f"yours to set: {name}: {why}")
+    if checked.totals:
+        console.print("the checks pass" + (", with stand-ins for what is yours to set" if made.yours() else ""))
+        print_config(checked.totals, checked.findings)
+    else:
+        console.print(f"the checks refuse it: {checked.refused}")
+    if checked.left_out:
+        console.print(checked.left_out)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,398 @@
+"""Rules that veRL, EasyR1 and Search-R1 share: the last two began as copies of veRL, with other names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.translate.outcome import Keys, Kind, Outcome, Rule
+
+MESH = "placement of parameters on devices: here the mesh (config.mesh), and it changes no number"
+MEMORY = "memory or speed alone: here microbatch, model.remat, model.row_parts and host_memory"
+ENGINE = "of the rollout engine: here the sampler in JAX (configs/grpo_vllm.py has the settings of vLLM)"
+LOGS = "names and places of logs and files: here --workdir and config.log"
+LOADER = "how the data set is loaded: it changes no row"
+PROFILE = "a profiler"
+WORDS = "of images, audio or video, which no model here takes"
+KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+AGGREGATION = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "constant",
+    "token": "token_mean",  # EasyR1
+    "seq": "sequence_mean",
+}
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a trainer of the family calls the keys that other keys depend on."""
+
+    prompts: str
+    update: str
+    epochs: str
+    group: tuple[str, ...]  # their product
+    nodes: str
+    gpus: str
+    estimator: str
+    response: str
+    kl_loss: str  # True: the KL penalty is in the loss
+    sequences: bool = False  # whether `update` counts sequences, not prompts
+
+    def group_size(self, keys: Keys) -> int:
+        size = 1
+        for name in self.group:
+            size *= int(keys[name])
+        return size
+
+    def prompts_per_update(self, keys: Keys) -> int:
+        """Prompts of an optimizer step: a divisor of a rollout's, the nearest one to what the keys say."""
+        prompts, wanted = int(keys[self.prompts]), keys[self.update]
+        if self.sequences:
+            wanted = wanted / self.group_size(keys)
+        return min(divisors(prompts), key=lambda x: abs(x - wanted))
+
+    def updates(self, keys: Keys) -> int:
+        """Optimizer steps on a rollout."""
+        return int(keys[self.prompts]) // self.prompts_per_update(keys) * int(keys[self.epochs])
+
+    def critic(self, keys: Keys) -> bool:
+        return keys[self.estimator] == "gae"
+
+
+def divisors(number: int) -> list[int]:
+    return [x for x in range(1, number + 1) if number % x == 0]
+
+
+def prompts(names: Names) -> Rule:
+    """Prompts in a rollout, as here."""
+    return lambda value, keys: Outcome("mapped", {"prompts_per_step": int(value)}, "counts prompts, as here")
+
+
+def update(names: Names) -> Rule:
+    """The mini-batch of an optimizer step: in prompts, or in sequences."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        made, group = names.prompts_per_update(keys), names.group_size(keys)
+        fields = {"prompts_per_update": made}
+        if names.sequences:
+            said = f"counts sequences of the rollout, {value} = {value / group:g} prompts with {group} each"
+            said += "" if made == value / group else f"; {made} is the nearest divisor of {keys[names.prompts]} prompts"
+            return Outcome("changed" if group > 1 else "mapped", fields, said)
+        if made != value:
+            return Outcome("changed", fields, f"{value} prompts: {made} is the nearest divisor of a rollout's prompts")
+        return Outcome("mapped", fields, f"counts prompts, as here: each with {group} sequences")
+
+    return rule
+
+
+def micro(names: Names, *, per_gpu: bool) -> Rule:
+    """The micro-batch of a GPU, or of all, in sequences. Here it is in prompts and over all devices."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if value is None:
+            return Outcome("no effect", said="not set")
+        gpus = int(keys[names.nodes]) * int(keys[names.gpus]) if per_gpu else 1
+        wanted = max(1, int(value) * gpus // names.group_size(keys))
+        made = max(x for x in divisors(names.prompts_per_update(keys)) if x <= wanted)
+        of = f"sequences on each of {gpus} GPUs" if per_gpu else "sequences on all GPUs"
+        said = f"{value} {of}; here prompts on all devices, and it never changes the gradient"
+        return Outcome("changed", {"microbatch": made}, said)
+
+    return rule
+
+
+def steps(names: Names, epochs: str, total: str) -> tuple[Rule, Rule]:
+    """Returns the rules of epochs over the data and of steps: a set number of steps wins."""
+
+    def of_epochs(value: Any, keys: Keys) -> Outcome:
+        if keys[total]:
+            return Outcome("no effect", said=f"{total} is set")
+        made = int(value) * (keys.rows // int(keys[names.prompts]))
+        if made:
+            said = (
+                f"{value} epochs of {keys.rows} rows in steps of {keys[names.prompts]} prompts, the last ones dropped"
+            )
+            return Outcome("changed", {"num_steps": made}, said)
+        why = f"{epochs} = {value}: {value} x rows // prompts_per_step (or give --rows)"
+        return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", {"num_steps": why})
+
+    def of_steps(value: Any, keys: Keys) -> Outcome:
+        return Outcome("mapped", {"num_steps": int(value)}) if value else Outcome("no effect", said="not set")
+
+    return of_epochs, of_steps
+
+
+def warmup(names: Names, section: str, steps: str, ratio: str) -> tuple[Rule, Rule]:
+    """Returns the rules of the warm-up, in rollouts (here in optimizer steps) and as a ratio."""
+
+    def set_steps(keys: Keys) -> int:
+        return int(keys[steps] or 0) if steps in keys.given or steps in keys.defaults else 0
+
+    def of_steps(value: Any, keys: Keys) -> Outcome:
+        if value is None or int(value) <= 0:
+            return Outcome("no effect", said="not set")
+        updates = names.updates(keys)
+        fields = {f"{section}.warmup_steps": int(value) * updates, f"{section}.warmup_ratio": 0.0}
+        said = f"counts rollouts: {value} x {updates} optimizer steps"
+        return Outcome("mapped" if updates == 1 else "changed", fields, "" if updates == 1 else said)
+
+    def of_ratio(value: Any, keys: Keys) -> Outcome:
+        if set_steps(keys) > 0:
+            return Outcome("no effect", said=f"{steps} is set")
+        return Outcome("mapped", {f"{section}.warmup_ratio": float(value or 0), f"{section}.warmup_steps": 0})
+
+    return of_steps, of_ratio
+
+
+def decay(section: str, rate: str, low: str) -> Rule:
+    """The schedule after the warm-up."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if value in (None, "constant"):
+            return Outcome("mapped", {f"{section}.decay": "constant", f"{section}.end": 0.0})
+        if value not in ("cosine", "linear"):
+            return Outcome("unsupported", said=f"there is constant, linear and cosine, not {value}")
+        end = float(keys[rate]) * float(keys[low] or 0) if value == "cosine" else 0.0
+        return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": end})
+
+    return rule
+
+
+def lowest(kind: str) -> Rule:
+    """The share of the rate at the end of a cosine decay; `decay` has used it."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if not value:
+            return Outcome("no effect", said="the rate ends at 0")
+        return Outcome("mapped", {}) if keys[kind] == "cosine" else Outcome("no effect", said=f"{kind} is {keys[kind]}")
+
+    return rule
+
+
+def saves(value: Any, keys: Keys) -> Outcome:
+    """Steps between checkpoints."""
+    if value and value > 0:
+        return Outcome("mapped", {"checkpoint.every": int(value)})
+    return Outcome("changed", {"checkpoint.every": 25}, f"{value} never saves; a run here always can resume")
+
+
+def keeps(value: Any, keys: Keys) -> Outcome:
+    """Number of checkpoints to keep."""
+    if value and value > 0:
+        return Outcome("mapped", {"checkpoint.keep": int(value)})
+    return Outcome("changed", {}, f"{value} keeps all; here the last checkpoint.keep and the best ones are kept")
+
+
+def evaluates(files: str) -> Rule:
+    """Steps between evaluations, if there are problems to evaluate."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if not value or value < 0 or files not in keys:
+            return Outcome("mapped", {"eval.every": 0, "checkpoint.keep_best": 0})
+        return Outcome("mapped", {"eval.every": int(value)})
+
+    return rule
+
+
+def advantage(names: Names, by_std: str) -> Rule:
+    """The advantage estimator. by_std: the key that says whether GRPO divides by the deviation; "": it always does."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        gamma = float(keys["algorithm.gamma"])
+        if value in ("grpo", "grpo_vectorized"):
+            normal = "group" if not by_std or keys[by_std] else "none"
+            fields = {"advantage.name": "grpo", "advantage.normalize": normal, "advantage.epsilon": 1e-6}
+            return Outcome("mapped", fields, "a deviation has ddof = 1 there and here; epsilon is 1e-6 there")
+        if value == "gae":
+            lam = float(keys["algorithm.lam"])
+            fields = {"advantage.name": "gae", "advantage.gamma": gamma, "advantage.lam": lam}
+            fields |= {"advantage.normalize": True, "advantage.epsilon": 1e-8}
+            return Outcome("mapped", fields | {"critic.gamma": gamma, "critic.lam": lam, "critic.path": ""})
+        if value in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+            name = "reinforce_pp" + value.removeprefix("reinforce_plus_plus")
+            fields = {"advantage.name": name, "advantage.epsilon": 1e-8}
+            said = "after the answer of a tool, the running return goes on here; there it restarts"
+            return Outcome("changed", fields | ({"advantage.gamma": gamma} if name == "reinforce_pp" else {}), said)
+        if value == "remax":
+            said = "every token has the reward minus that of the greedy completion; veRL uses the reward to go"
+            return Outcome("changed", {"advantage.name": "remax"}, said)
+        if value in ("rloo", "rloo_vectorized", "opo"):
+            return Outcome("mapped", {"advantage.name": value.removesuffix("_vectorized")})
+        if value == "gdpo":
+            said = "normalizes each function of reward.functions; there, the keys of the reward's result"
+            return Outcome("changed", {"advantage.name": "gdpo", "advantage.epsilon": 1e-4}, said)
+        why = {"grpo_passk": " (advantage pass_at_k follows another paper, docs/algorithms.md)"}.get(value, "")
+        return Outcome("unsupported", said=f"there is no advantage {value!r}{why}; this config keeps grpo")
+
+    return rule
+
+
+def kl_estimator(kind: str) -> tuple[str, str]:
+    """Returns our name of a KL estimator, and what differs in the loss; ("", why) if there is none."""
+    if kind.endswith("+"):
+        return "k2", f"{kind} has the value of {kind[:-1]} and the gradient of k2; here it is k2"
+    if kind in KL and KL[kind] == "k1":
+        return "k2", f"{kind} is k1, whose gradient in the loss has mean zero; k2 has that of the KL"
+    return (KL[kind], "") if kind in KL else ("", f"there is no KL estimator {kind!r}: k1, k2 and k3")
+
+
+@dataclass(frozen=True)
+class KlKeys:
+    """The keys of the KL penalty. Each place has its own coefficient and estimator, or both share them."""
+
+    in_loss: Callable[[Keys], bool]
+    in_reward: Callable[[Keys], bool]
+    loss_coef: str
+    loss_kind: str
+    reward_coef: str
+    reward_kind: str
+    estimator: str  # of advantages
+
+    def fields(self, keys: Keys) -> tuple[Kind, dict[str, Any], str]:
+        """Returns how the penalty is translated: as `Outcome`."""
+        none = {"kl.placement": "none", "kl.coef": 0.0, "kl.estimator": "k3"}
+        if self.in_loss(keys):
+            coef, kind = float(keys[self.loss_coef]), str(keys[self.loss_kind])
+            estimator, said = kl_estimator(kind)
+            if not estimator:
+                return "unsupported", none, said
+            if not coef:
+                return "mapped", none, "its coefficient is 0"
+            fields = {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}
+            return "changed" if said else "mapped", fields, said
+        if not self.in_reward(keys) or not float(keys[self.reward_coef]):
+            return "mapped", none, ""
+        coef, kind = float(keys[self.reward_coef]), str(keys[self.reward_kind]).removesuffix("+")
+        if kind not in KL:
+            return "unsupported", none, f"there is no KL estimator {kind!r}: k1, k2 and k3"
+        if str(keys[self.estimator]).startswith("grpo"):
+            estimator, _ = kl_estimator(kind)
+            said = "in the reward it would be a part of the deviation that advantages are divided by; here in the loss"
+            return "changed", {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}, said
+        return "mapped", {"kl.placement": "reward", "kl.coef": coef, "kl.estimator": KL[kind]}, ""
+
+    def switch(self, value: Any, keys: Keys) -> Outcome:
+        """The rule of the key that switches the penalty on, in the loss if there is a choice."""
+        kind, fields, said = self.fields(keys)
+        return Outcome(kind, fields, said)
+
+    def in_reward_too(self, value: Any, keys: Keys) -> Outcome:
+        """The rule of a key that switches it on in the reward."""
+        if not self.in_loss(keys):
+            return self.switch(value, keys)
+        if value:
+            return Outcome("unsupported", said="the penalty has one place here; the one in the loss is kept")
+        return Outcome("no effect", said="the penalty is in the loss")
+
+    def value(self, name: str, place: Callable[[Keys], bool], why_not: str) -> Rule:
+        """The rule of a coefficient or an estimator, whose field is `name`."""
+
+        def rule(value: Any, keys: Keys) -> Outcome:
+            if not place(keys):
+                return Outcome("no effect", said=why_not)
+            kind, fields, said = self.fields(keys)
+            # What changes is said where it does: at the estimator.
+            told = name == "kl.estimator" or kind == "unsupported"
+            return Outcome(kind if told else "mapped", {name: fields[name]}, said if told else "")
+
+        return rule
+
+    def adaptive(self, kind: str, target: str, horizon: str) -> Rule:
+        """The rule of an adaptive coefficient; kind: the key that says whether it is."""
+
+        def rule(value: Any, keys: Keys) -> Outcome:
+            if keys[kind] != "adaptive" or not self.in_reward(keys) or self.in_loss(keys):
+                return Outcome("no effect", said="the coefficient is fixed")
+            fields = {"kl.target": float(keys[target]), "kl.horizon": int(keys[horizon])}
+            return Outcome("changed", fields, "adapts to the mean k3 of the tokens of an update")
+
+        return rule
+
+
+def aggregation(names: Names, scale: str, loss: str) -> Rule:
+    """The reduction of token losses. scale: the key with the length that the last mode divides by; "": none.
+
+    loss: the key of the loss, some of which set it.
+    """
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if keys[loss] in ("geo_mean", "sapo") and names.kl_loss.startswith("actor"):
+            return Outcome("changed", {"aggregate.mode": "sequence_mean"}, f"the loss {keys[loss]} has its own mean")
+        if str(keys[loss]).startswith(("gspo", "geo_mean")) and AGGREGATION.get(value) == "token_mean":
+            said = f"{value} would weigh the one ratio of a completion by its length; here the mean of completions"
+            return Outcome("changed", {"aggregate.mode": "sequence_mean"}, said)
+        if value not in AGGREGATION:
+            return Outcome("unsupported", said=f"there is no aggregation {value!r}; this config keeps token_mean")
+        mode = AGGREGATION[value]
+        length = int((scale and keys[scale]) or keys[names.response]) if mode == "constant" else 0
+        return Outcome("mapped", {"aggregate.mode": mode, "aggregate.constant_length": length})
+
+    return rule
+
+
+def drops(said: str) -> Rule:
+    """What becomes of longer prompts."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if value == "error":
+            return Outcome("mapped", {"data.overlong": "error"})
+        return Outcome("changed", {"data.overlong": "drop"}, said.format(value=value))
+
+    return rule
+
+
+def decays(section: str) -> Rule:
+    """Weight decay of AdamW."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        fields = {f"{section}.weight_decay": float(value)}
+        said = "here only for matrices, there for all parameters"
+        return Outcome("changed", fields, said) if value else Outcome("mapped", fields)
+
+    return rule
+
+
+def betas(section: str) -> Rule:
+    """The decay rates of Adam."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        first, second = value
+        return Outcome("mapped", {f"{section}.b1": float(first), f"{section}.b2": float(second)})
+
+    return rule
+
+
+def top_k(value: Any, keys: Keys) -> Outcome:
+    """The most likely tokens to sample from; -1 and 0: all."""
+    made = max(int(value or 0), 0)
+    said = "the trainer also scores this distribution; there, that of all tokens"
+    return Outcome("changed", {"rollout.top_k": made}, said) if made else Outcome("mapped", {"rollout.top_k": 0})
+
+
+def top_p(value: Any, keys: Keys) -> Outcome:
+    """The probability of the tokens to sample from."""
+    fields = {"rollout.top_p": float(value)}
+    said = "the trainer also scores this distribution; there, that of all tokens"
+    return Outcome("changed", fields, said) if value < 1 else Outcome("mapped", fields)
+
+
+def checkpointing(value: Any, keys: Keys) -> Outcome:
+    """Whether the backward pass recomputes activations."""
+    return Outcome("mapped", {"model.remat": "full" if value else "dots"})
+
+
+def files(section: str, convert: str) -> Rule:
+    """Data files: a path, or a list with one."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        listed = value if isinstance(value, list) else [value]
+        fields = {f"{section}.source": str(listed[0]), f"{section}.convert": convert}
+        if len(listed) > 1:
+            why = f"one file, or a pattern such as data/*.parquet: join {', '.join(map(str, listed))}"
+            return Outcome("changed", fields, f"{len(listed)} files", {f"{section}.source": why})
+        return Outcome("mapped", fields)
+
+    return rule

@@ -1,0 +1,82 @@
+"""Checks a translated config, and applies the rules of the doctor to it. Uses no device, and reads no data."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.load import load
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health import settings
+from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.structs import Config
+from jaxrl_llm.translate import ours
+
+STAND_INS = {  # for what the user must complete, so that all the rest is checked
+    "data.source": "arithmetic.train",
+    "eval.source": "arithmetic.held_out",
+    "data.convert": "",
+    "eval.convert": "",
+    "reward.functions": (ours.STAND_IN,),
+    "reward.weights": (1.0,),
+    "eval.function": ours.STAND_IN,
+    "data.format_prompt": "",
+}
+
+
+class Linted(NamedTuple):
+    """What the checks and the rules say."""
+
+    totals: checks.Totals | None
+    refused: str  # the first problem of the checks; "": none
+    findings: list[Finding]
+    left_out: str  # rules that could not look, and why
+
+
+def load_base(name: str, folder: Path) -> Config:
+    """Loads the config that a translation changes. Raises: UserError, if it is not in the folder."""
+    if not (folder / f"{name}.py").is_file():
+        raise UserError(f"{folder} has no {name}.py, which the translation changes: run this from the repository")
+    return load(folder / f"{name}.py")
+
+
+def load_text(text: str, folder: Path) -> Config:
+    """Runs the text of a config beside copies of the configs of a folder, and returns what it makes."""
+    with TemporaryDirectory() as made:
+        for file in folder.glob("*.py"):
+            shutil.copy(file, made)
+        path = Path(made) / "translated_config.py"
+        path.write_text(text, encoding="utf-8")
+        return load(path)
+
+
+def lint(config: Config, yours: set[str]) -> Linted:
+    """Checks a config. Fields in `yours` have a stand-in meanwhile."""
+    for name in yours & STAND_INS.keys():
+        section, field = name.split(".")
+        config[section][field] = STAND_INS[name]
+    if "reward.functions" in yours:
+        config.reward.weights = (1.0,)
+    config.lock()
+    try:
+        totals = checks.check_train(config)
+    except UserError as error:
+        return Linted(None, str(error), [], "")
+    model, left_out = _model(config, yours)
+    return Linted(totals, "", settings.findings(settings.Settings(config, totals, model)), left_out)
+
+
+def _model(config: Config, yours: set[str]) -> tuple[DecoderConfig | None, str]:
+    """Returns the model's sizes if its folder is here. Nothing is downloaded."""
+    folder = Path(config.model.path).expanduser()
+    if "model.path" in yours or not (folder / "config.json").is_file():
+        return None, f"the rule learning_rate needs config.json of {config.model.path}, which is not here"
+    try:
+        return hf.load_model(folder).cfg, ""
+    except UserError as error:
+        return None, f"the rule learning_rate does not know the model: {error}"

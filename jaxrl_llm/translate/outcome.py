@@ -1,0 +1,189 @@
+"""What a key of another trainer becomes. A table of a system maps each key to a rule, and a rule returns an outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
+
+from jaxrl_llm.config.names import closest
+from jaxrl_llm.errors import UserError
+
+Kind: TypeAlias = Literal["mapped", "changed", "unsupported", "no effect"]
+KINDS: tuple[Kind, ...] = ("mapped", "changed", "unsupported", "no effect")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a key becomes.
+
+    said: for "changed", what differs; for "unsupported" and "no effect", why. yours: {field: why} of fields whose
+    value a person must complete, because the file does not say it or it is code.
+    """
+
+    kind: Kind
+    fields: dict[str, Any] = field(default_factory=dict)
+    said: str = ""
+    yours: dict[str, str] = field(default_factory=dict)
+
+
+class Unread(str):
+    """A value that the file does not say: an expression of a script, or a variable that is not set."""
+
+    __slots__ = ()
+
+
+class Keys:
+    """The values of all keys: those of the file, and the system's defaults."""
+
+    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
+        """rows: of the training data, 0 if not known; processes: of the launcher, 0 if not known."""
+        self.given = {key: value for key, value in given.items() if not isinstance(value, Unread)}
+        self.defaults, self.rows, self.processes = defaults, rows, processes
+
+    def __getitem__(self, key: str) -> Any:
+        return self.given[key] if key in self.given else self.defaults[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.given
+
+
+Rule: TypeAlias = Callable[[Any, Keys], Outcome]
+Convert: TypeAlias = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class System:
+    """A trainer: its keys, and what they become."""
+
+    name: str
+    version: str  # whose meaning the table follows
+    rules: dict[str, Rule]  # exact keys first, then patterns, the first match wins
+    defaults: dict[str, Any]  # of the keys that have an effect on training, where a file does not say them
+    base: Callable[[Keys], str]  # the config file of ours that the translation changes
+
+    def rule(self, key: str) -> Rule:
+        """Returns the rule of a key. The rule of an unknown key says so."""
+        if key in self.rules:
+            return self.rules[key]
+        for pattern, rule in self.rules.items():
+            if "*" in pattern and fnmatchcase(key, pattern):
+                return rule
+        close = closest(key, self.rules)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return unsupported(f"{self.name} {self.version} has no such key, or this table does not know it{hint}")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A translated file: {key: outcome} of its keys, and of the defaults that it leaves as they are."""
+
+    system: System
+    base: str
+    outcomes: dict[str, Outcome]
+    defaults: dict[str, Outcome]
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of our config that the translation sets. A key of the file wins over a default."""
+        made: dict[str, Any] = {}
+        for outcome in [*self.defaults.values(), *self.outcomes.values()]:
+            made |= outcome.fields
+        return {name: value for name, value in made.items() if self._in_use(name, made)}
+
+    def _in_use(self, name: str, made: dict[str, Any]) -> bool:
+        """Returns whether a field is used: without evaluations, only the field that says so is."""
+        return made.get("eval.every") != 0 or name == "eval.every" or not name.startswith("eval.")
+
+    def yours(self) -> dict[str, str]:
+        """Returns the fields that a person must complete, with the reason."""
+        found: dict[str, str] = {}
+        for outcomes in (self.defaults, self.outcomes):
+            # A field that a key of the file says is complete, whatever a default wanted.
+            said = {name for outcome in outcomes.values() for name in outcome.fields if name not in outcome.yours}
+            found = {name: why for name, why in found.items() if name not in said}
+            for outcome in outcomes.values():
+                found |= outcome.yours
+        used = self.fields()
+        return {name: why for name, why in found.items() if name in used}
+
+    def of_kind(self, kind: Kind) -> dict[str, Outcome]:
+        """Returns the keys of the file with this kind of outcome."""
+        return {key: outcome for key, outcome in self.outcomes.items() if outcome.kind == kind}
+
+
+def translate(system: System, given: Mapping[str, Any], *, rows: int = 0, processes: int = 0) -> Translation:
+    """Translates the keys of a file. rows, processes: as for `Keys`. Raises: UserError, for a value of a wrong type."""
+    keys = Keys(given, system.defaults, rows=rows, processes=processes)
+    outcomes = {key: _outcome(key, value, system, keys) for key, value in given.items()}
+    left = {key: _outcome(key, value, system, keys) for key, value in system.defaults.items() if key not in given}
+    return Translation(system, system.base(keys), outcomes, left)
+
+
+def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
+    """Applies the rule of a key. Raises: UserError, if a value is not of the key's type."""
+    if isinstance(value, Unread):
+        return _unread(key, value, system, keys)
+    try:
+        return system.rule(key)(value, keys)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{key} = {value!r} cannot be translated ({error}): give it, and what it depends on, a value "
+            f"that {system.name} takes"
+        ) from error
+
+
+def _unread(key: str, value: Unread, system: System, keys: Keys) -> Outcome:
+    """Returns the outcome of a key whose value the file does not say: the user must set its fields."""
+    rule = system.rule(key)
+    if isinstance(rule, Idle):
+        return rule(value, keys)
+    fields = rule(system.defaults[key], keys).fields if key in system.defaults else {}
+    return Outcome(
+        "unsupported", fields, f"its value is not in the file: {value}", dict.fromkeys(fields, f"{key} = {value}")
+    )
+
+
+def to(name: str, convert: Convert = lambda value: value) -> Rule:
+    """The value becomes the field `name`, with the same meaning."""
+    return lambda value, keys: Outcome("mapped", {name: convert(value)})
+
+
+def changed(name: str, said: str, convert: Convert = lambda value: value) -> Rule:
+    """The value becomes the field `name`, whose meaning differs."""
+    return lambda value, keys: Outcome("changed", {name: convert(value)}, said)
+
+
+def unsupported(said: str) -> Rule:
+    """The key has no counterpart."""
+    return lambda value, keys: Outcome("unsupported", said=said)
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The rule of a key that has no effect on the numbers of a run here, whatever its value is."""
+
+    said: str
+
+    def __call__(self, value: Any, keys: Keys) -> Outcome:
+        return Outcome("no effect", said=self.said)
+
+
+def off(said: str, *neutral: Any) -> Rule:
+    """The key has no counterpart, and needs none at its neutral values (None, False and these)."""
+    nothing = (None, False, *neutral)
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        return Outcome("no effect", said="not in use") if value in nothing else Outcome("unsupported", said=said)
+
+    return rule
+
+
+def each(rule: Rule, keys: str, prefix: str = "") -> dict[str, Rule]:
+    """Returns one rule for several keys, whose names have spaces between them."""
+    return {f"{prefix}{key}": rule for key in keys.split()}
+
+
+def only_if(wanted: Callable[[Keys], bool], rule: Rule, why_not: str) -> Rule:
+    """Applies a rule if other keys give the key an effect; else it has none, because `why_not`."""
+    return lambda value, keys: rule(value, keys) if wanted(keys) else Outcome("no effect", said=why_not)

@@ -1,0 +1,576 @@
+"""`python -m jaxrl_llm.translate`: configs of TRL, veRL, EasyR1 and Search-R1, key by key."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.load import flatten, load
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.translate import __main__ as program
+from jaxrl_llm.translate import easyr1, lint, readers, search_r1, shell, trl, trl_ppo, verl, writer
+from jaxrl_llm.translate.outcome import KINDS, Keys, Outcome, Translation, Unread, translate
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+SYSTEMS = {
+    "verl": verl.VERL,
+    "easyr1": easyr1.EASYR1,
+    "search_r1": search_r1.SEARCH_R1,
+    "trl_grpo": trl.GRPO,
+    "trl_ppo": trl_ppo.PPO,
+}
+ACTOR = "actor_rollout_ref.actor."
+
+VERL = """#!/bin/bash
+set -e
+ROOT=${DATA_ROOT:-"$HOME/sums"}   # where the rows are
+export MODEL="Qwen/Qwen2.5-0.5B-Instruct"
+prompts=$((64 * 2))
+LENGTHS=(
+    data.max_prompt_length=96
+    data.max_response_length=$((256 - 56))
+)
+unused=one; name=sums
+
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo "${LENGTHS[@]}" \\
+    data.train_files="$ROOT/train.parquet" data.val_files="['$ROOT/test.parquet']" \\
+    data.train_batch_size=$prompts \\
+    actor_rollout_ref.model.path=${MODEL} \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \\
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.actor.kl_loss_coef=2e-3 \\
+    actor_rollout_ref.actor.optim.lr=3e-6 actor_rollout_ref.actor.optim.lr_warmup_steps=5 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.top_p=0.9 \\
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \\
+    +actor_rollout_ref.rollout.surprise=7 \\
+    trainer.total_training_steps=40 trainer.test_freq=10 trainer.save_freq=-1 \\
+    trainer.n_gpus_per_node=2 trainer.nnodes=1 trainer.experiment_name=$name $@ 2>&1 | tee log.txt
+"""
+EASYR1 = """
+data:
+  train_files: someone/sums@train
+  val_files: someone/sums@test
+  prompt_key: question
+  answer_key: answer
+  rollout_batch_size: 64
+  format_prompt: ./sums.jinja
+  max_prompt_length: 128
+  max_response_length: 256
+algorithm: {adv_estimator: grpo, use_kl_loss: true, kl_penalty: low_var_kl, kl_coef: 1.0e-2}
+worker:
+  actor:
+    global_batch_size: 32
+    micro_batch_size_per_device_for_update: 2
+    clip_ratio_high: 0.25
+    model: {model_path: Qwen/Qwen3-0.6B}
+    optim: {lr: 2.0e-6, lr_warmup_ratio: 0.1}
+  rollout: {n: 4, temperature: 0.9}
+  reward: {reward_function: ./mine.py:judge}
+trainer: {total_epochs: 3, val_freq: 5, save_freq: 5, save_limit: -1, n_gpus_per_node: 4}
+"""
+SEARCH_R1 = """
+python3 -m verl.trainer.main_ppo data.train_files=nq/train.parquet data.val_files=nq/test.parquet \\
+    data.train_batch_size=64 data.max_start_length=300 data.max_response_length=100 data.max_obs_length=80 \\
+    algorithm.adv_estimator={estimator} actor_rollout_ref.model.path=Qwen/Qwen2.5-3B \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n_agent={group} \\
+    actor_rollout_ref.actor.use_kl_loss={kl} actor_rollout_ref.actor.state_masking=true \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.2 algorithm.kl_ctrl.kl_coef=0.005 \\
+    trainer.total_training_steps=30 trainer.test_freq=10 max_turns=3 retriever.url=http://there:8000/retrieve
+"""
+TRL_YAML = """
+model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
+dataset_name: someone/sums
+reward_funcs: [accuracy_reward, my_bonus]
+reward_weights: [1.0, 0.5]
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 4
+steps_per_generation: 8
+num_generations: 4
+num_processes: 2
+max_completion_length: 200
+max_prompt_length: 64
+learning_rate: 5e-6
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+max_steps: 60
+beta: 0.02
+loss_type: dr_grpo
+scale_rewards: false
+epsilon_high: 0.28
+report_to: [wandb]
+min_p: 0.1
+"""
+TRL_SCRIPT = """
+from pathlib import Path
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+
+Path(__file__).with_name("ran").touch()
+rows = load_dataset("someone/sums", split="train")
+rows = rows.map(lambda row: row)
+steps = 25
+
+
+def short(completions, **columns):
+    return [-len(c) for c in completions]
+
+
+trainer = GRPOTrainer(
+    model="Qwen/Qwen3-0.6B",
+    reward_funcs=[short],
+    args=GRPOConfig("out", max_steps=steps * 2, num_generations=4, per_device_train_batch_size=args.size,
+                    learning_rate=1e-6 / 2, temperature=0.8, importance_sampling_level="sequence", loss_type="grpo"),
+    train_dataset=rows,
+)
+"""
+TRL_PPO = """
+accelerate launch --num_processes 4 train.py --sft_model_path someone/sft --reward_model_path someone/rm \\
+    --dataset_name someone/prompts --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
+    --num_mini_batches 2 --total_episodes 1280 --kl_coef 0.03 --cliprange_value=0.3 --warmup-steps 3 --bf16
+"""
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def keys_of(folder: Path, name: str, text: str) -> dict:
+    return readers.read(write(folder, name, text)).keys
+
+
+def made_of(folder: Path, name: str, text: str, **more: int) -> Translation:
+    source = readers.read(write(folder, name, text))
+    return translate(source.system, source.keys, **more)
+
+
+def config_of(made: Translation, folder: Path) -> tuple[str, dict]:
+    """Writes the config, loads what was written, and returns both."""
+    base = lint.load_base(made.base, CONFIGS)
+    text = writer.source(made, base, CONFIGS, Path("given.sh"), Path("configs/mine.py"))
+    return text, flatten(lint.load_text(text, CONFIGS))
+
+
+def test_a_script_of_verl_becomes_a_config_with_its_numbers(tmp_path):
+    made = made_of(tmp_path, "run.sh", VERL)
+    assert made.system is verl.VERL and made.base == "grpo"
+    text, c = config_of(made, tmp_path)
+    expected = {
+        "prompts_per_step": 128, "prompts_per_update": 32, "group_size": 4, "num_steps": 40, "epochs": 1,
+        "microbatch": 4,  # 8 sequences on 2 GPUs are 4 prompts
+        "data.source": "~/sums/train.parquet", "data.convert": "verl.convert", "data.max_prompt_tokens": 96,
+        "eval.source": "~/sums/test.parquet", "eval.every": 10, "rollout.max_completion_tokens": 200,
+        "model.path": "Qwen/Qwen2.5-0.5B-Instruct", "model.dtype": "bfloat16", "rollout.top_p": 0.9,
+        "kl.placement": "loss", "kl.estimator": "k3", "kl.coef": 2e-3,
+        "advantage.name": "grpo", "advantage.epsilon": 1e-6, "aggregate.mode": "token_mean",
+        "loss.clip_low": 0.2, "loss.clip_high": 0.28, "loss.delta": 3.0,
+        "optim.learning_rate": 3e-6, "optim.warmup_steps": 20,  # 5 rollouts of 4 updates
+        "optim.decay": "constant", "optim.weight_decay": 0.01, "optim.b2": 0.999, "entropy.coef": 0.0,
+    }  # fmt: skip
+    assert {name: c[name] for name in expected} == expected
+    assert made.outcomes["actor_rollout_ref.rollout.surprise"].kind == "unsupported"
+    assert made.outcomes["actor_rollout_ref.rollout.top_p"].kind == "changed"
+    assert made.outcomes["trainer.save_freq"].kind == "changed"
+    assert "# actor_rollout_ref.actor.optim.lr_warmup_steps: counts rollouts: 5 x 4 optimizer steps." in text
+    assert "# - actor_rollout_ref.rollout.surprise: veRL 0.9.1 has no such key" in text
+
+
+FILES = {
+    "run.sh": VERL,
+    "easyr1.yaml": EASYR1,
+    "search.sh": SEARCH_R1.format(estimator="grpo", group=5, kl="true"),
+    "search_ppo.sh": SEARCH_R1.format(estimator="gae", group=1, kl="false"),
+    "grpo.yaml": TRL_YAML,
+    "grpo.py": TRL_SCRIPT,
+    "ppo.sh": TRL_PPO,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_becomes_exactly_one_thing_and_what_is_written_passes_the_checks(tmp_path, name):
+    made = made_of(tmp_path, name, FILES[name])
+    assert list(made.outcomes) == list(keys_of(tmp_path, name, FILES[name]))
+    assert sum(len(made.of_kind(kind)) for kind in KINDS) == len(made.outcomes)
+    text, c = config_of(made, tmp_path)
+    assert {name: c[name] for name in made.fields()} == made.fields()
+    comments = " ".join(text.replace("\n", " ").replace("# ", " ").split())
+    for key, outcome in made.outcomes.items():  # what is not mapped is in a comment, with its reason
+        said = " ".join(outcome.said.replace("# ", " ").split())
+        assert outcome.kind == "mapped" or not said or (key in comments and said in comments), key
+    checked = lint.lint(lint.load_text(text, CONFIGS), set(made.yours()))
+    assert checked.refused == "" and checked.totals
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_written_is_formatted_as_our_configs_are(tmp_path, name):
+    text, _ = config_of(made_of(tmp_path, name, FILES[name]), tmp_path)
+    ruff = [Path(sys.executable).with_name("ruff"), "format", "--check", "--line-length", "120", "-"]
+    assert subprocess.run(ruff, input=text, text=True, capture_output=True).returncode == 0, text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_easyr1_counts_prompts_and_its_script_may_name_a_file_beside_it(tmp_path):
+    (tmp_path / "examples").mkdir()
+    write(tmp_path / "examples", "config.yaml", EASYR1)
+    script = "M=Qwen/Qwen3-4B\npython3 -m verl.trainer.main config=examples/config.yaml " + (
+        "worker.actor.model.model_path=${M} algorithm.online_filtering=True trainer.max_steps=12 "
+        """worker.rollout.val_override_config='{"n": 4, "top_p": 0.7}'"""
+    )
+    made = made_of(tmp_path / "examples", "run.sh", script)
+    _, c = config_of(made, tmp_path)
+    expected = {
+        "prompts_per_step": 64, "prompts_per_update": 32, "group_size": 4, "num_steps": 12,
+        "model.path": "Qwen/Qwen3-4B", "microbatch": 2, "rollout.resample_rounds": 19, "rollout.temperature": 0.9,
+        "loss.clip_high": 0.25, "loss.delta": 3.0, "kl.coef": 0.01, "kl.placement": "loss",
+        "optim.warmup_ratio": 0.1, "optim.warmup_steps": 0, "seed": 1, "checkpoint.every": 5,
+    }  # fmt: skip
+    assert {name: c[name] for name in expected} == expected
+    assert made.outcomes["worker.rollout.val_override_config"].kind == "unsupported"
+    assert "reward.functions" in made.yours() and "num_steps" not in made.yours()
+    alone = made_of(tmp_path, "elsewhere.sh", script.replace("examples/config.yaml", "not/there.yaml"))
+    assert alone.outcomes["config"].kind == "unsupported"
+
+
+def test_search_r1_counts_sequences_in_a_mini_batch_and_turns_as_searches(tmp_path):
+    made = made_of(tmp_path, "s.sh", FILES["search.sh"])
+    assert made.base == "search_grpo"
+    _, c = config_of(made, tmp_path)
+    expected = {
+        "prompts_per_update": 8,  # 32 / 5 = 6.4 sequences; 8 divides 64
+        "group_size": 5, "env.most_searches": 3, "turns.most": 4, "turns.tokens": 100, "turns.observation_tokens": 80,
+        "rollout.max_completion_tokens": 4 * 100 + 3 * 80, "data.max_prompt_tokens": 300,
+        "env.url": "http://there:8000/retrieve", "env.corpus": "", "env.topk": 3, "kl.placement": "loss",
+        "kl.coef": 0.001, "rollout.top_p": 0.95, "entropy.coef": 0.001, "loss.delta": 0.0,
+    }  # fmt: skip
+    assert {name: c[name] for name in expected} == expected
+    assert "6.4 prompts" in made.outcomes[f"{ACTOR}ppo_mini_batch_size"].said
+    ppo = made_of(tmp_path, "p.sh", FILES["search_ppo.sh"])
+    _, c = config_of(ppo, tmp_path)
+    assert (ppo.base, c["kl.placement"], c["kl.estimator"], c["kl.coef"]) == ("search_ppo", "reward", "k1", 0.005)
+    assert (c["prompts_per_update"], c["critic.clip"], c["critic.warmup_steps"], c["advantage.lam"]) == (
+        32,
+        0.5,
+        0,
+        1.0,
+    )
+
+
+def test_a_yaml_file_of_trl_becomes_a_config_with_its_numbers(tmp_path):
+    made = made_of(tmp_path, "grpo.yaml", TRL_YAML)
+    _, c = config_of(made, tmp_path)
+    expected = {
+        "prompts_per_step": 32, "prompts_per_update": 16, "group_size": 4,  # 8 x 8 x 2 and 8 x 4 x 2 completions
+        "num_steps": 30, "microbatch": 4, "advantage.normalize": "none", "aggregate.mode": "constant",
+        "aggregate.constant_length": 200, "loss.clip_low": 0.2, "loss.clip_high": 0.28, "loss.delta": 0.0,
+        "kl.placement": "loss", "kl.coef": 0.02, "kl.weighted": True, "optim.decay": "cosine",
+        "optim.warmup_ratio": 0.1, "optim.b2": 0.999, "seed": 42, "eval.every": 0,
+        "reward.functions": ("math.accuracy", "my_rewards.my_bonus"), "reward.weights": (1.0, 0.5),
+    }  # fmt: skip
+    assert {name: c[name] for name in expected} == expected
+    assert made.outcomes["min_p"].kind == "unsupported" and made.outcomes["report_to"].kind == "no effect"
+    assert set(made.yours()) == {"data.source", "reward.functions"}
+    from_json = made_of(tmp_path, "grpo.json", json.dumps(keys_of(tmp_path, "again.yaml", TRL_YAML)))
+    assert from_json.fields() == made.fields()
+
+
+def test_a_script_of_trl_is_read_and_never_run(tmp_path):
+    made = made_of(tmp_path, "train.py", TRL_SCRIPT)
+    assert not (tmp_path / "ran").exists()
+    fields = made.fields()
+    assert fields["model.path"] == "Qwen/Qwen3-0.6B" and fields["optim.learning_rate"] == 5e-7
+    assert fields["reward.functions"] == ("my_rewards.short",) and "reward.functions" in made.yours()
+    assert (fields["loss.name"], fields["aggregate.mode"]) == ("gspo", "sequence_mean")
+    assert fields["num_steps"] == 50  # one update on a rollout
+    assert "someone/sums" in str(fields["data.source"]) + made.yours()["data.source"]
+    # What only running it would tell is the user's to set, and the default stands there meanwhile.
+    assert made.outcomes["per_device_train_batch_size"].kind == "unsupported"
+    assert "args.size" in made.yours()["prompts_per_step"] and fields["prompts_per_step"] == 2
+
+
+def test_ppo_of_trl_has_a_critic_and_its_schedule_counts_rollouts(tmp_path):
+    made = made_of(tmp_path, "ppo.sh", TRL_PPO)
+    _, c = config_of(made, tmp_path)
+    expected = {
+        "prompts_per_step": 128, "prompts_per_update": 64, "group_size": 1, "epochs": 4, "num_steps": 10,
+        "model.path": "someone/sft", "kl.placement": "reward", "kl.estimator": "k1", "kl.coef": 0.03,
+        "optim.warmup_steps": 24, "critic.optim.warmup_steps": 24, "critic.clip": 0.3, "critic.lam": 0.95,
+        "optim.learning_rate": 3e-6, "critic.optim.learning_rate": 3e-6, "rollout.temperature": 0.7,
+    }  # fmt: skip
+    assert {name: c[name] for name in expected} == expected
+    assert made.outcomes["reward_model_path"].kind == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("keys", "placement", "estimator", "kind"),
+    [
+        (dict(use_kl_loss=True, kl_loss_type="low_var_kl"), "loss", "k3", "mapped"),
+        (dict(use_kl_loss=True, kl_loss_type="mse"), "loss", "k2", "mapped"),
+        (dict(use_kl_loss=True, kl_loss_type="kl"), "loss", "k2", "changed"),  # its gradient has mean zero
+        (dict(use_kl_loss=True, kl_loss_type="k3+"), "loss", "k2", "changed"),
+        (dict(use_kl_loss=True, kl_loss_type="abs"), "none", "k3", "unsupported"),
+        (dict(use_kl_loss=False), "none", "k3", "mapped"),
+        (dict(use_kl_loss=False, reward=True, estimator="rloo"), "reward", "k1", "mapped"),
+        (dict(use_kl_loss=False, reward=True, estimator="grpo"), "loss", "k2", "changed"),
+        (dict(use_kl_loss=True, reward=True, estimator="rloo"), "loss", "k3", "mapped"),
+    ],
+)
+def test_the_kl_penalty_of_verl_has_its_place_and_estimator(keys, placement, estimator, kind):
+    given = {f"{ACTOR}{key}": value for key, value in keys.items() if "kl" in key}
+    given |= {"algorithm.use_kl_in_reward": keys.get("reward", False), "actor_rollout_ref.rollout.n": 4}
+    given["algorithm.adv_estimator"] = keys.get("estimator", "grpo")
+    made = translate(verl.VERL, given)
+    assert (made.fields()["kl.placement"], made.fields()["kl.estimator"]) == (placement, estimator)
+    assert made.outcomes[f"{ACTOR}use_kl_loss"].kind == kind
+    # Advantages of grpo would be divided by a deviation that the penalty is a part of; and it has one place.
+    expected = {"grpo": "changed", "rloo": "unsupported" if keys["use_kl_loss"] else "mapped"}
+    if "estimator" in keys:
+        assert made.outcomes["algorithm.use_kl_in_reward"].kind == expected[keys["estimator"]]
+
+
+@pytest.mark.parametrize(
+    ("system", "key", "value", "mode", "length"),
+    [
+        ("verl", f"{ACTOR}loss_agg_mode", "token-mean", "token_mean", 0),
+        ("verl", f"{ACTOR}loss_agg_mode", "seq-mean-token-mean", "sequence_mean", 0),
+        ("verl", f"{ACTOR}loss_agg_mode", "seq-mean-token-sum", "sequence_sum", 0),
+        ("verl", f"{ACTOR}loss_agg_mode", "seq-mean-token-sum-norm", "constant", 512),
+        ("easyr1", "worker.actor.loss_avg_mode", "seq", "sequence_mean", 0),
+        ("trl_grpo", "loss_type", "grpo", "sequence_mean", 0),
+        ("trl_grpo", "loss_type", "bnpo", "token_mean", 0),
+        ("trl_grpo", "loss_type", "dr_grpo", "constant", 512),
+        ("trl_grpo", "loss_type", "luspo", "sequence_sum", 0),
+    ],
+)
+def test_an_aggregation_has_our_name(system, key, value, mode, length):
+    fields = translate(SYSTEMS[system], {key: value}).fields()
+    assert (fields["aggregate.mode"], fields["aggregate.constant_length"]) == (mode, length)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("gae", "gae"), ("grpo", "grpo"), ("rloo", "rloo"), ("remax", "remax"), ("opo", "opo"),
+        ("reinforce_plus_plus", "reinforce_pp"), ("reinforce_plus_plus_baseline", "reinforce_pp_baseline"),
+    ],
+)  # fmt: skip
+def test_an_estimator_of_verl_has_our_name_and_passes_the_checks(value, name, tmp_path):
+    given = {"algorithm.adv_estimator": value, "actor_rollout_ref.rollout.n": 1 if value == "gae" else 4}
+    made = translate(verl.VERL, given | {"trainer.total_training_steps": 10})
+    text, c = config_of(made, tmp_path)
+    assert c["advantage.name"] == name
+    assert made.base == ("ppo" if value == "gae" else "grpo")
+    assert lint.lint(lint.load_text(text, CONFIGS), set(made.yours())).refused == ""
+
+
+@pytest.mark.parametrize("mode", verl.LOSSES)
+def test_a_loss_of_verl_has_our_name_and_passes_the_checks(mode, tmp_path):
+    given = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4, verl.MODE: mode}
+    made = translate(verl.VERL, given | {"trainer.total_training_steps": 10})
+    text, c = config_of(made, tmp_path)
+    assert c["loss.name"] == verl.LOSSES[mode][0]
+    assert lint.lint(lint.load_text(text, CONFIGS), set(made.yours())).refused == ""
+
+
+@pytest.mark.parametrize("mode", trl.LOSSES)
+def test_a_loss_of_trl_has_our_name_and_passes_the_checks(mode, tmp_path):
+    more = {"epsilon_high": 5.0} if mode == "cispo" else {}
+    made = translate(trl.GRPO, {"loss_type": mode, "max_steps": 10} | more)
+    text, c = config_of(made, tmp_path)
+    assert c["loss.name"] == trl.LOSSES[mode][0]
+    assert mode != "cispo" or c["loss.clip_high"] == 4.0  # TRL's is the bound itself
+    assert lint.lint(lint.load_text(text, CONFIGS), set(made.yours())).refused == ""
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_table_sets_fields_that_are_there_and_knows_its_defaults(name):
+    system = SYSTEMS[name]
+    there = set()
+    for base in ("ppo", "search_ppo"):
+        c = load(CONFIGS / f"{base}.py")
+        there |= set(checks.train_fields(c)) | set(flatten(c))
+    of_functions = ("advantage.", "loss.", "lora.")
+    values = (None, True, False, 0, 1, 8, 0.5, "", "gae", "cosine", [1, 2], {"a": 1}, "someone/thing")
+    for key in [*system.rules, *system.defaults]:
+        key = key.replace("[*][*]", "**").replace("*", "anything")
+        for value in (*values, system.defaults.get(key)):
+            try:
+                outcome = system.rule(key)(value, Keys({key: value}, system.defaults, rows=0, processes=0))
+            except (TypeError, ValueError, ArithmeticError, AttributeError):  # what `translate` reports: a wrong type
+                continue
+            assert isinstance(outcome, Outcome) and outcome.kind in KINDS
+            assert all(field in there or field.startswith(of_functions) for field in outcome.fields), outcome.fields
+            assert outcome.kind not in ("unsupported", "no effect") or outcome.said
+    keys = Keys({}, system.defaults, rows=0, processes=0)
+    for key, value in system.defaults.items():
+        assert "has no such key" not in system.rule(key)(value, keys).said, key
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("verl", f"{ACTOR} {ACTOR}optim. actor_rollout_ref.rollout. actor_rollout_ref.model. data. algorithm. critic. "
+                 "critic.optim. trainer. reward_model. reward."),
+        ("search_r1", f"{ACTOR} actor_rollout_ref.rollout. data. algorithm. retriever. trainer."),
+        ("easyr1", "worker.actor. worker.actor.optim. worker.rollout. worker.critic. worker.reward. data. algorithm. "
+                   "trainer."),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_of_any_section_is_named_and_not_taken_for_one_without_effect(name, sections):
+    system = SYSTEMS[name]
+    keys = [f"{section}surprise" for section in sections.split()]
+    made = translate(system, dict.fromkeys(keys, 1))
+    assert list(made.of_kind("unsupported")) == keys
+    assert all("has no such key, or this table does not know it" in one.said for one in made.outcomes.values())
+
+
+def test_epochs_become_steps_once_the_rows_are_known(tmp_path):
+    unknown = made_of(tmp_path, "e.yaml", EASYR1)
+    assert "num_steps" in unknown.yours()
+    known = made_of(tmp_path, "e.yaml", EASYR1, rows=1000)
+    assert known.fields()["num_steps"] == 3 * (1000 // 64) and "num_steps" not in known.yours()
+    passes = translate(trl.GRPO, {"num_train_epochs": 2, "per_device_train_batch_size": 8}, rows=100, processes=4)
+    assert passes.fields()["prompts_per_step"] == 4 and passes.fields()["num_steps"] == 50
+
+
+def test_a_command_of_trl_may_name_a_yaml_file(tmp_path):
+    write(tmp_path, "grpo.yaml", TRL_YAML)
+    keys = keys_of(tmp_path, "run.sh", "accelerate launch --num_processes=3 go.py --config grpo.yaml --beta 0.5\n")
+    assert (keys["beta"], keys["num_generations"], keys["accelerate.num_processes"]) == (0.5, 4, 3)
+    made = made_of(tmp_path, "cli.sh", "trl grpo --config nowhere.yaml --beta 0.5\n")
+    assert made.outcomes["config"].kind == "unsupported" and made.fields()["kl.coef"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("heading", "systems"),
+    [
+        ("TRL's GRPO", [trl.GRPO]),
+        ("TRL's PPO", [trl_ppo.PPO]),
+        ("veRL", [verl.VERL]),
+        ("EasyR1", [easyr1.EASYR1]),
+        ("Search-R1", [search_r1.SEARCH_R1]),
+    ],
+)
+def test_the_keys_in_the_docs_are_in_the_table(heading, systems):
+    text = (CONFIGS.parent / "docs" / "coming_from.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    first = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
+    names = [name for cell in first for name in re.findall(r"`([\w.*]+)`", cell)]
+    rules = [key for system in systems for key in system.rules]
+    assert len(names) > 8
+    for name in names:
+        end = name.replace(".*", ".").rstrip("*")
+        assert any(f".{rule}".endswith(f".{end}") or f".{end}" in f".{rule}" for rule in rules), name
+
+
+def test_a_shell_script_is_expanded_as_text():
+    [words] = shell.commands('A=1\nB="${A}2"\nC=(x y)\nC+=("z 1")\npython -m a.b k=$B l=${NO:-"$A"} "${C[@]}" # m=1\n')
+    assert words == ["python", "-m", "a.b", "k=12", "l=1", "x", "y", "z 1"]
+    [words] = shell.commands("N=3; M=$(( N * 2 + 1 ))\npython -m a k=$M l=$((N / 2)) u=$UNSET v=$(date +%s) $@")
+    assert words[3:5] == ["k=7", "l=1"]
+    parsed = {k: shell.value_of(v, str) for k, v in shell.overrides(words).items()}
+    assert isinstance(parsed["u"], Unread) and isinstance(parsed["v"], Unread)
+    assert not isinstance(shell.value_of("${a.b}", str), Unread)  # of Hydra, not of the shell
+    assert shell.flags(["--a-b", "1", "--c", "--d=x", "--e", "1", "2"]) == {
+        "a_b": "1", "c": "True", "d": "x", "e": ["1", "2"],
+    }  # fmt: skip
+
+
+def test_a_reference_to_another_key_has_its_value(tmp_path):
+    keys = keys_of(
+        tmp_path,
+        "v.yaml",
+        "data: {max_response_length: 77}\nactor_rollout_ref:\n"
+        "  actor: {ppo_mini_batch_size: 16, a: '${.ppo_mini_batch_size}', b: '${oc.select:no.x,5}'}\n"
+        "  rollout: {response_length: '${data.max_response_length}', c: 'x-${data.max_response_length}',"
+        " d: '${no.x}'}\n",
+    )
+    assert keys[f"{ACTOR}a"] == 16 and keys[f"{ACTOR}b"] == 5
+    assert keys["actor_rollout_ref.rollout.response_length"] == 77 and keys["actor_rollout_ref.rollout.c"] == "x-77"
+    assert isinstance(keys["actor_rollout_ref.rollout.d"], Unread)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "- 1\n- 2\n", "no mapping"),
+        ("a.yaml", "a: [1\n", "cannot be parsed"),
+        ("a.json", "{", "cannot be parsed"),
+        ("a.yaml", "colour: red\nshape: round\n", "none of TRL, veRL, EasyR1 and Search-R1"),
+        ("a.yaml", '"learning_rate: 1\\nimport os #": 2\n', "is no name"),
+        ("a.py", "import os\n", "no GRPOConfig or PPOConfig"),
+        ("a.py", "DPOConfig()\n", "DPOConfig, which is not translated"),
+        ("a.py", "def (\n", "no Python"),
+        ("a.py", "GRPOConfig(beta=1)\nGRPOConfig(beta=2)\n", "2 configs, at lines 1, 2"),
+        ("a.sh", "echo hello\n", "no training command"),
+        ("a.sh", 'echo "hello\n', "has no end"),
+        ("a.sh", "python -m verl.trainer.main_ppo trainer.nnodes=1\n" * 2, "2 training commands"),
+        ("a.yaml", "num_generations: many\nbeta: 0.1\n", "cannot be translated"),
+        ("a.yaml", "num_generations: 0\nbeta: 0.1\n", "cannot be translated"),
+    ],
+)
+def test_a_wrong_file_gives_one_line(tmp_path, name, text, words):
+    with pytest.raises(UserError, match=words) as error:
+        made_of(tmp_path, name, text)
+    assert "\n" not in str(error.value)
+
+
+def test_text_of_a_file_never_becomes_code(tmp_path):
+    ran = tmp_path / "ran"
+    evil = f'"""\nopen({str(ran)!r}, "w")\n"""'
+    given = {"model_name_or_path": f"a/b{evil}", "reward_funcs": [evil], "system_prompt": evil, "max_steps": 4}
+    file = tmp_path / 'x""" + print(1) + """.json'
+    file.write_text(json.dumps(given))
+    source = readers.read(file)
+    made = translate(source.system, source.keys)
+    base = lint.load_base(made.base, CONFIGS)
+    text = writer.source(made, base, CONFIGS, file, Path("configs/mine.py"))
+    assert lint.load_text(text, CONFIGS).model.path == given["model_name_or_path"]
+    assert not ran.exists()
+
+
+def test_the_program_writes_a_config_prints_the_table_and_what_the_doctor_says(tmp_path, capsys):
+    (tmp_path / "configs").mkdir()
+    for name in ("grpo.py", "ppo.py", "search_grpo.py"):
+        write(tmp_path / "configs", name, (CONFIGS / name).read_text())
+    many = VERL.replace("ppo_mini_batch_size=32", "ppo_mini_batch_size=8")
+    to = tmp_path / "configs" / "mine.py"
+    assert program.run(write(tmp_path, "run.sh", many), to, 0, 0) == 0
+    said = capsys.readouterr().out
+    assert "run.sh: 25 keys of veRL (0.9.1)" in said and "mapped" in said and "unsupported" in said
+    assert "the checks pass" in said and "16 updates on a rollout, more than 4" in said
+    assert "the rule learning_rate needs config.json of Qwen/Qwen2.5-0.5B-Instruct" in said
+    c = load(to)
+    checks.check_train(c.lock())
+    assert c.prompts_per_update == 8
+    with pytest.raises(UserError, match="this one is there"):
+        program.run(tmp_path / "run.sh", to, 0, 0)
+    with pytest.raises(UserError, match="--processes"):
+        program.run(tmp_path / "run.sh", None, 0, 8)
+    with pytest.raises(UserError, match=r"has no grpo\.py"):
+        program.run(tmp_path / "run.sh", tmp_path / "mine.py", 0, 0)
+
+
+def test_a_translation_that_the_checks_refuse_says_why_and_is_written_all_the_same(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    alone = VERL.replace("rollout.n=4", "rollout.n=1")  # a group of one has no advantage
+    assert program.run(write(tmp_path, "run.sh", alone), None, 0, 0) == 1
+    said = capsys.readouterr().out
+    assert "the checks refuse it: config.group_size = 1: advantage 'grpo' compares the members of a group" in said
+    assert "c.group_size = 1" in said
+
+
+def test_a_model_that_is_here_is_looked_at_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    here = VERL.replace("Qwen/Qwen2.5-0.5B-Instruct", "jaxrl_llm/assets/arithmetic").replace("lr=3e-6", "lr=3e-3")
+    program.run(write(tmp_path, "run.sh", here), None, 0, 0)
+    said = capsys.readouterr().out
+    assert "optim.learning_rate = 0.003 is 0.0004 or more" in said and "is not here" not in said
