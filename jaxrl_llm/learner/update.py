@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +128,7 @@ def policy_objective(
     correct = correct or make_importance_weights()
 
     def objective(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[Array, Metrics]:
+        load: Any  # its place among the metrics is that of an array
         if routed:
             (logprobs, entropy), load = completion_logprobs_and_load(model, params, batch, sampling)
         else:
@@ -274,7 +275,7 @@ def make_gradient(
             per_token, metrics = objective(combine(base, params), part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
             shares = jnp.where(part.loss_mask, shares, 0.0)  # a part of a group counts only its own tokens
-            load = metrics.pop(LOAD, None)
+            load: Any = metrics.pop(LOAD, None)
             metrics = {name: reduce(name, x, shares) for name, x in metrics.items()}
             if load is not None and BALANCE in coefs:
                 balance = coefs[BALANCE] * balance_loss(load, whole or jax.lax.stop_gradient(load))

@@ -39,7 +39,7 @@ def _forward(rows: Array, kernels: Array, sizes: Array, precision: Any) -> tuple
     return grouped_matmul(rows, kernels, sizes, precision), (rows, kernels, sizes)
 
 
-def _backward(precision: Any, saved: tuple[Array, ...], gradients: Array) -> tuple[Array, Array, None]:
+def _backward(precision: Any, saved: tuple[Array, ...], gradients: Array) -> tuple[Any, Any, None]:
     rows, kernels, sizes = saved
     of_rows = grouped_matmul(gradients, jnp.swapaxes(kernels, 1, 2), sizes, precision)
     on_tpu = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_OF_KERNELS, precision=precision)
