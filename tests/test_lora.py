@@ -70,7 +70,7 @@ def test_the_scale_is_alpha_over_the_rank_or_over_its_root(rs, scale):
     assert lora_of(tiny.model_and_params()[0], rs=rs).scale == scale
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_policy_with_new_adapters_says_exactly_what_its_base_says(dtype):
     model, params = tiny.model_and_params(dataclasses.replace(tiny.CONFIG, dtype=dtype))
     lora, base = lora_of(model), model.as_used(params)
@@ -157,6 +157,7 @@ def test_adapters_are_sharded_as_their_kernels_and_saved_whole(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, peft.load(tmp_path / "adapter", lora), sharding.to_host(adapters))
 
 
+@pytest.mark.slow
 def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
     """Of a model that is mostly embedding and head: a gradient of the head would double what is needed."""
     config = dataclasses.replace(tiny.CONFIG, layers=1, vocab_size=65_536)

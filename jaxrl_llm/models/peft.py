@@ -28,12 +28,17 @@ from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.structs import PyTree
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# What PEFT can do to adapters and we cannot -> the value with which it does nothing.
-OTHERS = {
-    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False, None), "modules_to_save": (None, []),
-    "layers_to_transform": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}),
-    "fan_in_fan_out": (False, None), "trainable_token_indices": (None, []), "lora_bias": (False, None),
-}  # fmt: skip
+# What PEFT can do to adapters and we cannot. Without value or empty, each does nothing.
+OTHERS = (
+    "alpha_pattern",
+    "fan_in_fan_out",
+    "layers_to_transform",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "trainable_token_indices",
+    "use_dora",
+)
 
 
 def make_lora(
@@ -123,9 +128,10 @@ def load(folder: Path, lora: Lora) -> PyTree:
     Raises: UserError, if they are of another kind or shape, or if the config describes others.
     """
     found = read_config(folder, SETTINGS)
-    for name, idle in OTHERS.items():
-        if name in found and found[name] not in idle:
-            raise UserError(f"{folder / SETTINGS}: {name} is {found[name]!r}, which is not supported: use plain LoRA")
+    idle = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(OTHERS)
+    for name, value in idle.items():
+        if (there := found.get(name, value)) and there != value:
+            raise UserError(f"{folder / SETTINGS}: {name} is {there!r}, which is not supported: use plain LoRA")
     ours = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rs}
     for (key, value), field in zip(ours.items(), ("rank", "alpha", "rs"), strict=True):
         if (there := found.get(key, False)) != value:
