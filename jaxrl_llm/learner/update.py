@@ -103,7 +103,8 @@ def coefficients(optimizer: Optimizer, coef_state: PyTree) -> Metrics:
 LOAD = "router/load"
 BALANCE = "router/balance_coef"  # the coefficient of the load-balance loss, which is no loss of a single token
 
-Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, Metrics]]
+# The metrics are arrays [B, G, C], and the `Load` of experts.
+Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, dict[str, Any]]]
 GradientFn: TypeAlias = Callable[[PyTree, Batch, Metrics, PyTree], tuple[PyTree, Metrics]]
 
 
@@ -163,7 +164,7 @@ def policy_objective(
         if "entropy/coef" in coefs:
             loss = loss - coefs["entropy/coef"] * entropy
             metrics |= {"loss/entropy": -coefs["entropy/coef"] * entropy}
-        return loss, metrics if load is None else metrics | {LOAD: load}
+        return loss, metrics | ({} if load is None else {LOAD: load})
 
     return objective
 
@@ -269,9 +270,9 @@ def make_gradient(
         # Before the split into micro-batches, because the denominators count the whole update.
         weights = aggregate(batch.loss_mask)
         shares = aggregation_weights(batch.loss_mask, mode="token_mean")
-        whole = whole_load(objective, params, batch, coefs, microbatch=microbatch, mesh=mesh)
+        whole = whole_load(objective, combine(base, params), batch, coefs, microbatch=microbatch, mesh=mesh)
 
-        def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, Metrics]:
+        def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, dict[str, Any]]:
             per_token, metrics = objective(combine(base, params), part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
             shares = jnp.where(part.loss_mask, shares, 0.0)  # a part of a group counts only its own tokens
