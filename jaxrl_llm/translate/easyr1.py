@@ -76,7 +76,7 @@ def data(section: str, split: str) -> Rule:
                 "changed", {f"{section}.source": "my_data.rows"}, "", {f"{section}.source": "a file with rows"}
             )
         name, _, given = str(value).partition("@")
-        return ours.dataset(section, name, given or split, convert=True)
+        return ours.dataset(section, name, given or split)
 
     return rule
 

@@ -7,25 +7,21 @@ from typing import Any
 
 from jaxrl_llm.translate.outcome import Outcome
 
-# Whether this package reads rows by their columns and data sets of the hub, has the graders of the other trainers, and
-# trains adapters.
-FORMATS = find_spec("jaxrl_llm.data.formats") is not None
-GRADERS = find_spec("jaxrl_llm.rewards.easyr1") is not None
-ADAPTERS = find_spec("jaxrl_llm.models.peft") is not None
-
 ACCURACY = "math.accuracy"
 SEARCH = "search.exact_match"
 STAND_IN = "arithmetic.accuracy"  # for a reward function of the user, while the rest of a config is checked
 # Reward functions of TRL and open-r1, by the names that their command lines and scripts use.
-REWARDS = {"accuracy": ACCURACY, "accuracy_reward": ACCURACY, "reasoning_accuracy_reward": ACCURACY}
-OF_EASYR1 = {"math.py": ACCURACY}  # the files of its examples that have a counterpart
-if GRADERS:
-    REWARDS |= {"think_format_reward": "format.think", "format": "format.think_answer"}
-    OF_EASYR1 = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}
+REWARDS = {
+    "accuracy": ACCURACY,
+    "accuracy_reward": ACCURACY,
+    "reasoning_accuracy_reward": ACCURACY,
+    "think_format_reward": "format.think",
+    "format": "format.think_answer",
+}
+OF_EASYR1 = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}  # the files of its examples that have a counterpart
 
 PARQUET = "verl.convert"  # rows of veRL: prompt, reward_model.ground_truth
 OF_SEARCH_R1 = "search_r1.convert"
-CONVERT = "a function that returns {prompt: ..., answer: ...} of a row, and does what the file's format says"
 FILES = (".parquet", ".json", ".jsonl", ".csv")
 
 
@@ -49,6 +45,12 @@ def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None
     }
 
 
+def reward_model(path: str, said: str) -> Outcome:
+    """Returns what a reward model becomes. said: what differs from the other trainer."""
+    fields = {"reward_model.path": path, "reward_model.weight": 1.0}
+    return Outcome("changed", fields, f"{said}; its tokenizer must number the policy's tokens alike (docs/rewards.md)")
+
+
 def custom_reward(path: str, function: str, signature: str) -> Outcome:
     """Returns what a reward function in a file becomes: the user must adapt it."""
     why = (
@@ -61,7 +63,7 @@ def custom_reward(path: str, function: str, signature: str) -> Outcome:
 
 def by_data_source(files: Any) -> Outcome:
     """Returns veRL's own reward, which the column data_source of the rows selects. files: of the training data."""
-    name = "gsm8k.accuracy" if GRADERS and "gsm8k" in str(files) else ACCURACY
+    name = "gsm8k.accuracy" if "gsm8k" in str(files) else ACCURACY
     return Outcome(
         "changed", reward_fields((name,)), "the column data_source selects a function there, the config here"
     )
@@ -72,52 +74,34 @@ def of_easyr1(path: str, function: str, signature: str) -> Outcome:
     folder, _, file = path.rpartition("/")
     if file not in OF_EASYR1 or not folder.endswith(("reward_function", "score_function")):
         return custom_reward(path, function, signature)
-    if GRADERS:
-        return Outcome("mapped", reward_fields((OF_EASYR1[file],)))
-    said = "0.9 x accuracy + 0.1 x format there; here the accuracy alone"
-    return Outcome("changed", reward_fields((OF_EASYR1[file],)), said)
+    return Outcome("mapped", reward_fields((OF_EASYR1[file],)))
 
 
-def dataset(section: str, name: str, split: str, *, convert: bool = False) -> Outcome:
-    """Returns what a file or a data set of the hub becomes.
-
-    section: "data" or "eval"; convert: whether its rows need a function, if this package does not read them.
-    """
+def dataset(section: str, name: str, split: str) -> Outcome:
+    """Returns what a file or a data set of the hub becomes; section: "data" or "eval"."""
     source, function = f"{section}.source", f"{section}.convert"
-    needed = convert and not FORMATS
-    fields = {source: name, function: "my_data.convert" if needed else ""}
-    yours = {function: CONVERT} if needed else {}
     if name.endswith(FILES):
-        return Outcome("mapped", fields, "", yours)
-    folder = f"data/{name.split('/')[-1]}"
-    fetch = f"hf download {name} --repo-type dataset --local-dir {folder}, and name its files"
-    if FORMATS:
-        needs = {} if find_spec("datasets") else {source: f"pip install 'jaxrl_llm[hub]', or {fetch}"}
-        return Outcome("mapped", fields | {source: f"{name}@{split}"}, "", yours | needs)
-    return Outcome("changed", fields | {source: f"{folder}/**/{split}*.parquet"}, "", {source: fetch} | yours)
+        return Outcome("mapped", {source: name, function: ""})
+    fetch = f"hf download {name} --repo-type dataset --local-dir data/{name.split('/')[-1]}, and name its files"
+    needs = {} if find_spec("datasets") else {source: f"pip install 'jaxrl_llm[hub]', or {fetch}"}
+    return Outcome("mapped", {source: f"{name}@{split}", function: ""}, "", needs)
 
 
 def column(field: str, value: str, usual: str) -> Outcome:
     """Returns what the name of a column becomes. usual: the name that needs no field."""
     if value == usual:
         return Outcome("no effect", said="the column has this name here too")
-    if FORMATS:
-        return Outcome("mapped", {field: value, "data.convert": ""})
-    return Outcome("unsupported", said=f"the column is called {usual} here: rename it with data.convert")
+    return Outcome("mapped", {field: value, "data.convert": ""})
 
 
 def template(value: str) -> Outcome:
     """Returns what a template around the question becomes."""
-    if FORMATS:
-        why = f"a copy of {value}, or the template itself"
-        return Outcome("mapped", {"data.format_prompt": value}, "", {"data.format_prompt": why})
-    return Outcome("unsupported", said="a template around the question: write it into data.convert")
+    why = f"a copy of {value}, or the template itself"
+    return Outcome("mapped", {"data.format_prompt": value}, "", {"data.format_prompt": why})
 
 
 def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False) -> Outcome:
     """Returns what an adapter becomes. targets: "all-linear", names of modules, or None for PEFT's own choice."""
-    if not ADAPTERS:
-        return Outcome("unsupported", said="there is no LoRA here: all parameters are trained")
     said = ""
     if targets is None:
         targets, said = ["q_proj", "v_proj"], "PEFT chooses the modules by the model's family; for most, these two"

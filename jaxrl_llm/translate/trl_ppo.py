@@ -82,11 +82,9 @@ def with_critic(rule: Rule) -> Rule:
 
 def reward_model(value: Any, keys: Keys) -> Outcome:
     """A learned reward."""
-    why = "a reward model: write it as a reward function"
-    yours = {"reward.functions": why, "eval.function": why}
-    fields = ours.reward_fields(("my_rewards.score",))
-    said = f"reward model {value}: write it as a reward function (docs/rewards.md)"
-    return Outcome("unsupported", fields, said, yours)
+    made = ours.reward_model(str(value), "it reads prompt and completion as the policy does")
+    yours = {"eval.function": "a reward function that judges the evaluation, or eval.every = 0"}
+    return Outcome(made.kind, made.fields | {"reward.functions": (), "reward.weights": ()}, made.said, yours)
 
 
 OPTIMIZER = (

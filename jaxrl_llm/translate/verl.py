@@ -122,7 +122,11 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
     """A learned reward."""
     if not value:
         return Outcome("no effect", said="it is off")
-    return Outcome("unsupported", said="a reward model: write it as a reward function (docs/rewards.md)")
+    path = keys.given.get("reward_model.model.path") or keys.given.get("reward.reward_model.model_path")
+    if not path:
+        return Outcome("unsupported", said="the file names no folder of the reward model: set reward_model.path")
+    said = "its score is added to the rewards of reward.functions; veRL takes it alone: set them to ()"
+    return ours.reward_model(str(path), said)
 
 
 def reward_coef(value: Any, keys: Keys) -> Outcome:

@@ -14,7 +14,7 @@ from jaxrl_llm.structs import Config
 from jaxrl_llm.translate.outcome import KINDS, Outcome, Translation
 
 WIDTH = 119
-WHOLE = ("advantage", "loss", "lora")  # sections that are the arguments of one function: written as one line
+WHOLE = ("advantage", "loss", "lora", "reward_model")  # sections that are written as one line
 ALGORITHM = {
     "grpo": "GRPO",
     "ppo": "PPO",
@@ -122,7 +122,7 @@ def _written(made: Translation, base: Config, folder: Path) -> dict[str, Any]:
 def _lines(made: Translation, name: str, fields: dict[str, Any]) -> list[str]:
     """Returns the line of a field with its comments. The first field of a section in WHOLE has the whole section."""
     section = name.split(".")[0]
-    if section in WHOLE and (f"{section}.name" in fields or section == "lora"):
+    if section in WHOLE and (f"{section}.name" in fields or section in ("lora", "reward_model")):
         names = [other for other in fields if other.startswith(f"{section}.")]
         if name != names[0]:
             return []
