@@ -63,14 +63,17 @@ def card(workdir: Path, config: Config, began_with: Mapping[str, str], step: int
 
 def _head(name: str, config: Config, accuracy: Sequence[float]) -> str:
     """Returns the metadata that a hub reads."""
-    result = EvalResult(
-        task_type="text-generation",
-        dataset_type="custom",
-        dataset_name=_plain(config.eval.source),
-        metric_type="accuracy",
-        metric_value=round(accuracy[-1], 4),
-        metric_name=config.eval.function,
-    ) if accuracy else None  # fmt: skip
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="custom",
+            dataset_name=_plain(config.eval.source),
+            metric_type="accuracy",
+            metric_value=round(value, 4),
+            metric_name=config.eval.function,
+        )
+        for value in accuracy[-1:]
+    ]
     path = config.model.path
     made = ModelCardData(
         model_name=name,
@@ -78,7 +81,7 @@ def _head(name: str, config: Config, accuracy: Sequence[float]) -> str:
         pipeline_tag="text-generation",
         tags=["jaxrl_llm", *(["reinforcement-learning", config.advantage.name] if "loss" in config else ["sft"])],
         base_model=path if path.count("/") == 1 and not Path(path).exists() else None,  # an id of a hub
-        eval_results=[result] if result else None,
+        eval_results=results or None,
     )
     return made.to_yaml().strip()
 
