@@ -28,9 +28,10 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward, head
-from jaxrl_llm.models import hf, hf_export, rope
+from jaxrl_llm.models import hf, hf_export, names, rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.structs import Batch, Prompts
 
 REFERENCES = Path(__file__).parent / "references"
@@ -335,6 +336,15 @@ def test_load_save_load_is_identical(loaded, mesh, tmp_path):
     model, params = load(saved, mesh)
     assert model.cfg == loaded.model.cfg
     assert_trees_equal(params, loaded.params)
+
+
+def test_weights_that_are_pushed_to_vllm_have_the_names_and_values_of_the_file(loaded, tmp_path):
+    with (tmp_path / "pushed").open("wb") as file:
+        weights.write_stream(file, loaded.params, names.of_family(loaded.model.cfg.family), np.float32)
+    pushed, stored = load_file(tmp_path / "pushed"), tensors_of(loaded.folder)
+    assert pushed.keys() == stored.keys()
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(pushed[name], tensor)
 
 
 def test_a_saved_folder_has_the_parameters_given_and_not_the_source_s(loaded, mesh, tmp_path):
