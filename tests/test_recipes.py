@@ -107,6 +107,23 @@ def test_the_countdown_recipe_runs_end_to_end(qwen, tmp_path):
     assert last["reward/countdown.accuracy"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t4", "v5e_1"])
+def test_the_recipes_with_lora_run_end_to_end(name, qwen, tmp_path):
+    rows = [{"question": q, "answer": a} for q, a in PROBLEMS]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    small = [
+        f"--config.model.path={qwen}", f"--config.data.source={tmp_path}/rows.parquet", "--config.num_steps=1",
+        f"--config.eval.source={tmp_path}/rows.parquet", "--config.prompts_per_step=4", "--config.prompts_per_update=4",
+        "--config.group_size=2", "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=0",
+        "--config.mesh.fsdp=1", "--config.mesh.data=1", "--config.engine.max_sequences=0", "--config.lora.rank=2",
+    ]  # fmt: skip
+    result = run(tmp_path / "run", *small, config=f"configs/recipes/qwen2_5_0_5b_gsm8k_lora_{name}.py")
+    assert result.returncode == 0, result.stderr
+    assert "reward/math.accuracy" in records(tmp_path / "run")[-1]
+    assert {"hf", "adapter"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
 def run_tiny(name: str, qwen: Path, workdir: Path, *more: str) -> dict:
     """Runs one step of a recipe with the files of `workdir`, and returns its record."""
     small = [

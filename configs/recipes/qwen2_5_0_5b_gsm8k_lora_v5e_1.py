@@ -1,0 +1,21 @@
+"""GRPO with LoRA on GSM8K with Qwen2.5-0.5B-Instruct, for one TPU chip v5e. It changes the recipe for a T4.
+
+python -m jaxrl_llm.train --config configs/recipes/qwen2_5_0_5b_gsm8k_lora_v5e_1.py --workdir runs/gsm8k_lora
+
+Full fine-tuning of this batch takes 76 % of the chip (docs/plan.md, row v5e:1x1). With LoRA it is not planned yet:
+python -m jaxrl_llm.plan --config configs/recipes/qwen2_5_0_5b_gsm8k_lora_v5e_1.py --topology v5e:1x1 \
+  --config.model.path=jaxrl_llm/assets/qwen2_5_0_5b
+
+Expected: as the recipe for a T4. tests/test_recipes.py runs this file with a small model of the same architecture.
+"""
+
+import qwen2_5_0_5b_gsm8k_lora_t4
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = qwen2_5_0_5b_gsm8k_lora_t4.get_config()
+    c.model.dtype = "bfloat16"
+    c.model.row_parts = 1
+    c.engine.max_sequences = 0
+    return c
