@@ -35,19 +35,25 @@ def right(completions: list, answer: list, **_: object) -> list[float]:
     return scores
 
 
+def random_model(folder: Path, name: str, sizes: dict[str, int]) -> Path:
+    """A folder with random weights of a family's reference, `sizes` apart, and the embedded tokenizer."""
+    embedded = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
+    shutil.copytree(embedded, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    of_family, of_task = (json.loads((where / "config.json").read_text()) for where in (REFERENCES / name, embedded))
+    tokens = {key: of_task[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+    (folder / "config.json").write_text(json.dumps(of_family | tokens | sizes))
+    made = folder.with_name("model")
+    hf_export.save(made, hf.load_model(folder).init(jax.random.key(0)), folder)
+    return made
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_window", "llama", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"])
 def test_a_run_of_grpo_on_the_embedded_prompts_improves_a_model_of_every_family(name, tmp_path):
-    embedded, source = ROOT / "jaxrl_llm" / "assets" / "arithmetic", tmp_path / "source"
-    shutil.copytree(embedded, source, ignore=shutil.ignore_patterns("*.safetensors"))
-    of_family, of_task = (json.loads((folder / "config.json").read_text()) for folder in (REFERENCES / name, embedded))
-    tokens = {key: of_task[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
-    (source / "config.json").write_text(json.dumps(of_family | tokens))
-    hf_export.save(tmp_path / "model", hf.load_model(source).init(jax.random.key(0)), source)
-
+    model = random_model(tmp_path / "source", name, {})
     config = load(ROOT / "configs" / "grpo.py")
-    config.update_from_flattened_dict(SETTINGS | {"model.path": str(tmp_path / "model")})
-    with_experts = hf.load_model(source).cfg.mixture is not None
+    config.update_from_flattened_dict(SETTINGS | {"model.path": str(model)})
+    with_experts = hf.load_model(model).cfg.mixture is not None
     if with_experts:
         config.router = ConfigDict(dict(balance_coef=1e-3))
     records = list(steps(config, tmp_path / "run"))

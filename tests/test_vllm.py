@@ -25,6 +25,7 @@ from safetensors.numpy import load_file, save_file
 from test_distributed import CONFIGS, Processes
 from test_distributed import TINY as FEW_STEPS
 from test_episodes import Echo
+from test_families import random_model
 from test_train import ROOT, beginning, log_of, records, run, start, wait_for_step
 
 from jaxrl_llm import sharding
@@ -35,6 +36,7 @@ from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.samples import episodes
 from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
@@ -53,6 +55,12 @@ ARGUMENTS = (
     "256",
 )
 LENGTH, B, G = 12, 64, 8
+SERVED = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}  # that vLLM knows
 KEY = jax.random.key(3)
 TINY = [
     "--config.prompts_per_step=16", "--config.prompts_per_update=16", "--config.group_size=4", "--config.eval.every=0",
@@ -85,8 +93,8 @@ def pick(group: int, what: str) -> int:
 
 
 @contextmanager
-def serving(log: Path, *extra: str, dtype: str = "float32") -> Iterator[ManagedServer]:
-    server = ManagedServer(PYTHON, FOLDER, dtype=dtype, max_model_len=32, log=log, extra=(*ARGUMENTS, *extra))
+def serving(log: Path, *extra: str, dtype: str = "float32", folder: Path = FOLDER) -> Iterator[ManagedServer]:
+    server = ManagedServer(PYTHON, folder, dtype=dtype, max_model_len=32, log=log, extra=(*ARGUMENTS, *extra))
     try:
         yield server
     finally:
@@ -163,10 +171,17 @@ def prompts():
     return data.make_prompts(dataset, range(B), PAD)
 
 
-def gap(params: PyTree, prompts, rollouts: Rollouts, sampling: Sampling | None = None, of: Callable = np.max) -> float:
+def gap(
+    params: PyTree,
+    prompts,
+    rollouts: Rollouts,
+    sampling: Sampling | None = None,
+    of: Callable = np.max,
+    model: Decoder = MODEL,
+) -> float:
     """The largest difference to the trainer's log-probabilities, or what `of` makes of all of them."""
     batch = Batch(prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
-    score = forward.make_logprob_fn(MODEL, sampling or Sampling(), sharding.make_mesh(data=1, fsdp=2, tensor=2), 0)
+    score = forward.make_logprob_fn(model, sampling or Sampling(), sharding.make_mesh(data=1, fsdp=2, tensor=2), 0)
     return float(of(np.abs(np.asarray(score(params, batch)) - rollouts.logprobs)[rollouts.loss_mask]))
 
 
@@ -194,6 +209,19 @@ def test_what_is_sampled_is_what_the_trainer_scores_whatever_was_pushed(server, 
         again, other = sample(engine, prompts), sample(engine, prompts, jax.random.key(4))
         assert same(again, sample(engine, prompts)) > 0.98
         assert same(again, other) < 0.9
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3_text", "qwen3_moe"])
+def test_a_server_samples_from_pushed_weights_of_every_family(name, prompts, tmp_path):
+    folder = random_model(tmp_path / "source", name, SERVED)
+    model, mesh = hf.load_model(folder), sharding.make_mesh(data=1, fsdp=2, tensor=2)
+    params = jax.tree.map(lambda x: x * 3, hf.load_params(folder, model, mesh))  # so that the softmax is not flat
+    with (
+        serving(tmp_path / "vllm.log", folder=folder) as live,
+        connected(live, tmp_path=tmp_path, model=model.cfg) as engine,
+    ):
+        engine.update_weights(params, 1)
+        assert gap(params, prompts, sample(engine, prompts, group_size=2), model=model) < 1e-3
 
 
 def test_episodes_of_several_turns_are_sampled_as_the_trainer_scores_them(server, params, prompts, tmp_path):
