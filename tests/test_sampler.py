@@ -57,7 +57,7 @@ def test_tokens_that_are_decoded_in_pieces_have_the_states_of_a_pass_over_all():
     (prompts, mask), tokens = tiny.prompts(), jnp.asarray(tiny.batch().completions)
     places = jnp.broadcast_to(jnp.arange(tiny.C), tokens.shape)
     _, prefix = jax.jit(model.prefill)(params, prompts, mask)
-    whole = jax.jit(model.extend)(params, prefix, mask, tokens, places, jnp.ones_like(tokens))
+    whole, _ = jax.jit(model.extend)(params, prefix, mask, tokens, places, jnp.ones_like(tokens))
     params = model.unstack(params)
     _, prefix = jax.jit(model.prefill)(params, prompts, mask)
     empty = jnp.zeros((tiny.B, config.kv_heads, tiny.G, tiny.C, config.head_dim))
