@@ -18,8 +18,7 @@ from jaxrl_llm.structs import Config
 # (width 128) is stable at 4e-4, oscillates at 1e-3 and is ruined at 3e-3 (docs/health.md). The bound is proportional
 # to 1 / width, as Adam's rate for a matrix should be (arXiv 2203.03466).
 RATE, WIDTH = 5e-5, 1024
-# Factor for adapters: configs/lora.py has 1e-3 at width 128. Their best rate is about ten times that of full
-# fine-tuning (docs/lora.md).
+# Factor for adapters: the embedded model is stable at 4e-3 and ruined at 1e-2 (docs/lora.md).
 ADAPTERS = 10
 SUPERVISED = 10  # factor for fixed targets, in sft and for a critic: configs/sft.py has 2e-3 at width 128
 UPDATES, UPDATES_WITH_CRITIC = 4, 16  # per rollout; more give a warning
