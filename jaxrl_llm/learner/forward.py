@@ -52,7 +52,7 @@ def over_rows(
         rows, collect = _rows(batch, index), partial(_load, _trained(batch, index))
         prompt_hidden, hidden, load = model.forward(params, batch.prompts, batch.prompt_mask, *rows, collect)
         first = last_state(prompt_hidden, batch.prompt_mask)
-        return of_rows(first, hidden, rows), load
+        return _in_order(of_rows(first, hidden, rows), index, batch), load
     prompt_hidden, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
     # Their gradients are sums over the parts, which must happen in float32.
     first, prefix = jax.tree.map(jnp.float32, (last_state(prompt_hidden, batch.prompt_mask), prefix))
