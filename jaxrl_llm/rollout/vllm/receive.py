@@ -123,7 +123,7 @@ def load(file: Any, model: torch.nn.Module, model_config: Any, device: torch.dev
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name in file.keys():  # noqa: SIM118, not a dict
             yield name, file.get_tensor(name)
-        # vLLM's CPU linear layers keep a packed copy. Without this, a tied head keeps its old one. (Gemma 2 has no head.)
+        # vLLM's CPU linear layers keep a packed copy. Without this, a tied head keeps its old one. Gemma 2 has no head.
         tied = getattr(model_config.hf_config, "tie_word_embeddings", False) and hasattr(model, "lm_head")
         if tied and device.type == "cpu":
             yield "lm_head.weight", file.get_tensor("model.embed_tokens.weight")
