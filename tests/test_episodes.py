@@ -236,7 +236,14 @@ def records(workdir: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith("time/") and k != "tokens_per_second"} for line in lines]
 
 
-@pytest.mark.parametrize("changes", [{}, {"rollout.max_lag": 1}, {"rollout.resample_rounds": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"rollout.max_lag": 1}, marks=pytest.mark.slow),
+        pytest.param({"rollout.resample_rounds": 1}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_with_an_environment_trains_evaluates_and_resumes_bit_for_bit(changes, tmp_path):
     for _ in steps(config_with_turns(**changes), tmp_path / "whole"):
         pass
@@ -378,7 +385,14 @@ def test_the_ids_of_a_thousand_episodes_are_those_that_were_sampled_and_never_en
     np.testing.assert_allclose(rollouts.logprobs[rollouts.loss_mask], found[rollouts.loss_mask], atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"microbatch": 2}, {"model.row_parts": 2}, {"mesh.data": 2, "mesh.fsdp": 4}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"microbatch": 2, "mesh.data": 2, "mesh.fsdp": 1},
+        pytest.param({"model.row_parts": 2}, marks=pytest.mark.slow),
+        pytest.param({"mesh.data": 2, "mesh.fsdp": 4}, marks=pytest.mark.slow),
+    ],
+)
 def test_micro_batches_parts_and_devices_give_the_same_gradient_of_episodes(changes, tmp_path):
     def after(name: str, **more: Any) -> dict:
         config = config_with_turns(**{"num_steps": 2, "mesh.fsdp": 1, "eval.every": 0, **more})

@@ -30,7 +30,8 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
-def test_each_folder_gives_its_own_complete_file_to_its_delta(tmp_path):
+def test_each_folder_gives_its_own_complete_file_to_its_delta(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "grpo", raising=False)  # another test may have imported it
     for seed, name in enumerate("ab"):
         (tmp_path / name / "recipes").mkdir(parents=True)
         (tmp_path / name / "grpo.py").write_text(a_config(seed))

@@ -67,7 +67,8 @@ def test_a_run_goes_back_once_and_ends_with_a_lower_rate(tmp_path, capsys):
     assert "rollback 1 of at most 3: back to step 2" in out
 
 
-@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
 def test_a_run_that_is_left_around_its_rollback_has_the_numbers_of_one_that_is_not(lag, tmp_path):
     config = lambda: back(**{"rollout.max_lag": lag})  # noqa: E731
     straight = tmp_path / "straight"

@@ -161,7 +161,7 @@ def test_an_environment_that_appends_tokens_is_attended_to_and_not_learned_from(
     assert last["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize("moving", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_reference_and_an_optimizer_in_the_hosts_memory_change_no_number(moving, tmp_path):
     fields = {"prompts_per_update": 4, "eval.every": 0, "mesh.fsdp": 4, "num_steps": 3, "schedule_steps": 3}
     fields |= {"kl.refresh_every": 2, "kl.mix": 0.5} if moving else {}

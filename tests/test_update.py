@@ -190,7 +190,11 @@ def test_mesh_and_microbatch_together_give_the_same_update(config):
 
 @pytest.mark.parametrize(
     ("packed", "shape", "microbatch"),
-    [((1, 5), (1, 1, 1), 0), ((3, 5), (1, 1, 1), 3), ((1, 10), (2, 2, 2), 4)],
+    [
+        pytest.param((1, 5), (1, 1, 1), 0, marks=pytest.mark.slow),
+        pytest.param((3, 5), (1, 1, 1), 3, marks=pytest.mark.slow),
+        ((1, 10), (2, 2, 2), 4),
+    ],
     ids=str,
 )
 def test_a_group_may_be_in_several_micro_batches(packed, shape, microbatch):
@@ -292,7 +296,7 @@ def test_the_first_on_policy_update_has_ratio_one_and_the_reinforce_gradient():
     np.testing.assert_array_equal(metrics["clip/fraction"], 0.0)
 
 
-@pytest.mark.parametrize("field", ["momentum_dtype", "gradient_dtype"])
+@pytest.mark.parametrize("field", [pytest.param("momentum_dtype", marks=pytest.mark.slow), "gradient_dtype"])
 def test_moments_or_sums_of_micro_batches_in_bfloat16_move_the_parameters_almost_alike(field):
     def moved(**changes) -> tuple[np.ndarray, PyTree]:
         mesh, (model, params) = tiny.mesh_of(ONE), tiny.model_and_params()

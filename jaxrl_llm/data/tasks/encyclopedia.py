@@ -95,11 +95,17 @@ def demonstrations() -> list[dict[str, Any]]:
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
-def _episode(question: Question, number: int, guess: str) -> list[dict[str, str]]:
-    """Returns the turns of a demonstration, with what the environment answers."""
+@cache
+def _found(text: str) -> str:
+    """Returns what the environment answers to a turn with a search."""
     from jaxrl_llm.envs.search import Search  # the environment knows tasks
 
-    environment = Search(corpus="encyclopedia.documents", url="", topk=2, most_searches=4, timeout=1.0, retries=0)
+    environment = Search(corpus="encyclopedia.documents", url="", topk=2, most_searches=1, timeout=1.0, retries=0)
+    return str(environment.step(text).observation)
+
+
+def _episode(question: Question, number: int, guess: str) -> list[dict[str, str]]:
+    """Returns the turns of a demonstration, with what the environment answers."""
     searches, answer = question.searches, question.answer
     if number >= SKILLED:
         careless = number < SKILLED + CARELESS
@@ -108,7 +114,7 @@ def _episode(question: Question, number: int, guess: str) -> list[dict[str, str]
     for name in searches:
         text = f"<think> I look it up </think> <search> {name} </search>"
         turns.append({"role": "assistant", "content": text})
-        turns.append({"role": "environment", "content": environment.step(text).observation})
+        turns.append({"role": "environment", "content": _found(text)})
     thought = "I know it" if searches else "I guess"
     turns.append({"role": "assistant", "content": f"<think> {thought} </think> <answer> {answer} </answer>"})
     return turns
