@@ -313,7 +313,7 @@ def test_a_moving_reference_takes_the_adapters_of_the_policy(tmp_path):
         ({"lora.rank": 0}, "config.lora.rank is 0"),
         ({"lora.alpha": 0.0}, "config.lora.alpha is 0.0"),
         ({"kl.refresh_every": 2, "kl.mix": 0.5}, "config.kl.mix = 0.5: the mean of two adapters"),
-        ({"host_memory.reference": True}, "no reference beside the base, and none of teacher, reward_model; set it to False"),
+        ({"host_memory.reference": True}, "no reference beside the base, and none of teacher"),
         ({"model.path": ""}, "a new model has nothing to adapt"),
     ],
 )

@@ -55,12 +55,7 @@ ARGUMENTS = (
     "256",
 )
 LENGTH, B, G = 12, 64, 8
-SERVED = {
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}  # that vLLM knows
+SERVED = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # that vLLM knows
 KEY = jax.random.key(3)
 TINY = [
     "--config.prompts_per_step=16", "--config.prompts_per_update=16", "--config.group_size=4", "--config.eval.every=0",
