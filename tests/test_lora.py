@@ -140,7 +140,7 @@ def test_micro_batches_and_the_mesh_change_no_adapter(shape, microbatch, packed)
     assert min(jax.tree.leaves(moved)) > 1e-5  # all of them learn
     for a, b in zip(jax.tree.leaves(one[0]), jax.tree.leaves(other[0]), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(one[1], other[1], rtol=1e-5)
+    np.testing.assert_allclose(one[1], other[1], rtol=1e-4)  # a norm of float32 sums in another order
 
 
 def test_an_update_changes_no_number_of_the_base():
