@@ -38,7 +38,8 @@ def get_config() -> ConfigDict:
     c.model.row_parts = 1
 
     c.data = ConfigDict()
-    c.data.source = "arithmetic.train"  # a task, a .jsonl, .json, .csv or .parquet file, or my.module.function
+    # A task, a .jsonl, .json, .csv or .parquet file, a data set of the hub (owner/name@split), or my.module.function.
+    c.data.source = "arithmetic.train"
     # Name of a function row -> row with a column "prompt", or None to drop the row; e.g. gsm8k.convert. "": none.
     c.data.convert = ""
     # Columns of rows that no convert function makes. "": as their own columns say, also those of TRL, veRL and EasyR1

@@ -47,6 +47,11 @@ def test_the_loop_of_the_docs_runs_and_resumes(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
+def test_no_page_has_a_gap_that_a_number_was_to_fill():
+    for page in (ROOT / "docs").glob("*.md"):
+        assert "@@" not in page.read_text(), page
+
+
 def test_the_paper_index_has_all_configs_and_names_what_is_there():
     text = (ROOT / "docs" / "papers.md").read_text()
     for config in (ROOT / "configs").glob("*.py"):

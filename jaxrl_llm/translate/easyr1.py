@@ -29,7 +29,7 @@ KL = family.KlKeys(
     reward_kind="algorithm.kl_penalty",
     estimator="algorithm.adv_estimator",
 )
-LOSSES = {  # ours, and its arguments with the keys that they are
+LOSSES: family.Losses = {
     "default": ("ppo_clip", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "delta": "clip_ratio_dual"}),
     "gspo": ("gspo", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}),
     "gspo_token": ("gspo", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}),
@@ -41,30 +41,12 @@ SIGNATURE = "EasyR1 calls f(reward_inputs) with the keys response, response_leng
 
 def loss(value: Any, keys: Keys) -> Outcome:
     """The policy loss, with all its arguments."""
-    if value not in LOSSES:
-        said = f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip"
-        return Outcome("unsupported", said=said)
-    name, arguments = LOSSES[value]
-    fields: dict[str, Any] = {f"loss.{argument}": float(keys[ACTOR + key]) for argument, key in arguments.items()}
-    if name == "gspo":
-        both_bounds = "there also the bound clip_ratio_dual; gspo has none here"
-        fields["loss.level"] = "token" if value == "gspo_token" else "sequence"
-        return Outcome("changed", {"loss.name": name} | fields, both_bounds)
-    return Outcome("mapped", {"loss.name": name} | fields)
-
-
-def of_loss(key: str) -> Rule:
-    """An argument of the policy loss."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        _, arguments = LOSSES.get(keys[f"{ACTOR}loss_type"], ("", {}))
-        found = [argument for argument, its in arguments.items() if its == key]
-        if not found:
-            return Outcome("no effect", said=f"loss_type {keys[f'{ACTOR}loss_type']} has no such bound here")
-        said = "the bound of the ratio of tokens with A < 0" if key == "clip_ratio_dual" else ""
-        return Outcome("mapped", {f"loss.{found[0]}": float(value)}, said)
-
-    return rule
+    made = family.loss(LOSSES, ACTOR)(value, keys)
+    if made.fields.get("loss.name") != "gspo":
+        return made
+    level = "token" if value == "gspo_token" else "sequence"
+    said = "there also the bound clip_ratio_dual; gspo has none here"
+    return Outcome("changed", made.fields | {"loss.level": level}, said)
 
 
 def data(section: str, split: str) -> Rule:
@@ -216,7 +198,7 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}ppo_epochs": to("epochs", int),
     f"{ACTOR}loss_type": loss,
     **{
-        f"{ACTOR}{key}": of_loss(key)
+        f"{ACTOR}{key}": family.of_loss(LOSSES, f"{ACTOR}loss_type", key)
         for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_dual", "tau_positive", "tau_negative")
     },
     f"{ACTOR}loss_avg_mode": family.aggregation(NAMES, "", f"{ACTOR}loss_type"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxrl_llm.translate.outcome import Keys, Kind, Outcome, Rule
 
@@ -24,6 +24,7 @@ AGGREGATION = {
     "token": "token_mean",  # EasyR1
     "seq": "sequence_mean",
 }
+Losses: TypeAlias = dict[str, tuple[str, dict[str, str]]]  # name -> ours, and its arguments with the keys that they are
 
 
 @dataclass(frozen=True)
@@ -310,6 +311,34 @@ class KlKeys:
             return Outcome("changed", fields, "adapts to the mean k3 of the tokens of an update")
 
         return rule
+
+
+def loss(losses: Losses, section: str) -> Rule:
+    """The policy loss, with all its arguments. section: before the keys of the arguments."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if value not in losses:
+            said = f"there is no loss {value!r}: {', '.join(losses)}; this config keeps ppo_clip"
+            return Outcome("unsupported", said=said)
+        name, arguments = losses[value]
+        fields = {f"loss.{argument}": float(keys[section + key]) for argument, key in arguments.items()}
+        return Outcome("mapped", {"loss.name": name} | fields)
+
+    return rule
+
+
+def of_loss(losses: Losses, mode: str, key: str) -> Rule:
+    """An argument of the policy loss, which the key `mode` names."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        _, arguments = losses.get(keys[mode], ("", {}))
+        found = [argument for argument, its in arguments.items() if its == key]
+        if not found:
+            return Outcome("no effect", said=f"the loss {keys[mode]} has no such argument here")
+        said = "the bound of the ratio of tokens with A < 0" if found == ["delta"] else ""
+        return Outcome("mapped", {f"loss.{found[0]}": float(value)}, said)
+
+    return rule
 
 
 def aggregation(names: Names, scale: str, loss: str) -> Rule:

@@ -31,7 +31,7 @@ KL = family.KlKeys(
     estimator="algorithm.adv_estimator",
 )
 MODE = f"{ACTOR}policy_loss.loss_mode"
-LOSSES = {  # ours, and its arguments with the keys that they are
+LOSSES: family.Losses = {
     "vanilla": ("ppo_clip", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "delta": "clip_ratio_c"}),
     "gspo": ("gspo", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}),
     "cispo": ("cispo", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}),
@@ -39,30 +39,6 @@ LOSSES = {  # ours, and its arguments with the keys that they are
     "sapo": ("sapo", {"tau_positive": "tau_pos", "tau_negative": "tau_neg"}),
 }
 CUSTOM = "veRL calls f(data_source, solution_str, ground_truth, extra_info) for one completion"
-
-
-def loss(value: Any, keys: Keys) -> Outcome:
-    """The policy loss, with all its arguments."""
-    if value not in LOSSES:
-        said = f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip"
-        return Outcome("unsupported", said=said)
-    name, arguments = LOSSES[value]
-    fields = {f"loss.{argument}": float(keys[ACTOR + key]) for argument, key in arguments.items()}
-    return Outcome("mapped", {"loss.name": name} | fields)
-
-
-def of_loss(key: str) -> Rule:
-    """An argument of the policy loss."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        _, arguments = LOSSES.get(keys[MODE], ("", {}))
-        found = [argument for argument, its in arguments.items() if its == key]
-        if not found:
-            return Outcome("no effect", said=f"the loss is {keys[MODE]}")
-        said = "the bound of the ratio of tokens with A < 0" if key == "clip_ratio_c" else ""
-        return Outcome("mapped", {f"loss.{found[0]}": float(value)}, said)
-
-    return rule
 
 
 def old_clip(value: Any, keys: Keys) -> Outcome:
@@ -306,10 +282,12 @@ OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}ppo_epochs": to("epochs", int),
     f"{ACTOR}ppo_micro_batch_size_per_gpu": MICRO,
     f"{ACTOR}ppo_micro_batch_size": family.micro(NAMES, per_gpu=False),
-    MODE: loss,
+    MODE: family.loss(LOSSES, ACTOR),
     f"{ACTOR}clip_ratio": old_clip,
-    **{f"{ACTOR}{key}": of_loss(key) for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")},
-    **{f"{ACTOR}{key}": of_loss(key) for key in ("tau_pos", "tau_neg")},
+    **{
+        f"{ACTOR}{key}": family.of_loss(LOSSES, MODE, key)
+        for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+    },
     **each(
         Idle("of a loss that is not selected"),
         "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta",
