@@ -20,6 +20,9 @@ def get_config() -> ConfigDict:
     # A regular expression. A kernel gets adapters if this is found in its name in the checkpoint, such as
     # self_attn.q_proj or mlp.up_proj. A reference without adapters is the base
     c.lora.targets = "_proj"
+    # Of the kernels of the layers, which do not learn. "": model.dtype. "int8" takes half the memory of bfloat16; each
+    # number is rounded to 1/127 of the largest one of its output
+    c.lora.base_dtype = ""
     c.lora.path = ""  # a folder of PEFT with adapters to start from, of the same rank, alpha and targets; "": new ones
     c.optim.learning_rate = 1e-3
     return c

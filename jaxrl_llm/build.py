@@ -142,7 +142,7 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
     begins = config.model.path and not models.lora and not has_checkpoint(workdir / "checkpoints")
     first_params = [hf.load_params(folder, model, mesh)] if begins else []
-    base = hf.load_params(folder, model, mesh, learns=False) if models.lora else None
+    base = peft.load_base(folder, model, mesh, models.lora) if models.lora else None
     return Loaded(
         *vars(models).values(),
         workdir=workdir,

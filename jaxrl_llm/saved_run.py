@@ -82,7 +82,8 @@ class SavedRun:
         params = self.params(step, partial(sharding.shardings, mesh=mesh))
         if "lora" not in self.config:
             return params
-        return self.lora(model).combine(hf.load_params(folder, model, mesh, learns=False), params)
+        lora = self.lora(model)
+        return lora.combine(peft.load_base(folder, model, mesh, lora), params)
 
     def lora(self, model: Decoder) -> Lora:
         """Returns the adapters of the run, which has some."""

@@ -135,9 +135,10 @@ def path_name(path: tuple[Any, ...]) -> str:
 def spec_for(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     """PartitionSpec of a parameter. Drops a mesh axis if its size does not divide the dimension.
 
-    An adapter's A [L, in, r] is sharded as the input of its kernel [L, in, out], and B [L, r, out] as its output.
+    An adapter's A [L, in, r] is sharded as the input of its kernel [L, in, out], and B [L, r, out] as its output. A
+    kernel in int8 has values [L, in, out] and scales [L, 1, out], which are sharded as the kernel.
     """
-    of, which = re.subn(r"/lora_([ab])$", "/kernel", name)
+    of, which = re.subn(r"/lora_([ab])$", "/kernel", re.sub(r"/kernel/(qvalue|scale)$", "/kernel", name))
     rule = next((spec for pattern, spec in RULES if re.search(pattern, of)), P())
     if which and len(rule) == 3:
         rule = P(rule[0], rule[1], None) if name.endswith("a") else P(rule[0], None, rule[2])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from importlib.metadata import version
 from pathlib import Path
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
@@ -18,7 +19,12 @@ for number in (signal.SIGINT, signal.SIGHUP):  # ignored in what nohup and a she
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-QUICK = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+QUICK = (
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
+if version("jaxlib").startswith("0.10."):  # the older emitters of fusions compile twice as fast; later ones are gone
+    QUICK += " --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_configure(config):

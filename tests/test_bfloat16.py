@@ -79,9 +79,8 @@ def test_gradients_of_the_embedding_and_the_biases_are_sums_over_all_tokens_and_
         assert found[name] < 1.2 * kernels, name
 
 
-@pytest.mark.parametrize(
-    ("scored", "bound"), [pytest.param(16, 0.01, id="as in training"), pytest.param(64, 0.05, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("scored", "bound"), [pytest.param(16, 0.01, id="as in training"), pytest.param(64, 0.05)])
 def test_the_programs_of_a_step_round_alike_so_that_a_policy_that_has_not_moved_is_not_clipped(scored, bound):
     """Updates are of 16 prompts. With XLA's own choice of roundings gspo clips 43 % of what is scored 64 at a time."""
     clipped, _, gap = measure("bfloat16", length=12, prompts=64, scored=scored)

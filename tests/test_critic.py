@@ -80,7 +80,7 @@ def critic_update(shape=(1, 1, 1), microbatch=0, filler=0.0):
     return sharding.to_host(state.params), sharding.to_host(metrics)
 
 
-@pytest.mark.parametrize(("shape", "microbatch"), [((1, 1, 1), 2), ((2, 2, 2), 4)])
+@pytest.mark.parametrize(("shape", "microbatch"), [pytest.param((1, 1, 1), 2, marks=pytest.mark.slow), ((2, 2, 2), 4)])
 def test_mesh_and_microbatch_change_nothing_of_a_critics_update(shape, microbatch):
     for a, b in zip(jax.tree.leaves(critic_update()), jax.tree.leaves(critic_update(shape, microbatch)), strict=True):
         np.testing.assert_allclose(a, b, rtol=5e-5, atol=5e-6)

@@ -236,14 +236,8 @@ def records(workdir: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith("time/") and k != "tokens_per_second"} for line in lines]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        pytest.param({"rollout.max_lag": 1}, marks=pytest.mark.slow),
-        pytest.param({"rollout.resample_rounds": 1}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"rollout.max_lag": 1}, {"rollout.resample_rounds": 1}])
 def test_a_run_with_an_environment_trains_evaluates_and_resumes_bit_for_bit(changes, tmp_path):
     for _ in steps(config_with_turns(**changes), tmp_path / "whole"):
         pass
@@ -292,6 +286,7 @@ def test_every_program_of_episodes_is_known_beforehand():
         assert program.compile().memory_analysis().argument_size_in_bytes > 0
 
 
+@pytest.mark.slow
 def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
     with build(config_with_turns(), tmp_path / "run") as run:
         run.restore()
@@ -385,13 +380,10 @@ def test_the_ids_of_a_thousand_episodes_are_those_that_were_sampled_and_never_en
     np.testing.assert_allclose(rollouts.logprobs[rollouts.loss_mask], found[rollouts.loss_mask], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"microbatch": 2, "mesh.data": 2, "mesh.fsdp": 1},
-        pytest.param({"model.row_parts": 2}, marks=pytest.mark.slow),
-        pytest.param({"mesh.data": 2, "mesh.fsdp": 4}, marks=pytest.mark.slow),
-    ],
+    [{"microbatch": 2, "mesh.data": 2, "mesh.fsdp": 1}, {"model.row_parts": 2}, {"mesh.data": 2, "mesh.fsdp": 4}],
 )
 def test_micro_batches_parts_and_devices_give_the_same_gradient_of_episodes(changes, tmp_path):
     def after(name: str, **more: Any) -> dict:
@@ -405,6 +397,7 @@ def test_micro_batches_parts_and_devices_give_the_same_gradient_of_episodes(chan
         np.testing.assert_allclose(one[name], other[name], rtol=2e-4, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 def test_without_the_mask_of_observations_the_numbers_of_the_loss_show_it(monkeypatch, tmp_path):
     def first(name: str) -> dict:
         config = load(ROOT / "configs" / "search_grpo.py")

@@ -121,6 +121,7 @@ def test_a_closed_pipe_ends_the_run_with_a_checkpoint(tmp_path):
     assert str(records(tmp_path / "run")[-1]["step"]) in checkpoints(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on_when_there_is_room(tmp_path):
     workdir = tmp_path / "run"

@@ -10,7 +10,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import faults, logs, rules
 from jaxrl_llm.health.finding import History
 
-QUICKLY = ("sampler_mismatch", "never_stops")  # in seconds; the others are slow
+QUICKLY = ("sampler_mismatch",)  # in seconds; the others are slow
 
 
 def test_every_rule_has_a_fault():
@@ -35,6 +35,7 @@ def test_a_rule_finds_its_fault_in_time(name, tmp_path, monkeypatch):
     assert fault.begins <= history.records[-1]["step"] < fault.begins + fault.within
 
 
+@pytest.mark.slow
 def test_a_demonstration_tells_what_is_wrong_and_who_finds_it(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(faults.SMALL, "num_steps", 8)

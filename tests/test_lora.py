@@ -27,13 +27,13 @@ from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.models import hf, hf_export, names, peft
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.models.lora import Lora, int8, merged
 from jaxrl_llm.rollout.weights import Placing
 from jaxrl_llm.saved_run import SavedRun
 from jaxrl_llm.structs import PyTree
 
 ROOT = Path(__file__).parent.parent
-LORA = dict(rank=4, alpha=6.0, rs=True, targets="_proj", path="")
+LORA = dict(rank=4, alpha=6.0, rs=True, targets="_proj", base_dtype="", path="")
 
 
 def lora_of(model: Decoder, **changes: object) -> Lora:
@@ -50,6 +50,12 @@ def drawn(lora: Lora, size: float = 0.3) -> PyTree:
 
 def tensors_of(params: PyTree) -> dict[str, np.ndarray]:
     return dict(hf_export.tensors(params, names.of_family("qwen2"), np.float32))
+
+
+def kept(lora: Lora, params: PyTree) -> PyTree:
+    """The base as a run keeps it."""
+    keep = lambda path, x: int8(x) if sharding.path_name(path) in lora.in_int8 else x  # noqa: E731
+    return jax.tree_util.tree_map_with_path(keep, params)
 
 
 def by_hand(base: PyTree, adapters: PyTree, scale: float) -> PyTree:
@@ -70,10 +76,22 @@ def test_the_scale_is_alpha_over_the_rank_or_over_its_root(rs, scale):
     assert lora_of(tiny.model_and_params()[0], rs=rs).scale == scale
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_a_policy_with_new_adapters_says_exactly_what_its_base_says(dtype):
+def test_a_kernel_in_int8_has_a_step_for_each_output():
+    kernel = tiny.model_and_params()[1]["layers"]["mlp"]["down"]["kernel"] * jnp.logspace(-3, 3, 32)[None, None]
+    error = jnp.abs(merged({"kernel": int8(kernel)})["kernel"] - kernel)
+    step = jnp.abs(kernel).max(axis=1, keepdims=True) / 127
+    assert float((error / step).max()) < 0.51
+    assert float((error / step).mean()) > 0.1  # the numbers are rounded
+
+
+@pytest.mark.parametrize(
+    ("dtype", "base_dtype"),
+    [("bfloat16", "int8"), *(pytest.param(x, "", marks=pytest.mark.slow) for x in ("bfloat16", "float32"))],
+)
+def test_a_policy_with_new_adapters_says_exactly_what_its_base_says(dtype, base_dtype):
     model, params = tiny.model_and_params(dataclasses.replace(tiny.CONFIG, dtype=dtype))
-    lora, base = lora_of(model), model.as_used(params)
+    lora = lora_of(model, base_dtype=base_dtype)
+    base = kept(lora, model.as_used(params))
     adapters = lora.init(jax.random.key(0))
     assert max(jnp.abs(x).max() for x in jax.tree.leaves(adapters)) > 0.1  # A is not 0
     score = jax.jit(lambda params: forward.completion_logprobs(model, params, tiny.batch(), Sampling()))
@@ -81,26 +99,44 @@ def test_a_policy_with_new_adapters_says_exactly_what_its_base_says(dtype):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("targets", ["q_proj|mlp.down", pytest.param("_proj", marks=pytest.mark.slow)])
-def test_values_and_gradients_of_adapters_are_those_through_merged_kernels(targets):
-    model, params = tiny.model_and_params(scale=2.0)
-    lora = lora_of(model, targets=targets)
+@pytest.mark.parametrize(
+    ("targets", "base_dtype", "remat"),
+    [
+        ("q_proj|mlp.down", "int8", "none"),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (("_proj", "", "none"), ("q_proj|mlp.down", "int8", "dots"))
+        ),
+    ],
+)
+def test_values_and_gradients_of_adapters_are_those_through_merged_kernels(targets, base_dtype, remat):
+    model, params = tiny.model_and_params(dataclasses.replace(tiny.CONFIG, remat=remat), scale=2.0)
+    lora = lora_of(model, targets=targets, base_dtype=base_dtype)
+    base = kept(lora, params)
+    assert base_dtype == "" or all((a != b).any() for a, b in _kernels(merged(base), params))
     adapters, batch = drawn(lora), tiny.batch()
     assert len(jax.tree.leaves(adapters)) == {"_proj": 14, "q_proj|mlp.down": 4}[targets]
     weights = jnp.asarray(np.random.default_rng(3).normal(size=batch.completions.shape), jnp.float32)
 
     def total(whole, adapters):
-        logprobs = forward.completion_logprobs(model, whole(params, adapters), batch, Sampling())[0]
+        logprobs = forward.completion_logprobs(model, whole(adapters), batch, Sampling())[0]
         return jnp.sum(logprobs * weights), logprobs
 
     (ours, said), (theirs, expected) = (
         jax.jit(jax.grad(partial(total, whole), has_aux=True))(adapters)
-        for whole in (lora.combine, partial(by_hand, scale=lora.scale))
+        for whole in (partial(lora.combine, base), partial(by_hand, merged(base), scale=lora.scale))
     )
     np.testing.assert_allclose(said, expected, atol=1e-4)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert float(jnp.abs(b).max()) > 1e-2
         np.testing.assert_allclose(a, b, atol=2e-4 * max(float(jnp.abs(b).max()), 1))
+
+
+def _kernels(*trees: PyTree) -> list[tuple[jax.Array, ...]]:
+    """Pairs of the kernels of the layers of trees."""
+    named = (jax.tree_util.tree_leaves_with_path(tree["layers"]) for tree in trees)
+    together = zip(*named, strict=True)
+    return [tuple(x for _, x in each) for each in together if sharding.path_name(each[0][0]).endswith("kernel")]
 
 
 @cache
@@ -178,11 +214,26 @@ def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
     assert memory.temp_size_in_bytes < 1.9 * size, memory
 
 
-def test_the_copy_of_the_sampler_and_the_exported_tensors_are_merged():
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_the_backward_pass_keeps_no_kernel_of_int8_as_floats(remat):
+    model = Decoder(dataclasses.replace(tiny.CONFIG, layers=16, width=128, mlp_width=512, remat=remat))
+    lora = lora_of(model, base_dtype="int8")
+    base, tokens = peft.base_shapes(model.shapes(), lora), jax.ShapeDtypeStruct((1, 4), jnp.int32)
+
+    def total(adapters: PyTree, base: PyTree, tokens: jax.Array) -> jax.Array:
+        return model.prefill(lora.combine(base, adapters), tokens, jnp.ones((1, 4), bool))[0].sum()
+
+    needed = jax.jit(jax.grad(total)).lower(lora.shapes, base, tokens).compile().memory_analysis()
+    kernels = sum(x.size for (x,) in _kernels(model.shapes()))
+    assert needed.temp_size_in_bytes < kernels, needed  # as floats they are four times that
+
+
+@pytest.mark.parametrize("base_dtype", ["", "int8"])
+def test_the_copy_of_the_sampler_and_the_exported_tensors_are_merged(base_dtype):
     model, params = tiny.model_and_params()
-    lora = lora_of(model, targets="q_proj|mlp")
-    adapters = drawn(lora)
-    whole, expected = lora.combine(params, adapters), by_hand(params, adapters, lora.scale)
+    lora = lora_of(model, targets="q_proj|mlp", base_dtype=base_dtype)
+    adapters, base = drawn(lora), kept(lora, params)
+    whole, expected = lora.combine(base, adapters), by_hand(merged(base), adapters, lora.scale)
     close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     copy = Placing(model, tiny.mesh_of((1, 2, 2)))(whole)
     jax.tree.map(close, copy, model.unstack(expected))
@@ -254,6 +305,43 @@ def test_the_folders_of_a_run_are_base_plus_adapters(whole):
 
 
 @pytest.mark.slow
+def test_a_run_with_a_base_in_int8_learns_is_resumed_bit_for_bit_and_saves_what_it_sampled_from(whole, tmp_path):
+    config = config_of(**{"lora.base_dtype": "int8", "model.dtype": "float32"})
+    for _ in train.steps(config, tmp_path / "run"):
+        pass
+    ours, theirs = numbers(tmp_path / "run"), numbers(whole)
+    assert [record["kl/ref"] > 0 for record in ours] == [False, True, True, True]
+    assert max(record["sampler/gap_max"] for record in ours) < 1e-3
+    assert [record["kl/ref"] for record in ours] != [record["kl/ref"] for record in theirs]
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "4")
+    for _ in train.steps(config, tmp_path / "again"):
+        pass
+    assert numbers(tmp_path / "again") == ours
+    run, mesh = SavedRun(tmp_path / "run"), tiny.mesh_of((1, 1, 1))
+    with run.model_folder(4) as folder:
+        model = hf.load_model(folder, mesh)
+        base = merged(peft.load_base(folder, model, mesh, run.lora(model)))
+        expected = by_hand(base, jax.tree.map(jnp.asarray, run.params(4)), run.lora(model).scale)
+        close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+        jax.tree.map(close, hf.load_params(tmp_path / "run" / "hf", model, mesh), expected)
+
+
+def test_the_parts_of_a_kernel_in_int8_are_sharded_as_the_kernel():
+    folder, mesh = ROOT / "jaxrl_llm" / "assets" / "arithmetic", tiny.mesh_of((1, 2, 2))
+    model = hf.load_model(folder, mesh)
+    lora = lora_of(model, base_dtype="int8")
+    base = peft.load_base(folder, model, mesh, lora)
+    for name, place in (("query", ("fsdp", "tensor")), ("output", ("tensor", "fsdp"))):
+        kernel = base["layers"]["attention"][name]["kernel"]
+        assert kernel.qvalue.dtype == jnp.int8
+        assert kernel.qvalue.sharding.spec == jax.P(None, *place)
+        assert kernel.scale.sharding.spec == jax.P(None, None, place[1])
+    expected = merged(kept(lora, hf.load_params(folder, model, mesh)))
+    jax.tree.map(np.testing.assert_array_equal, merged(base), expected)
+
+
+@pytest.mark.slow
 def test_a_run_from_a_folder_of_peft_begins_with_it_and_stays_near_it(whole, tmp_path):
     """Its reference has these adapters, also when it is resumed."""
     changes = {"lora.path": whole / "adapter", "optim.learning_rate": 1e-30, "optim.decay": "constant"}
@@ -310,6 +398,7 @@ def test_a_moving_reference_takes_the_adapters_of_the_policy(tmp_path):
     ("changes", "words"),
     [
         ({"lora.targets": "q_proj("}, "is no regular expression"),
+        ({"lora.base_dtype": "int4"}, "config.lora.base_dtype is 'int4': give one of '', 'int8'"),
         ({"lora.rank": 0}, "config.lora.rank is 0"),
         ({"lora.alpha": 0.0}, "config.lora.alpha is 0.0"),
         ({"kl.refresh_every": 2, "kl.mix": 0.5}, "config.kl.mix = 0.5: the mean of two adapters"),

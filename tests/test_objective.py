@@ -62,9 +62,16 @@ def one_update(shape, microbatch, loss, terms, monkeypatch, filler=None):
 
 
 CASES = [*((loss, "kl") for loss in LOSSES), *(("ppo_clip", terms) for terms in TERMS if terms != "kl")]
+ON_A_MESH = (
+    ("gspo", "kl"),
+    ("ppo_clip", "correction"),
+    ("ppo_clip", "off-policy mask"),
+)  # quickly; the others are slow
 
 
-@pytest.mark.parametrize(("loss", "terms"), CASES)
+@pytest.mark.parametrize(
+    ("loss", "terms"), [pytest.param(*case, marks=() if case in ON_A_MESH else pytest.mark.slow) for case in CASES]
+)
 def test_mesh_and_microbatch_change_nothing_of_an_update(loss, terms, monkeypatch):
     one = one_update((1, 1, 1), 0, loss, terms, monkeypatch)
     for shape, microbatch in (((1, 1, 1), 2), ((2, 2, 2), 4)):

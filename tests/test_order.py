@@ -177,7 +177,8 @@ def test_of_prompts_whose_difficulty_stays_those_that_teach_something_are_drawn(
     assert within < 0.6 * without
 
 
-@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
 def test_a_run_with_mixture_and_curriculum_goes_on_bit_for_bit(tmp_path, monkeypatch, lag):
     monkeypatch.setattr("jaxrl_llm.data.tasks.arithmetic.train", lambda: ROWS[:24])
     monkeypatch.setattr("jaxrl_llm.data.tasks.arithmetic.held_out", lambda: ROWS[24:])

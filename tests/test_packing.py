@@ -142,8 +142,15 @@ def gradient_of(model, params, batch):
     return jax.jit(jax.value_and_grad(total, has_aux=True))(params, batch)
 
 
-@pytest.mark.parametrize("parts", [2, 3, 9])
-@pytest.mark.parametrize("mesh", [None, (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("mesh", "parts"),
+    [
+        (None, 9),
+        ((2, 2, 2), 3),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((None, 2), (None, 3), ((2, 2, 2), 2), ((2, 2, 2), 9))),
+    ],
+    ids=str,
+)
 def test_a_group_in_parts_has_the_same_scores_and_gradients(parts, mesh):
     whole, params = tiny.model_and_params(scale=2.0)
     batch = tiny.batch()

@@ -378,6 +378,7 @@ def test_a_server_that_fails_in_every_way_loses_no_run_and_every_failure_is_coun
     assert stalled > 2 and sum(record["time/environment"] * 16 for record in records) > 0.4 * stalled
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_and_comes_back_loses_no_run(tmp_path):
     handler = type("Handler", (Theirs,), {"answers": [right], "asked": []})
     server, errors = ThreadingHTTPServer(("127.0.0.1", 0), handler), []

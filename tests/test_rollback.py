@@ -199,6 +199,7 @@ def test_an_update_on_samples_of_other_weights_is_skipped(mean, square, skipped)
     assert bool(optim.sampler_mismatch(metrics)) == skipped
 
 
+@pytest.mark.slow
 def test_a_run_ends_early_if_it_gets_no_better_and_the_same_command_then_does_nothing(tmp_path, capsys):
     config = lambda: tiny(**{"num_steps": 9, "eval.every": 1, "eval.patience": 2, "optim.learning_rate": 1e-9})  # noqa: E731
     records = list(steps(config(), tmp_path / "run"))

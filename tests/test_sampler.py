@@ -172,7 +172,11 @@ def test_draw_never_takes_a_token_of_probability_zero_even_at_the_ends():
     np.testing.assert_array_equal(draw(jnp.broadcast_to(logprobs, (5, 5)), ends)[0], [1, 1, 1, 3, 3])
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.95), Sampling(top_k=50)], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), *(pytest.param(x, marks=pytest.mark.slow) for x in (Sampling(top_p=0.95), Sampling(top_k=50)))],
+    ids=str,
+)
 def test_a_vocabulary_of_152k_is_drawn_from_without_loss_of_its_tail(sampling):
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 3, 151_936), jnp.float32)
     logprobs = log_distribution(logits, sampling)

@@ -345,7 +345,8 @@ def test_servers_are_asked_by_the_check_of_their_weights(trial):
     assert finding.id == "push_has_no_effect" and "weights before" in finding.evidence
 
 
-@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
 def test_a_run_has_the_same_numbers_and_samples_with_and_without_it(lag, tmp_path, capsys):
     for name, test in (("with", True), ("without", False)):
         config = tiny(**{"rollout.max_lag": lag, "health.self_test": test, "checkpoint.every": 1})

@@ -93,6 +93,7 @@ def test_a_new_tokenizer_learns_words_and_reads_the_same_next_to_the_models_conf
             assert len(ids) < len(text) / 2
 
 
+@pytest.mark.slow
 def test_held_out_people_and_towns_are_in_no_question_to_learn_from():
     learned, judged = encyclopedia.train() + encyclopedia.two_hops(), encyclopedia.held_out()
     names = [row["prompt"][0]["content"] for row in judged] + [

@@ -161,7 +161,8 @@ def test_an_environment_that_appends_tokens_is_attended_to_and_not_learned_from(
     assert last["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("moving", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("moving", [False, True])
 def test_a_reference_and_an_optimizer_in_the_hosts_memory_change_no_number(moving, tmp_path):
     fields = {"prompts_per_update": 4, "eval.every": 0, "mesh.fsdp": 4, "num_steps": 3, "schedule_steps": 3}
     fields |= {"kl.refresh_every": 2, "kl.mix": 0.5} if moving else {}
@@ -190,6 +191,7 @@ def test_the_log_is_on_the_disk_itself_before_a_checkpoint_is_saved(tmp_path, mo
     assert {"metrics.jsonl", "completions.jsonl"} <= set(events[:last])
 
 
+@pytest.mark.slow
 def test_a_run_whose_workdir_vanishes_ends_and_goes_on_when_it_is_back(tmp_path):
     fields = {"num_steps": 3, "schedule_steps": 3, "eval.every": 0}
 

@@ -243,6 +243,7 @@ def test_a_log_is_cut_back_at_newlines_alone(tmp_path):
     assert (tmp_path / "log").read_text() == "".join(lines[:4])
 
 
+@pytest.mark.slow
 def test_sigterm_before_the_first_step_and_on_a_finished_run_exits_0(whole, tmp_path):
     process = start(tmp_path / "run", *TINY)
     while process.poll() is None and not (tmp_path / "run").exists():

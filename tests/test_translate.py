@@ -297,6 +297,22 @@ def test_a_script_of_trl_is_read_and_never_run(tmp_path):
     assert "args.size" in made.yours()["prompts_per_step"] and fields["prompts_per_step"] == 2
 
 
+@pytest.mark.parametrize(
+    ("keys", "base_dtype", "kind"),
+    [
+        ("use_peft: true\nload_in_8bit: true\n", "int8", "changed"),
+        ("load_in_8bit: true\nuse_peft: true\n", "int8", "changed"),
+        ("use_peft: true\nload_in_8bit: false\n", "", "no effect"),
+        ("load_in_8bit: true\n", None, "unsupported"),
+    ],
+)
+def test_a_quantized_model_of_trl_is_a_base_in_int8_if_only_adapters_learn(keys, base_dtype, kind, tmp_path):
+    made = made_of(tmp_path, "grpo.yaml", TRL_YAML + keys)
+    assert made.outcomes["load_in_8bit"].kind == kind
+    _, c = config_of(made, tmp_path)
+    assert c.get("lora.base_dtype") == base_dtype
+
+
 def test_ppo_of_trl_has_a_critic_and_its_schedule_counts_rollouts(tmp_path):
     made = made_of(tmp_path, "ppo.sh", TRL_PPO)
     _, c = config_of(made, tmp_path)

@@ -165,9 +165,7 @@ def assert_same_update(one, other):
     ("mode", "microbatch"),
     [
         ("token_mean", 1),
-        ("sequence_mean", 2),
-        ("constant", 4),
-        *(pytest.param("token_mean", size, marks=pytest.mark.slow) for size in (2, 4)),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("sequence_mean", 2), ("constant", 4), ("token_mean", 2))),
     ],
 )
 def test_microbatch_changes_memory_and_nothing_else(mode, microbatch):
@@ -296,7 +294,8 @@ def test_the_first_on_policy_update_has_ratio_one_and_the_reinforce_gradient():
     np.testing.assert_array_equal(metrics["clip/fraction"], 0.0)
 
 
-@pytest.mark.parametrize("field", [pytest.param("momentum_dtype", marks=pytest.mark.slow), "gradient_dtype"])
+@pytest.mark.slow
+@pytest.mark.parametrize("field", ["momentum_dtype", "gradient_dtype"])
 def test_moments_or_sums_of_micro_batches_in_bfloat16_move_the_parameters_almost_alike(field):
     def moved(**changes) -> tuple[np.ndarray, PyTree]:
         mesh, (model, params) = tiny.mesh_of(ONE), tiny.model_and_params()

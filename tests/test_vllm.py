@@ -35,7 +35,7 @@ from jaxrl_llm.data.tasks import arithmetic
 from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.samples import episodes
 from jaxrl_llm.rollout.vllm import weights
@@ -216,6 +216,22 @@ def test_a_server_samples_from_pushed_weights_of_every_family(name, prompts, tmp
         connected(live, tmp_path=tmp_path, model=model.cfg) as engine,
     ):
         engine.update_weights(params, 1)
+        assert gap(params, prompts, sample(engine, prompts, group_size=2), model=model) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_a_server_samples_from_the_exported_folder_of_a_model_with_experts(name, prompts, tmp_path):
+    """It takes no push of experts: on a CPU, vLLM 0.32 cannot load a second set of them."""
+    source = random_model(tmp_path / "source", name, SERVED)
+    model, mesh = hf.load_model(source), sharding.make_mesh(data=1, fsdp=2, tensor=2)
+    params = jax.tree.map(lambda x: x * 3, hf.load_params(source, model, mesh))
+    hf_export.save(tmp_path / "exported", params, source)
+    with (
+        serving(tmp_path / "vllm.log", folder=tmp_path / "exported") as live,
+        connected(live, tmp_path=tmp_path, model=model.cfg) as engine,
+    ):
+        wait_for(lambda: healthy(live))
+        engine.request(live.url, "POST", "/update_weight_version", {"new_version": "jaxrl_llm:test:0"})
         assert gap(params, prompts, sample(engine, prompts, group_size=2), model=model) < 1e-3
 
 

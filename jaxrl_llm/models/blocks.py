@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from qwix import QArray
 
 from jaxrl_llm.models.experts import Experts, Mixture, Routing
-from jaxrl_llm.models.lora import Adapted
+from jaxrl_llm.models.lora import Adapted, Stored, as_array
 from jaxrl_llm.models.rope import Rope, rotate
 from jaxrl_llm.structs import Array
 
@@ -175,7 +176,7 @@ class EmbedAndHead(nnx.Module):
 
 
 class Linear(nnx.Linear):
-    """x [..., D] -> [..., E]. The kernel [D, E] may have an adapter (`lora.Adapted`)."""
+    """x [..., D] -> [..., E]. The kernel [D, E] may be in int8, and have an adapter (`lora.Adapted`)."""
 
     def __init__(self, cfg: DecoderConfig, din: int, dout: int, **options: Any):
         super().__init__(din, dout, dtype=jnp.dtype(cfg.dtype), **options)
@@ -186,18 +187,30 @@ class Linear(nnx.Linear):
         flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         given, precision = self.kernel.get_value(), self.cfg.precision
         adapter = given if isinstance(given, Adapted) else None
-        kernel = (adapter.frozen if adapter else given).astype(self.dtype)
+        kernel = adapter.frozen if adapter else given
         if self.cfg.transposed:  # the barrier keeps the compiler from turning the product around
-            product = jax.lax.dot_general(kernel, flat, (((1,), (1,)), ((), ())), precision=precision)
+            product = jax.lax.dot_general(
+                kernel.astype(self.dtype), flat, (((1,), (1,)), ((), ())), precision=precision
+            )
             y = jax.lax.optimization_barrier(product).T
         else:
-            y = jnp.matmul(flat, kernel, precision=precision)
+            y = self._multiplied(flat, kernel)
         if adapter:  # the product with W is that of the base, so that with B = 0 both say exactly the same
             y = (y.astype(jnp.float32) + adapter.added(flat, precision)).astype(self.dtype)
         if self.bias is not None:
             # The bias is rounded as in the engines, but added in float32: its gradient is a sum over all tokens.
             y = (y.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)
         return y.reshape(*x.shape[:-1], -1)
+
+    def _multiplied(self, x: Array, kernel: Stored) -> jax.Array:
+        """Returns x W."""
+
+        def multiply(x: Array, kernel: Stored) -> jax.Array:
+            return jnp.matmul(x, as_array(kernel).astype(self.dtype), precision=self.cfg.precision)
+
+        # The backward pass needs W. Without a checkpoint here or around the layer, it would keep all kernels as floats.
+        alone = isinstance(kernel, QArray) and self.cfg.remat == "none"
+        return (jax.checkpoint(multiply) if alone else multiply)(x, kernel)
 
 
 def _linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> Linear:

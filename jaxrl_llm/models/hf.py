@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,12 +152,18 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def load_params(
-    folder: Path, model: Decoder, mesh: Mesh, *, learns: bool = True, unused: tuple[str, ...] = ()
+    folder: Path,
+    model: Decoder,
+    mesh: Mesh,
+    *,
+    learns: bool = True,
+    unused: tuple[str, ...] = (),
+    keep: Callable[[str, jax.Array], Any] = lambda path, leaf: leaf,
 ) -> PyTree:
     """Loads float32 parameters. Each shard is read directly from the file to its devices.
 
     learns: False for a model that never learns: its parameters have the dtypes of `Decoder.as_used`.
-    unused: tensors of the folder that are not loaded here.
+    unused: tensors of the folder that are not loaded here. keep(path, parameter): what to keep of a parameter.
     Raises: UserError, for a tensor that is missing, unknown or of the wrong shape, and for a broken file.
     """
     where = _index(folder)
@@ -176,7 +183,7 @@ def load_params(
         for spans, same in devices.items():  # the host holds one part at a time
             part = _read(where, table[name], spans, dtype, turned=name.endswith("kernel"))
             arrays += [jax.device_put(part, device) for device in same]
-        return jax.make_array_from_single_device_arrays(leaf.shape, place, arrays)
+        return keep(name, jax.make_array_from_single_device_arrays(leaf.shape, place, arrays))
 
     dtypes = jax.tree.map(lambda x: x.dtype, shapes) if learns else model.used_dtypes(shapes)
     return jax.tree_util.tree_map_with_path(load, shapes, dtypes)

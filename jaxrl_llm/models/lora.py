@@ -1,7 +1,7 @@
 """LoRA (arXiv 2106.09685): a small matrix product beside each frozen kernel W [D, E], the only parameters that learn.
 
 y = x W + s (x A) B, with A [D, r], B [r, E] and s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv 2312.03732). B begins
-as 0, so the model begins as its base.
+as 0, so the model begins as its base. W may be in int8, with a scale for each output (`int8`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from qwix import QArray, dequantize, quantize
 
 from jaxrl_llm.structs import AnyArray, Array, PyTree
+
+Stored: TypeAlias = AnyArray | QArray  # a kernel of the base
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("frozen", "a", "b"), meta_fields=("scale",))
@@ -22,7 +25,7 @@ from jaxrl_llm.structs import AnyArray, Array, PyTree
 class Adapted:
     """A kernel with its adapter, in the place of the kernel in a parameter tree. The axis L of layers may be absent."""
 
-    frozen: AnyArray  # W [L, D, E]
+    frozen: Stored  # W [L, D, E]
     a: AnyArray  # [L, D, r]
     b: AnyArray  # [L, r, E]
     scale: float
@@ -43,7 +46,7 @@ class Adapted:
     def merged(self) -> jax.Array:
         """Returns W + s A B, in float32."""
         product = jnp.matmul(self.a, self.b, precision=jax.lax.Precision.HIGHEST)
-        return self.frozen.astype(jnp.float32) + self.scale * product
+        return as_array(self.frozen).astype(jnp.float32) + self.scale * product
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Lora:
     rank: int
     alpha: float
     rs: bool
+    in_int8: frozenset[str]  # paths of the kernels of the base that are kept in int8
 
     @property
     def scale(self) -> float:
@@ -85,10 +89,26 @@ class Lora:
         return base | {name: self.combine(base[name], inner) for name, inner in adapters.items()}
 
 
-def is_adapted(x: Any) -> bool:
-    return isinstance(x, Adapted)
+def int8(kernel: AnyArray) -> QArray:
+    """Rounds a kernel [L, D, E] to 127 parts of the largest |W| of each output, [L, 1, E], which is in float32."""
+    return quantize(kernel.astype(jnp.float32), jnp.int8, channelwise_axes=(0, 2))
+
+
+def as_array(kernel: Stored) -> jax.Array:
+    """Returns a kernel of the base as numbers; one in int8 gets float32."""
+    return dequantize(kernel) if isinstance(kernel, QArray) else kernel
+
+
+def is_kernel(x: Any) -> bool:
+    """Returns whether x is a kernel that is more than one array."""
+    return isinstance(x, Adapted | QArray)
+
+
+def whole(kernel: Any) -> Any:
+    """Returns a kernel with its adapter merged. Other leaves stay as they are."""
+    return kernel.merged() if isinstance(kernel, Adapted) else as_array(kernel)
 
 
 def merged(params: PyTree) -> PyTree:
     """Merges all adapters of a tree into their kernels."""
-    return jax.tree.map(lambda x: x.merged() if is_adapted(x) else x, params, is_leaf=is_adapted)
+    return jax.tree.map(whole, params, is_leaf=is_kernel)

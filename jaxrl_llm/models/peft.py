@@ -9,7 +9,7 @@ import shutil
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,10 +21,9 @@ from jaxrl_llm import distributed, sharding
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import disk
-from jaxrl_llm.models import names
+from jaxrl_llm.models import hf, names
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.hf import read_config
-from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.models.lora import Lora, int8
 from jaxrl_llm.structs import PyTree
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -42,12 +41,20 @@ OTHERS = (
 
 
 def make_lora(
-    model: Decoder, *, rank: AtLeastOne, alpha: Positive, rs: bool, targets: str, path: MayChange[str]
+    model: Decoder,
+    *,
+    rank: AtLeastOne,
+    alpha: Positive,
+    rs: bool,
+    targets: str,
+    base_dtype: Literal["", "int8"],
+    path: MayChange[str],
 ) -> Lora:
     """Returns the adapters of a model.
 
     targets: a regular expression; a kernel of the layers gets an adapter if it is found in the kernel's name, such as
-    self_attn.q_proj. rs: rank-stabilized scaling. path: of a folder to start from, as `load` reads it; "": none.
+    self_attn.q_proj. rs: rank-stabilized scaling. base_dtype: of the kernels of the layers, which do not learn; "":
+    that of their products. path: of a folder to start from, as `load` reads it; "": none.
     Raises: UserError, if no kernel has such a name.
     """
     of_model, table, of = model.shapes(), names.of_family(model.cfg.family), jax.ShapeDtypeStruct
@@ -63,7 +70,28 @@ def make_lora(
     if not modules:
         known = ", ".join(map(_in_layer, there.values()))
         raise UserError(f"config.lora.targets = {targets!r} is in no name of a kernel; there is {known}")
-    return Lora(shapes, modules, rank, alpha, rs)
+    return Lora(shapes, modules, rank, alpha, rs, frozenset(there if base_dtype else ()))
+
+
+def load_base(folder: Path, model: Decoder, mesh: Mesh, lora: Lora) -> PyTree:
+    """Loads the parameters beside the adapters. Raises: UserError, as `hf.load_params`."""
+
+    def keep(path: str, leaf: jax.Array) -> Any:
+        if path not in lora.in_int8:
+            return leaf
+        place = sharding.shardings({path: jax.eval_shape(int8, leaf)}, mesh)[path]
+        return jax.jit(int8, out_shardings=place)(leaf)
+
+    return hf.load_params(folder, model, mesh, learns=False, keep=keep)
+
+
+def base_shapes(shapes: PyTree, lora: Lora) -> PyTree:
+    """Returns the parameters beside the adapters as shapes, from those of the model."""
+
+    def keep(path: Any, leaf: Any) -> Any:
+        return jax.eval_shape(int8, leaf) if sharding.path_name(path) in lora.in_int8 else leaf
+
+    return jax.tree_util.tree_map_with_path(keep, shapes)
 
 
 def first_adapters(lora: Lora, path: str, seed: int, mesh: Mesh) -> PyTree:
@@ -127,7 +155,7 @@ def load(folder: Path, lora: Lora) -> PyTree:
 
     Raises: UserError, if they are of another kind or shape, or if the config describes others.
     """
-    found = read_config(folder, SETTINGS)
+    found = hf.read_config(folder, SETTINGS)
     idle = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(OTHERS)
     for name, value in idle.items():
         if (there := found.get(name, value)) and there != value:

@@ -22,8 +22,9 @@ from jaxrl_llm.config import checks
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.scorers import FROZEN, Frozen, frozen_model
 from jaxrl_llm.learning import Learning, Models, describe_models, make_learning, make_packing
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.plan.chips import Chip
 from jaxrl_llm.plan.collectives import BETWEEN_SLICES, Collective, collectives
 from jaxrl_llm.plan.flops import flops
@@ -120,7 +121,7 @@ def make_plan(
     folder = hf.find(config.model.path, weights=False)
     models = describe_models(config, totals, mesh, folder, weights=False)
     frozen = {name: _frozen(models, name) for name in FROZEN if name in models.others}
-    base = {"base": _placed(models.model.shapes(), models.model, mesh)} if models.lora else {}
+    base = {"base": _base(models, models.lora)} if models.lora else {}
     learning = make_learning(models, lambda: None, frozen, base.get("base"))
     states = learning.all_states() | {name: other.params for name, other in frozen.items()} | base
     policy = learning.learners["policy"]
@@ -154,6 +155,13 @@ def _frozen(models: Models, name: str) -> Frozen:
         of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole)  # noqa: E731
         params = {"decoder": params, "readout": {"kernel": of(model.cfg.width, 1), "bias": of(1)}}
     return Frozen(model, params)
+
+
+def _base(models: Models, lora: Lora) -> PyTree:
+    """Returns the parameters beside the adapters, as shapes."""
+    shapes = peft.base_shapes(_placed(models.model.shapes(), models.model, models.mesh), lora)
+    of = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
+    return jax.tree.map(of, shapes, shardings(shapes, models.mesh))
 
 
 def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:

@@ -100,7 +100,7 @@ def template(value: str) -> Outcome:
     return Outcome("mapped", {"data.format_prompt": value}, "", {"data.format_prompt": why})
 
 
-def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False) -> Outcome:
+def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False, base_dtype: str = "") -> Outcome:
     """Returns what an adapter becomes. targets: "all-linear", names of modules, or None for PEFT's own choice."""
     said = ""
     if targets is None:
@@ -112,6 +112,7 @@ def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False) -> Outcome:
         "lora.alpha": float(alpha),
         "lora.rs": rs,
         "lora.targets": pattern,
+        "lora.base_dtype": base_dtype,
         "lora.path": "",
     }
     return Outcome("changed" if said else "mapped", fields, said)

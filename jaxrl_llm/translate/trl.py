@@ -354,7 +354,18 @@ def adapter(value: Any, keys: Keys) -> Outcome:
     if not keys["use_peft"]:
         return Outcome("no effect", said="use_peft is False")
     rs = bool(keys.given.get("use_rslora"))
-    return ours.lora(keys["lora_r"], keys["lora_alpha"], keys["lora_target_modules"], rs=rs)
+    base_dtype = "int8" if keys["load_in_8bit"] or keys["load_in_4bit"] else ""
+    return ours.lora(keys["lora_r"], keys["lora_alpha"], keys["lora_target_modules"], rs=rs, base_dtype=base_dtype)
+
+
+def quantized(value: Any, keys: Keys) -> Outcome:
+    """The base of adapters in integers."""
+    if not value:
+        return Outcome("no effect", said="not in use")
+    if not keys["use_peft"]:
+        return Outcome("unsupported", said="only the base of adapters is quantized: set use_peft")
+    said = "8 bits with a scale for each output of a kernel; embedding and head stay as they are"
+    return Outcome("changed", {"lora.base_dtype": "int8"}, said)
 
 
 def remat(value: Any, keys: Keys) -> Outcome:
@@ -540,13 +551,12 @@ SHARED: dict[str, Rule] = {
     "lora_modules_to_save": off("only adapters are trained with LoRA"),
     "lora_target_parameters": off("name modules in lora_target_modules"),
     "lora_task_type": Idle("a policy is a causal language model"),
-    "load_in_8bit": off("parameters are not quantized"),
-    "load_in_4bit": off("parameters are not quantized"),
+    **each(quantized, "load_in_8bit load_in_4bit"),
     **each(
-        Idle("parameters are not quantized"),
+        Idle("of 4 bits; load_in_4bit says what there is here"),
         "bnb_4bit_quant_type bnb_4bit_quant_storage bnb_4bit_compute_dtype bnb_4bit_use_double_quant",
     ),
-    "use_bnb_nested_quant": Idle("parameters are not quantized"),
+    "use_bnb_nested_quant": Idle("of 4 bits; load_in_4bit says what there is here"),
     "num_processes": part_of_batch(),
     LAUNCHER: part_of_batch(),
     "dataloader_drop_last": Idle("the last, smaller batch of a pass is dropped"),
@@ -646,6 +656,8 @@ BOTH: dict[str, Any] = {
     "use_peft": False,
     "lora_r": 16,
     "lora_alpha": 32,
+    "load_in_8bit": False,
+    "load_in_4bit": False,
     "lora_target_modules": None,
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
