@@ -18,6 +18,7 @@ STEP = {
     "mesh.fsdp": 1,
 }  # fmt: skip
 CASES: list[dict[str, Any]] = [{"microbatch": 1}, {"microbatch": 1, "model.dtype": "bfloat16"}]
+RUNS: dict[str, dict[str, Any]] = {"grpo": {}, "lora": {}, "lora, int8": {"lora.base_dtype": "int8"}}
 MIB = 2**20
 
 
@@ -31,9 +32,9 @@ def main() -> None:
         write(workload, folder)
         for case in CASES:
             peaks: dict[str, dict[str, int]] = {"update": {}, "step": {}}
-            for name in ("grpo", "lora"):
-                config = load(ROOT / "configs" / f"{name}.py")
-                config.update_from_flattened_dict(STEP | {"model.path": str(folder)} | case)
+            for name, more in RUNS.items():
+                config = load(ROOT / "configs" / f"{name.partition(',')[0]}.py")
+                config.update_from_flattened_dict(STEP | {"model.path": str(folder)} | case | more)
                 plan = make_plan(config.lock(), make_mesh(**config.mesh), workload.prompt_tokens, Path(made))
                 holds = ", ".join(f"{what} {size / MIB:.0f}" for what, size in plan.holds.items())
                 print(f"\n{name}, {case}; it holds, MiB: {holds}")
@@ -43,8 +44,11 @@ def main() -> None:
                 peaks["update"][name] = max(x.peak for x in plan.phases if x.name.startswith("the update"))
                 peaks["step"][name] = max(phase.peak for phase in plan.phases)
             for what, peak in peaks.items():
-                share = peak["lora"] / peak["grpo"]
-                print(f"{case}: the peak of the {what} with LoRA is {share:.0%} of that of the full run", flush=True)
+                for name in list(RUNS)[1:]:
+                    share = peak[name] / peak["grpo"]
+                    print(
+                        f"{case}: the peak of the {what} with {name} is {share:.0%} of that of the full run", flush=True
+                    )
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def test_an_error_right_after_a_save_leaves_that_checkpoint_whole(mine):
     assert checkpoints(mine / "run") == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_a_second_start_is_refused_and_the_first_run_goes_on(tmp_path):
     first = start(tmp_path / "run", "--config.num_steps=500")
     until(first, "step   1/500")

@@ -21,7 +21,8 @@ LAUNCH = Path(__file__).resolve().parents[1] / "launch"
 GRPO = ["--config", "configs/grpo.py"]
 
 GCLOUD = r"""#!/usr/bin/env bash
-{ printf 'gcloud'; printf ' %q' "$@"; echo; } >> "$CLOUD/log"
+call=$(printf ' %q' "$@")
+echo "gcloud$call" >> "$CLOUD/log"  # in one write: others read and write at the same time
 case " $* " in
   *" describe "*) exec cat "$CLOUD/state" ;;
   *" create "*) [ ! -e "$CLOUD/full" ] && mkdir "$CLOUD/vm" && echo READY > "$CLOUD/state" ;;

@@ -20,7 +20,8 @@ from test_launch import LAUNCH, UV, executable, until
 WORKERS = 3
 
 GCLOUD = r"""#!/usr/bin/env bash
-{ printf 'gcloud'; printf ' %q' "$@"; echo; } >> "$CLOUD/log"
+call=$(printf ' %q' "$@")
+echo "gcloud$call" >> "$CLOUD/log"  # in one write: others read and write at the same time
 for word; do case $word in
   --command=*) text=${word#--command=} ;;
   --worker=*) worker=${word#--worker=} ;;

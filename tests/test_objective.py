@@ -242,6 +242,7 @@ def test_the_warm_up_waits_while_a_measure_is_out_of_bounds_and_never_after_it()
     assert optimizer_steps_after_warmup == 1.0
 
 
+@pytest.mark.slow
 def test_the_kl_to_reward_ratio_is_that_of_the_penalty_of_a_completion_to_the_task_reward():
     batch = replace(tiny.batch(), rewards=np.full((tiny.B, tiny.G), -0.5, np.float32))
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)

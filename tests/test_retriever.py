@@ -358,6 +358,7 @@ def searching(url: str, **changes):
     return config
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_in_every_way_loses_no_run_and_every_failure_is_counted(tmp_path):
     """Errors 500, no JSON, other shapes, wrong lengths, stalls and good answers take turns."""
     answers, failed = [*FAULTS.values(), right], []

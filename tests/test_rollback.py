@@ -148,6 +148,7 @@ def test_after_the_last_rollback_a_run_stops(tmp_path):
     assert len(list((tmp_path / "run/rollbacks").glob("*.json"))) == 2
 
 
+@pytest.mark.slow
 def test_a_rule_may_stop_a_run_and_what_it_stops_at_is_not_saved(tmp_path):
     with pytest.raises(
         UserError, match=r"step 3: it is step 3, because of a test; the last checkpoint is .*: begin anew"

@@ -115,6 +115,7 @@ def test_in_a_run_it_is_silent_and_leaves_out_what_needs_other_programs(run):
     assert not new & {"gradient", "update_step", "jit_gradient", "jit_update_step"}
 
 
+@pytest.mark.slow
 def test_it_is_silent_on_ppo_in_a_run(tmp_path):
     with restored(tmp_path, name="ppo") as run:
         assert all(found == [] for _, found in said(run, full=False).values())

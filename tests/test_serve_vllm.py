@@ -58,6 +58,7 @@ def test_a_server_that_closes_its_door_or_says_its_engine_is_dead_has_ended_thou
         assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_has_not_ended_and_one_whose_process_is_gone_has():
     with watched(200, 100) as (process, watch):
         process.send_signal(signal.SIGSTOP)

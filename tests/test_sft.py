@@ -80,6 +80,7 @@ def test_what_an_environment_says_changes_no_gradient_of_its_own(tmp_path):
     assert record["loss/sft"] == pytest.approx(-chosen[learned].mean(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_new_tokenizer_learns_words_and_reads_the_same_next_to_the_models_config(tmp_path):
     rows = encyclopedia.demonstrations()[:200]
     new_model.write_folder(tmp_path, dict.fromkeys(new_model.SIZES, 8) | {"vocabulary": 300}, rows, "completion")
