@@ -103,7 +103,8 @@ def adapters_table(lora: Lora | None) -> list[tuple[str, str]]:
     if not lora:
         return []
     names = ", ".join(module.rpartition(".")[2] for module in lora.modules.values())
-    return [("adapters that learn", f"{lora.size:,} parameters, rank {lora.rank}, of {names}")]
+    rows = [("adapters that learn", f"{lora.size:,} parameters, rank {lora.rank}, of {names}")]
+    return rows + [("kernels of the base", "int8, with a scale for each output")] * bool(lora.in_int8)
 
 
 def shapes_table(slots: Sequence[Slots], packed: Sequence[Shape]) -> list[tuple[str, str]]:

@@ -2,8 +2,12 @@
 
 python -m jaxrl_llm.train --config configs/recipes/qwen2_5_7b_gsm8k.py --workdir runs/gsm8k_7b
 
-Hardware: one TPU v5e:4x4 (16 chips of 16 GB). docs/plan.md has longer prompts and completions (512 + 1,024 tokens) on
-the same mesh: 83 % of a chip's memory and an estimated 20.0 s a step, so less than 2.8 hours for 500 steps.
+Hardware: one TPU v5e:4x4 (16 chips of 16 GB). Memory: 75 % of a chip at most, in the update. Time: 9.3 s a step where
+all completions have 512 tokens, so 1.3 hours for 500 steps. The time is an estimate at published speeds. This printed
+it:
+
+python -m jaxrl_llm.plan --config configs/recipes/qwen2_5_7b_gsm8k.py --topology v5e:4x4 \\
+  --config.model.path=jaxrl_llm/assets/qwen2_5_7b
 
 Expected: 93.4 % is veRL's result with GRPO and LoRA (docs/algo/baseline.md of veRL). Not measured here.
 tests/test_recipes.py runs this file with a small model of the same architecture.
