@@ -185,32 +185,26 @@ class Linear(nnx.Linear):
     def __call__(self, x: Array) -> jax.Array:
         # One token axis: with several, XLA copies and transposes both factors of the kernel's gradient.
         flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        given, precision = self.kernel.get_value(), self.cfg.precision
+        given = self.kernel.get_value()
         adapter = given if isinstance(given, Adapted) else None
         kernel = adapter.frozen if adapter else given
-        if self.cfg.transposed:  # the barrier keeps the compiler from turning the product around
-            product = jax.lax.dot_general(
-                kernel.astype(self.dtype), flat, (((1,), (1,)), ((), ())), precision=precision
-            )
-            y = jax.lax.optimization_barrier(product).T
-        else:
-            y = self._multiplied(flat, kernel)
+        # The backward pass needs W. Without a checkpoint here or around the layer, it would keep all kernels as floats.
+        alone = isinstance(kernel, QArray) and self.cfg.remat == "none"
+        y = (jax.checkpoint(self._product) if alone else self._product)(flat, kernel)
         if adapter:  # the product with W is that of the base, so that with B = 0 both say exactly the same
-            y = (y.astype(jnp.float32) + adapter.added(flat, precision)).astype(self.dtype)
+            y = (y.astype(jnp.float32) + adapter.added(flat, self.cfg.precision)).astype(self.dtype)
         if self.bias is not None:
             # The bias is rounded as in the engines, but added in float32: its gradient is a sum over all tokens.
             y = (y.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)
         return y.reshape(*x.shape[:-1], -1)
 
-    def _multiplied(self, x: Array, kernel: Stored) -> jax.Array:
-        """Returns x W."""
-
-        def multiply(x: Array, kernel: Stored) -> jax.Array:
-            return jnp.matmul(x, as_array(kernel).astype(self.dtype), precision=self.cfg.precision)
-
-        # The backward pass needs W. Without a checkpoint here or around the layer, it would keep all kernels as floats.
-        alone = isinstance(kernel, QArray) and self.cfg.remat == "none"
-        return (jax.checkpoint(multiply) if alone else multiply)(x, kernel)
+    def _product(self, x: Array, kernel: Stored) -> jax.Array:
+        """Returns x W: [T, D] -> [T, E]."""
+        w, precision = as_array(kernel).astype(self.dtype), self.cfg.precision
+        if not self.cfg.transposed:
+            return jnp.matmul(x, w, precision=precision)
+        product = jax.lax.dot_general(w, x, (((1,), (1,)), ((), ())), precision=precision)
+        return jax.lax.optimization_barrier(product).T  # it keeps the compiler from turning the product around
 
 
 def _linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> Linear:

@@ -17,9 +17,8 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm import distributed, sharding
 from jaxrl_llm.host import disk
-from jaxrl_llm.models import names
+from jaxrl_llm.models import lora, names
 from jaxrl_llm.models.hf import read_config, stored_dtype
-from jaxrl_llm.models.lora import is_kernel, whole
 from jaxrl_llm.models.names import Names
 from jaxrl_llm.structs import Array, PyTree
 
@@ -100,7 +99,7 @@ def _layer(stacked: Array, i: int) -> Array:
 
 @jax.jit
 def _index(stacked: PyTree, i: Array) -> jax.Array:
-    return whole(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked))
+    return lora.whole(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked))
 
 
 def table_of(folder: Path) -> Names:
@@ -114,11 +113,11 @@ def tensors(params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -
     A kernel with an adapter is merged, a layer at a time. table: of the family. untied: a head that is tied to the
     embedding is also yielded as a separate tensor.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_kernel):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, lora.is_kernel):
         name = sharding.path_name(path)
         form, tensor_names = table[name], iter(names.of_tensors(table[name], leaf.shape))
         # A slice on the device is a program for each shape, so the host slices what is small.
-        on_host = not is_kernel(leaf) and leaf.nbytes <= AT_ONCE
+        on_host = not lora.is_kernel(leaf) and leaf.nbytes <= AT_ONCE
         values: Any = sharding.whole_to_host(leaf) if on_host else leaf
         for i in range(leaf.shape[0] if names.stacked(form) else 1):
             whole = sharding.whole_to_host(_layer(values, i) if names.stacked(form) else values)
@@ -134,7 +133,7 @@ def tensors(params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -
 def shapes(params: PyTree, table: Names, *, untied: bool = False) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that `tensors` yields, in the same order."""
     made = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_kernel):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, lora.is_kernel):
         name = sharding.path_name(path)
         shape = leaf.shape[names.stacked(table[name]) :]
         for tensor in names.of_tensors(table[name], leaf.shape):
