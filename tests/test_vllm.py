@@ -221,7 +221,7 @@ def test_a_server_samples_from_pushed_weights_of_every_family(name, prompts, tmp
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_a_server_samples_from_the_exported_folder_of_a_model_with_experts(name, prompts, tmp_path):
-    """It takes no push of experts: on a CPU, vLLM 0.32 cannot load a second set of them."""
+    """It takes no push of experts on a CPU, and says so."""
     source = random_model(tmp_path / "source", name, SERVED)
     model, mesh = hf.load_model(source), sharding.make_mesh(data=1, fsdp=2, tensor=2)
     params = jax.tree.map(lambda x: x * 3, hf.load_params(source, model, mesh))
@@ -233,6 +233,8 @@ def test_a_server_samples_from_the_exported_folder_of_a_model_with_experts(name,
         wait_for(lambda: healthy(live))
         engine.request(live.url, "POST", "/update_weight_version", {"new_version": "jaxrl_llm:test:0"})
         assert gap(params, prompts, sample(engine, prompts, group_size=2), model=model) < 1e-3
+        with pytest.raises(UserError, match="on a CPU vLLM cannot load experts again"):
+            engine.update_weights(params, 1)
 
 
 def test_episodes_of_several_turns_are_sampled_as_the_trainer_scores_them(server, params, prompts, tmp_path):

@@ -55,6 +55,9 @@ class PullBackend(WeightTransferEngine[Init, Update]):
         for name, wanted in init_info.model.items():
             if (found := getattr(self.model_config.hf_config, name)) != wanted:
                 raise ValueError(f"refused: the server's model has {name} {found}, not {wanted}: serve the run's model")
+        # vLLM 0.32 packs experts for the CPU when it loads them, and then has no place to load them into again.
+        if self.device.type == "cpu" and any(".experts." in name for name in init_info.tensors):
+            raise ValueError("refused: on a CPU vLLM cannot load experts again: set config.engine.name = 'jax'")
         self.tensors = {name: tuple(shape) for name, shape in init_info.tensors.items()}
 
     def start_weight_update(self) -> None:
