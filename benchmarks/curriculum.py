@@ -71,7 +71,7 @@ def main() -> None:
             print(f"skip {skip}: no signal in {', '.join(f'{x:.1%}' for x in found)} of the groups")
         return
     lines = "".join(json.dumps(row) + "\n" for row in arithmetic.train()[: args.rows])
-    lines = [
+    table = [
         "| skip | seed | no signal | last quarter | mean reward | accuracy | passed over in a step |",
         "|" + "---|" * 7,
     ]
