@@ -10,8 +10,10 @@ of 1,024 tokens, rates 1e-6 and 1e-5, KL penalty 0.001 in the reward, gamma and 
 - Problems are held out by their numbers and target. TinyZero takes the last 1,024 rows.
 - 1,275 steps. TinyZero's 15 epochs are 19,200 steps.
 
-Hardware: TinyZero names 2 GPUs for a model of 3B. This layout is not planned yet: python -m jaxrl_llm.plan --config
-configs/recipes/qwen2_5_3b_tinyzero.py --topology v5e:4x4 --config.model.path=FOLDER says whether it fits.
+Hardware: TinyZero names 2 GPUs for a model of 3B. This layout is not planned yet; this says whether it fits:
+
+python -m jaxrl_llm.plan --config configs/recipes/qwen2_5_3b_tinyzero.py --topology v5e:4x4 \\
+  --config.model.path=jaxrl_llm/assets/qwen2_5_3b
 
 Expected: TinyZero says that a base model of 3B learns to search and to check itself, and one of 0.5B does not; it
 publishes no number as text. tests/test_recipes.py runs this file with a small model of the same architecture.
