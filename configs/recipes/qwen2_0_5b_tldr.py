@@ -14,8 +14,8 @@ This printed it; Qwen2-0.5B has the sizes of Qwen2.5-0.5B:
 python -m jaxrl_llm.plan --config configs/recipes/qwen2_0_5b_tldr.py --topology v5e:2x2 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_0_5b
 
-Expected: the reward rises towards 0, its largest value. No number is published,
-and none is measured here. tests/test_recipes.py runs this file with a small model of the same architecture.
+Expected: the reward rises towards 0, its largest value. No number is published, and none is measured here.
+tests/test_recipes.py runs this file with a small model of the same architecture.
 """
 
 from __future__ import annotations
