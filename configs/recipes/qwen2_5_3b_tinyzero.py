@@ -11,8 +11,8 @@ of 1,024 tokens, rates 1e-6 and 1e-5, KL penalty 0.001 in the reward, gamma and 
 - 1,275 steps. TinyZero's 15 epochs are 19,200 steps.
 
 Hardware: one TPU v5e:4x4 (16 chips of 16 GB); TinyZero names 2 GPUs for a model of 3B. Memory: 71 % of a chip at most,
-while it samples; 61 % in the update. Time: 19.1 s a step where all completions have 1,024 tokens, so 6.8 hours for 1,275
-steps. The time is an estimate at published speeds. This printed it:
+while it samples; 61 % in the update. Time: 19.1 s a step where all completions have 1,024 tokens, so 6.8 hours for
+1,275 steps. The time is an estimate at published speeds. This printed it:
 
 python -m jaxrl_llm.plan --config configs/recipes/qwen2_5_3b_tinyzero.py --topology v5e:4x4 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_3b
