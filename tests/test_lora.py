@@ -54,8 +54,7 @@ def tensors_of(params: PyTree) -> dict[str, np.ndarray]:
 
 def kept(lora: Lora, params: PyTree) -> PyTree:
     """The base as a run keeps it."""
-    keep = lambda path, x: int8(x) if sharding.path_name(path) in lora.in_int8 else x  # noqa: E731
-    return jax.tree_util.tree_map_with_path(keep, params)
+    return jax.tree_util.tree_map_with_path(lambda path, x: lora.kept(sharding.path_name(path), x), params)
 
 
 def by_hand(base: PyTree, adapters: PyTree, scale: float) -> PyTree:

@@ -69,6 +69,10 @@ class Lora:
         """Number of parameters."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.shapes))
 
+    def kept(self, path: str, parameter: AnyArray) -> Stored:
+        """Returns a parameter of the base as a run keeps it."""
+        return int8(parameter) if path in self.in_int8 else parameter
+
     def init(self, key: Array) -> PyTree:
         """Initializes adapters, float32: A is uniform in -1 / sqrt(D) ... 1 / sqrt(D) as in PEFT, B is 0."""
         leaves, tree = jax.tree.flatten_with_path(self.shapes)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shutil
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import disk
 from jaxrl_llm.models import hf, names
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.lora import Lora, int8
+from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.structs import PyTree
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -79,19 +79,17 @@ def load_base(folder: Path, model: Decoder, mesh: Mesh, lora: Lora) -> PyTree:
     def keep(path: str, leaf: jax.Array) -> Any:
         if path not in lora.in_int8:
             return leaf
-        place = sharding.shardings({path: jax.eval_shape(int8, leaf)}, mesh)[path]
-        return jax.jit(int8, out_shardings=place)(leaf)
+        rounded = partial(lora.kept, path)
+        place = sharding.shardings({path: jax.eval_shape(rounded, leaf)}, mesh)[path]
+        return jax.jit(rounded, out_shardings=place)(leaf)
 
     return hf.load_params(folder, model, mesh, learns=False, keep=keep)
 
 
 def base_shapes(shapes: PyTree, lora: Lora) -> PyTree:
     """Returns the parameters beside the adapters as shapes, from those of the model."""
-
-    def keep(path: Any, leaf: Any) -> Any:
-        return jax.eval_shape(int8, leaf) if sharding.path_name(path) in lora.in_int8 else leaf
-
-    return jax.tree_util.tree_map_with_path(keep, shapes)
+    kept = lambda path, leaf: jax.eval_shape(partial(lora.kept, sharding.path_name(path)), leaf)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(kept, shapes)
 
 
 def first_adapters(lora: Lora, path: str, seed: int, mesh: Mesh) -> PyTree:
