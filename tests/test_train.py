@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -347,9 +346,11 @@ def documented_curve() -> list[tuple[float, float]]:
 @pytest.mark.slow
 def test_the_main_job_learns_within_its_time_and_memory(tmp_path):
     """What README promises of its first command, for another seed than the notebook's."""
-    began = time.perf_counter()
-    result = subprocess.run(command(tmp_path / "run", "--config.seed=1"), cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    with open(tmp_path / "said", "w+") as said:
+        process = subprocess.Popen(command(tmp_path / "run", "--config.seed=1"), cwd=ROOT, stdout=said, stderr=said)
+        _, status, used = os.wait4(process.pid, 0)  # what this process alone used
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, said.seek(0) or said.read()
     accuracy = [r["eval/accuracy"] for r in records(tmp_path / "run") if "eval/accuracy" in r]
     assert accuracy[0] <= 0.5
     assert accuracy[-1] >= 0.9
@@ -357,5 +358,6 @@ def test_the_main_job_learns_within_its_time_and_memory(tmp_path):
         # The curve is steep at first: another order of sums in a product moves it by a step or two.
         near = 0.02 if step > 2 else 0.25
         assert least - near <= now <= most + near, f"step {10 * step}: {now} is not in {least} to {most}"
-    assert time.perf_counter() - began < 300
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20  # KiB
+    # Seconds of a core, because other tests run beside this one: README's 100 seconds on two cores are at most 200.
+    assert used.ru_utime + used.ru_stime < 400
+    assert used.ru_maxrss < 4 * 2**20  # KiB
