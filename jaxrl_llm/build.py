@@ -138,6 +138,8 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     held_out = data.load_held_out(config, tokenizer, tools) if config.eval.every else dataset
     compatibility.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     compatibility.check_positions(config, model.cfg, dataset, held_out)
+    for name, other in models.others.items():
+        compatibility.check_positions(config, hf.load_model(other).cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
     # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
     begins = config.model.path and not models.lora and not has_checkpoint(workdir / "checkpoints")

@@ -67,22 +67,19 @@ def check_sampling(config: Config, model: DecoderConfig) -> None:
 
 
 def check_other_model(field: str, other: DecoderConfig, policy: DecoderConfig) -> None:
-    """Checks that a critic or teacher covers the policy's tokens and positions. Raises: UserError, naming the field."""
-    for what, theirs, ours in (
-        ("vocabulary", other.vocab_size, policy.vocab_size),
-        ("number of positions", other.max_positions, policy.max_positions),
-    ):
-        if theirs < ours:
-            raise UserError(
-                f"config.{field}: that model has a {what} of {theirs}, the policy {ours}: give one of the kind"
-            )
+    """Checks that a critic or teacher covers the policy's tokens. Raises: UserError, naming the field."""
+    if other.vocab_size < policy.vocab_size:
+        raise UserError(
+            f"config.{field}: that model has a vocabulary of {other.vocab_size}, the policy, which may sample all of "
+            f"its own, {policy.vocab_size}: give one with as many"
+        )
 
 
-def check_positions(config: Config, model: DecoderConfig, *datasets: Dataset) -> None:
-    """Checks that prompt and completion fit the model's positions. Raises: UserError, naming the field."""
+def check_positions(config: Config, model: DecoderConfig, *datasets: Dataset, whose: str = "the model's") -> None:
+    """Checks that prompt and completion fit a model's positions. Raises: UserError, naming the field."""
     width = max(dataset.width for dataset in datasets)
     if width + config.rollout.max_completion_tokens > model.max_positions:
         raise UserError(
             f"config.rollout.max_completion_tokens = {config.rollout.max_completion_tokens} after prompts of up to "
-            f"{width} tokens is more than the model's {model.max_positions} positions: lower it"
+            f"{width} tokens is more than {whose} {model.max_positions} positions: lower it"
         )

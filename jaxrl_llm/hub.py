@@ -39,7 +39,7 @@ def push(folder: Path, repo: str, message: str) -> str:
     model_card.write(folder, model_card.for_hub(readme.read_text(encoding="utf-8"), repo))
     try:
         return HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url
-    except (HTTPError, OSError) as error:  # an OSError: no connection
+    except (HTTPError, OSError, ValueError) as error:  # no connection; metadata of the card that the hub refuses
         raise _refused(repo, error) from error
 
 

@@ -192,14 +192,18 @@ class Mlflow:
             return
         made = self._client.create_run(experiment, run_name=run.workdir.name, tags={self.TAG: run.id()})
         self._id = made.info.run_id
-        params = [Param(name, str(value)) for name, value in flatten(ConfigDict(run.config)).items()]
+        params = [Param(self._named(name), str(value)) for name, value in flatten(ConfigDict(run.config)).items()]
         for first in range(0, len(params), self.PARAMS):
             self._client.log_batch(self._id, params=params[first : first + self.PARAMS])
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         now = int(time.time() * 1000)
-        named = {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}  # others are refused
+        named = {self._named(name): value for name, value in numbers.items()}
         self._client.log_batch(self._id, metrics=[self._metric(name, x, now, step) for name, x in named.items()])
+
+    @staticmethod
+    def _named(name: str) -> str:
+        return re.sub(r"[^\w./ -]", "_", name)  # MLflow refuses names with others
 
     def write_text(self, step: int, name: str, text: str) -> None:
         self._client.set_tag(self._id, name, f"step {step}: {text}")

@@ -13,6 +13,7 @@ from huggingface_hub.repocard_data import EvalResult
 
 import jaxrl_llm
 from jaxrl_llm.host import disk
+from jaxrl_llm.models import hf
 from jaxrl_llm.structs import Config
 
 POINTS = 20  # rows of the curve
@@ -80,7 +81,7 @@ def _head(name: str, config: Config, accuracy: Sequence[float]) -> str:
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["jaxrl_llm", *(["reinforcement-learning", config.advantage.name] if "loss" in config else ["sft"])],
-        base_model=path if path.count("/") == 1 and not Path(path).exists() else None,  # an id of a hub
+        base_model=path if hf.is_hub_id(path) else None,
         eval_results=results or None,
     )
     return made.to_yaml().strip()

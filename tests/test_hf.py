@@ -306,6 +306,15 @@ def test_what_a_family_does_not_have_or_a_broken_setting_is_refused_by_its_name(
     assert said in error_of(hf.load_model, folder)
 
 
+def test_mixtral_has_one_kind_of_layers_and_its_own_rotary_base(tmp_path):
+    folder = shutil.copytree(REFERENCES / "mixtral", tmp_path / "model")
+    configure(folder, rope_parameters=..., rope_theta=1_000_000.0, layer_types=..., sliding_window=6)
+    usual = hf.load_model(folder).cfg
+    assert usual.local == (True,) * usual.layers
+    configure(folder, rope_theta=..., layer_types=["full_attention"] * usual.layers)
+    assert hf.load_model(folder).cfg == usual
+
+
 def test_a_model_with_yarn_has_the_positions_after_it():
     assert hf.load_model(REFERENCES / "qwen2_window").cfg.max_positions == 128
     hf_settings = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
@@ -415,12 +424,26 @@ def test_a_checkpoint_of_16_bits_is_computed_in_float32_and_written_back_as_it_w
     assert {name: x.tobytes() for name, x in written.items()} == {name: x.tobytes() for name, x in stored.items()}
 
 
-def test_a_stored_copy_of_a_tied_head_is_ignored(tmp_path, mesh):
+def test_a_stored_copy_of_a_tied_head_is_ignored_and_another_head_is_refused(tmp_path, mesh):
     folder = shutil.copytree(REFERENCES / "qwen2_tied", tmp_path / "model")
     _, before = load(folder, mesh)
-    rewrite(folder, lm_head__weight=np.zeros((64, 32), np.float32))
+    embedding = tensors_of(folder)["model.embed_tokens.weight"]
+    rewrite(folder, lm_head__weight=embedding.copy())
     _, after = load(folder, mesh)
     assert_trees_equal(after, before)
+    for other in (embedding + 0.1, embedding[1:]):
+        rewrite(folder, lm_head__weight=np.ascontiguousarray(other))
+        assert "lm_head.weight differs from model.embed_tokens.weight: set tie" in error_of(load, folder, mesh)
+
+
+def test_a_folder_is_written_back_in_the_dtype_of_its_files_and_without_left_over_adapters(folder, mesh, tmp_path):
+    configure(folder, dtype="torch.bfloat16")  # but the files are float32
+    (folder / "adapter_config.json").write_text("{}")
+    _, params = load(folder, mesh)
+    hf_export.save(tmp_path / "saved", params, folder)
+    written, stored = tensors_of(tmp_path / "saved"), tensors_of(folder)
+    assert {name: x.tobytes() for name, x in written.items()} == {name: x.tobytes() for name, x in stored.items()}
+    assert not (tmp_path / "saved" / "adapter_config.json").exists()
 
 
 def test_the_fingerprint_changes_with_a_weight_the_config_the_chat_template_and_the_stop_ids(folder):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm import sharding, train
 from jaxrl_llm.algorithms import losses
@@ -430,6 +431,8 @@ def test_targets_that_name_no_kernel_are_told_what_there_is():
         (dict(rs=False), "config.lora.rs = False, but .* has use_rslora = True"),
         (dict(targets="q_proj"), "also has base_model.model.model.layers.0.*set config.lora.targets"),
         (dict(use_dora=True), "use_dora is True, which is not supported"),
+        (dict(alora_invocation_tokens=[1, 2]), "alora_invocation_tokens is .1, 2., which is not supported"),
+        (dict(init_lora_weights="pissa_niter_4"), "'pissa_niter_4', with which PEFT changes the base too"),
     ],
 )
 def test_a_folder_of_other_adapters_is_refused(changes, words, tmp_path):
@@ -440,6 +443,18 @@ def test_a_folder_of_other_adapters_is_refused(changes, words, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {k: v for k, v in changes.items() if k not in LORA}))
     with pytest.raises(UserError, match=words):
         peft.load(tmp_path / "adapter", lora_of(model, **ours))
+
+
+def test_adapters_outside_of_the_layers_and_missing_ones_are_told_from_those_that_the_targets_leave_out(tmp_path):
+    model, _ = tiny.model_and_params()
+    lora = lora_of(model, targets="q_proj")
+    peft.save(tmp_path / "adapter", drawn(lora), lora, "base")
+    file = tmp_path / "adapter" / peft.WEIGHTS
+    save_file(load_file(file) | {"base_model.model.lm_head.lora_A.weight": np.zeros((4, 32), np.float32)}, file)
+    with pytest.raises(UserError, match=r"also has .*lm_head.lora_A.weight: only kernels of the layers"):
+        peft.load(tmp_path / "adapter", lora)
+    with pytest.raises(UserError, match=r"k_proj.lora_A.weight is missing: config.lora.targets may name only kernels"):
+        peft.load(tmp_path / "adapter", lora_of(model))
 
 
 @pytest.mark.parity

@@ -36,6 +36,17 @@ def test_a_push_that_cannot_work_is_refused_before_anything_is_done(monkeypatch,
         hub.open_repo("lab/sums", private=False)
 
 
+def test_a_card_that_the_hub_refuses_ends_a_push_in_one_line(tmp_path, monkeypatch, online):  # noqa: F811
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("Invalid metadata in README.md.\n- base_model is not valid")
+
+    online()
+    (tmp_path / "README.md").write_text("A card.")
+    monkeypatch.setattr(hub.HfApi, "upload_folder", refuse)
+    with pytest.raises(UserError, match=r"--push-to lab/sums: .* said Invalid metadata in README.md. - base_model"):
+        hub.push(tmp_path, "lab/sums", "message")
+
+
 def test_a_card_of_many_evaluations_has_a_few_and_the_base_of_a_hub(tmp_path):
     config = load(ROOT / "configs" / "recipes" / "qwen2_5_0_5b_gsm8k.py")
     rows = [{"step": i, "eval/accuracy": i / 500, "reward/mean": None} for i in range(501)]
@@ -46,3 +57,8 @@ def test_a_card_of_many_evaluations_has_a_few_and_the_base_of_a_hub(tmp_path):
     assert "| step | accuracy |\n" in text  # a reward that is never there has no column
     assert ModelCard(text).data.base_model == "Qwen/Qwen2.5-0.5B-Instruct"
     assert "converted by `gsm8k.convert`, SHA-256 `2`" in text
+    for folder in ("~/model", "./model", "/a/model", "a/b/model"):
+        with config.unlocked():
+            config.model.path = folder
+        text = model_card.card(tmp_path, config, {"model.path": "1", "data.source": "2"})
+        assert ModelCard(text).data.base_model is None

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from safetensors.numpy import load_file, save_file
 
 import jaxrl_llm
 from jaxrl_llm import sharding
-from jaxrl_llm.algorithms import credit
+from jaxrl_llm.algorithms import credit, losses
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as config
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner import scorers
+from jaxrl_llm.learner import critic, scorers
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder, last_state
@@ -111,6 +112,17 @@ def test_the_score_is_that_of_transformers(family, tied, tmp_path):
             with torch.no_grad():
                 score = theirs(input_ids=ids, attention_mask=mask).logits[0, 0].item()
             assert found[b, g] == pytest.approx(score, abs=2e-4)
+
+
+def test_a_critic_starts_as_the_reward_model_whose_folder_it_gets(folder):
+    c, mesh = config.load(ROOT / "configs" / "ppo.py"), tiny.mesh_of((1, 1, 1))
+    model = hf.load_model(folder)
+    for start, score in ((folder, load_file(folder / "model.safetensors")["score.weight"]), (ARITHMETIC, 0.0)):
+        aggregate = partial(losses.aggregation_weights, mode="token_mean")
+        learner, _ = critic.make_critic(c, start, model.cfg, mesh, aggregate)
+        params = learner.init().params
+        np.testing.assert_array_equal(params["readout"]["kernel"], np.broadcast_to(score, (1, 128)).T)
+        assert params["decoder"].keys() == {"layers", "embed", "norm"}
 
 
 def small(folder: Path | str, **changes: object):

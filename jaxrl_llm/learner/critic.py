@@ -31,17 +31,18 @@ def make_critic(
     aggregate: Callable[[Array], Array],
     shared: Parameters | None = None,
 ) -> tuple[Learner, Scorer]:
-    """Returns the critic's learner and scorer. The critic starts as the model in `folder`, with a readout of zeros.
+    """Returns the critic's learner and scorer. The critic starts as the model in `folder`.
+
+    Its readout starts as that of a reward model, if the folder has one, and otherwise with zeros.
 
     aggregate: maps a loss mask to weights, as for the policy. shared: the policy's adapters and their base; the critic
     learns adapters of its own on this base.
     Raises: UserError, if the model cannot be loaded, or does not cover the policy's tokens and positions.
     """
     c = config.model
-    whole = hf.load_model(folder, mesh, dtype=c.dtype, remat=c.remat, row_parts=c.row_parts)
-    compatibility.check_other_model("critic.path", whole.cfg, policy)
-    # A critic needs no head; with tied_head, the parameter tree has none.
-    model = Decoder(replace(whole.cfg, tied_head=True), mesh)
+    cfg = hf.load_model(folder, dtype=c.dtype, remat=c.remat, row_parts=c.row_parts).cfg
+    compatibility.check_other_model("critic.path", cfg, policy)
+    model = Decoder(replace(cfg, tied_head=True), mesh)  # a critic needs no head; with it, the tree has none
 
     def headless(decoder: PyTree) -> PyTree:
         return {name: decoder[name] for name in decoder if name in model.shapes()}
@@ -55,10 +56,12 @@ def make_critic(
 
     def params() -> PyTree:
         made = with_readout(given.params())
+        if hf.has_readout(folder):
+            made["readout"] = hf.load_readout(folder, model)
         return jax.device_put(made, sharding.shardings(made, mesh))
 
-    load = partial(hf.load_params, folder, whole, mesh)
-    given = shared or Parameters(whole.shapes(), load, update.ALL_LEARN)
+    load = partial(hf.load_params, folder, model, mesh, unused=hf.HEADS)
+    given = shared or Parameters(model.shapes(), load, update.ALL_LEARN)
     learner = update.make_learner(
         value_objective(model, clip=config.critic.clip),
         optim.make_optimizer(checks.critic_updates(config), **config.critic.optim),

@@ -134,7 +134,7 @@ def load_frozen(
         raise UserError(f"config.{section}.path: its tokenizer knows {other!r} by another number: give one of the kind")
     if section == "reward_model":
         params = {
-            "decoder": hf.load_params(folder, model, mesh, learns=False, unused=("score.weight",)),
+            "decoder": hf.load_params(folder, model, mesh, learns=False, unused=hf.HEADS),
             "readout": jax.device_put(hf.load_readout(folder, model), NamedSharding(mesh, PartitionSpec())),
         }
     else:

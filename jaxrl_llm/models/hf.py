@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,14 @@ SETTINGS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+HEADS = (HEAD, SCORE)  # a model that gives values has neither among its decoder's parameters
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # in safetensors' words, and in those of config.json
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path stands for a model on a hub: it is org/name, and no folder here."""
+    return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", path)) and not Path(path).expanduser().exists()
 
 
 def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
@@ -46,7 +55,7 @@ def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file():
         return folder
-    if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
+    if not is_hub_id(path):
         raise UserError(f"{field} {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
     from huggingface_hub import snapshot_download  # slow to import, and only needed for hub ids
 
@@ -96,11 +105,16 @@ def load_model(
 
 
 def stored_dtype(folder: Path) -> np.dtype:
-    """Dtype of the folder's weights. Raises: UserError, if we cannot write it."""
+    """Dtype of the folder's weights: of the files, because config.json may say another one; without files, of this.
+
+    Raises: UserError, if we cannot write it.
+    """
     hf = read_config(folder)
-    name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-    if name not in ("float32", "bfloat16", "float16"):
+    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES.values():
         raise UserError(f"{folder / 'config.json'}: dtype is {name!r}: give 'float32', 'bfloat16' or 'float16'")
+    if any(folder.glob("*.safetensors")) and (file := _index(folder).get(EMBEDDING)):
+        name = DTYPES.get(file.get_slice(EMBEDDING).get_dtype(), name)
     return jax.numpy.dtype(name)
 
 
@@ -194,13 +208,18 @@ def load_readout(folder: Path, model: Decoder) -> PyTree:
 
     Raises: UserError, if the folder has no such head.
     """
-    where, name, wanted = _index(folder), "score.weight", (1, model.cfg.width)
+    where, name, wanted = _index(folder), SCORE, (1, model.cfg.width)
     if name not in where:
         raise UserError(f"{folder}: no tensor {name}: give a model with a head for sequence classification")
     found = where[name].get_tensor(name)
     if found.shape != wanted:
         raise UserError(f"{folder}: tensor {name} is {found.shape}, not {wanted}: give a model with one label")
     return {"kernel": found.astype(np.float32).T, "bias": np.zeros(1, np.float32)}
+
+
+def has_readout(folder: Path) -> bool:
+    """Whether the folder holds a model for sequence classification, whose head `load_readout` loads."""
+    return SCORE in _index(folder)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -250,11 +269,26 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: N
                     f"{folder}: tensor {tensor} is {found}, config.json makes it {shape}: use one checkpoint's files"
                 )
             expected.add(tensor)
-    harmless = ("lm_head.weight", "rotary_emb.inv_freq")  # a copy of a tied head; rotary constants
+    if HEAD in where and HEAD not in expected and not _equal(where, HEAD, EMBEDDING):
+        raise UserError(
+            f"{folder}: config.json ties the head to the embedding, but {HEAD} differs from {EMBEDDING}: "
+            "set tie_word_embeddings to false in config.json"
+        )
+    harmless = (HEAD, "rotary_emb.inv_freq")  # a copy of a tied head; rotary constants
     for tensor in sorted(set(where) - expected):
         if not tensor.endswith(harmless):
             family = read_config(folder)["model_type"]
             raise UserError(f"{folder}: tensor {tensor} is unknown to {family}: use one checkpoint's files")
+
+
+def _equal(where: dict[str, Any], one: str, other: str) -> bool:
+    """Whether two tensors of a vocabulary have the same numbers. Holds a few of their rows at a time."""
+    a, b, rows = where[one].get_slice(one), where[other].get_slice(other), 2**14
+    if a.get_shape() != b.get_shape():
+        return False
+    size = a.get_shape()[0]
+    parts = (slice(start, min(start + rows, size)) for start in range(0, size, rows))
+    return all(np.array_equal(a[part], b[part]) for part in parts)
 
 
 def _read(where: dict[str, Any], form: str, spans: tuple[range, ...], dtype: Any, *, turned: bool) -> np.ndarray:

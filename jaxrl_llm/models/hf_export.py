@@ -18,12 +18,15 @@ from safetensors.numpy import save_file
 from jaxrl_llm import distributed, sharding
 from jaxrl_llm.host import disk
 from jaxrl_llm.models import lora, names
-from jaxrl_llm.models.hf import read_config, stored_dtype
+from jaxrl_llm.models.hf import EMBEDDING, HEAD, read_config, stored_dtype
 from jaxrl_llm.models.names import Names
 from jaxrl_llm.structs import Array, PyTree
 
 SHARD_BYTES = 5 * 2**30
-TIED = {"model.embed_tokens.weight": "lm_head.weight"}  # embedding -> tied head, which shares its tensor
+TIED = {EMBEDDING: HEAD}  # embedding -> tied head, which shares its tensor
+# With the first, transformers looks for adapters; the second is about other weights.
+NOT_COPIED = ("adapter_config.json", "pytorch_model.bin.index.json")
+COPIED = (".json", ".jinja", ".txt", ".model")
 
 
 def save(folder: Path, params: PyTree, source: Path) -> None:
@@ -48,7 +51,8 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for file in source.iterdir():
-        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
+        of_weights = "safetensors" in file.name or file.name in NOT_COPIED
+        if file.is_file() and file.suffix in COPIED and not of_weights:
             shutil.copy(file, partial)
     weight_map: dict[str, Path] = {}
     shard: dict[str, np.ndarray] = {}

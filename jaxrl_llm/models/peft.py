@@ -29,15 +29,24 @@ from jaxrl_llm.structs import PyTree
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT can do to adapters and we cannot. Without value or empty, each does nothing.
 OTHERS = (
+    "alora_invocation_tokens",
     "alpha_pattern",
+    "arrow_config",
     "fan_in_fan_out",
+    "kasa_config",
+    "layer_replication",
     "layers_to_transform",
     "lora_bias",
     "modules_to_save",
     "rank_pattern",
+    "target_parameters",
     "trainable_token_indices",
+    "use_bdlora",
     "use_dora",
+    "use_qalora",
 )
+# How adapters can begin without a change to the base. After the other ways, such as pissa, PEFT changes the base too.
+BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def make_lora(
@@ -158,6 +167,11 @@ def load(folder: Path, lora: Lora) -> PyTree:
     for name, value in idle.items():
         if (there := found.get(name, value)) and there != value:
             raise UserError(f"{folder / SETTINGS}: {name} is {there!r}, which is not supported: use plain LoRA")
+    if (began := found.get("init_lora_weights")) not in BEGINNINGS:
+        raise UserError(
+            f"{folder / SETTINGS}: init_lora_weights is {began!r}, with which PEFT changes the base too: convert it to "
+            "plain LoRA in PEFT, by save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
     ours = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rs}
     for (key, value), field in zip(ours.items(), ("rank", "alpha", "rs"), strict=True):
         if (there := found.get(key, False)) != value:
@@ -173,12 +187,15 @@ def load(folder: Path, lora: Lora) -> PyTree:
             tensor = stored.pop(name.format(i), None)
             if tensor is None or tensor.T.shape != stacked[i].shape:
                 has = "is missing" if tensor is None else f"is {tensor.shape}, not {stacked[i].T.shape}"
-                raise UserError(f"{folder / WEIGHTS}: tensor {name.format(i)} {has}: set config.lora to what it holds")
+                remedy = "config.lora.targets may name only kernels that it adapts in all layers"
+                raise UserError(f"{folder / WEIGHTS}: tensor {name.format(i)} {has}: {remedy}")
             stacked[i] = tensor.T
     if stored:
-        raise UserError(
-            f"{folder / WEIGHTS} also has {next(iter(stored))}: set config.lora.targets to all kernels that it adapts"
-        )
+        outside = next((name for name in stored if ".layers." not in name), None)  # of the embedding or the head
+        remedy = "set config.lora.targets to all kernels that it adapts"
+        if outside:
+            remedy = "only kernels of the layers have adapters here; merge it into its base with PEFT, and train that"
+        raise UserError(f"{folder / WEIGHTS} also has {outside or next(iter(stored))}: {remedy}")
     return made
 
 
