@@ -513,6 +513,15 @@ def test_a_model_is_refused(place: Path, refuse: Refuse, spoil: Change, words: s
     refuse(train, command("model.path=./model"), words)
 
 
+def test_a_critic_with_fewer_positions_than_the_texts_need_is_refused(place: Path, refuse: Refuse) -> None:
+    shutil.copytree(MODEL, place / "model")
+    about = json.loads((place / "model" / "config.json").read_text())
+    (place / "model" / "config.json").write_text(json.dumps(about | {"max_position_embeddings": 16}))
+    argv = command("critic.path=./model critic.warmup_steps=0 critic.optim.warmup_steps=0")
+    words = "config.rollout.max_completion_tokens = | than those of config.critic.path, 16 positions: lower it"
+    refuse(train, [argv[0], str(CONFIGS / "ppo.py"), *argv[2:]], words)
+
+
 @table("text argv words", {
     "without a row": ("\n \n", "", "rows.jsonl holds no rows | give a data source that has some"),
     "with a torn line": ('{"prompt": "1+1"}\n{"prompt', "", "rows.jsonl line 2: | every line must be one JSON object"),
