@@ -42,6 +42,11 @@ PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
      (ADD, {"fn_name": "add", "inputs": ["1\n2", [[1], [2]]], "outputs": ["3", [[1, 2]]]}),
      ("class Solution:\n  def add(self, a, b): return (a, b)",
       {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]}),
+     ("class Solution:\n  def add(self, a: int, b: List[int]): return [a + b for b in deque(b)]",
+      {"fn_name": "add", "inputs": [[1, [2]]], "outputs": [[3]]}),
+     ("from __future__ import annotations\ndef add(a: Any, b): return a + b",
+      {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
+     (SUM, {"inputs": [["1 2"], "3 4"], "outputs": [["3"], "7"]}),
     ],
 )  # fmt: skip
 def test_a_right_program_earns_1_in_all_forms_of_tests(program, tests):

@@ -46,6 +46,10 @@ FORMATS = {  # row -> prompt, answer, and what the banner says
     "veRL's for a reward model": (of_verl(None), ASKED, None, ""),
     "Search-R1's": (of_verl({"target": ["Ann", "Anna"]}), ASKED, ["Ann", "Anna"],
                     "'reward_model' holds the accepted answers, as in Search-R1"),
+    "Search-R1's with one answer": (of_verl({"target": "Ann"}), ASKED, ["Ann"],
+                                    "'reward_model' holds the accepted answers, as in Search-R1"),
+    "EasyR1's without images": ({"problem": SUM, "answer": "3", "images": []}, ASKED, "3",
+                                "'problem' is the user's message, as in EasyR1"),
     "EasyR1's": ({"problem": SUM, "answer": "3"}, ASKED, "3", "'problem' is the user's message, as in EasyR1"),
 }  # fmt: skip
 

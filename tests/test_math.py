@@ -59,6 +59,10 @@ ANSWERS = [
     # words
     ("\\text{Monday}", "Monday", 1), ("monday", "Monday", 1), ("Dynamo", "Monday", 0), ("\\text{no}", "yes", 0),
     ("\\text{odd}", "\\text{even}", 0), ("a  perfect square", "\\text{a perfect square}", 1), ("seventy-two", "72", 0),
+    # percent and currencies
+    ("12.5\\%", "12.5", 1), ("12.5\\%", "0.125", 1), ("12.5", "12.5%", 1), ("-5\\%", "-5", 1), ("1,500\\%", "1500", 1),
+    ("50.0\\%", "50", 1), ("12.5\\%", "12", 0), ("12.5\\%", "125", 0),
+    ("€18", "18", 1), ("18€", "18", 1), ("18 USD", "18", 1), ("-£18.50", "-18.5", 1), ("18 euros", "81", 0),
     # nothing
     ("", "72", 0), (" ", "72", 0), ("\\text{}", "72", 0),
 ]  # fmt: skip
@@ -89,6 +93,12 @@ def test_the_last_box_is_the_answer_and_it_must_be_closed(text, score, boxed):
     assert math.accuracy(chats(text), ["12"]) == [score]
     assert math.is_boxed(chats(text)) == [boxed]
     assert math.is_boxed([text]) == [boxed]  # a raw prompt has a raw completion
+
+
+def test_only_what_is_after_the_last_mark_counts_if_a_mark_is_asked_for():
+    texts = chats("<think>\\boxed{12}", "<think>\\boxed{10}</think>\\boxed{12}", "<think>\\boxed{12}</think>12")
+    assert math.accuracy(texts, ["12"] * 3) == [1, 1, 1]
+    assert math.accuracy(texts, ["12"] * 3, after="</think>") == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

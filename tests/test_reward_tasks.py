@@ -13,7 +13,7 @@ from jaxrl_llm import rewards
 from jaxrl_llm.config.names import bind, channel_weights
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import choice, easyr1, gsm8k, length, repetition
+from jaxrl_llm.rewards import choice, easyr1, gsm8k, length, repetition, verl
 from jaxrl_llm.rewards import format as forms
 from jaxrl_llm.rewards.reward_fn import RewardFn, call
 
@@ -134,3 +134,22 @@ def test_what_a_function_logs_and_leaves_without_a_verdict_reaches_the_trainer(t
     np.testing.assert_array_equal(channels["test_reward_tasks.scaled"], [[2.0, 0.5], [0.5, 0.5]])
     # A function of weight 0 is only logged: its number is no verdict.
     np.testing.assert_array_equal(channels["total"], [[np.nan, 2.0], [2.0, 2.0]])
+
+
+def test_verls_reward_is_that_of_the_data_source_of_a_row():
+    rows = [
+        ("openai/gsm8k", "#### 72", "72", 1, 1),
+        ("openai/gsm8k", "\\boxed{72}", "72", 0, 0),
+        ("math_dapo", "So.\n\nAnswer: 34", "34", 1, 1),
+        ("math_dapo", "Answer: 3\nANSWER: $\\frac{1}{2}$", "0.5", 1, 1),
+        ("aime_2024", "\\boxed{34}", "34", -1, 0),
+        ("math_dapo", "Answer: 34" + "." * 300, "34", -1, 0),
+        ("DigitalLearningGmbH/MATH-lighteval", "\\boxed{\\frac12}", "\\frac{1}{2}", 1, 1),
+        ("HuggingFaceH4/MATH-500", "Answer: 1", "1", 0, 0),
+        ("searchR1_nq", "<answer>The Paris</answer>", ["paris"], 1, 1),
+    ]
+    sources, texts, answers, scores, right = map(list, zip(*rows, strict=True))
+    assert verl.score(texts, answers, sources) == scores
+    assert verl.accuracy(texts, answers, sources) == right
+    with pytest.raises(ValueError, match=r"data_source is .codecontests., for which verl.score has no rule"):
+        verl.score([""], ["1"], ["codecontests"])

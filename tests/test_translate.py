@@ -591,3 +591,63 @@ def test_a_model_that_is_here_is_looked_at_too(tmp_path, capsys, monkeypatch):
     program.run(write(tmp_path, "run.sh", here), None, 0, 0)
     said = capsys.readouterr().out
     assert "optim.learning_rate = 0.003 is 0.0004 or more" in said and "is not here" not in said
+
+
+LOST = {  # files whose keys were easily lost: the fields that must come of them
+    "a reward in a file of Python": (
+        "run.sh",
+        VERL.replace("test_freq=10", "test_freq=10 custom_reward_function.path=recipe/r1/score.py"),
+        {"prompts_per_step": 128, "optim.learning_rate": 3e-6, "reward.functions": ("my_rewards.compute_score",)},
+    ),
+    "the reward of data_source": (
+        "run.sh",
+        "python3 -m verl.trainer.main_ppo data.train_files=a/dapo-math-17k.parquet algorithm.adv_estimator=grpo"
+        " actor_rollout_ref.rollout.n=4 reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"
+        " reward_model.reward_kwargs.overlong_buffer_cfg.len=64 data.apply_chat_template_kwargs.enable_thinking=False",
+        {"reward.functions": ("verl.score",), "reward.overlong_tokens": 64,
+         "data.chat_template_args": {"enable_thinking": False}},
+    ),
+    "names of programs and redirections": (
+        "run.sh",
+        "torchrun --standalone train.py --model_name_or_path a/b --dataset_name c/d --dataset_config main"
+        " --reward_funcs accuracy_reward --no_gradient_checkpointing --learning_rate 1e-5 > train.py 2>&1 &"
+        "\npython -m json.tool x.py",
+        {"data.source": "c/d:main@train", "data.answer_column": "solution", "optim.learning_rate": 1e-5,
+         "model.remat": "dots"},
+    ),
+    "the answer after a thought": (
+        "run.sh",
+        "trl grpo --model_name_or_path a/b --dataset_name c/d --reward_funcs reasoning_accuracy_reward --run_name trl",
+        {"reward.functions": ("math.accuracy(after='</think>')",), "data.answer_column": "solution"},
+    ),
+    "what a script sets in several places": (
+        "grpo.py",
+        "base = dict(num_generations=16)\nargs = GRPOConfig('x', **base, **{'beta': 0.1})\nargs.learning_rate = 3e-6\n"
+        "other.beta = 0.2\nrows = load_dataset('c/d', 'main')['test'].map(f).filter(g)\n"
+        "GRPOTrainer('a/b', accuracy_reward, args, rows)",
+        {"group_size": 16, "kl.coef": 0.1, "optim.learning_rate": 3e-6, "data.source": "c/d:main@test",
+         "data.convert": "my_data.convert", "data.answer_column": ""},
+    ),
+    "a file of rows": (
+        "grpo.py",
+        "rows = load_dataset('json', data_files='a.jsonl', split='train')\n"
+        "GRPOTrainer('a/b', accuracy_reward, GRPOConfig(), rows)",
+        {"data.source": "a.jsonl", "data.convert": ""},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), LOST.values(), ids=LOST.keys())
+def test_no_key_is_lost(tmp_path, name, text, expected):
+    made = made_of(tmp_path, name, text)
+    _, c = config_of(made, tmp_path)
+    assert {name: c[name] for name in expected} == expected
+
+
+def test_a_part_of_a_split_and_the_steps_of_a_script_are_the_users_to_write(tmp_path):
+    made = made_of(tmp_path, "grpo.py", LOST["what a script sets in several places"][1])
+    assert made.yours()["data.convert"].startswith("the script calls map, filter: a function of a row")
+    text = "GRPOTrainer('a/b', accuracy_reward, GRPOConfig(), load_dataset('c/d', split='train[:9]'))"
+    made = made_of(tmp_path, "grpo.py", text)
+    assert made.outcomes["trainer.train_dataset"].kind == "unsupported"
+    assert "data.source" in made.yours()

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jinja2
 import jinja2.meta
 
-from jaxrl_llm.data.tasks import verl
+from jaxrl_llm.data.tasks import search_r1, verl
 from jaxrl_llm.errors import UserError
 
 Row: TypeAlias = dict[str, Any]
@@ -44,7 +44,7 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
     name = columns.prompt_column or ("problem" if "prompt" not in row and "problem" in row else "prompt")
     if name not in row:
         raise ValueError(_missing(row, name))
-    if row.get("images"):
+    if (images := row.get("images")) is not None and len(images):
         raise ValueError("it has images, which no model here reads: leave such rows out")
     prompt, done = row[name], []
     if isinstance(prompt, str) and prompt and (name != "prompt" or columns.format_prompt):
@@ -72,8 +72,7 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
 def _of_verl(row: Row) -> tuple[Row, str]:
     truth = row["reward_model"]["ground_truth"]
     if isinstance(truth, dict) and truth.keys() == {"target"} and hasattr(truth["target"], "__len__"):
-        row = verl.convert(row)
-        return row | {"answer": list(truth["target"])}, "'reward_model' holds the accepted answers, as in Search-R1"
+        return search_r1.convert(verl.convert(row)), "'reward_model' holds the accepted answers, as in Search-R1"
     return verl.convert(row), "'reward_model' holds the answer, as in veRL"
 
 

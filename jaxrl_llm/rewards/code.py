@@ -22,6 +22,17 @@ from jaxrl_llm.rewards import text_of
 
 __all__ = ["accuracy", "is_given"]
 
+# Problems that name a function show its head, such as `def two(x: List[int])`, without imports: veRL adds them too.
+IMPORTS = """\
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict, defaultdict, deque
+from functools import cache, cmp_to_key, lru_cache, reduce
+from heapq import heapify, heappop, heappush, nlargest, nsmallest
+from itertools import accumulate, chain, combinations, groupby, permutations, product
+from math import ceil, comb, floor, gcd, inf, sqrt
+from typing import *
+"""
 BLOCK = re.compile(r"```(?:python|py)3?[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -98,12 +109,19 @@ def _cases(given: Any) -> list[Any]:
     if isinstance(given, dict) and given.get("inputs") and len(given["inputs"]) == len(given.get("outputs", ())):
         pairs = list(zip(given["inputs"], given["outputs"], strict=True))
         name = given.get("fn_name")
-        return [(name, _arguments(i), _value(o)) for i, o in pairs] if name else [(str(i), str(o)) for i, o in pairs]
+        return (
+            [(name, _arguments(i), _value(o)) for i, o in pairs] if name else [(_text(i), _text(o)) for i, o in pairs]
+        )
     if isinstance(given, (list, tuple)) and given and all(isinstance(x, str) for x in given):
         return list(given)
     raise ValueError(
         f"a row has the tests {str(given)[:100]!r}: make them a list of Python texts, or inputs and outputs"
     )
+
+
+def _text(given: Any) -> str:
+    """Returns standard input or output: text, or a list of its lines."""
+    return "\n".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given)
 
 
 def _arguments(given: Any) -> list[Any]:
@@ -126,4 +144,5 @@ def _verdicts(program: str, cases: list[Any], limits: Limits, partial: bool) -> 
         return found
     call = "Solution()." if re.search(r"^class Solution\b", program, re.MULTILINE) else ""
     texts = [x if isinstance(x, str) else f"check_call({call}{x[0]}, {x[1]!r}, {x[2]!r})" for x in cases]
-    return in_python(program, texts, limits)
+    imports = IMPORTS if not isinstance(cases[0], str) and "from __future__" not in program else ""
+    return in_python(imports + program, texts, limits)

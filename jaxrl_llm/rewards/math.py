@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from numbers import Number
@@ -25,13 +26,16 @@ LONGEST = 2000  # characters; a longer answer earns 0
 PROCESSES, SHARE = 8, 32  # at most PROCESSES processes, and one per SHARE answers
 
 
-def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float]:
+def accuracy(completions: list[Any], answer: list[Any], *, after: str = "", **columns: Any) -> list[float]:
     """Returns 1 where the last \\boxed{} of the completion is mathematically equal to the answer, else 0.
 
+    after: only the text after the last one of these marks counts, such as "</think>": without it, a completion earns 0.
     A box earns 0 if it is empty, not closed, longer than LONGEST characters, or not judged in time. A line on stderr
     counts the late ones. Raises: ValueError, if the answer of a row is neither text nor a number.
     """
-    pairs = [(_clean(last_box(text_of(c)) or ""), _clean(_wanted(a))) for c, a in zip(completions, answer, strict=True)]
+    texts = [text_of(c) for c in completions]
+    texts = [text.rpartition(after)[2] if after in text else "" for text in texts] if after else texts
+    pairs = [(_clean(last_box(text) or ""), _clean(_wanted(a))) for text, a in zip(texts, answer, strict=True)]
     equal = {pair: _plainly_equal(*pair) for pair in pairs}
     hard = [pair for pair, known in equal.items() if known is None]
     size = min(PROCESSES, os.cpu_count() or 1, -(-len(hard) // SHARE))
@@ -75,6 +79,8 @@ def _wanted(answer: Any) -> str:
     return last_box(answer) or answer
 
 
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3}){1,99}|\d{1,300})(?:\.\d{1,300})?", re.ASCII)
+PERCENT = re.compile(rf"({NUMBER.pattern})\s*\\?%", re.ASCII)
 SIGNS = {
     "−": "-",
     "–": "-",
@@ -104,6 +110,8 @@ REWRITES = [
         (r"^(?:=|\\approx|≈)\s*", ""),
         (r"(?:\\\\|[.,;:\s])+$", ""),
         (r"\s*(?:\\text\{\s*dollars?\}|dollars?)$", ""),
+        (r"^(-?)[€£¥]\s*(?=[\d.])", r"\1"),
+        (r"(?<=\d)\s*(?:[€£¥¢]|USD|EUR|GBP|euros?|cents?)$", ""),
         (r"^(-?\d{1,3}(?: \d{3})+)(?=$|\.)", lambda m: m[1].replace(" ", "")),  # 1 234
         (r"^(-?\d+) (\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),  # 1 1/2
         (r"^(-?\d+(?:\.\d*)?|-?\.\d+)[eE]\+?(-?\d+)$", r"\1\\times 10^{\2}"),
@@ -135,6 +143,11 @@ def _plainly_equal(box: str, answer: str) -> bool | None:
         return bool(box)
     if all(re.fullmatch(r"-?\d{1,300}", text, re.ASCII) for text in (box, answer)):
         return int(box) == int(answer)
+    percents = [PERCENT.fullmatch(text) for text in (box, answer)]
+    if bool(percents[0]) != bool(percents[1]):
+        bare = [found[1] if found else text for found, text in zip(percents, (box, answer), strict=True)]
+        if all(NUMBER.fullmatch(text) for text in bare) and len({Decimal(text.replace(",", "")) for text in bare}) == 1:
+            return True  # 50\% is 50 here, and 0.5 by math-verify
     choices = [_choice(text) for text in (box, answer)]
     words = [" ".join(_unwrapped(text).casefold().split()) for text in (box, answer)]
     if all(choices):

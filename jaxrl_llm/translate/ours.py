@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,15 +10,17 @@ from jaxrl_llm.translate.outcome import Outcome
 
 ACCURACY = "math.accuracy"
 SEARCH = "search.exact_match"
+AFTER_THOUGHT = "math.accuracy(after='</think>')"
 STAND_IN = "arithmetic.accuracy"  # for a reward function of the user, while the rest of a config is checked
 # Reward functions of TRL and open-r1, by the names that their command lines and scripts use.
 REWARDS = {
     "accuracy": ACCURACY,
     "accuracy_reward": ACCURACY,
-    "reasoning_accuracy_reward": ACCURACY,
+    "reasoning_accuracy_reward": AFTER_THOUGHT,
     "think_format_reward": "format.think",
     "format": "format.think_answer",
 }
+OF_SOLUTION = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")  # these read the column "solution"
 OF_EASYR1 = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}  # the files of its examples that have a counterpart
 
 PARQUET = "verl.convert"  # rows of veRL: prompt, reward_model.ground_truth
@@ -29,6 +32,8 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
     """Returns the reward fields for functions by their names in TRL, and the fields that the user must complete."""
     found = tuple(REWARDS.get(name, f"my_rewards.{name}") for name in names)
     fields = reward_fields(found, weights)
+    if not set(names).isdisjoint(OF_SOLUTION):
+        fields["data.answer_column"] = "solution"
     unknown = [name for name in names if name not in REWARDS]
     if not unknown:
         return fields, {}
@@ -63,10 +68,14 @@ def custom_reward(path: str, function: str, signature: str) -> Outcome:
 
 def by_data_source(files: Any) -> Outcome:
     """Returns veRL's own reward, which the column data_source of the rows selects. files: of the training data."""
-    name = "gsm8k.accuracy" if "gsm8k" in str(files) else ACCURACY
-    return Outcome(
-        "changed", reward_fields((name,)), "the column data_source selects a function there, the config here"
-    )
+    names = [str(file).lower() for file in (files if isinstance(files, list) else [files])]
+    if all("gsm8k" in name for name in names):
+        return Outcome(
+            "changed", reward_fields(("gsm8k.accuracy",)), "data_source selects a function there, the config here"
+        )
+    fields = reward_fields(("verl.score",)) | {"eval.function": "verl.accuracy"}
+    said = "data_source selects a function here too, but not all of veRL's: those of mathematics and questions"
+    return Outcome("changed", fields, said)
 
 
 def of_easyr1(path: str, function: str, signature: str) -> Outcome:
@@ -78,13 +87,17 @@ def of_easyr1(path: str, function: str, signature: str) -> Outcome:
 
 
 def dataset(section: str, name: str, split: str) -> Outcome:
-    """Returns what a file or a data set of the hub becomes; section: "data" or "eval"."""
+    """Returns what a file or a data set of the hub becomes; section: "data" or "eval".
+
+    name: of a data set, may have its own split, as owner/name:configuration@split.
+    """
     source, function = f"{section}.source", f"{section}.convert"
     if name.endswith(FILES):
         return Outcome("mapped", {source: name, function: ""})
-    fetch = f"hf download {name} --repo-type dataset --local-dir data/{name.split('/')[-1]}, and name its files"
+    owned = re.split("[:@]", name)[0]
+    fetch = f"hf download {owned} --repo-type dataset --local-dir data/{owned.split('/')[-1]}, and name its files"
     needs = {} if find_spec("datasets") else {source: f"pip install 'jaxrl_llm[hub]', or {fetch}"}
-    return Outcome("mapped", {source: f"{name}@{split}", function: ""}, "", needs)
+    return Outcome("mapped", {source: name if "@" in name else f"{name}@{split}", function: ""}, "", needs)
 
 
 def column(field: str, value: str, usual: str) -> Outcome:

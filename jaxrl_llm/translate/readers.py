@@ -25,6 +25,7 @@ OF_SEARCH_R1 = re.compile(
 )
 SECTIONS = ("actor_rollout_ref", "worker", "algorithm", "trainer", "critic")
 LAUNCHER = "accelerate."
+LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")  # modules that start a script, whose name comes later
 
 
 @dataclass(frozen=True)
@@ -99,20 +100,32 @@ def _of_shell(path: Path, text: str) -> dict[str, Any]:
 
 def _of_command(path: Path, words: list[str]) -> dict[str, Any]:
     """Returns the keys of a command; empty, if it starts no training."""
-    starts = [i for i, word in enumerate(words) if re.fullmatch(r"-m|trl|.*\.py", word)]
-    if not starts:
+    start = next((i for i in range(len(words)) if _starts(words, i)), None)
+    if start is None:
         return {}
-    inside = words[starts[-1] + 1 :]
+    inside = words[start + 1 :]
     hydra = shell.overrides(inside)
     if any(key.split(".")[0] in SECTIONS for key in hydra):
         keys = {key: shell.value_of(value, _scalar) for key, value in hydra.items()}
         return _resolved(_with_file(path, keys))
     keys = {key: shell.value_of(value, _scalar) for key, value in shell.flags(inside).items()}
-    launcher = shell.flags(words[: starts[-1]])
+    denied = {key for key in keys if key.removeprefix("no_") in trl.GRPO.rules and key not in trl.GRPO.rules}
+    keys = {key.removeprefix("no_") if key in denied else key: key not in denied and x for key, x in keys.items()}
+    launcher = shell.flags(words[:start])
     if "num_processes" in launcher:
         keys[f"{LAUNCHER}num_processes"] = shell.value_of(launcher["num_processes"], _scalar)
     keys = _with_file(path, keys)
     return keys if any(key in trl.GRPO.rules or key in trl_ppo.PPO.rules for key in keys) else {}
+
+
+def _starts(words: list[str], i: int) -> bool:
+    """Whether the arguments of a training begin after word i. What is after it may hold names of files too."""
+    after = words[i + 1] if i + 1 < len(words) else ""
+    if words[i] == "trl":
+        return after in ("grpo", "ppo")
+    if words[i] == "-m":
+        return not after.startswith(LAUNCHERS)
+    return re.fullmatch(r"[^=]*\.py", words[i]) is not None
 
 
 def _with_file(path: Path, keys: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.translate.ours import FILES
 from jaxrl_llm.translate.outcome import Unread
 from jaxrl_llm.translate.shell import calculated
 
@@ -15,6 +17,8 @@ TRAINERS = {"GRPOTrainer": "grpo", "PPOTrainer": "ppo"}
 OTHERS = ("RLOOConfig", "SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig")
 POSITIONAL = {"config": ("output_dir",), "trainer": ("model", "reward_funcs", "args", "train_dataset")}
 DATASETS = ("load_dataset", "load_from_disk")
+# Methods of a data set that change its rows, or leave some out. `shuffle` and `remove_columns` need nothing here.
+OF_ROWS = ("map", "filter", "select", "take", "skip", "train_test_split", "rename_column", "rename_columns", "flatten")
 Names: TypeAlias = dict[str, list[ast.expr]]  # what the script sets a name to, in its order
 
 
@@ -29,10 +33,14 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any]]:
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} is no Python that can be parsed: {error}") from None
     names: Names = {}
+    later: list[tuple[str, str, ast.expr]] = []  # object.attribute = value
     assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and len(node.targets) == 1]
     for node in sorted(assigned, key=lambda node: node.lineno):
-        if isinstance(target := node.targets[0], ast.Name):
+        target = node.targets[0]
+        if isinstance(target, ast.Name):
             names[target.id] = [*names.get(target.id, []), node.value]
+        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+            later.append((target.value.id, target.attr, node.value))
     calls = [(_called(node), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     configs = [(name, call) for name, call in calls if name in CONFIGS]
     trainers = [(name, call) for name, call in calls if name in TRAINERS]
@@ -45,11 +53,15 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any]]:
     kind = CONFIGS[configs[0][0]] if configs else TRAINERS[trainers[0][0]]
     keys = {}
     for _, call in configs:
-        keys |= {name: _value(node, names) for name, node in _arguments(call, POSITIONAL["config"])}
+        keys |= {name: _value(node, names) for name, node in _arguments(call, POSITIONAL["config"], names)}
+        own = {name for name, values in names.items() if any(value is call for value in values)}
+        keys |= {attribute: _value(node, names) for name, attribute, node in later if name in own}
     for _, call in trainers[:1]:
-        for name, node in _arguments(call, POSITIONAL["trainer"]):
+        for name, node in _arguments(call, POSITIONAL["trainer"], names):
             if name != "args":
                 keys[f"trainer.{name}"] = _of_trainer(node, names)
+            if name == "train_dataset" and (done := _steps(node, names)):
+                keys["trainer.train_dataset.steps"] = ", ".join(done)
     return kind, keys
 
 
@@ -64,9 +76,23 @@ def _lines(calls: list[tuple[str, ast.Call]]) -> str:
     return ", ".join(str(call.lineno) for _, call in calls)
 
 
-def _arguments(call: ast.Call, positional: tuple[str, ...]) -> list[tuple[str, ast.expr]]:
-    named = [(keyword.arg or f"**{_short(keyword.value)}", keyword.value) for keyword in call.keywords]
+def _arguments(call: ast.Call, positional: tuple[str, ...], names: Names) -> list[tuple[str, ast.expr]]:
+    """Returns the arguments of a call by their names: also those of **name, if the script sets it to a mapping."""
+    named: list[tuple[str, ast.expr]] = []
+    for keyword in call.keywords:
+        named += [(keyword.arg, keyword.value)] if keyword.arg else _mapping(keyword.value, names)
     return [*zip(positional, call.args, strict=False), *named]
+
+
+def _mapping(node: ast.expr, names: Names) -> list[tuple[str, ast.expr]]:
+    """Returns the items of {"a": 1} or dict(a=1); of anything else, itself under a name that no key has."""
+    if isinstance(node, ast.Name) and names.get(node.id):
+        return _mapping(*_before(node.id, names))
+    if isinstance(node, ast.Call) and _called(node) == "dict" and not node.args:
+        return _arguments(node, (), names)
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        return [(str(key.value), value) for key, value in zip(node.keys, node.values, strict=True)]  # pyright: ignore
+    return [(f"**{_short(node)}", node)]
 
 
 def _before(name: str, names: Names) -> tuple[ast.expr, Names]:
@@ -97,18 +123,52 @@ def _of_trainer(node: ast.expr, names: Names) -> Any:
     if isinstance(node, ast.Name):
         return _of_trainer(*_before(node.id, names)) if names.get(node.id) else node.id
     if isinstance(node, ast.Subscript):  # load_dataset(...)["train"]
-        return _of_trainer(node.value, names)
+        found, split = _of_trainer(node.value, names), _value(node.slice, names)
+        return _split(found, split)
     if isinstance(node, ast.Call) and _called(node) == "LoraConfig":
-        return {name: _value(value, names) for name, value in _arguments(node, ("task_type", "r"))}
+        return {name: _value(value, names) for name, value in _arguments(node, ("task_type", "r"), names)}
     if isinstance(node, ast.Call) and _called(node) in DATASETS and node.args:
-        return _value(node.args[0], names)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-        # dataset.map(...) and .select(...) of a data set that was loaded before
-        loaded = _of_trainer(node.func.value, names)
-        return loaded if names.get(node.func.value.id) else Unread(_short(node))
+        return _loaded(node, names)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        # dataset.map(...) and .select(...) of a data set, which `_steps` lists
+        known = not isinstance(node.func.value, ast.Name) or node.func.value.id in names
+        return _of_trainer(node.func.value, names) if known else Unread(_short(node))
     if isinstance(node, ast.Call):
         return _short(node)
     return _value(node, names)
+
+
+def _loaded(call: ast.Call, names: Names) -> Any:
+    """Returns what a data set is loaded from: owner/name:configuration@split, or the file of a format."""
+    given = {name: _value(node, names) for name, node in _arguments(call, ("path", "name"), names)}
+    source = given.get("path")
+    if not isinstance(source, str) or isinstance(source, Unread):
+        return source
+    if "/" not in source and isinstance(files := given.get("data_files"), str):  # load_dataset("json", data_files=...)
+        return files
+    if isinstance(configuration := given.get("name"), str) and _called(call) == "load_dataset":
+        source = f"{source}:{configuration}"
+    return _split(source, given.get("split"))
+
+
+def _split(source: Any, split: Any) -> Any:
+    """Adds the split of a data set of the hub, or of a saved folder, that has none yet. A slice of it is `Unread`."""
+    if not isinstance(source, str) or not isinstance(split, str) or "/" not in source or "@" in source:
+        return source
+    if source.endswith(FILES):
+        return source
+    return f"{source}@{split}" if re.fullmatch(r"[\w.-]+", split) else Unread(f"{source}, {split}")
+
+
+def _steps(node: ast.expr, names: Names) -> list[str]:
+    """Returns what a script does with the rows of a data set after it has loaded them, such as map and filter."""
+    if isinstance(node, ast.Name) and names.get(node.id):
+        return _steps(*_before(node.id, names))
+    if isinstance(node, ast.Subscript):
+        return _steps(node.value, names)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _called(node) not in DATASETS:
+        return [*_steps(node.func.value, names), *([_called(node)] if _called(node) in OF_ROWS else [])]
+    return []
 
 
 def _short(node: ast.expr) -> str:

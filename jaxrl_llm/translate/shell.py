@@ -126,11 +126,20 @@ def _logical_lines(text: str) -> list[list[str]]:
         while words:
             end = next((i for i, word in enumerate(words) if word in END or word.endswith(";")), len(words))
             one = [word.removesuffix(";") for word in words[: end + 1] if word not in END]
-            lines.append([word for word in one if word and not re.match(r"\d*[<>]", word)])
+            lines.append(_without_redirections(one))
             words = words[end + 1 :]
     if pending.strip():
         raise UserError("a quotation or an array has no end: is this a shell script?")
     return [line for line in lines if line]
+
+
+def _without_redirections(words: list[str]) -> list[str]:
+    """Leaves out `2>&1`, `>log` and `> log`."""
+    kept: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        if word and not re.match(r"\d*[<>]|&>", word) and not re.fullmatch(r"(\d*|&)(>>?|<)", before):
+            kept.append(word)
+    return kept
 
 
 def _expanded(words: list[str], variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:

@@ -274,6 +274,8 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     if not names:
         return Outcome("unsupported", said="only an overlong penalty: reward.overlong_tokens")
     fields, yours = ours.rewards(names, weights)
+    if "trainer.train_dataset.steps" in keys:  # a convert function makes the rows, with their answers
+        fields.pop("data.answer_column", None)
     said = "get_soft_overlong_punishment is reward.overlong_tokens: set it to soft_punish_cache" if soft else ""
     return Outcome("changed" if yours or soft else "mapped", fields, said, yours)
 
@@ -295,11 +297,19 @@ def weights(value: Any, keys: Keys) -> Outcome:
 
 def dataset(value: Any, keys: Keys) -> Outcome:
     """A data set of the hub, or a folder or file; in a script it may be made by code."""
-    name = str(value)
+    name, own = str(value), keys.given.get("dataset_config")
+    if own and "/" in name and not name.endswith(ours.FILES):
+        name = f"{name}:{own}"
     if name.endswith(ours.FILES) or "/" in name:
         return ours.dataset("data", name, str(keys.given.get("dataset_train_split", "train")))
     yours = {"data.source": "a file, or my_data.rows: a function that returns rows with the column prompt"}
     return Outcome("changed", {"data.source": "my_data.rows", "data.convert": ""}, "", yours)
+
+
+def rows_changed(value: Any, keys: Keys) -> Outcome:
+    """What a script does with the rows that it has loaded."""
+    why = f"the script calls {value}: a function of a row that does the same, and makes the column answer"
+    return Outcome("changed", {"data.convert": "my_data.convert"}, "code is not read", {"data.convert": why})
 
 
 def model(value: Any, keys: Keys) -> Outcome:
@@ -464,7 +474,7 @@ IDLE: dict[str, Rule] = {
     "disable_dropout": Idle("models have no dropout here"),
     "dataset_train_split": Idle("the file names the split"),
     "dataset_test_split": Idle("the file names the split"),
-    "dataset_config": Idle("the file names the configuration"),
+    "dataset_config": lambda value, keys: Outcome("mapped") if value else Outcome("no effect", said="not set"),
     "dataset_configs": Idle("the file names the configuration"),
     "dataset_split": Idle("the file names the split"),
     "dataset_prompt_column": lambda value, keys: ours.column("data.prompt_column", value, "prompt"),
@@ -541,6 +551,7 @@ SHARED: dict[str, Rule] = {
     "trainer.model": model,
     "dataset_name": dataset,
     "trainer.train_dataset": dataset,
+    "trainer.train_dataset.steps": rows_changed,
     "model_init_kwargs": init_kwargs,
     "trainer.peft_config": adapter,
     "use_peft": adapter,

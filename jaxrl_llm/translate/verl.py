@@ -73,7 +73,7 @@ def filtering(keys: Keys) -> bool:
 
 def overlong(section: str) -> dict[str, Rule]:
     """Returns the rules of DAPO's soft penalty for long completions, in a section of its recipe's versions."""
-    enable, length, factor = (f"{section}.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor"))
+    enable, length, factor = (f"{section}.{name}" for name in ("enable", "len", "penalty_factor"))
 
     def tokens(value: Any, keys: Keys) -> Outcome:
         on = keys.given.get(enable, False) and length in keys
@@ -83,7 +83,14 @@ def overlong(section: str) -> dict[str, Rule]:
         said = f"the penalty is 1 at the limit here, {value} there"
         return Outcome("mapped", {}) if value == 1 or not keys.given.get(enable) else Outcome("unsupported", said=said)
 
-    return {enable: tokens, length: tokens, factor: scale, f"{section}.overlong_buffer.*": Idle("it logs only")}
+    return {enable: tokens, length: tokens, factor: scale, f"{section}.*": Idle("it logs only")}
+
+
+def template_arguments(value: Any, keys: Keys) -> Outcome:
+    """One argument of the chat template: the field holds them all."""
+    prefix = "data.apply_chat_template_kwargs."
+    found = {name.removeprefix(prefix): x for name, x in keys.given.items() if name.startswith(prefix)}
+    return Outcome("mapped", {"data.chat_template_args": found})
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:
@@ -213,6 +220,7 @@ OF_DATA: dict[str, Rule] = {
     ),
     "data.train_max_samples": off("take fewer rows with data.convert", -1),
     "data.apply_chat_template_kwargs": to("data.chat_template_args", dict),
+    "data.apply_chat_template_kwargs.*": template_arguments,
     "data.reward_fn_key": Idle("the config names the reward functions"),
     "data.tokenizer": off("the tokenizer is the model's"),
     "data.trust_remote_code": Idle("no code of a model's folder is run"),
@@ -420,10 +428,14 @@ OF_CRITIC: dict[str, Rule] = of_critic(
 OF_REWARD: dict[str, Rule] = {
     "custom_reward_function.path": rewards,
     "custom_reward_function.name": Idle("with custom_reward_function.path"),
-    **overlong("reward_model"),
-    **overlong("custom_reward_function"),
-    **overlong("reward_model.reward_kwargs"),
-    **overlong("reward.reward_kwargs"),
+    **overlong("reward_model.overlong_buffer"),
+    **overlong("custom_reward_function.overlong_buffer"),
+    **overlong("reward_model.reward_kwargs.overlong_buffer"),
+    **overlong("reward_model.reward_kwargs.overlong_buffer_cfg"),
+    **overlong("reward.reward_kwargs.overlong_buffer"),
+    **overlong("reward.reward_kwargs.overlong_buffer_cfg"),
+    **each(Idle("rollout.max_completion_tokens is the limit"), "max_resp_len", "reward_model.reward_kwargs."),
+    **each(Idle("rollout.max_completion_tokens is the limit"), "max_resp_len", "reward.reward_kwargs."),
     "custom_reward_function.reward_kwargs.*": unsupported("give the function its arguments in its own module"),
     "reward.custom_reward_function.path": only_if(
         lambda keys: bool(keys.given.get("reward.custom_reward_function.path")), rewards, "not set"

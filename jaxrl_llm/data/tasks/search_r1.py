@@ -7,4 +7,5 @@ from typing import Any
 
 def convert(row: dict[str, Any]) -> dict[str, Any]:
     """The row with the accepted answers as the column "answer". Raises: KeyError."""
-    return row | {"answer": list(row["reward_model"]["ground_truth"]["target"])}
+    target = row["reward_model"]["ground_truth"]["target"]
+    return row | {"answer": [target] if isinstance(target, str) else list(target)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 
 def convert(row: dict[str, Any]) -> dict[str, Any]:
     """The row with its ground truth as the column "answer", or, where it has names, as columns by those names.
@@ -14,6 +16,7 @@ def convert(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(row["reward_model"], dict):
         raise KeyError("reward_model.ground_truth")
     truth = row["reward_model"]["ground_truth"]
+    truth = truth.tolist() if isinstance(truth, np.ndarray) else truth  # of rows that pandas read
     if isinstance(truth, (list, tuple)) and len(truth) == 1:
         truth = truth[0]
     return row | (truth if isinstance(truth, dict) else {"answer": str(truth)})
