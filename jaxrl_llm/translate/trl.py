@@ -297,13 +297,22 @@ def weights(value: Any, keys: Keys) -> Outcome:
 
 def dataset(value: Any, keys: Keys) -> Outcome:
     """A data set of the hub, or a folder or file; in a script it may be made by code."""
-    name, own = str(value), keys.given.get("dataset_config")
+    name, listed = str(value), keys.given.get("dataset_configs") or []
+    own = keys.given.get("dataset_config") or (listed[0] if len(listed) == 1 else "")
     if own and "/" in name and not name.endswith(ours.FILES):
         name = f"{name}:{own}"
     if name.endswith(ours.FILES) or "/" in name:
         return ours.dataset("data", name, str(keys.given.get("dataset_train_split", "train")))
     yours = {"data.source": "a file, or my_data.rows: a function that returns rows with the column prompt"}
     return Outcome("changed", {"data.source": "my_data.rows", "data.convert": ""}, "", yours)
+
+
+def configurations(value: Any, keys: Keys) -> Outcome:
+    """The configuration of a data set of the hub, or a list of them. `dataset` has used one."""
+    if not value:
+        return Outcome("no effect", said="not set")
+    one = isinstance(value, str) or len(value) == 1
+    return Outcome("mapped") if one else Outcome("unsupported", said="one configuration in a source: data.mixture")
 
 
 def rows_changed(value: Any, keys: Keys) -> Outcome:
@@ -474,8 +483,8 @@ IDLE: dict[str, Rule] = {
     "disable_dropout": Idle("models have no dropout here"),
     "dataset_train_split": Idle("the file names the split"),
     "dataset_test_split": Idle("the file names the split"),
-    "dataset_config": lambda value, keys: Outcome("mapped") if value else Outcome("no effect", said="not set"),
-    "dataset_configs": Idle("the file names the configuration"),
+    "dataset_config": configurations,
+    "dataset_configs": configurations,
     "dataset_split": Idle("the file names the split"),
     "dataset_prompt_column": lambda value, keys: ours.column("data.prompt_column", value, "prompt"),
     "datasets": off("one source here: data.source"),
