@@ -647,7 +647,11 @@ def test_no_key_is_lost(tmp_path, name, text, expected):
 def test_a_part_of_a_split_and_the_steps_of_a_script_are_the_users_to_write(tmp_path):
     made = made_of(tmp_path, "grpo.py", LOST["what a script sets in several places"][1])
     assert made.yours()["data.convert"].startswith("the script calls map, filter: a function of a row")
-    text = "GRPOTrainer('a/b', accuracy_reward, GRPOConfig(), load_dataset('c/d', split='train[:9]'))"
-    made = made_of(tmp_path, "grpo.py", text)
-    assert made.outcomes["trainer.train_dataset"].kind == "unsupported"
-    assert "data.source" in made.yours()
+    for rows in (
+        "load_dataset('c/d', split='train[:9]')",
+        "load_dataset('c/d')[a.split]",
+        "load_dataset('c/d', a.name)",
+    ):
+        made = made_of(tmp_path, "grpo.py", f"GRPOTrainer('a/b', accuracy_reward, GRPOConfig(), {rows})")
+        assert made.outcomes["trainer.train_dataset"].kind == "unsupported"
+        assert "data.source" in made.yours()

@@ -33,11 +33,10 @@ def make_critic(
 ) -> tuple[Learner, Scorer]:
     """Returns the critic's learner and scorer. The critic starts as the model in `folder`.
 
-    Its readout starts as that of a reward model, if the folder has one, and otherwise with zeros.
-
+    Its readout starts as that of a reward model, if the folder holds one, and otherwise with zeros.
     aggregate: maps a loss mask to weights, as for the policy. shared: the policy's adapters and their base; the critic
     learns adapters of its own on this base.
-    Raises: UserError, if the model cannot be loaded, or does not cover the policy's tokens and positions.
+    Raises: UserError, if the model cannot be loaded, or does not cover the policy's tokens.
     """
     c = config.model
     cfg = hf.load_model(folder, dtype=c.dtype, remat=c.remat, row_parts=c.row_parts).cfg

@@ -123,7 +123,7 @@ def load_frozen(
 ) -> Frozen:
     """Loads the model in `folder`; section: its section of the config, one of FROZEN.
 
-    Raises: UserError, if the model cannot be loaded, does not cover the policy's tokens and positions, or has other ids
+    Raises: UserError, if the model cannot be loaded, does not cover the policy's tokens, or has other ids
     for these tokens.
     """
     model = frozen_model(section, folder, config, mesh)

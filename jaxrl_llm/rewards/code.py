@@ -109,9 +109,9 @@ def _cases(given: Any) -> list[Any]:
     if isinstance(given, dict) and given.get("inputs") and len(given["inputs"]) == len(given.get("outputs", ())):
         pairs = list(zip(given["inputs"], given["outputs"], strict=True))
         name = given.get("fn_name")
-        return (
-            [(name, _arguments(i), _value(o)) for i, o in pairs] if name else [(_text(i), _text(o)) for i, o in pairs]
-        )
+        if name:
+            return [(name, _arguments(i), _value(o)) for i, o in pairs]
+        return [(_text(i), _text(o)) for i, o in pairs]
     if isinstance(given, (list, tuple)) and given and all(isinstance(x, str) for x in given):
         return list(given)
     raise ValueError(

@@ -147,17 +147,20 @@ def _loaded(call: ast.Call, names: Names) -> Any:
     if "/" not in source and isinstance(files := given.get("data_files"), str):  # load_dataset("json", data_files=...)
         return files
     if isinstance(configuration := given.get("name"), str) and _called(call) == "load_dataset":
+        if isinstance(configuration, Unread):
+            return Unread(f"{source}, {configuration}")
         source = f"{source}:{configuration}"
     return _split(source, given.get("split"))
 
 
 def _split(source: Any, split: Any) -> Any:
     """Adds the split of a data set of the hub, or of a saved folder, that has none yet. A slice of it is `Unread`."""
-    if not isinstance(source, str) or not isinstance(split, str) or "/" not in source or "@" in source:
+    if not isinstance(source, str) or isinstance(source, Unread) or not isinstance(split, str):
         return source
-    if source.endswith(FILES):
+    if "/" not in source or "@" in source or source.endswith(FILES):
         return source
-    return f"{source}@{split}" if re.fullmatch(r"[\w.-]+", split) else Unread(f"{source}, {split}")
+    known = not isinstance(split, Unread) and re.fullmatch(r"[\w.-]+", split)
+    return f"{source}@{split}" if known else Unread(f"{source}, {split}")
 
 
 def _steps(node: ast.expr, names: Names) -> list[str]:
