@@ -107,6 +107,8 @@ def check_named(names: tuple[str, ...], project: str) -> None:
             )
         if not project:
             raise UserError(f"config.log.project is missing: config.log.to names {name}, which needs one")
+        if name == "wandb" and (refused := set(project) & set("/\\#?%:")):
+            raise UserError(f"config.log.project = {project!r}: W&B takes no {min(refused)!r} in a name: leave it out")
     if project and set(names) <= {"tensorboard"}:
         raise UserError(f"config.log.project = {project!r} does nothing: no logger in {names} needs one; set it to ''")
 

@@ -150,6 +150,7 @@ def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, c
         (("tensorbord",), "", "config.log.to 'tensorbord' does not exist; did you mean tensorboard"),
         (("tensorboard", "tensorboard"), "", "has a name twice"),
         (("wandb",), "", "config.log.project is missing: config.log.to names wandb"),
+        (("wandb",), "lab/sums", "config.log.project = 'lab/sums': W&B takes no '/' in a name"),
         (("tensorboard",), "lab", "config.log.project = 'lab' does nothing"),
         ((), "lab", "config.log.project = 'lab' does nothing"),
     ],

@@ -41,7 +41,8 @@ def test_gsm8k_finds_the_number_after_the_mark_or_the_last_one(text, answer, str
      ("The answer is (B).", "B"), ("**Answer:** B", "B"), ("answer: A. No, the final answer is B", "B"),
      ("(A) is false, so (B)", "B"), ("I choose\nB", "B"), ("Answer: **B**", "B"), ("B.", "B"),
      ("A long answer is a pity", ""), ("<answer>both</answer>", ""), ("\\boxed{", ""), ("", ""),
-     ("The answer is A, but \\boxed{B}", "B")],
+     ("The answer is A, but \\boxed{B}", "B"), ("\\boxed{\\mathbf{B}}", "B"), ("\\boxed{$B$}", "B"),
+     ("\\boxed{\\text{Option B}}", "B"), ("<answer>Option B</answer>", "B"), ("<answer>Option of</answer>", "")],
 )  # fmt: skip
 def test_a_choice_is_found_where_it_is_stated(text, letter):
     assert choice.accuracy(chat(text), ["B"]) == [float(letter == "B")]

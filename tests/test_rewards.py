@@ -367,3 +367,4 @@ def test_the_completion_that_makes_a_quick_function_raise_is_found_and_no_other_
 )  # fmt: skip
 def test_countdown_wants_every_number_once_and_the_target(text, score):
     assert countdown.accuracy([[{"content": text}]], numbers=[[3, 4, 5]], target=[17]) == [score]
+    assert countdown.accuracy([text], numbers=[[3, 4, 5]], target=[17]) == [score]

@@ -62,6 +62,9 @@ FILES = {
     "with a content of parts":
         ("x.jsonl", row(prompt=[{"role": "user", "content": [{"type": "text", "text": "1"}, {"text": "+1"}]}]),
          [{"prompt": ASKED}]),
+    "with a message that calls a tool and has no content":
+        ("x.jsonl", row(prompt=[*ASKED, {"role": "assistant", "tool_calls": []}]),
+         [{"prompt": [*ASKED, {"role": "assistant", "tool_calls": [], "content": None}]}]),
     "with a huge number": ("x.jsonl", row(prompt="a", answer=10**400), [{"prompt": "a", "answer": 10**400}]),
     "with rows of several columns": ("x.jsonl", LINE + b"\n" + row(prompt="a", b=1), [ROW, {"prompt": "a", "b": 1}]),
 }  # fmt: skip

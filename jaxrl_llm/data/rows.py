@@ -103,14 +103,17 @@ def _checked(source: str, number: int, row: Any) -> Row:
         )
     if isinstance(prompt, str):
         return row
-    if isinstance(row["prompt"], list) and all(isinstance(message["content"], str) for message in row["prompt"]):
+    contents = [message.get("content") for message in prompt]
+    if isinstance(row["prompt"], list) and all(isinstance(content, str) for content in contents):
         return row
-    return row | {"prompt": [message | {"content": _text(source, number, message["content"])} for message in prompt]}
+    texts = [_text(source, number, content) for content in contents]
+    return row | {"prompt": [message | {"content": text} for message, text in zip(prompt, texts, strict=True)]}
 
 
 def _is_chat(prompt: Any) -> bool:
     messages = isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt)
-    return messages and all({"role", "content"} <= message.keys() for message in prompt)
+    # A message that calls tools may have no content.
+    return messages and all("role" in message and message.keys() & {"content", "tool_calls"} for message in prompt)
 
 
 def _text(source: str, number: int, content: Any) -> Any:

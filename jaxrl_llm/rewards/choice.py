@@ -11,7 +11,10 @@ from jaxrl_llm.rewards.math import last_box
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 SAID = re.compile(r"\b(?:answer|choice|option)\b(?:\s+is)?\s*[:=]?\s*\**\(?([A-Z])\b(?!['’])", re.IGNORECASE)
 ALONE = re.compile(r"\(([A-Z])\)|\b([A-Z])[.):]?\s*$")
-LETTER = re.compile(r"\s*(?:\\text\w*\{)?\s*\**\(?([A-Za-z])(?:[.):}*]|\s|$)")
+# B, (B), B., **B**, \text{B}, $B$, Option B
+LETTER = re.compile(
+    r"\s*\$?\s*(?:\\(?:text|math)\w*\{)?\s*\**(?:(?:option|choice)\s+)?\(?([A-Z])(?:[.):}*$]|\s|$)", re.IGNORECASE
+)
 
 __all__ = ["accuracy", "is_given"]
 

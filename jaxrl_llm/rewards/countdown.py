@@ -8,20 +8,22 @@ import re
 from collections import Counter
 from typing import Any
 
+from jaxrl_llm.rewards import text_of
+
 SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
 def accuracy(completions: list[Any], numbers: list[list[int]], target: list[int], **columns: Any) -> list[float]:
     """1 where the completion uses every number once and comes to the target."""
     return [
-        float(Counter(used(c[0]["content"])) == Counter(n) and value(c[0]["content"]) == t)
+        float(Counter(used(text_of(c))) == Counter(n) and value(text_of(c)) == t)
         for c, n, t in zip(completions, numbers, target, strict=True)
     ]
 
 
 def is_expression(completions: list[Any], **columns: Any) -> list[float]:
     """1 where the completion is an expression of numbers with + - *."""
-    return [float(value(c[0]["content"]) is not None) for c in completions]
+    return [float(value(text_of(c)) is not None) for c in completions]
 
 
 def used(text: str) -> list[int]:
