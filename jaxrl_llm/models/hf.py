@@ -99,7 +99,7 @@ def load_model(
             f"{folder / 'config.json'}: quantization_config: quantized weights are not supported; "
             "use the checkpoint that they were made from"
         )
-    stored_dtype(folder)
+    _named_dtype(folder)
     module = importlib.import_module(f"jaxrl_llm.models.{family}")
     return Decoder(replace(module.decoder_config(hf, dtype, remat), row_parts=row_parts), mesh)
 
@@ -109,13 +109,19 @@ def stored_dtype(folder: Path) -> np.dtype:
 
     Raises: UserError, if we cannot write it.
     """
+    name = _named_dtype(folder)
+    if any(folder.glob("*.safetensors")) and (file := _index(folder).get(EMBEDDING)):
+        name = DTYPES.get(file.get_slice(EMBEDDING).get_dtype(), name)
+    return jax.numpy.dtype(name)
+
+
+def _named_dtype(folder: Path) -> str:
+    """Dtype in config.json. Raises: UserError, if we cannot write it."""
     hf = read_config(folder)
     name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES.values():
         raise UserError(f"{folder / 'config.json'}: dtype is {name!r}: give 'float32', 'bfloat16' or 'float16'")
-    if any(folder.glob("*.safetensors")) and (file := _index(folder).get(EMBEDDING)):
-        name = DTYPES.get(file.get_slice(EMBEDDING).get_dtype(), name)
-    return jax.numpy.dtype(name)
+    return name
 
 
 def families() -> list[str]:

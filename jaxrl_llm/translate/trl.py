@@ -297,8 +297,7 @@ def weights(value: Any, keys: Keys) -> Outcome:
 
 def dataset(value: Any, keys: Keys) -> Outcome:
     """A data set of the hub, or a folder or file; in a script it may be made by code."""
-    name, listed = str(value), keys.given.get("dataset_configs") or []
-    own = keys.given.get("dataset_config") or (listed[0] if len(listed) == 1 else "")
+    name, own = str(value), configuration(keys)
     if own and "/" in name and not name.endswith(ours.FILES):
         name = f"{name}:{own}"
     if name.endswith(ours.FILES) or "/" in name:
@@ -307,12 +306,20 @@ def dataset(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {"data.source": "my_data.rows", "data.convert": ""}, "", yours)
 
 
+def configuration(keys: Keys) -> str:
+    """Returns the configuration of a data set of the hub; "": none, or several."""
+    given = keys.given.get("dataset_config") or keys.given.get("dataset_configs") or ""
+    listed = [given] if isinstance(given, str) else given
+    return listed[0] if len(listed) == 1 else ""
+
+
 def configurations(value: Any, keys: Keys) -> Outcome:
     """The configuration of a data set of the hub, or a list of them. `dataset` has used one."""
     if not value:
         return Outcome("no effect", said="not set")
-    one = isinstance(value, str) or len(value) == 1
-    return Outcome("mapped") if one else Outcome("unsupported", said="one configuration in a source: data.mixture")
+    if configuration(keys):
+        return Outcome("mapped")
+    return Outcome("unsupported", said="one configuration in a source: data.mixture")
 
 
 def rows_changed(value: Any, keys: Keys) -> Outcome:

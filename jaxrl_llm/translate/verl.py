@@ -434,8 +434,10 @@ OF_REWARD: dict[str, Rule] = {
     **overlong("reward_model.reward_kwargs.overlong_buffer_cfg"),
     **overlong("reward.reward_kwargs.overlong_buffer"),
     **overlong("reward.reward_kwargs.overlong_buffer_cfg"),
-    **each(Idle("rollout.max_completion_tokens is the limit"), "max_resp_len", "reward_model.reward_kwargs."),
-    **each(Idle("rollout.max_completion_tokens is the limit"), "max_resp_len", "reward.reward_kwargs."),
+    **each(
+        Idle("rollout.max_completion_tokens is the limit"),
+        "reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len",
+    ),
     "custom_reward_function.reward_kwargs.*": unsupported("give the function its arguments in its own module"),
     "reward.custom_reward_function.path": only_if(
         lambda keys: bool(keys.given.get("reward.custom_reward_function.path")), rewards, "not set"
