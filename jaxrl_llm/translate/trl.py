@@ -309,8 +309,8 @@ def dataset(value: Any, keys: Keys) -> Outcome:
 def configuration(keys: Keys) -> str:
     """Returns the configuration of a data set of the hub; "": none, or several."""
     given = keys.given.get("dataset_config") or keys.given.get("dataset_configs") or ""
-    listed = [given] if isinstance(given, str) else given
-    return listed[0] if len(listed) == 1 else ""
+    listed = given if isinstance(given, list) else [given]
+    return str(listed[0]) if len(listed) == 1 else ""
 
 
 def configurations(value: Any, keys: Keys) -> Outcome:
