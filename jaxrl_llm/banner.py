@@ -18,19 +18,19 @@ from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.rollout.compaction import Slots
 from jaxrl_llm.shapes import MOST, SAMPLING, TRAINING, Shape
 from jaxrl_llm.structs import Config
+from jaxrl_llm.terminal import printable
 
 
 def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str] = ()) -> None:
     """Prints a title, aligned pairs, and lines of text below them."""
     console = Console(highlight=False, soft_wrap=True, force_jupyter=False)
-    console.print(title, markup=False, style="bold")
+    console.print(printable(title), markup=False, style="bold")
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        console.print(
-            f"  {name:<{width}}  {value:,}" if isinstance(value, int) else f"  {name:<{width}}  {value}", markup=False
-        )
+        text = f"{value:,}" if isinstance(value, int) else f"{value}"
+        console.print(printable(f"  {name:<{width}}  {text}"), markup=False)
     for line in lines:
-        console.print(line, markup=False)
+        console.print(printable(line), markup=False)
 
 
 def batch_table(

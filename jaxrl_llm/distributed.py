@@ -26,6 +26,7 @@ import numpy as np
 from jax._src.distributed import global_state  # no public function reaches the key-value store
 
 from jaxrl_llm.errors import UserError, report
+from jaxrl_llm.terminal import printable
 
 HEARTBEAT = 30  # seconds without a sign of life after which JAX ends all processes
 POLL = 1000  # milliseconds
@@ -162,7 +163,7 @@ def _watch(leaving: Event) -> None:
     while not leaving.is_set():
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             line = _client().blocking_key_value_get(ENDED, POLL)
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)
             os._exit(2)
 
 

@@ -27,6 +27,7 @@ from jaxrl_llm.health.self_test import Checked
 from jaxrl_llm.models import hf
 from jaxrl_llm.saved_run import model_folder
 from jaxrl_llm.structs import Config
+from jaxrl_llm.terminal import printable
 
 DESCRIPTION = (
     "Looks at a config (with --selftest also at its run, at step 0), or at the log of a run: a workdir of ours; "
@@ -151,7 +152,7 @@ def self_test_of(config: Config, *, quiet: bool) -> list[Checked]:
         assert run.tested
         done = []
         for checked in self_test.check(run, run.tested, full=True):
-            print(checked.line(), flush=True)
+            print(printable(checked.line()), flush=True)
             done.append(checked)
         run.actor.finish_push(run.policy(run.states))
     return done
@@ -180,7 +181,7 @@ def print_spells(spells: list[Spell], records: list[Record]) -> None:
     console.print(f"{len(records):,} records, up to step {last.get('at', last['step']):,}", markup=False)
     for spell in spells:
         when = f"steps {spell.first:,} to {spell.last:,}" if spell.last > spell.first else f"step {spell.first:,}"
-        console.print(f"{when}: {spell.finding.line()}", markup=False)
+        console.print(printable(f"{when}: {spell.finding.line()}"), markup=False)
     if not spells:
         console.print("no rule finds anything")
 
@@ -191,7 +192,7 @@ def print_config(totals: checks.Totals, found: list[Finding]) -> None:
     for name, value in vars(totals).items():
         console.print(f"  {name.replace('_', ' '):<24}  {value:,}", markup=False)
     for finding in found:
-        console.print(finding.line(), markup=False)
+        console.print(printable(finding.line()), markup=False)
     if not found:
         console.print("no rule finds anything")
 

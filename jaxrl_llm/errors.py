@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from jaxrl_llm.terminal import printable
+
 
 class UserError(Exception):
     """An error in config, data, checkpoint or reward. Its message is one line that names the error and the fix."""
@@ -22,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
 def briefly(error: Exception) -> str:
     """Describes an exception without the place in a file, for example as "ValueError: bad row"."""
-    return f"{type(error).__name__}: {error}"
+    return printable(f"{type(error).__name__}: {error}")
 
 
 def describe(error: Exception, within: str = "") -> str:
@@ -41,7 +43,7 @@ def describe(error: Exception, within: str = "") -> str:
 def report(error: BaseException) -> int:
     """Prints the error that ended the program to stderr, a `UserError` in one line, and returns the exit code."""
     if not isinstance(error, UserError):
-        traceback.print_exception(error)
+        print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         return 1
     lines: list[str] = []  # first the error that ended the run, then errors while closing
     one: BaseException | None = error
@@ -50,7 +52,7 @@ def report(error: BaseException) -> int:
         if isinstance(one, UserError) and line not in lines:
             lines.insert(0, line)
         one = one.__context__ if not one.__suppress_context__ or one.__cause__ else None
-    print("\n".join(lines), file=sys.stderr)
+    print(printable("\n".join(lines)), file=sys.stderr)
     return 2
 
 
@@ -58,6 +60,6 @@ def run_main(main: Callable[[], None]) -> NoReturn:
     """Runs an entry point and exits. A `UserError` becomes one line on stderr and exit code 2."""
     try:
         main()
-    except UserError as error:
+    except Exception as error:
         sys.exit(report(error))
     sys.exit(0)

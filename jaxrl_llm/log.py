@@ -31,6 +31,7 @@ from jaxrl_llm.host import disk
 from jaxrl_llm.record import Record, Timer
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Config
+from jaxrl_llm.terminal import printable
 
 # Label in the console line, key in metrics.jsonl, format. Keys that a run does not have are left out.
 COLUMNS = (
@@ -117,7 +118,7 @@ class Log:
     def say(self, text: str) -> None:
         """Prints a line on the console, if it is still open."""
         try:
-            self._console.print(text, markup=False)
+            self._console.print(printable(text), markup=False)
         except (OSError, SystemExit):  # nobody reads the output; rich raises SystemExit for a closed pipe
             self._console.quiet = True
             if callable(signal.getsignal(signal.SIGHUP)):
