@@ -79,6 +79,20 @@ def test_every_form_of_an_answer_scores_what_it_must():
     assert not wrong
 
 
+ANCHORED = [  # without a box: what the completion says, and what it scores for 5 with anchors
+    ("The final answer is $5$. I hope it is correct.", 1), ("So the answer is: \\(5\\).", 1), ("**Answer:** $$5$$", 1),
+    ("Answer: $4$. No, the answer is \\[\\frac{10}{2}\\]", 1), ("The answer is $5$. No, the answer is $4$.", 0),
+    ("The answer is 5", 0), ("We get $5$.", 0), ("The answer is $5", 0), ("The answer " + "is " * 20 + "$5$", 0),
+    ("The answer is $5$, in a box \\boxed{4}", 0), ("The answer is $5$, in a box \\boxed{5", 0), ("\\boxed{5}", 1),
+]  # fmt: skip
+
+
+def test_a_formula_after_the_word_answer_counts_without_a_box_if_anchors_are_asked_for():
+    texts, scores = zip(*ANCHORED, strict=True)
+    assert math.accuracy(list(texts), ["5"] * len(texts), anchors=True) == list(scores)
+    assert math.accuracy(list(texts), ["5"] * len(texts)) == [0] * (len(texts) - 1) + [1]
+
+
 @pytest.mark.parametrize(
     ("text", "score", "boxed"),
     [("I thought \\boxed{10}. It is \\boxed{12}.", 1, 1), ("It is \\boxed{12}. No, \\boxed{10}.", 0, 1),

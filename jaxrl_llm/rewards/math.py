@@ -26,16 +26,20 @@ LONGEST = 2000  # characters; a longer answer earns 0
 PROCESSES, SHARE = 8, 32  # at most PROCESSES processes, and one per SHARE answers
 
 
-def accuracy(completions: list[Any], answer: list[Any], *, after: str = "", **columns: Any) -> list[float]:
+def accuracy(
+    completions: list[Any], answer: list[Any], *, after: str = "", anchors: bool = False, **columns: Any
+) -> list[float]:
     """Returns 1 where the last \\boxed{} of the completion is mathematically equal to the answer, else 0.
 
     after: only the text after the last one of these marks counts, such as "</think>": without it, a completion earns 0.
+    anchors: in a completion without a box, the formula after the last "answer" counts, as in "The answer is $5$".
     A box earns 0 if it is empty, not closed, longer than LONGEST characters, or not judged in time. A line on stderr
     counts the late ones. Raises: ValueError, if the answer of a row is neither text nor a number.
     """
     texts = [text_of(c) for c in completions]
     texts = [text.rpartition(after)[2] if after in text else "" for text in texts] if after else texts
-    pairs = [(_clean(last_box(text) or ""), _clean(_wanted(a))) for text, a in zip(texts, answer, strict=True)]
+    answers = [last_box(text) or (anchored(text) if anchors and not BOX.search(text) else "") for text in texts]
+    pairs = [(_clean(found), _clean(_wanted(a))) for found, a in zip(answers, answer, strict=True)]
     equal = {pair: _plainly_equal(*pair) for pair in pairs}
     hard = [pair for pair, known in equal.items() if known is None]
     size = min(PROCESSES, os.cpu_count() or 1, -(-len(hard) // SHARE))
@@ -52,13 +56,29 @@ def is_boxed(completions: list[Any], **columns: Any) -> list[float]:
     return [float(bool(last_box(text_of(c)))) for c in completions]
 
 
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# The formula begins at most 50 characters after the word "answer".
+ANCHOR = re.compile(r"answer[^$\\]{0,50}(\$\$?|\\\(|\\\[)", re.IGNORECASE)
+CLOSING = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}
+
+
+def anchored(text: str) -> str:
+    """Returns the formula $…$, $$…$$, \\(…\\) or \\[…\\] after the last "answer" that has one; "": there is none."""
+    anchors = list(ANCHOR.finditer(text))
+    if not anchors:
+        return ""
+    start = anchors[-1].end()
+    end = text.find(CLOSING[anchors[-1][1]], start)
+    return text[start:end].strip() if end >= 0 else ""
+
+
 def last_box(text: str) -> str | None:
     """Returns the content of the last \\boxed{} or \\fbox{}; None if there is none, or if it is not closed.
 
     A last box that is not closed also makes earlier boxes invalid. The completion was cut or went wrong while it wrote
     its final answer, so an earlier box is not the answer.
     """
-    openings = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))
+    openings = list(BOX.finditer(text))
     if not openings:
         return None
     start, depth = openings[-1].end(), 1
