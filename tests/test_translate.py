@@ -274,7 +274,7 @@ def test_a_yaml_file_of_trl_becomes_a_config_with_its_numbers(tmp_path):
         "aggregate.constant_length": 200, "loss.clip_low": 0.2, "loss.clip_high": 0.28, "loss.delta": 0.0,
         "kl.placement": "loss", "kl.coef": 0.02, "kl.weighted": True, "optim.decay": "cosine",
         "optim.warmup_ratio": 0.1, "optim.b2": 0.999, "seed": 42, "eval.every": 0,
-        "reward.functions": ("math.accuracy", "my_rewards.my_bonus"), "reward.weights": (1.0, 0.5),
+        "reward.functions": ("math.accuracy(anchors=True)", "my_rewards.my_bonus"), "reward.weights": (1.0, 0.5),
     }  # fmt: skip
     assert {name: c[name] for name in expected} == expected
     assert made.outcomes["min_p"].kind == "unsupported" and made.outcomes["report_to"].kind == "no effect"
@@ -593,6 +593,77 @@ def test_a_model_that_is_here_is_looked_at_too(tmp_path, capsys, monkeypatch):
     assert "optim.learning_rate = 0.003 is 0.0004 or more" in said and "is not here" not in said
 
 
+VERL_GRPO = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}
+VERL_PPO = {"algorithm.adv_estimator": "gae"}
+SEARCHES = {"max_turns": 2, "data.max_obs_length": 50}
+# A system, the keys of a file, the key that is looked at, what it becomes, fields, and words of what is said.
+MEANINGS = [
+    # transformers' schedule "constant" ignores the warm-up
+    ("trl_grpo", dict(lr_scheduler_type="constant", warmup_ratio=0.1), "warmup_ratio", "mapped",
+     {"optim.warmup_ratio": 0.0, "optim.warmup_steps": 0, "optim.decay": "constant"}, "constant has no warm-up"),
+    ("trl_grpo", dict(lr_scheduler_type="constant", warmup_steps=20), "warmup_steps", "mapped",
+     {"optim.warmup_ratio": 0.0, "optim.warmup_steps": 0}, "constant has no warm-up"),
+    ("trl_ppo", dict(lr_scheduler_type="constant", warmup_steps=20), "warmup_steps", "mapped",
+     {"optim.warmup_steps": 0, "critic.optim.warmup_steps": 0}, "constant has no warm-up"),
+    ("trl_grpo", dict(lr_scheduler_type="constant_with_warmup", warmup_ratio=0.1), "warmup_ratio", "mapped",
+     {"optim.warmup_ratio": 0.1, "optim.decay": "constant"}, ""),
+    # a share of the run
+    ("trl_grpo", dict(eval_strategy="steps", eval_steps=0.1, max_steps=200), "eval_steps", "changed",
+     {"eval.every": 20}, "0.1 x 200 steps"),
+    ("trl_grpo", dict(save_steps=0.25, max_steps=200, num_iterations=2), "save_steps", "changed",
+     {"checkpoint.every": 25}, "0.25 x 100 steps"),
+    ("trl_grpo", dict(eval_strategy="steps", eval_steps=7, max_steps=200), "eval_steps", "mapped",
+     {"eval.every": 7}, ""),
+    ("trl_grpo", dict(reward_funcs=["accuracy_reward"]), "reward_funcs", "mapped",
+     {"reward.functions": ("math.accuracy(anchors=True)",)}, ""),
+    # gspo of veRL always takes the mean of completions
+    *(("verl", VERL_GRPO | {verl.MODE: "gspo", f"{ACTOR}loss_agg_mode": mode}, f"{ACTOR}loss_agg_mode", "mapped",
+       {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}, said)
+      for mode, said in (("token-mean", "mean of completions"), ("seq-mean-token-sum", "mean of completions"),
+                         ("seq-mean-token-sum-norm", "mean of completions"), ("seq-mean-token-mean", ""))),
+    ("verl", VERL_GRPO | {verl.MODE: "gspo", f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm",
+                          f"{ACTOR}loss_scale_factor": 99}, f"{ACTOR}loss_scale_factor", "no effect",
+     {"aggregate.constant_length": 0}, "does not divide"),
+    # what the critic has of its own
+    ("verl", VERL_PPO | {"critic.ppo_epochs": 4}, "critic.ppo_epochs", "changed", {"epochs": 1}, "4 for the critic"),
+    ("verl", VERL_PPO | {"critic.ppo_epochs": 1}, "critic.ppo_epochs", "no effect", {}, "as there"),
+    ("verl", VERL_PPO | {"critic.ppo_mini_batch_size": 64}, "critic.ppo_mini_batch_size", "changed", {}, "256"),
+    ("verl", VERL_PPO | {"critic.loss_agg_mode": "seq-mean-token-mean"}, "critic.loss_agg_mode", "changed", {},
+     "token-mean"),
+    ("easyr1", VERL_PPO | {"worker.critic.ppo_epochs": 2}, "worker.critic.ppo_epochs", "changed", {}, "2 for"),
+    ("easyr1", VERL_PPO | {"worker.critic.global_batch_size": 64}, "worker.critic.global_batch_size", "changed", {},
+     "64 for"),
+    ("search_r1", SEARCHES | VERL_PPO | {"critic.ppo_epochs": 3}, "critic.ppo_epochs", "changed", {}, "3 for"),
+    ("trl_ppo", dict(reward_model_path="a/rm"), "reward_model_path", "changed", {"critic.path": "a/rm"},
+     "critic begins as the same model"),
+    ("search_r1", SEARCHES | {"data.max_response_length": 100}, "data.max_response_length", "changed",
+     {"turns.tokens": 100}, "ends the episode here"),
+    *((system, dict(weight_decay=decay), "weight_decay", kind, {"optim.weight_decay": decay}, said)
+      for system in ("trl_grpo", "trl_ppo")
+      for decay, kind, said in ((0.1, "changed", "embedding"), (0.0, "mapped", ""))),
+    *(("trl_grpo", dict(loss_type=loss, mask_truncated_completions=on), "mask_truncated_completions", kind,
+       {"mask.truncated": on}, said)
+      for loss, on, kind, said in (("grpo", True, "changed", "all completions"), ("dr_grpo", True, "changed", "all"),
+                                   ("dapo", True, "mapped", ""), ("grpo", False, "mapped", ""))),
+    # a longer prompt is filtered before truncation looks at it
+    *(("verl", VERL_GRPO | {"data.filter_overlong_prompts": filtered, "data.truncation": cut}, "data.truncation", kind,
+       {"data.overlong": overlong}, "")
+      for filtered, cut, kind, overlong in ((True, "error", "mapped", "drop"), (False, "error", "mapped", "error"),
+                                            (True, "left", "mapped", "drop"), (False, "left", "changed", "drop"))),
+]  # fmt: skip
+
+
+def test_a_key_whose_meaning_differs_has_the_right_value_or_a_sentence():
+    wrong = []
+    for name, given, key, kind, fields, said in MEANINGS:
+        made = translate(SYSTEMS[name], given)
+        one, set_to = made.outcomes[key], made.fields()
+        is_so = one.kind == kind and said in one.said and all(set_to.get(field) == x for field, x in fields.items())
+        wrong += [] if is_so else [(name, given, one, {field: set_to.get(field) for field in fields})]
+    assert wrong == []
+    assert "eval.every" in translate(trl.GRPO, dict(eval_strategy="steps", eval_steps=0.1)).yours()
+
+
 LOST = {  # files whose keys were easily lost: the fields that must come of them
     "a reward in a file of Python": (
         "run.sh",
@@ -618,7 +689,7 @@ LOST = {  # files whose keys were easily lost: the fields that must come of them
     "the answer after a thought": (
         "run.sh",
         "trl grpo --model_name_or_path a/b --dataset_name c/d --reward_funcs reasoning_accuracy_reward --run_name trl",
-        {"reward.functions": ("math.accuracy(after='</think>')",), "data.answer_column": "solution"},
+        {"reward.functions": ("math.accuracy(after='</think>', anchors=True)",), "data.answer_column": "solution"},
     ),
     "what a script sets in several places": (
         "grpo.py",

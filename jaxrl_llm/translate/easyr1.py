@@ -263,9 +263,9 @@ RULES: dict[str, Rule] = {
                 "mapped", {"critic.path": "" if value in (None, keys[f"{MODEL}model_path"]) else value}
             ),
             "worker.critic.cliprange_value": to("critic.clip", float),
-            "worker.critic.global_batch_size": Idle("the critic has the policy's batches"),
-            "worker.critic.ppo_epochs": Idle("the critic has the policy's epochs"),
-            "worker.critic.loss_avg_mode": Idle("the critic has the policy's aggregation"),
+            "worker.critic.global_batch_size": family.of_policy(NAMES.update, "mini-batch"),
+            "worker.critic.ppo_epochs": family.of_policy(NAMES.epochs, "epochs"),
+            "worker.critic.loss_avg_mode": family.of_policy(f"{ACTOR}loss_avg_mode", "aggregation"),
         }.items()
     },
     **each(

@@ -348,11 +348,15 @@ def aggregation(names: Names, scale: str, loss: str) -> Rule:
     """
 
     def rule(value: Any, keys: Keys) -> Outcome:
+        fields = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
         if keys[loss] in ("geo_mean", "sapo") and names.kl_loss.startswith("actor"):
-            return Outcome("changed", {"aggregate.mode": "sequence_mean"}, f"the loss {keys[loss]} has its own mean")
+            return Outcome("changed", fields, f"the loss {keys[loss]} has its own mean")
+        if keys[loss] == "gspo" and names.kl_loss.startswith("actor"):
+            said = "the loss gspo takes the mean of completions there too, whatever this key says"
+            return Outcome("mapped", fields, said * (AGGREGATION.get(value) != "sequence_mean"))
         if str(keys[loss]).startswith(("gspo", "geo_mean")) and AGGREGATION.get(value) == "token_mean":
             said = f"{value} would weigh the one ratio of a completion by its length; here the mean of completions"
-            return Outcome("changed", {"aggregate.mode": "sequence_mean"}, said)
+            return Outcome("changed", fields, said)
         if value not in AGGREGATION:
             return Outcome("unsupported", said=f"there is no aggregation {value!r}; this config keeps token_mean")
         mode = AGGREGATION[value]
@@ -362,13 +366,27 @@ def aggregation(names: Names, scale: str, loss: str) -> Rule:
     return rule
 
 
-def drops(said: str) -> Rule:
-    """What becomes of longer prompts."""
+def drops(said: str, filtered: str) -> Rule:
+    """What becomes of longer prompts. filtered: the key that leaves them out beforehand."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
+        if keys.given.get(filtered):
+            return Outcome("mapped", {"data.overlong": "drop"}, f"{filtered} drops a longer prompt before")
         if value == "error":
             return Outcome("mapped", {"data.overlong": "error"})
         return Outcome("changed", {"data.overlong": "drop"}, said.format(value=value))
+
+    return rule
+
+
+def of_policy(policy: str, what: str) -> Rule:
+    """A setting that the critic has of its own, and here shares with the policy. policy: the policy's key."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        shared = keys[policy]
+        if value is None or value == shared:
+            return Outcome("no effect", said=f"the critic has the policy's {what}, as there")
+        return Outcome("changed", {}, f"{value} for the critic there; here it has the policy's {what}: {shared}")
 
     return rule
 

@@ -10,12 +10,14 @@ from jaxrl_llm.translate.outcome import Outcome
 
 ACCURACY = "math.accuracy"
 SEARCH = "search.exact_match"
-AFTER_THOUGHT = "math.accuracy(after='</think>')"
+# As TRL's, these also read "The final answer is $5$", without a box.
+ANCHORED = "math.accuracy(anchors=True)"
+AFTER_THOUGHT = "math.accuracy(after='</think>', anchors=True)"
 STAND_IN = "arithmetic.accuracy"  # for a reward function of the user, while the rest of a config is checked
 # Reward functions of TRL and open-r1, by the names that their command lines and scripts use.
 REWARDS = {
-    "accuracy": ACCURACY,
-    "accuracy_reward": ACCURACY,
+    "accuracy": ANCHORED,
+    "accuracy_reward": ANCHORED,
     "reasoning_accuracy_reward": AFTER_THOUGHT,
     "think_format_reward": "format.think",
     "format": "format.think_answer",

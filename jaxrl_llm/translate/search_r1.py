@@ -32,10 +32,10 @@ def turns(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", fields, said + "max_turns x max_obs_length tokens, and is never cut at its beginning")
 
 
-def of_turns(name: str) -> Rule:
-    """A limit in tokens, which is also a part of the limit of an episode."""
-    whole = "rollout.max_completion_tokens"
-    return lambda value, keys: Outcome("mapped", {name: int(value), whole: turns(value, keys).fields[whole]})
+def of_turns(name: str, said: str = "") -> Rule:
+    """A limit in tokens, which is also a part of the limit of an episode. said: what differs."""
+    whole, kind = "rollout.max_completion_tokens", "changed" if said else "mapped"
+    return lambda value, keys: Outcome(kind, {name: int(value), whole: turns(value, keys).fields[whole]}, said)
 
 
 def masking(value: Any, keys: Keys) -> Outcome:
@@ -60,7 +60,11 @@ OWN: dict[str, Rule] = (
         "data.val_files": family.files("eval", ours.OF_SEARCH_R1),
         "data.train_batch_size": family.prompts(NAMES),
         "data.max_start_length": to("data.max_prompt_tokens", int),
-        "data.max_response_length": of_turns("turns.tokens"),
+        "data.max_response_length": of_turns(
+            "turns.tokens",
+            "a turn that meets this limit ends the episode here, as truncated; there it is answered as an invalid "
+            "action, and the episode goes on",
+        ),
         "data.max_obs_length": of_turns("turns.observation_tokens"),
         "data.max_prompt_length": Idle("the whole context of a turn, cut at its beginning; an episode is never cut"),
         "data.train_data_num": off("take fewer rows with data.convert"),
@@ -108,6 +112,7 @@ LEFT_OUT = (  # keys of later versions of veRL
         "algorithm.use_kl_in_reward",
         "custom_reward_function",
     ),
+    "critic.loss_",
     "data.seed",
 )
 DEFAULTS = {key: value for key, value in verl.DEFAULTS.items() if not key.startswith(LEFT_OUT)} | {

@@ -109,29 +109,43 @@ def micro(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", fields | {"microbatch": made}, said)
 
 
+def rollouts(keys: Keys) -> int:
+    """Steps of the run, as here; 0: the file does not say them."""
+    if (steps := int(keys["max_steps"] or 0)) > 0:
+        return max(1, steps // updates(keys))
+    passes = float(keys["num_train_epochs"]) * (keys.rows // batch(keys)[0]["prompts_per_step"])
+    return max(1, math.ceil(passes)) if keys.rows else 0
+
+
 def epochs(value: Any, keys: Keys) -> Outcome:
     """Passes over the data."""
     if int(keys["max_steps"] or 0) > 0:
         return Outcome("no effect", said="max_steps is set")
     prompts = batch(keys)[0]["prompts_per_step"]
-    if keys.rows:
-        made = max(1, math.ceil(float(value) * (keys.rows // prompts)))
+    if made := rollouts(keys):
         return Outcome("changed", {"num_steps": made}, f"{value} passes over {keys.rows} rows, {prompts} in a step")
     why = f"num_train_epochs = {value}: {value} x rows // prompts_per_step (or give --rows)"
     return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", {"num_steps": why})
+
+
+def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
+    """Returns what a number of optimizer steps, or a share of the run below 1, becomes as a number of rollouts."""
+    each, whole = updates(keys), rollouts(keys)
+    if value >= 1:
+        said = f"counts optimizer steps, here rollouts with {each} of them" * (each > 1)
+        return Outcome("changed" if said else "mapped", {name: max(1, int(value) // each)}, said)
+    if whole:
+        said = f"a share of the run: {value} x {whole} steps"
+        return Outcome("changed", {name: max(1, math.ceil(value * whole))}, said)
+    why = f"{value} of all steps (give --rows, or max_steps in the file)"
+    return Outcome("changed", {name: 25}, "a share of the run", {name: why})
 
 
 def counts_updates(name: str, what: str) -> Rule:
     """A number of optimizer steps becomes one of rollouts."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        if not value or value < 0:
-            return Outcome("no effect", said="not set")
-        each = updates(keys)
-        if value < 1:
-            return Outcome("unsupported", said=f"a share of the run: set {name} in steps")
-        said = f"counts optimizer steps, here rollouts with {each} of them"
-        return Outcome("mapped" if each == 1 else "changed", {name: max(1, int(value) // each)}, said * (each > 1))
+        return in_rollouts(name, value, keys) if value and value > 0 else Outcome("no effect", said="not set")
 
     return only_if(lambda keys: not what or keys[what] == "steps", rule, f"{what} is not steps")
 
@@ -148,16 +162,30 @@ def evaluating(value: Any, keys: Keys) -> Outcome:
     """When evaluations are made. A config does not say the problems: the script does."""
     if value in ("no", None, False):
         return Outcome("mapped", {"eval.every": 0, "checkpoint.keep_best": 0})
-    every = keys["eval_steps"] or keys["logging_steps"]
-    fields = {"eval.every": max(1, int(every) // updates(keys)), "eval.source": "data/test.parquet", "eval.convert": ""}
-    why = {"eval.source": "the file with the problems"}
+    every = in_rollouts("eval.every", keys["eval_steps"] or keys["logging_steps"], keys)
+    fields = every.fields | {"eval.source": "data/test.parquet", "eval.convert": ""}
+    why = every.yours | {"eval.source": "the file with the problems"}
     return Outcome("changed", fields, "one greedy completion for each problem, judged by eval.function", why)
+
+
+def never_warms_up(keys: Keys) -> bool:
+    """Whether the schedule ignores the warm-up: transformers' "constant" does, "constant_with_warmup" does not."""
+    return keys["lr_scheduler_type"] == "constant"
+
+
+NO_WARMUP = Outcome(
+    "mapped",
+    {"optim.warmup_ratio": 0.0, "optim.warmup_steps": 0},
+    "lr_scheduler_type constant has no warm-up, whatever this key says",
+)
 
 
 def warmup(value: Any, keys: Keys) -> Outcome:
     """Optimizer steps, or from TRL 1 on also a share."""
     if not value:
         return Outcome("no effect", said="not set")
+    if never_warms_up(keys):
+        return NO_WARMUP
     if value < 1:
         return Outcome("mapped", {"optim.warmup_ratio": float(value), "optim.warmup_steps": 0})
     return Outcome("mapped", {"optim.warmup_steps": int(value), "optim.warmup_ratio": 0.0}, "optimizer steps, as here")
@@ -165,6 +193,8 @@ def warmup(value: Any, keys: Keys) -> Outcome:
 
 def warmup_ratio(value: Any, keys: Keys) -> Outcome:
     """A share of the optimizer steps."""
+    if value and never_warms_up(keys):
+        return NO_WARMUP
     if keys.given.get("warmup_steps"):
         return Outcome("no effect", said="warmup_steps is set")
     return Outcome("mapped", {"optim.warmup_ratio": float(value or 0), "optim.warmup_steps": 0})
@@ -183,6 +213,21 @@ def schedule(section: str) -> Rule:
         return Outcome("mapped", {f"{section}.decay": SCHEDULES[value], f"{section}.end": 0.0})
 
     return rule
+
+
+def weight_decay(value: Any, keys: Keys) -> Outcome:
+    """Weight decay of AdamW."""
+    said = "here only for matrices; there for all but norms and biases, so also for the embedding and a head tied to it"
+    return Outcome("changed" if value else "mapped", {"optim.weight_decay": float(value)}, said * bool(value))
+
+
+def truncated(value: Any, keys: Keys) -> Outcome:
+    """Whether completions that the limit cut are left out."""
+    fields = {"mask.truncated": bool(value)}
+    if not value or keys["loss_type"] not in ("grpo", "dr_grpo", "sapo", "luspo"):
+        return Outcome("mapped", fields)
+    said = "TRL still divides the loss by the number of all completions, here by that of those with a trained token"
+    return Outcome("changed", fields, said)
 
 
 def loss(value: Any, keys: Keys) -> Outcome:
@@ -529,7 +574,7 @@ SHARED: dict[str, Rule] = {
     ),
     "warmup_steps": warmup,
     "warmup_ratio": warmup_ratio,
-    "weight_decay": to("optim.weight_decay", float),
+    "weight_decay": weight_decay,
     "adam_beta1": to("optim.b1", float),
     "adam_beta2": to("optim.b2", float),
     "adam_epsilon": to("optim.eps", float),
@@ -558,7 +603,7 @@ SHARED: dict[str, Rule] = {
     "evaluation_strategy": evaluating,
     "eval_steps": only_if(
         lambda keys: keys["eval_strategy"] == "steps" and keys["eval_steps"],
-        lambda value, keys: Outcome("mapped", {"eval.every": max(1, int(value) // updates(keys))}),
+        lambda value, keys: in_rollouts("eval.every", value, keys),
         "eval_strategy is no, or it is not set",
     ),
     "eval_delay": off("evaluations begin at step 0", 0),
@@ -649,7 +694,7 @@ OF_GRPO: dict[str, Rule] = {
     "reward_funcs": rewards,
     "trainer.reward_funcs": rewards,
     "reward_model_name_or_path": off("a reward model: write it as a reward function (docs/rewards.md)"),
-    "mask_truncated_completions": to("mask.truncated", bool),
+    "mask_truncated_completions": truncated,
     "top_entropy_quantile": lambda value, keys: Outcome(
         "changed" if value < 1 else "mapped",
         {"mask.top_entropy": float(value)},

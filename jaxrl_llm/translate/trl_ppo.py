@@ -12,11 +12,13 @@ from jaxrl_llm.translate.trl import (
     BOTH,
     IDLE,
     LAUNCHER,
+    NO_WARMUP,
     OPEN_DEFAULTS,
     OPEN_RULES,
     SHARED,
     if_not_given,
     model,
+    never_warms_up,
     processes,
     sequences,
 )
@@ -62,10 +64,10 @@ def warmup(value: Any, keys: Keys) -> Outcome:
     """The schedule steps once in a rollout."""
     if not value:
         return Outcome("no effect", said="not set")
+    if never_warms_up(keys):
+        return NO_WARMUP
     each = int(keys["num_mini_batches"]) * int(keys["num_ppo_epochs"])
-    fields = {}
-    for section in ("optim", "critic.optim"):
-        fields |= {f"{section}.warmup_steps": int(value) * each, f"{section}.warmup_ratio": 0.0}
+    fields = {"optim.warmup_steps": int(value) * each, "optim.warmup_ratio": 0.0}
     return Outcome("changed", fields, f"counts rollouts: {value} x {each} optimizer steps")
 
 
@@ -81,10 +83,12 @@ def with_critic(rule: Rule) -> Rule:
 
 
 def reward_model(value: Any, keys: Keys) -> Outcome:
-    """A learned reward."""
-    made = ours.reward_model(str(value), "it reads prompt and completion as the policy does")
+    """A learned reward, which TRL's scripts also begin the value model with."""
+    said = "it reads prompt and completion as the policy does, and the critic begins as the same model"
+    made = ours.reward_model(str(value), said)
     yours = {"eval.function": "a reward function that judges the evaluation, or eval.every = 0"}
-    return Outcome(made.kind, made.fields | {"reward.functions": (), "reward.weights": ()}, made.said, yours)
+    fields = {"critic.path": str(value), "reward.functions": (), "reward.weights": ()}
+    return Outcome(made.kind, made.fields | fields, made.said, yours)
 
 
 OPTIMIZER = (
@@ -98,7 +102,7 @@ OPTIMIZER = (
     "max_grad_norm",
 )
 OWN: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER} | {
-    "warmup_steps": warmup,
+    "warmup_steps": with_critic(warmup),
     "per_device_train_batch_size": micro,
     "gradient_accumulation_steps": part_of_batch("prompts_per_update"),
     "num_mini_batches": part_of_batch("prompts_per_step"),

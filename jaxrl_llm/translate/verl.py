@@ -30,6 +30,7 @@ KL = family.KlKeys(
     reward_kind="algorithm.kl_penalty",
     estimator="algorithm.adv_estimator",
 )
+FILTERED = "data.filter_overlong_prompts"
 MODE = f"{ACTOR}policy_loss.loss_mode"
 LOSSES: family.Losses = {
     "vanilla": ("ppo_clip", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "delta": "clip_ratio_c"}),
@@ -206,8 +207,12 @@ OF_DATA: dict[str, Rule] = {
     "data.train_batch_size": family.prompts(NAMES),
     "data.max_prompt_length": to("data.max_prompt_tokens", int),
     "data.max_response_length": to("rollout.max_completion_tokens", int),
-    "data.truncation": family.drops("{value} cuts a longer prompt; here it is dropped and counted"),
-    "data.filter_overlong_prompts": Idle("a longer prompt is dropped in any case, or stops the run (data.overlong)"),
+    "data.truncation": family.drops("{value} cuts a longer prompt; here it is dropped and counted", FILTERED),
+    FILTERED: lambda value, keys: (
+        Outcome("mapped", {"data.overlong": "drop"})
+        if value
+        else Outcome("no effect", said="data.truncation says what becomes of a longer prompt")
+    ),
     "data.prompt_key": lambda value, keys: ours.column("data.prompt_column", value, "prompt"),
     "data.seed": only_if(lambda keys: keys["data.seed"] is not None, to("seed", int), "not set: config.seed is 0"),
     "data.shuffle": lambda value, keys: (
@@ -303,7 +308,10 @@ OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
     ),
     f"{ACTOR}loss_agg_mode": family.aggregation(NAMES, f"{ACTOR}loss_scale_factor", MODE),
     f"{ACTOR}loss_scale_factor": only_if(
-        lambda keys: keys[f"{ACTOR}loss_agg_mode"] == "seq-mean-token-sum-norm",
+        lambda keys: (
+            keys[f"{ACTOR}loss_agg_mode"] == "seq-mean-token-sum-norm"
+            and keys[MODE] not in ("gspo", "geo_mean", "sapo")
+        ),
         lambda value, keys: Outcome(
             "mapped", {"aggregate.constant_length": int(value or keys["data.max_response_length"])}
         ),
@@ -408,9 +416,9 @@ OF_CRITIC: dict[str, Rule] = of_critic(
     | {
         "critic.model.path": critic_path,
         "critic.cliprange_value": to("critic.clip", float),
-        "critic.ppo_mini_batch_size": Idle("the critic has the policy's batches"),
-        "critic.ppo_epochs": Idle("the critic has the policy's epochs"),
-        "critic.loss_agg_mode": Idle("the critic has the policy's aggregation"),
+        "critic.ppo_mini_batch_size": family.of_policy(NAMES.update, "mini-batch"),
+        "critic.ppo_epochs": family.of_policy(NAMES.epochs, "epochs"),
+        "critic.loss_agg_mode": family.of_policy(f"{ACTOR}loss_agg_mode", "aggregation"),
     },
     NAMES.estimator,
 ) | {
