@@ -11,7 +11,7 @@ WORKDIR /app
 
 # The packages are a layer of their own: a change of the code does not install them again. The installation refers to
 # the folder, so the code can follow.
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY jaxrl_llm/__init__.py jaxrl_llm/
 RUN pip install --no-cache-dir --constraint constraints.txt --editable ".${EXTRA:+[$EXTRA]}"
 COPY jaxrl_llm jaxrl_llm

@@ -6,7 +6,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxrl_llm.terminal import printable
 
@@ -17,6 +17,11 @@ class UserError(Exception):
 
 class Parser(argparse.ArgumentParser):
     """ArgumentParser that raises a one-line `UserError` for a wrong command line."""
+
+    def __init__(self, program: str, **options: Any):
+        """program: a module, which the usage shows unless `jaxrl NAME` was typed. options: of ArgumentParser."""
+        typed = sys.argv[0].startswith("jaxrl ")
+        super().__init__(prog=sys.argv[0] if typed else f"python -m {program}", **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl_llm import compatibility, distributed, envs, rewards, scores, sharding
+from jaxrl_llm import compatibility, distributed, envs, extras, rewards, scores, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import print_banner
 from jaxrl_llm.compilation import keep_compilations
@@ -187,7 +187,7 @@ def answer_of(args: argparse.Namespace) -> Callable[[str], Any] | None:
 
 def parse() -> argparse.Namespace:
     """Parses and checks the command line. Raises: UserError."""
-    parser = Parser(prog="python -m jaxrl_llm.evaluate", description=__doc__)
+    parser = Parser("jaxrl_llm.evaluate", description=__doc__)
     add = parser.add_argument
     add("--model", help="a Hugging Face folder or hub id")
     add("--run", type=Path, metavar="WORKDIR", help="a run: its checkpoint, and all that is not given here")
@@ -247,6 +247,8 @@ def parse() -> argparse.Namespace:
         raise UserError(f"--answer {args.answer} does nothing: majority votes need --samples of 4 or more")
     if args.page and not args.page.parent.is_dir():
         raise UserError(f"--page {args.page}: there is no folder {args.page.parent}: make it, or give another file")
+    if args.page:
+        extras.require("plotly", "report", "--page")
     if args.model and not args.task:
         raise UserError("--task is missing: give a task (arithmetic, countdown), or a file of rows")
     if args.task:

@@ -17,7 +17,7 @@ from jaxrl_llm.saved_run import SavedRun
 
 
 def main() -> None:
-    parser = Parser(prog="python -m jaxrl_llm.export", description=__doc__)
+    parser = Parser("jaxrl_llm.export", description=__doc__)
     parser.add_argument("workdir", type=Path, metavar="WORKDIR", help="of a run of train or sft, which may be going on")
     parser.add_argument("--step", default="last", help="of a checkpoint: a number, best or last (default)")
     parser.add_argument("--to", type=Path, metavar="DIR", help="the new folder (without it, --push-to needs none)")

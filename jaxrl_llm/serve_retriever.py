@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # it imports torch
 
 
 def main() -> None:
-    parser = Parser(prog="python -m jaxrl_llm.serve_retriever", description=__doc__)
+    parser = Parser("jaxrl_llm.serve_retriever", description=__doc__)
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="JSON lines with id and contents, or id, title and text")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")

@@ -222,7 +222,7 @@ def _end_at_eof() -> None:
 def main() -> None:
     argv = sys.argv[1:]
     cut = argv.index("--") if "--" in argv else len(argv)
-    parser = Parser(prog="python -m jaxrl_llm.serve_vllm", description=__doc__)
+    parser = Parser("jaxrl_llm.serve_vllm", description=__doc__)
     parser.add_argument("--model", required=True, help="a Hugging Face folder or hub id")
     parser.add_argument("--python", default=sys.executable, help="of the environment vLLM is in (default: this one)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")

@@ -1,5 +1,6 @@
 """GRPO on the prompts of TL;DR with Qwen2-0.5B-Instruct and the reward of TRL's first example: 20 characters are best.
 
+pip install -e '.[parquet]'
 hf download trl-lib/tldr --repo-type dataset --local-dir data/tldr
 python -m jaxrl_llm.train --config configs/recipes/qwen2_0_5b_tldr.py --workdir runs/tldr
 

@@ -1,5 +1,6 @@
 """GRPO on GSM8K with Qwen2.5-0.5B-Instruct, for one host with accelerators. Nothing here is measured yet.
 
+pip install -e '.[parquet]'
 hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
 python -m jaxrl_llm.train --config configs/recipes/qwen2_5_0_5b_gsm8k.py --workdir runs/gsm8k
 

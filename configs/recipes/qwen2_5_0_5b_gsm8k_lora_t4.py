@@ -1,5 +1,6 @@
 """GRPO with LoRA on GSM8K with Qwen2.5-0.5B-Instruct, for one GPU T4 of 16 GB, as Colab has it.
 
+pip install -e '.[parquet]'
 hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
 python -m jaxrl_llm.train --config configs/recipes/qwen2_5_0_5b_gsm8k_lora_t4.py --workdir runs/gsm8k_lora
 

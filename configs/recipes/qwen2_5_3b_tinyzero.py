@@ -1,5 +1,6 @@
 """Countdown as in TinyZero: PPO with the base model Qwen2.5-3B, which thinks before it answers.
 
+pip install -e '.[parquet]'
 hf download Jiayi-Pan/Countdown-Tasks-3to4 --repo-type dataset --local-dir data/countdown
 python -m jaxrl_llm.train --config configs/recipes/qwen2_5_3b_tinyzero.py --workdir runs/tinyzero
 

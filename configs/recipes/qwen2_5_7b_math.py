@@ -1,5 +1,6 @@
 """GRPO on MATH with Qwen2.5-7B-Instruct and the settings of EasyR1's example qwen2_5_7b_math_grpo.
 
+pip install -e '.[parquet]'
 hf download hiyouga/math12k --repo-type dataset --local-dir data/math12k
 python -m jaxrl_llm.train --config configs/recipes/qwen2_5_7b_math.py --workdir runs/math
 

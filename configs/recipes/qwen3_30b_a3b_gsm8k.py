@@ -1,5 +1,6 @@
 """GRPO on GSM8K with Qwen3-30B-A3B, a mixture of experts, for a slice of 32 or more accelerators. Nothing is measured.
 
+pip install -e '.[parquet]'
 hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
 python -m jaxrl_llm.train --config configs/recipes/qwen3_30b_a3b_gsm8k.py --workdir runs/experts
 

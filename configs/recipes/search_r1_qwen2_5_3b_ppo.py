@@ -2,6 +2,7 @@
 
 Nothing here is measured yet. The data, the corpus and the server that finds documents in it (docs/retriever.md):
 
+pip install -e '.[parquet,retriever]'
 hf download PeterJinGo/nq_hotpotqa_train --repo-type dataset --local-dir data/search_r1
 hf download PeterJinGo/wiki-18-corpus --repo-type dataset --local-dir data/wiki && gzip -d data/wiki/wiki-18.jsonl.gz
 python -m jaxrl_llm.serve_retriever --corpus data/wiki/wiki-18.jsonl

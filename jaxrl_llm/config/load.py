@@ -93,7 +93,7 @@ def parse_arguments(
 def config_parser(program: str, description: str, *, required: bool = True) -> Parser:
     """Returns the parser of a program that has a config, for `parse_config`. required: whether it must be given."""
     parser = Parser(
-        prog=f"python -m {program}",
+        program,
         description=description,
         epilog="Any field of the config is set by --config.section.field=value, for example --config.num_steps=10 "
         "--config.optim.learning_rate=1e-5. The fields and what they mean are in the config file.",

@@ -12,6 +12,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm import extras
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import formats, hub, tasks
 from jaxrl_llm.data.formats import Columns, Row
@@ -33,6 +34,8 @@ class Rows:
 
 def check_source(field: str, source: str) -> None:
     """Raises: UserError, naming the field, if `source` is neither a task nor a file of a supported kind."""
+    if source.endswith(".parquet"):
+        extras.require("pyarrow", "parquet", f"{field} = {source!r}")
     if source.endswith(FILES) or hub.check(field, source):
         return
     path = Path(source).expanduser()

@@ -6,10 +6,9 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl_llm import extras
 from jaxrl_llm.errors import Parser, UserError, run_main
-from jaxrl_llm.report import page
 from jaxrl_llm.report.runs import read_config
-from jaxrl_llm.report.serve import Server
 
 DESCRIPTION = (
     "Makes one HTML page about one or several runs, also while they go on: what the health rules find, curves, batch "
@@ -18,7 +17,7 @@ DESCRIPTION = (
 
 
 def main() -> None:
-    parser = Parser(prog="python -m jaxrl_llm.report", description=DESCRIPTION)
+    parser = Parser("jaxrl_llm.report", description=DESCRIPTION)
     parser.add_argument("workdirs", type=Path, nargs="+", metavar="WORKDIR", help="a run's --workdir; all in one page")
     parser.add_argument("--to", type=Path, metavar="FILE", help="the page (default: report.html in the first WORKDIR)")
     parser.add_argument(
@@ -30,6 +29,7 @@ def main() -> None:
         help="instead of a file, serve a page on this machine alone, which follows the runs (default: a free port)",
     )
     args = parser.parse_args()
+    extras.require("plotly", "report", "the page")
     if args.serve is None:
         write(args.workdirs, args.to or args.workdirs[0] / "report.html")
     elif args.to:
@@ -40,6 +40,8 @@ def main() -> None:
 
 def write(workdirs: Sequence[Path], file: Path) -> None:
     """Writes the page to a file. Raises: UserError, if a run cannot be read or the file not be written."""
+    from jaxrl_llm.report import page  # it imports plotly
+
     text = page.render(workdirs)
     try:
         file.write_text(text, encoding="utf-8")
@@ -50,6 +52,8 @@ def write(workdirs: Sequence[Path], file: Path) -> None:
 
 def serve(workdirs: Sequence[Path], port: int) -> None:
     """Serves the page until Ctrl-C. Raises: UserError, if a folder is no run or the port cannot be used."""
+    from jaxrl_llm.report.serve import Server  # it imports plotly
+
     for workdir in workdirs:
         read_config(workdir)
     with Server(workdirs, port) as server:

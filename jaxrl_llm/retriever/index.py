@@ -9,24 +9,26 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
-import bm25s
 import numpy as np
 
+from jaxrl_llm import extras
 from jaxrl_llm.host import user_cache
 from jaxrl_llm.retriever.documents import Document, DocumentFile
 
 Found: TypeAlias = list[tuple[Document, float]]  # the best first
-logging.getLogger("bm25s").setLevel(logging.WARNING)  # it prints at level DEBUG
 FORMAT = 1  # version of a saved index: raise it if a change of this file changes its scores
 
 
 def words(texts: Sequence[str]) -> list[list[str]]:
     """Splits texts into the words that are indexed: in lower case, without English stop words."""
     pattern = r"(?u)\b\w+\b"
-    return bm25s.tokenize(  # pyright: ignore[reportReturnType]
+    return _bm25s().tokenize(  # pyright: ignore[reportReturnType]
         list(texts), token_pattern=pattern, stopwords="en", return_ids=False, show_progress=False
     )
 
@@ -53,7 +55,7 @@ class Index:
         if not folder.is_dir():
             _save(path, folder)
         documents = DocumentFile(path, np.load(folder / "places.npy", mmap_mode="r"))
-        return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False), documents)
+        return cls(_bm25s().BM25.load(folder, mmap=True, show_progress=False), documents)
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -78,9 +80,17 @@ class Index:
 
 
 def _indexed(documents: Sequence[Document]) -> Any:
-    scores = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
+    scores = _bm25s().BM25(k1=1.5, b=0.75, method="lucene")
     scores.index(words([document.contents for document in documents]), show_progress=False)
     return scores
+
+
+@cache
+def _bm25s() -> ModuleType:
+    """Imports bm25s, which only an index needs. Raises: UserError, if it is not installed."""
+    extras.require("bm25s", "retriever", "an index of documents")
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it prints at level DEBUG
+    return import_module("bm25s")
 
 
 def fingerprint(path: Path) -> str:

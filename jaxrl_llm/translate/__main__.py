@@ -22,7 +22,7 @@ CONFIGS = Path("configs")
 
 
 def main() -> None:
-    parser = Parser(prog="python -m jaxrl_llm.translate", description=DESCRIPTION)
+    parser = Parser("jaxrl_llm.translate", description=DESCRIPTION)
     parser.add_argument("file", type=Path, metavar="FILE", help="the config or script")
     parser.add_argument("--to", type=Path, metavar="FILE", help="a new file in configs/ (default: print the config)")
     parser.add_argument("--rows", type=int, default=0, help="of the training data: makes steps of epochs")

@@ -1,0 +1,130 @@
+"""The command `jaxrl`, the extras, and what a package needs besides its code."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm import __main__ as jaxrl
+from jaxrl_llm.errors import run_main
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODEL = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
+
+
+def test_the_licence_is_apache_2_word_for_word_and_all_papers_name_it_and_the_version():
+    digest = hashlib.md5((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "3b83ef96387f14655fc854ddc3c6bd57"  # of www.apache.org/licenses/LICENSE-2.0.txt
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert PROJECT["license"] == re.findall(r"^license: (.*)$", citation, re.MULTILINE)[0] == "Apache-2.0"
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [jaxrl_llm.__version__]
+    assert f"## {jaxrl_llm.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_link_of_the_papers_leads_to_a_file():
+    for paper in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md"):
+        for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / paper).read_text()):
+            assert (ROOT / link).exists(), (paper, link)
+
+
+def test_jaxrl_help_lists_the_programs_and_imports_nothing_that_is_slow():
+    code = (
+        "import sys; from jaxrl_llm.__main__ import main; sys.argv = ['jaxrl', '--help']; main(); "
+        "sys.exit(str({'jax', 'numpy', 'transformers', 'rich'} & sys.modules.keys() or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert re.findall(r"^  ([\w-]+)  ", done.stdout, re.MULTILINE) == list(jaxrl.PROGRAMS), done.stderr
+    assert not done.stderr.strip()
+
+
+@pytest.mark.parametrize("name", jaxrl.PROGRAMS)
+def test_each_program_shows_its_arguments_under_the_name_that_was_typed(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["jaxrl", name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        jaxrl.main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: jaxrl {name} ")
+
+
+def test_an_unknown_program_is_answered_by_a_near_name_or_by_all(monkeypatch, capsys):
+    cases = {"serve_vllm": "did you mean jaxrl serve-vllm?", "trian": "did you mean jaxrl train?", "x": "train, sft, "}
+    for name, hint in cases.items():
+        monkeypatch.setattr(sys, "argv", ["jaxrl", name])
+        with pytest.raises(SystemExit) as ended:
+            run_main(jaxrl.main)
+        error = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert error.startswith(f"error: jaxrl {name}: ")
+        assert hint in error
+        assert error.count("\n") == 1
+
+
+def test_the_installed_command_names_functions_of_the_working_folder_as_python_m_does(tmp_path):
+    module, function = PROJECT["scripts"]["jaxrl"].split(":")
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "jaxrl"
+    script.write_text(f"from {module} import {function}\n{function}()\n")
+    (tmp_path / "mine.py").write_text("def judge(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
+    words = ["evaluate", "--model", MODEL, "--task", "arithmetic", "--function", "mine.judges"]
+    done = subprocess.run([sys.executable, script, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean mine.judge?" in done.stderr
+
+
+TRAIN = ["train", "--workdir", "run", "--config"]
+MISSING = {
+    "a page about runs": (["report", "runs/mine"], "plotly", "report"),
+    "a page of an evaluation": (
+        ["evaluate", "--model", "m", "--task", "arithmetic", "--page", "x.html"],
+        "plotly",
+        "report",
+    ),
+    "rows in Parquet": (
+        [*TRAIN, ROOT / "configs" / "grpo.py", "--config.data.source=rows.parquet"],
+        "pyarrow",
+        "parquet",
+    ),
+    "a data set of the hub": (
+        [*TRAIN, ROOT / "configs" / "grpo.py", "--config.data.source=me/mine"],
+        "datasets",
+        "hub",
+    ),
+    "an index of documents": ([*TRAIN, ROOT / "configs" / "search_grpo.py"], "bm25s", "retriever"),
+    "a search server": (["serve-retriever", "--corpus", "x.jsonl"], "uvicorn", "retriever"),
+    "a tracker": (
+        [*TRAIN, ROOT / "configs" / "grpo.py", "--config.log.to=('wandb',)", "--config.log.project=x"],
+        "wandb",
+        "wandb",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "package", "extra"), MISSING.values(), ids=MISSING)
+def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(
+    words, package, extra, tmp_path, monkeypatch, capsys
+):
+    for name in [name for name in sys.modules if name.startswith(("jaxrl_llm.report.", "jaxrl_llm.retriever."))]:
+        monkeypatch.delitem(sys.modules, name)  # they are imported again, without the package
+    monkeypatch.setitem(sys.modules, package, None)  # as Python does for a module that is not installed
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["jaxrl", *map(str, words)])
+    monkeypatch.setattr("jaxrl_llm.models.hf.load_params", lambda *_, **__: pytest.fail("a model is loaded"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run_main(jaxrl.main)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2, error
+    assert f"pip install 'jaxrl_llm[{extra}]'" in error
+    assert package in error
+    assert error.count("\n") == 1
+    assert extra in PROJECT["optional-dependencies"]
+    assert not list(tmp_path.rglob("*.*"))
