@@ -51,8 +51,10 @@ def batch_table(
         *_sources(config, dataset),
         *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
         *([("", f"{once}, so that data.curriculum changes nothing")] if once else []),
+        *[("", note) for note in (*dataset.notes, *_repeated(dataset))],
         *([("problems", _count(held_out, "eval.convert"))] if config.eval.every else []),
         *([("", held_out.read_as)] if config.eval.every and held_out.read_as else []),
+        *([("", note) for note in (*held_out.notes, *_repeated(held_out))] if config.eval.every else []),
         *totals_table(totals),
         ("begins", f"after step {start} of {config.num_steps}, resumed" if start else "anew"),
     ]
@@ -64,6 +66,15 @@ def _sources(config: Config, dataset: Dataset) -> list[tuple[str, str]]:
     shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
     parts = [f"{name}: {len(rows):,} prompts, {shares[name]:.1%} of a step" for name, rows in dataset.parts.items()]
     return [("", line) for line in [*([dataset.read_as] if dataset.read_as else []), *parts]]
+
+
+def _repeated(dataset: Dataset) -> list[str]:
+    count, number, before = dataset.repeated()
+    if not count:
+        return []
+    return [
+        f"{count:,} of {len(dataset.rows):,} prompts equal an earlier one, the first is row {number:,} (as {before:,})"
+    ]
 
 
 def _draws(config: Config) -> int:

@@ -20,7 +20,7 @@ from jaxrl_llm.banner import adapters_table, batch_table, models_table, print_ba
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compilation import Compilations, Program, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
-from jaxrl_llm.data import order
+from jaxrl_llm.data import columns, order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.envs.batch import EnvironmentPool, open_environments
@@ -136,6 +136,7 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     tools = environments.schemas if environments else []
     dataset = data.load(config, tokenizer, tools)
     held_out = data.load_held_out(config, tokenizer, tools) if config.eval.every else dataset
+    dataset, held_out = check_columns(config, dataset, held_out, episodes=environments is not None)
     compatibility.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     compatibility.check_positions(config, model.cfg, dataset, held_out)
     for name, other in models.others.items():
@@ -160,6 +161,20 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
         base=base,
         opened=opened,
     )
+
+
+def check_columns(
+    config: Config, dataset: data.Dataset, held_out: data.Dataset, *, episodes: bool
+) -> tuple[data.Dataset, data.Dataset]:
+    """Returns the training and the evaluation data with notes on rows that lack a column. Raises: UserError."""
+    if "completion_column" in config.data:
+        dataset = columns.check_completions(dataset, config.data.completion_column, config.data.source)
+    functions = config.reward.functions if "loss" in config else ()
+    made = columns.check(dataset, functions, "data", episodes=episodes, convert=config.data.convert)
+    if not config.eval.every:
+        return made, made
+    judge, convert = (config.eval.function,), config.eval.convert
+    return made, columns.check(held_out, judge, "eval", episodes=episodes, convert=convert)
 
 
 def make_run(given: Loaded, stop: Stop) -> Run:

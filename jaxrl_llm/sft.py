@@ -20,7 +20,7 @@ from jaxrl_llm.build import Loaded, load, make_evaluation, open_outputs
 from jaxrl_llm.checkpoint import Pending
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import parse_arguments
-from jaxrl_llm.data import encoding, order
+from jaxrl_llm.data import columns, encoding, order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.host.signals import Stop, stop_signals
@@ -168,14 +168,7 @@ def tokenize_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> l
     column, limit = config.data.completion_column, config.rollout.max_completion_tokens
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token: name its eos_token in tokenizer_config.json")
-    turns, source = [], config.data.source
-    for number, row in zip(dataset.numbers, dataset.rows, strict=True):
-        turns.append(_turns(row.get(column)))
-        if not turns[-1]:
-            raise UserError(
-                f"{source} row {number}: {column!r} is {row.get(column)!r}: make it text, or messages of the roles "
-                "assistant and environment"
-            )
+    turns, source = [columns.turns(row[column]) for row in dataset.rows], config.data.source
     numbers = [number for number, one in zip(dataset.numbers, turns, strict=True) for _ in one]
     ids = iter(encoding.encode([text for one in turns for _, text in one], tokenizer, source, numbers=numbers))
     end, answers = Answer([tokenizer.eos_token_id], [True]), []
@@ -186,19 +179,6 @@ def tokenize_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> l
     if all(len(answer.tokens) > limit for answer in answers):
         raise UserError(f"all completions are longer than rollout.max_completion_tokens = {limit}: raise it")
     return [answer if len(answer.tokens) <= limit else Answer([], []) for answer in answers]
-
-
-def _turns(completion: Any) -> list[tuple[bool, str]]:
-    """Returns the turns of a completion: (whether the policy says it, text). []: it is neither text nor turns."""
-    if isinstance(completion, str):
-        return [(True, completion)]
-    try:
-        said = [(message["role"], message["content"]) for message in completion]
-    except (TypeError, KeyError):
-        return []
-    if any(role not in ("assistant", "environment") or not isinstance(text, str) for role, text in said):
-        return []
-    return [(role == "assistant", text) for role, text in said]
 
 
 def make_batch(

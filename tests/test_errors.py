@@ -23,6 +23,7 @@ import jaxrl_llm
 from jaxrl_llm import evaluate, serve_vllm, sft, train
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import run_main
+from jaxrl_llm.models import hf
 
 PACKAGE = Path(jaxrl_llm.__file__).parent
 CONFIGS = PACKAGE.parent / "configs"
@@ -637,8 +638,27 @@ def test_a_run_stops_for_a_reward(place: Path, refuse: Refuse, body: str, words:
 
 def test_a_run_stops_for_a_reward_that_asks_for_a_column_which_is_not_there(place: Path, refuse: Refuse) -> None:
     (place / "mine.py").write_text("def f(completions, solution):\n    return [1.0] * len(completions)\n")
-    argv = command(f"reward.weights=1. reward.functions=mine.f {SMALL}")
-    refuse(train, argv, "reward mine.f asks for column 'solution' | there is answer, ", started=True)
+    argv = command("reward.weights=1. reward.functions=mine.f")
+    refuse(
+        train, argv, "reward mine.f asks for column 'solution' | data.source | there is answer: rename one | convert"
+    )
+
+
+def test_a_column_that_the_judge_of_the_evaluation_asks_for_is_missed_before_weights_are_read(
+    place: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "load_params", None)
+    (place / "exam.jsonl").write_text('{"prompt": "1+1", "solution": "2"}\n')
+    exam = "eval.every=1 eval.source=exam.jsonl eval.function=math.accuracy"
+    refuse(train, command(exam), "math.accuracy asks for column 'answer' | eval.source | answer_column = 'solution'")
+    answers = [json.dumps(row | {"completion": row["answer"]}) for row in SUMS]
+    (place / "answers.jsonl").write_text("\n".join(answers))
+    argv = ["--config", str(CONFIGS / "sft.py"), *fields(f"model.path={MODEL} data.source=answers.jsonl {exam}")]
+    refuse(sft, argv, "math.accuracy asks for column 'answer' | eval.source | answer_column = 'solution'")
+    (place / "answers.jsonl").write_text("\n".join([*answers, '{"prompt": "1+1", "completion": null}']))
+    refuse(sft, argv, "answers.jsonl row 9: 'completion' is None, in all 1 of 9 rows | make it text | data.convert")
+    argv = [f"--model={MODEL}", "--task=exam.jsonl", "--function=math.accuracy"]
+    refuse(evaluate, argv, "math.accuracy asks for column 'answer' | --answer-column = 'solution'")
 
 
 NOT_FINITE = """
@@ -718,7 +738,9 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model
 
 @table("argv words", {
     "data without completions":
-        ("data.source=sums.jsonl", "sums.jsonl row 1: 'completion' is None | make it text"),
+        ("data.source=sums.jsonl", "sums.jsonl has no column 'completion' | is answer, prompt | data.completion_column"),
+    "data with a null completion":
+        ("data.source=nulls.jsonl", "nulls.jsonl row 1: 'completion' is None | make it text"),
     "over-long completions alone":
         ("rollout.max_completion_tokens=1", "all completions | rollout.max_completion_tokens = 1 | raise it"),
     "completions beyond the model's positions": ("rollout.max_completion_tokens=512", "512 positions | lower it"),
@@ -734,6 +756,7 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model
 def test_fine_tuning_of_a_new_model_is_refused_for(place: Path, refuse: Refuse, argv: str, words: str) -> None:
     rows = [json.dumps(row | {"completion": row["answer"]}) for row in SUMS]
     (place / "answers.jsonl").write_text("\n".join(rows))
+    (place / "nulls.jsonl").write_text("\n".join(json.dumps(row | {"completion": None}) for row in SUMS))
     tiny = fields("data.source=answers.jsonl eval.every=0 prompts_per_step=8")
     refuse(sft, ["--config", str(CONFIGS / "sft.py"), "--workdir", "run", *tiny, *fields(argv)], words)
 

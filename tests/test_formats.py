@@ -97,7 +97,6 @@ REFUSED = {
     "other columns": ({"question": SUM}, {}, "no column 'prompt' .there is question.: rename one, name one in data"),
     "images": ({"problem": SUM, "images": ["a"]}, {}, "has images, which no model here reads: leave such rows out"),
     "another prompt": ({"prompt": SUM}, dict(prompt_column="question"), "has no column 'question' .there is prompt."),
-    "another answer": ({"prompt": SUM}, dict(answer_column="result"), "no column 'result' .* see data.answer_column"),
     "a chat in a format prompt":
         ({"prompt": ASKED}, dict(format_prompt="{{ content }}"), "data.format_prompt does nothing, because the prompt"),
 }  # fmt: skip

@@ -188,7 +188,7 @@ def test_the_banner_counts_what_was_dropped_and_says_when_rows_are_fewer_than_a_
     mesh, totals = sharding.make_mesh(data=1, fsdp=1, tensor=1), checks.check_train(config)
 
     def shown(count: int, refused: int) -> list:
-        ids = [np.arange(3, dtype=np.int32)] * count
+        ids = [np.arange(i, i + 3, dtype=np.int32) for i in range(count)]
         made = data.Dataset(ids, [{"prompt": "a"}] * count, 4, 3, list(range(count)), refused)
         return [
             row
@@ -203,6 +203,17 @@ def test_the_banner_counts_what_was_dropped_and_says_when_rows_are_fewer_than_a_
     assert [name for name, _ in shown(63, 0)] == ["prompts", "", "problems"]
     config.eval.every = 0
     assert shown(64, 0) == [("prompts", "64 of at most 3 tokens, 4 over-long dropped")]
+
+
+def test_the_banner_says_which_rows_lack_a_column_and_which_prompts_are_equal():
+    config = load(ROOT / "configs" / "grpo.py")
+    model, mesh = hf.load_model(Path(config.model.path)).cfg, sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    ids = [np.array([i // 2], np.int32) for i in range(80)]
+    made = data.Dataset(ids, [{"prompt": "a"}] * 80, 0, 1, list(range(1, 81)), notes=("3 of 80 rows have no 'answer'",))
+    table = batch_table(config, checks.check_train(config), mesh, model, made, made, 0)
+    equal = ("", "40 of 80 prompts equal an earlier one, the first is row 2 (as 1)")
+    lacking = ("", "3 of 80 rows have no 'answer'")
+    assert [row for row in table if not row[0]] == [lacking, equal, lacking, equal]  # of the prompts, of the problems
 
 
 def test_verl_rows_give_math_and_countdown_what_they_ask_for(place):

@@ -55,9 +55,7 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
         raise ValueError("data.format_prompt does nothing, because the prompt is no text: leave it empty")
     row = row | {"prompt": prompt}
     if columns.answer_column:
-        if columns.answer_column not in row:
-            raise ValueError(f"there is no column {columns.answer_column!r} ({there(row)}): see data.answer_column")
-        row["answer"] = row[columns.answer_column]
+        row["answer"] = row.get(columns.answer_column)  # a row of JSON lines may lack it: `rows` counts
         done.append(f"{columns.answer_column!r} is the answer")
     elif isinstance(row.get("reward_model"), dict) and row["reward_model"].get("ground_truth") is not None:
         row, found = _of_verl(row)

@@ -33,6 +33,17 @@ class Dataset:
     refused: int = 0  # number of rows that the convert function dropped
     read_as: str = ""  # how columns other than "prompt" and "answer" were read
     parts: dict[str, range] = field(default_factory=dict)  # rows of each source of a mixture
+    notes: tuple[str, ...] = ()  # for the banner: the rows that lack a column (`columns.check`)
+
+    def repeated(self) -> tuple[int, int, int]:
+        """Returns how many prompts equal an earlier one, and the row numbers of the first of them and of that one."""
+        # Hashes, because the tokens of a million prompts would need much memory.
+        hashes = np.fromiter((hash(tokens.tobytes()) for tokens in self.ids), np.int64, len(self.ids))
+        _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+        again = np.flatnonzero(first[inverse] != np.arange(len(hashes)))
+        if not len(again):
+            return 0, 0, 0
+        return len(again), self.numbers[again[0]], self.numbers[first[inverse[again[0]]]]
 
     def fingerprint(self) -> str:
         """Returns a hash of the token ids and of all columns of the rows, in order."""

@@ -69,6 +69,9 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
         made = [_converted(source, convert, function, i, row) for i, row in enumerate(rows, 1)]
     else:
         made = [_read_as(source, i, row, columns, read_as) for i, row in enumerate(rows, 1)]
+        if columns.answer_column and not any(columns.answer_column in row for row in rows):
+            said = formats.there(dict.fromkeys(name for row in rows for name in row))
+            raise UserError(f"{source} has no column {columns.answer_column!r} ({said}): see data.answer_column")
     kept = [(i, _checked(source, i, row)) for i, row in enumerate(made, 1) if row is not None]
     if not kept:
         raise UserError(f"{source}: {convert} returned None for all {len(rows)} rows: set {field} to another")

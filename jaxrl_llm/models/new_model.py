@@ -53,8 +53,11 @@ def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, An
 
 
 def _texts(said: Any) -> list[str]:
-    """Returns the texts of a text or of messages."""
-    return [said] if isinstance(said, str) else [str(message["content"]) for message in said]
+    """Returns the texts of a text or of messages; none of anything else, which is refused when all rows are known."""
+    if isinstance(said, str):
+        return [said]
+    messages = said if isinstance(said, (list, tuple)) else ()
+    return [str(message["content"]) for message in messages if isinstance(message, dict) and "content" in message]
 
 
 def _learned(texts: list[str], most: int) -> Any:

@@ -1,0 +1,196 @@
+"""The columns that functions ask of rows, and the rows that lack them: found before the weights of a model are read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from jaxrl_llm import rewards
+from jaxrl_llm.config.names import bind, is_ours, split_call
+from jaxrl_llm.data import formats
+from jaxrl_llm.data.formats import Row
+from jaxrl_llm.data.prompts import Dataset
+from jaxrl_llm.errors import UserError
+
+OF_COMPLETIONS = ("prompts", "completions", "completion_ids", "log_metric")  # arguments that are no columns of rows
+OF_EPISODES = ("turns", "episode")  # columns that an environment gives
+Turns: TypeAlias = list[tuple[bool, str]]
+# Names that the answer of a problem has in published data sets.
+ANSWERS = (
+    "solution",
+    "ground_truth",
+    "final_answer",
+    "expected_answer",
+    "reference_answer",
+    "target",
+    "label",
+    "result",
+)
+
+
+class Asked(NamedTuple):
+    """What a reward function asks of each row: one of these columns."""
+
+    function: str
+    columns: tuple[str, ...]
+    ours: bool  # a function of this package, which abstains without the column
+
+    def __str__(self) -> str:
+        *others, last = map(repr, self.columns)
+        return f"{', '.join(others)} or {last}" if others else last
+
+
+def asked(functions: Sequence[str], *, episodes: bool) -> list[Asked]:
+    """Returns what the signatures of reward functions ask of a row; episodes: an environment gives columns, too.
+
+    An argument without a default is a column that each row needs. A function of this package that has defaults for
+    all columns needs one of them.
+    """
+    found = []
+    for text in functions:
+        function, (name, _) = bind(text, rewards, "reward"), split_call(text)
+        ours = is_ours(getattr(function, "func", function), rewards)
+        columns = _parameters(function, {*OF_COMPLETIONS, *(OF_EPISODES if episodes else ())})
+        needed = [column for column, has_default in columns.items() if not has_default]
+        found += [Asked(name, (column,), ours) for column in needed]
+        optional = tuple(column for column in columns if column not in OF_EPISODES)
+        if ours and optional and not needed:
+            found.append(Asked(name, optional, ours))
+    return found
+
+
+def _parameters(function: Callable[..., Any], offered: set[str]) -> dict[str, bool]:
+    """Returns the arguments of a function that are columns of the data, and whether they have a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a function in C may have none
+        return {}
+    columns = {}
+    for p in parameters:
+        has_default = p.default is not p.empty
+        # Keyword-only arguments with a default are settings: a config gives them, no data.
+        column = p.kind is p.POSITIONAL_OR_KEYWORD or (p.kind is p.KEYWORD_ONLY and not has_default)
+        if column and p.name not in offered:
+            columns[p.name] = has_default
+    return columns
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value of a column says nothing: None, NaN, blank text, or an empty list or object."""
+    if value is None:
+        return True
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, Decimal):
+        return value.is_nan()
+    if isinstance(value, (float, np.floating)):
+        return bool(value != value)
+    return isinstance(value, (list, tuple, dict)) and not value
+
+
+def check(
+    dataset: Dataset, functions: Sequence[str], section: str, *, episodes: bool = False, convert: str = ""
+) -> Dataset:
+    """Returns a data set with notes on the rows that lack a column of a reward function, by source of a mixture.
+
+    section: data, eval, or "" for a command line; episodes: there is an environment; convert: of the rows, if any.
+    Raises: UserError, naming the function and what helps, if no row has the column, or all are empty for one of ours.
+    """
+    parts = dataset.parts or {"": range(len(dataset.rows))}
+    lacking: dict[tuple[str, ...], dict[str, list[int]]] = {}  # rows without a column, of each source
+    notes: dict[str, list[str]] = {}  # what the functions do with such rows
+    for one in asked(functions, episodes=episodes):
+        if one.columns not in lacking:
+            lacking[one.columns] = {name: _without(dataset.rows, rows, one.columns) for name, rows in parts.items()}
+        without = lacking[one.columns]
+        count = sum(map(len, without.values()))
+        named = any(column in row for row in dataset.rows for column in one.columns) if count else True
+        if not named or (one.ours and count == len(dataset.rows)):
+            raise UserError(_refusal(one, dataset, section, convert, named))
+        for name, rows in without.items():
+            if rows:
+                note = _note(one, rows, parts[name], dataset, name)
+                notes.setdefault(note, []).append(f"{one.function} {_effect(one, dataset.rows[rows[0]])}")
+    lines = [f"{note}: {', '.join(effects)}" for note, effects in notes.items()]
+    return replace(dataset, notes=(*dataset.notes, *lines))
+
+
+def _without(rows: Sequence[Row], part: range, columns: tuple[str, ...]) -> list[int]:
+    if len(columns) == 1:  # the usual case, of perhaps a million rows
+        (column,) = columns
+        return [i for i in part if is_empty(rows[i].get(column))]
+    return [i for i in part if all(is_empty(rows[i].get(column)) for column in columns)]
+
+
+def _note(one: Asked, without: list[int], part: range, dataset: Dataset, source: str) -> str:
+    prefix = f"{source}: " if source else ""
+    if len(without) == len(part):
+        return f"{prefix}no row has {one}"
+    first = dataset.numbers[without[0]]
+    return f"{prefix}{len(without):,} of {len(part):,} rows have no {one}, the first is row {first:,}"
+
+
+def _effect(one: Asked, row: Row) -> str:
+    return "abstains" if one.ours else f"gets {row.get(one.columns[0])!r}"
+
+
+def _refusal(one: Asked, dataset: Dataset, section: str, convert: str, named: bool) -> str:
+    there = sorted({column for row in dataset.rows for column in row} - {"prompt"})
+    what = "which is empty in all rows" if named else "which the data does not have"
+    by, answer = (f"{section}.convert", "data.answer_column") if section else ("--convert", "--answer-column")
+    likely = next((column for column in ANSWERS if column in there), "")
+    if one.columns[0] in OF_EPISODES:
+        remedy = "only episodes have it, in a run with an environment (config.env)"
+    elif convert:
+        remedy = f"let {by} = {convert!r} make it"
+    elif one.columns[0] == "answer":
+        remedy = f"name the column that holds it, {answer} = {likely!r}" if likely else f"name one in {answer}"
+        remedy += f", or make it with {by}"
+    else:
+        remedy = f"rename one, or make it with {by}"
+    of = f" ({section}.source)" if section else ""
+    return f"reward {one.function} asks for column {one}, {what}{of}; there is {', '.join(there) or 'none'}: {remedy}"
+
+
+def check_completions(dataset: Dataset, column: str, source: str) -> Dataset:
+    """Returns a data set of completions to learn, text or the turns of an episode, with a note on those without text.
+
+    Raises: UserError, with the first such row and how many there are, if rows have something else or nothing.
+    """
+    said = [turns(row.get(column)) for row in dataset.rows]
+    without = [i for i, one in enumerate(said) if not one]
+    if without and not any(column in row for row in dataset.rows):
+        there = formats.there(dict.fromkeys(name for row in dataset.rows for name in row))
+        raise UserError(f"{source} has no column {column!r} ({there}): name the one to learn in data.completion_column")
+    if without:
+        raise UserError(
+            f"{source} row {dataset.numbers[without[0]]}: {column!r} is {dataset.rows[without[0]].get(column)!r:.200}, "
+            f"in all {len(without):,} of {len(said):,} rows have no completion: make it text, or messages of the roles "
+            "assistant and environment, or drop these rows with data.convert"
+        )
+    blank = [i for i, one in enumerate(said) if not any(text.strip() for _, text in one)]
+    if not blank:
+        return dataset
+    first = dataset.numbers[blank[0]]
+    note = (
+        f"{len(blank):,} of {len(said):,} rows have an empty {column!r}, the first is row {first:,}: they teach to end"
+    )
+    return replace(dataset, notes=(*dataset.notes, note))
+
+
+def turns(completion: Any) -> Turns:
+    """Returns the turns of a completion: (whether the policy says it, text). []: it is neither text nor turns."""
+    if isinstance(completion, str):
+        return [(True, completion)]
+    try:
+        said = [(message["role"], message["content"]) for message in completion]
+    except (TypeError, KeyError):
+        return []
+    if any(role not in ("assistant", "environment") or not isinstance(text, str) for role, text in said):
+        return []
+    return [(role == "assistant", text) for role, text in said]

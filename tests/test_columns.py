@@ -1,0 +1,216 @@
+"""Columns that reward functions ask of rows: what no row has is an error, what some lack is told, both at the start."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxrl_llm.data import columns
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.columns import asked, check, check_completions, is_empty
+from jaxrl_llm.data.formats import Columns
+from jaxrl_llm.data.rows import load_rows
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf
+
+MINE = """
+def plain(completions, answer, **columns):
+    return [0.0] * len(completions)
+
+def easy(completions, answer=None, *, scale=1.0, **columns):
+    return [0.0] * len(completions)
+
+def hard(prompts, completions, completion_ids, log_metric, answer, level, *, scale):
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return hf.load_tokenizer(Path(data.__file__).parents[1] / "assets" / "arithmetic")
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "columns_mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def dataset_of(rows: list[dict], **more) -> data.Dataset:
+    ids = [np.array([i], np.int32) for i in range(len(rows))]
+    return data.Dataset(ids, [{"prompt": "1+1"} | row for row in rows], 0, 1, list(range(1, len(rows) + 1)), **more)
+
+
+def test_a_signature_says_which_columns_a_function_asks_for():
+    names = lambda *functions, **k: [(a.function, a.columns, a.ours) for a in asked(functions, **k)]  # noqa: E731
+    cases = {
+        "columns_mine.plain": [("answer",)],
+        "columns_mine.easy": [],  # it says itself that it can do without
+        "columns_mine.hard(scale=2)": [("answer",), ("level",)],
+        "columns_mine.hard": [("answer",), ("level",), ("scale",)],
+        "columns_mine.plain(answer=7)": [],
+        "math.accuracy": [("answer",)],
+        "math.accuracy(after='</think>')": [("answer",)],
+        "math.is_boxed": [],
+        "verl.score": [("answer",), ("data_source",)],
+        "countdown.accuracy": [("numbers",), ("target",)],
+        "code.accuracy": [("tests", "answer", "inputs", "outputs", "fn_name")],
+        "easyr1.math(format_weight=0.3)": [("answer",)],
+        "length.penalty(free=1, scale=2)": [],
+        "search.answered": [],
+    }
+    wrong = {text: names(text, episodes=False) for text, wanted in cases.items()
+             if [x[1] for x in names(text, episodes=False)] != wanted}  # fmt: skip
+    assert wrong == {}
+    assert names("search.with_format", episodes=True) == [("search.with_format", ("answer",), True)]
+    assert names("search.with_format", episodes=False)[1:] == [("search.with_format", ("turns",), True)]
+    assert names("environment.reward", episodes=False) == [("environment.reward", ("episode",), True)]
+    assert [one.ours for one in asked(["columns_mine.plain"], episodes=False)] == [False]
+
+
+def test_nothing_is_none_nan_and_blank_and_no_number_or_truth():
+    empty = [None, math.nan, np.float32("nan"), Decimal("NaN"), Decimal("sNaN"), "", " \n", [], (), {}]
+    full = [0, 0.0, False, True, Decimal(0), "0", "nan", [0], {"target": None}, np.zeros(0), np.float64(1), "None"]
+    assert [value for value in empty if not is_empty(value)] == []
+    assert [value for value in full if is_empty(value)] == []
+
+
+ROWS = [{"answer": x} for x in ("2", None, math.nan, "", "5")] + [{}]
+
+
+def test_rows_without_a_column_are_counted_with_the_first_and_what_functions_do_there():
+    made = check(dataset_of(ROWS), ["math.accuracy", "columns_mine.plain"], "data")
+    assert made.notes == (
+        "4 of 6 rows have no 'answer', the first is row 2: math.accuracy abstains, columns_mine.plain gets None",
+    )
+    assert check(dataset_of(ROWS[:1]), ["math.accuracy"], "data").notes == ()
+    all_null = dataset_of([{"answer": None}] * 3)
+    assert check(all_null, ["columns_mine.plain"], "data").notes == (
+        "no row has 'answer': columns_mine.plain gets None",
+    )
+    numbers = data.Dataset(*list(vars(dataset_of(ROWS)).values())[:4], [7, 9, 11, 13, 15, 17])  # some rows were dropped
+    assert "the first is row 9:" in check(numbers, ["math.accuracy"], "data").notes[0]
+
+
+def test_each_source_of_a_mixture_is_counted_for_itself():
+    parts = {"sums": dataset_of(ROWS), "code": dataset_of([{"tests": ["assert 1"]}, {"tests": []}, {"tests": None}])}
+    made = check(data.join(parts), ["math.accuracy", "code.accuracy"], "data")
+    assert made.notes == (
+        "sums: 4 of 6 rows have no 'answer', the first is row 2: math.accuracy abstains",
+        "code: no row has 'answer': math.accuracy abstains",
+        "sums: 4 of 6 rows have no 'tests', 'answer', 'inputs', 'outputs' or 'fn_name', the first is row 2: "
+        "code.accuracy abstains",
+        "code: 2 of 3 rows have no 'tests', 'answer', 'inputs', 'outputs' or 'fn_name', the first is row 2: "
+        "code.accuracy abstains",
+    )
+
+
+NAMED = "there is solution: name the column that holds it, "
+REFUSED = {  # rows, function, section, convert, and a part of the line
+    "the name of another data set": (
+        [{"solution": "2"}], "math.accuracy", "data", "",
+        "reward math.accuracy asks for column 'answer', which the data does not have (data.source); "
+        f"{NAMED}data.answer_column = 'solution', or make it with data.convert",
+    ),
+    "a command line": (
+        [{"solution": "2"}], "math.accuracy", "", "",
+        f"which the data does not have; {NAMED}--answer-column = 'solution', or make it with --convert",
+    ),
+    "an unusual name": (
+        [{"x": "2"}], "math.accuracy", "eval", "",
+        "(eval.source); there is x: name one in data.answer_column, or make it with eval.convert",
+    ),
+    "no other column": ([{}], "math.accuracy", "data", "", "there is none: name one in data.answer_column"),
+    "a convert function": ([{"x": "2"}], "math.accuracy", "data", "me.f", "let data.convert = 'me.f' make it"),
+    "another column": (
+        [{"answer": "2"}], "verl.score", "data", "",
+        "asks for column 'data_source', which the data does not have (data.source); there is answer: rename one",
+    ),
+    "empty answers": (
+        [{"answer": ""}, {"answer": None}], "gsm8k.accuracy", "data", "", "'answer', which is empty in all rows"
+    ),
+    "an episode": ([{"answer": "2"}], "environment.reward", "data", "", "only episodes have it, in a run with an"),
+    "tests": (
+        [{"x": 1}], "code.accuracy", "data", "",
+        "asks for column 'tests', 'answer', 'inputs', 'outputs' or 'fn_name', which the data does not have",
+    ),
+    "a function of one's own": (
+        [{"x": 1}], "columns_mine.plain", "data", "", "reward columns_mine.plain asks for column 'answer', which the"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "function", "section", "convert", "line"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_column_that_no_row_has_is_refused_with(rows, function, section, convert, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        check(dataset_of(rows), [function], section, convert=convert)
+
+
+def test_every_kind_of_file_has_the_same_rows_without_an_answer(tmp_path, tokenizer):
+    rows = [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": None}, {"prompt": "3+3", "answer": "6"}]
+    (tmp_path / "null.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    missing = [{k: v for k, v in row.items() if v is not None} for row in rows]
+    (tmp_path / "missing.jsonl").write_text("\n".join(map(json.dumps, missing)))
+    (tmp_path / "nan.jsonl").write_text("\n".join(map(json.dumps, rows)).replace("null", "NaN"))
+    (tmp_path / "array.json").write_text(json.dumps(rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "null.parquet")
+    numbers = [row | {"answer": float(row["answer"] or "nan")} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(numbers), tmp_path / "nan.parquet")
+    with (tmp_path / "blank.csv").open("w", newline="") as file:
+        csv.DictWriter(file, ["prompt", "answer"]).writerows([dict(prompt="prompt", answer="answer"), *rows])
+    (tmp_path / "named.jsonl").write_text((tmp_path / "missing.jsonl").read_text().replace("answer", "solution"))
+    verl = [{"prompt": row["prompt"], "reward_model": {"ground_truth": row["answer"]}} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl), tmp_path / "verl.parquet")
+    told = {}
+    for file in sorted(tmp_path.glob("*.*[!y]")):
+        read = Columns(answer_column="solution") if file.stem == "named" else Columns()
+        made = data.read(str(file), tokenizer, columns=read, max_prompt_tokens=9, overlong="error")
+        told[file.name] = check(made, ["math.accuracy"], "data").notes
+    assert len(told) == 9
+    assert set(told.values()) == {("1 of 3 rows have no 'answer', the first is row 2: math.accuracy abstains",)}, told
+
+
+def test_a_named_answer_column_may_be_missing_in_some_rows_and_not_in_all(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1", "n": 1}\n{"prompt": "2"}\n')
+    assert [row["answer"] for row in load_rows(str(tmp_path / "x.jsonl"), columns=Columns(answer_column="n")).rows] == [
+        1,
+        None,
+    ]
+    with pytest.raises(UserError, match=r"x.jsonl has no column 'm' .there is n, prompt.: see data.answer_column"):
+        load_rows(str(tmp_path / "x.jsonl"), columns=Columns(answer_column="m"))
+
+
+def test_completions_to_learn_are_counted_and_blank_ones_are_told():
+    said = [{"completion": x} for x in ("2", " ", [{"role": "assistant", "content": ""}])]
+    made = check_completions(dataset_of(said), "completion", "x.jsonl")
+    assert made.notes == ("2 of 3 rows have an empty 'completion', the first is row 2: they teach to end",)
+    rows = [*said[:1], {"completion": None}, {}, {"completion": [{"role": "user", "content": "?"}]}]
+    line = "x.jsonl row 2: 'completion' is None, in all 3 of 4 rows have no completion: make it text, or messages"
+    with pytest.raises(UserError, match=line):
+        check_completions(dataset_of(rows), "completion", "x.jsonl")
+    with pytest.raises(UserError, match=r"x.jsonl has no column 'text' .there is completion, prompt.: name the one to"):
+        check_completions(dataset_of(said), "text", "x.jsonl")
+
+
+def test_equal_prompts_are_counted_with_the_first_of_them():
+    ids = [np.array(x, np.int32) for x in ([1, 2], [1], [2], [1, 2], [1], [1, 2])]
+    made = data.Dataset(ids, [{"prompt": "x"}] * 6, 0, 2, [1, 2, 4, 6, 7, 9])
+    assert made.repeated() == (3, 6, 1)
+    assert dataset_of(ROWS).repeated() == (0, 0, 0)
+
+
+def test_each_column_of_many_rows_is_looked_at_once_however_many_functions_ask_for_it(monkeypatch):
+    row, count, looked = {"prompt": "1+1", "answer": "2", "data_source": "gsm8k"}, 10**4, []
+    made = data.Dataset([np.arange(20, dtype=np.int32)] * count, [row] * count, 0, 20, list(range(count)))
+    monkeypatch.setattr(columns, "is_empty", lambda value: looked.append(value) or is_empty(value))
+    check(made, ["verl.score", "math.accuracy", "gsm8k.accuracy"], "data")
+    assert len(looked) == 2 * count
