@@ -738,7 +738,7 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model
 
 @table("argv words", {
     "data without completions":
-        ("data.source=sums.jsonl", "sums.jsonl has no column 'completion' | is answer, prompt | data.completion_column"),
+        ("data.source=sums.jsonl", "sums.jsonl has no column 'completion' | data.completion_column"),
     "data with a null completion":
         ("data.source=nulls.jsonl", "nulls.jsonl row 1: 'completion' is None | make it text"),
     "over-long completions alone":
