@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -61,3 +62,47 @@ def test_the_paper_index_has_all_configs_and_names_what_is_there():
     for module, name in re.findall(r"`(advantages|losses)\.(\w+)`", text):
         assert hasattr({"advantages": advantages, "losses": losses}[module], name), name
     assert all((ROOT / name).is_file() for name in re.findall(r"`(configs/\w+\.py)`", text))
+
+
+FAILURES = (ROOT / "docs" / "failures.md").read_text()
+HEALTH = (ROOT / "docs" / "health.md").read_text()
+FAILURE = r"\bF\d{1,2}[a-c]?\b"
+
+
+def test_a_failure_that_a_message_or_a_page_cites_is_on_the_page_of_failures():
+    rows = re.findall(rf"^\| ({FAILURE}) \|", FAILURES, re.MULTILINE)
+    assert len(rows) == len(set(rows)) > 30
+    rules = [(file, file.read_text()) for file in sorted((ROOT / "jaxrl_llm" / "health").glob("*.py"))]
+    for file, text in [*rules, (Path("docs/health.md"), HEALTH)]:
+        assert set(re.findall(FAILURE, text)) <= set(rows), file
+    for file in (ROOT / "jaxrl_llm").rglob("*.py"):
+        text = file.read_text()
+        assert "FAILURES" not in text, file
+        for cited in re.findall(r'"([^"]*docs/failures\.md[^"]*)"', text):
+            assert re.fullmatch(rf"(docs/health\.md S\d+, )?docs/failures\.md {FAILURE}(, {FAILURE})*", cited), cited
+        for check in re.findall(r"docs/health\.md (S\d+)", text):
+            assert f"\n| {check} |" in HEALTH, (file, check)
+
+
+def test_the_page_of_failures_names_rules_that_are_there_and_every_rule_that_warns():
+    named = {
+        rule for line in FAILURES.splitlines() if line.startswith("| F") for rule in re.findall(r"`(\w+)`", cell(line))
+    }
+    findings = {}  # {id: what may be its severity}, of every finding that the package makes
+    for file in (ROOT / "jaxrl_llm" / "health").glob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Finding" and len(call.args) > 1:
+                findings[ast.literal_eval(call.args[0])] = ast.unparse(call.args[1])
+    assert len(findings) > 40
+    assert named <= findings.keys()
+    warns = {name for name, severity in findings.items() if "note" not in severity}
+    assert warns - named == OF_NO_FAILURE
+    assert all(f"`{name}`" in HEALTH for name in named)
+
+
+OF_NO_FAILURE = {"reference_differs", "samples_repeat", "reward_fails", "reward_collapse"}  # S1, S9, S5; any cause
+
+
+def cell(line: str) -> str:
+    """Returns the last cell of a row of a table."""
+    return line.strip("| ").rsplit("|", 1)[1]

@@ -143,7 +143,7 @@ def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Findi
         f"{max(counts)} updates in a row were skipped, and the model stands still",
         cause,
         f"begin a new run with {fix}, or raise config.health.max_skipped (0: never stop)",
-        "FAILURES F27",
+        "docs/failures.md F27",
     )
 
 
@@ -158,7 +158,7 @@ def phantom_clipping(history: History) -> Finding | None:
         f"{clipped:.1%} of the tokens are clipped in the first update on a rollout",
         "old log-probabilities are rounded in another way than those of the update, so these tokens teach nothing",
         "let the trainer compute them: set model.dtype to the engine's, or the engine's to float32",
-        "FAILURES F8",
+        "docs/failures.md F8",
     )
 
 
@@ -308,7 +308,7 @@ def repeats(history: History) -> Finding | None:
         f"{now:.0%} of the tokens of a completion continue what it has said before, {before:.0%} at the start",
         "the text degenerates, and the reward does not see it",
         "look at completions.jsonl, and let the reward see the text: a penalty for repetition",
-        "FAILURES F18",
+        "docs/failures.md F18",
     )
 
 
@@ -326,7 +326,7 @@ def kl_alone(history: History) -> Finding | None:
         f"{alone / whole:.0%} of the KL penalty is on completions without an advantage, and the reward does not rise",
         "the penalty draws the policy back where no reward draws it on",
         "set rollout.resample_rounds, or lower kl.coef",
-        "FAILURES F11",
+        "docs/failures.md F11",
     )
 
 
@@ -344,7 +344,7 @@ def kl_pays(history: History) -> Finding | None:
         f"the KL term {kl:.2g} to {kl_now:.2g}, the task {task:.2g} to {task_now:.2g}",
         "k1 in the reward is signed: unlikely tokens earn",
         "set kl.placement = 'loss' with k3, or another kl.estimator",
-        "FAILURES F5",
+        "docs/failures.md F5",
     )
 
 
@@ -378,7 +378,7 @@ def never_stops(history: History) -> Finding | None:
         f"{cut:.0%} of the completions reach the limit",
         "the model never ends an answer: its stop token is missing or never trained, or the limit is too low",
         "check the chat template and generation_config.json, or raise rollout.max_completion_tokens",
-        "FAILURES F14",
+        "docs/failures.md F14",
     )
 
 
@@ -394,7 +394,7 @@ def length_collapse(history: History) -> Finding | None:
         f"completions have {now:.3g} tokens, {before:.3g} at the start; reward {reward:.2g} to {earned:.2g}",
         "the policy earns by not answering",
         "look at completions.jsonl, and reward only answers",
-        "FAILURES F16",
+        "docs/failures.md F16",
     )
 
 
@@ -421,7 +421,7 @@ def channels_diverge(history: History) -> Finding | None:
         f"reward {up} rose by {slopes[up]:.2g}, {down} fell by {-slopes[down]:.2g}",
         "the policy earns by one part of the reward at the cost of another",
         "give the first only where the second is earned, or change reward.weights",
-        "FAILURES F17",
+        "docs/failures.md F17",
     )
 
 
@@ -440,7 +440,7 @@ def critic_lags(history: History) -> Finding | None:
         f"explained variance {explained:.2f} over {RECENT} steps",
         "the critic does not follow the policy, so the advantages are noise",
         "raise critic.warmup_steps or critic.optim.learning_rate",
-        "FAILURES F32",
+        "docs/failures.md F32",
     )
 
 
@@ -455,7 +455,7 @@ def tools_unused(history: History) -> Finding | None:
         f"{turns:.2f} turns in an episode",
         "the policy does not know the tools, or earns as much without them",
         "begin with a model that uses them (jaxrl_llm.sft), describe them in the prompt, or look at the reward",
-        "FAILURES F22",
+        "docs/failures.md F22",
     )
 
 
@@ -470,7 +470,7 @@ def tool_errors(history: History) -> Finding | None:
         f"{errors / turns:.0%} of the turns end in an error of the environment",
         "a tool fails, is too slow, or does not understand what the policy writes",
         "look at completions.jsonl and at the tool's own log; raise env.timeout, env.retries or turns.timeout",
-        "FAILURES F22",
+        "docs/failures.md F22",
     )
 
 

@@ -129,7 +129,7 @@ def reference_agrees(trial: Trial) -> Answer:
     if kl <= KL:
         return Answer(text)
     cause, fix = "the reference is not the policy's first weights", "begin a new run, with files that nobody changes"
-    return Answer(text, (Finding("reference_differs", "error", f"{text} at step 0", cause, fix, "FAILURES S1"),))
+    return Answer(text, (Finding("reference_differs", "error", f"{text} at step 0", cause, fix, "docs/health.md S1"),))
 
 
 def ratio_is_one(trial: Trial) -> Answer:
@@ -146,7 +146,9 @@ def ratio_is_one(trial: Trial) -> Answer:
         return Answer(text)
     cause = "old log-probabilities are not those of the policy that learns"
     fix = "use an engine or a dtype that rounds as the trainer does, or look at your loss"
-    return Answer(text, (Finding("ratio_not_one", "error", f"{text} in the first update", cause, fix, "FAILURES S2"),))
+    return Answer(
+        text, (Finding("ratio_not_one", "error", f"{text} in the first update", cause, fix, "docs/health.md S2"),)
+    )
 
 
 def sampler_agrees(trial: Trial) -> Answer:
@@ -163,7 +165,7 @@ def sampler_agrees(trial: Trial) -> Answer:
         return Answer(text)
     cause = f"the engine does not compute what the trainer computes (bound {bound:g})"
     fix = "compare weights, dtype and sampling settings of both"
-    return Answer(text, (Finding("sampler_disagrees", "error", text, cause, fix, "FAILURES S3"),))
+    return Answer(text, (Finding("sampler_disagrees", "error", text, cause, fix, "docs/health.md S3"),))
 
 
 def groups_are_whole(trial: Trial) -> Answer:
@@ -174,7 +176,7 @@ def groups_are_whole(trial: Trial) -> Answer:
     if there != wanted:
         evidence = f"{there[0]} groups of {there[1]} completions, not {wanted[0]} of {wanted[1]}"
         found.append(
-            Finding("groups_broken", "error", evidence, "the engine loses completions", "mend it", "FAILURES S4")
+            Finding("groups_broken", "error", evidence, "the engine loses completions", "mend it", "docs/health.md S4")
         )
     text = f"{there[0]} groups of {there[1]}"
     if name not in OF_GROUP_MEAN:
@@ -185,7 +187,7 @@ def groups_are_whole(trial: Trial) -> Answer:
     text = f"{text}, mean of their advantages {mean:.1e} at most"
     if not mean <= CENTERED:
         cause, fix = "a group is not its own baseline", f"mend the estimator {name}"
-        found.append(Finding("advantages_not_centered", "error", text, cause, fix, "FAILURES S4"))
+        found.append(Finding("advantages_not_centered", "error", text, cause, fix, "docs/health.md S4"))
     return Answer(text, tuple(found))
 
 
@@ -208,7 +210,9 @@ def reward_sees(trial: Trial) -> Answer:
             earned = np.nan_to_num(reward_fn(rows, texts, ids, columns).channels["total"])
     except UserError as error:
         fix = "make it judge any text, since a policy may say nothing"
-        return Answer("an error", (Finding("reward_fails", "error", str(error), "it was asked", fix, "FAILURES S5"),))
+        return Answer(
+            "an error", (Finding("reward_fails", "error", str(error), "it was asked", fix, "docs/health.md S5"),)
+        )
     empty, best = earned[:, 0], earned[:, 1:].max(axis=1)
     text = f"good answers earn up to {best.max():g}, empty completions {empty.min():g}"
     if np.any(best > empty):
@@ -216,7 +220,7 @@ def reward_sees(trial: Trial) -> Answer:
     evidence = "no form of the row's answer earns more than an empty completion"
     cause = f"the reward is blind, or wants a form that the self-test does not try ({text}; {', '.join(columns)})"
     fix = "judge a good answer by hand with your reward function"
-    return Answer(text, (Finding("reward_blind", "warning", evidence, cause, fix, "FAILURES S5"),))
+    return Answer(text, (Finding("reward_blind", "warning", evidence, cause, fix, "docs/health.md S5"),))
 
 
 def stop_is_learned(trial: Trial) -> Answer:
@@ -226,7 +230,16 @@ def stop_is_learned(trial: Trial) -> Answer:
     if not any(0 <= stop < trial.parts.model.cfg.vocab_size for stop in stops):
         fix = "add eos_token_id to the model's generation_config.json"
         evidence = f"stop tokens {list(stops)}, none in the vocabulary"
-        found.append(Finding("no_stop_token", "error", evidence, "no completion can end", fix, "FAILURES S6, F14"))
+        found.append(
+            Finding(
+                "no_stop_token",
+                "error",
+                evidence,
+                "no completion can end",
+                fix,
+                "docs/health.md S6, docs/failures.md F14",
+            )
+        )
     last = np.maximum(rollouts.completion_mask.sum(axis=-1, keepdims=True) - 1, 0)
     at_end = lambda x: np.take_along_axis(x, last, axis=-1)[..., 0]  # noqa: E731
     learned = np.isin(at_end(rollouts.completions), stops) & at_end(rollouts.loss_mask)
@@ -235,11 +248,20 @@ def stop_is_learned(trial: Trial) -> Answer:
     if lost := int((ended & ~learned).sum()):
         text = f"{lost} of {ended.sum()} completions that stopped do not end with a trained stop token"
         cause, fix = "stopping is never learned", "let the engine keep the stop token in the completion and its mask"
-        found.append(Finding("stop_not_trained", "error", text, cause, fix, "FAILURES S6, F14"))
+        found.append(Finding("stop_not_trained", "error", text, cause, fix, "docs/health.md S6, docs/failures.md F14"))
     elif not ended.any() and count >= MEANT and limit <= TOKENS:
         text = f"none of {count} completions stopped within {limit} tokens"
         fix = "raise rollout.max_completion_tokens, or use a model that knows its stop token"
-        found.append(Finding("nothing_stops", "warning", text, "the limit cuts all of them", fix, "FAILURES S6, F14"))
+        found.append(
+            Finding(
+                "nothing_stops",
+                "warning",
+                text,
+                "the limit cuts all of them",
+                fix,
+                "docs/health.md S6, docs/failures.md F14",
+            )
+        )
     return Answer(text, tuple(found))
 
 
@@ -259,7 +281,16 @@ def gradient_stays(trial: Trial) -> Answer:
         for how in [how for how, x in far.items() if not x <= bound]:
             evidence = f"with {how}, the gradient of the {name} differs by {far[how]:.1e} of its norm"
             cause, fix = "the loss depends on more than the tokens it gets", "sum over the tokens of a loss alone"
-            found.append(Finding("microbatch_changes_gradient", "error", evidence, cause, fix, "FAILURES S7, F25, F29"))
+            found.append(
+                Finding(
+                    "microbatch_changes_gradient",
+                    "error",
+                    evidence,
+                    cause,
+                    fix,
+                    "docs/health.md S7, docs/failures.md F25, F29",
+                )
+            )
     return Answer(f"packed rows and micro-batches change the gradient by {', '.join(said)} of its norm", tuple(found))
 
 
@@ -275,11 +306,16 @@ def environment_is_masked(trial: Trial) -> Answer:
     if own == real:
         cause = "the policy ends each episode in its first turn, or the environment says nothing"
         fix = "look at completions.jsonl; start from a model that knows the protocol"
-        return Answer(text, (Finding("environment_silent", "warning", text, cause, fix, "FAILURES S8, F22"),))
+        return Answer(
+            text,
+            (Finding("environment_silent", "warning", text, cause, fix, "docs/health.md S8, docs/failures.md F22"),),
+        )
     if copies := sum(map(_has_an_observation_of_its_own, turns)):
         evidence = f"{copies} episodes have what the environment said among the policy's tokens"
         fix = "append an observation with loss_mask False, and never encode a turn again"
-        found = Finding("environment_trained", "error", evidence, "it is trained on", fix, "FAILURES S8, F20")
+        found = Finding(
+            "environment_trained", "error", evidence, "it is trained on", fix, "docs/health.md S8, docs/failures.md F20"
+        )
         return Answer(text, (found,))
     return Answer(text)
 
@@ -307,7 +343,7 @@ def samples_differ(trial: Trial) -> Answer:
     for what in [what for what, chance in equal.items() if chance < np.log(CHANCE)]:  # False, if they differ, is 0
         evidence = f"all completions are the same for different {what}"
         cause, fix = f"the engine uses one key (by chance: e^{equal[what]:.0f})", "draw with the key and the member"
-        found.append(Finding("samples_repeat", "error", evidence, cause, fix, "FAILURES S9"))
+        found.append(Finding("samples_repeat", "error", evidence, cause, fix, "docs/health.md S9"))
     distinct = np.mean([len(np.unique(group, axis=0)) for group in tokens])
     moved = (tokens[..., first] != again).any(axis=-1).mean()
     text = f"{distinct:.1f} of {tokens.shape[1]} completions of a group are distinct, another key changes {moved:.0%}"
@@ -329,7 +365,9 @@ def push_arrives(trial: Trial) -> Answer:
     if new < old and (new <= GAP or not trial.exact):
         return Answer(text)
     cause, fix = "the engine does not sample with the weights that it got", "mend its update_weights"
-    return Answer(text, (Finding("push_has_no_effect", "error", text, cause, fix, "FAILURES S10, F23"),))
+    return Answer(
+        text, (Finding("push_has_no_effect", "error", text, cause, fix, "docs/health.md S10, docs/failures.md F23"),)
+    )
 
 
 CHECKS: tuple[tuple[str, Check], ...] = (
@@ -390,7 +428,7 @@ def _generation_prompt(trial: Trial) -> Iterator[Finding]:
     if not "".join(told.split()).endswith("".join(expected.split())):
         evidence = f"the prompt ends with {told[-40:]!r}, not with {expected!r} of the chat template"
         cause, fix = "the model is not asked to answer", "mend data.convert or the chat template"
-        yield Finding("no_generation_prompt", "error", evidence, cause, fix, "FAILURES S6")
+        yield Finding("no_generation_prompt", "error", evidence, cause, fix, "docs/health.md S6")
 
 
 def _distance(gradient: Any, other: Any) -> float:
@@ -413,5 +451,12 @@ def _weight_check(trial: Trial) -> Answer:
         gap = trial.parts.actor.finish_push(trial.params)["weight_check/gap"]
     except UserError as error:
         cause, fix = "the engine does not have the pushed weights", "start the server again"
-        return Answer("", (Finding("push_has_no_effect", "error", str(error), cause, fix, "FAILURES S10, F23"),))
+        return Answer(
+            "",
+            (
+                Finding(
+                    "push_has_no_effect", "error", str(error), cause, fix, "docs/health.md S10, docs/failures.md F23"
+                ),
+            ),
+        )
     return Answer(f"weight check: log-probabilities differ by {gap:.1e} at most, the bound is {trial.engine.max_gap:g}")

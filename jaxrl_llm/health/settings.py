@@ -142,7 +142,7 @@ def long_warmup(given: Settings) -> Iterator[Finding]:
             f"the warm-up takes {warmup:,} of {total:,} optimizer steps",
             "the learning rate is reached late",
             "lower optim.warmup_steps or optim.warmup_ratio, unless it is meant",
-            "FAILURES F28",
+            "docs/failures.md F28",
         )
 
 
