@@ -132,11 +132,13 @@ def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Conf
     models = describe_models(config, totals, mesh, folder)
     model = models.model
     tokenizer = hf.load_tokenizer(folder)
-    environments = open_environments(config, tokenizer, opened)
+    environments = open_environments(config, tokenizer, opened, data.template_args_of(config, ()))
     tools = environments.schemas if environments else []
     dataset = data.load(config, tokenizer, tools)
     held_out = data.load_held_out(config, tokenizer, tools) if config.eval.every else dataset
     dataset, held_out = check_columns(config, dataset, held_out, episodes=environments is not None)
+    if environments:
+        environments.check([*dataset.rows, *held_out.rows])
     compatibility.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     compatibility.check_positions(config, model.cfg, dataset, held_out)
     for name, other in models.others.items():

@@ -27,12 +27,12 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
-def briefly(error: Exception) -> str:
+def briefly(error: BaseException) -> str:
     """Describes an exception without the place in a file, for example as "ValueError: bad row"."""
     return printable(f"{type(error).__name__}: {error}")
 
 
-def describe(error: Exception, within: str = "") -> str:
+def describe(error: BaseException, within: str = "") -> str:
     """Describes an exception of the user's code, for example as "ValueError: bad row (rewards.py:7)".
 
     within: the file to name with its line, if it is on the stack. Otherwise it names the innermost file.

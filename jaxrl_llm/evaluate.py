@@ -135,7 +135,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
         folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model)
         model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
         stops = hf.stop_ids(folder, tokenizer)
-        environments = open_environments(environment, tokenizer, opened)
+        environments = open_environments(environment, tokenizer, opened, args.chat_template_args)
         tools = {"tools": environments.schemas} if environments and environments.schemas else {}
         dataset = data.read(
             args.source,
@@ -152,6 +152,8 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
         for note in dataset.notes:
             print(f"{args.source}: {note}")
         data.check_template_args_used("--chat-template-args", args.chat_template_args, dataset)
+        if environments:
+            environments.check(dataset.rows)
         if args.by:  # before the completions, which take long
             scores.split(dataset.rows, args.by)
         compatibility.check_vocabulary(model.cfg, tokenizer, dataset)

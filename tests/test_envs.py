@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+from typing import Any
 
 import pytest
+from test_tools import LIMITS, tokenizer
 
+from jaxrl_llm.envs import time_limit
+from jaxrl_llm.envs.batch import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.envs.calculator import Calculator
 from jaxrl_llm.envs.gym import Gym
 from jaxrl_llm.envs.number_game import NumberGame
+from jaxrl_llm.envs.protocol import Reply
+from jaxrl_llm.envs.time_limit import TimeLimit
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import environment
 
@@ -94,3 +102,97 @@ def test_a_game_with_the_interface_of_gymnasium_is_an_environment():
 def test_a_game_that_is_not_there_is_refused():
     with pytest.raises(UserError, match=r"config.env.make = 'tests.test_envs.Maze'"):
         Gym(make="tests.test_envs.Maze", stop="\n", seed_column="seed")
+
+
+class Answers:
+    """Answers with what the row says: a reply, or what a function of the row returns."""
+
+    stops = ()
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.answer = row["answer"]
+
+    def step(self, text: str) -> Any:
+        return self.answer() if callable(self.answer) else self.answer
+
+
+def answers(*given: Any, **limits: Any) -> EnvironmentBatch:
+    pool = EnvironmentPool(tokenizer(), Answers, **LIMITS | limits)
+    return pool.begin([{"answer": answer} for answer in given], 1)
+
+
+WRONG = {
+    "nothing": None,
+    "text": "5",
+    "a number as observation": Reply(5),
+    "a number among results": Reply(("a", 5)),
+    "a metric that is none": Reply("5", metrics={"steps": None}),
+    "sys.exit": lambda: sys.exit(3),
+    "results without schemas": Reply(("5",)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:an environment failed")
+@pytest.mark.parametrize("timeout", [0.0, 5.0])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_whatever_a_step_does_no_run_ends_by_it(wrong, timeout):
+    batch = answers(WRONG[wrong], timeout=timeout)
+    said = batch.answer(0, [40, 41]).result()
+    assert batch.metrics()["errors"].tolist() == [[1.0]]
+    if wrong == "results without schemas":
+        assert said is None and batch.truncated.all()
+    else:
+        assert "The environment failed" in batch._pool.tokenizer.decode(said)
+
+
+def test_half_of_a_character_in_an_observation_ends_no_run():
+    batch = answers(Reply("a \ud83d b"))
+    assert batch._pool.tokenizer.decode(batch.answer(0, [40]).result()) == "a \ufffd b"
+
+
+def test_an_empty_observation_ends_no_episode():
+    batch = answers(Reply(""), Reply(done=True))
+    assert (batch.answer(0, [40]).result(), batch.answer(1, [40]).result()) == ([], None)
+
+
+def test_a_row_that_an_environment_does_not_take_is_told_in_one_line_before_a_run():
+    pool = EnvironmentPool(tokenizer(), Answers, **LIMITS)
+    with pytest.raises(UserError, match=r"config.env: Answers.reset does not take a row \(there is x\): KeyError"):
+        pool.check([{"x": 1}])
+    with pytest.raises(UserError, match=r"Answers\.reset"):
+        pool.begin([{"x": 1}], 2)
+
+
+def test_an_environment_that_cannot_be_made_is_told_in_one_line():
+    with pytest.raises(UserError, match=r"config.env cannot be made: ZeroDivisionError"):
+        EnvironmentPool(tokenizer(), lambda: 1 / 0, **LIMITS)
+
+
+def test_a_step_that_computes_without_end_ends_after_its_time():
+    def forever() -> None:
+        while True:
+            pass
+
+    limit, before = TimeLimit(0.1), threading.active_count()
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            limit.call(forever)
+    end = time.monotonic() + 10
+    while limit.late() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (limit.late(), threading.active_count()) == (0, before)
+
+
+def test_steps_that_wait_without_end_keep_few_threads(monkeypatch):
+    monkeypatch.setattr(time_limit, "MOST_LATE", 3)
+    wait, limit = threading.Event(), TimeLimit(0.02)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            limit.call(wait.wait)
+    with pytest.warns(UserWarning, match="3 steps of environments have not returned"), pytest.raises(TimeoutError):
+        limit.call(lambda: 1)
+    wait.set()
+    end = time.monotonic() + 10
+    while limit.late() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert limit.call(lambda: 1) == 1

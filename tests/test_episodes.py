@@ -63,6 +63,8 @@ class Echo:
         if len(self.said) >= self.turns:
             return Reply(done=True, metrics={"asked": 1.0})
         number = sum(text.encode()) * 7919 + len(self.said)
+        if not self.length and number % 3:
+            return Reply("", metrics={"asked": 1.0, "silent": 1.0})
         size = 1 + number % self.length if self.length > 1 else 1
         return Reply("".join(str((number >> k) % 10) for k in range(size)), metrics={"asked": 1.0})
 
@@ -139,6 +141,16 @@ def test_an_episode_has_turns_of_the_policy_and_observations_that_are_not_traine
 
 def test_the_kept_cache_gives_the_log_probabilities_of_a_pass_over_the_whole_episode():
     rollouts = episodes(sampler(), length=9)
+    trained = rollouts.loss_mask
+    np.testing.assert_allclose(trainer_logprobs(rollouts, 1.5)[trained], rollouts.logprobs[trained], 1e-6, 1e-5)
+
+
+def test_an_environment_that_says_nothing_ends_no_episode():
+    rollouts = episodes(sampler(), length=0)
+    silent = rollouts.episodes["silent"] > 0
+    assert silent.sum() > 10
+    going_on = rollouts.episodes["turns"] > 1
+    assert (going_on | rollouts.truncated)[silent].all()
     trained = rollouts.loss_mask
     np.testing.assert_allclose(trainer_logprobs(rollouts, 1.5)[trained], rollouts.logprobs[trained], 1e-6, 1e-5)
 

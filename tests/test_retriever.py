@@ -291,10 +291,21 @@ def test_what_is_neither_search_nor_answer_is_told_so_and_searches_run_out():
 
 
 def test_a_retriever_that_fails_is_an_observation():
-    with theirs(FAULTS["500"]) as (url, _):
+    with theirs(right, FAULTS["500"]) as (url, _):
         reply = search(corpus="", url=url).step("<search>x</search>")
     assert reply.metrics == {"valid": 1.0, "searches": 1.0, "errors": 1.0}
     assert "<information>the search failed</information>" in reply.observation
+
+
+def test_a_retriever_that_is_not_there_is_told_before_a_run_begins():
+    with theirs(FAULTS["500"]) as (url, _):
+        pass  # it is closed again
+    with pytest.raises(UserError, match=rf"config\.env\.url = '{url}': .*gave no answer.*: start the retriever"):
+        search(corpus="", url=url)
+    with theirs(right) as (url, asked):
+        search(corpus="", url=url)
+        search(corpus="", url=url)
+        assert len(asked) == 1  # once for all episodes of a process
 
 
 def test_one_of_corpus_and_server_is_needed():

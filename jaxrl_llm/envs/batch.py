@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import cached_property, partial
-from threading import Thread
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,10 @@ import numpy as np
 from jaxrl_llm import envs
 from jaxrl_llm.config.names import arguments, resolve
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, NotNegative
-from jaxrl_llm.data import encoding
-from jaxrl_llm.envs.protocol import Environment, Reply
+from jaxrl_llm.data import encoding, formats
+from jaxrl_llm.envs.protocol import Environment, Reply, checked
+from jaxrl_llm.envs.time_limit import TimeLimit
+from jaxrl_llm.envs.tool_messages import ToolMessages
 from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.structs import Config
 
@@ -29,14 +31,20 @@ __all__: tuple[str, ...] = ()  # no class here is an environment that a config m
 
 REPLACEMENT = "\ufffd"  # what a part of a character decodes to
 FAILED = "\n\n[The environment failed: {}]\n\n"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def open_environments(config: Config, tokenizer: Any, opened: ExitStack) -> EnvironmentPool | None:
-    """Opens the environments that a config names; None: it names none. They close with `opened`. Raises: UserError."""
+def open_environments(
+    config: Config, tokenizer: Any, opened: ExitStack, template_args: Mapping[str, Any]
+) -> EnvironmentPool | None:
+    """Opens the environments that a config names; None: it names none. They close with `opened`.
+
+    template_args: arguments of the chat template, beside the tools. Raises: UserError.
+    """
     if "env" not in config:
         return None
     make = partial(resolve(config.env.name, envs, "config.env.name"), **arguments(config.env))
-    return opened.enter_context(closing(EnvironmentPool(tokenizer, make, **config.turns)))
+    return opened.enter_context(closing(EnvironmentPool(tokenizer, make, template_args, **config.turns)))
 
 
 class EnvironmentPool:
@@ -46,6 +54,7 @@ class EnvironmentPool:
         self,
         tokenizer: Any,
         make: Callable[[], Environment],
+        template_args: Mapping[str, Any] = NOTHING,
         *,
         most: AtLeastOne,
         tokens: AtLeastOne,
@@ -53,38 +62,48 @@ class EnvironmentPool:
         workers: MayChange[AtLeastOne],
         timeout: MayChange[NotNegative],
     ):
-        """make() -> an environment. The other arguments are the section `turns` of a config, which explains them."""
-        self.tokenizer, self.make = tokenizer, make
-        self.most, self.tokens, self.observation_tokens, self.timeout = most, tokens, observation_tokens, timeout
-        self.threads = ThreadPoolExecutor(workers)
+        """make() -> an environment; template_args: of the chat template. The others are the section `turns`.
+
+        Raises: UserError, if the environment cannot be made, or the chat template does not take results of its tools.
+        """
+        self.tokenizer, self._make = tokenizer, make
+        self.most, self.tokens, self.observation_tokens = most, tokens, observation_tokens
+        self.limit, self.threads = TimeLimit(timeout), ThreadPoolExecutor(workers)
         # The first environment finds what is wrong with the arguments before a run begins.
-        self.schemas: list[dict[str, Any]] = getattr(make(), "schemas", [])  # of tools, for the chat template
-        if self.schemas:
-            self.rendered(("result",))
+        self.schemas: list[dict[str, Any]] = getattr(self.make(), "schemas", [])  # of tools, for the chat template
+        self.messages = ToolMessages(tokenizer, self.schemas, template_args) if self.schemas else None
+
+    def make(self) -> Environment:
+        """Returns a new environment. Raises: UserError, if its constructor fails."""
+        try:
+            return self._make()
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"config.env cannot be made: {describe(error)}: mend it, or what it needs") from error
+
+    def check(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Checks that an environment begins with the first row, and that the chat template takes what rows give it.
+
+        Raises: UserError.
+        """
+        reset(self.make(), rows[0])
+        if self.messages:
+            for given in {repr(given): given for given in map(formats.template_args, rows)}.values():
+                self.messages.check(given)
 
     def begin(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
-        """Returns the environments of a batch, each with its data row."""
+        """Returns the environments of a batch, each with its data row. Raises: UserError, if one refuses its row."""
         return EnvironmentBatch(self, [row for row in rows for _ in range(group_size)], group_size)
 
-    def rendered(self, observation: str | tuple[str, ...]) -> str:
-        """Returns the text of an observation: what the chat template writes between two turns of the policy.
-
-        Raises: UserError, if the template does not know results of tools.
-        """
-        if isinstance(observation, str):
-            return observation
-        template = partial(self.tokenizer.apply_chat_template, tokenize=False, tools=self.schemas)
-        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        results = [{"role": "tool", "content": text} for text in observation]
-        try:
-            before, end = template(said), self.tokenizer.eos_token
-            whole = template(said + results, add_generation_prompt=True)
-            turn = before[: before.rindex(end) + len(end)]
-        except Exception as error:  # a template may raise anything
-            raise UserError(f"the chat template does not take results of tools: {describe(error)}") from error
-        if not whole.startswith(turn) or not all(text in whole[len(turn) :] for text in observation):
-            raise UserError("the chat template does not show results of tools: use another model, or another env")
-        return whole[len(turn) :]
+    def encoded(self, observation: str | tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int]:
+        """Returns the token ids of what stands between a turn and the next one. Raises: what a chat template raises."""
+        if not isinstance(observation, str):
+            if not self.messages:
+                raise TypeError("results of tools need an environment with the attribute `schemas`")
+            observation = self.messages.between(turn, observation, formats.template_args(row))
+        # A tool may return JSON with half of a character, which no tokenizer takes.
+        return encoding.encode_text(encoding.HALF_A_PAIR.sub(REPLACEMENT, observation), self.tokenizer)
 
     @cached_property
     def may_end(self) -> np.ndarray:
@@ -104,12 +123,12 @@ class EnvironmentBatch:
     """The environments of a batch's episodes, as engines see them (`rollout.protocol.Environments`)."""
 
     def __init__(self, pool: EnvironmentPool, rows: Sequence[dict[str, Any]], group_size: int):
-        self._pool, self._group = pool, group_size
+        self._pool, self._group, self._rows = pool, group_size, rows
         self.turn_tokens = pool.tokens
         self._environments = [pool.make() for _ in rows]
         self.stops = self._environments[0].stops
         for environment, row in zip(self._environments, rows, strict=True):
-            environment.reset(row)
+            reset(environment, row)
         self._counts: list[dict[str, float]] = [{} for _ in rows]
         self._cut = np.zeros(len(rows), bool)
 
@@ -142,45 +161,61 @@ class EnvironmentBatch:
     def _text(self, turn: list[int]) -> str:
         return self._pool.tokenizer.decode(turn, skip_special_tokens=True)
 
-    def answer(self, episode: int, turn: list[int]) -> Future[list[int]]:
-        """Starts to answer a turn. The result is the observation's token ids; []: the episode ends."""
+    def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
+        """Starts to answer a turn. The result is the observation's token ids; None: the episode ends."""
         return self._pool.threads.submit(self._answer, episode, turn)
 
-    def _answer(self, episode: int, turn: list[int]) -> list[int]:
+    def _answer(self, episode: int, turn: list[int]) -> list[int] | None:
         counts, began = self._counts[episode], time.perf_counter()
         reply = self._step(episode, self._text(turn))
         measured = {"errors": 0.0} | reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - began}
         counts.update({name: counts.get(name, 0.0) + value for name, value in measured.items()})
         if reply.done:
-            return []
+            return None
         if counts["turns"] >= self._pool.most:
             self._cut[episode] = True
-            return []
-        ids = encoding.encode_text(self._pool.rendered(reply.observation), self._pool.tokenizer)
+            return None
+        try:
+            ids = self._pool.encoded(reply.observation, self._rows[episode], turn)
+        except Exception as error:  # a template may raise anything, though it took the results of `check`
+            _warn(error)
+            counts["errors"], self._cut[episode] = counts["errors"] + 1, True
+            return None
         if len(ids) > self._pool.observation_tokens:
             self._cut[episode], ids = True, ids[: self._pool.observation_tokens]
         return ids
 
     def _step(self, episode: int, text: str) -> Reply:
         """Returns the reply of an environment. An error or a time-out is a reply too, and never ends the run."""
-        environment, replies = self._environments[episode], list[Reply]()
+        environment = self._environments[episode]
 
-        def step() -> None:
+        def step() -> Reply:
             try:
-                replies.append(environment.step(text))
-            except Exception as error:
-                # The policy reads what failed, and the user where. Python shows the same warning once.
-                warnings.warn(f"an environment failed: {describe(error)}; episode/errors counts it", stacklevel=2)
-                replies.append(Reply(FAILED.format(briefly(error)), metrics={"errors": 1.0}))
+                return checked(environment.step(text))
+            except (Exception, SystemExit) as error:
+                _warn(error)
+                return Reply(FAILED.format(briefly(error)), metrics={"errors": 1.0})
 
-        if not self._pool.timeout:
-            step()
-            return replies[0]
-        # A thread of its own: one that never returns must not keep a worker.
-        thread = Thread(target=step, daemon=True)
-        thread.start()
-        thread.join(self._pool.timeout)
-        if replies:
-            return replies[0]
-        self._cut[episode] = True  # the environment may still run, so it must not be asked again
-        return Reply(done=True, metrics={"errors": 1.0})
+        try:
+            return self._pool.limit.call(step)
+        except TimeoutError:
+            self._cut[episode] = True  # the environment may still run, so it must not be asked again
+            return Reply(done=True, metrics={"errors": 1.0})
+
+
+def reset(environment: Environment, row: dict[str, Any]) -> None:
+    """Begins the episode of a row. Raises: UserError, if the environment does not take it."""
+    try:
+        environment.reset(row)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"config.env: {type(environment).__name__}.reset does not take a row ({formats.there(row)}): "
+            f"{describe(error)}: mend the data or the environment"
+        ) from error
+
+
+def _warn(error: BaseException) -> None:
+    """Tells the user where an environment failed; the policy reads what. Python shows the same warning once."""
+    warnings.warn(f"an environment failed: {describe(error)}; episode/errors counts it", stacklevel=2)

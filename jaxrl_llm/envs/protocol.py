@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 __all__: tuple[str, ...] = ()  # no class here is an environment that a config may name
@@ -12,7 +12,8 @@ __all__: tuple[str, ...] = ()  # no class here is an environment that a config m
 class Reply:
     """What an environment answers to a turn of the policy."""
 
-    # Text that follows the turn, or results of tools, for which the chat template makes messages of the role "tool".
+    # Text that follows the turn; "": nothing, and the policy goes on. Or the results of the turn's calls of tools, for
+    # which the chat template makes messages of the role "tool".
     observation: str | tuple[str, ...] = ""
     done: bool = False  # True: the episode ends here
     metrics: dict[str, float] = field(default_factory=dict)  # summed over the turns of an episode
@@ -30,3 +31,13 @@ class Environment(Protocol):
     def step(self, text: str) -> Reply:
         """Answers a turn. text: what the policy wrote in this turn, without special tokens."""
         ...
+
+
+def checked(reply: Any) -> Reply:
+    """Returns what a `step` returned. Raises: TypeError, ValueError, if it is no reply with text and numbers."""
+    if not isinstance(reply, Reply):
+        raise TypeError(f"step returned {type(reply).__name__}, not a Reply")
+    said = [reply.observation] if isinstance(reply.observation, str) else reply.observation
+    if not isinstance(said, (list, tuple)) or not all(isinstance(text, str) for text in said):
+        raise TypeError("the observation is neither text nor a tuple of texts")
+    return replace(reply, metrics={name: float(value) for name, value in reply.metrics.items()})

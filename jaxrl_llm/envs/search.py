@@ -43,7 +43,8 @@ class Search:
         """corpus: a task function that returns documents, or a .jsonl file, for an index in this process; url: of a
 
         server instead. topk: documents of a search. timeout, retries: of a request to the server.
-        Raises: UserError, if not one of corpus and url is given, or the corpus cannot be read.
+        Raises: UserError, if not one of corpus and url is given, the corpus cannot be read, or the server gives no
+        documents.
         """
         if bool(corpus) == bool(url):
             raise UserError(f"config.env.corpus = {corpus!r} and url = {url!r}: give one of them")
@@ -92,4 +93,11 @@ def _index(corpus: str, topk: int) -> Callable[[str], list[Document]]:
 @cache
 def _client(url: str, topk: int, timeout: float, retries: int) -> Callable[[str], list[Document]]:
     client = RetrieverClient(url, topk=topk, timeout=timeout, retries=retries)
+    try:  # once, before a model is loaded: in an episode a search that fails is only an observation
+        client.search(["a question"])
+    except RetrieverError as error:
+        raise UserError(
+            f"config.env.url = {url!r}: {error}: start the retriever (python -m jaxrl_llm.serve_retriever), or mend "
+            "the address"
+        ) from error
     return lambda query: [found for found, _ in client.search([query])[0]]

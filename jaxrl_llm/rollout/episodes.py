@@ -175,7 +175,7 @@ class Episodes:
     begin: np.ndarray  # [N] place of the first token of the turn
     truncated: np.ndarray  # [N] bool
     first: int  # number of the first one among the environments
-    answers: dict[Future[list[int]], int] = field(default_factory=dict)  # those that are not there yet
+    answers: dict[Future[list[int] | None], int] = field(default_factory=dict)  # those that are not there yet
 
     @classmethod
     def empty(cls, count: int, length: int, pad_id: int, first: int) -> Episodes:
@@ -229,9 +229,12 @@ class Episodes:
         lacking = {}
         for answer in [answer for answer in self.answers if answer.done()]:
             i, observation = self.answers.pop(answer), answer.result()
+            if observation is None:
+                self.state[i] = DONE
+                continue
             start, end = self.length[i], self.length[i] + len(observation)
-            if not observation or end >= self.tokens.shape[1]:  # the policy needs room for a token
-                self.state[i], self.truncated[i] = DONE, bool(observation)
+            if end >= self.tokens.shape[1]:  # the policy needs room for a token
+                self.state[i], self.truncated[i] = DONE, True
                 continue
             self.tokens[i, start:end], self.state[i] = observation, TURN
             self.length[i] = self.begin[i] = end

@@ -32,8 +32,8 @@ class Environments(Protocol):
         """Returns for each turn the number of its tokens with which its text ends it; 0: the text does not end it."""
         ...
 
-    def answer(self, episode: int, turn: list[int]) -> Future[list[int]]:
-        """Starts to answer a turn. The result is the observation's token ids; []: the episode ends."""
+    def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
+        """Starts to answer a turn. The result is the observation's token ids; None: the episode ends."""
         ...
 
 
