@@ -5,7 +5,6 @@ The policy writes `<search>`, reads `<information>`, and writes `<answer>` at th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,8 +21,6 @@ from jaxrl_llm.retriever.index import Index
 
 __all__ = ("Search",)
 
-QUERY = re.compile(r"<search>(.*?)</search>", re.DOTALL)
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 INVALID = (
     "\nThat is no search and no answer. Write <search>what to look for</search> to search, or <answer>the "
     "answer</answer> to finish.\n"
@@ -56,20 +53,28 @@ class Search:
 
     def step(self, text: str) -> Reply:
         """Answers the turn's first search or answer, whichever comes first."""
-        query, answer = QUERY.search(text), ANSWER.search(text)
-        if answer and not (query and query.start() < answer.start()):
+        (asks, query), (answers, _) = first_tagged(text, "search"), first_tagged(text, "answer")
+        if answers >= 0 and not 0 <= asks < answers:
             return Reply(done=True, metrics={"valid": 1.0})
-        if not query or not query[1].strip():
+        if not query.strip():
             return Reply(INVALID, metrics={"invalid": 1.0})
         if not self._left:
             return Reply(SEARCHED_OUT, metrics={"invalid": 1.0})
         self._left -= 1
         metrics = {"valid": 1.0, "searches": 1.0}
         try:
-            said = shown(self._find(query[1].strip()))
+            said = shown(self._find(query.strip()))
         except RetrieverError:
             said, metrics = FAILED, metrics | {"errors": 1.0}
         return Reply(f"\n\n<information>{said}</information>\n\n", metrics=metrics)
+
+
+def first_tagged(text: str, tag: str) -> tuple[int, str]:
+    """Returns place and content of the first <tag> that </tag> closes; (-1, ""): there is none."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    start = text.find(opening)
+    end = text.find(closing, start + len(opening)) if start >= 0 else -1
+    return (start, text[start + len(opening) : end]) if end >= 0 else (-1, "")
 
 
 def shown(documents: list[Document]) -> str:

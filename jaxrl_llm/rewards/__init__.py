@@ -3,12 +3,14 @@
 Each argument has one entry per completion: the prompt (chat or text, as in the data), the completion (for a chat, a
 list with one assistant message), every other column of the row, and `completion_ids`. The function returns one number
 per completion (a list, an array, a generator), or None for a completion to abstain. It may be `async def`.
+A reward of this package abstains where the row has None in a column that the reward needs, as in a mixture of sources.
 With an environment, there are two more: `turns`, the episode as messages, and `episode`, what was measured.
 docs/rewards.md describes where functions run, and which answers `math.accuracy` accepts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ()  # no function here is a reward that a config may name
@@ -17,3 +19,22 @@ __all__ = ()  # no function here is a reward that a config may name
 def text_of(completion: Any) -> str:
     """Returns the text of a completion, which for a chat is a list with one assistant message."""
     return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def abstaining(judge: Callable[..., list[float]], completions: list[Any], *columns: list[Any]) -> list[float | None]:
+    """Returns judge(completions, *columns) of the rows with a value in each column, and None for the others."""
+    rows = [i for i, values in enumerate(zip(*columns, strict=True)) if not any(value is None for value in values)]
+    scores = judge(*([column[i] for i in rows] for column in (completions, *columns))) if rows else []
+    known = dict(zip(rows, scores, strict=True))
+    return [known.get(i) for i in range(len(completions))]
+
+
+def last_tagged(text: str, tag: str) -> str | None:
+    """Returns the content of the last <tag> that </tag> closes; None if there is none."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    end = text.rfind(closing)
+    start = text.rfind(opening, 0, end) if end >= 0 else -1
+    if start < 0:
+        return None
+    start += len(opening)
+    return text[start : text.find(closing, start)]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxrl_llm.rewards import abstaining, text_of
 
-def accuracy(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+
+def accuracy(completions: list[Any], answer: list[str], **columns: Any) -> list[float | None]:
     """1 where the completion, after its <thoughts> if it has any, is the answer."""
-    said = [completion[0]["content"].split(">")[-1] for completion in completions]
-    return [float(s == a) for s, a in zip(said, answer, strict=True)]
+
+    def judge(completions: list[Any], answer: list[str]) -> list[float]:
+        return [float(text_of(c).rpartition(">")[2] == a) for c, a in zip(completions, answer, strict=True)]
+
+    return abstaining(judge, completions, answer)
 
 
 def thought(completions: list[Any], **columns: Any) -> list[float]:
     """1 where the completion thinks before it answers."""
-    return [float(completion[0]["content"].startswith("<")) for completion in completions]
+    return [float(text_of(completion).startswith("<")) for completion in completions]

@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
 from typing import Any
 
-from jaxrl_llm.rewards import text_of
+from jaxrl_llm.rewards import abstaining, last_tagged, text_of
 from jaxrl_llm.rewards.math import last_box
-
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-SAID = re.compile(r"\b(?:answer|choice|option)\b(?:\s+is)?\s*[:=]?\s*\**\(?([A-Z])\b(?!['’])", re.IGNORECASE)
-ALONE = re.compile(r"\(([A-Z])\)|\b([A-Z])[.):]?\s*$")
-# B, (B), B., **B**, \text{B}, $B$, Option B
-LETTER = re.compile(
-    r"\s*\$?\s*(?:\\(?:text|math)\w*\{)?\s*\**(?:(?:option|choice)\s+)?\(?([A-Z])(?:[.):}*$]|\s|$)", re.IGNORECASE
-)
 
 __all__ = ["accuracy", "is_given"]
 
+MARKUP = re.compile(r"\\(?:text|math)[a-z]*|\\[()\[\],;:! ]|[*$`~{}]")
+# A capital letter that stands alone. In "A whale" and "I think" it is a word, in "A because" a choice.
+WORD = r"[AI][ -](?!(?:because|since|as|for|which|is|was|and|or|but|not|with|by|due|given)\b)[a-z]"
+LETTER = rf"[(\[\"'“]?(?!{WORD})([A-Z])(?![\w'’])"
+FILLED = r"(?i:(?:the|option|choice|letter|clearly|therefore|thus|hence|likely|probably|definitely) )*"
+NAME = r"(?i:answer|(?:correct|right|best) (?:option|choice))"
+RIGHT = r"(?:is|must be) (?:the )?(?:only )?(?:correct|right|best|answer)\b(?! (?:about|to|in|if))"
+DENIED = r"(?![)\]\"'”]* (?:is|isn|are|was|does|doesn|would|can|cannot|could|has|fails)\b)"  # "option C is wrong"
+# What a completion says in the first of these forms counts. Within a form, the last one does.
+FORMS = [
+    re.compile(pattern)
+    for pattern in (
+        rf"\b{NAME}(?i: choice)?(?i: ?[:=]| is| was| must be| should be| would be)* ?{FILLED}{LETTER}",
+        rf"(?<![\w'’]){LETTER}[)\]\"'”]* {RIGHT}",
+        rf"\b(?i:option|choice)(?: ?[:=])? ?{LETTER}{DENIED}",
+        rf"(?<![\w'’]){LETTER}[)\]\"'”]*[.:!]?$",
+    )
+]
+BEGINNING = re.compile(rf"{LETTER}[)\]]*[.):,]")
+LINES = re.compile(r"^[ \t*(]*([A-Z])[.):]", re.MULTILINE)
+BRACKETS = re.compile(r"\(([A-Z])\)")
+# A second letter behind the first one: "A or B", "A, B", "A/B". In "B, A is wrong" there is none.
+SECOND = re.compile(rf"[)\]\"'”.]*(?: ?[,;/|&] ?(?:(?:and|or) )?| (?:and|or) )\(?[A-Z](?![\w'’]){DENIED}")
+# The content of a box or a tag: B, (B), b), Option B, B. 5, B the sun; but not several letters.
+SEVERAL = re.compile(r"\W*[A-Z]\b(?:\W+(?:(?:and|or) )?[A-Z]\b)+\W*")
+CONTENT = re.compile(rf"{FILLED}(?:{LETTER}|\(?([a-z])(?:[).:]|$))")
 
-def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float]:
+
+def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float | None]:
     """1 where the completion chooses the letter of the row.
 
     The letter is the content of the last \\boxed{}; without a box, of the last <answer> tag; without a tag, what
-    follows the last "answer is", "answer:", "choice" or "option"; without these, the last "(B)", or a "B" at the end.
-    The answer of a row is a letter, as "B" or "(B)", or a number that counts from 0 (MMLU).
+    follows the last "answer is" or "answer:"; without these, the last "B is correct", then "option B" or "choice B",
+    then a "B" at the end or at the beginning, then "(B)". Two letters, as in "A or B", are no choice. Thoughts, up to
+    </think>, do not count. The answer of a row is a letter, as "B" or "(B)", or a number that counts from 0 (MMLU).
     Raises: ValueError, if it is neither.
     """
-    wanted = [_wanted(a) for a in answer]
-    return [float(_chosen(text_of(c)) == w) for c, w in zip(completions, wanted, strict=True)]
+
+    def judge(completions: list[Any], answer: list[Any]) -> list[float]:
+        return [float(_chosen(text_of(c)) == _wanted(a)) for c, a in zip(completions, answer, strict=True)]
+
+    return abstaining(judge, completions, answer)
 
 
 def is_given(completions: list[Any], **columns: Any) -> list[float]:
@@ -38,20 +62,48 @@ def is_given(completions: list[Any], **columns: Any) -> list[float]:
 
 def _chosen(text: str) -> str:
     """Returns the letter that a text chooses, in upper case; "" if there is none."""
-    box, tags = last_box(text), TAGGED.findall(text)
-    if box is not None or tags:
-        found = LETTER.match(tags[-1] if box is None else box)
-        return found[1].upper() if found else ""
-    said = [letter for letter in SAID.findall(text) if letter.isupper()]
-    if said:
-        return said[-1]
-    alone = [bracketed or last for bracketed, last in ALONE.findall(text.strip())]
-    return alone[-1] if alone else ""
+    text = text.rpartition("</think>")[2]
+    box = last_box(text)
+    content = last_tagged(text, "answer") if box is None else box
+    if content is not None:
+        return _contained(_plain(content))
+    plain = _plain(text)
+    letter = "" if SEVERAL.fullmatch(plain) else _stated(plain, FORMS)
+    if letter is not None:
+        return letter
+    beginning = BEGINNING.match(plain)
+    # A text that goes through its options line by line does not begin with its choice.
+    if beginning and len(set(LINES.findall(text))) < 2:
+        return beginning[1]
+    brackets = BRACKETS.findall(plain)
+    return brackets[-1] if brackets else ""
+
+
+def _contained(content: str) -> str:
+    """Returns the letter of a box or a tag."""
+    found = CONTENT.match(content)
+    if SEVERAL.fullmatch(content) or (found and SECOND.match(content, found.end())):
+        return ""
+    return (found[1] or found[2]).upper() if found else _stated(content, FORMS[:2]) or ""
+
+
+def _stated(plain: str, forms: list[re.Pattern[str]]) -> str | None:
+    """Returns the letter of the first form that is there; "" if there is a second letter; None without a form."""
+    for form in forms:
+        found = list(form.finditer(plain))
+        if found:
+            return "" if SECOND.match(plain, found[-1].end(1)) else found[-1][1]
+    return None
+
+
+def _plain(text: str) -> str:
+    """Returns a text without markup, and with single spaces, in which the patterns take linear time."""
+    return " ".join(MARKUP.sub("", text).split())
 
 
 def _wanted(answer: Any) -> str:
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < 26:
-        return chr(ord("A") + answer)
+    if isinstance(answer, Integral) and not isinstance(answer, bool) and 0 <= int(answer) < 26:
+        return chr(ord("A") + int(answer))
     found = re.fullmatch(r"\s*\(?([A-Za-z])[.)]?\s*", str(answer))
     if not found:
         raise ValueError(f"column 'answer' is {answer!r}: make it a letter, or a number that counts from 0")

@@ -53,9 +53,9 @@ def accuracy(
 ) -> list[float | None]:
     """1 where the program passes all tests, else 0; with `partial` the share of the tests that it passes.
 
-    A row has its tests in the column `tests` or `answer`: a list of Python texts with assert statements (MBPP), one
-    such text, or {"inputs": [...], "outputs": [...]} of standard input and output, with "fn_name" of arguments and
-    results of that function (APPS, PRIME, veRL). Each may be JSON text. The keys may be columns too.
+    A row has its tests in the column `tests`, or else in `answer`: a list of Python texts with assert statements
+    (MBPP), one such text, or {"inputs": [...], "outputs": [...]} of standard input and output, with "fn_name" of
+    arguments and results of that function (APPS, PRIME, veRL). Each may be JSON text. The keys may be columns too.
     None where the row has no tests, as in a mixture of tasks.
     seconds: of a test by input and output, or of all tests in Python; memory: of a program, in MiB.
     Logs the share of the completions without a program (no_code), and of those that failed for each reason.
@@ -63,7 +63,9 @@ def accuracy(
     """
     pairs = {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
     columned = [{k: v[i] for k, v in pairs.items() if v and v[i]} or None for i in range(len(completions))]
-    programs, cases = [_program(text_of(c)) for c in completions], [_cases(x) for x in tests or answer or columned]
+    programs = [_program(text_of(c)) for c in completions]
+    nothing = [None] * len(completions)
+    cases = [_cases(*row) for row in zip(tests or nothing, answer or nothing, columned, strict=True)]
     limits = Limits(seconds, memory)
 
     def verdicts(program: str | None, case: list[Any]) -> list[Verdict]:
@@ -94,18 +96,18 @@ def _program(text: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def _cases(given: Any) -> list[Any]:
+def _cases(tests: Any, answer: Any, columned: Any) -> list[Any]:
     """Returns the tests of a row: Python texts, pairs of input and output, or calls (name, arguments, result).
 
-    []: it has none.
+    They are in the first of the columns that has some. []: the row has none. An `answer` without an assert statement,
+    and without inputs, is that of another task.
     """
+    answer = _loaded(answer)
+    if not (isinstance(answer, dict) and answer.get("inputs")) and "assert" not in str(answer):
+        answer = None
+    given = next((x for x in (_loaded(tests), answer, columned) if x is not None), None)
     if given is None:
         return []
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError:
-            given = [given]  # one text of Python
     if isinstance(given, dict) and given.get("inputs") and len(given["inputs"]) == len(given.get("outputs", ())):
         pairs = list(zip(given["inputs"], given["outputs"], strict=True))
         name = given.get("fn_name")
@@ -117,6 +119,14 @@ def _cases(given: Any) -> list[Any]:
     raise ValueError(
         f"a row has the tests {str(given)[:100]!r}: make them a list of Python texts, or inputs and outputs"
     )
+
+
+def _loaded(given: Any) -> Any:
+    """Returns the value of JSON text, and other text as one test in Python."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return [given]
 
 
 def _text(given: Any) -> str:

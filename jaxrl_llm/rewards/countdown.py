@@ -8,17 +8,23 @@ import re
 from collections import Counter
 from typing import Any
 
-from jaxrl_llm.rewards import text_of
+from jaxrl_llm.rewards import abstaining, text_of
 
 SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
-def accuracy(completions: list[Any], numbers: list[list[int]], target: list[int], **columns: Any) -> list[float]:
+def accuracy(completions: list[Any], numbers: list[list[int]], target: list[int], **columns: Any) -> list[float | None]:
     """1 where the completion uses every number once and comes to the target."""
-    return [
-        float(Counter(used(text_of(c))) == Counter(n) and value(text_of(c)) == t)
-        for c, n, t in zip(completions, numbers, target, strict=True)
-    ]
+
+    def judge(*rows: list[Any]) -> list[float]:
+        return [float(is_solution(text_of(c), n, t)) for c, n, t in zip(*rows, strict=True)]
+
+    return abstaining(judge, completions, numbers, target)
+
+
+def is_solution(text: str, numbers: list[int], target: int) -> bool:
+    """Tells whether an expression uses every number once and comes to the target."""
+    return value(text) == target and Counter(used(text)) == Counter(numbers)
 
 
 def is_expression(completions: list[Any], **columns: Any) -> list[float]:

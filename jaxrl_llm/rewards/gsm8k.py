@@ -10,40 +10,56 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
-from jaxrl_llm.rewards import text_of
+from jaxrl_llm.rewards import abstaining, text_of
 
 LAST = 300  # characters at the end of a completion in which the answer is looked for, as in veRL
-NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-AFTER_MARK = re.compile(rf"####\s*({NUMBER})")
+MINUS = str.maketrans("−–", "--")
+# -5, $-5, -$5, .5, 1,000, 1,00,000. A hyphen behind a digit or a letter is no sign: "pages 2-3".
+NUMBER = r"(?:(?<!\w)-)?(?:[$€£¥]-?)?(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 ANYWHERE = re.compile(NUMBER)
+AFTER_MARK = re.compile(rf"####[\s*`$:]*(?:\\boxed\s*\{{)?[\s*$]*({NUMBER})")
+# What goes on as an expression, a time, a list or two answers is not the number that it begins with: 1/2, 10-5, 3 or 4.
+GOES_ON = re.compile(r"[.:]?\d|[eE][-+]?\d|\s*(?:[-+*/^×÷=:,;]|\\times|\\cdot|or\b|and\b|to\b)\s*[$€£¥]?\d")
 
 
 def accuracy(
     completions: list[Any], answer: list[Any], *, method: Literal["strict", "flexible"] = "strict", **columns: Any
-) -> list[float]:
+) -> list[float | None]:
     """1 where the number of the completion equals the answer of the row, which may be GSM8K's whole solution.
 
     method: "strict" takes the last number after "####", "flexible" the last number of the text.
     Raises: ValueError, if the answer of a row has no number.
     """
-    pattern = AFTER_MARK if method == "strict" else ANYWHERE
-    wanted = [_wanted(a) for a in answer]
-    return [float(_number(pattern, text_of(c)) == w) for c, w in zip(completions, wanted, strict=True)]
+    find = _after_mark if method == "strict" else _last
+
+    def judge(completions: list[Any], answer: list[Any]) -> list[float]:
+        return [float(find(text_of(c)) == _wanted(a)) for c, a in zip(completions, answer, strict=True)]
+
+    return abstaining(judge, completions, answer)
 
 
 def has_mark(completions: list[Any], **columns: Any) -> list[float]:
     """1 where a number follows "####" in the completion."""
-    return [float(_number(AFTER_MARK, text_of(c)) is not None) for c in completions]
+    return [float(_after_mark(text_of(c)) is not None) for c in completions]
 
 
-def _number(pattern: re.Pattern[str], text: str) -> Decimal | None:
-    found = pattern.findall(text[-LAST:])
-    return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+def _after_mark(text: str) -> Decimal | None:
+    end = text[-LAST:].translate(MINUS)
+    numbers = list(AFTER_MARK.finditer(end))
+    return _value(numbers[-1][1]) if numbers and not GOES_ON.match(end, numbers[-1].end()) else None
+
+
+def _last(text: str) -> Decimal | None:
+    numbers = ANYWHERE.findall(text[-LAST:].translate(MINUS))
+    return _value(numbers[-1]) if numbers else None
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(re.sub(r"[,$€£¥]", "", number))
 
 
 def _wanted(answer: Any) -> Decimal:
-    text = str(answer).split("####")[-1].strip().replace(",", "").replace("$", "")
     try:
-        return Decimal(text)
+        return _value(str(answer).split("####")[-1].strip().translate(MINUS))
     except InvalidOperation:
         raise ValueError(f"column 'answer' is {answer!r}: make it a number (data.convert)") from None

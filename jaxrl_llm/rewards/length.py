@@ -32,15 +32,17 @@ def cosine(
     wrong_short: float = -1.0,
     wrong_long: float = -0.5,
     **columns: Any,
-) -> list[float]:
+) -> list[float | None]:
     """The cosine reward of arXiv 2502.03373 (also Open-R1's): short is good if it is right, and bad if it is wrong.
 
     r = long + (short - long) (1 + cos(pi n / max_tokens)) / 2, with n at most max_tokens. `math.accuracy` says which
     completions are right. The paper uses right 2 and 1, wrong -10 and 0; the defaults are Open-R1's.
     """
     ends = {1.0: (right_short, right_long), 0.0: (wrong_short, wrong_long)}
-    found = []
-    for right, ids in zip(maths.accuracy(completions, answer), completion_ids, strict=True):
+
+    def reward(right: float, tokens: int) -> float:
         short, long = ends[right]
-        found.append(long + (short - long) * (1 + math.cos(math.pi * min(len(ids) / max_tokens, 1.0))) / 2)
-    return found
+        return long + (short - long) * (1 + math.cos(math.pi * min(tokens / max_tokens, 1.0))) / 2
+
+    verdicts = zip(maths.accuracy(completions, answer), completion_ids, strict=True)
+    return [None if right is None else reward(right, len(ids)) for right, ids in verdicts]

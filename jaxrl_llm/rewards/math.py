@@ -17,7 +17,8 @@ from numbers import Number
 from typing import Any
 
 from jaxrl_llm.host.process import Pool
-from jaxrl_llm.rewards import text_of
+from jaxrl_llm.rewards import abstaining, text_of
+from jaxrl_llm.terminal import printable
 
 __all__ = ["accuracy", "is_boxed"]
 
@@ -28,7 +29,7 @@ PROCESSES, SHARE = 8, 32  # at most PROCESSES processes, and one per SHARE answe
 
 def accuracy(
     completions: list[Any], answer: list[Any], *, after: str = "", anchors: bool = False, **columns: Any
-) -> list[float]:
+) -> list[float | None]:
     """Returns 1 where the last \\boxed{} of the completion is mathematically equal to the answer, else 0.
 
     after: only the text after the last one of these marks counts, such as "</think>": without it, a completion earns 0.
@@ -38,16 +39,25 @@ def accuracy(
     """
     texts = [text_of(c) for c in completions]
     texts = [text.rpartition(after)[2] if after in text else "" for text in texts] if after else texts
-    answers = [last_box(text) or (anchored(text) if anchors and not BOX.search(text) else "") for text in texts]
-    pairs = [(_clean(found), _clean(_wanted(a))) for found, a in zip(answers, answer, strict=True)]
+    boxes = [last_box(text) or (anchored(text) if anchors and not BOX.search(text) else "") for text in texts]
+    return abstaining(_judge, boxes, answer)
+
+
+def equal(texts: list[str], answer: list[Any]) -> list[float | None]:
+    """Returns 1 where a text, which may be a box, is mathematically equal to the answer, else 0, as `accuracy`."""
+    return abstaining(_judge, [last_box(text) or text for text in texts], answer)
+
+
+def _judge(texts: list[str], answer: list[Any]) -> list[float]:
+    pairs = [(_clean(text), _clean(_wanted(a))) for text, a in zip(texts, answer, strict=True)]
     equal = {pair: _plainly_equal(*pair) for pair in pairs}
     hard = [pair for pair, known in equal.items() if known is None]
     size = min(PROCESSES, os.cpu_count() or 1, -(-len(hard) // SHARE))
     equal |= zip(hard, _pool().map(hard, size=size, each=EACH, whole=WHOLE), strict=True) if hard else ()
     late = [box for box, wanted in pairs if equal[box, wanted] is None]
     if late:
-        said = f"math.accuracy: {len(late)} of {len(pairs)} answers were not judged in time and earn 0, the first is "
-        print(said + late[0][:100], file=sys.stderr, flush=True)
+        line = f"math.accuracy: {len(late)} of {len(pairs)} answers were not judged in time and earn 0, the first is "
+        print(line + printable(late[0][:100].replace("\n", " ")), file=sys.stderr, flush=True)
     return [float(bool(equal[pair])) for pair in pairs]
 
 

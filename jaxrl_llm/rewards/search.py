@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+from jaxrl_llm.rewards import abstaining, last_tagged, text_of
+
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 INSIDE = r"(?:(?!</?(?:think|search|information|answer)>).)*"  # text without a tag of the protocol
@@ -18,33 +20,35 @@ ANSWERS = re.compile(rf"{THOUGHT}<answer>{INSIDE}</answer>\s*", re.DOTALL)
 
 def exact_match(
     completions: list[Any], answer: list[Any], turns: list[Any] | None = None, **columns: Any
-) -> list[float]:
-    """1 where the last answer of the policy is one of the row's answers."""
-    said = _said(completions, turns)
-    return [float(any(normal(text) == normal(x) for x in _all(a))) for text, a in zip(said, answer, strict=True)]
+) -> list[float | None]:
+    """1 where the last answer of the policy is one of the row's answers. An empty answer is never right."""
+    return _compared(_equal, completions, answer, turns)
 
 
-def f1(completions: list[Any], answer: list[Any], turns: list[Any] | None = None, **columns: Any) -> list[float]:
+def f1(completions: list[Any], answer: list[Any], turns: list[Any] | None = None, **columns: Any) -> list[float | None]:
     """The largest F1 of words, between the last answer of the policy and one of the row's answers."""
-    said = _said(completions, turns)
-    return [max(_f1(normal(text), normal(x)) for x in _all(a)) for text, a in zip(said, answer, strict=True)]
+    return _compared(_f1, completions, answer, turns)
 
 
 def answered(completions: list[Any], turns: list[Any] | None = None, **columns: Any) -> list[float]:
     """1 where the policy gives an answer."""
-    return [float(bool(text)) for text in _said(completions, turns)]
+    return [float(bool(text)) for text in _answers(completions, turns)]
 
 
-def with_format(completions: list[Any], answer: list[Any], turns: list[Any], **columns: Any) -> list[float]:
+def with_format(completions: list[Any], answer: list[Any], turns: list[Any], **columns: Any) -> list[float | None]:
     """The reward of Search-R1 v0.3 (arXiv 2505.15117): exact match, and a part of it for episodes in its format.
 
     Right 1, or 0.8 without the format; wrong 0.2 in the format, or 0.1 with an answer at least; else 0.
     In the format, each turn but the last thinks and then searches, and the last thinks and then answers.
     """
-    right = exact_match(completions, answer, turns)
-    said, well = _said(completions, turns), [_has_format(one) for one in turns]
-    wrong = [0.2 if form else 0.1 if text else 0.0 for text, form in zip(said, well, strict=True)]
-    return [(1.0 if form else 0.8) if match else less for match, less, form in zip(right, wrong, well, strict=True)]
+
+    def reward(right: float | None, text: str, form: bool) -> float | None:
+        if right is None:
+            return None
+        return (1.0 if form else 0.8) if right else 0.2 if form else 0.1 if text else 0.0
+
+    right, texts = exact_match(completions, answer, turns), _answers(completions, turns)
+    return [reward(*row) for row in zip(right, texts, map(_has_format, turns), strict=True)]
 
 
 def _has_format(turns: list[Any]) -> bool:
@@ -56,24 +60,46 @@ def _has_format(turns: list[Any]) -> bool:
 
 
 def normal(text: str) -> str:
-    """Returns a text in lower case, without punctuation, articles and more than one space."""
-    return " ".join(ARTICLES.sub(" ", str(text).lower().translate(PUNCTUATION)).split())
+    """Returns a text in lower case, without punctuation, articles and more than one space.
+
+    A text of articles alone, such as the vitamin "A", keeps them.
+    """
+    words = str(text).lower().translate(PUNCTUATION)
+    return " ".join(ARTICLES.sub(" ", words).split()) or " ".join(words.split())
 
 
-def _said(completions: list[Any], turns: list[Any] | None) -> list[str]:
-    """Returns the last answer of each episode, "" if there is none. What an environment said is no answer."""
+def _compared(
+    compare: Callable[[str, str], float], completions: list[Any], answer: list[Any], turns: list[Any] | None
+) -> list[float | None]:
+    """Compares the normal forms of each answer of the policy and the accepted ones; returns the largest value."""
+
+    def judge(texts: list[str], accepted: list[Any]) -> list[float]:
+        return [
+            max((compare(normal(text), normal(one)) for one in ([row] if isinstance(row, str) else row)), default=0.0)
+            for text, row in zip(texts, accepted, strict=True)
+        ]
+
+    return abstaining(judge, _answers(completions, turns), answer)
+
+
+def _answers(completions: list[Any], turns: list[Any] | None) -> list[str]:
+    """Returns the last answer of each episode, "" if there is none.
+
+    What an environment said is no answer, and a tag that is open at the end of a turn is not closed by the next one.
+    """
     if turns is None:
-        texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+        texts = [[text_of(c)] for c in completions]
     else:
-        texts = ["".join(turn["content"] for turn in one if turn["role"] == "assistant") for one in turns]
-    return [(ANSWER.findall(text) or [""])[-1].strip() for text in texts]
+        texts = [[turn["content"] for turn in episode if turn["role"] == "assistant"] for episode in turns]
+    tagged = [[found for text in own if (found := last_tagged(text, "answer")) is not None] for own in texts]
+    return [found[-1].strip() if found else "" for found in tagged]
 
 
-def _all(answer: Any) -> list[str]:
-    return [answer] if isinstance(answer, str) else list(answer)
+def _equal(text: str, accepted: str) -> float:
+    return float(bool(text) and text == accepted)
 
 
-def _f1(said: str, answer: str) -> float:
-    words, wanted = said.split(), answer.split()
+def _f1(text: str, accepted: str) -> float:
+    words, wanted = text.split(), accepted.split()
     common = sum((Counter(words) & Counter(wanted)).values())
     return 2 * common / (len(words) + len(wanted)) if common else 0.0

@@ -14,33 +14,42 @@ from jaxrl_llm.rewards import math as maths
 
 __all__ = ["accuracy", "score"]
 
-Judge: TypeAlias = Callable[[list[Any], list[Any]], list[float]]
+Judge: TypeAlias = Callable[..., list[float | None]]
 ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 LAST = 300  # characters at the end of a completion in which "Answer:" is looked for, as in veRL
 
 
-def score(completions: list[Any], answer: list[Any], data_source: list[Any], **columns: Any) -> list[float]:
+def score(
+    completions: list[Any], answer: list[Any], data_source: list[Any], turns: list[Any] | None = None, **columns: Any
+) -> list[float | None]:
     """The score of veRL: 1 or -1 for math_dapo and aime*, whose answer is after "Answer:", and 1 or 0 for the others.
 
     Raises: ValueError, for a data_source that has no rule here.
     """
-    right = accuracy(completions, answer, data_source)
-    signed = [_judge(source) is _after_answer for source in data_source]
-    return [2 * r - 1 if s else r for r, s in zip(right, signed, strict=True)]
+    right = accuracy(completions, answer, data_source, turns)
+    return [
+        2 * r - 1 if r is not None and _judge(source) is _after_answer else r
+        for r, source in zip(right, data_source, strict=True)
+    ]
 
 
-def accuracy(completions: list[Any], answer: list[Any], data_source: list[Any], **columns: Any) -> list[float]:
+def accuracy(
+    completions: list[Any], answer: list[Any], data_source: list[Any], turns: list[Any] | None = None, **columns: Any
+) -> list[float | None]:
     """1 where the completion is right by the rule of its data_source, else 0.
 
     gsm8k: `gsm8k.accuracy`; math_dapo and aime*: what follows the last "Answer:"; other data sources of mathematics:
     `math.accuracy`; searchR1_*: `search.exact_match`. Raises: ValueError, as `score`.
     """
-    judges, right = [_judge(source) for source in data_source], [0.0] * len(completions)
-    for judge in dict.fromkeys(judges):  # once each, because math-verify judges many answers at the same time
+    judges = [None if source is None else _judge(source) for source in data_source]
+    right: list[float | None] = [None] * len(completions)
+    for judge in dict.fromkeys(judge for judge in judges if judge):
+        # A judge gets all of its rows at once, because math-verify judges many answers at the same time.
         rows = [i for i, one in enumerate(judges) if one is judge]
-        found = judge([text_of(completions[i]) for i in rows], [answer[i] for i in rows])
-        for i, value in zip(rows, found, strict=True):
-            right[i] = value
+        said = [turns[i] for i in rows] if turns else None
+        verdicts = judge([completions[i] for i in rows], [answer[i] for i in rows], turns=said)
+        for i, verdict in zip(rows, verdicts, strict=True):
+            right[i] = verdict
     return right
 
 
@@ -51,9 +60,14 @@ def _judge(source: Any) -> Judge:
     raise ValueError(f"data_source is {source!r}, for which verl.score has no rule: name a function for these rows")
 
 
-def _after_answer(completions: list[Any], answer: list[Any]) -> list[float]:
-    said = [ANSWER.findall(text[-LAST:])[-1:] for text in completions]
-    return maths.accuracy([f"\\boxed{{{found[0].strip()}}}" if found else "" for found in said], answer)
+def _after_answer(completions: list[Any], answer: list[Any], **columns: Any) -> list[float | None]:
+    return maths.equal([_stated(text_of(c)) for c in completions], answer)
+
+
+def _stated(text: str) -> str:
+    """Returns what follows the last "Answer:" in its line, without Markdown's asterisks; "" if there is none."""
+    found = ANSWER.findall(text[-LAST:])
+    return found[-1].strip(" *") if found else ""
 
 
 JUDGES: tuple[tuple[str, Judge], ...] = (

@@ -1,0 +1,84 @@
+"""What judges a completion takes linear time, whatever a collapsed policy repeats."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from jaxrl_llm import rewards, scores
+from jaxrl_llm.config.names import bind
+from jaxrl_llm.envs.number_game import GUESS
+from jaxrl_llm.envs.search import Search
+from jaxrl_llm.envs.tools import Tools
+from jaxrl_llm.rewards import judge, math
+
+LENGTH, SECONDS = 64_000, 0.05  # characters, and of the CPU
+FUNCTIONS = [
+    "math.accuracy", "math.accuracy(anchors=True)", "math.accuracy(after='</think>')", "math.is_boxed",
+    "gsm8k.accuracy", "gsm8k.accuracy(method='flexible')", "gsm8k.has_mark", "choice.accuracy", "choice.is_given",
+    "format.think", "format.think_answer", "format.think_boxed", "code.is_given",
+    "search.exact_match", "search.f1", "search.answered", "search.with_format", "verl.score", "easyr1.math",
+    "easyr1.r1v", "countdown.accuracy", "countdown.is_expression", "arithmetic.accuracy", "arithmetic.thought",
+    "repetition.penalty(unit='words')",
+]  # fmt: skip
+UNITS = [
+    " ", "\n", "\t", "a", "A", "A ", "(A)", "9", "9,", "9 ", "0.", "-", "$", "\\", "{", "}", "[", "(", "*", "_", "<",
+    ">", ",", ": ", "is ", "the ", "or ", "A or ", "A, ", "a a", "9" * 90 + " ", "#### ", "####", "#### 1,", "answer",
+    "answer: ", "Answer is ", "answer is is ", "option ", "option A is ", "choice:", "\\boxed{", "\\boxed",
+    "\\boxed{1}", "\\fbox {", "\\text{", "\\text", "\\textbf{A} ", "\\frac", "\\sqrt", "√", "²", "½", "\\%",
+    "<think>", "</think>", "</think>\\boxed{", "<think></think>", "<answer>", "</answer>", "<answer></answer>",
+    "<answer>\n", "</think> <answer>", "<search>", "<search></search>", "<information>", "<tool_call>", "<guess>",
+    "<guess> ", "<guess>1", "```python\n", "```py", "```", "<score>", "<score> ", "<score>1", "<score>1 / ", "\xa0",
+    "\x1c", "é", "½ ", "answer $", "answer \\(", "1\u202f", "~",
+]  # fmt: skip
+COLUMNS = {"answer": ["2"], "numbers": [[1, 2]], "target": [3], "turns": None, "log_metric": lambda *_: None}
+
+
+def seconds(function, *arguments) -> float:
+    began = time.process_time()
+    function(*arguments)
+    return time.process_time() - began
+
+
+def slow(function, prefixes=("",)) -> list[str]:
+    """Returns the repetitions for which the function takes too long."""
+    texts = [prefix + (unit * LENGTH)[:LENGTH] for prefix in prefixes for unit in UNITS]
+    # The best of five, because the first call compiles patterns, and other programs use the core.
+    return [text[:60] for text in texts if is_slow(function, text)]
+
+
+def is_slow(function, text: str) -> bool:
+    return all(seconds(function, text) > SECONDS for _ in range(5))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_reward_takes_linear_time(name):
+    function = bind(name, rewards)
+
+    def reward(text: str) -> None:
+        turns = [[{"role": "assistant", "content": text}]]
+        answer = "B" if name.startswith("choice") else "2"
+        columns = COLUMNS | {"turns": turns, "answer": [answer], "data_source": ["math_dapo"]}
+        function(completions=[text], completion_ids=[[1]], **columns)
+
+    formed = name.split(".")[0] in ("format", "easyr1")
+    assert not slow(reward, ["", "<think>", "<think></think><answer>"] if formed else [""])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [scores.normalized, math._clean, GUESS.search, lambda text: judge._score(text, "score", 10.0),
+     lambda text: Tools(functions=("tools.calculate",)).step(text), lambda text: Search.step(SEARCH, text)],
+    ids=["normalized", "_clean", "GUESS", "judge", "tools", "search"],
+)  # fmt: skip
+def test_what_reads_a_completion_takes_linear_time(function):
+    assert not slow(function)
+
+
+SEARCH = Search.__new__(Search)
+SEARCH._left = 0
+
+
+def test_an_answer_as_long_as_math_verify_gets_is_rewritten_in_linear_time():
+    assert not [unit for unit in UNITS if is_slow(math._clean, (unit * math.LONGEST)[: math.LONGEST])]
