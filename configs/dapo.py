@@ -5,8 +5,9 @@ python -m jaxrl_llm.train --config configs/dapo.py
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 100.0 % at least.
 """
 
-import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import grpo  # configs/grpo.py explains every field
 
 
 def get_config() -> ConfigDict:

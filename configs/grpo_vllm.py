@@ -7,8 +7,9 @@ Measured, as for configs/grpo.py: 11.0 % before, 99.9 %, 100.0 % and 100.0 % aft
 282 seconds of steps on two CPU cores that the server shares, the first beside other work.
 """
 
-import grpo  # configs/grpo.py explains every other field
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import grpo  # configs/grpo.py explains every other field
 
 
 def get_config() -> ConfigDict:

@@ -6,8 +6,9 @@ Measured with `python -m benchmarks.algorithms lora`, seeds 0, 1 and 2: 99.9 % o
 least, after 40 steps. 155,648 parameters learn, of 0.8 million.
 """
 
-import grpo  # configs/grpo.py explains every other field
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import grpo  # configs/grpo.py explains every other field
 
 
 def get_config() -> ConfigDict:

@@ -8,10 +8,10 @@ Measured with `python -m benchmarks.algorithms search_grpo`, 3 seeds: 99.0 % of 
 
 from pathlib import Path
 
-import grpo  # configs/grpo.py explains every other field
 from ml_collections import ConfigDict
 
 import jaxrl_llm
+from jaxrl_llm.configs import grpo  # configs/grpo.py explains every other field
 
 
 def get_config() -> ConfigDict:

@@ -6,9 +6,11 @@ python -m jaxrl_llm.train --config configs/search_ppo.py
 Measured with `python -m benchmarks.algorithms search_ppo`, 3 seeds: 99.0 % of 640 held-out questions, 98.8 % at least.
 """
 
-import search_grpo  # explains the fields of episodes; configs/grpo.py and configs/ppo.py explain the others
 from ml_collections import ConfigDict
-from ppo import with_critic
+
+# search_grpo explains the fields of episodes; grpo and ppo explain the others.
+from jaxrl_llm.configs import search_grpo
+from jaxrl_llm.configs.ppo import with_critic
 
 
 def get_config() -> ConfigDict:

@@ -3,8 +3,9 @@
 python -m jaxrl_llm.sft --config configs/search_sft.py
 """
 
-import sft  # configs/sft.py explains the fields
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import sft  # configs/sft.py explains the fields
 
 
 def get_config() -> ConfigDict:

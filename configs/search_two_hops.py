@@ -7,8 +7,9 @@ Measured with `python -m benchmarks.algorithms search_two_hops`, 3 seeds: 99.5 %
 99.4 % at least.
 """
 
-import search_grpo  # explains the fields of episodes
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import search_grpo  # explains the fields of episodes
 
 
 def get_config() -> ConfigDict:

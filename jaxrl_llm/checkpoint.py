@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from jaxrl_llm import distributed
-from jaxrl_llm.config.load import RENAMED, flatten
+from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import disk
 from jaxrl_llm.sharding import BATCH, shard_batch, to_host
@@ -49,7 +49,7 @@ def check_workdir(workdir: Path, config: Config, may_change: Collection[str]) ->
     now = flatten(ConfigDict(json.loads(_resolved(config))))
     # Function names are compared first: a changed function also changes the other fields of its section.
     for name in sorted(set(before) | set(now), key=lambda name: (not name.endswith(".name"), name)):
-        if before.get(name) != now.get(name) and RENAMED.get(name, name) not in may_change:
+        if before.get(name) != now.get(name) and name not in may_change:
             raise UserError(
                 f"config.{name} is {now.get(name)!r}, but the run in {workdir} has {before.get(name)!r}: "
                 "give another --workdir, or the run's own config"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config import checks
+from jaxrl_llm import configs
+from jaxrl_llm.config import checks, suggestions
 from jaxrl_llm.config import load as config
 from jaxrl_llm.errors import UserError
 
@@ -16,9 +19,7 @@ LONG = ("grpo", "search_grpo")  # they explain the fields of all others
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "recipes").glob("*.py")), ids=lambda path: path.stem)
-def test_a_recipe_passes_the_checks_and_names_its_command(file, monkeypatch):
-    for folder in (file.parent, file.parent.parent):  # a recipe may have functions of its own
-        monkeypatch.syspath_prepend(str(folder))
+def test_a_recipe_passes_the_checks_and_names_its_command(file):
     checks.check_train(config.load(file).lock())
     assert f"--config configs/recipes/{file.name}" in file.read_text()
 
@@ -84,28 +85,85 @@ def test_a_critics_constant_rate_has_no_end():
         checked("ppo", critic__optim__decay="constant", critic__optim__end="1e-5")
 
 
-@pytest.mark.parametrize("old", config.RENAMED)
-def test_a_field_by_an_old_name_is_told_its_new_one_which_is_there(old):
-    now = config.RENAMED[old]
-    there = config.flatten(config.load(ROOT / "configs" / "grpo_vllm.py"))
-    assert now in there
-    with pytest.raises(UserError, match=f"renamed to {now}"):
-        config.override(config.load(ROOT / "configs" / "grpo_vllm.py"), old, "1")
+def test_a_maths_reward_of_a_near_name_is_suggested():
+    c = config.load("grpo")
+    c.reward.functions, c.reward.weights = ("maths.accuracy",), (1.0,)
+    with pytest.raises(UserError, match=r"did you mean math.accuracy\?"):
+        checks.check_train(c.lock())
 
 
-def test_a_config_file_of_before_is_told_what_its_sections_and_arguments_are_called_now(tmp_path):
-    old = tmp_path / "old.py"
-    (tmp_path / "grpo.py").write_text((ROOT / "configs" / "grpo.py").read_text())
-    lines = "import grpo\nfrom ml_collections import ConfigDict\n"
-    body = "def get_config():\n    c = grpo.get_config()\n    {}\n    return c\n"
-    old.write_text(lines + body.format("c.hold.update_size = 0.1"))
-    with pytest.raises(UserError, match="section hold was renamed to adaptive_warmup"):
-        config.load(old)
-    for change, words in {
-        "c.correction = ConfigDict(dict(level='token'))": "level is not a field: it was renamed to importance",
-        "c.advantage = ConfigDict(dict(name='grpo', normalise='none'))": "it was renamed to advantage.normalize",
-        "c.reward.functions, c.reward.weights = ('maths.accuracy',), (1.0,)": "did you mean math.accuracy",
-    }.items():
-        old.write_text(lines + body.format(change))
-        with pytest.raises(UserError, match=words):
-            checks.check_train(config.load(old).lock())
+def test_a_word_of_another_trainer_leads_to_a_field_that_is_there():
+    there = {name for shipped in ("grpo", "ppo") for name in config.flatten(config.load(shipped))}
+    assert {field for field in suggestions.ALIASES.values() if not field.startswith("--")} <= there
+    assert not there & set(suggestions.ALIASES)
+
+
+@pytest.mark.parametrize(("name", "meant"), [
+    ("optim.lr", "optim.learning_rate"),
+    ("lr", "optim.learning_rate"),
+    ("critic.optim.lr", "critic.optim.learning_rate"),
+    ("train.beta", "kl.coef"),
+    ("algorithm.kl_coef", "kl.coef"),
+    ("num_generations", "group_size"),
+    ("rollout.n", "group_size"),
+    ("temperature", "rollout.temperature"),
+    ("max_completion_length", "rollout.max_completion_tokens"),
+    ("epsilon_high", "loss.clip_high"),
+    ("output_dir", "--workdir"),
+    ("optim.learning_rat", "optim.learning_rate"),
+    ("rolout.top_p", "rollout.top_p"),
+    ("data.sorce", "data.source"),
+    ("optim.b3", ""),
+    ("optim.xyz", ""),
+    ("kl.epochs_", "epochs"),
+])  # fmt: skip
+def test_the_nearest_name_is_a_near_name(name, meant):
+    assert suggestions.nearest(name, config.flatten(config.load("ppo"))) == meant
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("a.f,b.g", ("a.f", "b.g")),
+    ("a.f, b.g,", ("a.f", "b.g")),
+    ("(a.f,b.g)", ("a.f", "b.g")),
+    ("('a.f','b.g')", ("a.f", "b.g")),
+    ("['a.f']", ("a.f",)),
+    ("a.f(size=3,way='x'),b.g", ("a.f(size=3,way='x')", "b.g")),
+    ("", ()),
+    ("()", ()),
+])  # fmt: skip
+def test_several_values_are_given_on_the_command_line(text, value):
+    c = config.load("grpo")
+    config.override(c, "reward.functions", text)
+    config.override(c, "reward.weights", "1.0,0.5")
+    config.override(c, "log.to", "")
+    assert (c.reward.functions, c.reward.weights, c.log.to) == (value, (1.0, 0.5), ())
+
+
+def test_a_field_and_its_value_may_be_two_words_of_a_command(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    words = "--config grpo --config.num_steps 7 --config.kl.coef=0.5 --config.optim.end -1.5 --workdir run"
+    given = config.parse_arguments("test", "", words.split())
+    assert (given.config.num_steps, given.config.kl.coef, given.config.optim.end) == (7, 0.5, -1.5)
+    assert given.workdir == Path("run")
+
+
+def test_every_shipped_config_is_loaded_by_its_name_and_is_a_module_of_the_package():
+    names = configs.names()
+    assert {"grpo", "ppo", "sft", "recipes/qwen2_5_7b_math"} <= set(names)
+    assert len(names) == len(list((ROOT / "configs").rglob("*.py")))
+    made = {name: importlib.import_module(f"jaxrl_llm.configs.{name.replace('/', '.')}").get_config() for name in names}
+    for name in ("grpo", "search_ppo", "recipes/qwen2_5_7b_math"):
+        assert made[name].to_dict() == config.load(name).to_dict()
+
+
+def test_a_config_in_any_folder_builds_on_a_shipped_one_or_is_told_how(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    body = "\n\ndef get_config():\n    c = {0}.get_config()\n    c.seed = 9\n    return c\n"
+    for name, module in {"dapo": "jaxrl_llm.configs", "qwen2_5_7b_math": "jaxrl_llm.configs.recipes"}.items():
+        Path("mine.py").write_text(f"from {module} import {name}" + body.format(name))
+        assert config.load("mine.py").seed == 9
+        Path("mine.py").write_text(f"import {name}" + body.format(name))
+        with pytest.raises(
+            UserError, match=f"No module named '{name}' .*mine.py:1.*: write 'from {module} import {name}'$"
+        ):
+            config.load("mine.py")

@@ -98,6 +98,9 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "an unknown field": ("nun_steps=1", "no field nun_steps | did you mean num_steps?"),
     "a field like no other": ("optim.xyz=1", "no field optim.xyz | there is optim."),
     "an unknown section": ("optimizer.eps=1", "no section optimizer | did you mean optim.eps?"),
+    "the word of another trainer": ("optim.lr=1e-5", "no field optim.lr | did you mean optim.learning_rate?"),
+    "a name that is near no other": ("optim.b3=1", "no field optim.b3 | there is optim."),
+    "a section that is not there": ("lora.rank=8", "no section lora | in a file, as the shipped config lora does"),
     "a section set like a field": ("optim=1", "config.optim is a section | set one of optim."),
     "a word for a number": ("num_steps=many", "config.num_steps = 'many' | give int, like"),
     "a fraction for a count": ("num_steps=1.5", "config.num_steps = '1.5' | give int, like"),
@@ -110,7 +113,8 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("advantage.normalize=all", "config.advantage.normalize is 'all' | 'group', 'batch', 'none'"),
     "an unknown loss": ("loss.name=ppo_clap", "config.loss.name 'ppo_clap' | did you mean ppo_clip?"),
     "an argument that the loss does not take":
-        ("loss.name=topr", "config.loss.clip_ | topr takes nothing"),
+        ("loss.name=topr", "config.loss.clip_ | topr takes nothing; change the whole section in a file | topr does"),
+    "a loss that needs other arguments": ("loss.name=gspo", "config.loss.delta | as the shipped config gspo does"),
     "a rollout that is no multiple of an update":
         ("prompts_per_step=12", "config.prompts_per_step = 12 | config.prompts_per_update = 8 | make it one"),
     "a microbatch that does not divide the update":
@@ -194,6 +198,8 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "a constant that is not used": ("aggregate.constant_length=9", "config.aggregate.constant_length | set it to 0"),
     "more weights than reward functions":
         ("reward.functions=countdown.accuracy", "config.reward has 1 functions and 2 weights | give each function one"),
+    "several functions of which one is not there":
+        ("reward.functions=math.accuracy,math.is_box reward.weights=1.0,0.5", "'math.is_box' | mean math.is_boxed?"),
     "the same reward function twice":
         ("reward.functions=('math.accuracy','math.accuracy')", "'math.accuracy' 2 times | give it once"),
     "a reward function with an argument that it does not take":
@@ -213,7 +219,7 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "an unknown task":
         ("data.source=arithmetic.trian", "config.data.source 'arithmetic.trian' | mean arithmetic.train?"),
     "an unknown task to be graded by":
-        ("eval.every=1 eval.source=countdown.exam", "config.eval.source 'countdown.exam' | did you mean countdown."),
+        ("eval.every=1 eval.source=countdown.exam", "config.eval.source 'countdown.exam' | there is countdown.held_"),
     "an unknown judge": ("eval.every=1 eval.function=lab.xyz", "config.eval.function 'lab.xyz' | there is"),
     "a data file of another kind":
         ("data.source=my/rows.xlsx", "config.data.source = 'my/rows.xlsx' | .jsonl or .parquet"),
@@ -250,7 +256,12 @@ def test_a_config_is_refused_for(refuse: Refuse, argv: str, words: str) -> None:
     "no config": ([], "required: --config | --help"),
     "an unknown argument": ([*command(), "--steps=1"], "unknown argument --steps=1 | --config.field=value"),
     "an argument without its value": ([*command(), "--workdir"], "--workdir | expected one argument"),
-    "a config file that is not there": (["--config", "nowhere.py"], "--config nowhere.py: no such file | give one"),
+    "a config file that is not there":
+        (["--config", "nowhere.py"], "--config nowhere.py: no such file | give one | shipped | dapo, "),
+    "a shipped config by a wrong name": (["--config", "gropo"], "--config gropo: no such file | did you mean grpo?"),
+    "a file of a repository which is elsewhere":
+        (["--config", "configs/dapo.py"], "--config configs/dapo.py: no such file | --config dapo is the shipped"),
+    "a field without its value": ([*command(), "--config.num_steps"], "--config.num_steps has no value | =VALUE"),
 })  # fmt: skip
 def test_a_command_is_refused_for(refuse: Refuse, argv: list[str], words: str) -> None:
     refuse(train, argv, words)
@@ -276,7 +287,6 @@ VLLM = "engine.managed=false engine.servers=http://127.0.0.1:9 "
         (VLLM + "engine.python=mine", "config.engine.python = 'mine' | engine.managed is False"),
     "arguments for somebody else's server":
         (VLLM + "engine.server_args=('--seed=1',)", "engine.server_args = ('--seed=1',) | engine.managed is False"),
-    "a field by its old name": ("rollout.patience=9.", "no field rollout.patience | renamed to engine.patience"),
     "a request that may take no time": ("engine.timeout=0.", "config.engine.timeout is 0.0 | above 0"),
     "groups refilled while batches are sampled ahead":
         ("rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3", "max_lag = 1 and resample_rounds = 1 | to 0"),
@@ -334,6 +344,9 @@ def test_wandb_is_refused_where_it_is_not_installed(refuse: Refuse, monkeypatch:
     "that raises": ("x = 1\nx / 0\n", "bad.py cannot be run | ZeroDivisionError | bad.py:2"),
     "that is no Python": ("def get_config(:\n", "bad.py cannot be run | SyntaxError | line 1"),
     "that imports what is not there": ("import lab_x\n", "bad.py cannot be run | 'lab_x' | bad.py:1"),
+    "that imports a shipped config as its neighbour":
+        ("import grpo\n", "bad.py cannot be run | bad.py:1 | write 'from jaxrl_llm.configs import grpo'"),
+    "that ends the program": ("import sys\nsys.exit(3)\n", "bad.py cannot be run | SystemExit: 3 | bad.py:2"),
     "without get_config": ("c = 1\n", "bad.py | define get_config()"),
     "that returns no ConfigDict":
         ("def get_config():\n    return {}\n", "bad.py | returning an ml_collections.ConfigDict"),

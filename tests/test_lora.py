@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import sys
 from functools import cache, partial
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
 from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as configs
+from jaxrl_llm.configs.ppo import with_critic
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import settings
 from jaxrl_llm.learner import forward, update
@@ -366,8 +366,6 @@ def _of(folder: Path) -> tuple[Decoder, jax.sharding.Mesh]:
 @pytest.mark.slow
 def test_a_critic_without_a_folder_learns_adapters_of_its_own_on_the_same_base(tmp_path):
     """It is resumed from the middle."""
-    sys.path.append(str(ROOT / "configs"))
-    with_critic = __import__("ppo").with_critic
     sizes = {}
     for steps in (2, 4):
         config = config_of(num_steps=steps).copy_and_resolve_references()

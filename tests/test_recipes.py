@@ -9,9 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from safetensors import safe_open
-from test_train import ROOT, records, run
+from test_train import records, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from jaxrl_llm.configs.recipes import qwen2_0_5b_tldr, qwen2_5_3b_tinyzero, qwen2_5_7b_math
 
 PROBLEMS = [
     ("Tom has 3 apples and buys 4 more. How many has he?", "He has 3 + 4 = <<3+4=7>>7 apples.\n#### 7"),
@@ -145,7 +147,9 @@ def write_rows(folder: Path, rows: list[dict]) -> None:
 def test_the_recipe_of_math_runs_end_to_end(qwen, tmp_path):
     write_rows(tmp_path, [{"problem": q, "answer": str(i)} for i, (q, _) in enumerate(PROBLEMS)])
     record = run_tiny("qwen2_5_7b_math", qwen, tmp_path, "--config.group_size=2", "--config.model.row_parts=1")
-    assert record["reward/math.accuracy"] == record["reward/qwen2_5_7b_math.has_form"] == 0  # of random weights
+    assert (
+        record["reward/math.accuracy"] == record[f"reward/{qwen2_5_7b_math.MODULE}.has_form"] == 0
+    )  # of random weights
     assert record["kl/coef"] == pytest.approx(0.01)
 
 
@@ -153,8 +157,8 @@ def test_the_recipe_of_math_runs_end_to_end(qwen, tmp_path):
 def test_the_recipe_of_tldr_runs_end_to_end(qwen, tmp_path):
     write_rows(tmp_path, [{"prompt": f"POST: {q}\nTL;DR:", "completion": a} for q, a in PROBLEMS])
     record = run_tiny("qwen2_0_5b_tldr", qwen, tmp_path, "--config.group_size=2")
-    assert record["reward/mean"] == record["reward/qwen2_0_5b_tldr.length"] <= 0
-    assert record["reward/qwen2_0_5b_tldr.unique_characters"] > 0  # only logged
+    assert record["reward/mean"] == record[f"reward/{qwen2_0_5b_tldr.MODULE}.length"] <= 0
+    assert record[f"reward/{qwen2_0_5b_tldr.MODULE}.unique_characters"] > 0  # only logged
 
 
 @pytest.mark.slow
@@ -162,17 +166,11 @@ def test_the_recipe_of_tinyzero_runs_end_to_end(qwen, tmp_path):
     rows = [{"nums": [i, 2, 3], "target": 5 + i} for i in range(1, 60)]
     write_rows(tmp_path, rows)
     record = run_tiny("qwen2_5_3b_tinyzero", qwen, tmp_path, "--config.data.max_prompt_tokens=512")
-    assert record["reward/qwen2_5_3b_tinyzero.accuracy"] == record["eval/accuracy"] == 0
+    assert record[f"reward/{qwen2_5_3b_tinyzero.MODULE}.accuracy"] == record["eval/accuracy"] == 0
     assert "critic/explained_variance" in record
 
 
-def test_the_rewards_of_the_recipes_by_hand(monkeypatch):
-    for folder in ("configs", "configs/recipes"):
-        monkeypatch.syspath_prepend(str(ROOT / folder))
-    import qwen2_0_5b_tldr
-    import qwen2_5_3b_tinyzero
-    import qwen2_5_7b_math
-
+def test_the_rewards_of_the_recipes_by_hand():
     texts = ["<think>a</think> so \\boxed{7}", "\\boxed{7}", "<think>a</think> 7"]
     assert qwen2_5_7b_math.has_form([[{"content": text}] for text in texts]) == [1, 0, 0]
     assert qwen2_0_5b_tldr.length(["x" * 20, "x" * 5]) == [0, -15]

@@ -23,8 +23,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import grpo  # configs/grpo.py explains every field
+
+MODULE = "jaxrl_llm.configs.recipes.qwen2_0_5b_tldr"  # of the functions below
 
 
 def get_config() -> ConfigDict:
@@ -35,9 +38,9 @@ def get_config() -> ConfigDict:
     c.model.path, c.model.dtype, c.model.remat = "Qwen/Qwen2-0.5B-Instruct", "bfloat16", "full"
     c.data.source = "data/tldr/data/train-*.parquet"
     c.data.max_prompt_tokens = 512
-    c.eval.source, c.eval.function = "data/tldr/data/test-*.parquet", "qwen2_0_5b_tldr.is_near"
+    c.eval.source, c.eval.function = "data/tldr/data/test-*.parquet", f"{MODULE}.is_near"
     c.eval.problems, c.eval.every = 500, 50
-    c.reward.functions = ("qwen2_0_5b_tldr.length", "qwen2_0_5b_tldr.unique_characters")
+    c.reward.functions = (f"{MODULE}.length", f"{MODULE}.unique_characters")
     c.reward.weights = (1.0, 0.0)
     c.rollout.max_completion_tokens = 256
     c.kl.placement, c.kl.coef = "none", 0.0

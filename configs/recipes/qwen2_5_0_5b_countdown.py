@@ -14,8 +14,9 @@ base model of 0.5B does not learn to search. tests/test_recipes.py runs this fil
 architecture.
 """
 
-import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import grpo  # configs/grpo.py explains every field
 
 
 def get_config() -> ConfigDict:

@@ -11,8 +11,9 @@ Expected: veRL's table of baselines has 36.4 % before training, and 56.7 % after
 (docs/algo/baseline.md of veRL). tests/test_recipes.py runs this file with a small model of the same architecture.
 """
 
-import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import grpo  # configs/grpo.py explains every field
 
 
 def get_config() -> ConfigDict:

@@ -11,9 +11,10 @@ Expected: 54.3 % is veRL's result with GRPO and LoRA of rank 32, from 36.4 % (do
 measured here. tests/test_recipes.py runs this file with a small model of the same architecture.
 """
 
-import qwen2_5_0_5b_gsm8k
-from lora import get_config as of_lora  # configs/lora.py explains the fields of `lora`
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs.lora import get_config as of_lora  # configs/lora.py explains the fields of `lora`
+from jaxrl_llm.configs.recipes import qwen2_5_0_5b_gsm8k
 
 
 def get_config() -> ConfigDict:

@@ -12,8 +12,9 @@ python -m jaxrl_llm.plan --config configs/recipes/qwen2_5_0_5b_gsm8k_lora_v5e_1.
 Expected: as the recipe for a T4. tests/test_recipes.py runs this file with a small model of the same architecture.
 """
 
-import qwen2_5_0_5b_gsm8k_lora_t4
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs.recipes import qwen2_5_0_5b_gsm8k_lora_t4
 
 
 def get_config() -> ConfigDict:

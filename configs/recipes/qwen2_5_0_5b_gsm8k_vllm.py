@@ -4,9 +4,10 @@ CUDA_VISIBLE_DEVICES=1 launch/vllm_gpu.sh --model Qwen/Qwen2.5-0.5B-Instruct --d
 CUDA_VISIBLE_DEVICES=0 EXTRA=cuda launch/local.sh --config configs/recipes/qwen2_5_0_5b_gsm8k_vllm.py
 """
 
-import grpo_vllm  # configs/grpo_vllm.py explains the fields of `engine`
-import qwen2_5_0_5b_gsm8k  # the run without vLLM
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import grpo_vllm  # configs/grpo_vllm.py explains the fields of `engine`
+from jaxrl_llm.configs.recipes import qwen2_5_0_5b_gsm8k  # the run without vLLM
 
 
 def get_config() -> ConfigDict:

@@ -30,9 +30,12 @@ import re
 from fractions import Fraction
 from typing import Any
 
-import grpo  # configs/grpo.py explains every field; configs/ppo.py those of the critic
 from ml_collections import ConfigDict
-from ppo import with_critic
+
+from jaxrl_llm.configs import grpo  # configs/grpo.py explains every field; configs/ppo.py those of the critic
+from jaxrl_llm.configs.ppo import with_critic
+
+MODULE = "jaxrl_llm.configs.recipes.qwen2_5_3b_tinyzero"  # of the functions below
 
 SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 QUESTION = (
@@ -48,11 +51,11 @@ def get_config() -> ConfigDict:
     c.num_steps = 1275
     c.prompts_per_step, c.prompts_per_update, c.group_size, c.microbatch = 256, 128, 1, 16
     c.model.path, c.model.dtype, c.model.remat = "Qwen/Qwen2.5-3B", "bfloat16", "full"
-    c.data.source, c.data.convert = "data/countdown/data/train-*.parquet", "qwen2_5_3b_tinyzero.train_row"
+    c.data.source, c.data.convert = "data/countdown/data/train-*.parquet", f"{MODULE}.train_row"
     c.data.max_prompt_tokens = 256
-    c.eval.source, c.eval.convert = c.data.source, "qwen2_5_3b_tinyzero.held_out_row"
-    c.eval.problems, c.eval.every, c.eval.function = 1024, 50, "qwen2_5_3b_tinyzero.accuracy"
-    c.reward.functions = ("qwen2_5_3b_tinyzero.accuracy", "qwen2_5_3b_tinyzero.has_answer")
+    c.eval.source, c.eval.convert = c.data.source, f"{MODULE}.held_out_row"
+    c.eval.problems, c.eval.every, c.eval.function = 1024, 50, f"{MODULE}.accuracy"
+    c.reward.functions = (f"{MODULE}.accuracy", f"{MODULE}.has_answer")
     c.reward.weights = (0.9, 0.1)
     c.rollout.max_completion_tokens = 1024
     c.advantage.lam = 1.0

@@ -13,8 +13,9 @@ Expected: 93.4 % is veRL's result with GRPO and LoRA (docs/algo/baseline.md of v
 tests/test_recipes.py runs this file with a small model of the same architecture.
 """
 
-import qwen2_5_0_5b_gsm8k
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs.recipes import qwen2_5_0_5b_gsm8k
 
 
 def get_config() -> ConfigDict:

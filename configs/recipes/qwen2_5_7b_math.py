@@ -26,8 +26,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import grpo  # configs/grpo.py explains every field
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import grpo  # configs/grpo.py explains every field
+
+MODULE = "jaxrl_llm.configs.recipes.qwen2_5_7b_math"  # of the functions below
 
 FORM = "First think, between <think> and </think>. Then give the final answer in \\boxed{}."
 
@@ -38,11 +41,11 @@ def get_config() -> ConfigDict:
     c.prompts_per_step, c.prompts_per_update, c.group_size = 512, 128, 5
     c.microbatch, c.model.row_parts = 8, 4
     c.model.path, c.model.dtype, c.model.remat = "Qwen/Qwen2.5-7B-Instruct", "bfloat16", "full"
-    c.data.source, c.data.convert = "data/math12k/data/train-*.parquet", "qwen2_5_7b_math.convert"
+    c.data.source, c.data.convert = "data/math12k/data/train-*.parquet", f"{MODULE}.convert"
     c.data.max_prompt_tokens = 2048
-    c.eval.source, c.eval.convert = "data/math12k/data/test-*.parquet", "qwen2_5_7b_math.convert"
+    c.eval.source, c.eval.convert = "data/math12k/data/test-*.parquet", f"{MODULE}.convert"
     c.eval.function, c.eval.problems, c.eval.every = "math.accuracy", 500, 5
-    c.reward.functions, c.reward.weights = ("math.accuracy", "qwen2_5_7b_math.has_form"), (0.9, 0.1)
+    c.reward.functions, c.reward.weights = ("math.accuracy", f"{MODULE}.has_form"), (0.9, 0.1)
     c.rollout.max_completion_tokens = 2048
     c.advantage.epsilon = 1e-6
     c.loss.clip_high, c.loss.delta = 0.3, 3.0

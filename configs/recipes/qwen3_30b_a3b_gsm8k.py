@@ -9,8 +9,9 @@ python -m jaxrl_llm.plan --config configs/recipes/qwen3_30b_a3b_gsm8k.py --topol
   --config.model.path=jaxrl_llm/assets/qwen3_30b_a3b
 """
 
-import qwen2_5_0_5b_gsm8k
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs.recipes import qwen2_5_0_5b_gsm8k
 
 
 def get_config() -> ConfigDict:

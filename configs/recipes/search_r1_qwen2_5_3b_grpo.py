@@ -6,9 +6,10 @@ python -m jaxrl_llm.train --config configs/recipes/search_r1_qwen2_5_3b_grpo.py 
 counts its mini-batch of 256 in completions, so it makes 10 updates on a rollout; its runs collapsed.
 """
 
-import search_grpo
 from ml_collections import ConfigDict
-from search_r1_qwen2_5_3b_ppo import with_search
+
+from jaxrl_llm.configs import search_grpo
+from jaxrl_llm.configs.recipes.search_r1_qwen2_5_3b_ppo import with_search
 
 
 def get_config() -> ConfigDict:

@@ -22,9 +22,10 @@ warm-up of 286 of 1,005 steps (0.285; "0.95" is the same number of 305), KL pena
 - Search: BM25. The original's best results are with E5, for which `env.url` may name its own server.
 """
 
-import search_grpo  # configs/search_grpo.py explains the fields of episodes
 from ml_collections import ConfigDict
-from ppo import with_critic
+
+from jaxrl_llm.configs import search_grpo  # configs/search_grpo.py explains the fields of episodes
+from jaxrl_llm.configs.ppo import with_critic
 
 
 def get_config() -> ConfigDict:

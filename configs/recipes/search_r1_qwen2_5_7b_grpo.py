@@ -3,8 +3,9 @@
 python -m jaxrl_llm.train --config configs/recipes/search_r1_qwen2_5_7b_grpo.py --workdir runs/search_r1_7b
 """
 
-import search_r1_qwen2_5_3b_grpo
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs.recipes import search_r1_qwen2_5_3b_grpo
 
 
 def get_config() -> ConfigDict:

@@ -6,8 +6,9 @@ With --config.microbatch=8 it needs at most 69 % of the memory of 8 chips v5p:2x
 it. The estimate is 155 s a step, if every episode has all of its 4,096 tokens (docs/plan.md).
 """
 
-import search_r1_qwen2_5_3b_ppo
 from ml_collections import ConfigDict
+
+from jaxrl_llm.configs.recipes import search_r1_qwen2_5_3b_ppo
 
 
 def get_config() -> ConfigDict:

@@ -3,49 +3,28 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import importlib
 import re
 import runpy
 import sys
 from argparse import Namespace
 from datetime import datetime
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from jaxrl_llm.config.names import closest
+import jaxrl_llm
+from jaxrl_llm import configs
+from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.config.user_modules import importing_from
 from jaxrl_llm.errors import Parser, UserError, describe
 
 if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
     from jaxrl_llm.structs import Config
 
-
-RENAMED = {  # old name of a field -> its new name
-    "rollout.engine": "engine.name",
-    "rollout.canary_gap": "engine.max_gap",
-    "advantage.normalise": "advantage.normalize",
-    "log.tensorboard": "log.to",
-    "log.wandb_project": "log.project",
-    "hold.kl_to_reward": "adaptive_warmup.kl_to_reward",
-    "hold.update_size": "adaptive_warmup.update_size",
-    **{f"correction.{name}": f"importance.{name}" for name in ("level", "action", "low", "high")},
-    **{
-        f"rollout.{name}": f"engine.{name}"
-        for name in (
-            "managed",
-            "python",
-            "server_args",
-            "servers",
-            "push",
-            "push_address",
-            "weights_dir",
-            "concurrency",
-            "timeout",
-            "patience",
-        )
-    },
-}
 
 OPEN = ("data.chat_template_args",)  # sections in which the user may add fields
 
@@ -96,57 +75,100 @@ def config_parser(program: str, description: str, *, required: bool = True) -> P
         program,
         description=description,
         epilog="Any field of the config is set by --config.section.field=value, for example --config.num_steps=10 "
-        "--config.optim.learning_rate=1e-5. The fields and what they mean are in the config file.",
+        "--config.optim.learning_rate=1e-5. Several values have commas between them: --config.reward.weights=1.0,0.5; "
+        f"no value makes the field empty: --config.log.to=. The fields are explained in {configs.FOLDER / 'grpo.py'}.",
     )
-    parser.add_argument("--config", required=required, metavar="FILE", help="a config file, e.g. configs/grpo.py")
+    parser.add_argument(
+        "--config",
+        required=required,
+        metavar="FILE",
+        help="a config file, or the name of a shipped config, e.g. grpo, dapo or recipes/qwen2_5_0_5b_gsm8k",
+    )
     return parser
 
 
 def parse_config(parser: Parser, argv: list[str] | None = None) -> tuple[Config, Namespace]:
     """Parses a command line, and returns the config with its overrides, locked, and the other arguments.
 
-    Adds the config file's folder and its parent to sys.path, so that the config can name functions from there.
+    Adds the config file's folder, its parent and the working folder to sys.path, so that the config can name functions
+    from there.
     Raises: UserError, if the config file cannot be run or an override does not fit.
     """
-    known, rest = parser.parse_known_args(argv)
-    config = load(Path(known.config))
+    known, rest = parser.parse_known_args(_joined(sys.argv[1:] if argv is None else argv))
+    config = load(known.config)
     # At the end of sys.path, so that these files do not hide installed modules.
-    sys.path += [folder for folder in map(str, _folders(Path(known.config))) if folder not in sys.path]
+    folders = [*_folders(find(known.config)), Path.cwd()]
+    sys.path += [folder for folder in map(str, folders) if folder not in sys.path]
     for argument in rest:
         match = re.fullmatch(r"--config\.([\w.]+)=(.*)", argument, re.DOTALL)
         if not match:
+            if argument.startswith("--config."):
+                raise UserError(f"{argument} has no value: write {argument}=VALUE")
             raise UserError(f"unknown argument {argument}: fields of the config are set by --config.field=value")
         override(config, match[1], match[2])
     return config.lock(), known
 
 
-def load(path: Path) -> Config:
-    """Runs a Python file and returns the ConfigDict of its `get_config()`.
+def _joined(argv: list[str]) -> list[str]:
+    """Joins --config.field and the value after it to --config.field=value."""
+    joined: list[str] = []
+    for argument in argv:
+        if joined and re.fullmatch(r"--config\.[\w.]+", joined[-1]) and not argument.startswith("--"):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def find(config: str | Path) -> Path:
+    """Returns the file of a config: a path, or the name of a shipped config. Raises: UserError, if there is none."""
+    path, name = Path(config), str(config).removesuffix(".py")
+    if path.is_file():
+        return path
+    known = configs.names()
+    if name in known and not path.suffix:
+        return configs.FOLDER / f"{name}.py"
+    if (shipped := name.removeprefix("configs/")) in known:
+        raise UserError(f"--config {config}: no such file; --config {shipped} is the shipped config of this name")
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"give one, or a shipped config by its name: {', '.join(known)}"
+    raise UserError(f"--config {config}: no such file; {hint}")
+
+
+def load(config: str | Path) -> Config:
+    """Runs a config file, or the shipped config of this name, and returns the ConfigDict of its `get_config()`.
 
     The file may import modules from its folder and the parent folder, even if others with these names are imported.
+    Raises: UserError, if there is no such file or it cannot be run.
     """
-    if not path.is_file():
-        raise UserError(f"--config {path}: no such file; give one, e.g. configs/grpo.py")
+    path = find(config)
     try:
         with importing_from(*_folders(path)):
             get_config = runpy.run_path(str(path)).get("get_config", lambda: None)
-            config = get_config()
-    except Exception as error:
-        said = describe(error, str(path))
-        sections = {old.split(".")[0]: new.split(".")[0] for old, new in RENAMED.items()}
-        for old, new in sections.items():
-            if isinstance(error, AttributeError) and old != new and f"'{old}'" in said.replace('"', "'"):
-                said += f" (section {old} was renamed to {new})"
-        raise UserError(f"{path} cannot be run: {said}: put the file right") from error
-    if not isinstance(config, ConfigDict):
+            made = get_config()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{path} cannot be run: {describe(error, str(path))}: {_remedy(error)}") from error
+    if not isinstance(made, ConfigDict):
         raise UserError(f"{path} gives no config: define get_config(), returning an ml_collections.ConfigDict")
-    return config
+    return made
 
 
-def _folders(path: Path) -> tuple[Path, Path]:
-    """Returns the config file's folder and its parent: a delta imports its complete config from there."""
+def _remedy(error: BaseException) -> str:
+    """Returns what to do about an error in a config file."""
+    if isinstance(error, ModuleNotFoundError):
+        for name in configs.names():
+            folder, _, module = name.rpartition("/")
+            if module == error.name:
+                return f"write 'from {'.'.join(filter(None, (configs.__name__, folder)))} import {module}'"
+    return "put the file right"
+
+
+def _folders(path: Path) -> tuple[Path, ...]:
+    """Returns the config file's folder and its parent, from which it may import; none for a file in our package."""
     folder = path.resolve().parent
-    return folder, folder.parent
+    return () if Path(jaxrl_llm.__file__).parent in (folder, *folder.parents) else (folder, folder.parent)
 
 
 def override(config: Config, name: str, text: str) -> None:
@@ -171,14 +193,27 @@ def override(config: Config, name: str, text: str) -> None:
 def _parse(name: str, old: Any, text: str) -> Any:
     if isinstance(old, str):
         return text
-    value = _literal(text)
-    if isinstance(old, tuple) and isinstance(value, (str, int, float, list)):
-        value = tuple(value) if isinstance(value, list) else (value,)
+    value = _tuple(text) if isinstance(old, tuple) else _literal(text)
     if isinstance(old, float) and type(value) is int:
         value = float(value)
     if type(value) is not type(old):  # not isinstance: True is an int
         raise UserError(f"config.{name} = {text!r}: give {type(old).__name__}, like {old!r}")
     return value
+
+
+def _tuple(text: str) -> tuple[Any, ...]:
+    """Reads "1.0,0.5", "('a','b')", "a.f,b.g(size=3, way='x')", "a" or ""."""
+    value = _literal(text)
+    if isinstance(value, (tuple, list)):
+        return tuple(value)
+    if not isinstance(value, str):
+        return (value,)
+    if re.fullmatch(r"\(.*\)|\[.*\]", value, re.DOTALL):  # words without quotation marks: a shell takes them away
+        value = value[1:-1]
+    depths = accumulate((c in "([{") - (c in ")]}") for c in value)
+    commas = [i for i, (c, depth) in enumerate(zip(value, depths, strict=True)) if c == "," and depth == 0]
+    parts = [value[i + 1 : j].strip() for i, j in pairwise([-1, *commas, len(value)])]
+    return tuple(_literal(part) for part in parts if part)
 
 
 def _literal(text: str) -> Any:
@@ -200,10 +235,20 @@ def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _meant(name: str, config: Config) -> str:
-    if name in RENAMED:
-        return f": it was renamed to {RENAMED[name]}"
-    known = list(flatten(config))
-    section, _, last = name.rpartition(".")
-    close = closest(name, known) or [k for k in known if k.split(".")[-1] == last][:1]
+    known, section = list(flatten(config)), name.rpartition(".")[0]
+    if section.split(".")[0] not in config and (shipped := shipped_with(name)):
+        return f"; a section is added in a file, as the shipped config {shipped} does (--config {shipped})"
+    if field := nearest(name, known):
+        return f"; did you mean {field}?"
     there = [k for k in known if k.startswith(f"{section}.")] or list(config)
-    return f"; did you mean {close[0]}?" if close else f"; there is {', '.join(there)}"
+    return f"; there is {', '.join(there)}"
+
+
+def shipped_with(name: str, value: Any = None) -> str:
+    """Returns the name of the shipped config that has a field, with this value if one is given; "": none has it."""
+    for shipped in sorted(configs.names(), key=lambda shipped: (shipped.count("/"), len(shipped))):
+        module = importlib.import_module(f"{configs.__name__}.{shipped.replace('/', '.')}")
+        found = flatten(module.get_config()).get(name)
+        if found is not None and value in (None, found):
+            return shipped
+    return ""

@@ -18,6 +18,8 @@ from jaxrl_llm.errors import UserError, describe
 if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
     from jaxrl_llm.structs import Config
 
+NEAR = 0.75  # similarity of two words of which one is a slip
+
 
 def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., Any]:
     """Returns the function `name`.
@@ -119,9 +121,18 @@ def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """Returns the known name that is most similar to `name`, in a list, or an empty list."""
-    # The cutoff is high, because names of one section share a prefix and would otherwise all be similar.
-    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    """Returns the known name that is most similar to a dotted `name`, in a list, or an empty list.
+
+    Names of one section share a prefix. So the last parts decide whether a name is near, and the whole names which one.
+    """
+    last = {other: _similarity(other.rpartition(".")[2], name.rpartition(".")[2]) for other in known}
+    near = [other for other, similar in last.items() if similar == 1.0]
+    near = near or [other for other, similar in last.items() if similar >= NEAR]
+    return sorted(near, key=lambda other: -_similarity(other, name))[:1]
+
+
+def _similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _imported(module: str, what: str, name: str) -> ModuleType | None:

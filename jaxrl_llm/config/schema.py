@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from jaxrl_llm.config.load import RENAMED, flatten
-from jaxrl_llm.config.names import arguments, closest, is_ours, keywords, resolve, split_call
+from jaxrl_llm.config.load import flatten, shipped_with
+from jaxrl_llm.config.names import arguments, is_ours, keywords, resolve, split_call
+from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,13 +76,12 @@ def check_fields(config: Config, fields: dict[str, Field], named: dict[str, Modu
         if problem := Field(str).problem(name):
             raise UserError(f"config.{section}.name {problem}")
         _check_arguments(section, name, resolve(name, module, f"config.{section}.name"), arguments(config[section]))
-    flat = {name: value for name, value in flat.items() if name.split(".")[0] not in named}
+    of_functions = [name for name in flat if name.split(".")[0] in named]
+    flat = {name: value for name, value in flat.items() if name not in of_functions}
     for name in flat:
         if name not in fields:
-            if name in RENAMED:
-                raise UserError(f"config.{name} is not a field: it was renamed to {RENAMED[name]}")
-            close = closest(name, fields)
-            raise UserError(f"config.{name} is not a field" + (f"; did you mean {close[0]}?" if close else ""))
+            near = nearest(name, [*fields, *of_functions])
+            raise UserError(f"config.{name} is not a field" + (f"; did you mean {near}?" if near else ""))
     for name, field in fields.items():
         if name not in flat:
             raise UserError(f"config.{name} is missing: add it to the config file (configs/ has complete ones)")
@@ -94,15 +94,22 @@ def _check_arguments(section: str, name: str, function: Callable[..., Any], give
     hints = _hints(function)
     taken = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     for key, value in given.items():
-        if (old := f"{section}.{key}") in RENAMED:
-            raise UserError(f"config.{old} is not an argument: it was renamed to {RENAMED[old]}")
         if key not in taken:
-            raise UserError(f"config.{section}.{key} is not an argument: {name} takes {', '.join(taken) or 'nothing'}")
+            near = nearest(f"{section}.{key}", [f"{section}.{other}" for other in taken])
+            hint = f"; did you mean {near}?" if near else _whole(section, name)
+            takes = ", ".join(taken) or "nothing"
+            raise UserError(f"config.{section}.{key} is not an argument: {name} takes {takes}{hint}")
         if (field := _field(hints.get(key))) and (problem := field.problem(value)):
             raise UserError(f"config.{section}.{key} {problem}")
     for key, parameter in taken.items():
         if parameter.default is parameter.empty and key not in given:
-            raise UserError(f"config.{section}.{key} is missing: {name} needs it")
+            raise UserError(f"config.{section}.{key} is missing: {name} needs it{_whole(section, name)}")
+
+
+def _whole(section: str, name: str) -> str:
+    """Says where a section with this function is changed as a whole."""
+    shipped = shipped_with(f"{section}.name", name)
+    return f"; change the whole section in a file, as the shipped config {shipped} does" if shipped else ""
 
 
 def check_call(text: str, module: ModuleType, what: str) -> None:
