@@ -23,6 +23,7 @@ NAMES = [
     "pass_at_k", "ppo", "gspo", "gspo_token", "luspo", "gmpo", "cispo", "sapo", "vespo", "topr", "top_entropy",
     "distillation", "lora", "search_grpo", "search_ppo", "search_two_hops",
 ]  # fmt: skip
+SETTINGS = ("--config.log.to=()", "--config.checkpoint.every=1000")  # of every run
 AT = (0, 10, 20, 30, 40)  # steps whose accuracy the table shows, before the last one's
 
 
@@ -30,7 +31,7 @@ def accuracies(name: str, seed: int) -> dict[int, float]:
     """Held-out accuracy by step of a run, made if it is not there yet."""
     workdir = RUNS / f"{name}-{seed}"
     command = [sys.executable, "-m", "jaxrl_llm.train", "--config", f"configs/{name}.py", "--workdir", str(workdir)]
-    command += [f"--config.seed={seed}", "--config.log.to=()", "--config.checkpoint.every=1000"]
+    command += [f"--config.seed={seed}", *SETTINGS]
     if name == "distillation":
         accuracies("grpo", 0)
         command.append(f"--config.teacher.path={RUNS / 'grpo-0' / 'hf'}")

@@ -26,8 +26,9 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("compile", "rollout", "update", "save", "push", "disk", "second")
+STEPS = 60
 ARGUMENTS = [
-    "--config", "configs/grpo.py", "--config.num_steps=60", "--config.prompts_per_step=8",
+    "--config", "configs/grpo.py", "--config.prompts_per_step=8",
     "--config.prompts_per_update=8", "--config.group_size=4", "--config.optim.warmup_steps=2",
     "--config.optim.decay=constant", "--config.eval.every=10", "--config.eval.problems=32",
     "--config.checkpoint.every=2", "--config.log.completions_every=5", "--config.mesh.fsdp=1",
@@ -69,7 +70,8 @@ def child(kind: str) -> None:
 
 
 def start(kind: str, workdir: Path, *, cached: bool = True) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.faults", "--child", kind, *ARGUMENTS, "--workdir", str(workdir)]
+    command = [sys.executable, "-m", "benchmarks.faults", "--child", kind, *ARGUMENTS, f"--config.num_steps={STEPS}"]
+    command += ["--workdir", str(workdir)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     environment |= {} if cached else {"JAX_COMPILATION_CACHE_DIR": ""}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -207,7 +209,7 @@ def measure(kind: str, folder: Path, whole: Path, moments: int, chance: random.R
         else:
             times = []
             while len(times) < moments:
-                if state(workdir)[1] >= 54:  # nearly done: the rest is another run's
+                if state(workdir)[1] >= STEPS - 6:  # nearly done: the rest is another run's
                     finish(kind, workdir, whole)
                     subprocess.run(["rm", "-rf", *map(str, workdir.iterdir())], check=True)
                 seconds = hit(kind, workdir, chance)

@@ -6,7 +6,7 @@ its folder `hf`; and the same adapters on the base that is not rounded, as PEFT 
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import jax
@@ -19,7 +19,9 @@ from jaxrl_llm.saved_run import SavedRun
 
 
 def main() -> None:
-    workdir, mesh = Path(sys.argv[1]), sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workdir", type=Path)
+    workdir, mesh = parser.parse_args().workdir, sharding.make_mesh(data=1, fsdp=1, tensor=1)
     run = SavedRun(workdir)
     step = run.find("last")
     with run.model_folder(step) as folder:

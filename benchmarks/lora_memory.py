@@ -6,6 +6,7 @@ not run. A row is a program: what it needs itself (arguments, temporaries and re
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +24,7 @@ MIB = 2**20
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with TemporaryDirectory() as made:
         from jaxrl_llm.config.load import load
         from jaxrl_llm.plan.phases import make_plan

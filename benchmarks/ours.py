@@ -52,7 +52,7 @@ class Prescribed:
     def __init__(self, workload: Workload, engine: Sampler):
         self._workload, self._engine, self._step = workload, engine, 0
 
-    def reset(self, step: int, params: PyTree, pending: Pending | None = None) -> None:
+    def reset(self, step: int, params: PyTree, pending: Pending | None = None, attempt: int = 0) -> None:
         """Begins with these weights."""
         self._engine.update_weights(params)
 

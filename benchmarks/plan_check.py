@@ -8,6 +8,7 @@ step that does not fit ends with the first program that does not.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -88,6 +89,7 @@ def accepted(program: Any, compiled: Any, beside: int, devices: int) -> bool:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with TemporaryDirectory() as made:
         dump = Path(made) / "dump"
         dump.mkdir()

@@ -75,6 +75,7 @@ LEARNING_RATE, CLIP_NORM, KL_COEF, TEMPERATURE = 1e-5, 1.0, 0.04, 1.0  # GRPO's 
 
 SMALL = dict(width=512, layers=8, heads=8, kv_heads=2, mlp_width=1408, vocab_size=8192)
 WIDE_HEAD = dict(width=256, layers=4, heads=4, kv_heads=2, mlp_width=704, vocab_size=151_936)
+TINY = dict(width=32, layers=2, heads=4, kv_heads=2, mlp_width=64, vocab_size=64)  # whether a benchmark runs at all
 WORKLOADS = {
     w.name: w
     for w in (
@@ -83,6 +84,7 @@ WORKLOADS = {
         Workload("long_prompt", **SMALL, prompts=8, group=16, prompt_tokens=512, completion_tokens=64),
         Workload("ragged", **SMALL, prompts=8, group=8, prompt_tokens=64, completion_tokens=256, median_length=48),
         Workload("ragged_6", **SMALL, prompts=6, group=8, prompt_tokens=96, completion_tokens=192, median_length=40),
+        Workload("tiny", **TINY, prompts=2, group=4, prompt_tokens=8, completion_tokens=8, median_length=4),
     )
 }
 

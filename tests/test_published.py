@@ -1,0 +1,236 @@
+"""What README, docs, configs and docstrings show can be run: each command, and each benchmark in its smallest form."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from conftest import QUICK
+
+from benchmarks.workloads import WORKLOADS
+from jaxrl_llm import train
+from jaxrl_llm.config import load as configs
+from jaxrl_llm.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"),  # a diary: some programs have left
+    *(page for folder in ("configs", "benchmarks", "jaxrl_llm") for page in (ROOT / folder).rglob("*.py")),
+    *(page for page in (ROOT / "launch").iterdir() if page.is_file()),
+]
+COMMAND = re.compile(
+    r"(?:python3? -m (?P<module>(?:jaxrl_llm|benchmarks)\.\w+)|\bjaxrl (?P<tool>[a-z][\w-]+))(?P<rest>[^`\n]*)"
+)
+WITH_TORCH = ("benchmarks.trl_logs", "benchmarks.peer_trl", "benchmarks.peer_tunix")  # the parity tests run these
+
+
+def commands() -> list[tuple[str, str, str]]:
+    """Returns (page, module, arguments) of every command that is shown."""
+    shown = set()
+    for page in PAGES:
+        text = re.sub(r"\\+\n\s*(?:# )?", " ", page.read_text())  # one that goes on in the next line
+        for match in COMMAND.finditer(text):
+            module = match["module"] or f"jaxrl_llm.{match['tool'].replace('-', '_')}"
+            shown.add((str(page.relative_to(ROOT)), module, match["rest"].split(" # ")[0].strip()))
+    return sorted(shown)
+
+
+class Parsed(Exception):
+    """Carries the parser of a program, in place of what the program does next."""
+
+
+def stop(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+    raise Parsed(parser)
+
+
+@cache
+def options(module: str) -> set[str]:
+    """Returns the options of a program."""
+    main = importlib.import_module(module if module.count(".") else f"{module}.__main__")
+    run: Callable[[], None] = main.main if hasattr(main, "main") else importlib.import_module(f"{module}.__main__").main
+    with pytest.MonkeyPatch.context() as patch, suppress(SystemExit):
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+        patch.setattr(sys, "argv", [module])
+        with pytest.raises(Parsed) as caught:
+            run()
+    return {option for action in caught.value.args[0]._actions for option in action.option_strings}
+
+
+def wrong(module: str, rest: str) -> Iterator[str]:
+    """Yields what a program refuses in a command."""
+    given = re.findall(r"(?<![\w-])--[a-z][\w-]*(?:\.[\w.]+=(?:'[^']*'|\S*))?", rest)
+    file = re.search(r"configs/[\w/]+\.py", rest)
+    config = configs.load(ROOT / (file[0] if file and (ROOT / file[0]).is_file() else "configs/grpo.py"))
+    for option in given:
+        name, _, value = option.partition("=")
+        if option == "--config." or not name.startswith("--config."):
+            if name.rstrip(".") not in options(module):
+                yield f"no option {name}"
+        elif not re.fullmatch(r"[A-Z]+|value\W*|.*\.\.\.", value):  # a place for the reader's own value
+            try:
+                configs.override(config, name.removeprefix("--config."), value.strip("'"))
+            except UserError as error:
+                yield str(error)
+    for path in re.findall(r"(?:--config |^)(configs/[\w/]+\.py)", rest):
+        if not (ROOT / path).is_file() and "translate" not in module:
+            yield f"no file {path}"
+
+
+def test_every_command_that_is_shown_is_one_that_its_program_accepts():
+    shown = [command for command in commands() if command[1] not in WITH_TORCH]
+    assert len(shown) > 150
+    refused = [(page, module, what) for page, module, rest in shown for what in wrong(module, rest)]
+    assert refused == [], "\n".join(map(str, refused))
+
+
+TINY = {
+    "num_steps": 2, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2,
+    "eval.problems": 8, "mesh.fsdp": 1, "health.self_test": False,
+}  # fmt: skip
+FLAGS = tuple(f"--config.{name}={value}" for name, value in TINY.items())
+
+
+@pytest.fixture
+def lora_run(tmp_path) -> Path:
+    """The workdir of a run with a base in int8."""
+    config = configs.load(ROOT / "configs" / "lora.py")
+    changes = {"num_steps": 1, "eval.every": 0, "checkpoint.keep_best": 0, "log.to": (), "lora.base_dtype": "int8"}
+    config.update_from_flattened_dict(TINY | changes)
+    for _ in train.steps(config, tmp_path / "lora"):
+        pass
+    return tmp_path / "lora"
+
+
+def small_health_matrix(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    patch.setattr(module, "SHORT", module.SHORT | TINY)
+    return ["--runs", str(folder), "--only", "grpo, seed 1"]
+
+
+def small_stability(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    study = replace(
+        module.STUDIES["curve"], common=TINY | {"eval.every": 2}, columns=(("end", module.at(2), ".1%"),), seeds=(0,)
+    )
+    patch.setattr(module, "STUDIES", {"curve": study})
+    (folder / "page.md").write_text(module.DOC.read_text())
+    patch.setattr(module, "DOC", folder / "page.md")
+    return ["--runs", str(folder), "--only", "curve"]
+
+
+def small_algorithms(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    patch.setattr(module, "RUNS", folder)
+    patch.setattr(module, "SETTINGS", (*module.SETTINGS, *FLAGS, "--config.eval.every=2"))
+    return ["grpo", "--seeds", "0"]
+
+
+def small_episodes(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    patch.setattr(
+        module,
+        "SIZES",
+        dict.fromkeys(module.SIZES, 1) | {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8},
+    )
+    for name, size in dict(B=2, G=2, P=8, C=100, TURN_TOKENS=4, OBSERVATION=10).items():
+        patch.setattr(module, name, size)
+    return []
+
+
+def small_faults(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    patch.setattr(module, "STEPS", 8)
+    return ["--kinds", "rollout", "--moments", "1"]
+
+
+def small_lora_memory(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    patch.setattr(module, "WORKLOADS", {"even": WORKLOADS["tiny"]})
+    patch.setattr(module, "CASES", module.CASES[:1])
+    return []
+
+
+def small_rescue(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    patch.setattr(module, "STEPS", 2)
+    patch.setattr(module, "AT", 1)
+    patch.setattr(module, "COMMON", module.COMMON | TINY | {"eval.every": 2})
+    patch.setattr(module, "FAULTS", {"wrong push": module.FAULTS["wrong push"]})
+    return ["--seeds", "0"]
+
+
+def small_scaling(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    tiny = replace(WORKLOADS["tiny"], prompts=8)  # two micro-batches need so many
+    patch.setattr(module, "DOUBLED", {"base": tiny})
+    patch.setattr(module, "GROUP", replace(tiny, group=4))
+    patch.setattr(module, "FLAT", replace(tiny, prompts=32, group=1))
+    return ["--steps", "1"]
+
+
+def small_trl(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    patch.setattr(module, "RUNS", {"healthy": {"rollouts": 2}})
+    return [str(folder), "--only", "healthy"]
+
+
+Small = list[str] | Callable[[pytest.MonkeyPatch, Any, Path], list[str]]
+SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and returns them
+    "algorithms": small_algorithms,
+    "breakdown": ["tiny"],
+    "curriculum": lambda *_: ["--rows", "16", "--steps", "4", "--skips", "0.5", "--seeds", "0", "--simulate"],
+    "episodes": small_episodes,
+    "faults": small_faults,
+    "health_matrix": small_health_matrix,
+    "host_memory": ["--gigabytes", "0.01", "--processes", "1"],
+    "lora_memory": small_lora_memory,
+    "overhead": ["--config", "configs/grpo.py", *FLAGS],
+    "rescue": small_rescue,
+    "retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
+    "rounding": ["--lengths", "10", "--prompts", "2", "--scored", "2"],
+    "scaling": small_scaling,
+    "stability": small_stability,
+    "step": ["--workloads", "tiny", "--trainers", "ours", "--steps", "1"],
+    "tokenizing": ["--rows", "50"],
+}
+
+
+def run_smallest(name: str, small: Small, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Runs `python -m benchmarks.NAME` in this process, with little work."""
+    patch.chdir(ROOT)
+    patch.setenv("XLA_FLAGS", QUICK)  # of the processes that it starts: one device, and little time to compile
+    module = importlib.import_module(f"benchmarks.{name}")
+    arguments = small(patch, module, folder) if callable(small) else list(small)
+    patch.setattr(sys, "argv", [name, *arguments])
+    module.main()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_benchmark_runs_in_its_smallest_form(name, tmp_path, monkeypatch, capsys):
+    if name == "step":
+        SMALLEST[name] += ["--out", str(tmp_path / "step.json")]
+    run_smallest(name, SMALLEST[name], tmp_path, monkeypatch)
+    assert re.search(r"\d", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_an_int8_base_runs(lora_run, monkeypatch, capsys):
+    run_smallest("int8_base", [str(lora_run)], lora_run, monkeypatch)
+    assert "of a log-probability on average" in capsys.readouterr().out
+
+
+@pytest.mark.vllm
+def test_the_benchmark_of_a_push_runs(tmp_path, monkeypatch, capsys):
+    run_smallest("push", ["--times", "1", "--largest", "1"], tmp_path, monkeypatch)
+    assert "GB/s" in capsys.readouterr().out
+
+
+def test_every_benchmark_has_a_smallest_form():
+    tested = {*SMALLEST, "int8_base", "push", *ELSEWHERE}
+    assert {file.stem for file in (ROOT / "benchmarks").glob("*.py")} == tested
+
+
+ELSEWHERE = {"ours", "workloads", "peer_trl", "peer_tunix", "peer_vllm", "plan_check", "trl_logs"}
