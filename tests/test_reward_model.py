@@ -178,6 +178,7 @@ def test_a_reward_model_alone_is_enough_and_none_of_a_function_is_filled_by_it()
 def test_what_a_reward_model_cannot_do_is_refused_before_a_run(folder, tmp_path):
     for changes, words in {
         (("rollout__resample_rounds", 1),): "resample_rounds = 1: a reward model scores completions after",
+        (("data__curriculum__skip", 0.9),): r"curriculum\.skip = 0\.9: a reward model scores .*: set it to 0\.0",
         (("reward__functions", "()"), ("reward__weights", "(1.0,)")): "has 0 functions and 1 weights",
     }.items():
         with pytest.raises(UserError, match=words):

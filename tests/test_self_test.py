@@ -25,6 +25,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import self_test
 from jaxrl_llm.health.trial import AGAIN, Trial, prepare
 from jaxrl_llm.learner.update import make_gradient
+from jaxrl_llm.models.lora import int8, merged
 from jaxrl_llm.rewards.reward_fn import Rewarded
 from jaxrl_llm.train import steps
 
@@ -326,6 +327,23 @@ def test_a_push_that_leaves_out_a_parameter_is_found(run, healthy, monkeypatch):
     partly = lambda params, version=0: type(engine).update_weights(engine, params | {"norm": kept}, version)  # noqa: E731
     monkeypatch.setattr(engine, "update_weights", partly)
     assert findings(self_test.push_arrives(replace(healthy))) == ["push_has_no_effect"]
+
+
+def test_the_push_of_a_base_in_int8_moves_its_scales_and_leaves_its_numbers(monkeypatch):
+    pushed: list[Any] = []
+    engine = SimpleNamespace(max_gap=None, update_weights=lambda params, version: pushed.append(params))
+    params = {"kernel": int8(jnp.arange(24.0).reshape(4, 6)), "adapter": jnp.ones(3)}
+    trial = SimpleNamespace(
+        full=True, exact=True, engine=engine, params=params, run=SimpleNamespace(step=0), sample=lambda *_: None
+    )
+    monkeypatch.setattr(self_test, "_gap", lambda trial, params, sampled: float(params is trial.params))
+    assert findings(self_test.push_arrives(trial)) == []  # type: ignore[arg-type]
+    moved, after = pushed
+    assert after is params
+    assert moved["kernel"].qvalue.dtype == jnp.int8
+    np.testing.assert_array_equal(moved["kernel"].qvalue, params["kernel"].qvalue)
+    np.testing.assert_allclose(merged(moved)["kernel"], 1.05 * merged(params)["kernel"], rtol=1e-6)
+    np.testing.assert_allclose(moved["adapter"], 1.05)
 
 
 def test_after_it_the_engine_has_the_weights_of_the_run(run, healthy):

@@ -67,6 +67,11 @@ def check_reward_model(config: Config, required: tuple[str, ...]) -> None:
             f"config.rollout.resample_rounds = {config.rollout.resample_rounds}: a reward model scores completions "
             "after the sampling, when no group can be replaced: set it to 0"
         )
+    if config.data.curriculum.skip:
+        raise UserError(
+            f"config.data.curriculum.skip = {config.data.curriculum.skip}: a reward model scores completions after the "
+            "curriculum has judged their prompts: set it to 0.0"
+        )
     if "greedy_rewards" in required:
         raise UserError(
             f"config.reward_model: advantage {config.advantage.name!r} compares with the greedy completion, which a "

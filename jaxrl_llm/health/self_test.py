@@ -356,7 +356,9 @@ def push_arrives(trial: Trial) -> Answer:
         return skipped(MORE)
     if trial.engine.max_gap is not None:
         return _weight_check(trial)
-    moved = jax.tree.map(lambda x: x * MOVED, trial.params)
+    # A base in int8 has numbers that mean something only with their scales, which are moved.
+    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    moved = jax.tree.map(lambda x: x * MOVED if floating(x) else x, trial.params)
     trial.engine.update_weights(moved, trial.run.step)
     sampled = trial.sample(KEY, AGAIN)
     trial.engine.update_weights(trial.params, trial.run.step)
