@@ -8,8 +8,9 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,14 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+from orbax.checkpoint.checkpoint_managers import (
+    AnyPreservationPolicy,
+    BestN,
+    LatestN,
+    PolicyCheckpointInfo,
+    PreservationContext,
+    PreservationPolicy,
+)
 
 from jaxrl_llm import distributed
 from jaxrl_llm.config.load import flatten
@@ -116,11 +124,11 @@ class Checkpoints:
 
     def __init__(self, folder: Path, began_with: dict[str, str], config: Config, mesh: Mesh):
         """config: the `checkpoint` section; began_with: per field, the hash of a model or data that must not change."""
-        self._began_with, self._mesh, self._best = began_with, mesh, config.keep_best
+        self._began_with, self._mesh, self._best, self._every = began_with, mesh, config.keep_best, config.every
         self._accuracies: dict[int, float] = {}  # of checkpoints, by step
         self._most = config.keep + config.keep_best + 1  # on the disk at once: all kept ones and the one being written
         by = itemgetter("accuracy")
-        policies: list[Any] = [LatestN(config.keep)]
+        policies: list[Any] = [LatestN(1), LatestDue(config.keep, config.every)]
         if config.keep_best:
             policies.append(BestN(get_metric_fn=by, n=config.keep_best, keep_checkpoints_without_metrics=False))
         options = ocp.CheckpointManagerOptions(
@@ -170,9 +178,13 @@ class Checkpoints:
             self._accuracies[step] = accuracy
 
     def steps(self) -> list[int]:
-        """Waits for all saves, and returns the steps of the checkpoints. Raises: UserError, if a save failed."""
+        """Waits for all saves, and returns the steps of the checkpoints at multiples of `every`.
+
+        A signal makes others: a rollback that chose one would go elsewhere than that of a run without the signal.
+        Raises: UserError, if a save failed.
+        """
         self.wait()
-        return sorted(self._manager.all_steps())
+        return sorted(step for step in self._manager.all_steps() if step % self._every == 0)
 
     def rollbacks(self) -> int:
         """Returns how often the run had gone back when it made the newest checkpoint; 0 without one."""
@@ -260,6 +272,20 @@ class Checkpoints:
         """Waits until all saves are on the disk, and closes Orbax. Raises: UserError, if a save failed."""
         with self._saving(), closing(self._manager):
             self.wait()
+
+
+@dataclass(frozen=True)
+class LatestDue(PreservationPolicy):
+    """Keeps the latest `count` checkpoints at multiples of `every`. One that a signal made takes none of their places."""
+
+    count: int
+    every: int
+
+    def should_preserve(
+        self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
+    ) -> Sequence[bool]:
+        due = [checkpoint.step for checkpoint in checkpoints if checkpoint.step % self.every == 0][-self.count :]
+        return [checkpoint.step in due for checkpoint in checkpoints]
 
 
 def read(manager: ocp.CheckpointManager, step: int, wanted: ocp.args.Composite) -> Any:

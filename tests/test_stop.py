@@ -163,7 +163,7 @@ def test_a_workdir_that_stays_empty_is_not_left_behind(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-KEEP = ConfigDict(dict(keep=1, keep_best=1))
+KEEP = ConfigDict(dict(every=1, keep=1, keep_best=1))
 MESH = make_mesh(data=1, fsdp=1, tensor=1)
 STATE = {"a": jnp.arange(2**20, dtype=jnp.float32) ** 0.5}
 
@@ -213,7 +213,7 @@ def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed
 
 def test_an_evaluation_is_saved_only_if_it_is_one_of_the_best_also_after_a_resume(tmp_path):
     def make() -> Checkpoints:
-        return Checkpoints(tmp_path / "checkpoints", {}, ConfigDict(dict(keep=1, keep_best=2)), MESH)
+        return Checkpoints(tmp_path / "checkpoints", {}, ConfigDict(dict(every=1, keep=1, keep_best=2)), MESH)
 
     checkpoints = make()
     assert checkpoints.is_best(0.0) and not checkpoints.is_best(None)
@@ -225,7 +225,7 @@ def test_an_evaluation_is_saved_only_if_it_is_one_of_the_best_also_after_a_resum
     for one in (checkpoints, again):
         assert [one.is_best(accuracy) for accuracy in (0.4, 0.5, 0.6, 0.8)] == [False, False, True, True]
     again.close()
-    none = Checkpoints(tmp_path / "none", {}, ConfigDict(dict(keep=1, keep_best=0)), MESH)
+    none = Checkpoints(tmp_path / "none", {}, ConfigDict(dict(every=1, keep=1, keep_best=0)), MESH)
     assert not none.is_best(1.0)
     none.close()
 
@@ -236,6 +236,25 @@ def test_the_best_checkpoint_stays_when_the_run_is_resumed(tmp_path):
         checkpoints.save(step, STATE, PENDING, accuracy, ladders={})
         checkpoints.close()
     assert steps(tmp_path) == ["2", "4"]
+
+
+def test_a_checkpoint_that_a_signal_made_changes_not_to_which_ones_a_run_can_go_back(tmp_path):
+    """The run without a signal saves at 2, 4, 6 and 8; the other one also at 3 and 7, and is resumed from there."""
+    config = ConfigDict(dict(every=2, keep=3, keep_best=0))
+    there: dict[str, list[list[int]]] = {}
+    for name, saves in {"straight": [[2, 4, 6, 8]], "stopped": [[2, 3], [4, 6, 7], [8]]}.items():
+        for of_part in saves:
+            checkpoints = Checkpoints(tmp_path / name, {}, config, MESH)
+            for step in of_part:
+                checkpoints.save(step, STATE, PENDING, None, ladders={})
+                if step % 2 == 0:
+                    there.setdefault(name, []).append(checkpoints.steps())
+            assert (
+                checkpoints.check_beginning() == of_part[-1]
+            )  # it is resumed from the newest, also if a signal made it
+            checkpoints.close()
+    assert there["stopped"] == there["straight"] == [[2], [2, 4], [2, 4, 6], [4, 6, 8]]
+    assert steps(tmp_path / "stopped") == ["4", "6", "8"]
 
 
 def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkeypatch):
