@@ -276,7 +276,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class LatestDue(PreservationPolicy):
-    """Keeps the latest `count` checkpoints at multiples of `every`. One that a signal made takes none of their places."""
+    """Keeps the latest `count` checkpoints at multiples of `every`: one that a signal made takes no place of theirs."""
 
     count: int
     every: int
