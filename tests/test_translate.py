@@ -14,7 +14,7 @@ from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.translate import __main__ as program
-from jaxrl_llm.translate import easyr1, lint, readers, search_r1, shell, trl, trl_ppo, verl, writer
+from jaxrl_llm.translate import easyr1, lint, readers, search_r1, trl, trl_ppo, verl, writer
 from jaxrl_llm.translate.outcome import KINDS, Keys, Outcome, Translation, Unread, translate
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -486,19 +486,6 @@ def test_the_keys_in_the_docs_are_in_the_table(heading, systems):
     for name in names:
         end = name.replace(".*", ".").rstrip("*")
         assert any(f".{rule}".endswith(f".{end}") or f".{end}" in f".{rule}" for rule in rules), name
-
-
-def test_a_shell_script_is_expanded_as_text():
-    [words] = shell.commands('A=1\nB="${A}2"\nC=(x y)\nC+=("z 1")\npython -m a.b k=$B l=${NO:-"$A"} "${C[@]}" # m=1\n')
-    assert words == ["python", "-m", "a.b", "k=12", "l=1", "x", "y", "z 1"]
-    [words] = shell.commands("N=3; M=$(( N * 2 + 1 ))\npython -m a k=$M l=$((N / 2)) u=$UNSET v=$(date +%s) $@")
-    assert words[3:5] == ["k=7", "l=1"]
-    parsed = {k: shell.value_of(v, str) for k, v in shell.overrides(words).items()}
-    assert isinstance(parsed["u"], Unread) and isinstance(parsed["v"], Unread)
-    assert not isinstance(shell.value_of("${a.b}", str), Unread)  # of Hydra, not of the shell
-    assert shell.flags(["--a-b", "1", "--c", "--d=x", "--e", "1", "2"]) == {
-        "a_b": "1", "c": "True", "d": "x", "e": ["1", "2"],
-    }  # fmt: skip
 
 
 def test_a_reference_to_another_key_has_its_value(tmp_path):

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.translate import easyr1, search_r1, shell, trl, trl_ppo, verl
-from jaxrl_llm.translate.outcome import System, Unread
+from jaxrl_llm.translate import arguments, easyr1, search_r1, shell, trl, trl_ppo, verl
+from jaxrl_llm.translate.arguments import Value
+from jaxrl_llm.translate.documents import SECTIONS, Keys, beside, of_document, resolved, scalar, with_files
+from jaxrl_llm.translate.outcome import System
 from jaxrl_llm.translate.script import read_script
+from jaxrl_llm.translate.shell import Command
 
 NAME = re.compile(r"[\w./@-]+")
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-# ${a.b}, ${.b} of the same section, ${oc.select:a.b,default}
-REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
+MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 OF_SEARCH_R1 = re.compile(
     r"max_turns|do_search|(retriever|reranker)\..*|.*\.(n_agent|state_masking|no_think_rl)|"
     r"data\.(max_start_length|max_obs_length)"
 )
-SECTIONS = ("actor_rollout_ref", "worker", "algorithm", "trainer", "critic")
-LAUNCHER = "accelerate."
-LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")  # modules that start a script, whose name comes later
+# The first words of keys of veRL, EasyR1 and Search-R1, and the flags of TRL.
+HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
+OVERRIDDEN = {key.split(".")[0] for system in HYDRA for key in system.rules if "." in key}
+FLAGS = {*trl.OF_GRPO, *trl.SHARED, *trl_ppo.OWN}
+LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
+STARTERS = ("torch.distributed", "accelerate", "deepspeed")  # modules that start a script, whose name comes later
 
 
 @dataclass(frozen=True)
 class Source:
-    """The keys of a file, and the trainer that they are for."""
+    """The keys of a file, and the trainer that they are for. lost, notes and referred: as of `documents.Keys`."""
 
     path: Path
     system: System
     keys: dict[str, Any]
+    lost: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    referred: frozenset[str] = frozenset()
 
 
 def read(path: Path) -> Source:
@@ -46,13 +51,14 @@ def read(path: Path) -> Source:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as text ({error}): give a config or a script") from None
     if path.suffix == ".py":
-        kind, keys = read_script(path, text)
-        return Source(path, trl.GRPO if kind == "grpo" else trl_ppo.PPO, keys)
-    keys = _of_document(path, text) if path.suffix in (".json", ".yaml", ".yml") else _of_shell(path, text)
+        kind, values, lost = read_script(path, text)
+        return Source(path, trl.GRPO if kind == "grpo" else trl_ppo.PPO, values, tuple(lost))
+    keys = resolved(of_document(path, text)) if path.suffix in (".json", ".yaml", ".yml") else _of_shell(path, text)
     # A key becomes a comment of the config, so it must be a name.
-    if wrong := next((key for key in keys if not NAME.fullmatch(key)), ""):
+    if wrong := next((key for key in keys.values if not NAME.fullmatch(key)), ""):
         raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
-    return Source(path, detect(path, keys), keys)
+    system = detect(path, keys.values)
+    return Source(path, system, keys.values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
 
 
 def detect(path: Path, keys: dict[str, Any]) -> System:
@@ -71,51 +77,109 @@ def detect(path: Path, keys: dict[str, Any]) -> System:
 
 
 def _known(system: System, keys: dict[str, Any]) -> int:
-    return sum(key in system.rules for key in keys)
+    return sum(key in system.rules or key.startswith(LAUNCHERS) for key in keys)
 
 
-def _of_document(path: Path, text: str) -> dict[str, Any]:
+def _of_shell(path: Path, text: str) -> Keys:
+    """Returns the keys of the training command of a script. What a loop makes of it several times is one command."""
     try:
-        document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be parsed: {' '.join(str(error).split())}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"{path} holds no mapping of keys to values: give a config")
-    if any(isinstance(document.get(section), dict) for section in SECTIONS):
-        return _resolved(_flat(document))
-    return {str(key): _number(value) for key, value in document.items()}
-
-
-def _of_shell(path: Path, text: str) -> dict[str, Any]:
-    try:
-        found = [keys for words in shell.commands(text) if (keys := _of_command(path, words))]
+        script = shell.follow(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    if not found:
-        raise UserError(f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1: give a script that has one")
-    if len(found) > 1:
-        raise UserError(f"{path} has {len(found)} training commands: keep one in the file")
-    return found[0]
+    runs: dict[int, list[tuple[Command, Keys]]] = {}
+    for command in script.commands:
+        if keys := _of_command(path, command, script.files):
+            runs.setdefault(command.place, []).append((command, keys))
+    if len(runs) > 1:
+        raise UserError(f"{path} has {len(runs)} training commands: keep one in the file")
+    its = next(iter(runs.values()), [])
+    lost = unreached(script, {command.place for command, _ in its})
+    if not its:
+        which = f" that is reached ({lost[0]} belongs to none)" if lost else ""
+        raise UserError(
+            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{which}: give a script that has one"
+        )
+    first = its[0][1]
+    words = [word for _, keys in its for word in keys.lost]
+    return replace(
+        first, values=arguments.merged([keys.values for _, keys in its]), lost=list(dict.fromkeys(words + lost))
+    )
 
 
-def _of_command(path: Path, words: list[str]) -> dict[str, Any]:
-    """Returns the keys of a command; empty, if it starts no training."""
+def unreached(script: shell.Script, training: set[int]) -> list[str]:
+    """Returns the words of a script that look like keys of a trainer, but belong to no command that it reaches.
+
+    training: the places of the training command. A command that begins with such a word is what a comment cut off.
+    """
+    reached = [one for one in script.commands if one.place in training or not _like_keys(one.words[0])]
+    places = frozenset().union(*(command.places for command in reached))
+    lost = []
+    for word in script.words:
+        written = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
+        assigned = shell.ASSIGNMENT.match(written)
+        keys = _like_keys(written[assigned.end() :] if assigned else written) if word.at not in places else []
+        lost += [f"line {word.line}: {' '.join(keys)}"] if keys else []
+    for line, text in script.heredocs:
+        keys = _like_keys(text)
+        lost += [f"line {line}: {' '.join(keys)}"] if keys else []
+    return lost
+
+
+def _like_keys(text: str) -> list[str]:
+    """Returns the words of a text that look like keys of one of the trainers."""
+    words = text.split()
+    dotted = [word for word in words if shell.DOTTED.fullmatch(word) and word.lstrip("+~").split(".")[0] in OVERRIDDEN]
+    flags = [word for word in words if word.startswith("--") and _flag(word) in FLAGS]
+    return dotted + flags
+
+
+def _flag(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0].replace("-", "_").removeprefix("no_")
+
+
+def _of_command(path: Path, command: Command, files: Mapping[str, str]) -> Keys | None:
+    """Returns the keys of a command; None, if it starts no training."""
+    words = command.words
     start = next((i for i in range(len(words)) if _starts(words, i)), None)
     if start is None:
+        return None
+    inside = command.values[start + 1 + (words[start] in ("-m", "trl")) :]
+    hydra, left = arguments.keys_of(inside)
+    if any(key.split(".")[0] in SECTIONS for key in hydra) or "--config-name" in hydra:
+        keys = with_files(path, {key: arguments.value_of(value, scalar) for key, value in hydra.items()}, files)
+        keys.lost += _unkeyed(left)
+        return resolved(keys)
+    given, left = arguments.flags(inside)
+    values = {key: arguments.value_of(value, scalar) for key, value in given.items()}
+    denied = {key for key in values if key.removeprefix("no_") in trl.GRPO.rules and key not in trl.GRPO.rules}
+    values = {key.removeprefix("no_") if key in denied else key: key not in denied and x for key, x in values.items()}
+    keys = with_files(path, values, files)
+    if not any(key in trl.GRPO.rules or key in trl_ppo.PPO.rules for key in keys.values):
+        return None
+    keys.values |= launched(path, command.values[:start], files)
+    keys.lost += _unkeyed(left)
+    return keys
+
+
+def _unkeyed(values: Sequence[Value]) -> list[str]:
+    return [f"{value.text}: not a key with a value that the script says" for value in values if value.text.strip("- ")]
+
+
+def launched(path: Path, values: Sequence[Value], files: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the flags of the program that starts the processes, as torchrun.nnodes, and those of its file."""
+    names = [value.text.rpartition("/")[2] for value in values]
+    names = ["torchrun" if name.startswith("torch.distributed") else name for name in names]
+    launcher = next((name for name in names if name in LAUNCHERS), "")
+    if not launcher:
         return {}
-    inside = words[start + 1 :]
-    hydra = shell.overrides(inside)
-    if any(key.split(".")[0] in SECTIONS for key in hydra):
-        keys = {key: shell.value_of(value, _scalar) for key, value in hydra.items()}
-        return _resolved(_with_file(path, keys))
-    keys = {key: shell.value_of(value, _scalar) for key, value in shell.flags(inside).items()}
-    denied = {key for key in keys if key.removeprefix("no_") in trl.GRPO.rules and key not in trl.GRPO.rules}
-    keys = {key.removeprefix("no_") if key in denied else key: key not in denied and x for key, x in keys.items()}
-    launcher = shell.flags(words[:start])
-    if "num_processes" in launcher:
-        keys[f"{LAUNCHER}num_processes"] = shell.value_of(launcher["num_processes"], _scalar)
-    keys = _with_file(path, keys)
-    return keys if any(key in trl.GRPO.rules or key in trl_ppo.PPO.rules for key in keys) else {}
+    given, _ = arguments.flags(values)
+    keys = {key: arguments.value_of(value, scalar) for key, value in given.items()}
+    if launcher == "accelerate" and isinstance(name := keys.get("config_file"), str):
+        found = beside(path, name, files)
+        in_file = of_document(*found).values if found else {}
+        keys["config_file"] = name if found else None
+        keys = {key: in_file[key] for key in ("num_processes", "num_machines") if key in in_file} | keys
+    return {f"{launcher}.{key}": value for key, value in keys.items()}
 
 
 def _starts(words: list[str], i: int) -> bool:
@@ -124,69 +188,5 @@ def _starts(words: list[str], i: int) -> bool:
     if words[i] == "trl":
         return after in ("grpo", "ppo")
     if words[i] == "-m":
-        return not after.startswith(LAUNCHERS)
+        return MODULE.fullmatch(after) is not None and not after.startswith(STARTERS)
     return re.fullmatch(r"[^=]*\.py", words[i]) is not None
-
-
-def _with_file(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
-    """Adds the keys of the file that `config` names, if it is there: beside the script, or from a folder above it."""
-    if not isinstance(keys.get("config"), str):
-        return keys
-    name = str(keys["config"])
-    for folder in (Path(), *path.resolve().parents):
-        if (folder / name).is_file():
-            base = _of_document(folder / name, (folder / name).read_text(encoding="utf-8"))
-            return base | {key: value for key, value in keys.items() if key != "config"}
-    return keys
-
-
-def _flat(document: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in document.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = _number(value)
-    return flat
-
-
-def _resolved(keys: dict[str, Any]) -> dict[str, Any]:
-    """Replaces references to other keys by their values. A reference that leads nowhere makes a value `Unread`."""
-
-    def referred(key: str, match: re.Match[str], depth: int) -> Any:
-        name, default = match.groups()
-        name = f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name
-        if name in keys and depth:
-            return resolve(name, keys[name], depth - 1)
-        return Unread(match[0]) if default is None else _scalar(default.strip())
-
-    def resolve(key: str, value: Any, depth: int) -> Any:
-        if not isinstance(value, str) or isinstance(value, Unread):
-            return value
-        while match := REFERENCE.search(value):
-            found = referred(key, match, depth)
-            if match[0] == value or isinstance(found, Unread):
-                return found
-            value = value.replace(match[0], "null" if found is None else str(found))
-        return value
-
-    return {key: resolve(key, value, 5) for key, value in keys.items()}
-
-
-def _scalar(text: str) -> Any:
-    """Parses a value of a command line, as Hydra and argparse do. "[a, b]" and "{a: 1}" are values too."""
-    try:
-        return _number(yaml.safe_load(text)) if text else ""
-    except yaml.YAMLError:
-        return text
-
-
-def _number(value: Any) -> Any:
-    """Makes 1e-6 a number, also inside lists and mappings: YAML takes it for text."""
-    if isinstance(value, str) and not isinstance(value, Unread) and NUMBER.fullmatch(value):
-        return float(value)
-    if isinstance(value, list):
-        return [_number(one) for one in value]
-    if isinstance(value, dict):
-        return {key: _number(one) for key, one in value.items()}
-    return value

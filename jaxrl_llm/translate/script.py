@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.translate.arguments import calculated
 from jaxrl_llm.translate.ours import FILES
 from jaxrl_llm.translate.outcome import Unread
-from jaxrl_llm.translate.shell import calculated
 
 CONFIGS = {"GRPOConfig": "grpo", "PPOConfig": "ppo"}
 TRAINERS = {"GRPOTrainer": "grpo", "PPOTrainer": "ppo"}
@@ -22,7 +22,7 @@ OF_ROWS = ("map", "filter", "select", "take", "skip", "train_test_split", "renam
 Names: TypeAlias = dict[str, list[ast.expr]]  # what the script sets a name to, in its order
 
 
-def read_script(path: Path, text: str) -> tuple[str, dict[str, Any]]:
+def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
     """Returns "grpo" or "ppo", and the keys of the config; those of the trainer begin with "trainer.".
 
     A value that is no literal is `Unread`, except functions and data sets, which are given by name.
@@ -62,7 +62,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any]]:
                 keys[f"trainer.{name}"] = _of_trainer(node, names)
             if name == "train_dataset" and (done := _steps(node, names)):
                 keys["trainer.train_dataset.steps"] = ", ".join(done)
-    return kind, keys
+    return kind, keys, []
 
 
 def _called(call: ast.Call) -> str:

@@ -1,0 +1,44 @@
+"""What ${name%pattern} and its relatives make of a value."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import translate
+
+
+def transformed(text: str, rest: str) -> str | None:
+    """Returns ${name…} for the text of a name and what is behind it; None: that is not known here.
+
+    rest: %, %%, # and ## with a pattern, /pattern/text, //pattern/text, ^, ^^, a comma or two, or :offset:length.
+    """
+    if rest in ("^^", ",,"):
+        return text.upper() if rest == "^^" else text.lower()
+    if rest in ("^", ","):
+        return (text[:1].upper() if rest == "^" else text[:1].lower()) + text[1:]
+    if match := re.fullmatch(r":\s*(-?\d+)(?::(-?\d+))?", rest):
+        start = int(match[1]) if int(match[1]) >= 0 else max(len(text) + int(match[1]), 0)
+        if match[2] is None:
+            return text[start:]
+        return text[start : start + int(match[2])] if int(match[2]) >= 0 else text[start : int(match[2])]
+    if rest[0] in "%#":
+        greedy = rest[:2] in ("%%", "##")
+        return _cut(text, rest[1 + greedy :], end=rest[0] == "%", longest=greedy)
+    if rest[0] == "/":
+        every = rest.startswith("//")
+        pattern, _, by = rest[1 + every :].partition("/")
+        return re.sub(_expression(pattern), lambda _: by, text, count=0 if every else 1)
+    return None
+
+
+def _expression(pattern: str) -> str:
+    return translate(pattern).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
+
+
+def _cut(text: str, pattern: str, *, end: bool, longest: bool) -> str:
+    """Cuts the shortest or longest match of a pattern from the beginning or the end."""
+    sizes = range(len(text), -1, -1) if longest else range(len(text) + 1)
+    for size in sizes:
+        part = text[len(text) - size :] if end else text[:size]
+        if re.fullmatch(_expression(pattern), part, re.DOTALL):
+            return text[: len(text) - size] if end else text[size:]
+    return text

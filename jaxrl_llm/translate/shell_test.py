@@ -1,0 +1,56 @@
+"""What [ … ], [[ … ]] and (( … )) say of texts. A text that is not known has a $, and then the answer is None."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+NUMBERS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+
+
+def status(words: list[str], *, is_pattern: bool) -> bool | None:
+    """Returns the status of a test. is_pattern: the right side of = is a pattern, as in [[ … ]]."""
+    words = words[:-1] if words[-1:] in (["]"], ["]]"]) else words
+    for sign, other in (("||", "-o"), ("&&", "-a")):
+        at = next((i for i, word in enumerate(words) if i and word in (sign, other)), None)
+        if at is not None:
+            sides = status(words[:at], is_pattern=is_pattern), status(words[at + 1 :], is_pattern=is_pattern)
+            decisive = sign == "||"
+            return decisive if decisive in sides else None if None in sides else not decisive
+    if words[:1] == ["!"]:
+        found = status(words[1:], is_pattern=is_pattern)
+        return None if found is None else not found
+    if len(words) == 1:
+        return _is_set(words[0])
+    if len(words) == 2 and words[0] in ("-n", "-z"):
+        found = _is_set(words[1])
+        return None if found is None else found == (words[0] == "-n")
+    if len(words) == 3:
+        return compared(words[0], NUMBERS.get(words[1], words[1]), words[2], is_pattern=is_pattern)
+    return None
+
+
+def compared(left: str, sign: str, right: str, *, is_pattern: bool = False) -> bool | None:
+    """Returns whether a comparison holds."""
+    if "$" in left + right:
+        return None
+    if sign in ("=", "==", "!="):
+        same = fnmatchcase(left, right) if is_pattern else left == right
+        if _whole(left) and _whole(right):
+            same = int(left) == int(right)
+        return same == (sign != "!=")
+    if sign in ("<", "<=", ">", ">=") and _whole(left) and _whole(right):
+        low, high = (int(left), int(right)) if sign[0] == "<" else (int(right), int(left))
+        return low <= high if sign.endswith("=") else low < high
+    return None
+
+
+def _whole(text: str) -> bool:
+    return re.fullmatch(r"\s*-?\d+\s*", text) is not None
+
+
+def _is_set(text: str) -> bool | None:
+    """Whether a text is not empty. A variable that the script does not set is: the environment has none here."""
+    if re.fullmatch(r"\$(\w+|\{\w+\})", text):
+        return False
+    return None if "$" in text else bool(text)

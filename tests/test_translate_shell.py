@@ -1,0 +1,207 @@
+"""Shell scripts as `translate` follows them: the forms of bash, and the lines that belong to no command."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.translate import arguments, readers, shell
+from jaxrl_llm.translate.outcome import Unread
+
+# A script, and the words of the command that has a `k=`, without its name.
+FORMS = [
+    ('A=1\nB="${A}2"\nC=(x y)\nC+=("z 1")\nrun k=$B l=${NO:-"$A"} "${C[@]}" # m=1\n', ["k=12", "l=1", "x", "y", "z 1"]),
+    ("N=3; M=$(( N * 2 + 1 ))\nrun k=$M l=$((N / 2)) m=$((2 ** 3)) $@", ["k=7", "l=1", "m=8"]),
+    ("run k=1 \\\n  `# a comment` \\\n  l=2 `# another \\` one` \\\n m=3", ["k=1", "l=2", "m=3"]),
+    ("run k=1 \\\n  # l=2 \\\n  m=3", ["k=1"]),  # the comment ends the command
+    ("run k=1 \\ \n  l=2", ["k=1", " "]),  # a blank behind the backslash does, too
+    ("run k=1 \\\r\n  l=2\r\n", ["k=1", "l=2"]),
+    ("run 'k=a b' l=\"c \\\"d\\\" \\$e\" m=$'x' n=a\\ b", ["k=a b", 'l=c "d" $e', "m=x", "n=a b"]),
+    ('run k="one \\\n two"', ["k=one  two"]),
+    ("run k=1 #l=2\n", ["k=1"]),
+    ("run k=a#b", ["k=a#b"]),
+    ('O="k=1 l=2"\nrun $O "$O"', ["k=1", "l=2", "k=1 l=2"]),
+    ('O="k=1"\nO+=" l=2"\nrun $O', ["k=1", "l=2"]),
+    ("O=(k=1)\nO+=(l=2)\nrun ${O[@]} n=${#O[@]} first=${O[0]}", ["k=1", "l=2", "n=2", "first=k=1"]),
+    ("O=(\n k=1  # one\n\n # l=2\n m=3\n)\nrun \"${O[@]}\"", ["k=1", "m=3"]),
+    ('O=()\nrun k=1 "${O[@]}"', ["k=1"]),
+    ("run k=${A:=5} l=$A m=${A:+x} n=${B:+x} o=${B-d}", ["k=5", "l=5", "m=x", "n=", "o=d"]),
+    ("A=${X:-${Y:-deep}}\nrun k=$A", ["k=deep"]),
+    ("A=dir/name.tar.gz\nrun k=${A##*/} l=${A%%.*} m=${A%.gz} n=${A#dir/} o=${A/name/x} p=${A:0:3}",
+     ["k=name.tar.gz", "l=dir/name", "m=dir/name.tar", "n=name.tar.gz", "o=dir/x.tar.gz", "p=dir"]),
+    ("A=aBc\nrun k=${A,,} l=${A^^} m=${A//[ac]/-} n=${#A}", ["k=abc", "l=ABC", "m=-B-", "n=3"]),
+    ("A=B\nB=c\nrun k=${!A}", ["k=c"]),
+    ("run k=1 > log 2>&1 l=2 >> x &>y < z", ["k=1", "l=2"]),
+    ("run k=1 2>&1 | tee log", ["k=1"]),
+    ("set -x; exec run k=1", ["run", "k=1"]),
+    ("nohup run k=1 > log 2>&1 &\nwait", ["run", "k=1"]),
+    ("A=1 B=2 run k=$C", ["k=$C"]),
+    ("env A=1 run k=1", ["A=1", "run", "k=1"]),
+    ("cd x && run k=1 || exit 1", ["k=1"]),
+    ("mkdir -p x || exit 1\nrun k=1", ["k=1"]),
+    ("( cd x; run k=1 )", ["k=1"]),
+    ("{ run k=1; } 2>&1", ["k=1"]),
+    ("f() { run k=$1 l=\"$2\" \"${@:3}\" n=$#; }\nf a 'b c' d e", ["k=a", "l=b c", "d", "e", "n=4"]),
+    ("function f {\n local x=$1\n run k=$x\n}\nf 3", ["k=3"]),
+    ("main() {\n run k=1 \"$@\"\n}\nmain \"$@\"", ["k=1"]),
+    ("if [ \"$A\" = \"\" ]; then B=1; else B=2; fi\nrun k=$B", ["k=$B"]),
+    ("A=x\nif [[ $A == x* && 3 -gt 2 ]]; then C=3; elif x; then C=4; fi\nrun k=$C", ["k=3"]),
+    ("if [ -z \"$M\" ]; then M=default; fi\nrun k=$M", ["k=default"]),
+    ("[ -n \"$M\" ] || M=default\n[[ -z ${N} ]] && N=other\nrun k=$M l=$N", ["k=default", "l=other"]),
+    ("if [ $# -lt 2 ]; then\n echo usage\n exit 1\nfi\nrun k=1", ["k=1"]),
+    ("M=a\nwhile [[ $# -gt 0 ]]; do case $1 in --m) M=$2; shift 2;; *) break;; esac; done\nrun k=$M", ["k=a"]),
+    ("A=b\ncase $A in a) K=1;; b|c) K=2;; *) K=3;; esac\nrun k=$K", ["k=2"]),
+    ("case \"${E:-x}\" in\n  (x)\n    K=1 ;;\nesac\nrun k=$K", ["k=1"]),
+    ("A=()\nfor f in a b; do A+=(k=$f); done\nrun \"${A[@]}\"", ["k=a", "k=b"]),
+    ("for ((i=0; i<2; i++)); do echo $i; done\nrun k=1", ["k=1"]),
+    ("N=2\nif (( N > 1 )); then K=1; fi\n((N++))\nrun k=$K l=$N", ["k=1", "l=3"]),
+    ("CMD=\"run k=1 l='a b'\"\neval $CMD", ["k=1", "l=a b"]),
+    ("CMD='run k=1'\n$CMD l=2", ["k=1", "l=2"]),
+    ("A=1\nsrun -N 2 bash -lc \"run k=$A l=2\"", ["k=1", "l=2"]),
+    ("cat <<EOF > x.yaml\na: don't \"\nEOF\nrun k=1", ["k=1"]),
+    ("cat <<-'EOF'\n\ta.b=1 (\n\tEOF\nrun k=1 <<< text", ["k=1"]),
+    ("diff <(a) <(b)\nrun k=1", ["k=1"]),
+    ("time run k=1; run2 x", ["run", "k=1"]),
+    ("export A=1 B='x y'\ndeclare -a C=(k=1 l=2)\nreadonly D=$A\nrun ${C[@]} m=$B n=$D", 
+     ["k=1", "l=2", "m=x", "y", "n=1"]),
+    ("A=$(pwd)\nB=\"$(cd \"$(dirname \"${BASH_SOURCE[0]}\")\" && pwd)\"\nrun k=$A/x l=$B/y", ["k=./x", "l=./y"]),
+    ("A=$(echo one two)\nrun k=\"$A\"", ["k=one two"]),
+    ("run k='${a.b}' l=\\${c.d}", ["k=${a.b}", "l=${c.d}"]),
+    ("set -- a b\nrun k=$1 l=$2", ["k=a", "l=b"]),
+    ("run k=1\nexit 0\nrun k=2", ["k=1"]),
+    ("X=$(date)\nif [ -f y ]; then K=1; else K=1; fi\nrun k=$K", ["k=1"]),
+    ("trap 'kill 1' EXIT\n[ -d x ] && rm x\nrun k=1", ["k=1"]),
+]  # fmt: skip
+
+
+def test_each_form_of_bash_has_the_words_that_bash_makes_of_it():
+    wrong = []
+    for script, words in FORMS:
+        commands = [one.words for one in shell.follow(script).commands if any(w.startswith("k=") for w in one.words)]
+        if [command[1:] for command in commands] != [words]:
+            wrong.append((script, commands, words))
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["$UNSET", "${UNSET}", "$1", "$(date +%s)", "`date`", "$((UNSET + 1))", "$DOUBT", "${UNSET?no}", "${UNSET%x}"],
+)
+def test_a_value_that_the_script_does_not_say_is_unread(value):
+    script = f"if grep -q x y; then DOUBT=1; fi\nrun 'k={{a}}' l={value} m=1"
+    run = next(one for one in shell.follow(script).commands if one.words[0] == "run")
+    keys, left = arguments.keys_of(run.values[1:])
+    read = {key: arguments.value_of(text, str) for key, text in keys.items()}
+    assert left == [] and read["k"] == "{a}" and read["m"] == "1" and isinstance(read["l"], Unread)
+
+
+def test_the_arguments_of_a_command_are_keys_and_the_rest_is_named():
+    words = re.findall(r"\S+", "a.b=1 +c=2 --d=3 -cn x --config-path y --e z q@r=1")
+    keys, left = arguments.keys_of([arguments.Value(word) for word in words])
+    assert keys == {"a.b": "1", "c": "2", "--d": "3", "--config-name": "x", "--config-path": "y", "--e": "True"}
+    assert [value.text for value in left] == ["z", "q@r=1"]
+    flags, left = arguments.flags([arguments.Value(word) for word in re.findall(r"\S+", "x --a-b 1 --c --d=x --e 1 2")])
+    assert flags == {"a_b": "1", "c": "True", "d": "x", "e": ["1", "2"]} and [value.text for value in left] == ["x"]
+
+
+VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=a/b"
+# A script, its keys besides the model, and the lines that belong to no command.
+LOST = {
+    "comments in backticks": (
+        f"{VERL} \\\n  `# group` \\\n  actor_rollout_ref.rollout.n=8 `# rate` \\\n"
+        "  actor_rollout_ref.actor.optim.lr=5e-7",
+        {"actor_rollout_ref.rollout.n": 8, "actor_rollout_ref.actor.optim.lr": 5e-7},
+        [],
+    ),
+    "a comment in the middle": (
+        f"{VERL} \\\n  data.train_batch_size=8 \\\n  # data.seed=1 \\\n"
+        "  actor_rollout_ref.rollout.n=8 \\\n  trainer.nnodes=2",
+        {"data.train_batch_size": 8},
+        ["line 4: actor_rollout_ref.rollout.n=8", "line 5: trainer.nnodes=2"],
+    ),
+    "a blank behind a backslash": (
+        f"{VERL} \\ \n  trainer.nnodes=2",
+        {},
+        ["line 2: trainer.nnodes=2"],
+    ),
+    "an array that is not used, and a part of it in a variable": (
+        f'A=(data.seed=1)\nB="trainer.nnodes=2 trainer.save_freq=3"\nC=(data.seed=4)\n{VERL} "${{C[@]}}"',
+        {"data.seed": 4},
+        ["line 1: data.seed=1", "line 2: trainer.nnodes=2 trainer.save_freq=3"],
+    ),
+    "a branch that is not taken, and one that may be": (
+        f'A=()\nif [ 1 = 2 ]; then A+=(data.seed=1); fi\nif grep -q x y; then A+=(data.seed=2); fi\n{VERL} "${{A[@]}}"',
+        {},
+        ["line 2: data.seed=1", "line 3: data.seed=2"],
+    ),
+    "words that are no keys": (
+        f"{VERL} $EXTRA more $(cat args.txt) \"$@\" trainer@x=1",
+        {},
+        [f"{word}: not a key with a value that the script says"
+         for word in ("$EXTRA", "more", "$(cat args.txt)", "trainer@x=1")],
+    ),
+    "a heredoc": (
+        f"cat <<EOF\ndata.seed=3\nEOF\n{VERL}",
+        {},
+        ["line 2: data.seed=3"],
+    ),
+    "another command has its own": (f"pip install data.x==1\npython prep.py data.seed=3\n{VERL}", {}, []),
+    "what is behind exit": (f"{VERL}\nexit\npython x.py \\\n data.seed=1", {}, ["line 4: data.seed=1"]),
+    "ray": (
+        "ray job submit --address=http://x:1 --runtime-env-json='{\"a\": 1}' -- "
+        f"env A=1 {VERL} \\\n data.seed=2 2>&1 | tee log",
+        {"data.seed": 2},
+        [],
+    ),
+    "a function, srun and a default": (
+        f"SEED=${{SEED:-7}}\nrun() {{\n  srun -N1 {VERL} \\\n    data.seed=$SEED \"$@\"\n}}\nrun trainer.nnodes=2",
+        {"data.seed": 7, "trainer.nnodes": 2},
+        [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "keys", "lost"), LOST.values(), ids=LOST.keys())
+def test_a_line_that_looks_like_a_key_is_a_key_or_is_named(script, keys, lost, tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(script)
+    source = readers.read(path)
+    assert source.keys == {"actor_rollout_ref.model.path": "a/b"} | keys
+    assert list(source.lost) == lost
+
+
+def test_a_loop_over_a_training_is_one_command_and_what_differs_is_unread(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(f"for seed in 1 2; do\n  {VERL} data.seed=$seed trainer.nnodes=3\ndone")
+    source = readers.read(path)
+    assert source.keys["trainer.nnodes"] == 3
+    assert isinstance(source.keys["data.seed"], Unread) and "2 times, with 1, 2" in source.keys["data.seed"]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ('echo "a', "has no end"), ("A=(1 2", "has no end"), ("echo $(a", "has no end"),
+        ("if x; then y", "'fi' is missing"),
+        ("for a in b; do c", "'done' is missing"), ("f() { x", "'}' is missing"),
+        ("case a in b) c", "'esac' is missing"),
+        (f"if false; then\n{VERL}\nfi", "no training command .* that is reached .line 2: "),
+    ],
+)  # fmt: skip
+def test_a_script_that_is_broken_gives_one_line(script, words, tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(script)
+    with pytest.raises(UserError, match=words):
+        readers.read(path)
+
+
+def test_no_text_makes_the_reader_hang_or_raise_anything_else():
+    text = Path(__file__).read_text()[:9000]
+    for start in range(0, len(text), 60):
+        for piece in (text[start : start + 90], "\n".join(script for script, _ in FORMS[: start % 50])[: 3 * start]):
+            with contextlib.suppress(UserError):
+                shell.follow(piece)
