@@ -156,9 +156,8 @@ def made_of(folder: Path, name: str, text: str, **more: int) -> Translation:
 
 def config_of(made: Translation, folder: Path) -> tuple[str, dict]:
     """Writes the config, loads what was written, and returns both."""
-    base = lint.load_base(made.base, CONFIGS)
-    text = writer.source(made, base, CONFIGS, Path("given.sh"), Path("configs/mine.py"))
-    return text, flatten(lint.load_text(text, CONFIGS))
+    text = writer.source(made, Path("given.sh"), Path("configs/mine.py"))
+    return text, flatten(lint.load_text(text))
 
 
 def test_a_script_of_verl_becomes_a_config_with_its_numbers(tmp_path):
@@ -207,7 +206,7 @@ def test_every_key_becomes_exactly_one_thing_and_what_is_written_passes_the_chec
     for key, outcome in made.outcomes.items():  # what is not mapped is in a comment, with its reason
         said = " ".join(outcome.said.replace("# ", " ").split())
         assert outcome.kind == "mapped" or not said or (key in comments and said in comments), key
-    checked = lint.lint(lint.load_text(text, CONFIGS), set(made.yours()))
+    checked = lint.lint(lint.load_text(text), set(made.yours()))
     assert checked.refused == "" and checked.totals
 
 
@@ -386,7 +385,7 @@ def test_an_estimator_of_verl_has_our_name_and_passes_the_checks(value, name, tm
     text, c = config_of(made, tmp_path)
     assert c["advantage.name"] == name
     assert made.base == ("ppo" if value == "gae" else "grpo")
-    assert lint.lint(lint.load_text(text, CONFIGS), set(made.yours())).refused == ""
+    assert lint.lint(lint.load_text(text), set(made.yours())).refused == ""
 
 
 @pytest.mark.parametrize("mode", verl.LOSSES)
@@ -395,7 +394,7 @@ def test_a_loss_of_verl_has_our_name_and_passes_the_checks(mode, tmp_path):
     made = translate(verl.VERL, given | {"trainer.total_training_steps": 10})
     text, c = config_of(made, tmp_path)
     assert c["loss.name"] == verl.LOSSES[mode][0]
-    assert lint.lint(lint.load_text(text, CONFIGS), set(made.yours())).refused == ""
+    assert lint.lint(lint.load_text(text), set(made.yours())).refused == ""
 
 
 @pytest.mark.parametrize("mode", trl.LOSSES)
@@ -405,7 +404,7 @@ def test_a_loss_of_trl_has_our_name_and_passes_the_checks(mode, tmp_path):
     text, c = config_of(made, tmp_path)
     assert c["loss.name"] == trl.LOSSES[mode][0]
     assert mode != "cispo" or c["loss.clip_high"] == 4.0  # TRL's is the bound itself
-    assert lint.lint(lint.load_text(text, CONFIGS), set(made.yours())).refused == ""
+    assert lint.lint(lint.load_text(text), set(made.yours())).refused == ""
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -415,7 +414,7 @@ def test_a_table_sets_fields_that_are_there_and_knows_its_defaults(name):
     for base in ("ppo", "search_ppo"):
         c = load(CONFIGS / f"{base}.py")
         there |= set(checks.train_fields(c)) | set(flatten(c))
-    of_functions = ("advantage.", "loss.", "lora.", "reward_model.")
+    of_functions = ("advantage.", "loss.", "lora.", "reward_model.", "data.mixture")
     values = (None, True, False, 0, 1, 8, 0.5, "", "gae", "cosine", [1, 2], {"a": 1}, "someone/thing")
     for key in [*system.rules, *system.defaults]:
         key = key.replace("[*][*]", "**").replace("*", "anything")
@@ -535,18 +534,14 @@ def test_text_of_a_file_never_becomes_code(tmp_path):
     file.write_text(json.dumps(given))
     source = readers.read(file)
     made = translate(source.system, source.keys)
-    base = lint.load_base(made.base, CONFIGS)
-    text = writer.source(made, base, CONFIGS, file, Path("configs/mine.py"))
-    assert lint.load_text(text, CONFIGS).model.path == given["model_name_or_path"]
+    text = writer.source(made, file, Path("configs/mine.py"))
+    assert lint.load_text(text).model.path == given["model_name_or_path"]
     assert not ran.exists()
 
 
 def test_the_program_writes_a_config_prints_the_table_and_what_the_doctor_says(tmp_path, capsys):
-    (tmp_path / "configs").mkdir()
-    for name in ("grpo.py", "ppo.py", "search_grpo.py"):
-        write(tmp_path / "configs", name, (CONFIGS / name).read_text())
     many = VERL.replace("ppo_mini_batch_size=32", "ppo_mini_batch_size=8")
-    to = tmp_path / "configs" / "mine.py"
+    to = tmp_path / "mine.py"  # in any folder
     assert program.run(write(tmp_path, "run.sh", many), to, 0, 0) == 0
     said = capsys.readouterr().out
     assert "run.sh: 25 keys of veRL (0.9.1)" in said and "mapped" in said and "unsupported" in said
@@ -559,8 +554,8 @@ def test_the_program_writes_a_config_prints_the_table_and_what_the_doctor_says(t
         program.run(tmp_path / "run.sh", to, 0, 0)
     with pytest.raises(UserError, match="--processes"):
         program.run(tmp_path / "run.sh", None, 0, 8)
-    with pytest.raises(UserError, match=r"has no grpo\.py"):
-        program.run(tmp_path / "run.sh", tmp_path / "mine.py", 0, 0)
+    with pytest.raises(UserError, match="there is no folder"):
+        program.run(tmp_path / "run.sh", tmp_path / "other" / "mine.py", 0, 0)
 
 
 def test_a_translation_that_the_checks_refuse_says_why_and_is_written_all_the_same(tmp_path, capsys, monkeypatch):
@@ -649,6 +644,104 @@ def test_a_key_whose_meaning_differs_has_the_right_value_or_a_sentence():
         wrong += [] if is_so else [(name, given, one, {field: set_to.get(field) for field in fields})]
     assert wrong == []
     assert "eval.every" in translate(trl.GRPO, dict(eval_strategy="steps", eval_steps=0.1)).yours()
+
+
+VISION = """
+data: {train_files: hiyouga/geometry3k@train, image_key: images, rollout_batch_size: 64}
+algorithm: {adv_estimator: grpo}
+worker:
+  actor: {global_batch_size: 64, model: {model_path: Qwen/Qwen2.5-VL-7B-Instruct, freeze_vision_tower: false}}
+  rollout: {n: 4, limit_images: 1}
+  reward: {reward_function: ./math.py:compute_score}
+trainer: {max_steps: 10}
+"""
+PICTURES = {
+    "easyr1.yaml": VISION,
+    "verl.sh": "python3 -m verl.trainer.main_ppo data.train_files=~/geo3k/train.parquet data.image_key=images "
+    "actor_rollout_ref.model.path=Qwen/Qwen2-7B algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4",
+    "trl.yaml": TRL_YAML.replace("Qwen/Qwen2.5-0.5B-Instruct", "HuggingFaceTB/SmolVLM-Instruct"),
+    "trl.py": TRL_SCRIPT.replace("Qwen/Qwen3-0.6B", "Qwen/Qwen2-VL-2B-Instruct"),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_run_with_images_is_refused_before_anything_else_is_said(name, tmp_path, capsys):
+    assert program.run(write(tmp_path, name, PICTURES[name]), tmp_path / "mine.py", 0, 0) == 1
+    assert capsys.readouterr().out.startswith("not supported: this run has images (")
+
+
+def test_keys_of_images_are_unsupported_in_a_run_with_images_alone(tmp_path):
+    keys = ("data.image_key", "worker.actor.model.freeze_vision_tower", "worker.rollout.limit_images")
+    made = made_of(tmp_path, "easyr1.yaml", VISION)
+    assert {made.outcomes[key].kind for key in (*keys, "worker.actor.model.model_path")} == {"unsupported"}
+    text = VISION.replace("geometry3k", "math12k").replace("-VL", "").replace("limit_images: 1", "limit_images: 0")
+    made = made_of(tmp_path, "text.yaml", text)
+    assert {made.outcomes[key].kind for key in keys} == {"no effect"}
+    assert made.outcomes["worker.actor.model.model_path"].kind == "mapped"
+
+
+TRAIN = "train.py --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward " + (
+    "--per_device_train_batch_size 2 --num_generations 4 --max_steps 10"
+)
+LAUNCHES = [  # how a script is started, the processes that train (0: the file does not say), and files beside it
+    ("torchrun --nproc_per_node=8 --nnodes 2", 16, {}),
+    ("torchrun --standalone --nproc-per-node 4", 4, {}),
+    ("N=3\ntorchrun --nnodes=$N --nproc_per_node 2 --rdzv_backend c10d", 6, {}),
+    ("torchrun --nproc_per_node=$GPUS", 0, {}),
+    ("torchrun --nproc_per_node=gpu", 0, {}),
+    ("torchrun --nnodes=1:4 --nproc_per_node=8", 0, {}),
+    ("torchrun --nnodes=2", 2, {}),
+    ("python -m torch.distributed.run --nproc_per_node 8", 8, {}),
+    ("python3 -m torch.distributed.launch --nproc_per_node=2 --nnodes=2", 4, {}),
+    ("deepspeed --num_gpus=8", 8, {}),
+    ("deepspeed --num_gpus 8 --num_nodes 2 --hostfile hosts", 16, {}),
+    ("deepspeed --include localhost:0,1,2", 3, {}),
+    ("deepspeed --include=a:0,1@b:0", 3, {}),
+    ("deepspeed", 0, {}),
+    ("accelerate launch --num_processes 4 --multi_gpu", 4, {}),
+    ("accelerate launch --num_machines 2 --num_processes 16 --machine_rank 0", 16, {}),  # of all machines
+    ("accelerate launch --config_file zero3.yaml", 8, {"zero3.yaml": "num_machines: 1\nnum_processes: 8\n"}),
+    ("accelerate launch --config_file zero3.yaml --num_processes=7", 7, {"zero3.yaml": "num_processes: 8\n"}),
+    ("accelerate launch --config_file elsewhere/zero3.yaml", 0, {}),
+    ("python3 -m accelerate.commands.launch --num_processes 2", 2, {}),
+    ("cat > acc.yaml <<EOF\nnum_processes: 6\nEOF\naccelerate launch --config_file acc.yaml", 6, {}),
+    ("CUDA_VISIBLE_DEVICES=0,1 python", 0, {}),
+]
+
+
+def test_the_processes_of_every_launcher_count_and_its_flags_are_keys(tmp_path):
+    wrong = []
+    for launch, count, files in LAUNCHES:
+        for name, text in files.items():
+            write(tmp_path, name, text)
+        made = made_of(tmp_path, "run.sh", f"{launch} {TRAIN}\n")
+        per, said = made.fields()["prompts_per_step"], made.outcomes["per_device_train_batch_size"].said
+        unknown = "names no number of processes" in said
+        flags = set(re.findall(r"--([a-z_-]+)", launch.splitlines()[-1]))
+        there = {key.partition(".")[2] for key in made.outcomes if "." in key}
+        if (per, unknown) != (max(round(count / 2), 1), not count) or not {x.replace("-", "_") for x in flags} <= there:
+            wrong.append((launch, per, said, there))
+        for name in files:
+            (tmp_path / name).unlink()
+    assert wrong == []
+
+
+def test_several_files_to_train_on_are_a_mixture(tmp_path):
+    script = VERL.replace(
+        'data.train_files="$ROOT/train.parquet"', """data.train_files="['a/x/train.parquet','b/train.parquet']" """
+    )
+    made = made_of(tmp_path, "run.sh", script)
+    text, c = config_of(made, tmp_path)
+    assert (c["data.source"], c["data.mixture.train.source"], c["data.mixture.b_train.source"]) == (
+        "", "a/x/train.parquet", "b/train.parquet",
+    )  # fmt: skip
+    assert "data.mixture" in made.yours() and c["data.mixture.train.convert"] == "verl.convert"
+    assert 'c.data.mixture.train = ConfigDict(dict(source="a/x/train.parquet"' in text
+    assert lint.lint(lint.load_text(text), set(made.yours())).refused == ""
+    long = translate(verl.VERL, {"data.train_files": ["d" * 90 + "/train.parquet", "e" * 200 + ".parquet"]})
+    text, _ = config_of(long, tmp_path)
+    ruff = [Path(sys.executable).with_name("ruff"), "format", "--check", "--line-length", "120", "-"]
+    assert subprocess.run(ruff, input=text, text=True, capture_output=True).returncode == 0, text
 
 
 LOST = {  # files whose keys were easily lost: the fields that must come of them

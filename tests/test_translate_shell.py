@@ -48,7 +48,7 @@ FORMS = [
     ("f() { run k=$1 l=\"$2\" \"${@:3}\" n=$#; }\nf a 'b c' d e", ["k=a", "l=b c", "d", "e", "n=4"]),
     ("function f {\n local x=$1\n run k=$x\n}\nf 3", ["k=3"]),
     ("main() {\n run k=1 \"$@\"\n}\nmain \"$@\"", ["k=1"]),
-    ("if [ \"$A\" = \"\" ]; then B=1; else B=2; fi\nrun k=$B", ["k=$B"]),
+    ("if [ \"$A\" = \"\" ]; then B=1; else B=2; fi\nrun k=$B", ["k=1"]),
     ("A=x\nif [[ $A == x* && 3 -gt 2 ]]; then C=3; elif x; then C=4; fi\nrun k=$C", ["k=3"]),
     ("if [ -z \"$M\" ]; then M=default; fi\nrun k=$M", ["k=default"]),
     ("[ -n \"$M\" ] || M=default\n[[ -z ${N} ]] && N=other\nrun k=$M l=$N", ["k=default", "l=other"]),

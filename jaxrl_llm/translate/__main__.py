@@ -1,4 +1,4 @@
-"""Translates a config of another trainer: `python -m jaxrl_llm.translate FILE [--to configs/mine.py]`."""
+"""Translates a config of another trainer: `python -m jaxrl_llm.translate FILE [--to mine.py]`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from rich.table import Table
 
 from jaxrl_llm.doctor import print_config
 from jaxrl_llm.errors import Parser, UserError, run_main
-from jaxrl_llm.translate import lint, readers, writer
+from jaxrl_llm.translate import images, lint, readers, writer
 from jaxrl_llm.translate.outcome import KINDS, Translation, translate
 
 DESCRIPTION = (
     "Translates a config of TRL (JSON, YAML, a command line, or a Python script, which is not run), veRL, EasyR1 or "
     "Search-R1 (YAML or a shell script, which is not run) into a config of this package, names every key that has no "
-    "counterpart, and checks the result. Exit code 0: the checks pass; 1: they do not; 2: the file is no such config."
+    "counterpart, and checks the result. Exit code 0: the checks pass; 1: they do not, or the run is another one here: "
+    "it has images, or lines of the file belong to no key; 2: the file is no such config."
 )
-CONFIGS = Path("configs")
 
 
 def main() -> None:
     parser = Parser("jaxrl_llm.translate", description=DESCRIPTION)
     parser.add_argument("file", type=Path, metavar="FILE", help="the config or script")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="a new file in configs/ (default: print the config)")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="a new file, in any folder (default: print the config)")
     parser.add_argument("--rows", type=int, default=0, help="of the training data: makes steps of epochs")
     parser.add_argument("--processes", type=int, default=0, help="that TRL is launched with, which multiply its batch")
     args = parser.parse_args()
@@ -35,23 +35,38 @@ def main() -> None:
 
 def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     """Translates a file, writes or prints the config, and prints what became of its keys. Returns the exit code."""
-    folder = to.parent if to else CONFIGS
     found = readers.read(file)
     if processes and not found.system.name.startswith("TRL"):
         raise UserError(f"--processes: the batch of {found.system.name} does not depend on it; leave it out")
     if to and (to.suffix != ".py" or to.exists()):
         raise UserError(f"--to {to}: give a new file that ends with .py" + (", this one is there" * to.exists()))
-    made = translate(found.system, found.keys, rows=rows, processes=processes)
-    base = lint.load_base(made.base, folder)
-    text = writer.source(made, base, folder, file, to or CONFIGS / f"{file.stem}.py")
-    checked = lint.lint(lint.load_text(text, folder), set(made.yours()))
+    if to and not to.parent.is_dir():
+        raise UserError(f"--to {to}: there is no folder {to.parent}: make it first")
+    made = translate(found.system, found.keys, rows=rows, processes=processes, referred=found.referred)
+    text = writer.source(made, file, to or Path(f"{file.stem}.py"), found.lost)
+    checked = lint.lint(lint.load_text(text), set(made.yours()))
     if to:
         to.write_text(text, encoding="utf-8")
     else:
         print(text)
+    pictures = images.evidence(found.keys)
+    print_first(found, pictures)
     print_keys(made, file)
     print_checks(made, checked)
-    return int(bool(checked.refused))
+    return int(bool(checked.refused or pictures or found.lost))
+
+
+def print_first(found: readers.Source, pictures: str) -> None:
+    """Prints what makes the run another one here, and what the file says only with a default."""
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    if pictures:
+        console.print(
+            f"not supported: this run has images ({pictures}), and no model here takes them: train refuses the config"
+        )
+    for line in found.lost:
+        console.print(f"belongs to no key of the training command: {line}")
+    for note in found.notes:
+        console.print(f"note: {note}")
 
 
 def print_keys(made: Translation, file: Path) -> None:

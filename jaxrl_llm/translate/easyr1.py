@@ -162,9 +162,8 @@ RULES: dict[str, Rule] = {
         else Outcome("changed", {"data.overlong": "drop"}, "False cuts a longer prompt; here it is dropped and counted")
     ),
     "data.filter_overlong_prompts_workers": Idle(LOADER),
-    **each(Idle(WORDS), "image_key video_key min_pixels max_pixels", "data."),
+    **each(family.of_images, "image_key video_key min_pixels max_pixels video_fps", "data."),
     "data.image_dir": off(WORDS),
-    "data.video_fps": Idle(WORDS),
     "algorithm.adv_estimator": family.advantage(NAMES, ""),
     "algorithm.gamma": only_if(
         lambda keys: keys["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus"),
@@ -212,14 +211,15 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}fsdp.*": Idle(MESH),
     f"{ACTOR}offload.*": Idle(MEMORY),
     f"{MODEL}model_path": lambda value, keys: (
-        Outcome("mapped", {"model.path": str(value)})
+        family.model(value, keys)
         if value
         else Outcome("changed", {"model.path": "my_model"}, "", {"model.path": "a folder or a hub id"})
     ),
     f"{MODEL}tokenizer_path": off("the tokenizer is the model's"),
     f"{MODEL}enable_gradient_checkpointing": family.checkpointing,
     f"{MODEL}trust_remote_code": Idle("no code of a model's folder is run"),
-    f"{MODEL}freeze_vision_tower": Idle(WORDS),
+    f"{MODEL}freeze_vision_tower": family.of_images,
+    f"{ACTOR}freeze_vision_tower": family.of_images,
     f"{MODEL}override_config": off("the model is as its config.json says: change that", {}),
     f"{MODEL}override_config.*": unsupported("the model is as its config.json says: change that"),
     f"{MODEL}lora.*": lora,
@@ -235,7 +235,7 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}top_k": family.top_k,
     f"{ROLLOUT}seed": Idle("config.seed decides"),
     f"{ROLLOUT}ignore_eos": off("a completion ends at a stop token"),
-    f"{ROLLOUT}limit_images": Idle(WORDS),
+    f"{ROLLOUT}limit_images": family.of_images,
     f"{ROLLOUT}val_override_config*": unsupported(
         "an evaluation is one greedy completion for each problem here (jaxrl_llm.evaluate samples several)"
     ),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from jaxrl_llm.translate import images
+from jaxrl_llm.translate.documents import OWN
 from jaxrl_llm.translate.outcome import Keys, Kind, Outcome, Rule
 
 MESH = "placement of parameters on devices: here the mesh (config.mesh), and it changes no number"
@@ -366,6 +369,38 @@ def aggregation(names: Names, scale: str, loss: str) -> Rule:
     return rule
 
 
+def of_images(value: Any, keys: Keys) -> Outcome:
+    """A key of images: it has no effect in a run of text."""
+    kind = "unsupported" if images.evidence(keys.given) else "no effect"
+    return Outcome(kind, said=WORDS)
+
+
+def model(value: Any, keys: Keys) -> Outcome:
+    """The policy's model."""
+    fields = {"model.path": str(value)}
+    if images.OF_MODEL.search(str(value)):
+        return Outcome("unsupported", fields, "a model of images and text: no model here is one, so train refuses it")
+    return Outcome("mapped", fields)
+
+
+OWN_CONFIG = "the defaults here are those of ppo_trainer.yaml"
+
+
+def config_name(value: Any, keys: Keys) -> Outcome:
+    """The file that a command begins with. If it is there, its keys stand in its place."""
+    if OWN.fullmatch(str(value).removesuffix(".yaml")):
+        return Outcome("no effect", said=OWN_CONFIG)
+    said = "this file is not beside the script, in config/ there or above it: its keys have their defaults here"
+    return Outcome("unsupported", said=said)
+
+
+def defaults(value: Any, keys: Keys) -> Outcome:
+    """The files that a file is made of."""
+    if not value:
+        return Outcome("no effect", said=OWN_CONFIG)
+    return Outcome("unsupported", said=f"not there: {', '.join(value)}: their keys have their defaults here")
+
+
 def drops(said: str, filtered: str) -> Rule:
     """What becomes of longer prompts. filtered: the key that leaves them out beforehand."""
 
@@ -432,14 +467,32 @@ def checkpointing(value: Any, keys: Keys) -> Outcome:
 
 
 def files(section: str, convert: str) -> Rule:
-    """Data files: a path, or a list with one."""
+    """Data files: a path, or a list. Several files to train on are a mixture."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        listed = value if isinstance(value, list) else [value]
-        fields = {f"{section}.source": str(listed[0]), f"{section}.convert": convert}
+        listed = [str(one) for one in value] if isinstance(value, list) else [str(value)]
+        if len(listed) > 1 and section == "data":
+            return mixture(listed, convert)
+        fields = {f"{section}.source": listed[0], f"{section}.convert": convert}
         if len(listed) > 1:
-            why = f"one file, or a pattern such as data/*.parquet: join {', '.join(map(str, listed))}"
-            return Outcome("changed", fields, f"{len(listed)} files", {f"{section}.source": why})
+            why = f"one file, or a pattern such as data/*.parquet: join {', '.join(listed)}"
+            return Outcome("changed", fields, f"the first of {len(listed)} files", {f"{section}.source": why})
         return Outcome("mapped", fields)
 
     return rule
+
+
+def mixture(sources: list[str], convert: str) -> Outcome:
+    """Returns what several files become: sources that are drawn from by weight."""
+    parts: dict[str, dict[str, Any]] = {}
+    for source in sources:
+        # The name of a file, with as many of its folders as tell it from the others: math_train.
+        words = [re.sub(r"\W+", "_", word).strip("_") for word in source.rpartition(".")[0].split("/")]
+        names = ["_".join(filter(None, words[-size:])) for size in range(1, len(words) + 1)]
+        free = [name for name in names if name.isidentifier() and name not in parts]
+        name = free[0] if free else f"source_{len(parts)}"
+        parts[name] = dict(source=source, convert=convert, weight=1.0)
+    why = f"the weight of each of {', '.join(parts)}: the number of its rows, to draw them as often as there"
+    said = "joins the rows of the files there; here each source has a weight"
+    fields = {"data.source": "", "data.convert": "", "data.mixture": parts}
+    return Outcome("changed", fields, said, {"data.mixture": why})

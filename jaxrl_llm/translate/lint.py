@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -38,19 +37,10 @@ class Linted(NamedTuple):
     left_out: str  # rules that could not look, and why
 
 
-def load_base(name: str, folder: Path) -> Config:
-    """Loads the config that a translation changes. Raises: UserError, if it is not in the folder."""
-    if not (folder / f"{name}.py").is_file():
-        raise UserError(f"{folder} has no {name}.py, which the translation changes: run this from the repository")
-    return load(folder / f"{name}.py")
-
-
-def load_text(text: str, folder: Path) -> Config:
-    """Runs the text of a config beside copies of the configs of a folder, and returns what it makes."""
-    with TemporaryDirectory() as made:
-        for file in folder.glob("*.py"):
-            shutil.copy(file, made)
-        path = Path(made) / "translated_config.py"
+def load_text(text: str) -> Config:
+    """Runs the text of a config, and returns what it makes."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "translated_config.py"
         path.write_text(text, encoding="utf-8")
         return load(path)
 
@@ -60,6 +50,9 @@ def lint(config: Config, yours: set[str]) -> Linted:
     for name in yours & STAND_INS.keys():
         section, field = name.split(".")
         config[section][field] = STAND_INS[name]
+    if "data.mixture" in yours:
+        config.data.mixture = {}
+        config.data.source = STAND_INS["data.source"]
     if "reward.functions" in yours:
         config.reward.weights = (1.0,)
     config.lock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
@@ -28,6 +28,9 @@ class Outcome:
     yours: dict[str, str] = field(default_factory=dict)
 
 
+REFERRED = Outcome("no effect", said="other keys have its value")
+
+
 class Unread(str):
     """A value that the file does not say: an expression of a script, or a variable that is not set."""
 
@@ -40,6 +43,7 @@ class Keys:
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
         """rows: of the training data, 0 if not known; processes: of the launcher, 0 if not known."""
         self.given = {key: value for key, value in given.items() if not isinstance(value, Unread)}
+        self.unread = given.keys() - self.given.keys()
         self.defaults, self.rows, self.processes = defaults, rows, processes
 
     def __getitem__(self, key: str) -> Any:
@@ -62,6 +66,9 @@ class System:
     rules: dict[str, Rule]  # exact keys first, then patterns, the first match wins
     defaults: dict[str, Any]  # of the keys that have an effect on training, where a file does not say them
     base: Callable[[Keys], str]  # the config file of ours that the translation changes
+
+    def knows(self, key: str) -> bool:
+        return key in self.rules or any("*" in pattern and fnmatchcase(key, pattern) for pattern in self.rules)
 
     def rule(self, key: str) -> Rule:
         """Returns the rule of a key. The rule of an unknown key says so."""
@@ -112,10 +119,17 @@ class Translation:
         return {key: outcome for key, outcome in self.outcomes.items() if outcome.kind == kind}
 
 
-def translate(system: System, given: Mapping[str, Any], *, rows: int = 0, processes: int = 0) -> Translation:
-    """Translates the keys of a file. rows, processes: as for `Keys`. Raises: UserError, for a value of a wrong type."""
+def translate(
+    system: System, given: Mapping[str, Any], *, rows: int = 0, processes: int = 0, referred: Set[str] = frozenset()
+) -> Translation:
+    """Translates the keys of a file.
+
+    rows, processes: as for `Keys`; referred: keys that others of the file refer to.
+    Raises: UserError, for a value of a wrong type.
+    """
     keys = Keys(given, system.defaults, rows=rows, processes=processes)
     outcomes = {key: _outcome(key, value, system, keys) for key, value in given.items()}
+    outcomes |= {key: REFERRED for key in referred & outcomes.keys() if not system.knows(key)}
     left = {key: _outcome(key, value, system, keys) for key, value in system.defaults.items() if key not in given}
     return Translation(system, system.base(keys), outcomes, left)
 

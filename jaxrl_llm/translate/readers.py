@@ -168,12 +168,16 @@ def _unkeyed(values: Sequence[Value]) -> list[str]:
 def launched(path: Path, values: Sequence[Value], files: Mapping[str, str]) -> dict[str, Any]:
     """Returns the flags of the program that starts the processes, as torchrun.nnodes, and those of its file."""
     names = [value.text.rpartition("/")[2] for value in values]
-    names = ["torchrun" if name.startswith("torch.distributed") else name for name in names]
+    names = ["torchrun" if name.startswith("torch.distributed") else name.split(".")[0] for name in names]
     launcher = next((name for name in names if name in LAUNCHERS), "")
     if not launcher:
         return {}
     given, _ = arguments.flags(values)
-    keys = {key: arguments.value_of(value, scalar) for key, value in given.items()}
+    # YAML would take torchrun's 1:4 for a number.
+    keys = {
+        key: arguments.value_of(value, lambda text: int(text) if text.isdigit() else text)
+        for key, value in given.items()
+    }
     if launcher == "accelerate" and isinstance(name := keys.get("config_file"), str):
         found = beside(path, name, files)
         in_file = of_document(*found).values if found else {}

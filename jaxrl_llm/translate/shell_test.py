@@ -32,6 +32,9 @@ def status(words: list[str], *, is_pattern: bool) -> bool | None:
 
 def compared(left: str, sign: str, right: str, *, is_pattern: bool = False) -> bool | None:
     """Returns whether a comparison holds."""
+    if sign in ("=", "==", "!=") and "" in (left, right):
+        found = _is_set(left or right)
+        return None if found is None else found == (sign == "!=")
     if "$" in left + right:
         return None
     if sign in ("=", "==", "!="):

@@ -10,10 +10,19 @@ from typing import Any
 
 from jaxrl_llm.translate import ours
 from jaxrl_llm.translate.family import ENGINE, LOGS, MEMORY, divisors
+from jaxrl_llm.translate.family import model as model_path
 from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, each, off, only_if, to, unsupported
 
 HUB = "nothing is pushed to the hub during a run"
-LAUNCHER = "accelerate.num_processes"
+LAUNCHER = "how processes are started: here all devices that a run finds"
+COUNTS = (  # keys of launchers that count processes
+    "accelerate.num_processes",
+    "torchrun.nproc_per_node",
+    "torchrun.nnodes",
+    "deepspeed.num_gpus",
+    "deepspeed.num_nodes",
+    "deepspeed.include",
+)
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 SCORED = "the trainer also scores this distribution; TRL scores that of all tokens"
 TRAINER = "an argument of the trainer that is no setting"
@@ -46,8 +55,24 @@ LOSSES = {  # ours, its aggregation, and its arguments with the keys that they a
 
 def processes(keys: Keys) -> int:
     """Processes that train, which multiply a batch."""
-    said = keys.given.get(LAUNCHER) or keys.given.get("num_processes") or keys.given.get("world_size")
-    return keys.processes or int(said or 1)
+    return keys.processes or launched(keys) or 1
+
+
+def launched(keys: Keys) -> int:
+    """Processes that the file starts; 0: it does not say."""
+    given = keys.given
+    if said := given.get("accelerate.num_processes") or given.get("num_processes") or given.get("world_size"):
+        return int(said)
+    for launcher, of_node, nodes in (("torchrun", "nproc_per_node", "nnodes"), ("deepspeed", "num_gpus", "num_nodes")):
+        counts = [f"{launcher}.{of_node}", f"{launcher}.{nodes}"]
+        if not any(key.startswith(f"{launcher}.") for key in given) or not keys.unread.isdisjoint(counts):
+            continue
+        each, machines = (given.get(key, 1) for key in counts)
+        if launcher == "deepspeed" and counts[0] not in given:  # all GPUs of a machine, or those that it lists
+            listed = str(given.get("deepspeed.include", ""))
+            return sum(len(part.partition(":")[2].split(",")) for part in listed.split("@") if ":" in part)
+        return each * machines if isinstance(each, int) and isinstance(machines, int) else 0
+    return 0
 
 
 def sequences(keys: Keys) -> int:
@@ -76,7 +101,7 @@ def batch(keys: Keys) -> tuple[dict[str, Any], str]:
         f"per_device_train_batch_size x gradient_accumulation_steps x processes counts completions: {of} = "
         f"{sequences(keys)} of an optimizer step, {rollout} of a rollout; here prompts, with {group} completions each"
     )
-    known = keys.processes or LAUNCHER in keys or "num_processes" in keys
+    known = keys.processes or launched(keys)
     said += "" if known else ". The file names no number of processes: --processes N does"
     if prompts * group != rollout or update * group != sequences(keys):
         said += f". They are not whole groups: {prompts} and {update} are the nearest that fit"
@@ -376,7 +401,7 @@ def rows_changed(value: Any, keys: Keys) -> Outcome:
 def model(value: Any, keys: Keys) -> Outcome:
     """The policy's model: a name, or an object of the script."""
     if value and "/" in str(value):
-        return Outcome("mapped", {"model.path": str(value)})
+        return model_path(value, keys)
     return Outcome("changed", {"model.path": "my_model"}, "", {"model.path": "a folder or a hub id"})
 
 
@@ -630,7 +655,16 @@ SHARED: dict[str, Rule] = {
     ),
     "use_bnb_nested_quant": Idle("of 4 bits; load_in_4bit says what there is here"),
     "num_processes": part_of_batch(),
-    LAUNCHER: part_of_batch(),
+    "world_size": part_of_batch(),
+    **dict.fromkeys(COUNTS, part_of_batch()),
+    "accelerate.num_machines": Idle("num_processes counts those of all machines"),
+    "accelerate.config_file": lambda value, keys: (
+        Outcome("mapped", {}, "its num_processes is read")
+        if value
+        else Outcome("unsupported", said="not beside the script or above it: --processes says what it may say")
+    ),
+    "deepspeed.hostfile": off("it may name more machines: --processes counts them all"),
+    **each(Idle(LAUNCHER), "accelerate.* torchrun.* deepspeed.*"),
     "dataloader_drop_last": Idle("the last, smaller batch of a pass is dropped"),
     "[*][*]*": unsupported("arguments that another object holds"),
 }

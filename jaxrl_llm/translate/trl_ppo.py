@@ -7,11 +7,12 @@ from typing import Any
 
 from jaxrl_llm.translate import ours
 from jaxrl_llm.translate.family import divisors
+from jaxrl_llm.translate.family import model as model_path
 from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, off, only_if, to, unsupported
 from jaxrl_llm.translate.trl import (
     BOTH,
+    COUNTS,
     IDLE,
-    LAUNCHER,
     NO_WARMUP,
     OPEN_DEFAULTS,
     OPEN_RULES,
@@ -107,7 +108,7 @@ OWN: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER} | {
     "gradient_accumulation_steps": part_of_batch("prompts_per_update"),
     "num_mini_batches": part_of_batch("prompts_per_step"),
     "num_processes": part_of_batch(),
-    LAUNCHER: part_of_batch(),
+    **dict.fromkeys(COUNTS, part_of_batch()),
     "world_size": part_of_batch(),
     "num_total_batches": off("TRL computes it from total_episodes"),
     **{
@@ -123,7 +124,7 @@ OWN: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER} | {
     "stop_token": off("stop tokens are the model's: generation_config.json", "eos"),
     "stop_token_id": off("stop tokens are the model's: generation_config.json"),
     "missing_eos_penalty": off("mask.truncated leaves such completions out; reward.overlong_tokens punishes them"),
-    "sft_model_path": lambda value, keys: Outcome("mapped", {"model.path": str(value)}, "policy and reference"),
+    "sft_model_path": model_path,
     "model_name_or_path": lambda value, keys: (
         model(value, keys)
         if "sft_model_path" not in keys

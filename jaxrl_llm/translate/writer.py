@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.load import flatten
+from jaxrl_llm import configs
+from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.structs import Config
 from jaxrl_llm.translate.outcome import KINDS, Outcome, Translation
 
@@ -24,12 +25,12 @@ ALGORITHM = {
 EXPLAINED = ("grpo.py", "ppo.py", "search_grpo.py")  # their order of fields is that of a translation
 
 
-def source(made: Translation, base: Config, folder: Path, file: Path, to: Path) -> str:
+def source(made: Translation, file: Path, to: Path, lost: Sequence[str] = ()) -> str:
     """Returns the text of a config file.
 
-    base: the config that the translation changes, from a file of `folder`; file: what is translated; to: the new file.
+    file: what is translated; to: the new file; lost: lines of the file that belong to no key.
     """
-    fields = _written(made, base, folder)
+    fields = _written(made, load(made.base))
     body: list[str] = []
     before = ""
     for name in fields:
@@ -54,15 +55,16 @@ def source(made: Translation, base: Config, folder: Path, file: Path, to: Path) 
             *textwrap.wrap(notice, WIDTH),
             '"""',
             "",
-            f"import {made.base}  # it explains the fields, or names the config that does",
             "from ml_collections import ConfigDict",
+            "",
+            f"from jaxrl_llm.configs import {made.base}  # it explains the fields, or names the config that does",
             "",
             "",
             "def get_config() -> ConfigDict:",
             f"    c = {made.base}.get_config()",
             *(f"    {line}".rstrip() for line in body),
             "    return c",
-            *_left(made),
+            *_left(made, lost),
             "",
         ]
     )
@@ -88,9 +90,9 @@ def literal(value: Any) -> str:
     return repr(value)
 
 
-def _written(made: Translation, base: Config, folder: Path) -> dict[str, Any]:
+def _written(made: Translation, base: Config) -> dict[str, Any]:
     """Returns the fields to write, in the order of the complete configs. Defaults that the base has are left out."""
-    text = "\n".join((folder / name).read_text(encoding="utf-8") for name in EXPLAINED)
+    text = "\n".join((configs.FOLDER / name).read_text(encoding="utf-8") for name in EXPLAINED)
     order = list(dict.fromkeys(re.findall(r"\bc\.([a-z_]+(?:\.[a-z_0-9]+)*)", text)))
     there = flatten(base)
     fields = made.fields()
@@ -129,6 +131,9 @@ def _lines(made: Translation, name: str, fields: dict[str, Any]) -> list[str]:
         names.sort(key=lambda other: not other.endswith(".name"))
         said = ", ".join(f"{other.split('.')[1]}={literal(fields[other])}" for other in names)
         line = f"c.{section} = ConfigDict(dict({said}))"
+    elif name == "data.mixture":
+        comments, _ = _comments(made, [name])
+        return [*comments, *(line for part, of in fields[name].items() for line in _source(part, of))]
     else:
         names = [name]
         line = f"c.{name} = {literal(fields[name])}"
@@ -138,6 +143,17 @@ def _lines(made: Translation, name: str, fields: dict[str, Any]) -> list[str]:
     if not origins or len(beside) + 4 <= WIDTH:
         return [*comments, beside if origins else line]
     return [*comments, *_wrapped(", ".join(origins)), line]
+
+
+def _source(name: str, fields: dict[str, Any]) -> list[str]:
+    """Returns the lines of a source of a mixture, as the formatter breaks them."""
+    parts = [f"{field}={literal(value)}" for field, value in fields.items()]
+    begin, inside = f"c.data.mixture.{name} = ConfigDict(", f"dict({', '.join(parts)})"
+    if len(begin + inside) + 5 <= WIDTH + 1:
+        return [f"{begin}{inside})"]
+    if len(inside) + 8 <= WIDTH + 1:
+        return [begin, f"    {inside}", ")"]
+    return [begin, "    dict(", *(f"        {part}," for part in parts), "    )", ")"]
 
 
 def _origin(made: Translation, name: str) -> str:
@@ -180,14 +196,17 @@ def _wrapped(text: str, first: str = "# ", then: str = "# ", width: int = WIDTH 
     )
 
 
-def _left(made: Translation) -> list[str]:
-    """Returns the comment blocks at the end: keys that changed without a field, and those without a counterpart."""
+def _left(made: Translation, lost: Sequence[str]) -> list[str]:
+    """Returns the comment blocks at the end: lines of no key, keys that changed without a field, and all other keys."""
     blocks = {
         "Changed in meaning": {key: one for key, one in made.of_kind("changed").items() if not one.fields},
         "Not supported here": made.of_kind("unsupported"),
         "No effect on training here": made.of_kind("no effect"),
     }
     lines: list[str] = [""]
+    if lost:
+        lines += ["", "# Belong to no key of the training command:"]
+        lines += [line for one in lost for line in _wrapped(" ".join(one.split()), "# - ", "#   ", WIDTH)]
     for title, outcomes in blocks.items():
         if outcomes:
             lines += ["", f"# {title}:"]
