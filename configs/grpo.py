@@ -76,6 +76,9 @@ def get_config() -> ConfigDict:
     # 0: no limit, and the function runs in the trainer's process. Use 0 for debuggers and for functions that need JAX's
     # devices (docs/rewards.md).
     c.reward.timeout = 600.0
+    # Programs of the policy (code.accuracy, python.Python, tools.run_python) run in bubblewrap. True: without it, where
+    # the machine grants it no namespaces; then a program can do all that the trainer's user can (docs/rewards.md).
+    c.reward.unconfined = False
     # Tokens before the limit of a completion. Over them, its penalty grows from 0 to 1 (DAPO). 0: no penalty.
     c.reward.overlong_tokens = 0
     # A reward model (docs/rewards.md) adds weight x its score. Not in the config: there is none.

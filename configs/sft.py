@@ -52,7 +52,8 @@ def get_config() -> ConfigDict:
     c.eval.function = "arithmetic.accuracy"
     c.eval.patience = 0
 
-    c.reward = ConfigDict(dict(timeout=600.0))  # seconds that eval.function may take for one batch; 0: no limit
+    # timeout: seconds that eval.function may take for one batch; 0: no limit. unconfined: as in configs/grpo.py.
+    c.reward = ConfigDict(dict(timeout=600.0, unconfined=False))
 
     c.aggregate = ConfigDict(dict(mode="token_mean", constant_length=0))
 

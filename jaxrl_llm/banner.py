@@ -60,6 +60,16 @@ def batch_table(
     ]
 
 
+def unconfined(config: Config) -> list[str]:
+    """Returns the line of a run whose programs of the policy may run without a sandbox."""
+    if not config.reward.unconfined:
+        return []
+    return [
+        "WARNING: config.reward.unconfined = True: programs that the policy writes run WITHOUT a sandbox. They can read, "
+        "change and send all that you can: keys, data, other processes."
+    ]
+
+
 def _sources(config: Config, dataset: Dataset) -> list[tuple[str, str]]:
     """Returns the rows on how the columns were read, and on the sources of a mixture."""
     weights = {name: config.data.mixture[name].weight for name in dataset.parts}

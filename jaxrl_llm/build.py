@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import compatibility, distributed, model_card, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.banner import adapters_table, batch_table, models_table, print_banner, shapes_table
+from jaxrl_llm.banner import adapters_table, batch_table, models_table, print_banner, shapes_table, unconfined
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compilation import Compilations, Program, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
@@ -255,7 +255,7 @@ def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]])
         print_banner(
             f"jaxrl_llm.{'train' if 'loss' in config else 'sft'}: {workdir}",
             [*derived, *rows, *adapters_table(given.lora), ("compiled code", given.cache)],
-            lines=[finding.line() for finding in settings.findings(settings.Settings(*judged))],
+            lines=[*unconfined(config), *(x.line() for x in settings.findings(settings.Settings(*judged)))],
         )
     log = opened.enter_context(closing(Log(workdir, config)))
     health = Health(workdir, config.health.to_dict(), log.tell)

@@ -34,6 +34,7 @@ from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import Graded, Task
+from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.saved_run import SavedRun
 from jaxrl_llm.structs import Config
 
@@ -240,7 +241,9 @@ def parse() -> argparse.Namespace:
         default=600.0,
         help="seconds in which the function judges a batch; 0: no limit (default: %(default)s)",
     )
+    add("--unconfined", action="store_true", help="run programs without a sandbox: they can do all that you can")
     args = parser.parse_args()
+    sandbox.allow_unconfined(args.unconfined)
     for name, field in LIMITS.items():
         value = getattr(args, name)
         if value is not None and (problem := field.problem(value)):

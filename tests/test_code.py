@@ -10,10 +10,11 @@ import time
 
 import pytest
 
+from jaxrl_llm.envs.python import Python
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host import sandbox
-from jaxrl_llm.host.program_tests import Limits, in_python
 from jaxrl_llm.rewards import code
+from jaxrl_llm.sandbox import program as sandbox
+from jaxrl_llm.sandbox.program_tests import Limits, in_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 LIMITS = Limits(5.0, 512)
@@ -91,7 +92,8 @@ HOSTILE = {
     "processes": "import os\nwhile True:\n    os.fork()",
     "time": "while True:\n    pass",
     "memory": "x = bytearray(10 * 2**30)",
-    "files": "open('{outside}', 'w').write('here')",
+    "error": "open('{outside}', 'w').write('here')",  # it sees no such folder
+    "files": "open('/here', 'w')",
     "network": "import socket\nsocket.create_connection(('127.0.0.1', {port})).send(b'here')",
     "disk": "i = 0\nwhile True:\n    i += 1\n    open(str(i), 'wb').write(b'0' * 2**20)",
 }
@@ -175,14 +177,12 @@ def test_tests_see_objects_changes_of_their_arguments_errors_and_generators():
             "try:\n    fails()\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False",
             "assert list(two()) == [1, 2] and sum(two()) == 3",
             "from decimal import Decimal\nassert exact() == (Decimal('0.1'), float('inf'), {1, 2}, None)",
-            "s = Stack(); s.push(1).push(2); assert len(s) == 2 and s.items == [1, 2] and s.items[0] == 1 and s == s",
-            "assert Stack() == Stack() and Stack().push(1) != Stack()",
+            "s = Stack(); s.push(1).push(2); assert len(s) == 2 and s.items == [1, 2] and s.items[0] == 1",
         )
-        == [True] * 10
+        == [True] * 9
     )
-    assert passed(program, "assert each(lambda x: 1 / 0, [1])", "assert nothing()", "x = (", "assert sort") == [
-        False, False, False, True,
-    ]  # fmt: skip
+    assert passed(program, "assert each(lambda x: 1 / 0, [1])", "assert nothing()", "x = (", "assert sort",
+                  "assert Stack() == Stack()") == [False] * 5  # fmt: skip
 
 
 def test_programs_run_at_the_same_time():
@@ -198,11 +198,19 @@ def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch):
     from jaxrl_llm.config.schema import check_call
 
     def none() -> None:
-        raise sandbox.NoSandbox("no Landlock")
+        raise sandbox.NoSandbox("bwrap: No permissions to create new namespace")
 
     check_call("code.accuracy(partial=True)", rewards, "config.reward.functions")
     monkeypatch.setattr(sandbox, "check", none)
-    sandbox.refuse_without.cache_clear()
-    with pytest.raises(UserError, match=r"need Linux 5\.13 with Landlock and seccomp: no Landlock"):
+    monkeypatch.setenv(sandbox.UNCONFINED, "")
+    sandbox._problem.cache_clear()
+    with pytest.raises(
+        UserError, match=r"new namespace; or set config\.reward\.unconfined = True: .* all that you can"
+    ):
         check_call("code.accuracy", rewards, "config.reward.functions")
-    sandbox.refuse_without.cache_clear()
+    with pytest.raises(UserError, match="bubblewrap"):
+        Python(seconds=1.0, memory=512, most_characters=100)
+    sandbox.allow_unconfined(True)
+    check_call("code.accuracy", rewards, "config.reward.functions")
+    Python(seconds=1.0, memory=512, most_characters=100)
+    sandbox._problem.cache_clear()

@@ -18,7 +18,7 @@ from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.envs.python import Python
 from jaxrl_llm.envs.tools import Tools
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host import sandbox
+from jaxrl_llm.sandbox import program as sandbox
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -30,36 +30,35 @@ def run(code: str, seconds: float = 5.0) -> sandbox.Result:
 @linux
 def test_a_program_prints_and_keeps_files_in_a_folder_of_its_own():
     result = run("open('a', 'w').write('mine'); import math; print(open('a').read(), math.comb(5, 2))")
-    assert result == ("mine 10\n", "", "")
-    assert "FileNotFoundError" in run("open('a')").output  # the folder of another program
+    assert result == ("mine 10\n", "", "", "")
+    assert "FileNotFoundError" in run("open('a')").errors  # the folder of another program
 
 
 @linux
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import os\nwhile True: os.fork()", "PermissionError"),
-        ("import subprocess; subprocess.run(['true'])", "PermissionError"),
+        ("import os\nwhile True: os.fork()", "BlockingIOError"),
+        ("import subprocess; subprocess.run(['true'])", "BlockingIOError"),
         ("import os; print(os.system('echo hello'))", "32512"),
-        ("import multiprocessing as m; m.Process(target=print).start()", "PermissionError"),
+        ("import multiprocessing as m; m.Process(target=print).start()", "BlockingIOError"),
         ("x = bytearray(10 * 2**30)", "MemoryError"),
         ("x = []\nwhile True: x.append(bytearray(2**20))", "MemoryError"),
-        ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
         ("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "Error"),
-        ("open('/proc/self/environ').read()", "PermissionError"),
-        ("open('/etc/passwd').read()", "PermissionError"),
-        ("import os; os.symlink('/etc/passwd', 'p'); open('p')", "PermissionError"),
+        ("open('/proc/self/environ').read()", "FileNotFoundError"),
+        ("open('/etc/passwd').read()", "FileNotFoundError"),
+        ("import os; os.symlink('/etc/passwd', 'p'); open('p')", "FileNotFoundError"),
         ("open('big', 'wb').write(b'0' * 2**26)", "File too large"),
-        ("import ctypes; ctypes.CDLL(None).unshare(0x10000000); open('/etc/passwd')", "PermissionError"),
+        ("import ctypes; ctypes.CDLL(None).unshare(0x10000000); open('/etc/passwd')", "FileNotFoundError"),
         ("1 +", "SyntaxError"),
         ("raise KeyError('x')", 'File "program", line 1'),
     ],
 )
 def test_a_program_that_does_what_it_must_not_gets_an_error(code, said):
-    output, error, _ = run(code)
-    assert said in output
-    assert error or "32512" in output
-    assert "confined.py" not in output
+    result = run(code)
+    assert said in result.output + result.errors
+    assert result.error or said == "32512"
+    assert "<string>" not in result.errors  # no line of what runs it
 
 
 @linux
@@ -70,7 +69,7 @@ def test_a_program_that_does_what_it_must_not_gets_an_error(code, said):
         ("import time; time.sleep(60)", "longer than 1 seconds"),
         ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()", ""),
         ("import ctypes; ctypes.string_at(0)", "signal 11"),
-        ("i = 0\nwhile True:\n  i += 1\n  open(str(i), 'wb').write(b'0' * 2**20)", "wrote too much"),
+        ("i = 0\nwhile True:\n  i += 1\n  open(str(i), 'w')", "wrote too much"),
         ("import os\nwhile True:\n  os.mkdir('a')\n  os.chdir('a')", "wrote too much"),
     ],
 )
@@ -82,7 +81,8 @@ def test_a_program_that_does_not_end_well_is_ended(code, error):
 
 @linux
 def test_a_program_cannot_write_outside_of_its_folder(tmp_path):
-    assert "PermissionError" in run(f"open({str(tmp_path / 'x')!r}, 'w')").output
+    assert "FileNotFoundError" in run(f"open({str(tmp_path / 'x')!r}, 'w')").errors
+    assert "Read-only" in run("open('/x', 'w')").errors
     assert not list(tmp_path.iterdir())
 
 
@@ -91,7 +91,7 @@ def test_a_program_reaches_no_network_not_even_this_machine():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         server.settimeout(0.5)
-        assert "PermissionError" in run(f"import socket; socket.create_connection(('127.0.0.1', {port}))").output
+        assert "unreachable" in run(f"import socket; socket.create_connection(('127.0.0.1', {port}))").errors
         with pytest.raises(TimeoutError):
             server.accept()
 

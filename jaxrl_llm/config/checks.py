@@ -19,6 +19,7 @@ from jaxrl_llm.data.rows import check_source
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import optim
 from jaxrl_llm.rollout import engines
+from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.structs import Config
 
 
@@ -158,6 +159,7 @@ def check_sft(config: Config) -> Totals:
 
 def check_shared(config: Config, prompts_per_update: int) -> None:
     """Checks the fields that every trainer's config has. Raises: UserError, naming the field."""
+    sandbox.allow_unconfined(config.reward.unconfined)  # before the functions that run programs are checked
     if config.microbatch and prompts_per_update % config.microbatch:
         raise UserError(
             f"config.microbatch = {config.microbatch} does not divide the {prompts_per_update} prompts of an "

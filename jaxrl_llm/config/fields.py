@@ -44,6 +44,7 @@ SHARED = {
     "eval.problems": Field(int, low=1),
     "eval.patience": Field(int, low=0, may_change=True),
     "reward.timeout": Field(float, low=0, high=1e6, may_change=True),
+    "reward.unconfined": Field(bool, may_change=True),
     **fields_of("aggregate", losses.aggregation_weights),
     **optim_fields("optim"),
     **fields_of("mesh", make_mesh),

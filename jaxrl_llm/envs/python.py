@@ -1,6 +1,6 @@
 """A Python tool: the policy writes `<python>print(2 ** 10)</python>`, and reads `<output>1024</output>`.
 
-Each program runs in a process of its own, which the kernel confines (`host.sandbox`). It needs Linux 5.13 or later.
+Each program runs in a sandbox of its own (`jaxrl_llm.sandbox`), and the policy reads what it prints and its errors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne, Positive
 from jaxrl_llm.envs.protocol import Reply
-from jaxrl_llm.host import sandbox
+from jaxrl_llm.sandbox import program as sandbox
 
 __all__ = ("Python",)
 
@@ -35,6 +35,6 @@ class Python:
         if END not in text:
             return Reply(done=True)
         code = text.rpartition(END)[0].rpartition(BEGIN)[2]
-        output, error, _ = self._run(code.strip("\n"))
-        said = output.rstrip() + (f"\nerror: {error}" if error else "")
+        output, errors, error, _ = self._run(code.strip("\n"))
+        said = "\n".join(filter(None, (output.rstrip(), errors.rstrip(), error and f"error: {error}")))
         return Reply(f"<output>{said}</output>", metrics={"programs": 1.0} | ({"errors": 1.0} if error else {}))

@@ -17,7 +17,7 @@ from jaxrl_llm.config.names import resolve
 from jaxrl_llm.envs import calculator
 from jaxrl_llm.envs.protocol import Reply
 from jaxrl_llm.errors import UserError, briefly, describe
-from jaxrl_llm.host import sandbox
+from jaxrl_llm.sandbox import program as sandbox
 
 __all__ = ("Tools",)
 
@@ -99,7 +99,7 @@ def run_python(code: str) -> str:
         code: the program
     """
     sandbox.refuse_without()
-    output, error, _ = sandbox.run(code, seconds=5.0, memory=512, characters=2000)
+    output, errors, error, _ = sandbox.run(code, seconds=5.0, memory=512, characters=2000)
     if error:
-        raise RuntimeError(f"{error}\n{output}")
-    return output
+        raise RuntimeError(f"{error}\n{output}{errors}")
+    return output + errors

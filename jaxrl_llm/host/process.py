@@ -6,6 +6,7 @@ import fcntl
 import math
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -16,9 +17,54 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+
+
+def cpus(root: Path = Path("/")) -> int:
+    """Returns the cores that this task of the host may use: its affinity, its cgroup's quota, the other tasks' share.
+
+    root: of the file systems of the kernel.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if own := os.environ.get("SLURM_CPUS_PER_TASK"):
+        cores = min(cores, int(own))
+    else:
+        # The first number of "4(x2),3": tasks on the first hosts of a Slurm step; MPI gives one number.
+        text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
+        tasks = re.match(r"[1-9]\d*", text)
+        cores //= int(tasks[0]) if tasks else 1
+    return max(int(min(cores, _quota(root))), 1)
+
+
+def _quota(root: Path) -> float:
+    """Returns the cores that the cgroups of this process allow, in version 2 or 1; infinity without a quota."""
+    least = math.inf
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            mounted = root / "sys/fs/cgroup" / controllers
+            # A container sees its own group as the root; a parent's quota holds too.
+            folder = mounted / path.strip("/")
+            for place in (folder, *folder.parents):
+                if place.is_relative_to(mounted):
+                    least = min(least, _quota_of(place))
+    return least
+
+
+def _quota_of(group: Path) -> float:
+    """Returns the cores that one cgroup allows."""
+    with suppress(OSError, ValueError):
+        quota, period = (group / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return math.inf if int(quota) <= 0 else int(quota) / int(period)
+    return math.inf
 
 
 class Process:

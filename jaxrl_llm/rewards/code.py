@@ -1,24 +1,25 @@
 """Rewards for programs: the last ```python block of a completion is run against the tests of its row.
 
-Programs run in a sandbox without network, children and files of others (`host.sandbox`). A program that ends early,
-or changes what its tests use, earns nothing: tests run in another process (`host.program_tests`).
+Programs run in a sandbox without network, children and files of others (`jaxrl_llm.sandbox`). A program that ends
+early, or changes what its tests use, earns nothing: tests are judged in another process.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne, Positive, checked_by
-from jaxrl_llm.host import sandbox
-from jaxrl_llm.host.confined import REASONS
-from jaxrl_llm.host.program_tests import Limits, Verdict, by_output, in_python
-from jaxrl_llm.rewards import text_of
+from jaxrl_llm.host.process import cpus
+from jaxrl_llm.rewards import deadline, text_of
+from jaxrl_llm.sandbox import program as sandbox
+from jaxrl_llm.sandbox.program import REASONS
+from jaxrl_llm.sandbox.program_tests import Limits, Verdict, by_output, in_python
 
 __all__ = ["accuracy", "is_given"]
 
@@ -57,8 +58,9 @@ def accuracy(
     (MBPP), one such text, or {"inputs": [...], "outputs": [...]} of standard input and output, with "fn_name" of
     arguments and results of that function (APPS, PRIME, veRL). Each may be JSON text. The keys may be columns too.
     None where the row has no tests, as in a mixture of tasks.
-    seconds: of a test by input and output, or of all tests in Python; memory: of a program, in MiB.
-    Logs the share of the completions without a program (no_code), and of those that failed for each reason.
+    seconds: of the CPU, for a test by input and output, or for all tests in Python; memory: of a program, in MiB.
+    Logs the share of the completions without a program (no_code), of those that failed for each reason, and of those
+    whose tests had not all run when config.reward.timeout came near (late): such a test has failed, with "time".
     Raises: ValueError, if the tests of a row are in no such form.
     """
     pairs = {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
@@ -66,16 +68,21 @@ def accuracy(
     programs = [_program(text_of(c)) for c in completions]
     nothing = [None] * len(completions)
     cases = [_cases(*row) for row in zip(tests or nothing, answer or nothing, columned, strict=True)]
-    limits = Limits(seconds, memory)
+    limits = Limits(seconds, memory, deadline())
 
     def verdicts(program: str | None, case: list[Any]) -> list[Verdict]:
         return [] if program is None or not case else _verdicts(program, case, limits, partial)
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        found = list(threads.map(verdicts, programs, cases))
+    def judged(program: str | None, case: list[Any]) -> tuple[list[Verdict], bool]:
+        return verdicts(program, case), time.monotonic() >= limits.end
+
+    with ThreadPoolExecutor(cpus()) as threads:
+        both = list(threads.map(judged, programs, cases))
+    found = [one for one, _ in both]
     why = Counter(next((v.reason for v in one if v.reason), "") for one in found)
     for reason in ("time", *REASONS):
         log_metric(reason, why[reason] / len(found))
+    log_metric("late", sum(late and bool(one) for one, late in both) / len(both))
     log_metric("no_code", programs.count(None) / len(found))
     return [_reward(one, len(case), partial) for one, case in zip(found, cases, strict=True)]
 
@@ -152,7 +159,7 @@ def _verdicts(program: str, cases: list[Any], limits: Limits, partial: bool) -> 
             if found[-1].reason == "time" or not (partial or found[-1].passed):
                 break
         return found
-    call = "Solution()." if re.search(r"^class Solution\b", program, re.MULTILINE) else ""
-    texts = [x if isinstance(x, str) else f"check_call({call}{x[0]}, {x[1]!r}, {x[2]!r})" for x in cases]
+    method = bool(re.search(r"^class Solution\b", program, re.MULTILINE))
+    tests = [x if isinstance(x, str) else [x[0], method, *x[1:]] for x in cases]
     imports = IMPORTS if not isinstance(cases[0], str) and "from __future__" not in program else ""
-    return in_python(imports + program, texts, limits)
+    return in_python(imports + program, tests, limits)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import sys
 from decimal import Decimal
@@ -16,7 +15,7 @@ from functools import cache
 from numbers import Number
 from typing import Any
 
-from jaxrl_llm.host.process import Pool
+from jaxrl_llm.host.process import Pool, cpus
 from jaxrl_llm.rewards import abstaining, text_of
 from jaxrl_llm.terminal import printable
 
@@ -52,7 +51,7 @@ def _judge(texts: list[str], answer: list[Any]) -> list[float]:
     pairs = [(_clean(text), _clean(_wanted(a))) for text, a in zip(texts, answer, strict=True)]
     equal = {pair: _plainly_equal(*pair) for pair in pairs}
     hard = [pair for pair, known in equal.items() if known is None]
-    size = min(PROCESSES, os.cpu_count() or 1, -(-len(hard) // SHARE))
+    size = min(PROCESSES, cpus(), -(-len(hard) // SHARE))
     equal |= zip(hard, _pool().map(hard, size=size, each=EACH, whole=WHOLE), strict=True) if hard else ()
     late = [box for box, wanted in pairs if equal[box, wanted] is None]
     if late:

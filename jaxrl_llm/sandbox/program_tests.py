@@ -1,0 +1,110 @@
+"""Tests of a program that nobody has read. The program runs in a sandbox, and what it says of itself counts nothing.
+
+There are two kinds. A test by input and output is a process of its own: this process, not the program, compares the
+output, and the program never sees what is expected. Tests in Python, as assert statements, run in a second sandbox,
+which calls the functions of the first one and compares plain data (`sandbox.remote_calls`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl_llm.sandbox import program as sandbox
+from jaxrl_llm.sandbox import remote_calls
+
+SHOWN = 10_000  # characters of an output, beyond what is expected
+
+
+class Verdict(NamedTuple):
+    """The result of one test."""
+
+    passed: bool
+    reason: str = ""  # why the program failed: "time", or one of `program.REASONS`; "": its answer is wrong
+
+
+class Limits(NamedTuple):
+    """Limits of a program."""
+
+    seconds: float  # of the CPU, for a test by input and output, or for all tests in Python
+    memory: int  # MiB
+    end: float = math.inf  # time.monotonic() by which the tests have ended; those that have not are "time"
+
+
+LATE = Verdict(False, "time")
+
+
+def by_output(program: str, stdin: str, expected: str, limits: Limits) -> Verdict:
+    """Runs the program with this input. It passes if it ends well, and its standard output is the expected one.
+
+    Spaces at the end of lines, and empty lines at the end, do not count.
+    """
+    if time.monotonic() >= limits.end:
+        return LATE
+    characters = 2 * len(expected) + SHOWN
+    found = sandbox.run(program, **limits._asdict(), characters=characters, stdin=stdin)
+    if found.error:
+        return Verdict(False, found.reason)
+    return Verdict(_lines(found.output) == _lines(expected))
+
+
+def in_python(program: str, tests: Sequence[str | list[Any]], limits: Limits) -> list[Verdict]:
+    """Runs tests on the functions and classes of the program.
+
+    A test is the text of Python statements, in which what the program defines are global names; it passes if it ends
+    without an exception. Or it is a call and its result: [function, whether it is a method of Solution, arguments,
+    result].
+    """
+    if time.monotonic() >= limits.end:
+        return [LATE] * len(tests)
+    each: dict[str, Any] = {"seconds": limits.seconds, "memory": limits.memory}
+    with tempfile.TemporaryFile() as report, ExitStack() as opened:
+        # calls -> to_program and answers <- to_judge are the ends of two pipes.
+        calls, to_program, answers, to_judge = ends = [opened.enter_context(end) for _ in "ab" for end in _pipe()]
+        theirs = f"{_library()}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
+        numbers = answers.fileno(), to_program.fileno(), report.fileno()
+        ours = f"{_library()}judge({', '.join(map(str, numbers))}, {list(tests)!r})"
+        tested = opened.enter_context(sandbox.started(theirs, **each, descriptors=(calls.fileno(), to_judge.fileno())))
+        judge = opened.enter_context(sandbox.started(ours, **each, descriptors=numbers))
+        for end in ends:  # only the children keep them: when one ends, the other reads an end of file
+            end.close()
+        _, late = judge.wait(min(time.monotonic() + sandbox.CLOCK * limits.seconds, limits.end), beside=tested)
+        alone = tested.process.poll() is not None  # it ended by itself, and then too early
+        ended = tested.ended()[1] if alone else ""
+        report.seek(0)
+        lines = report.read().decode("utf-8", "replace").splitlines()
+    return verdicts(lines, len(tests), late or ended or "error", ended)
+
+
+def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list[Verdict]:
+    """Returns the verdicts of a report, which has a line for each test: "1", or "0" and a reason.
+
+    missing: the reason of a test without a line; ended: that of the program's early end. A report that is anything
+    else has no passed test.
+    """
+    known = {"1": Verdict(True), "0 ": Verdict(False, ended)} | {f"0 {x}": Verdict(False, x) for x in sandbox.REASONS}
+    if len(lines) > count or not known.keys() >= set(lines):
+        return [Verdict(False, "error")] * count
+    return [known[line] for line in lines] + [Verdict(False, missing)] * (count - len(lines))
+
+
+@cache
+def _library() -> str:
+    return Path(remote_calls.__file__).read_text(encoding="utf-8")
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    read, write = os.pipe()
+    return FileIO(read, "r"), FileIO(write, "w")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

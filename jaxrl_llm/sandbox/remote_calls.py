@@ -1,0 +1,484 @@
+"""Calls from the judge, which has the tests, to the program, which nobody has read. Each is in a sandbox of its own.
+
+This text is the first part of both (`sandbox.program_tests`). Only plain data crosses, as JSON. For any other object
+the judge gets a Handle, which answers only what no plain value could answer: it has no operators, no truth, and of the
+attributes that plain values have, none, unless the test itself has built the object. So whatever a test compares is
+plain data in the judge's process, and a program cannot change its tests, end them, or say that they have passed.
+"""
+
+import ast
+import builtins
+import collections
+import datetime
+import decimal
+import fractions
+import json
+import os
+import sys
+
+LONGEST = 2**24  # bytes of a message
+DEEPEST = 100  # containers in containers
+REASONS = ("error", "memory", "disk", "processes", "network", "files")
+TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object)
+NUMBERS = {
+    "decimal": decimal.Decimal,
+    "fraction": fractions.Fraction,
+    "date": datetime.date,
+    "datetime": datetime.datetime,
+    "timedelta": datetime.timedelta,
+}
+CONTAINERS = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": collections.deque,
+    "dict": dict,
+    "ordered": collections.OrderedDict,
+    "counter": collections.Counter,
+}
+TAGS = {kind: tag for tag, kind in CONTAINERS.items()}
+EXTENDED = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+# Names that a test takes from here, whatever the program has under them.
+KNOWN = {kind.__name__: kind for kind in (*NUMBERS.values(), *list(CONTAINERS.values())[4:])}
+KNOWN["defaultdict"] = collections.defaultdict
+OF_PLAIN = {name for kind in (*TYPES, *NUMBERS.values(), *CONTAINERS.values()) for name in dir(kind)}
+# An exception of the program that would end a loop, an iterator or the judge itself is another one there.
+RAISED = {
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type)
+    and issubclass(kind, Exception)
+    and not issubclass(kind, (StopIteration, StopAsyncIteration, UnicodeError, BaseExceptionGroup))
+}
+
+
+class Gone(BaseException):
+    """The other side has ended, or sent what is no message."""
+
+
+class Link:
+    """Messages to the other side and back, over two file descriptors."""
+
+    def __init__(self, read, write, stand_in):
+        """stand_in: the class of this side for objects of the other one."""
+        self.read, self.write, self.stand_in = read, write, stand_in
+        self.serves = {}  # {kind of message: what answers it}
+        self.objects, self.reason, self.gone = [], "", False
+
+    def ask(self, *message):
+        """Asks the other side. Returns the parts of its answer, or raises its error."""
+        self.put(message)
+        while True:
+            kind, *more = self.get()
+            if kind == "value":
+                return more
+            if kind == "error":
+                raise self.error(*more)
+            self.put(self.answer(kind, more))  # it needs a function of this side before it can answer
+
+    def answer(self, kind, more):
+        try:
+            return ["value", *self.serves[kind](*more)]
+        except Gone:
+            raise
+        except BaseException as error:
+            return failure(error)
+
+    def error(self, name, text, last, ended):
+        """Returns the exception of this side for one of the other side."""
+        if ended or type(text) is not str:  # it has tried to end its process
+            self.reason, self.gone = "error", True
+            return Gone()
+        self.reason = last if last in REASONS else "error"
+        return RAISED.get(name, RuntimeError)(text)
+
+    def put(self, message):
+        data = json.dumps(message).encode()
+        if len(data) > LONGEST:
+            raise ValueError("too long a message")
+        data = memoryview(len(data).to_bytes(8, "big") + data)
+        try:
+            while data:
+                data = data[os.write(self.write, data) :]
+        except OSError:
+            self.gone = True
+            raise Gone from None
+
+    def get(self):
+        try:
+            length = int.from_bytes(self.bytes(8), "big")
+            if length > LONGEST:
+                raise ValueError("too long a message")
+            message = json.loads(self.bytes(length))
+            if type(message) is list and message and type(message[0]) is str:
+                return message
+            raise ValueError("no message")
+        except (ValueError, RecursionError, MemoryError, OSError):
+            self.gone = True
+            raise Gone from None
+
+    def bytes(self, count):
+        data = bytearray()
+        while len(data) < count:
+            more = os.read(self.read, min(count - len(data), 2**20))
+            if not more:
+                raise ValueError("the other side has ended")
+            data += more
+        return bytes(data)
+
+    def encoded(self, value, depth=0):
+        """Returns a value as JSON has it: plain data as it is or with a tag, other objects as a number."""
+        kind = type(value)
+        if value is None or kind in (bool, float, str) or (kind is int and abs(value) < 2**63):
+            return value
+        if depth > DEEPEST:
+            raise ValueError("containers in containers, too deep")
+        if kind in TAGS and issubclass(kind, dict):
+            return [TAGS[kind], *([self.encoded(k, depth + 1), self.encoded(x, depth + 1)] for k, x in value.items())]
+        if kind in TAGS:
+            return [TAGS[kind], *(self.encoded(x, depth + 1) for x in value)]
+        if kind in (Handle, Given):
+            return ["yours", object.__getattribute__(value, f"_{kind.__name__}__number")]
+        if kind is type and value in TYPES:
+            return ["type", value.__name__]
+        if (simple := as_text(value, kind)) is not None:
+            return simple
+        for plain in EXTENDED if kind is not type else ():
+            if isinstance(value, plain):  # a class that extends a plain one: its content
+                return self.encoded(content(value, plain), depth)
+        self.objects.append(value)
+        return ["mine", len(self.objects) - 1]
+
+    def decoded(self, data, name=""):
+        """Returns the value of what `encoded` gave on the other side. Raises: ValueError, TypeError, if it did not."""
+        if type(data) is not list:
+            return data
+        tag, *parts = data
+        if tag in CONTAINERS:
+            kind = CONTAINERS[tag]
+            if not issubclass(kind, dict):
+                return kind(self.decoded(x) for x in parts)
+            if tag == "counter":
+                result = kind()
+                result.update({self.decoded(k): self.decoded(x) for k, x in parts})
+                return result
+            return kind((self.decoded(k), self.decoded(x)) for k, x in parts)
+        if tag == "mine" and type(parts[0]) is int:
+            return self.stand_in(self, parts[0], name)
+        if tag == "yours" and type(parts[0]) is int and 0 <= parts[0] < len(self.objects):
+            return self.objects[parts[0]]
+        if tag == "type":
+            return {kind.__name__: kind for kind in TYPES}[parts[0]]
+        return of_text(tag, parts)
+
+
+def content(value, plain):
+    """Returns the content of a value whose class extends a plain one, without a method of that class."""
+    if issubclass(plain, (list, tuple, set, frozenset)):
+        return plain(plain.__iter__(value))
+    if plain is dict:
+        return dict(dict.items(value))
+    if plain is str:
+        return str.__str__(value)
+    if plain is complex:
+        return complex(complex.real.__get__(value), complex.imag.__get__(value))
+    return plain(plain.__int__(value) if plain is int else plain.__float__(value) if plain is float else value)
+
+
+def as_text(value, kind):
+    if kind is int:
+        return ["int", hex(value)]
+    if kind is complex:
+        return ["complex", value.real, value.imag]
+    if kind in (bytes, bytearray):
+        return [kind.__name__, value.hex()]
+    if kind is range:
+        return ["range", *map(hex, (value.start, value.stop, value.step))]
+    if kind is decimal.Decimal:
+        return ["decimal", str(value)]
+    if kind is fractions.Fraction:
+        return ["fraction", hex(value.numerator), hex(value.denominator)]
+    if kind in (datetime.date, datetime.datetime):
+        return [kind.__name__, value.isoformat()]
+    return ["timedelta", value.days, value.seconds, value.microseconds] if kind is datetime.timedelta else None
+
+
+def of_text(tag, parts):
+    if tag == "complex":
+        return complex(*map(float, parts))
+    if tag in ("bytes", "bytearray"):
+        return {"bytes": bytes, "bytearray": bytearray}[tag].fromhex(*parts)
+    if tag in ("int", "range", "fraction"):
+        numbers = [int(x, 16) for x in parts]
+        return numbers[0] if tag == "int" else range(*numbers) if tag == "range" else fractions.Fraction(*numbers)
+    if tag in ("date", "datetime"):
+        return NUMBERS[tag].fromisoformat(*parts)
+    if tag in ("decimal", "timedelta"):
+        return NUMBERS[tag](*parts)
+    raise ValueError(f"no value has the tag {tag!r}")
+
+
+def failure(error):
+    ended = not isinstance(error, Exception)
+    try:
+        text = str(error)[:1000]
+    except BaseException:
+        text = ""
+    name = next((kind.__name__ for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind), "")
+    last = {MemoryError: "memory", BlockingIOError: "processes", PermissionError: "files"}.get(type(error), "error")
+    if isinstance(error, OSError) and last == "error":
+        last = {27: "disk", 28: "disk", 101: "network", 30: "files"}.get(error.errno, "error")
+    return ["error", name, text, last, ended]
+
+
+# The judge's side.
+
+
+class Handle:
+    """Stands for an object of the other side that is no plain data."""
+
+    __slots__ = ("__built", "__items", "__link", "__name", "__number")
+    __hash__ = None
+
+    def __init__(self, link, number, name, built=False):
+        """name: of the variable or attribute; built: by a test, of a class."""
+        values = {"link": link, "number": number, "name": name, "built": built, "items": None}
+        for key, value in values.items():
+            object.__setattr__(self, f"_Handle__{key}", value)
+
+    def __call__(self, *arguments, **named):
+        result = call(self.__link, self, "", arguments, named)
+        # Classes begin with a capital letter. A function that returns an object has no right to answer for a value.
+        if type(result) is Handle and self.__name[:1].isupper():
+            object.__setattr__(result, "_Handle__built", True)
+        return result
+
+    def __getattr__(self, name):
+        if name.startswith("__") or (name in OF_PLAIN and not self.__built):
+            raise AttributeError(name)
+        return self.__link.decoded(*self.__link.ask("get", self.__link.encoded(self), name), name)
+
+    def __setattr__(self, name, value):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.__link.ask("set", self.__link.encoded(self), name, self.__link.encoded(value))
+
+    def __eq__(self, other):
+        raise TypeError("an object of the program is compared: only plain data are")
+
+    __ne__ = __eq__
+
+    def __bool__(self):
+        raise TypeError("an object of the program is neither true nor false")
+
+    def __next__(self):
+        found = call(self.__link, self, "next", (), {})
+        if found:
+            return found[0]
+        raise StopIteration
+
+    def __iter__(self):
+        """Returns one iterator, the same at each call, unless the test has built the object: a list has one content."""
+        if self.__built or self.__items is None:
+            found = call(self.__link, self, "iter", (), {})
+            object.__setattr__(self, "_Handle__items", items(self.__link, plain_of(Handle, found)))
+        return self.__items
+
+    def __enter__(self):
+        return call(self.__link, self, "__enter__", (), {})
+
+    def __exit__(self, *error):
+        call(self.__link, self, "__exit__", (None, None, None), {})
+
+    def __len__(self):
+        return plain_of(int, call(self.__link, self._own(), "__len__", (), {}))
+
+    def __str__(self):
+        return plain_of(str, call(self.__link, self._own(), "str", (), {}))
+
+    def __repr__(self):
+        return plain_of(str, call(self.__link, self._own(), "repr", (), {}))
+
+    def __getitem__(self, key):
+        return call(self.__link, self._own(), "__getitem__", (key,), {})
+
+    def __setitem__(self, key, value):
+        call(self.__link, self._own(), "__setitem__", (key, value), {})
+
+    def __delitem__(self, key):
+        call(self.__link, self._own(), "__delitem__", (key,), {})
+
+    def _own(self):
+        if self.__built:
+            return self
+        raise TypeError("an object of the program is no plain data")
+
+
+def plain_of(kind, value):
+    if type(value) is kind:
+        return value
+    raise TypeError(f"no {kind.__name__}")
+
+
+def items(link, iterator):
+    while found := call(link, iterator, "next", (), {}):
+        yield found[0]
+
+
+def call(link, handle, method, arguments, named):
+    """Calls an object of the program, or a method of it. Containers among the arguments become what it made of them."""
+    data = [link.encoded(x) for x in arguments], {name: link.encoded(x) for name, x in named.items()}
+    result, changed = link.ask("call", link.encoded(handle), method, *data)
+    for old, new in zip(arguments, changed, strict=False):
+        restore(old, link.decoded(new))
+    return link.decoded(result)
+
+
+def restore(old, new):
+    """Makes a container what the other side made of its copy."""
+    if type(old) is not type(new):
+        return
+    if isinstance(old, (list, bytearray)):
+        old[:] = new
+    elif isinstance(old, (dict, set)):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, collections.deque):
+        old.clear()
+        old.extend(new)
+
+
+def judge(read, write, report, tests):
+    """Runs each test, and writes a line for it: 1, or 0 and why the program failed.
+
+    A test is Python text, or [name, of a method of Solution, arguments, result].
+    """
+    link = Link(read, write, Handle)
+    link.serves["call"] = lambda number, method, arguments, named: given_call(link, number, arguments, named)
+    names = {}
+    try:
+        names = {name: link.decoded(x, name) for name, x in link.ask("names")[0]}
+    except BaseException:
+        link.gone = True
+    for test in tests:
+        passed = False
+        link.reason = link.reason if link.gone else ""
+        try:
+            if not link.gone:
+                judge_call(names, *test) if isinstance(test, list) else judge_text(names, test)
+                passed = True
+        except AssertionError:
+            pass
+        except BaseException:
+            link.reason = link.reason or "error"
+        if passed and not link.gone:
+            os.write(report, b"1\n")
+        else:
+            os.write(report, f"0 {link.reason}\n".encode())
+
+
+def given_call(link, number, arguments, named):
+    """Calls a function that a test gave to the program."""
+    values, more = [link.decoded(x) for x in arguments], {name: link.decoded(x) for name, x in named.items()}
+    return link.encoded(link.decoded(number)(*values, **more)), []
+
+
+def judge_text(names, test):
+    """Raises: an exception, if the test does not pass."""
+    tree = ast.parse(test)
+    used = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
+    modules = {x.value.id for x in ast.walk(tree) if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name)}
+    modules = {name for name in used if name in sys.stdlib_module_names and (name in modules or name not in names)}
+    # The program's names, but none that a test uses to check its results, as `all` or `math`.
+    program = {name: x for name, x in names.items() if name not in KNOWN and name not in vars(builtins)}
+    given = program | KNOWN | imported(modules) | {"__name__": "test"}
+    exec(compile(tree, "test", "exec"), given)
+
+
+def imported(modules):
+    found = {}
+    for name in modules:
+        try:
+            found[name] = __import__(name)
+        except ImportError:  # a part of the library that is not here, such as tkinter
+            continue
+    return found
+
+
+def judge_call(names, name, method, arguments, expected):
+    """Raises: AssertionError, if the function does not return the expected value. Tuples count as lists (JSON)."""
+    function = getattr(names["Solution"](), name) if method else names[name]
+    found, expected = as_json(function(*arguments)), as_json(expected)
+    assert found == expected or [found] == expected  # APPS puts a result into a list
+
+
+def as_json(value):
+    if isinstance(value, (list, tuple)):
+        return [as_json(x) for x in value]
+    return {str(k): as_json(x) for k, x in value.items()} if isinstance(value, dict) else value
+
+
+# The program's side. It has the program's process, so nothing here is safe from the program; nothing here needs to be.
+
+
+class Given:
+    """A function of the judge's side that a test gave to the program."""
+
+    def __init__(self, link, number, name):
+        self.__link, self.__number = link, number
+
+    def __call__(self, *arguments, **named):
+        link = self.__link
+        data = [link.encoded(x) for x in arguments], {name: link.encoded(x) for name, x in named.items()}
+        return link.decoded(link.ask("call", ["yours", self.__number], "", *data)[0])
+
+
+def serve(read, write, program):
+    """Runs the program, and then answers the judge."""
+    link = Link(read, write, Given)
+    module = type(sys)("program")
+    sys.modules["program"] = module
+    error = None
+    try:
+        exec(compile(program, "program", "exec"), module.__dict__)
+    except BaseException as problem:
+        error = problem
+
+    def names():
+        if error:
+            raise error
+        defined = [(name, x) for name, x in vars(module).items() if not name.startswith("__")]
+        return ([[name, link.encoded(x)] for name, x in defined],)
+
+    def called(target, method, arguments, named):
+        values, more = [link.decoded(x) for x in arguments], {name: link.decoded(x) for name, x in named.items()}
+        result = link.encoded(applied(link.decoded(target), method, values, more))
+        return result, [link.encoded(x) if isinstance(x, (*CONTAINERS.values(), bytearray)) else None for x in values]
+
+    link.serves = {
+        "names": names,
+        "call": called,
+        "get": lambda target, name: (link.encoded(getattr(link.decoded(target), name)),),
+        "set": lambda target, name, value: (setattr(link.decoded(target), name, link.decoded(value)),),
+    }
+    while True:
+        try:
+            kind, *more = link.get()
+            answer = link.answer(kind, more)
+            try:
+                link.put(answer)
+            except ValueError as problem:  # too long
+                link.put(failure(problem))
+        except Gone:  # the tests have ended
+            return
+
+
+def applied(target, method, arguments, named):
+    if method == "next":
+        nothing = object()
+        found = next(target, nothing)
+        return [] if found is nothing else [found]
+    if method in ("iter", "str", "repr"):
+        return getattr(builtins, method)(target)
+    return (getattr(target, method) if method else target)(*arguments, **named)
