@@ -65,8 +65,8 @@ def unconfined(config: Config) -> list[str]:
     if not config.reward.unconfined:
         return []
     return [
-        "WARNING: config.reward.unconfined = True: programs that the policy writes run WITHOUT a sandbox. They can read, "
-        "change and send all that you can: keys, data, other processes."
+        "WARNING: config.reward.unconfined = True: programs that the policy writes run WITHOUT a sandbox. They can "
+        "read, change and send all that you can: keys, data, other processes."
     ]
 
 

@@ -55,19 +55,18 @@ def interpreter() -> str:
 @cache
 def _bound() -> tuple[str, ...]:
     """Returns the arguments that show the interpreter, its library and the system's libraries, read-only."""
-    base = {name: sysconfig.get_path(name, vars={"base": sys.base_prefix, "platbase": sys.base_exec_prefix,
-                                                 "installed_base": sys.base_prefix,
-                                                 "installed_platbase": sys.base_exec_prefix})
-            for name in ("stdlib", "platstdlib")}  # fmt: skip
+    base = dict(base=sys.base_prefix, platbase=sys.base_exec_prefix)
+    base |= {f"installed_{name}": path for name, path in base.items()}
+    library = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]
     own = [f"{sys.base_prefix}/lib"] if Path(sys.base_prefix) != Path("/usr") else []
     system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache"]
-    folders = dict.fromkeys([*system, *own, *base.values(), interpreter()])
-    hidden = [
-        f"{folder}/{name}" for folder in dict.fromkeys(base.values()) for name in ("site-packages", "dist-packages")
-    ]
-    hidden = [folder for folder in [*hidden, "/usr/lib/python3/dist-packages"] if Path(folder).is_dir()]
+    folders = dict.fromkeys([*system, *own, *library, interpreter()])
+    packages = [f"{folder}/{name}" for folder in library for name in ("site-packages", "dist-packages")]
+    packages = dict.fromkeys([*packages, "/usr/lib/python3/dist-packages"])
     shown = [part for folder in folders for part in ("--ro-bind-try", folder, folder)]
-    empty = [part for folder in hidden for part in ("--tmpfs", folder, "--remount-ro", folder)]
+    empty = [
+        part for folder in packages if Path(folder).is_dir() for part in ("--tmpfs", folder, "--remount-ro", folder)
+    ]
     return (*shown, *empty)
 
 

@@ -154,7 +154,7 @@ class Link:
         """Returns the value of what `encoded` gave on the other side. Raises: ValueError, TypeError, if it did not."""
         if type(data) is not list:
             return data
-        tag, *parts = data
+        tag, parts = data[0], data[1:]
         if tag in CONTAINERS:
             kind = CONTAINERS[tag]
             if not issubclass(kind, dict):
@@ -169,7 +169,7 @@ class Link:
         if tag == "yours" and type(parts[0]) is int and 0 <= parts[0] < len(self.objects):
             return self.objects[parts[0]]
         if tag == "type":
-            return {kind.__name__: kind for kind in TYPES}[parts[0]]
+            return {kind.__name__: kind for kind in TYPES}[str(parts[0])]
         return of_text(tag, parts)
 
 
@@ -226,9 +226,9 @@ def failure(error):
     except BaseException:
         text = ""
     name = next((kind.__name__ for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind), "")
-    last = {MemoryError: "memory", BlockingIOError: "processes", PermissionError: "files"}.get(type(error), "error")
-    if isinstance(error, OSError) and last == "error":
-        last = {27: "disk", 28: "disk", 101: "network", 30: "files"}.get(error.errno, "error")
+    numbers = {1: "files", 11: "processes", 13: "files", 27: "disk", 28: "disk", 30: "files", 101: "network"}
+    last = numbers.get(error.errno or 0, "error") if isinstance(error, OSError) else "error"
+    last = "memory" if isinstance(error, MemoryError) else last
     return ["error", name, text, last, ended]
 
 
@@ -239,7 +239,6 @@ class Handle:
     """Stands for an object of the other side that is no plain data."""
 
     __slots__ = ("__built", "__items", "__link", "__name", "__number")
-    __hash__ = None
 
     def __init__(self, link, number, name, built=False):
         """name: of the variable or attribute; built: by a test, of a class."""
@@ -268,6 +267,9 @@ class Handle:
         raise TypeError("an object of the program is compared: only plain data are")
 
     __ne__ = __eq__
+
+    def __hash__(self):
+        raise TypeError("an object of the program is no key")
 
     def __bool__(self):
         raise TypeError("an object of the program is neither true nor false")
