@@ -10,14 +10,14 @@ docs/rewards.md describes where functions run, and which answers `math.accuracy`
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 __all__ = ()  # no function here is a reward that a config may name
 
-_deadline = math.inf
+_deadline = inf
 MARGIN = 0.1  # of the time limit of a batch: what a function needs beside its judging
 
 
@@ -29,7 +29,7 @@ def deadline() -> float:
 def set_deadline(seconds: float) -> None:
     """Begins the time of a batch. seconds: its limit, config.reward.timeout; 0: none."""
     global _deadline
-    _deadline = time.monotonic() + (1 - MARGIN) * seconds if seconds else math.inf
+    _deadline = time.monotonic() + (1 - MARGIN) * seconds if seconds else inf
 
 
 def text_of(completion: Any) -> str:
