@@ -151,7 +151,7 @@ def keys_of(folder: Path, name: str, text: str) -> dict:
 
 def made_of(folder: Path, name: str, text: str, **more: int) -> Translation:
     source = readers.read(write(folder, name, text))
-    return translate(source.system, source.keys, **more)
+    return translate(source.system, source.keys, referred=source.referred, **more)
 
 
 def config_of(made: Translation, folder: Path) -> tuple[str, dict]:
@@ -501,6 +501,77 @@ def test_a_reference_to_another_key_has_its_value(tmp_path):
     assert isinstance(keys["actor_rollout_ref.rollout.d"], Unread)
 
 
+COMMAND = "python3 -m verl.trainer.main_ppo {} actor_rollout_ref.rollout.n=4 trainer.total_training_steps=9"
+OF_CONFIG = """
+defaults:
+  - ppo_trainer
+  - data: small
+  - optim@actor_rollout_ref.actor.optim: fast
+  - _self_
+data: {train_batch_size: 256}
+actor_rollout_ref: {model: {path: a/b}}
+algorithm: {adv_estimator: grpo}
+"""
+NAMED = [  # arguments of a command, and where the file is that they name
+    ("--config-name=mine", "mine.yaml"),
+    ("--config-name mine.yaml", "config/mine.yaml"),
+    ("-cn mine", "mine.yaml"),
+    ("--config-path=settings --config-name='mine'", "settings/mine.yaml"),
+    ('--config-path="$(pwd)/settings" -cn mine', "settings/mine.yaml"),
+    ("--config-dir $UNKNOWN/x --config-name=mine", "configs/mine.yaml"),
+]
+
+
+@pytest.mark.parametrize(("words", "place"), NAMED)
+def test_a_command_may_name_a_file_that_is_made_of_others(words, place, tmp_path):
+    file = tmp_path / place
+    for name, text in {
+        "data/small.yaml": "max_prompt_length: 99\ntrain_batch_size: 7\n",
+        "optim/fast.yaml": "lr: 1e-5\n",
+        file.name: OF_CONFIG,
+    }.items():
+        (file.parent / name).parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / name).write_text(text)
+    made = made_of(tmp_path, "run.sh", COMMAND.format(words))
+    expected = {
+        "prompts_per_step": 256, "model.path": "a/b", "data.max_prompt_tokens": 99, "optim.learning_rate": 1e-5,
+        "group_size": 4, "num_steps": 9,
+    }  # fmt: skip
+    assert {name: made.fields()[name] for name in expected} == expected
+    assert "--config-name" not in made.outcomes and made.of_kind("unsupported") == {}
+
+
+def test_a_file_that_is_not_there_is_unsupported_and_verls_own_is_not(tmp_path):
+    made = made_of(tmp_path, "run.sh", COMMAND.format("--config-name=mine"))
+    assert list(made.of_kind("unsupported")) == ["--config-name"]
+    for own in ("ppo_trainer", "ppo_megatron_trainer.yaml"):
+        made = made_of(tmp_path, "run.sh", COMMAND.format(f"--config-path=config --config-name='{own}'"))
+        assert made.of_kind("unsupported") == {}, own
+    made = made_of(tmp_path, "v.yaml", OF_CONFIG.replace("  - data: small", "  - data: small\n  - lost/file"))
+    assert "lost/file" in made.outcomes["defaults"].said and made.outcomes["defaults"].kind == "unsupported"
+
+
+def test_values_of_the_environment_and_of_other_sections_are_said(tmp_path, capsys):
+    text = """
+vars: {root: '~/rows', user: '${oc.env:USER,me}', unused: 3}
+data: {train_files: '${vars.root}/${oc.env:USER,me}/train.parquet', max_prompt_length: 64}
+actor_rollout_ref: {model: {path: '${oc.env:MODEL}'}, rollout: {n: 4, n_gpus: "${now:%H}"}}
+algorithm: &a {adv_estimator: grpo}
+trainer: {total_training_steps: 5, total_training_steps: 6, project_name: '${vars.user}'}
+"""
+    file = write(tmp_path, "v.yaml", text)
+    assert program.run(file, tmp_path / "mine.py", 0, 0) == 1
+    said = capsys.readouterr().out
+    made = made_of(tmp_path, "v.yaml", text)
+    assert made.fields()["data.source"] == "~/rows/me/train.parquet"
+    assert "note: data.train_files: ${oc.env:USER,me} is its default here, me" in said
+    assert "belongs to no key of the training command: line 6: total_training_steps again" in said
+    assert "model.path" in made.yours()
+    kinds = {key: made.outcomes[key].kind for key in ("vars.root", "vars.user", "vars.unused")}
+    assert kinds == {"vars.root": "no effect", "vars.user": "no effect", "vars.unused": "unsupported"}
+    assert isinstance(keys_of(tmp_path, "v.yaml", text)["actor_rollout_ref.rollout.n_gpus"], Unread)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
@@ -786,6 +857,64 @@ LOST = {  # files whose keys were easily lost: the fields that must come of them
         {"data.source": "a.jsonl", "data.convert": ""},
     ),
 }  # fmt: skip
+
+
+SCRIPTS = {  # scripts of TRL: a text, keys with their kind, and fields
+    "arguments of a LoraConfig": (
+        "GRPOTrainer('a/b', accuracy_reward, GRPOConfig(max_steps=5), load_dataset('c/d'), peft_config=LoraConfig("
+        "r=8, lora_alpha=32, lora_dropout=0.05, bias='none', task_type='CAUSAL_LM', layers_to_transform=[1]))",
+        {"trainer.peft_config.lora_dropout": "unsupported", "trainer.peft_config.layers_to_transform": "unsupported",
+         "trainer.peft_config.bias": "no effect", "trainer.peft_config.r": "mapped"},
+        {"lora.rank": 8, "lora.alpha": 32.0},
+    ),
+    "functions of modules": (
+        "from mymod.rewards import good as fine\nimport other.place\nfrom trl.rewards import think_format_reward\n"
+        "def own(completions, **columns):\n    return [1.0] * len(completions)\n"
+        "GRPOTrainer('a/b', [fine, other.place.f, think_format_reward, own], GRPOConfig(max_steps=5))",
+        {"trainer.reward_funcs": "changed"},
+        {"reward.functions": ("mymod.rewards.good", "other.place.f", "format.think", "my_rewards.own")},
+    ),
+    "names in a list": (
+        "names: list = ['mymod.rewards.good', 'owner/reward-model']\n"
+        "GRPOTrainer('a/b', names, GRPOConfig(reward_weights=[2.0, 0.5]))",
+        {"trainer.reward_funcs": "changed", "reward_weights": "mapped"},
+        {"reward.functions": ("mymod.rewards.good",), "reward.weights": (2.0,),
+         "reward_model.path": "owner/reward-model", "reward_model.weight": 0.5},
+    ),
+    "a dataclass, f-strings, casts and a model that is loaded": (
+        "@dataclass\nclass Args:\n    rate: float = 3e-6\n    group: int = 4\n    name: str = 'Qwen3-0.6B'\n"
+        "args = Args(group=16)\nconfig: GRPOConfig = GRPOConfig(learning_rate=args.rate, num_generations=args.group,"
+        " beta=float('0.1'), output_dir=f'out/{args.name}', max_steps=args.nothing)\n"
+        "model = AutoModelForCausalLM.from_pretrained(f'Qwen/{args.name}', torch_dtype='auto')\n"
+        "GRPOTrainer(model=model, reward_funcs=accuracy_reward, args=config)",
+        {"max_steps": "unsupported", "output_dir": "no effect"},
+        {"optim.learning_rate": 3e-6, "group_size": 16, "kl.coef": 0.1, "model.path": "Qwen/Qwen3-0.6B"},
+    ),
+    "a mapping that is read from a file": (
+        "GRPOTrainer('a/b', accuracy_reward, GRPOConfig(**yaml.safe_load(open('x.yaml')), beta=0.1))",
+        {"beta": "mapped"},
+        {"kl.coef": 0.1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "kinds", "fields"), SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_a_script_of_python_says_what_its_syntax_tree_says(text, kinds, fields, tmp_path):
+    made = made_of(tmp_path, "grpo.py", text)
+    assert {key: made.outcomes[key].kind for key in kinds} == kinds
+    assert {name: made.fields()[name] for name in fields} == fields
+    source, _ = config_of(made, tmp_path)
+    assert lint.lint(lint.load_text(source), set(made.yours())).refused == ""
+
+
+def test_a_script_whose_config_comes_from_its_command_line_says_so(tmp_path, capsys):
+    script = "parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))\n" + (
+        "script_args, training_args, model_args = parser.parse_args_and_config()\n"
+        "GRPOTrainer(model_args.model_name_or_path, accuracy_reward, args=training_args)\n"
+    )
+    assert program.run(write(tmp_path, "grpo.py", script), None, 0, 0) == 1
+    said = capsys.readouterr().out
+    assert "line 3: args=training_args is not made there: give the command line (a .sh)" in said
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), LOST.values(), ids=LOST.keys())

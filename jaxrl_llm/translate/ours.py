@@ -31,16 +31,27 @@ FILES = (".parquet", ".json", ".jsonl", ".csv")
 
 
 def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the reward fields for functions by their names in TRL, and the fields that the user must complete."""
-    found = tuple(REWARDS.get(name, f"my_rewards.{name}") for name in names)
+    """Returns the reward fields for functions by their names in TRL, and the fields that the user must complete.
+
+    A name with dots, such as mymod.rewards.good, stays as it is.
+    """
+    last = [name.rpartition(".")[2] for name in names]
+    found = tuple(
+        REWARDS.get(short) or (name if "." in name else f"my_rewards.{name}")
+        for name, short in zip(names, last, strict=True)
+    )
     fields = reward_fields(found, weights)
-    if not set(names).isdisjoint(OF_SOLUTION):
+    if not set(last).isdisjoint(OF_SOLUTION):
         fields["data.answer_column"] = "solution"
-    unknown = [name for name in names if name not in REWARDS]
+    unknown = [name for name, short in zip(names, last, strict=True) if short not in REWARDS]
     if not unknown:
         return fields, {}
-    why = f"move {', '.join(unknown)} to a module my_rewards.py beside this file; the signature of TRL is the one here"
-    return fields, {"reward.functions": why} | ({"eval.function": "as above"} if names[0] in unknown else {})
+    alone = [name for name in unknown if "." not in name]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in unknown if "." in name)
+    why = [f"move {', '.join(alone)} to a module my_rewards.py beside this file"] if alone else []
+    why += [f"{', '.join(modules)} must be a module beside this file, or installed"] if modules else []
+    said = f"{'; '.join(why)}; the signature of TRL is the one here"
+    return fields, {"reward.functions": said} | ({"eval.function": "as above"} if names[0] in unknown else {})
 
 
 def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None) -> dict[str, Any]:

@@ -32,15 +32,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} is no Python that can be parsed: {error}") from None
-    names: Names = {}
-    later: list[tuple[str, str, ast.expr]] = []  # object.attribute = value
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and len(node.targets) == 1]
-    for node in sorted(assigned, key=lambda node: node.lineno):
-        target = node.targets[0]
-        if isinstance(target, ast.Name):
-            names[target.id] = [*names.get(target.id, []), node.value]
-        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-            later.append((target.value.id, target.attr, node.value))
+    names, later = _set(tree)
     calls = [(_called(node), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     configs = [(name, call) for name, call in calls if name in CONFIGS]
     trainers = [(name, call) for name, call in calls if name in TRAINERS]
@@ -51,7 +43,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
         there = f"{other}, which is not translated" if other else "no GRPOConfig or PPOConfig"
         raise UserError(f"{path} makes {there}: give a script that calls one of these, or its command line in a .sh")
     kind = CONFIGS[configs[0][0]] if configs else TRAINERS[trainers[0][0]]
-    keys = {}
+    keys, lost = {}, []
     for _, call in configs:
         keys |= {name: _value(node, names) for name, node in _arguments(call, POSITIONAL["config"], names)}
         own = {name for name, values in names.items() if any(value is call for value in values)}
@@ -59,10 +51,47 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
     for _, call in trainers[:1]:
         for name, node in _arguments(call, POSITIONAL["trainer"], names):
             if name != "args":
-                keys[f"trainer.{name}"] = _of_trainer(node, names)
+                keys |= _argument(name, node, names)
+            elif not configs:
+                lost.append(f"line {node.lineno}: args={_short(node)} is not made there: give the command line (a .sh)")
             if name == "train_dataset" and (done := _steps(node, names)):
                 keys["trainer.train_dataset.steps"] = ", ".join(done)
-    return kind, keys, []
+    return kind, keys, lost
+
+
+def _set(tree: ast.Module) -> tuple[Names, list[tuple[str, str, ast.expr]]]:
+    """Returns what a script sets names to, with its imports and the fields of its classes, and attributes of names."""
+    names: Names = {}
+    later: list[tuple[str, str, ast.expr]] = []  # object.attribute = value
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                names[alias.asname or alias.name] = [ast.parse(f"{node.module}.{alias.name}", mode="eval").body]
+        if isinstance(node, ast.ClassDef):
+            for line in node.body:
+                target = line.target if isinstance(line, ast.AnnAssign) else None
+                if isinstance(target, ast.Name) and isinstance(line, ast.AnnAssign) and line.value:
+                    names[f"{node.name}.{target.id}"] = [line.value]
+    inside = {id(line) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for line in node.body}
+    assigned = [
+        (node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value, node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and id(node) not in inside
+        if isinstance(node, ast.AnnAssign) or len(node.targets) == 1
+    ]
+    for target, value, _ in sorted(assigned, key=lambda one: one[2]):
+        if isinstance(target, ast.Name) and value:
+            names[target.id] = [*names.get(target.id, []), value]
+        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and value:
+            later.append((target.value.id, target.attr, value))
+    return names, later
+
+
+def _argument(name: str, node: ast.expr, names: Names) -> dict[str, Any]:
+    """Returns the keys of an argument of the trainer. Each argument of a LoraConfig is one, too."""
+    value = _of_trainer(node, names)
+    keys = {f"trainer.{name}": value}
+    return keys | ({f"trainer.{name}.{key}": x for key, x in value.items()} if isinstance(value, dict) else {})
 
 
 def _called(call: ast.Call) -> str:
@@ -104,6 +133,16 @@ def _value(node: ast.expr, names: Names) -> Any:
     """Returns the literal of an expression: also a sum of numbers, and a name that the script sets to a literal."""
     if isinstance(node, ast.Name) and names.get(node.id):
         return _value(*_before(node.id, names))
+    if isinstance(node, ast.Attribute) and (found := _field(node, names)):
+        return _value(found, names)
+    if isinstance(node, ast.JoinedStr):
+        return _formatted(node, names)
+    if isinstance(node, ast.Call) and _called(node) in ("float", "int", "str") and len(node.args) == 1:
+        inside = _value(node.args[0], names)
+        try:
+            return {"float": float, "int": int, "str": str}[_called(node)](inside)
+        except (TypeError, ValueError):
+            return Unread(_short(node))
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
@@ -116,17 +155,42 @@ def _value(node: ast.expr, names: Names) -> Any:
         return Unread(_short(node))
 
 
+def _field(node: ast.Attribute, names: Names) -> ast.expr | None:
+    """Returns the field of an object that the script makes of a class of its own, as args.rate of args = Args()."""
+    made = names.get(node.value.id, [])[-1:] if isinstance(node.value, ast.Name) else []
+    if not made or not isinstance(made[0], ast.Call):
+        return None
+    given = {keyword.arg: keyword.value for keyword in made[0].keywords}
+    return given.get(node.attr) or next(iter(names.get(f"{_called(made[0])}.{node.attr}", [])), None)
+
+
+def _formatted(node: ast.JoinedStr, names: Names) -> Any:
+    """Returns the text of an f-string whose names the script sets to literals."""
+    parts = [
+        part.value if isinstance(part, ast.Constant) else _value(part.value, names)
+        for part in node.values
+        if isinstance(part, ast.Constant | ast.FormattedValue)
+    ]
+    plain = all(not isinstance(part, ast.FormattedValue) or part.format_spec is None for part in node.values)
+    known = plain and not any(isinstance(part, Unread) for part in parts)
+    return "".join(map(str, parts)) if known else Unread(_short(node))
+
+
 def _of_trainer(node: ast.expr, names: Names) -> Any:
     """As `_value`; a function is its name, a data set what it is loaded from, and a LoraConfig its arguments."""
     if isinstance(node, ast.List):
         return [_of_trainer(one, names) for one in node.elts]
     if isinstance(node, ast.Name):
         return _of_trainer(*_before(node.id, names)) if names.get(node.id) else node.id
+    if isinstance(node, ast.Attribute) and not _field(node, names):  # mymod.rewards.good
+        return ast.unparse(node)
     if isinstance(node, ast.Subscript):  # load_dataset(...)["train"]
         found, split = _of_trainer(node.value, names), _value(node.slice, names)
         return _split(found, split)
     if isinstance(node, ast.Call) and _called(node) == "LoraConfig":
         return {name: _value(value, names) for name, value in _arguments(node, ("task_type", "r"), names)}
+    if isinstance(node, ast.Call) and _called(node) == "from_pretrained" and node.args:
+        return _value(node.args[0], names)
     if isinstance(node, ast.Call) and _called(node) in DATASETS and node.args:
         return _loaded(node, names)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -335,19 +335,41 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         why = "the file names no reward function"
         yours = {"reward.functions": why, "eval.function": why}
         return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), "", yours)
-    names = [str(name) for name in (value if isinstance(value, list) else [value])]
-    soft = [name for name in names if "soft_overlong" in name]
-    names = [name.split("(")[0].split(".")[-1] for name in names if name not in soft]
-    weights = keys.given.get("reward_weights")
-    if soft or (weights and len(weights) != len(names)):
-        weights = None
-    if not names:
+    given = [str(name).split("(")[0] for name in (value if isinstance(value, list) else [value])]
+    all_weights = keys.given.get("reward_weights") or [1.0] * len(given)
+    each = dict(zip(given, all_weights, strict=False)) if len(given) == len(all_weights) else {}
+    soft = [name for name in given if "soft_overlong" in name]
+    models = [name for name in given if "/" in name]  # of the hub, or folders
+    names = [name for name in given if name not in soft + models]
+    said = ["get_soft_overlong_punishment is reward.overlong_tokens: set it to soft_punish_cache"] if soft else []
+    fields, yours = ours.rewards(names, [float(each.get(name, 1.0)) for name in names]) if names else ({}, {})
+    if models:
+        model = ours.reward_model(models[0], "it reads prompt and completion as the policy does")
+        fields |= model.fields | {"reward_model.weight": float(each.get(models[0], 1.0))}
+        said += [model.said, *(f"a second reward model has no counterpart: {name}" for name in models[1:])]
+        if not names:
+            fields |= {"reward.functions": (), "reward.weights": ()}
+            yours = {"eval.function": JUDGE}
+    if not fields:
         return Outcome("unsupported", said="only an overlong penalty: reward.overlong_tokens")
-    fields, yours = ours.rewards(names, weights)
     if "trainer.train_dataset.steps" in keys:  # a convert function makes the rows, with their answers
         fields.pop("data.answer_column", None)
-    said = "get_soft_overlong_punishment is reward.overlong_tokens: set it to soft_punish_cache" if soft else ""
-    return Outcome("changed" if yours or soft else "mapped", fields, said, yours)
+    kind = "unsupported" if models[1:] else "changed" if yours or said else "mapped"
+    return Outcome(kind, fields, "; ".join(said), yours)
+
+
+JUDGE = "a reward function that judges the evaluation, or eval.every = 0"
+
+
+def alone_reward_model(value: Any, keys: Keys) -> Outcome:
+    """A reward model that a command names beside the reward functions."""
+    if not value:
+        return Outcome("no effect", said="not set")
+    made = ours.reward_model(str(value), "it reads prompt and completion as the policy does")
+    if reward_names(keys):
+        return made
+    fields = {"reward.functions": (), "reward.weights": ()}
+    return Outcome(made.kind, made.fields | fields, made.said, {"eval.function": JUDGE})
 
 
 def reward_names(keys: Keys) -> Any:
@@ -362,7 +384,8 @@ def weights(value: Any, keys: Keys) -> Outcome:
         return Outcome("no effect", said="not set: every function has the weight 1")
     if not names or len(value) != count:
         return Outcome("unsupported", said=f"{len(value)} weights for {count if names else 'unknown'} functions")
-    return Outcome("mapped", {"reward.weights": tuple(map(float, value))})
+    made = rewards(names, keys).fields
+    return Outcome("mapped", {name: x for name, x in made.items() if name in ("reward.weights", "reward_model.weight")})
 
 
 def dataset(value: Any, keys: Keys) -> Outcome:
@@ -452,6 +475,11 @@ def adapter(value: Any, keys: Keys) -> Outcome:
     rs = bool(keys.given.get("use_rslora"))
     base_dtype = "int8" if keys["load_in_8bit"] or keys["load_in_4bit"] else ""
     return ours.lora(keys["lora_r"], keys["lora_alpha"], keys["lora_target_modules"], rs=rs, base_dtype=base_dtype)
+
+
+def part_of_adapter(value: Any, keys: Keys) -> Outcome:
+    """An argument of a LoraConfig, which `adapter` has used."""
+    return Outcome("mapped", said="")
 
 
 def quantized(value: Any, keys: Keys) -> Outcome:
@@ -640,6 +668,14 @@ SHARED: dict[str, Rule] = {
     "trainer.train_dataset.steps": rows_changed,
     "model_init_kwargs": init_kwargs,
     "trainer.peft_config": adapter,
+    **each(part_of_adapter, "r lora_alpha target_modules use_rslora", "trainer.peft_config."),
+    "trainer.peft_config.task_type": Idle("a policy is a causal language model"),
+    "trainer.peft_config.inference_mode": Idle("an adapter learns"),
+    "trainer.peft_config.lora_dropout": off("adapters have no dropout", 0.0),
+    "trainer.peft_config.bias": off("biases do not learn with LoRA", "none"),
+    "trainer.peft_config.modules_to_save": off("only adapters are trained with LoRA"),
+    "trainer.peft_config.init_lora_weights": off("adapters begin as in PEFT: A random, B zero", True),
+    "trainer.peft_config.*": off("no counterpart in the adapters here"),
     "use_peft": adapter,
     **each(adapter, "lora_r lora_alpha lora_target_modules"),
     "use_rslora": adapter,
@@ -727,7 +763,7 @@ OF_GRPO: dict[str, Rule] = {
     "reward_weights": weights,
     "reward_funcs": rewards,
     "trainer.reward_funcs": rewards,
-    "reward_model_name_or_path": off("a reward model: write it as a reward function (docs/rewards.md)"),
+    "reward_model_name_or_path": alone_reward_model,
     "mask_truncated_completions": truncated,
     "top_entropy_quantile": lambda value, keys: Outcome(
         "changed" if value < 1 else "mapped",
@@ -773,7 +809,7 @@ BOTH: dict[str, Any] = {
 OPEN_RULES: dict[str, Rule] = {
     "(model)": if_not_given(model, "model_name_or_path", "trainer.model"),
     "(data)": if_not_given(dataset, "dataset_name", "trainer.train_dataset"),
-    "(rewards)": if_not_given(rewards, "reward_funcs", "trainer.reward_funcs"),
+    "(rewards)": if_not_given(rewards, "reward_funcs", "trainer.reward_funcs", "reward_model_name_or_path"),
     "(prompts)": if_not_given(prompt_limit, "max_prompt_length"),
 }
 OPEN_DEFAULTS: dict[str, Any] = {"(model)": "", "(data)": "", "(rewards)": None, "(prompts)": None}

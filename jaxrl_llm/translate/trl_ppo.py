@@ -13,6 +13,7 @@ from jaxrl_llm.translate.trl import (
     BOTH,
     COUNTS,
     IDLE,
+    JUDGE,
     NO_WARMUP,
     OPEN_DEFAULTS,
     OPEN_RULES,
@@ -87,7 +88,7 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
     """A learned reward, which TRL's scripts also begin the value model with."""
     said = "it reads prompt and completion as the policy does, and the critic begins as the same model"
     made = ours.reward_model(str(value), said)
-    yours = {"eval.function": "a reward function that judges the evaluation, or eval.every = 0"}
+    yours = {"eval.function": JUDGE}
     fields = {"critic.path": str(value), "reward.functions": (), "reward.weights": ()}
     return Outcome(made.kind, made.fields | fields, made.said, yours)
 
