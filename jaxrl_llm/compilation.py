@@ -8,12 +8,14 @@ import platform
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import xla_bridge  # no public function says whether the backends are initialized
 
+from jaxrl_llm import progress
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import user_cache
 from jaxrl_llm.structs import PyTree
@@ -61,6 +63,12 @@ def compute_deterministically() -> None:
     os.environ["XLA_FLAGS"] = " ".join([*flags, DETERMINISTIC])
 
 
+def compiling(name: str) -> AbstractContextManager[Any]:
+    """Shows that a program is traced and compiled, unless steps go on meanwhile."""
+    behind = threading.current_thread().name.startswith(COMPILER)
+    return nullcontext() if behind else progress.task(f"compiling {name}")
+
+
 def compile_checked(lowered: jax.stages.Lowered, what: str, remedy: str) -> jax.stages.Compiled:
     """Compiles a program, and checks that the memory of a device holds it. JAX keeps the program for its next call.
 
@@ -96,7 +104,8 @@ class Program(NamedTuple):
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles it. Raises: UserError, if the memory is too small."""
-        return compile_checked(self.trace().lower(), self.name, self.remedy)
+        with compiling(self.name):
+            return compile_checked(self.trace().lower(), self.name, self.remedy)
 
 
 def _first_line(error: Exception) -> str:

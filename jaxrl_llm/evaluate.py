@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl_llm import compatibility, distributed, envs, extras, rewards, scores, sharding
+from jaxrl_llm import compatibility, distributed, envs, extras, progress, rewards, scores, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import print_banner
 from jaxrl_llm.compilation import keep_compilations
@@ -71,14 +71,16 @@ def evaluate(
 
     A completion for which the judge returns None has the score 0.
     """
-    parts = []
-    for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
-        rollouts = task.sample(engine, prompts, jax.random.fold_in(key, i), samples, Sampling(temperature))
-        graded = task.grade(prompts, rollouts)
-        channels = {name: distributed.gather(values) for name, values in graded.channels.items()}
-        channels["total"] = np.nan_to_num(channels["total"])
-        parts.append(Graded(_all(graded.texts), channels, _all(graded.turns), {}))
-    count = len(dataset.rows)  # without the rows that fill the last batch
+    parts, count = [], len(dataset.rows)
+    with progress.task("evaluating problems", count) as shown:
+        for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
+            rollouts = task.sample(engine, prompts, jax.random.fold_in(key, i), samples, Sampling(temperature))
+            graded = task.grade(prompts, rollouts)
+            channels = {name: distributed.gather(values) for name, values in graded.channels.items()}
+            channels["total"] = np.nan_to_num(channels["total"])
+            parts.append(Graded(_all(graded.texts), channels, _all(graded.turns), {}))
+            shown.advance(min(batch, count - shown.done))
+    # Without the rows that fill the last batch.
     texts, turns = ([x for part in parts for x in part[field]][:count] for field in (0, 2))
     channels = {name: np.concatenate([part.channels[name] for part in parts])[:count] for name in parts[0].channels}
     return Graded(texts, channels, turns, {})

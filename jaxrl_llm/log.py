@@ -5,7 +5,6 @@ Every process has the records. The first one writes them.
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import os
@@ -20,10 +19,9 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from jaxrl_llm import distributed, loggers, sharding
+from jaxrl_llm import distributed, loggers, progress, sharding
 from jaxrl_llm.checkpoint import cut_back
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.health.finding import Finding, History
@@ -63,9 +61,11 @@ class Log:
         self._watched: Future[float] | None = None
         self._files: dict[str, TextIO] = {}
         self._loggers: list[loggers.Background] = []
-        self._progress = None
+        self._bars: Progress | None = None
         terminal = sys.stdout.isatty()  # rich would also trust a notebook's FORCE_COLOR
-        self._console = Console(highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=terminal)
+        self._console = progress.UnhiddenConsole(
+            highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=terminal
+        )
         self._terminal = terminal and distributed.first()
         self._console.quiet = not distributed.first()
 
@@ -83,12 +83,12 @@ class Log:
         run = loggers.LoggedRun(self._workdir, step, self._config["log"]["project"], self._config)
         for name in self._config["log"]["to"]:
             self._loggers.append(loggers.Background(name, resolve(name, loggers), run, self.say))
-        if self._terminal and not self._progress:
-            columns = (BarColumn(), TextColumn("{task.completed}/{task.total} steps"), TimeElapsedColumn())
-            self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=self._console)
-            self._bar = self._progress.add_task("", total=self._num_steps, completed=step, left="")
-            self._progress.start()
-            atexit.register(self._progress.stop)  # an error must not leave the cursor hidden
+        if self._terminal and not self._bars:
+            self._bars = progress.make_bars(self._console)
+            self._bar = self._bars.add_task("steps", total=self._num_steps, count="", detail="")
+            self._bars.start()
+            progress.DISPLAY.lend(self._bars)
+        self._show_step(step)
 
     def timer(self) -> Timer:
         """Returns the timer of a step that begins now, or when the last watched arrays are ready."""
@@ -180,8 +180,9 @@ class Log:
     def close(self) -> None:
         """Closes all outputs. Each line was flushed when it was written."""
         self._thread.shutdown()
-        if self._progress:
-            self._progress.stop()
+        if self._bars:
+            progress.DISPLAY.lend(None)
+            self._bars.stop()
         self._close_files()
 
     def _opened(self, name: str, step: int) -> TextIO:
@@ -214,8 +215,7 @@ class Log:
         for logger in self._loggers:
             logger.write(step, {k: v for k, v in record.items() if k != "step" and v is not None})
         self.say(self._line(step, record))
-        if self._progress:
-            self._progress.update(self._bar, completed=step, left=self._left(step))
+        self._show_step(step)
         return record
 
     def _write_sample(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
@@ -248,7 +248,11 @@ class Log:
         if "time/step" in record:
             parts.append(f"{record['time/step']:.2f}s ({phases})")
             parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
-        return "  ".join(parts) + ("" if self._progress else f"  {self._left(step)}")
+        return "  ".join(parts) + ("" if self._bars else f"  {self._left(step)}")
+
+    def _show_step(self, step: int) -> None:
+        if self._bars:
+            self._bars.update(self._bar, completed=step, count=f"{step}/{self._num_steps}", detail=self._left(step))
 
     def _left(self, step: int) -> str:
         done = step - self._start

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import distributed, sharding
+from jaxrl_llm import distributed, progress, sharding
 from jaxrl_llm.algorithms import kl
 from jaxrl_llm.algorithms.credit import CreditFn
 from jaxrl_llm.checkpoint import Checkpoints, Pending
@@ -102,7 +102,8 @@ class Run:
         """
         decisions = self.rollbacks.read()
         back = decisions[-1] if len(decisions) > self.checkpoints.rollbacks() else None
-        step, states, pending, ladders = self.checkpoints.resume(self.shapes, back.to + 1 if back else None)
+        with progress.task("reading the checkpoint"):
+            step, states, pending, ladders = self.checkpoints.resume(self.shapes, back.to + 1 if back else None)
         self.book.load(TRAINING, ladders)
         self.ladders = ladders
         if states is None:

@@ -13,7 +13,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm import distributed
+from jaxrl_llm import distributed, progress
 from jaxrl_llm.config.schema import Field, MayChange
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import PyTree
@@ -70,7 +70,8 @@ def make_mesh(*, data: MeshSize, fsdp: MeshSize, tensor: MeshSize) -> Mesh:
     With several processes it has all devices, and every process has consecutive prompts of a batch.
     Raises: UserError, if the mesh does not fit the devices or the processes.
     """
-    devices = jax.devices()
+    with progress.task("starting the devices"):
+        devices = jax.devices()
     if jax.process_count() > distributed.count():  # a TPU slice finds itself
         raise UserError(
             f"JAX runs in {jax.process_count()} processes, which do not know of each other: start train and sft with "

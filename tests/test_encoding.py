@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -154,22 +152,6 @@ def test_a_long_list_is_encoded_in_pieces_and_an_error_names_the_row_of_its_sour
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(UserError, match="here row 17: the chat template does not take the prompt: no"):
         encode(["a", chat("b")], tokenizer, "here", numbers=[15, 17])
-
-
-def test_a_bar_is_shown_on_a_terminal_for_long_lists_alone(tokenizer, monkeypatch):
-    class Terminal(io.StringIO):
-        isatty = lambda self: True  # noqa: E731
-
-    def shown(stream: io.StringIO, count: int) -> str:
-        monkeypatch.setattr(sys, "stderr", stream)
-        encode(["3 apples"] * count, tokenizer, "mine.jsonl")
-        return stream.getvalue()
-
-    monkeypatch.setattr(encoding, "SHOWN", 20)
-    monkeypatch.setattr(encoding, "CHUNK", 5)
-    assert "mine.jsonl" in shown(Terminal(), 20)
-    assert shown(Terminal(), 19) == ""
-    assert shown(io.StringIO(), 20) == ""
 
 
 # ---- kept from run to run

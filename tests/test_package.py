@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import jaxrl_llm
 from jaxrl_llm import __main__ as jaxrl
@@ -128,3 +131,43 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(
     assert error.count("\n") == 1
     assert extra in PROJECT["optional-dependencies"]
     assert not list(tmp_path.rglob("*.*"))
+
+
+def test_every_package_that_the_test_command_installs_has_the_version_of_the_constraints():
+    constraints = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            assert re.fullmatch(r"[a-z0-9-]+==[\w.]+(; python_version (<|>=) \"3\.12\")?", line), line
+            pin = Requirement(line)
+            if not pin.marker or pin.marker.evaluate():
+                assert pin.name not in constraints, line
+                constraints[pin.name] = pin
+    installed = set(installed_for(PROJECT["dependencies"], ("",)))
+    installed |= set(installed_for(PROJECT["optional-dependencies"]["test"], ("",)))
+    assert len(installed) > 150
+    open_ones = {
+        name for name in installed if name not in constraints or version(name) not in constraints[name].specifier
+    }
+    assert open_ones == set()
+
+
+def installed_for(requirements: list[str], extras: tuple[str, ...], seen: set[str] | None = None) -> Iterator[str]:
+    """Yields the packages of this environment that requirements install, directly or not."""
+    seen = set() if seen is None else seen
+    for requirement in map(Requirement, requirements):
+        if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            continue
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        if f"{name}{requirement.extras}" in seen:
+            continue
+        seen.add(f"{name}{requirement.extras}")
+        if name == "jaxrl-llm":  # of this checkout: what is installed may be of an older one
+            ours = [word for extra in requirement.extras for word in PROJECT["optional-dependencies"][extra]]
+            yield from installed_for(ours, ("",), seen)
+            continue
+        yield name
+        yield from installed_for(requires(name) or [], ("", *requirement.extras), seen)
+
+
+def test_the_first_command_of_readme_installs_at_most_80_packages():
+    assert len(set(installed_for(PROJECT["dependencies"], ("",)))) + 3 <= 80  # with pip, setuptools and this package

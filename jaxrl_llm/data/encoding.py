@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -16,15 +15,13 @@ from typing import Any, TypeAlias
 import jinja2.meta
 import numpy as np
 from jinja2 import Environment
-from rich.console import Console
-from rich.progress import Progress
 
+from jaxrl_llm import progress
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import user_cache
 
 Chat: TypeAlias = list[dict[str, Any]]
 CHUNK = 4096  # prompts per tokenizer call: enough for its threads, with little memory
-SHOWN = 10_000  # minimum number of prompts for a progress bar
 KEPT = 2**20  # minimum number of characters for storing token ids in the user's cache folder
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # unpaired surrogates: valid as JSON escapes, but not for tokenizers
 FORMAT = 2  # version of stored token ids: raise it if a change of this file changes them
@@ -145,14 +142,11 @@ def _key(
 
 
 def _chunks(count: int, source: str) -> Iterator[slice]:
-    """Yields slices of `count` prompts, with a progress bar on a terminal."""
-    console = Console(stderr=True)
-    shown = sys.stderr.isatty() and count >= SHOWN  # rich would also trust a notebook's FORCE_COLOR
-    with Progress(console=console, transient=True, disable=not shown) as progress:
-        task = progress.add_task(f"token ids of {source}", total=count)
+    """Yields slices of `count` prompts, and shows how far it is."""
+    with progress.task(f"token ids of {source}", count) as task:
         for start in range(0, count, CHUNK):
             yield slice(start, start + CHUNK)
-            progress.advance(task, CHUNK)
+            task.advance(min(CHUNK, count - start))
 
 
 def _render(source: str, number: int, prompt: str | Chat, tokenizer: Any, template_args: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl_llm import distributed, sharding
+from jaxrl_llm import distributed, progress, sharding
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.names import arguments, own_name, required_inputs, resolve
 from jaxrl_llm.config.no_effect import looks_at_rewards
@@ -109,7 +109,12 @@ def check(run: Run, parts: Tested, *, full: bool) -> Iterator[Checked]:
 def at_start(run: Run, parts: Tested) -> None:
     """Runs the checks that need no other programs than the run, and tells what they find. Stops nothing."""
     began = time.perf_counter()
-    answers = [checked.answer for checked in check(run, parts, full=False) if checked.id]
+    answers, following = [], [*(id for id, _ in CHECKS), ""]
+    with progress.task("self-test", len(following)) as shown:
+        shown.detail = "sampling"
+        for checked, then in zip(check(run, parts, full=False), following, strict=True):
+            answers += [checked.answer] if checked.id else []
+            shown.advance(detail=then)
     done, bad = sum(answer.done for answer in answers), sum(bool(answer.findings) for answer in answers)
     said = f"{done - bad} checks passed" + (f", {bad} found something" if bad else "")
     run.log.say(f"self-test: {said} in {time.perf_counter() - began:.1f} s")

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from jaxrl_llm import sharding
+from jaxrl_llm import progress, sharding
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import names
 from jaxrl_llm.models.decoder import Decoder
@@ -192,7 +193,7 @@ def load_params(
     used = {name: file for name, file in where.items() if name not in unused}
     _check_tensors(folder, used, shapes, table)
 
-    def load(path: Any, leaf: Any, dtype: Any) -> jax.Array:
+    def load(shown: progress.Task, path: Any, leaf: Any, dtype: Any) -> jax.Array:
         name = sharding.path_name(path)
         place = jax.NamedSharding(mesh, sharding.spec_for(name, leaf.shape, mesh))
         devices: dict[tuple[range, ...], list[Any]] = {}  # devices that have the same part
@@ -203,10 +204,12 @@ def load_params(
         for spans, same in devices.items():  # the host holds one part at a time
             part = _read(where, table[name], spans, dtype, turned=name.endswith("kernel"))
             arrays += [jax.device_put(part, device) for device in same]
+        shown.advance()
         return keep(name, jax.make_array_from_single_device_arrays(leaf.shape, place, arrays))
 
     dtypes = jax.tree.map(lambda x: x.dtype, shapes) if learns else model.used_dtypes(shapes)
-    return jax.tree_util.tree_map_with_path(load, shapes, dtypes)
+    with progress.task(f"loading the tensors of {folder.name}", len(jax.tree.leaves(shapes))) as shown:
+        return jax.tree_util.tree_map_with_path(partial(load, shown), shapes, dtypes)
 
 
 def load_readout(folder: Path, model: Decoder) -> PyTree:

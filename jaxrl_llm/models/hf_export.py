@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxrl_llm import distributed, sharding
+from jaxrl_llm import distributed, progress, sharding
 from jaxrl_llm.host import disk
 from jaxrl_llm.models import lora, names
 from jaxrl_llm.models.hf import EMBEDDING, HEAD, read_config, stored_dtype
@@ -68,11 +68,13 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
         weight_map.update(dict.fromkeys(shard, files[-1]))
         shard.clear()
 
-    for name, tensor in tensors(params, table_of(source), dtype):
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
-            flush()
-        shard[name] = tensor
-    flush()
+    with progress.task("exporting tensors", len(shapes(params, table_of(source)))) as shown:
+        for name, tensor in tensors(params, table_of(source), dtype):
+            if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+                flush()
+            shard[name] = tensor
+            shown.advance()
+        flush()
     if len(files) == 1:
         files[0].rename(partial / "model.safetensors")
     else:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import distributed, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.compilation import ROUND_AS_WRITTEN, Program, compile_checked
+from jaxrl_llm.compilation import ROUND_AS_WRITTEN, Program, compile_checked, compiling
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout import decoding
 from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compaction, prompts_at_once, slot_shapes
@@ -221,8 +221,9 @@ class Sampler:
         """Returns `compile(shape)`, which compiles the decode loop of a shape. Of the arguments, shapes are enough."""
 
         def compile(shape: Shape) -> jax.stages.Compiled:
-            traced = self._trace(fixed, params, state, key, Slots(*shape))
-            return compile_checked(traced.lower(), "the decode loop", REMEDY)
+            with compiling(f"the decode loop, {shape[0]} x {shape[1]} completions"):
+                traced = self._trace(fixed, params, state, key, Slots(*shape))
+                return compile_checked(traced.lower(), "the decode loop", REMEDY)
 
         return compile
 
