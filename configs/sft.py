@@ -40,6 +40,9 @@ def get_config() -> ConfigDict:
     c.data.answer_column = ""  # name of the column that becomes "answer", for the reward functions
     # Template (jinja) of the user's message, around a prompt of text: {{ content }}; or a file with one. "": none.
     c.data.format_prompt = ""
+    # Rows that a resumed run goes on with, where they are not those that it began with: what the line that refuses them
+    # says. "": none.
+    c.data.accept = ""
     c.data.max_prompt_tokens = 16
     c.data.overlong = "drop"
     c.data.chat_template_args = ConfigDict()

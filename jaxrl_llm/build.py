@@ -14,7 +14,7 @@ import grain
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import compatibility, distributed, model_card, sharding
+from jaxrl_llm import compatibility, distributed, model_card, other_rows, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import adapters_table, batch_table, models_table, print_banner, shapes_table, unconfined
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
@@ -37,6 +37,7 @@ from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.learning import Models, describe_models, make_learning, make_packing
 from jaxrl_llm.log import Log
 from jaxrl_llm.models import hf, hf_export, peft
+from jaxrl_llm.other_rows import Rows
 from jaxrl_llm.programs import compile_all, of_learning
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
@@ -238,23 +239,35 @@ def make_tested(given: Loaded, sampling: Sampling, actor: Actor) -> Tested:
     return Tested(actor, *of_run, sampling, given.environments, reward_fn)
 
 
-def open_outputs(given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def open_outputs(
+    given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]], examples: int | None = None
+) -> dict[str, Any]:
     """Opens the checkpoints of `shapes`, the log and the health rules of a run, and prints the banner with `rows`.
 
+    examples: number of rows that the order of the data has, if it leaves some out.
     Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
     """
     config, workdir, opened = given.config, given.workdir, given.opened
     where = workdir / "checkpoints", given.began_with(), config.checkpoint, given.mesh
-    checkpoints = opened.enter_context(closing(Checkpoints(*where)))
-    start = checkpoints.check_beginning()
+    counts = given.dataset.counts() if examples is None else [examples]
+    of_run = Rows({"data.source": counts, "eval.source": given.held_out.counts()}, given.dataset.prompts())
+    checkpoints = opened.enter_context(closing(Checkpoints(*where, of_run)))
+    start, changes = checkpoints.check_beginning(config)
     if distributed.first():
         checkpoints.check_room(shapes)
         open_workdir(workdir, config)
+        other_rows.write(workdir, changes)
         derived = batch_table(config, given.totals, given.mesh, given.model.cfg, given.dataset, given.held_out, start)
         judged = config, given.totals, given.model.cfg, given.mesh.devices.flat[0].platform
         print_banner(
             f"jaxrl_llm.{'train' if 'loss' in config else 'sft'}: {workdir}",
-            [*derived, *rows, *adapters_table(given.lora), ("compiled code", given.cache)],
+            [
+                *derived,
+                *(("", f"{change}: accepted") for change in changes),
+                *rows,
+                *adapters_table(given.lora),
+                ("compiled code", given.cache),
+            ],
             lines=[*unconfined(config), *(x.line() for x in settings.findings(settings.Settings(*judged)))],
         )
     log = opened.enter_context(closing(Log(workdir, config)))

@@ -28,12 +28,15 @@ from orbax.checkpoint.checkpoint_managers import (
     PreservationPolicy,
 )
 
-from jaxrl_llm import distributed
+from jaxrl_llm import distributed, other_rows
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import disk
+from jaxrl_llm.other_rows import SECTIONS, Change, Rows
 from jaxrl_llm.sharding import BATCH, shard_batch, to_host
 from jaxrl_llm.structs import Config, PyTree
+
+NO_ROWS = Rows({}, "")  # of a checkpoint of an earlier version
 
 
 def check_workdir(workdir: Path, config: Config, may_change: Collection[str]) -> None:
@@ -122,9 +125,13 @@ class Pending(NamedTuple):
 class Checkpoints:
     """Saves model states, the data position and the step in the background. A torn save is never a checkpoint."""
 
-    def __init__(self, folder: Path, began_with: dict[str, str], config: Config, mesh: Mesh):
-        """config: the `checkpoint` section; began_with: per field, the hash of a model or data that must not change."""
-        self._began_with, self._mesh, self._best, self._every = began_with, mesh, config.keep_best, config.every
+    def __init__(self, folder: Path, began_with: dict[str, str], config: Config, mesh: Mesh, rows: Rows = NO_ROWS):
+        """config: the `checkpoint` section; began_with: per field, the hash of a model or data that must not change.
+
+        rows: of the run; the position in the data depends on them.
+        """
+        self._began_with, self._mesh, self._rows = began_with, mesh, rows
+        self._best, self._every = config.keep_best, config.every
         self._accuracies: dict[int, float] = {}  # of checkpoints, by step
         self._most = config.keep + config.keep_best + 1  # on the disk at once: all kept ones and the one being written
         by = itemgetter("accuracy")
@@ -168,6 +175,7 @@ class Checkpoints:
         """
         waiting = [{name: float(x) for name, x in of_batch.items()} for _, of_batch in pending.batches]
         host |= {"iterator": pending.position, "began_with": self._began_with, "waiting": waiting}
+        host |= {"rows": self._rows._asdict()}
         items = {"state": ocp.args.StandardSave(states), "host": ocp.args.JsonSave(host)}
         if pending.batches:
             items["waiting"] = ocp.args.StandardSave([shard_batch(arrays, self._mesh) for arrays, _ in pending.batches])
@@ -209,20 +217,26 @@ class Checkpoints:
         step = self._manager.latest_step()
         return None if step is None else Path(self._manager.directory) / str(step)
 
-    def check_beginning(self) -> int:
-        """Newest complete step, or 0 if none. Raises: UserError, if the run began with another model or other data."""
+    def check_beginning(self, config: Config) -> tuple[int, list[Change]]:
+        """Returns the newest complete step, or 0 if none, and which rows the config accepts instead of those before.
+
+        Raises: UserError, if the run began with another model, or with other rows that the config does not accept.
+        """
         step = self._manager.latest_step()
         if step is None:
-            return 0
-        before = read(self._manager, step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]["began_with"]
+            return 0, []
+        host = read(self._manager, step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        before = host["began_with"]
         for field, found in self._began_with.items():
-            if before.get(field, found) != found:  # a field that is new in the config has no hash to compare
+            # A field that is new in the config has no hash to compare.
+            if field not in SECTIONS and before.get(field, found) != found:
                 raise UserError(
                     f"config.{field} holds something else than when this run began: "
                     "put that back, or give another --workdir"
                 )
+        changes = other_rows.check(self._folder.parent, config, self._began_with, self._rows, step, host)
         self._began_with = before | self._began_with
-        return step
+        return step, changes
 
     def resume(self, states: PyTree, before: int | None = None) -> tuple[int, PyTree, Pending | None, dict[str, Any]]:
         """Restores the newest checkpoint: step, states with the shardings of `states`, pending batches, ladders.
@@ -251,7 +265,21 @@ class Checkpoints:
             arrays = to_host(read(self._manager, step, waiting)["waiting"])
         host, batches = restored["host"], list(zip(arrays, waits, strict=True))
         # Checkpoints of earlier versions have no ladders.
-        return step, restored["state"], Pending(host["iterator"], batches), host.get("ladders", {})
+        return step, restored["state"], self._pending(host, batches), host.get("ladders", {})
+
+    def _pending(self, host: dict[str, Any], batches: list[tuple[dict[str, Any], dict[str, Any]]]) -> Pending | None:
+        """Returns what a checkpoint has of the data, as far as it holds for the rows of today.
+
+        With another number of rows, a position stands for other rows: None, the order begins anew. With other prompts,
+        completions that wait are those of other prompts, and are dropped.
+        """
+        field = "data.source"
+        if host["began_with"].get(field) != self._began_with.get(field):
+            rows = Rows(**host["rows"]) if "rows" in host else NO_ROWS
+            if rows.counts.get(field) != self._rows.counts.get(field):
+                return None
+            batches = batches if rows.prompts == self._rows.prompts else []
+        return Pending(host["iterator"], batches)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard_data import EvalResult
 
 import jaxrl_llm
+from jaxrl_llm import other_rows
 from jaxrl_llm.host import disk
 from jaxrl_llm.models import hf
 from jaxrl_llm.structs import Config
@@ -55,7 +56,7 @@ def card(workdir: Path, config: Config, began_with: Mapping[str, str], step: int
         "## Measured",
         _curve(records),
         "## Data",
-        _data(config, began_with),
+        _data(config, began_with, [change for change in other_rows.read(workdir) if change.after_step < last]),
         "## Config",
         f"```json\n{_plain(json.dumps(config.to_dict(), indent=2))}\n```",
     ]
@@ -103,7 +104,7 @@ def _curve(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
-def _data(config: Config, began_with: Mapping[str, str]) -> str:
+def _data(config: Config, began_with: Mapping[str, str], changes: Sequence[other_rows.Change]) -> str:
     lines = []
     for section, use in (("data", "training"), ("eval", "evaluation")):
         if section == "eval" and not config.eval.every:
@@ -112,6 +113,10 @@ def _data(config: Config, began_with: Mapping[str, str]) -> str:
         found = began_with.get(f"{section}.source")
         lines.append(
             f"- {use}: `{_plain(config[section].source)}`{convert}" + (f", SHA-256 `{found}`" if found else "")
+        )
+    for change in changes:
+        lines.append(
+            f"- after step {change.after_step:,}, {change.field} had other rows: SHA-256 `{change.before}` before"
         )
     lines.append(f"- base model: SHA-256 `{began_with['model.path']}` of its config and of the ends of its weights")
     if config.eval.every:

@@ -117,7 +117,8 @@ def make_run(given: Loaded, stop: Stop) -> Run:
         **policy_parameters(given, first_params, given.base)._asdict(),
     )
     shapes: States = {"policy": policy.shapes}
-    outputs = open_outputs(given, shapes, [("over-long completions dropped", len(answers) - len(kept))])
+    dropped = [("over-long completions dropped", len(answers) - len(kept))]
+    outputs = open_outputs(given, shapes, dropped, examples=len(kept))
     engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=given.stop_ids, pad_id=tokenizer.pad_token_id)
     evaluation = make_evaluation(given)
 

@@ -737,7 +737,9 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model
     for field, name in (("data.source", "sums.jsonl"), ("eval.source", "exam.jsonl")):
         text = (place / name).read_text()
         (place / name).write_text(text.replace('"answer": "14"', '"answer": "15"'))  # and the same prompts
-        words = f"config.{field} holds something else | put that back, or give another --workdir"
+        words = (
+            f"config.{field} holds other rows | 8 rows then, 8 now | put the rows back, or give | --config.data.accept="
+        )
         refuse(train, command(f"{run} num_steps=2"), words)
         (place / name).write_text(text)
     words = "config.model.path holds something else | put that back, or give another --workdir"

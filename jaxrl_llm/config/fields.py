@@ -28,20 +28,22 @@ SHARED = {
     "model.path": Field(str, may_change=True),  # a moved folder is fine: a fingerprint checks its files
     "model.dtype": Field(str, choices=("float32", "bfloat16")),
     "model.remat": Field(str, choices=("none", "dots", "full"), may_change=True),
-    "data.source": Field(str),
-    "data.convert": Field(str),
-    "data.prompt_column": Field(str),
-    "data.answer_column": Field(str),
-    "data.format_prompt": Field(str),
+    # What names and reads rows may change, because a fingerprint checks the rows.
+    "data.source": Field(str, may_change=True),
+    "data.convert": Field(str, may_change=True),
+    "data.prompt_column": Field(str, may_change=True),
+    "data.answer_column": Field(str, may_change=True),
+    "data.format_prompt": Field(str, may_change=True),
+    "data.accept": Field(str, may_change=True),
     "data.chat_template_args": Field(dict),
     "data.max_prompt_tokens": Field(int, low=1),
     "data.overlong": Field(str, choices=("drop", "error")),
     "rollout.max_completion_tokens": Field(int, low=1),
     "eval.every": Field(int, low=0, may_change=True),
-    "eval.source": Field(str),
-    "eval.convert": Field(str),
+    "eval.source": Field(str, may_change=True),
+    "eval.convert": Field(str, may_change=True),
     "eval.function": Field(str),
-    "eval.problems": Field(int, low=1),
+    "eval.problems": Field(int, low=1, may_change=True),
     "eval.patience": Field(int, low=0, may_change=True),
     "reward.timeout": Field(float, low=0, high=1e6, may_change=True),
     "reward.unconfined": Field(bool, may_change=True),
@@ -102,8 +104,8 @@ CRITIC = {  # only if the advantage estimator requires values
     **optim_fields("critic.optim"),
 }
 SOURCE = {  # of each source of a mixture
-    "source": Field(str),
-    "convert": Field(str),
+    "source": Field(str, may_change=True),
+    "convert": Field(str, may_change=True),
     "weight": Field(float, low=0, above=True),
 }
 ROUTER = {"router.balance_coef": Field(float, low=0)}  # only for a model with experts

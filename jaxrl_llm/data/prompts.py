@@ -47,12 +47,24 @@ class Dataset:
 
     def fingerprint(self) -> str:
         """Returns a hash of the token ids and of all columns of the rows, in order."""
-        # With the lengths, the same tokens split into other prompts have another hash.
-        digest = hashlib.sha256(np.array([len(tokens) for tokens in self.ids]).tobytes())
-        digest.update(np.concatenate(self.ids).tobytes())
+        digest = self._prompts()
         for row in self.rows:
             digest.update(_canonical(row).encode())
         return digest.hexdigest()
+
+    def prompts(self) -> str:
+        """Returns a hash of the token ids of all prompts, in order."""
+        return self._prompts().hexdigest()
+
+    def counts(self) -> list[int]:
+        """Returns the number of rows, of each source of a mixture."""
+        return [len(rows) for rows in self.parts.values()] or [len(self.rows)]
+
+    def _prompts(self) -> Any:
+        # With the lengths, the same tokens split into other prompts have another hash.
+        digest = hashlib.sha256(np.array([len(tokens) for tokens in self.ids]).tobytes())
+        digest.update(np.concatenate(self.ids).tobytes())
+        return digest
 
 
 def load(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Dataset:

@@ -1,0 +1,169 @@
+"""A data file that was repaired: the run is resumed by an explicit choice, which names the rows that are there now."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import closing
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from ml_collections import ConfigDict
+from test_steps import tiny
+
+from jaxrl_llm import other_rows, sharding
+from jaxrl_llm.checkpoint import Checkpoints, Pending
+from jaxrl_llm.data import order
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.other_rows import Rows
+from jaxrl_llm.train import steps
+
+SEEN: list[str] = []
+
+
+def looks(prompts: list, answer: list, **_: object) -> list[float]:
+    """A reward that remembers what it was asked about."""
+    SEEN.extend(f"{p[0]['content']}={a}" for p, a in zip(prompts[::4], answer[::4], strict=True))
+    return [float(i % 2) for i in range(len(prompts))]
+
+
+def write(file: Path, answers: list[str | None]) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+{i}"}], "answer": x} for i, x in enumerate(answers)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def seen(workdir: Path, file: Path, num_steps: int, **more) -> list[str]:
+    """Runs up to a step, and returns the rows that it drew."""
+    SEEN.clear()
+    config = tiny(**{
+        "data.source": str(file), "eval.every": 0, "num_steps": num_steps, "schedule_steps": 9, "prompts_per_step": 2,
+        "prompts_per_update": 2, "reward.functions": ("test_other_rows.looks",), "reward.weights": (1.0,),
+        "reward.timeout": 0.0, "rollout.max_completion_tokens": 1, "kl.placement": "none", "kl.coef": 0.0,
+    } | more)  # fmt: skip
+    assert [record["step"] for record in steps(config, workdir)][-1] == num_steps
+    return list(SEEN)
+
+
+def drawn(numbers: list[int], answers: dict[int, str | None], count: int) -> list[str]:
+    """The first rows that a run over rows of these numbers draws."""
+    batches = order.iterate(len(numbers), 2, 0, list)
+    found = [numbers[i] for _ in range(count // 2) for i in next(batches)]
+    return [f"{i}+{i}={answers[i]}" for i in found]
+
+
+def test_a_repaired_file_is_resumed_where_the_run_was_and_one_with_fewer_rows_begins_its_order_anew(
+    tmp_path, capsys, monkeypatch
+):
+    file, run, right = tmp_path / "x.jsonl", tmp_path / "run", {i: str(2 * i) for i in range(6)}
+    broken = right | {int(drawn([*range(6)], right, 6)[-1][0]): None}
+    write(file, [*broken.values()])
+    assert seen(run, file, 2) == drawn([*range(6)], broken, 4)
+    assert "1 of 6 rows have no 'answer', the first is row " in capsys.readouterr().out
+    write(file, [*right.values()])
+    line = "config.data.source holds other rows than when this run began (6 rows then, 6 now): put the rows back"
+    for accept in ("", "yes"):
+        with pytest.raises(UserError, match=re.escape(line)) as refused:
+            seen(run, file, 3, **{"data.accept": accept})
+    assert not (run / other_rows.FILE).exists()
+    (name,) = re.findall(r"--config.data.accept=(\w{12})$", str(refused.value))
+    assert seen(run, file, 3, **{"data.accept": name}) == drawn([*range(6)], right, 6)[4:]
+    assert "(6 rows then, 6 now): accepted" in capsys.readouterr().out
+    (change,) = other_rows.read(run)
+    assert (change.after_step, change.field, change.rows_before, change.rows_now) == (2, "data.source", [6], [6])
+    # Now by another convert function, which drops a row.
+    (tmp_path / "other_convert.py").write_text("def some(row):\n    return row if row['answer'] != '0' else None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    fewer = {"data.convert": "other_convert.some"}
+    line = (
+        "(6 rows then, 5 now; the order of the rows begins anew); "
+        "data.convert was '' and is 'other_convert.some': put the rows back"
+    )
+    with pytest.raises(UserError, match=re.escape(line)) as refused:
+        seen(run, file, 4, **fewer)
+    (name,) = re.findall(r"--config.data.accept=(\w{12})$", str(refused.value))
+    assert seen(run, file, 4, **fewer, **{"data.accept": name}) == drawn([1, 2, 3, 4, 5], right, 2)
+    first, second = other_rows.read(run)
+    assert (second.after_step, second.rows_before, second.rows_now, second.before) == (3, [6], [5], first.now)
+    assert "- after step 3, data.source had other rows: SHA-256 `" in (run / "hf" / "README.md").read_text()
+
+
+KEEP, MESH = ConfigDict(dict(every=1, keep=2, keep_best=0)), sharding.make_mesh(data=1, fsdp=1, tensor=1)
+HASHES = {"model.path": "m", "data.source": "old", "eval.source": "e"}
+WAITS = ({"tokens": jnp.ones((2, 3))}, {})
+
+
+def checkpoints(workdir: Path, data: str, rows: Rows) -> Checkpoints:
+    return Checkpoints(workdir / "checkpoints", HASHES | {"data.source": data}, KEEP, MESH, rows)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A workdir with a checkpoint and a batch that waits."""
+    rows = Rows({"data.source": [4, 2], "eval.source": [3]}, "prompts")
+    with closing(checkpoints(tmp_path, "old", rows)) as made:
+        made.save(1, {"w": jnp.zeros(2)}, Pending({"next": 7}, [WAITS]), None)
+    (tmp_path / "config.json").write_text('{"data": {"source": "a", "accept": ""}}')
+    return tmp_path
+
+
+def config_of(hashes: dict[str, str]) -> ConfigDict:
+    return ConfigDict({"data": {"source": "a", "accept": other_rows.accepted_by(hashes)}})
+
+
+@pytest.mark.parametrize(("counts", "prompts", "waits", "position"), [
+    ([4, 2], "prompts", 1, {"next": 7}),  # other answers
+    ([4, 2], "others", 0, {"next": 7}),  # other prompts: what waits is an answer to those before
+    ([3, 3], "prompts", None, None),  # another source of the mixture has them
+    ([4, 3], "others", None, None),
+])  # fmt: skip
+def test_what_waits_and_the_position_hold_as_far_as_the_rows_are_the_same(saved, counts, prompts, waits, position):
+    rows = Rows({"data.source": counts, "eval.source": [3]}, prompts)
+    with closing(checkpoints(saved, "new", rows)) as made:
+        step, (change,) = made.check_beginning(config_of(HASHES | {"data.source": "new"}))
+        assert (step, change.rows_before, change.rows_now) == (1, [4, 2], counts)
+        assert str(change).startswith("config.data.mixture holds other rows than when this run began (6 rows then")
+        _, _, pending, _ = made.resume({"w": jnp.zeros(2)})
+    assert (pending and len(pending.batches)) == waits
+    assert (pending and pending.position) == position
+
+
+def test_a_checkpoint_of_an_earlier_version_does_not_say_how_many_rows_it_had(saved):
+    host = saved / "checkpoints" / "1" / "host" / "metadata"
+    kept = {name: value for name, value in json.loads(host.read_text()).items() if name != "rows"}
+    host.write_text(json.dumps(kept))
+    rows = Rows({"data.source": [4, 2], "eval.source": [3]}, "prompts")
+    with closing(checkpoints(saved, "new", rows)) as made:
+        _, (change,) = made.check_beginning(config_of(HASHES | {"data.source": "new"}))
+        assert "(rows then, 6 now; the order of the rows begins anew)" in str(change)
+        assert made.resume({"w": jnp.zeros(2)})[2] is None
+    with closing(checkpoints(saved, "old", rows)) as made:
+        assert made.check_beginning(ConfigDict({"data": {"accept": ""}})) == (1, [])
+        assert made.resume({"w": jnp.zeros(2)})[2] is not None
+
+
+def test_one_choice_accepts_the_rows_of_both_and_no_other_model(saved):
+    rows = Rows({"data.source": [6], "eval.source": [2]}, "prompts")
+    now = HASHES | {"data.source": "new", "eval.source": "f"}
+    with closing(Checkpoints(saved / "checkpoints", now, KEEP, MESH, rows)) as made:
+        _, changes = made.check_beginning(config_of(now))
+    assert [change.field for change in changes] == ["data.source", "eval.source"]
+    assert "(3 rows then, 2 now; accuracies are of these from now on)" in str(changes[1])
+    for _ in range(2):  # a run that ends before its next checkpoint resumes as this one
+        other_rows.write(saved, changes)
+    assert other_rows.read(saved) == changes
+    other, line = now | {"model.path": "n"}, r"config.model.path holds something else .*: put that back"
+    with (
+        closing(Checkpoints(saved / "checkpoints", other, KEEP, MESH, rows)) as made,
+        pytest.raises(UserError, match=line),
+    ):
+        made.check_beginning(config_of(now))
+
+
+def test_a_run_that_has_saved_accepted_rows_does_not_need_the_choice_again(saved):
+    rows, now = Rows({"data.source": [6], "eval.source": [3]}, "prompts"), HASHES | {"data.source": "new"}
+    for config in (config_of(now), ConfigDict({"data": {"accept": ""}})):
+        with closing(checkpoints(saved, "new", rows)) as made:
+            step, changes = made.check_beginning(config)
+            made.save(step + 1, {"w": jnp.zeros(2)}, Pending({"next": 1}, []), None)
+    assert (step, changes) == (2, [])
