@@ -135,7 +135,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
     environment = environment_of(args, run)
     mesh = sharding.make_mesh(**(run.config.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
     with ExitStack() as opened:
-        folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model)
+        folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model, "--model")
         model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
         stops = hf.stop_ids(folder, tokenizer)
         environments = open_environments(environment, tokenizer, opened, args.chat_template_args)

@@ -235,7 +235,8 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("data.source=rows.parquet", "data file rows.parquet does not exist | give the path of one"),
     "a missing model folder":
         ("model.path=./nowhere", "model.path './nowhere' | give a Hugging Face folder or a hub id"),
-    "a hub id that cannot be had": ("model.path=lab/nothing", "model.path 'lab/nothing' is no local folder | hub"),
+    "a hub id that cannot be had":
+        ("model.path=lab/nothing", "model.path 'lab/nothing' is no local folder | hub | hf download lab/nothing"),
     "completions beyond the model's positions":
         ("rollout.max_completion_tokens=510", "max_completion_tokens = 510 | 512 positions | lower it"),
     "a mesh larger than the devices":
@@ -472,6 +473,12 @@ def reweighed(change: Callable[[dict[str, np.ndarray]], Any]) -> Change:
     return reweigh
 
 
+def adapter(folder: Path) -> None:
+    """What PEFT writes."""
+    without("config.json")(folder)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "lab/base"}')
+
+
 def endless(folder: Path) -> None:
     """No end token anywhere."""
     configured(eos_token_id=None)(folder)
@@ -494,7 +501,19 @@ SHARDS = '{"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "mode
         (configured(hidden_size=None), "config.json has no 'hidden_size' | restore the file"),
     "of a dtype that cannot be saved":
         (configured(dtype="int3"), "model/config.json: dtype is 'int3' | give 'float32'"),
-    "without weights": (without("model.safetensors"), "model holds no | .safetensors | convert the checkpoint"),
+    "without weights": (without("model.safetensors"), "model holds no model.safetensors: fetch the weights again"),
+    "with weights of torch":
+        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+         "model holds no model.safetensors: convert it where torch is installed: python -c | save_pretrained(d)"),
+    "of pictures":
+        (configured(model_type="qwen2_5_vl"), "'qwen2_5_vl' is a vision-language model: pictures | family qwen2"),
+    "of pictures, and new":
+        (configured(model_type="new", vision_config={}, text_config={"model_type": "qwen3"}),
+         "'new' is a vision-language model | give a text model of the family qwen3"),
+    "of pictures, and unknown":
+        (configured(model_type="new", vision_config={}), "'new' is a vision-language model | model; there is gemma2"),
+    "that is an adapter":
+        (adapter, "model.path './model' holds adapters of PEFT | their base, lab/base, as model.path | lora.path"),
     "whose weights are cut short": (cut_short, "model.safetensors is broken or cut short | fetch it again"),
     "that lacks a shard":
         (sharded(SHARDS), "model-2.safetensors is missing | fetch it again"),
@@ -525,6 +544,15 @@ def test_a_model_is_refused(place: Path, refuse: Refuse, spoil: Change, words: s
     shutil.copytree(MODEL, place / "model")
     spoil(place / "model")
     refuse(train, command("model.path=./model"), words)
+
+
+def test_adapters_are_no_critic_and_no_model_to_evaluate(place: Path, refuse: Refuse) -> None:
+    shutil.copytree(MODEL, place / "model")
+    adapter(place / "model")
+    merge = "holds adapters of PEFT | merge them into their base, lab/base, with PEFT | and give that"
+    argv = command("critic.path=./model critic.warmup_steps=0 critic.optim.warmup_steps=0")
+    refuse(train, ["--config", str(CONFIGS / "ppo.py"), *argv[2:]], f"critic.path './model' {merge}")
+    refuse(evaluate, ["--model=./model", "--task=arithmetic"], f"--model './model' {merge}")
 
 
 def test_a_critic_with_fewer_positions_than_the_texts_need_is_refused(place: Path, refuse: Refuse) -> None:

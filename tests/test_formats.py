@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pyarrow
@@ -200,11 +202,16 @@ def test_a_saved_folder_and_its_splits_are_read(tmp_path):
         check_source("data.source", f"{tmp_path}/{source}")
         assert [row["prompt"] for row in load_rows(f"{tmp_path}/{source}").rows][:1] == [ASKED]
         assert len(load_rows(f"{tmp_path}/{source}").rows) == count
-    for source in ("both@exam", "one@train"):
-        with pytest.raises(
-            UserError, match=r"cannot be loaded .*: give a folder of save_to_disk, and its split as FOLD"
-        ):
-            load_rows(f"{tmp_path}/{source}")
+    datasets.DatasetDict({"exam": parts["test"]}).save_to_disk(tmp_path / "exam")
+    wrong = {
+        "both@validation": "the folder has no split 'validation': give {0}/both@train or {0}/both@test",
+        "exam": "the folder has no split 'train': give {0}/exam@exam",
+        "one@train": "the folder has no splits: give {0}/one",
+    }
+    for source, line in wrong.items():
+        for reads in (load_rows, partial(check_source, "data.source")):
+            with pytest.raises(UserError, match=re.escape(line.format(tmp_path))):
+                reads(f"{tmp_path}/{source}")
 
 
 def test_a_data_set_of_the_hub_is_asked_for_by_name_configuration_and_split(monkeypatch):

@@ -5,12 +5,17 @@ draw new weights and run `transformers` itself.
 """
 
 import json
+import shlex
 import shutil
+import sys
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import httpx
+import huggingface_hub
+import huggingface_hub.errors
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -637,6 +642,79 @@ def test_a_folder_without_config_json_is_an_error(folder):
 def test_a_path_that_is_not_there_is_an_error(tmp_path):
     line = error_of(hf.find, str(tmp_path / "nowhere"))
     assert str(tmp_path / "nowhere") in line
+
+
+def test_every_vision_model_is_said_to_be_one_with_a_family_that_trains_here():
+    assert {text for text in hf.VISION.values() if text} <= set(hf.families())
+    assert not set(hf.VISION) & set(hf.families())
+    for family, text in hf.VISION.items():
+        line = hf._unsupported(family, {}, hf.families())
+        assert line.startswith("is a vision-language model: pictures are not supported yet: give a text model")
+        assert line.endswith(f" of the family {text}" if text else ", ".join(hf.families()))
+    assert hf._unsupported("bert", {}, ["llama"]) == "is not supported; there is llama"
+
+
+def test_weights_of_torch_come_with_the_command_that_converts_them(tmp_path, monkeypatch):
+    folder = tmp_path / "it's a model"
+    folder.mkdir()
+    (folder / "pytorch_model-00001-of-00002.bin").touch()
+    with pytest.raises(UserError) as refused:
+        hf.weight_files(folder)
+    said = str(refused.value)
+    program, option, code = shlex.split(said[said.index("python -c") :])
+    assert (program, option) == ("python", "-c")
+    made = {}
+
+    class Model:
+        def save_pretrained(self, to: str) -> None:
+            made["to"] = to
+
+        @classmethod
+        def from_pretrained(cls, path: str, dtype: str) -> "Model":
+            made["of"] = (path, dtype)
+            return cls()
+
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=Model))
+    exec(code, {})
+    assert made == {"of": (str(folder), "auto"), "to": str(folder)}
+
+
+def test_a_repository_without_safetensors_in_the_hubs_cache_says_how_to_fetch_all_of_it(tmp_path):
+    folder = tmp_path / "models--lab--old" / "snapshots" / "1234"
+    folder.mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=r"the hub has none of lab/old: fetch all of it .hf download lab/old --local-dir"
+    ):
+        hf.weight_files(folder)
+
+
+REFUSALS = {
+    "GatedRepoError": "ask for access on its page, and log in with a token",
+    "RepositoryNotFoundError": "check the name; a private one needs a token",
+    "LocalEntryNotFoundError": r"fetch it where there is a network \(hf download lab/x --local-dir DIR\) and give that",
+}
+
+
+@pytest.mark.parametrize(("name", "line"), REFUSALS.items())
+def test_a_refusal_of_the_hub_comes_with_what_helps(monkeypatch, name, line):
+    response = httpx.Response(404, request=httpx.Request("GET", "http://hub"))
+    kind = getattr(huggingface_hub.errors, name)
+
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise kind("no.\nmore") if name == "LocalEntryNotFoundError" else kind("no.\nmore", response=response)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(UserError, match=f"model.path 'lab/x' is no local folder, and the hub says: no: {line}"):
+        hf.find("lab/x")
+
+
+def test_a_repository_of_adapters_is_said_to_be_one(tmp_path, monkeypatch):
+    (tmp_path / hf.ADAPTER).write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(
+        UserError, match=r"'lab/x' holds adapters of PEFT .*: give their base, the model that it adapts, as"
+    ):
+        hf.find("lab/x")
 
 
 def test_a_hub_id_that_cannot_be_fetched_is_an_error():

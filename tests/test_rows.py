@@ -103,7 +103,8 @@ def test_a_file_is_refused_that_holds(place, name, content, line):
 
 
 SOURCES = {
-    "a folder": (".", r"data.source = '.' is a folder: give a file of it, or a pattern like './train-\*.parquet'"),
+    "a folder": (".", r"data.source = '.' is a folder: it has no file of rows .*: give one"),
+    "a split of a file": ("x.parquet@test", "a file has no splits such as 'test': give 'x.parquet'"),
     "a data set of the hub that cannot be had": (
         "openai/gsm8k:main@test",
         "data set openai/gsm8k:main@test cannot be loaded .*: check the name .owner/name:con",
@@ -118,6 +119,42 @@ SOURCES = {
 def test_a_source_is_refused_that_is(place, source, line):
     with pytest.raises(UserError, match=line):
         (check_source("data.source", source), load_rows(source))
+
+
+FOLDERS = {  # files of a folder -> what the line says of them
+    "a.jsonl b.jsonl": "give a file of it, such as a.jsonl, or the pattern 'd/*.jsonl'",
+    "train-0.parquet train-1.parquet test-0.parquet x.md": "train-0.parquet, or the pattern 'd/train*.parquet'",
+    "train.jsonl test.jsonl": "give its file 'd/train.jsonl'",
+    "rows.csv.gz x.txt": "give its file 'd/rows.csv.gz'",
+    "a.json.gz b.json.gz": "or the pattern 'd/*.json.gz'",
+    "data/a.parquet data/b.parquet dataset_infos.txt": "such as a.parquet, or the pattern 'd/data/*.parquet'",
+    "x.arrow": "it has no file of rows (.json, .csv, .jsonl or .parquet): give one",
+}
+
+
+def test_a_folder_as_a_source_is_refused_with_the_files_that_it_has(place):
+    wrong = {}
+    for i, (files, line) in enumerate(FOLDERS.items()):
+        for file in files.split():
+            (place / str(i) / "d" / file).parent.mkdir(parents=True, exist_ok=True)
+            (place / str(i) / "d" / file).touch()
+        with pytest.raises(UserError) as refused:
+            check_source("data.source", str(place / str(i) / "d"))
+        if line not in (said := str(refused.value).replace(f"{place / str(i)}/", "")):
+            wrong[files] = said
+    assert wrong == {}
+
+
+def test_a_file_that_does_not_exist_is_refused_with_those_that_do(place):
+    for i in range(7):
+        (place / f"{i}.jsonl").touch()
+    line = (
+        r"data file .*train-\*.parquet does not exist; .* has 0.jsonl, 1.jsonl, 2.jsonl, 3.jsonl, 4.jsonl and 2 more: "
+    )
+    with pytest.raises(UserError, match=line):
+        load_rows(str(place / "train-*.parquet"))
+    with pytest.raises(UserError, match=r"nowhere/x.csv does not exist: give the path of one that does"):
+        load_rows(str(place / "nowhere" / "x.csv"))
 
 
 def test_a_pattern_is_all_of_its_files_by_name(place):

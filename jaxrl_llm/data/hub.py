@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,30 @@ def names_one(source: str) -> bool:
 
 
 def check(field: str, source: str) -> bool:
-    """Returns `names_one(source)`. Raises: UserError, naming the field, if that needs a package that is missing."""
+    """Returns `names_one(source)`.
+
+    Raises: UserError, naming the field, if that needs a package that is missing, or a saved folder has no such split.
+    """
     if names_one(source) and not find_spec("datasets"):
         fetch = ""
         if name := ID.fullmatch(source):
             fetch = f", or fetch its files (hf download {name[1]} --repo-type dataset --local-dir data) and name them"
         raise UserError(f"{field} = {source!r} needs the package datasets: pip install 'jaxrl_llm[hub]'{fetch}")
-    return names_one(source)
+    if found := names_one(source):
+        _check_split(f"{field} = {source!r}", *_folder(source))
+    return found
+
+
+def _check_split(what: str, folder: Path, split: str) -> None:
+    """Raises: UserError, naming the splits of a saved folder, if the one that is asked for is not among them."""
+    splits: list[str] | None = None
+    with suppress(OSError, ValueError, KeyError):  # no folder, or `load` reports the error
+        splits = list(json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+    if splits and (split or "train") not in splits:
+        some = " or ".join(f"{folder}@{name}" for name in splits)
+        raise UserError(f"{what}: the folder has no split {split or 'train'!r}: give {some}")
+    if split and not splits and (folder / "dataset_info.json").is_file():
+        raise UserError(f"{what}: the folder has no splits: give {folder}")
 
 
 def load(source: str) -> list[dict[str, Any]]:
@@ -38,13 +57,12 @@ def load(source: str) -> list[dict[str, Any]]:
     import datasets
 
     folder, split = _folder(source)
+    _check_split(f"data set {source}", folder, split)
     try:
         if folder.exists():
             found = datasets.load_from_disk(str(folder))
             if isinstance(found, datasets.DatasetDict):
                 found = found[split or "train"]
-            elif split:
-                raise ValueError("it has no splits")
         else:
             name = ID.fullmatch(source)
             assert name

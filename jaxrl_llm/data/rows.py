@@ -20,6 +20,7 @@ from jaxrl_llm.errors import UserError, describe
 
 FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = ".json, .csv, .jsonl or .parquet"  # for error messages; all but .parquet may end with .gz
+SHOWN = 5  # files in an error message
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,29 @@ def check_source(field: str, source: str) -> None:
         return
     path = Path(source).expanduser()
     if path.is_dir():
-        pattern = f"{source.rstrip('/')}/train-*.parquet"
-        raise UserError(f"{field} = {source!r} is a folder: give a file of it, or a pattern like {pattern!r}")
+        raise UserError(f"{field} = {source!r} is a folder: {_hint(path, source.rstrip('/'))}")
+    file, _, split = source.rpartition("@")
+    if file.endswith(FILES):
+        raise UserError(f"{field} = {source!r}: a file has no splits such as {split!r}: give {file!r}")
     if "/" in source or path.exists() or path.suffix in (".gz", ".zip", ".tsv", ".txt", ".xlsx", ".arrow", ".zst"):
         raise UserError(f"{field} = {source!r}: a file must be {KINDS}: write it as one of them")
     resolve(source, tasks, field)
+
+
+def _hint(folder: Path, named: str) -> str:
+    """Says which files of a folder, or of one below it, are a source; named: the folder in the user's words."""
+    files = sorted(path.relative_to(folder) for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_file())
+    files = [file for file in files if file.name.endswith(FILES)]
+    if not files:
+        return f"it has no file of rows ({KINDS}): give one"
+    nearest = [file for file in files if file.parent == min((f.parent for f in files), key=lambda at: len(at.parts))]
+    train = [file for file in nearest if file.name.startswith("train")]
+    first, *others = train or nearest
+    if not others:
+        return f"give its file {str(Path(named) / first)!r}"
+    ending = "".join(first.suffixes[-2:]) if first.suffix == ".gz" else first.suffix
+    pattern = Path(named) / first.parent / f"{'train' if train else ''}*{ending}"
+    return f"give a file of it, such as {first.name}, or the pattern {str(pattern)!r}"
 
 
 def is_task(source: str) -> bool:
@@ -158,8 +177,16 @@ def _files(source: str) -> list[Path]:
     else:
         found = sorted(map(Path, glob(str(path))))
     if not found:
-        raise UserError(f"data file {path} does not exist: give the path of one that does")
+        near = f"; {path.parent} has {_some(path.parent)}" if path.parent.is_dir() else ""
+        raise UserError(f"data file {path} does not exist{near}: give the path of one that does")
     return found
+
+
+def _some(folder: Path) -> str:
+    """Lists the files of rows in a folder, as far as they fit a line."""
+    names = sorted(path.name for path in folder.iterdir() if path.name.endswith(FILES))
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more if names else f"no {KINDS}"
 
 
 def _read(path: Path) -> list[Row]:

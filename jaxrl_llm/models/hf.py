@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,29 @@ SETTINGS = (
 )
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 HEADS = (HEAD, SCORE)  # a model that gives values has neither among its decoder's parameters
+# Vision-language models -> the family whose text models train here; "": it has none.
+VISION = {
+    "gemma3": "gemma3_text",
+    "gemma3n": "",
+    "idefics2": "mistral",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "internvl_chat": "qwen2",
+    "llava": "llama",
+    "llava_next": "mistral",
+    "llava_onevision": "qwen2",
+    "mistral3": "mistral",
+    "mllama": "llama",
+    "paligemma": "gemma2",
+    "pixtral": "mistral",
+    "qwen2_5_omni": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "smolvlm": "llama",
+}
+ADAPTER = "adapter_config.json"  # of a folder that PEFT wrote
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # in safetensors' words, and in those of config.json
 
 
@@ -51,20 +75,42 @@ def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
     """Returns the local folder of a checkpoint: `path` itself, or a hub id downloaded to the hub's cache.
 
     weights: False, to download only what describes the model.
-    Raises: UserError, naming `field`, if `path` is neither.
+    Raises: UserError, naming `field`, if `path` is neither, or holds adapters.
     """
     folder = Path(path).expanduser()
+    if is_hub_id(path):
+        folder = _download(path, field, weights=weights)
     if (folder / "config.json").is_file():
         return folder
-    if not is_hub_id(path):
-        raise UserError(f"{field} {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
+    if (folder / ADAPTER).is_file():
+        raise UserError(_is_adapter(folder, path, field))
+    raise UserError(f"{field} {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
+
+
+def _download(path: str, field: str, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and only needed for hub ids
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
         wanted = ["*.json", "*.jinja", "*.txt", "*.model"] + ["*.safetensors"] * weights
         return Path(snapshot_download(path, allow_patterns=wanted))
     except Exception as error:  # offline, unknown, gated: the hub raises many types, all for the user
-        raise UserError(f"{field} {path!r} is no local folder, and the hub says: {_reason(error)}") from error
+        remedy = f"fetch it where there is a network (hf download {path} --local-dir DIR) and give that folder"
+        if isinstance(error, GatedRepoError):
+            remedy = "ask for access on its page, and log in with a token (hf auth login, or HF_TOKEN)"
+        elif isinstance(error, RepositoryNotFoundError):
+            remedy = "check the name; a private one needs a token (hf auth login, or HF_TOKEN)"
+        said = f"{field} {path!r} is no local folder, and the hub says: {_reason(error)}"
+        raise UserError(f"{said.rstrip('.: ')}: {remedy}") from error
+
+
+def _is_adapter(folder: Path, path: str, field: str) -> str:
+    """Returns the error line for a folder of PEFT where a whole model should be."""
+    base = read_config(folder, ADAPTER).get("base_model_name_or_path") or "the model that it adapts"
+    line = f"{field} {path!r} holds adapters of PEFT ({ADAPTER}), no model"
+    if field == "model.path":
+        return f"{line}: give their base, {base}, as model.path and this folder as lora.path (configs/lora.py)"
+    return f"{line}: merge them into their base, {base}, with PEFT (merge_and_unload), and give that"
 
 
 def _reason(error: Exception) -> str:
@@ -92,9 +138,7 @@ def load_model(
     hf = read_config(folder)
     family = str(hf.get("model_type", ""))
     if family not in (known := families()):
-        raise UserError(
-            f"{folder / 'config.json'}: model_type {family!r} is not supported; there is {', '.join(known)}"
-        )
+        raise UserError(f"{folder / 'config.json'}: model_type {family!r} {_unsupported(family, hf, known)}")
     if hf.get("quantization_config"):
         raise UserError(
             f"{folder / 'config.json'}: quantization_config: quantized weights are not supported; "
@@ -103,6 +147,14 @@ def load_model(
     _named_dtype(folder)
     module = importlib.import_module(f"jaxrl_llm.models.{family}")
     return Decoder(replace(module.decoder_config(hf, dtype, remat), row_parts=row_parts), mesh)
+
+
+def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str:
+    if family not in VISION and "vision_config" not in settings:
+        return f"is not supported; there is {', '.join(known)}"
+    text = VISION.get(family, "") or str((settings.get("text_config") or {}).get("model_type", ""))
+    other = f" of the family {text}" if text in known else f"; there is {', '.join(known)}"
+    return f"is a vision-language model: pictures are not supported yet: give a text model{other}"
 
 
 def stored_dtype(folder: Path) -> np.dtype:
@@ -242,12 +294,29 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / listing).is_file() and any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} holds no {listing}, which says where each tensor is: fetch it again")
     if not (folder / listing).is_file():
-        raise UserError(f"{folder} holds no model.safetensors: convert the checkpoint to safetensors first")
+        raise UserError(f"{folder} holds no model.safetensors: {_conversion(folder)}")
     files = [folder / name for name in sorted(set(read_config(folder, listing).get("weight_map", {}).values()))]
     for file in files:
         if not file.is_file():
             raise UserError(f"{file} is missing, and {listing} names it: fetch it again")
     return files
+
+
+def _conversion(folder: Path) -> str:
+    """Says how a folder gets its weights as safetensors."""
+    if folder.parent.name == "snapshots":  # in the hub's cache, which has only files that we can read
+        repo = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+        return (
+            f"the hub has none of {repo}: fetch all of it (hf download {repo} --local-dir DIR) and give DIR; another "
+            "line then says how to convert it"
+        )
+    if not any(file.suffix in (".bin", ".pt", ".pth") for file in folder.iterdir()):
+        return "fetch the weights again"
+    code = (
+        f"from transformers import AutoModelForCausalLM as M; d = {json.dumps(str(folder), ensure_ascii=False)}; "
+        'M.from_pretrained(d, dtype="auto").save_pretrained(d)'
+    )
+    return f"convert it where torch is installed: python -c {shlex.quote(code)}"
 
 
 def _index(folder: Path) -> dict[str, Any]:

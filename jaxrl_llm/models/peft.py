@@ -26,7 +26,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.structs import PyTree
 
-SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SETTINGS, WEIGHTS = hf.ADAPTER, "adapter_model.safetensors"
 # What PEFT can do to adapters and we cannot. Without value or empty, each does nothing.
 OTHERS = (
     "alora_invocation_tokens",
