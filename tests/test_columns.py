@@ -16,11 +16,12 @@ import pytest
 
 from jaxrl_llm.data import columns
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.data.columns import asked, check, check_completions, is_empty
+from jaxrl_llm.data.columns import asked, check, check_completions
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
+from jaxrl_llm.rewards import is_empty, reward_fn
 
 MINE = """
 def plain(completions, answer, **columns):
@@ -99,6 +100,58 @@ def test_rows_without_a_column_are_counted_with_the_first_and_what_functions_do_
     )
     numbers = data.Dataset(*list(vars(dataset_of(ROWS)).values())[:4], [7, 9, 11, 13, 15, 17])  # some rows were dropped
     assert "the first is row 9:" in check(numbers, ["math.accuracy"], "data").notes[0]
+
+
+UNREADABLE = {
+    "gsm8k.accuracy": ("12 eggs", "column 'answer' is '12 eggs': make it a number"),
+    "math.accuracy": ({"value": 2}, "column 'answer' is {'value': 2}: make it text or a number"),
+    "easyr1.math": ([2], "column 'answer' is [2]: make it text or a number"),
+    "length.cosine(max_tokens=4)": (True + 1j, "column 'answer' is (1+1j): make it text"),
+    "choice.accuracy": ("none of these", "column 'answer' is 'none of these': make it a letter"),
+}
+
+
+@pytest.mark.parametrize(("function", "value", "line"), [(k, *v) for k, v in UNREADABLE.items()], ids=UNREADABLE.keys())
+def test_an_answer_that_a_reward_refuses_is_refused_before_the_run_with_its_row(function, value, line):
+    rows = [{"answer": x} for x in (1, None, value, value)]
+    name = function.partition("(")[0]
+    said = f"data.source row 3: reward {name} cannot judge it: {line}"
+    with pytest.raises(UserError, match=re.escape(said) + ".*; 2 of 4 rows are like this"):
+        check(dataset_of(rows), [function], "data")
+    with pytest.raises(UserError, match=re.escape(f"code row 3: reward {name} cannot")):
+        check(data.join({"sums": dataset_of(rows[:1]), "code": dataset_of(rows[:3])}), [function], "data")
+    more = [] if "choice" in function else ["-2", 2.5, Decimal(3), "1,000"]
+    check(dataset_of([{"answer": x} for x in (1, None, math.nan, " ", *more)]), [function], "data")
+
+
+def test_a_data_source_without_a_rule_is_refused_before_the_run():
+    rows = [{"answer": "1", "data_source": x} for x in ("gsm8k", None, "lab/other")]
+    line = (
+        r"data.source row 3: reward verl.score cannot judge it: data_source is 'lab/other', for which verl.score has no"
+    )
+    with pytest.raises(UserError, match=line):
+        check(dataset_of(rows), ["verl.score"], "data")
+
+
+ABSTAIN = (
+    "math.accuracy", "gsm8k.accuracy", "choice.accuracy", "arithmetic.accuracy", "search.exact_match", "search.f1",
+    "easyr1.math", "easyr1.r1v", "length.cosine(max_tokens=4)", "verl.score", "code.accuracy", "countdown.accuracy",
+)  # fmt: skip
+
+
+def test_the_rewards_of_the_package_have_no_verdict_where_a_row_says_nothing():
+    completions = [[{"role": "assistant", "content": "```python\nx = 1\n``` #### 1 \\boxed{1}"}]] * 7
+    empty, wrong = [None, math.nan, "", " ", [], Decimal("NaN"), {}], {}
+    for function in ABSTAIN:
+        columns = asked([function], episodes=False)[0].columns
+        usual = {"prompt": "1", "answer": None if "code" in function else "1"}
+        usual |= {"data_source": "gsm8k", "numbers": [1], "target": 1, "tests": None, "inputs": None, "outputs": None}
+        for column in columns[:2]:
+            rows = [usual | {column: x} for x in empty]
+            values = reward_fn.call_by_name(function, function, rows, completions, [[1]] * 7).values
+            if not np.isnan(values).all():
+                wrong[function, column] = values
+    assert wrong == {}
 
 
 def test_each_source_of_a_mixture_is_counted_for_itself():

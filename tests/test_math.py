@@ -124,7 +124,7 @@ def test_an_answer_column_may_hold_a_number_a_box_or_gsm8ks_form(answer):
     assert math.accuracy(chats("\\boxed{72}", "\\boxed{71}"), [answer] * 2) == [1, 0]
 
 
-@pytest.mark.parametrize("answer", ["", " ", ["72"], {"value": 72}, float("nan"), 72j])
+@pytest.mark.parametrize("answer", [["72"], {"value": 72}, float("inf"), 72j])
 def test_an_answer_column_of_anything_else_is_refused(answer):
     with pytest.raises(ValueError, match=re.escape(f"column 'answer' is {answer!r}: make it text or a number")):
         math.accuracy(chats("\\boxed{72}"), [answer])

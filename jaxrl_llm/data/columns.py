@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from decimal import Decimal
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
 
 from jaxrl_llm import rewards
 from jaxrl_llm.config.names import bind, is_ours, split_call
@@ -16,6 +14,7 @@ from jaxrl_llm.data import formats
 from jaxrl_llm.data.formats import Row
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards import is_empty
 
 OF_COMPLETIONS = ("prompts", "completions", "completion_ids", "log_metric")  # arguments that are no columns of rows
 OF_EPISODES = ("turns", "episode")  # columns that an environment gives
@@ -39,6 +38,7 @@ class Asked(NamedTuple):
     function: str
     columns: tuple[str, ...]
     ours: bool  # a function of this package, which abstains without the column
+    reader: Callable[[Any], Any] | None = None  # raises ValueError for a value that the function refuses
 
     def __str__(self) -> str:
         *others, last = map(repr, self.columns)
@@ -54,10 +54,11 @@ def asked(functions: Sequence[str], *, episodes: bool) -> list[Asked]:
     found = []
     for text in functions:
         function, (name, _) = bind(text, rewards, "reward"), split_call(text)
-        ours = is_ours(getattr(function, "func", function), rewards)
+        plain = getattr(function, "func", function)  # without the arguments that the config gives
+        ours, readers = is_ours(plain, rewards), getattr(plain, "reads", {})
         columns = _parameters(function, {*OF_COMPLETIONS, *(OF_EPISODES if episodes else ())})
         needed = [column for column, has_default in columns.items() if not has_default]
-        found += [Asked(name, (column,), ours) for column in needed]
+        found += [Asked(name, (column,), ours, readers.get(column)) for column in needed]
         optional = tuple(column for column in columns if column not in OF_EPISODES)
         if ours and optional and not needed:
             found.append(Asked(name, optional, ours))
@@ -80,26 +81,14 @@ def _parameters(function: Callable[..., Any], offered: set[str]) -> dict[str, bo
     return columns
 
 
-def is_empty(value: Any) -> bool:
-    """Whether a value of a column says nothing: None, NaN, blank text, or an empty list or object."""
-    if value is None:
-        return True
-    if isinstance(value, str):
-        return not value.strip()
-    if isinstance(value, Decimal):
-        return value.is_nan()
-    if isinstance(value, (float, np.floating)):
-        return bool(value != value)
-    return isinstance(value, (list, tuple, dict)) and not value
-
-
 def check(
     dataset: Dataset, functions: Sequence[str], section: str, *, episodes: bool = False, convert: str = ""
 ) -> Dataset:
     """Returns a data set with notes on the rows that lack a column of a reward function, by source of a mixture.
 
     section: data, eval, or "" for a command line; episodes: there is an environment; convert: of the rows, if any.
-    Raises: UserError, naming the function and what helps, if no row has the column, or all are empty for one of ours.
+    Raises: UserError, naming the function and what helps, if no row has the column, if all are empty for one of ours,
+    or if it refuses one.
     """
     parts = dataset.parts or {"": range(len(dataset.rows))}
     lacking: dict[tuple[str, ...], dict[str, list[int]]] = {}  # rows without a column, of each source
@@ -112,6 +101,8 @@ def check(
         named = any(column in row for row in dataset.rows for column in one.columns) if count else True
         if not named or (one.ours and count == len(dataset.rows)):
             raise UserError(_refusal(one, dataset, section, convert, named))
+        if one.reader:
+            _check_readable(one, set(chain(*without.values())), dataset, section)
         for name, rows in without.items():
             if rows:
                 note = _note(one, rows, parts[name], dataset, name)
@@ -125,6 +116,23 @@ def _without(rows: Sequence[Row], part: range, columns: tuple[str, ...]) -> list
         (column,) = columns
         return [i for i in part if is_empty(rows[i].get(column))]
     return [i for i in part if all(is_empty(rows[i].get(column)) for column in columns)]
+
+
+def _check_readable(one: Asked, empty: set[int], dataset: Dataset, section: str) -> None:
+    """Raises: UserError, with the first row and how many there are, for values that a reward function refuses."""
+    refused: list[tuple[int, ValueError]] = []  # places and what was wrong
+    for i, row in enumerate(dataset.rows):
+        if one.reader and i not in empty:
+            try:
+                one.reader(row[one.columns[0]])
+            except ValueError as error:
+                refused.append((i, error))
+    if refused:
+        i, error = refused[0]
+        source = next((f"{name} " for name, part in dataset.parts.items() if i in part), "")
+        source = source or (f"{section}.source " if section else "")
+        more = f"; {len(refused):,} of {len(dataset.rows):,} rows are like this" if len(refused) > 1 else ""
+        raise UserError(f"{source}row {dataset.numbers[i]:,}: reward {one.function} cannot judge it: {error}{more}")
 
 
 def _note(one: Asked, without: list[int], part: range, dataset: Dataset, source: str) -> str:

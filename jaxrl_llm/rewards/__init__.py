@@ -3,7 +3,8 @@
 Each argument has one entry per completion: the prompt (chat or text, as in the data), the completion (for a chat, a
 list with one assistant message), every other column of the row, and `completion_ids`. The function returns one number
 per completion (a list, an array, a generator), or None for a completion to abstain. It may be `async def`.
-A reward of this package abstains where the row has None in a column that the reward needs, as in a mixture of sources.
+A reward of this package abstains where the row has nothing in a column that the reward needs (`is_empty`), as in a
+mixture of sources.
 With an environment, there are two more: `turns`, the episode as messages, and `episode`, what was measured.
 docs/rewards.md describes where functions run, and which answers `math.accuracy` accepts.
 """
@@ -12,9 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from decimal import Decimal
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
 __all__ = ()  # no function here is a reward that a config may name
 
 _deadline = inf
@@ -37,9 +42,35 @@ def text_of(completion: Any) -> str:
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a value of a column says nothing: None, NaN, blank text, or an empty list or object."""
+    if value is None:
+        return True
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, Decimal):
+        return value.is_nan()
+    if isinstance(value, (float, np.floating)):
+        return bool(value != value)
+    return isinstance(value, (list, tuple, dict)) and not value
+
+
+def reads(**readers: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Returns a decorator for a reward that reads columns of a row with these functions, which raise a ValueError.
+
+    `data.columns.check` calls them for all rows, before a run begins.
+    """
+
+    def mark(function: F) -> F:
+        setattr(function, "reads", readers)  # noqa: B010 - a function has no such attribute for type checkers
+        return function
+
+    return mark
+
+
 def abstaining(judge: Callable[..., list[float]], completions: list[Any], *columns: list[Any]) -> list[float | None]:
     """Returns judge(completions, *columns) of the rows with a value in each column, and None for the others."""
-    rows = [i for i, values in enumerate(zip(*columns, strict=True)) if not any(value is None for value in values)]
+    rows = [i for i, values in enumerate(zip(*columns, strict=True)) if not any(map(is_empty, values))]
     scores = judge(*([column[i] for i in rows] for column in (completions, *columns))) if rows else []
     known = dict(zip(rows, scores, strict=True))
     return [known.get(i) for i in range(len(completions))]

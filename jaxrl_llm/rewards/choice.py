@@ -6,7 +6,7 @@ import re
 from numbers import Integral
 from typing import Any
 
-from jaxrl_llm.rewards import abstaining, last_tagged, text_of
+from jaxrl_llm.rewards import abstaining, last_tagged, reads, text_of
 from jaxrl_llm.rewards.math import last_box
 
 __all__ = ["accuracy", "is_given"]
@@ -39,6 +39,7 @@ SEVERAL = re.compile(r"\W*[A-Z]\b(?:\W+(?:(?:and|or) )?[A-Z]\b)+\W*")
 CONTENT = re.compile(rf"{FILLED}(?:{LETTER}|\(?([a-z])(?:[).:]|$))")
 
 
+@reads(answer=lambda value: _wanted(value))
 def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float | None]:
     """1 where the completion chooses the letter of the row.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne, Positive, checked_by
 from jaxrl_llm.host.process import cpus
-from jaxrl_llm.rewards import deadline, text_of
+from jaxrl_llm.rewards import deadline, is_empty, text_of
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox.program import REASONS
 from jaxrl_llm.sandbox.program_tests import Limits, Verdict, by_output, in_python
@@ -109,10 +109,10 @@ def _cases(tests: Any, answer: Any, columned: Any) -> list[Any]:
     They are in the first of the columns that has some. []: the row has none. An `answer` without an assert statement,
     and without inputs, is that of another task.
     """
-    answer = _loaded(answer)
+    tests, answer = (None if is_empty(value) else _loaded(value) for value in (tests, answer))
     if not (isinstance(answer, dict) and answer.get("inputs")) and "assert" not in str(answer):
         answer = None
-    given = next((x for x in (_loaded(tests), answer, columned) if x is not None), None)
+    given = next((x for x in (tests, answer, columned) if x is not None), None)
     if given is None:
         return []
     if isinstance(given, dict) and given.get("inputs") and len(given["inputs"]) == len(given.get("outputs", ())):

@@ -13,7 +13,7 @@ from typing import Any
 from jaxrl_llm.config.schema import Share
 from jaxrl_llm.rewards import format as forms
 from jaxrl_llm.rewards import math as maths
-from jaxrl_llm.rewards import text_of
+from jaxrl_llm.rewards import reads, text_of
 
 __all__ = ["math", "r1v"]
 
@@ -21,6 +21,7 @@ __all__ = ["math", "r1v"]
 AROUND_TAGS = re.compile(r"(?<!\s)\s+(?=[<>/])|(?<=[<>/])\s+")
 
 
+@reads(answer=maths.wanted)
 def math(
     completions: list[Any],
     answer: list[Any],
@@ -34,6 +35,7 @@ def math(
     return _mixed(maths.accuracy(texts, answer), forms.think_boxed(texts), format_weight, log_metric)
 
 
+@reads(answer=maths.wanted)
 def r1v(
     completions: list[Any],
     answer: list[Any],

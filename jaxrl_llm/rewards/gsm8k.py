@@ -10,7 +10,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
-from jaxrl_llm.rewards import abstaining, text_of
+from jaxrl_llm.rewards import abstaining, reads, text_of
 
 LAST = 300  # characters at the end of a completion in which the answer is looked for, as in veRL
 MINUS = str.maketrans("−–", "--")
@@ -22,6 +22,7 @@ AFTER_MARK = re.compile(rf"####[\s*`$:]*(?:\\boxed\s*\{{)?[\s*$]*({NUMBER})")
 GOES_ON = re.compile(r"[.:]?\d|[eE][-+]?\d|\s*(?:[-+*/^×÷=:,;]|\\times|\\cdot|or\b|and\b|to\b)\s*[$€£¥]?\d")
 
 
+@reads(answer=lambda value: _wanted(value))
 def accuracy(
     completions: list[Any], answer: list[Any], *, method: Literal["strict", "flexible"] = "strict", **columns: Any
 ) -> list[float | None]:

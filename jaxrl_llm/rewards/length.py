@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne, Count
 from jaxrl_llm.rewards import math as maths
+from jaxrl_llm.rewards import reads
 
 __all__ = ["cosine", "distance", "penalty"]
 
@@ -21,6 +22,7 @@ def distance(completion_ids: list[list[int]], *, target: Count, scale: AtLeastOn
     return [-min(abs(len(ids) - target) / scale, 1.0) for ids in completion_ids]
 
 
+@reads(answer=maths.wanted)
 def cosine(
     completions: list[Any],
     answer: list[Any],

@@ -16,7 +16,7 @@ from numbers import Number
 from typing import Any
 
 from jaxrl_llm.host.process import Pool, cpus
-from jaxrl_llm.rewards import abstaining, text_of
+from jaxrl_llm.rewards import abstaining, reads, text_of
 from jaxrl_llm.terminal import printable
 
 __all__ = ["accuracy", "is_boxed"]
@@ -26,6 +26,7 @@ LONGEST = 2000  # characters; a longer answer earns 0
 PROCESSES, SHARE = 8, 32  # at most PROCESSES processes, and one per SHARE answers
 
 
+@reads(answer=lambda value: wanted(value))
 def accuracy(
     completions: list[Any], answer: list[Any], *, after: str = "", anchors: bool = False, **columns: Any
 ) -> list[float | None]:
@@ -48,7 +49,7 @@ def equal(texts: list[str], answer: list[Any]) -> list[float | None]:
 
 
 def _judge(texts: list[str], answer: list[Any]) -> list[float]:
-    pairs = [(_clean(text), _clean(_wanted(a))) for text, a in zip(texts, answer, strict=True)]
+    pairs = [(_clean(text), _clean(wanted(a))) for text, a in zip(texts, answer, strict=True)]
     equal = {pair: _plainly_equal(*pair) for pair in pairs}
     hard = [pair for pair, known in equal.items() if known is None]
     size = min(PROCESSES, cpus(), -(-len(hard) // SHARE))
@@ -98,7 +99,7 @@ def last_box(text: str) -> str | None:
     return None
 
 
-def _wanted(answer: Any) -> str:
+def wanted(answer: Any) -> str:
     """Returns the answer of a row as text, without GSM8K's "####" and all text before it, or without its box."""
     if isinstance(answer, Number) and not isinstance(answer, complex) and math.isfinite(answer):  # pyright: ignore
         answer = str(answer)

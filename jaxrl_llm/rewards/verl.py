@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from jaxrl_llm.rewards import gsm8k, search, text_of
+from jaxrl_llm.rewards import gsm8k, is_empty, reads, search, text_of
 from jaxrl_llm.rewards import math as maths
 
 __all__ = ["accuracy", "score"]
@@ -19,6 +19,7 @@ ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 LAST = 300  # characters at the end of a completion in which "Answer:" is looked for, as in veRL
 
 
+@reads(data_source=lambda value: _judge(value))
 def score(
     completions: list[Any], answer: list[Any], data_source: list[Any], turns: list[Any] | None = None, **columns: Any
 ) -> list[float | None]:
@@ -33,6 +34,7 @@ def score(
     ]
 
 
+@reads(data_source=lambda value: _judge(value))
 def accuracy(
     completions: list[Any], answer: list[Any], data_source: list[Any], turns: list[Any] | None = None, **columns: Any
 ) -> list[float | None]:
@@ -41,7 +43,7 @@ def accuracy(
     gsm8k: `gsm8k.accuracy`; math_dapo and aime*: what follows the last "Answer:"; other data sources of mathematics:
     `math.accuracy`; searchR1_*: `search.exact_match`. Raises: ValueError, as `score`.
     """
-    judges = [None if source is None else _judge(source) for source in data_source]
+    judges = [None if is_empty(source) else _judge(source) for source in data_source]
     right: list[float | None] = [None] * len(completions)
     for judge in dict.fromkeys(judge for judge in judges if judge):
         # A judge gets all of its rows at once, because math-verify judges many answers at the same time.
