@@ -249,9 +249,8 @@ def test_a_checkpoint_that_a_signal_made_changes_not_to_which_ones_a_run_can_go_
                 checkpoints.save(step, STATE, PENDING, None, ladders={})
                 if step % 2 == 0:
                     there.setdefault(name, []).append(checkpoints.steps())
-            assert (
-                checkpoints.check_beginning() == of_part[-1]
-            )  # it is resumed from the newest, also if a signal made it
+            # It is resumed from the newest, also if a signal made it.
+            assert checkpoints.check_beginning(config) == (of_part[-1], [])
             checkpoints.close()
     assert there["stopped"] == there["straight"] == [[2], [2, 4], [2, 4, 6], [4, 6, 8]]
     assert steps(tmp_path / "stopped") == ["4", "6", "8"]
