@@ -3,11 +3,15 @@
 #   docker build --build-arg EXTRA=cuda --tag jaxrl_llm .
 #   docker run --rm --gpus all --volume "$PWD/runs:/app/runs" jaxrl_llm --config configs/grpo.py --workdir runs/mine
 #
+# Rewards that run programs need namespaces: add --security-opt seccomp=unconfined --security-opt apparmor=unconfined.
 # The folder runs must be writable for user 1000. launch/gke_jobset.sh runs the image with EXTRA=tpu on GKE.
 FROM python:3.12.12-slim-bookworm
 ARG EXTRA=tpu
 RUN useradd --create-home --uid 1000 trainer && mkdir -p /app/runs && chown trainer /app/runs
 WORKDIR /app
+# It confines the programs of the policy.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 
 # The packages are a layer of their own: a change of the code does not install them again. The installation refers to
 # the folder, so the code can follow.

