@@ -93,13 +93,14 @@ class Loaded(Models):
 
 
 @contextmanager
-def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[Run]:
+def build(config: Config, workdir: str | Path, *, signals: bool = False, command: bool = False) -> Iterator[Run]:
     """Opens the run of `config` in `workdir`, and closes it on every exit: the checkpoints last, then the lock.
 
-    signals: signals that end a process save and end the run too (`StopSignals`).
-    Raises: UserError, for an error that the user can fix.
+    An exception in the block, as that of Ctrl-C, saves the run first, unless it is a UserError (`Interrupts`). signals:
+    SIGTERM and a closed terminal raise KeyboardInterrupt. command: this process is for this run alone, and a signal
+    ends both, with exit code 0 (`StopSignals`). Raises: UserError, for an error that the user can fix.
     """
-    with ExitStack() as opened, stop_signals(opened, signals) as stop:
+    with ExitStack() as opened, stop_signals(opened, signals, command) as stop:
         yield make_run(load(config, workdir, opened, checks.check_train), stop)
 
 
@@ -112,8 +113,9 @@ def compile_only(config: Config) -> None:
         compile_all(run.programs(), run.log.say)
 
 
-def load(config: Config, workdir: Path, opened: ExitStack, check: Callable[[Config], checks.Totals]) -> Loaded:
+def load(config: Config, workdir: str | Path, opened: ExitStack, check: Callable[[Config], checks.Totals]) -> Loaded:
     """Checks and loads config, workdir, mesh, model and data, in this order. Raises: UserError."""
+    workdir = Path(workdir)
     compilations, cache = opened.enter_context(closing(Compilations())), keep_compilations()
     keep_schedule(workdir, config)  # first: the checks need the schedules' length
     totals = check(config)

@@ -172,7 +172,8 @@ class Log:
         """Prints what was compiled and how the run ended after `step`; stopped: the signal and the time since."""
         self.say(f"compiled: {compilations}")
         if stopped:
-            end = f"stopped by {stopped}, after step {step}: the same command with --workdir {self._workdir} goes on"
+            again = f"the same command or call goes on, with workdir {self._workdir}"
+            end = f"stopped by {stopped}, after step {step}: {again}"
         else:
             end = f"done: the trained model, as transformers and vLLM load it, is {self._workdir / 'hf'}"
         self.say(end)

@@ -87,9 +87,9 @@ class Examples:
 
 
 @contextmanager
-def build(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[Run]:
+def build(config: Config, workdir: str | Path, *, signals: bool = False, command: bool = False) -> Iterator[Run]:
     """Opens the run of an `sft` config, as `build.build` does for `train`. Raises: UserError."""
-    with ExitStack() as opened, stop_signals(opened, signals) as stop:
+    with ExitStack() as opened, stop_signals(opened, signals, command) as stop:
         yield make_run(load(config, workdir, opened, checks.check_sft), stop)
 
 
@@ -148,7 +148,7 @@ def make_run(given: Loaded, stop: Stop) -> Run:
     )
 
 
-def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
+def steps(config: Config, workdir: str | Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
     """Fine-tunes in this process and yields records, as `train.steps`."""
     with build(config, workdir, signals=signals) as run:
         yield from train(run, sft_step)
@@ -198,8 +198,8 @@ def make_batch(
 
 def main() -> None:
     given = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.")
-    with distributed.joined(given.distributed):
-        for _ in steps(given.config, given.workdir, signals=True):
+    with distributed.joined(given.distributed), build(given.config, given.workdir, command=True) as run:
+        for _ in train(run, sft_step):
             pass
 
 

@@ -79,7 +79,7 @@ def train(run: Run, one_step: Callable[[Run, States, int], tuple[States, Record]
     run.finish()
 
 
-def steps(config: Config, workdir: Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
+def steps(config: Config, workdir: str | Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
     """Trains in this process and yields the records of metrics.jsonl, resuming a run in the workdir. See `build`."""
     with build(config, workdir, signals=signals) as run:
         yield from train(run)
@@ -90,8 +90,9 @@ def main() -> None:
     with distributed.joined(given.distributed):
         if given.compile_only:
             return compile_only(given.config)
-        for _ in steps(given.config, given.workdir, signals=True):
-            pass
+        with build(given.config, given.workdir, command=True) as run:
+            for _ in train(run):
+                pass
 
 
 if __name__ == "__main__":

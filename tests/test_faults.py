@@ -106,7 +106,7 @@ def test_a_second_start_is_refused_and_the_first_run_goes_on(tmp_path):
     assert (first.returncode, error) == (0, "")
     last = records(tmp_path / "run")[-1]["step"]
     assert "stopped by Ctrl-C (" in out
-    assert f"of 30 s used), after step {last}: the same command with --workdir {tmp_path / 'run'} goes on" in out
+    assert f"of 30 s used), after step {last}: the same command or call goes on, with workdir {tmp_path / 'run'}" in out
     assert checkpoints(tmp_path / "run")[-1] == str(last) or str(last) in checkpoints(tmp_path / "run")
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
     assert not (tmp_path / "run" / "lock").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -26,6 +27,7 @@ from jaxrl_llm.record import Timer
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import Graded, Samples
+from jaxrl_llm.run import Run
 from jaxrl_llm.structs import Prompts, Rollouts
 from jaxrl_llm.train import rl_step, steps, train
 
@@ -63,14 +65,30 @@ def whole(tmp_path_factory) -> Path:
     return workdir
 
 
-def test_steps_give_the_records_of_the_log_and_go_on_where_they_were_left(whole, tmp_path):
+def test_a_loop_that_ends_early_saves_raises_and_goes_on_bit_for_bit(whole, tmp_path, monkeypatch, capfd):
+    """By an exception of its body, and by Ctrl-C during the updates."""
+    workdir, config = str(tmp_path / "run"), tiny(**{"checkpoint.every": 9, "checkpoint.keep_best": 0})
     taken = []
-    for record in steps(tiny(), tmp_path / "run"):
-        taken.append(record)
-        if record["step"] == 2:
-            break  # the third step is learned by then, and logged
-    rest = list(steps(tiny(), tmp_path / "run"))
-    assert numbers(taken) == numbers(written(whole))[:3]
+
+    def left(error: type[BaseException], by: str, step: int) -> None:
+        def body() -> None:
+            for record in steps(config, workdir):
+                taken.append(record)
+                if record["step"] == 1:
+                    raise error
+
+        with pytest.raises(error):
+            body()
+        assert f"stopped by {by}, after step {step}: the same command or call goes on" in capfd.readouterr().out
+        assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
+
+    left(ValueError, "the end of the caller's loop", 2)  # a record comes when the next step is done
+    settled = Run.settled
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "settled", lambda *given: signal.raise_signal(signal.SIGINT) or settled(*given))
+        left(KeyboardInterrupt, "Ctrl-C", 3)  # it waited until the state was whole
+    rest = list(steps(config, workdir))
+    assert numbers(taken) == numbers(written(whole))[:2]
     assert numbers(written(tmp_path / "run")) == numbers(written(whole))
     assert rest[-1]["step"] == 4
 

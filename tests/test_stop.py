@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from ml_collections import ConfigDict
 from jaxrl_llm.checkpoint import Checkpoints, Pending, has_checkpoint
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import disk
+from jaxrl_llm.host.signals import Interrupts
 from jaxrl_llm.sharding import make_mesh
 
 PROGRAM = """
@@ -123,6 +126,60 @@ def test_a_signal_that_is_ignored_stays_ignored_as_nohup_wants_it(tmp_path):
     assert process.poll() is None
     process.kill()
     process.communicate()
+
+
+@pytest.mark.parametrize(("error", "saves"), [
+    (KeyboardInterrupt(), ["Ctrl-C"]),
+    (ValueError(), ["ValueError"]),
+    (SystemExit(3), ["SystemExit"]),
+    (GeneratorExit(), ["the end of the caller's loop"]),
+    (UserError("a rule stops the run"), []),
+    (None, []),
+])  # fmt: skip
+def test_a_run_in_the_callers_process_saves_when_it_is_left_early_and_raises(error, saves):
+    saved, stop = [], Interrupts(signals=False)
+    stop.finish = lambda: saved.append(stop.used())
+    with nullcontext() if error is None else pytest.raises(type(error)), stop:
+        with stop.deferred():
+            pass
+        if error:
+            raise error
+    assert saved == saves
+
+
+def test_nothing_is_saved_of_a_state_that_is_half_changed():
+    saved, stop = [], Interrupts(signals=False)
+    stop.finish = lambda: saved.append(1)
+    with pytest.raises(ValueError, match="own"), stop, stop.deferred():
+        raise ValueError("own")
+    assert not saved
+
+
+@pytest.mark.parametrize(("number", "signals"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, True)])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_signal_is_an_exception_in_the_callers_process_after_what_must_not_be_interrupted(number, signals, later):
+    before, happened, stop = signal.getsignal(number), [], Interrupts(signals)
+    stop.finish = lambda: happened.append("saved")
+
+    def change() -> None:
+        with stop, stop.deferred() if later else nullcontext():
+            signal.raise_signal(number)
+            happened.append("state changed")
+
+    with pytest.raises(KeyboardInterrupt):
+        change()
+    assert happened == ["state changed"] * later + ["saved"]
+    assert signal.getsignal(number) is before
+
+
+def test_a_run_in_another_thread_of_the_caller_leaves_signals_alone():
+    def run() -> None:
+        with Interrupts(signals=True) as stop, stop.deferred():
+            assert signal.getsignal(signal.SIGTERM) is before
+
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(run).result()
 
 
 def test_a_workdir_has_one_run_at_a_time_and_a_killed_one_does_not_hold_it(tmp_path):

@@ -7,17 +7,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from threading import Event, Lock, Thread, Timer, current_thread, main_thread
 from types import TracebackType
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from jaxrl_llm import distributed
-from jaxrl_llm.errors import report
+from jaxrl_llm.errors import UserError, report
 
 SECONDS = 30.0  # from the signal to the end of the machine when a cloud preempts it
+NAMES_OF_ERRORS: dict[type[BaseException], str] = {
+    GeneratorExit: "the end of the caller's loop",
+    KeyboardInterrupt: "Ctrl-C",
+}
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the closed terminal"}
+ERRORS = {"GeneratorExit": "the end of the caller's loop", "KeyboardInterrupt": "Ctrl-C"}
 
 
 class StopSignals:
@@ -125,7 +130,9 @@ class AgreedSignals:
     the next `check`, of which a step has two. A second signal ends this process at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, command: bool) -> None:
+        """command: the run ends the process, with exit code 0. Otherwise it raises KeyboardInterrupt."""
+        self._error: BaseException = SystemExit(0) if command else KeyboardInterrupt()
         self.finish: Callable[[], None] = lambda: None
         self.name = ""
         self._began = 0.0
@@ -148,13 +155,13 @@ class AgreedSignals:
         _say(f"{self.name}: the run saves a checkpoint and ends at the next check; a second signal ends it now")
 
     def check(self) -> None:
-        """Ends the run with exit code 0 if a process has received a signal. All processes must call it."""
+        """Ends the run if a process has received a signal. All processes must call it."""
         names = distributed.exchange(self.name, "signals")
         if any(names):
             self.name = next(f"{name} in process {i}" for i, name in enumerate(names) if name)
             self._began = self._began or time.monotonic()
             self.finish()
-            raise SystemExit(0)
+            raise self._error
 
     @property
     def seconds(self) -> float:
@@ -170,30 +177,91 @@ class AgreedSignals:
         return nullcontext()
 
 
-class NoSignals:
-    """Replaces `StopSignals` where the caller handles signals, as in a notebook."""
+class Interrupts:
+    """Context for a run in the caller's process, as a notebook or a sweep: it saves when it is left early, and raises.
 
-    finish: Callable[[], None]
+    The run is left early by Ctrl-C, by an exception of the caller, or when the caller closes its generator. With
+    `signals`, SIGTERM and a closed terminal raise KeyboardInterrupt too. An interrupt waits for the end of a block
+    `with stop.deferred():`, in which the run's state changes; it does not interrupt a long compilation.
+    """
+
     seconds = 0.0
+
+    def __init__(self, signals: bool):
+        self.finish: Callable[[], None] = lambda: None
+        self.name = ""  # of what ended the run
+        self._numbers = tuple(NAMES) if signals else ()
+        self._whole, self._pending = True, 0
+
+    def __enter__(self) -> Interrupts:
+        self._before = _handled(self._numbers, self._raise)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Saves, if the run is left early and its state is whole. A UserError says itself what the last state is."""
+        try:
+            if error and not isinstance(error, UserError) and self._whole and distributed.count() == 1:
+                self.name = self.name or ERRORS.get(type(error).__name__, type(error).__name__)
+                self.finish()
+        finally:
+            _restore(self._before)
 
     def check(self) -> None:
         pass
 
     def used(self) -> str:
-        return ""
+        """Text for the last line: what ended the run."""
+        return self.name
 
-    def deferred(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Makes an interrupt wait for the end of this block. After an exception in it, nothing is saved."""
+        # For each block, because a notebook sets the handler of Ctrl-C anew for each cell.
+        before = _handled((signal.SIGINT, *self._numbers), self._remember)
+        self._whole = False
+        try:
+            yield
+            self._whole = True
+        finally:
+            _restore(before)
+        if self._pending:
+            number, self._pending = self._pending, 0
+            self._raise(number, None)
+
+    def _remember(self, number: int, frame: object) -> None:
+        self._pending = number
+
+    def _raise(self, number: int, frame: object) -> NoReturn:
+        self.name = NAMES[signal.Signals(number)]
+        raise KeyboardInterrupt(self.name)
 
 
-Stop: TypeAlias = StopSignals | AgreedSignals | NoSignals
+Stop: TypeAlias = StopSignals | AgreedSignals | Interrupts
+Handler: TypeAlias = Callable[[int, Any], Any]
 
 
-def stop_signals(opened: ExitStack, signals: bool) -> AbstractContextManager[Stop]:
-    """Returns the handling of signals; signals: whether they end the run. opened: closes the run's resources."""
-    if not signals:
-        return nullcontext(NoSignals())
-    return AgreedSignals() if distributed.count() > 1 else StopSignals(opened)
+def stop_signals(opened: ExitStack, signals: bool, command: bool) -> AbstractContextManager[Stop]:
+    """Returns the handling of signals. opened: closes the run's resources.
+
+    signals: signals that end a process save and end the run too. command: they end this process as well, with exit
+    code 0, because it is for this run alone.
+    """
+    if distributed.count() > 1 and (signals or command):
+        return AgreedSignals(command)
+    return StopSignals(opened) if command else Interrupts(signals)
+
+
+def _handled(numbers: Iterable[int], handler: Handler) -> dict[int, Any]:
+    """Sets the handler of signals and returns those before. Ignored signals stay ignored."""
+    if current_thread() is not main_thread():  # Python handles signals only there
+        return {}
+    known = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    return {number: signal.signal(number, handler) for number in known}
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _pass(number: int, frame: object) -> None:
