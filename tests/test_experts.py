@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,14 @@ import numpy as np
 import pytest
 import test_collectives
 import tiny
+from flax import nnx
 
 from jaxrl_llm import compatibility, sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
@@ -84,8 +87,6 @@ def test_blocks_compute_what_the_instruction_of_a_tpu_computes():
 
 def layer(normalized=True):
     """A layer of experts, and its parameters as NumPy arrays."""
-    from flax import nnx
-
     cfg = replace(CONFIG, mixture=Mixture(EXPERTS, CHOSEN, normalized))
     made = experts.Experts(cfg, cfg.mixture, jax.nn.silu, None, rngs=nnx.Rngs(0))
     for part in (made.router, made.gate, made.up, made.down):
@@ -132,6 +133,51 @@ def restated(chosen, probabilities):
             mean += probability / len(choices)
         total += EXPERTS * (f * mean).sum() / len(chosen)
     return total
+
+
+@pytest.mark.slow
+def test_a_router_in_float32_chooses_other_experts_than_a_rounded_one_hardly_more_often_than_rounded_inputs_do():
+    """vLLM and transformers round the router and its logits to the model's dtype; no two engines round inputs alike.
+
+    Of Qwen3-30B-A3B's sizes, with random weights: the share of choices that differ from such an engine's in a layer.
+    """
+    width, count, chosen, tokens = 2048, 128, 8, 8192
+    cfg = replace(CONFIG, width=width, mlp_width=1, dtype="bfloat16", mixture=Mixture(count, chosen, True))
+    made = experts.Experts(cfg, cfg.mixture, jax.nn.silu, None, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)  # noqa: E731
+    x, router = rounded(rng.normal(size=(tokens, width))), 0.02 * rng.normal(size=(width, count)).astype(np.float32)
+    others = rounded(x * (1 + 2**-8 * rng.uniform(-1, 1, x.shape)))  # each input is up to a unit in the last place away
+
+    def chosen_by_rounding(x: np.ndarray) -> np.ndarray:
+        return np.argsort(-rounded(x @ rounded(router)), axis=1, kind="stable")[:, :chosen]
+
+    theirs = chosen_by_rounding(others)
+    differs = lambda ours: np.mean([len(set(a) - set(b)) / chosen for a, b in zip(ours, theirs, strict=True)])  # noqa: E731
+    assert differs(np.asarray(made._route(x, router)[0].chosen)) == pytest.approx(0.0053, abs=0.0006)
+    assert differs(chosen_by_rounding(x)) == pytest.approx(0.0035, abs=0.0006)
+
+
+def test_gradients_of_experts_in_bfloat16_are_summed_over_devices_in_float32():
+    cfg = replace(CONFIG, width=64, mlp_width=32, dtype="bfloat16")
+    rng = np.random.default_rng(0)
+    x, weights = (rng.normal(size=(8, 1, 64, 64)).astype(np.float32) for _ in range(2))
+
+    def program(mesh: jax.sharding.Mesh | None) -> Any:
+        """x, weights -> gradients of a layer whose arrays are whole on each device; the rows are split."""
+        graph, state = nnx.split(experts.Experts(cfg, cfg.mixture, jax.nn.silu, mesh, rngs=nnx.Rngs(0)))
+
+        def loss(state: nnx.State, x: jax.Array, weights: jax.Array) -> jax.Array:
+            return jnp.sum(nnx.merge(graph, state)(x.astype(jnp.bfloat16))[0].astype(jnp.float32) * weights)
+
+        return partial(jax.jit(jax.grad(loss), compiler_options=ROUND_AS_WRITTEN), state)
+
+    mesh, alone = tiny.mesh_of((2, 4, 1)), program(None)
+    each = [alone(x[i : i + 1], weights[i : i + 1]) for i in range(8)]
+    summed = program(mesh)(*sharding.shard_batch((x, weights), mesh))
+    for name in ("gate", "up", "down"):
+        exact = sum(np.asarray(of_device[name]["kernel"][...], np.float64) for of_device in each)
+        assert np.linalg.norm(summed[name]["kernel"][...] - exact) < 1e-6 * np.linalg.norm(exact), name
 
 
 def test_load_and_its_loss_are_those_of_the_trained_tokens_alone():

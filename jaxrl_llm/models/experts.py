@@ -5,7 +5,7 @@ It is exact: a token reaches all experts that it chooses, no matter how many oth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -69,26 +69,28 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Array) -> tuple[jax.Array, Routing]:
         """x [B, N, T, D] -> the sum of the chosen experts' outputs, each times its weight, and the routing."""
-        cast = [part.kernel[...].astype(self.cfg.dtype) for part in (self.gate, self.up, self.down)]
-        kernels = self.router.kernel[...], *cast
+        router, kernels = self.router.kernel[...], [part.kernel[...] for part in (self.gate, self.up, self.down)]
+        cast = [jax.lax.stop_gradient(kernel).astype(self.cfg.dtype) for kernel in kernels]
         if self.mesh is None:
-            return self._on_device(x, *kernels)
+            return self._on_device(x, router, *map(_learned, cast, kernels))
         split = "tensor" if self.mixture.experts % self.mesh.shape["tensor"] == 0 else None
 
-        def on_device(x: Array, router: Array, *kernels: Array) -> tuple[jax.Array, Routing]:
-            first = jax.lax.axis_index(split) * len(kernels[0]) if split else 0
-            y, routing = self._on_device(x, router, *kernels, first=first)
+        def on_device(
+            x: Array, router: Array, cast: Sequence[Array], kernels: Sequence[Array]
+        ) -> tuple[jax.Array, Routing]:
+            first = jax.lax.axis_index(split) * len(cast[0]) if split else 0
+            y, routing = self._on_device(x, router, *map(_learned, cast, kernels), first=first)
             return y[None], routing
 
         # Left to itself, the compiler gathers the tokens of all devices, to sort them and to find the largest values.
         mapped = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(BATCH, P(), *(P(split),) * 3),
+            in_specs=(BATCH, P(), P(split), P(split)),
             out_specs=(P(split, *BATCH), BATCH),
             check_vma=False,
         )
-        y, routing = mapped(x, *kernels)
+        y, routing = mapped(x, router, cast, kernels)
         return jnp.sum(y, axis=0), routing
 
     def _on_device(
@@ -119,6 +121,26 @@ class Experts(nnx.Module):
         if self.mixture.normalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return Routing(probabilities, chosen), weights
+
+
+@jax.custom_vjp
+def _learned(cast: Array, kernel: Array) -> Array:
+    """Returns a kernel in the dtype of its products, and gives its gradient to `kernel`, in the dtype of that.
+
+    Devices send the cast kernel, and sum gradients in float32: a sum over data and fsdp in bfloat16 would round.
+    """
+    return cast
+
+
+def _learned_forward(cast: Array, kernel: Array) -> tuple[Array, Array]:
+    return cast, jnp.zeros(0, kernel.dtype)  # the dtype alone: the kernel itself must not be gathered
+
+
+def _learned_backward(like: Array, gradient: Array) -> tuple[None, jax.Array]:
+    return None, gradient.astype(like.dtype)
+
+
+_learned.defvjp(_learned_forward, _learned_backward)
 
 
 def _permuted(rows: Array, order: Array) -> jax.Array:
