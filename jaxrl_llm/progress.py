@@ -1,7 +1,7 @@
 """Signs of life of work that takes seconds: `with task("loading the model", total=290) as loading: loading.advance()`.
 
-On a terminal a bar, which disappears when the work ends. Elsewhere lines on stderr: the first after 5 seconds, and then
-more and more rarely. Work that is shorter shows nothing.
+On a terminal a bar, which disappears when the work ends. Elsewhere lines on stdout, as all lines of a run: the first
+after 5 seconds, and then more and more rarely. Work that is shorter shows nothing.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Display:
     def tick(self) -> None:
         """Shows the tasks that go on long enough."""
         with self._lock:
-            if self._lent or (sys.stdout.isatty() and sys.stderr.isatty()):
+            if self._lent or sys.stdout.isatty():
                 self._draw()
             else:
                 self._write_line()
@@ -148,7 +148,8 @@ class Display:
         task = self._tasks[-1]
         task.due = now + BETWEEN[min(task.lines, len(BETWEEN) - 1)]
         task.lines += 1
-        print(f"{task.text()} … {now - task.began:.0f} s", file=sys.stderr, flush=True)
+        sys.stdout.write(f"{task.text()} … {now - task.began:.0f} s\n")  # at once: another thread prints lines too
+        sys.stdout.flush()
 
 
 DISPLAY = Display()

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, no silent rank promotion, and compilations kept between runs."""
 
+import math
 import os
 import signal
 from importlib.metadata import version
@@ -32,6 +33,9 @@ def pytest_configure(config):
 
     The processes that tests start, and the slow and parity tests, compile as a run does.
     """
+    from jaxrl_llm import progress
+
+    progress.FIRST_LINE = math.inf  # a busy machine must not add lines to what a test reads
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses")
     if runs_tests and "not slow" in config.getoption("markexpr"):
         import jax

@@ -44,6 +44,7 @@ def clock() -> Clock:
 @pytest.fixture
 def display(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> progress.Display:
     """A display that only shows what `tick` is told to."""
+    monkeypatch.setattr(progress, "FIRST_LINE", 5.0)  # conftest.py has changed it
     monkeypatch.setattr(progress.Display, "_tick_forever", lambda self: None)
     return progress.Display(clock)
 
@@ -54,8 +55,8 @@ def lines(display: progress.Display, clock: Clock, seconds: range, capsys: pytes
         clock.seconds = second
         display.tick()
     out, err = capsys.readouterr()
-    assert out == ""
-    return err.splitlines()
+    assert err == ""
+    return out.splitlines()
 
 
 def test_a_log_gets_a_line_after_five_seconds_and_then_more_and_more_rarely(display, clock, capsys):
@@ -132,7 +133,7 @@ def test_a_thread_shows_work_while_this_one_is_busy(monkeypatch):
             self.shown.set()
 
     log = Waited()
-    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(sys, "stdout", log)
     monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
     with progress.Display().task("waiting"):
         assert log.shown.wait(30)

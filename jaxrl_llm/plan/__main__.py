@@ -8,6 +8,7 @@ import os
 import sys
 from argparse import Namespace
 from collections import Counter
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,11 +57,12 @@ def main() -> None:
         chip, devices = topology(args.topology, args.slices)
         width = args.prompt_tokens or config.data.max_prompt_tokens
         console = Console(stderr=args.json, width=150, highlight=False)
-        if args.search:
-            found = search(config, devices, chip, width, Path(dump), args.search, console)
-        else:
-            say = lambda phase: console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")  # noqa: E731
-            found = [make_plan(config, mesh_over(devices, **config.mesh), width, Path(dump), say=say)]
+        with redirect_stdout(sys.stderr) if args.json else nullcontext():
+            if args.search:
+                found = search(config, devices, chip, width, Path(dump), args.search, console)
+            else:
+                say = lambda phase: console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")  # noqa: E731
+                found = [make_plan(config, mesh_over(devices, **config.mesh), width, Path(dump), say=say)]
     if args.json:
         print(json.dumps([as_json(plan, chip) for plan in found], indent=2))
     else:
