@@ -130,7 +130,7 @@ def test_no_attack_on_the_machine_succeeds_or_changes_anything(tmp_path, monkeyp
 
 
 OBJECT = "def add(a, b): return A()"
-LINK = "import sys\ndef link():\n    frame = sys._getframe()\n    while 'link' not in frame.f_locals:\n        frame = frame.f_back\n    return frame.f_locals['link']\n"
+LINK = "import sys\ndef harness():\n    frame = sys._getframe()\n    while 'link' not in frame.f_locals:\n        frame = frame.f_back\n    return frame.f_locals['link']\n"
 # Each would pass some of the tests below, if an object of the program had a say, or the program could speak for them.
 ON_THE_JUDGE = {
     "every operator": "class A:\n    pass\nfor n in 'sub rsub add radd abs neg mul mod round float int index len str'"
@@ -180,13 +180,13 @@ ON_THE_JUDGE = {
     "other built-in functions": "import builtins\nbuiltins.len = builtins.abs = builtins.sum = lambda *a: 0\n"
     "builtins.type = lambda x: int\nbuiltins.isinstance = lambda *a: True\nall = map = lambda *a: True\n"
     "def add(a, b): return 7",
-    "a forged report": LINK + "def add(a, b):\n    link().put(['error', 'E', 'x', '\\n1\\n1\\n', False])\n    return 7",
-    "a forged report when it begins": LINK + "link().put(['error', 'E', 'a b c', '\\n1 \\n0 ', False])\ndef add(a, b): pass",
-    "forged answers": LINK + "def add(a, b):\n    for _ in range(99): link().put(['value', True, []])\n    return True",
-    "an answer that is no answer": LINK + "def add(a, b):\n    link().put({'a': 1})\n    return 7",
-    "numbers of the judge's objects": LINK + "def add(a, b):\n    for i in range(9): link().put(['value', ['yours', i], []])",
-    "calls to the judge": LINK + "def add(a, b):\n    link().put(['call', ['yours', 0], 'x', [], {}])\n"
-    "    link().put(['names'])\n    link().put(['get', ['yours', 0], '__globals__'])\n    return 7",
+    "a forged report": LINK + "def add(a, b):\n    harness().put(['error', 'E', 'x', '\\n1\\n1\\n', False])\n    return 7",
+    "a forged report when it begins": LINK + "harness().put(['error', 'E', 'a b c', '\\n1 \\n0 ', False])\ndef add(a, b): pass",
+    "forged answers": LINK + "def add(a, b):\n    for _ in range(99): harness().put(['value', True, []])\n    return True",
+    "an answer that is no answer": LINK + "def add(a, b):\n    harness().put({'a': 1})\n    return 7",
+    "numbers of the judge's objects": LINK + "def add(a, b):\n    for i in range(9): harness().put(['value', ['yours', i], []])",
+    "calls to the judge": LINK + "def add(a, b):\n    harness().put(['call', ['yours', 0], 'x', [], {}])\n"
+    "    harness().put(['names'])\n    harness().put(['get', ['yours', 0], '__globals__'])\n    return 7",
     "bytes on all descriptors": "import os\nfor fd in range(1, 64):\n    try: os.write(fd, (2**40).to_bytes(8, 'big') * 9)\n"
     "    except OSError: pass\ndef add(a, b): return 7",
     "lines on all descriptors": "import os\nfor fd in range(1, 64):\n    try: os.write(fd, b'1\\n' * 99)\n"
@@ -194,6 +194,10 @@ ON_THE_JUDGE = {
     "closed descriptors": "import os\nos.closerange(0, 64)\ndef add(a, b): return 7",
     "names of the tests": "check_call = judge_call = print = exec = lambda *a: None\nunittest = math = 3\n"
     "class Counter(dict): __eq__ = lambda a, b: True\ndef add(a, b): return 7",
+    "built-in functions of its own": LINK + "own = harness()\nown.objects += [lambda *a: 0, lambda a, b: 7]\n"
+    "names = ['abs', 'len', 'float', 'AssertionError', '__import__']\n"
+    "own.put(['value', [['__builtins__', ['dict', *([n, ['mine', 0]] for n in names)]], ['add', ['mine', 1]]]])\nown.get()",
+    "names that are no text": LINK + "own = harness()\nown.put(['value', [[['list'], 1], [3, 4], [None, 5]]])\nown.get()",
     "an argument that it changes": "def add(a, b):\n    if isinstance(a, list): a[:] = []\n    return 7",
 }  # fmt: skip
 TESTS = [

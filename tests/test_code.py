@@ -83,7 +83,8 @@ def test_columns_may_hold_inputs_and_outputs_and_a_row_without_tests_is_an_error
     columns = {name: [values] for name, values in PAIRS.items()}
     assert code.accuracy([text], lambda *_: None, **columns) == [1.0]
     assert code.accuracy([text] * 2, lambda *_: None, tests=[None, PAIRS]) == [None, 1.0]  # a mixture of tasks
-    for nothing in ([], {"inputs": ["1"], "outputs": []}, 3):
+    assert code.accuracy([text], lambda *_: None, tests=[[]]) == [None]
+    for nothing in ({"inputs": ["1"], "outputs": []}, 3):
         with pytest.raises(ValueError, match="a row has the tests"):
             code.accuracy([text], lambda *_: None, tests=[nothing])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.process import Pool, Process
+from jaxrl_llm.host.process import Pool, Process, cpus
 
 # Makes three processes, begins a call that never returns in two of them, and says their numbers.
 PARENT = """
@@ -158,3 +158,34 @@ def test_a_pool_answers_in_order_and_leaves_out_what_takes_too_long_or_ends_its_
     assert pool.map([(-2,)] * 9, size=2, each=30, whole=1) == [None] * 9
     assert time.monotonic() - began < 20
     assert pool.map([(5,), (6,)], size=1, each=30, whole=60) == [10, 12]
+
+
+@pytest.mark.parametrize(
+    ("cores", "environment", "files", "share"),
+    [
+        (1, {}, {}, 1),  # taskset -c 0
+        (96, {}, {}, 96),
+        (96, {}, {"cpu.max": "800000 100000"}, 8),  # a container of Kubernetes with cpu: 8
+        (96, {}, {"cpu.max": "50000 100000"}, 1),
+        (96, {}, {"cpu.max": "max 100000"}, 96),
+        (96, {}, {"pod/task/cpu.max": "max 100000", "pod/cpu.max": "400000 100000"}, 4),  # the parent's holds too
+        (96, {}, {"cpu,cpuacct/pod/task/cpu.cfs_quota_us": "300000",
+                  "cpu,cpuacct/pod/task/cpu.cfs_period_us": "100000"}, 3),
+        (96, {}, {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 96),
+        (96, {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, {}, 12),
+        (12, {"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_CPUS_PER_TASK": "12"}, {}, 12),
+        (96, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, {}, 24),
+        (4, {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, {}, 1),
+    ],
+)  # fmt: skip
+def test_a_task_takes_the_cores_that_it_may_use(cores, environment, files, share, tmp_path, monkeypatch):
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    groups = {"proc/self/cgroup": "4:memory:/pod\n3:cpu,cpuacct:/pod/task\n0::/pod/task\n"}
+    for name, text in (groups | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpus(tmp_path) == share

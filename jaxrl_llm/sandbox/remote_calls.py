@@ -360,7 +360,10 @@ def judge(read, write, report, tests):
     link.serves["call"] = lambda number, method, arguments, named: given_call(link, number, arguments, named)
     names = {}
     try:
-        names = {name: link.decoded(x, name) for name, x in link.ask("names")[0]}
+        # The program may have sent any name, such as "__builtins__".
+        names = {
+            name: link.decoded(x, name) for name, x in link.ask("names")[0] if type(name) is str and name[:2] != "__"
+        }
     except BaseException:
         link.gone = True
     for test in tests:
