@@ -9,7 +9,7 @@ import ast
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.health import faults, logs, rules, self_test, settings
-from jaxrl_llm.health.finding import SEVERITIES, Finding, History, Record
+from jaxrl_llm.health.finding import FEW, RECENT, SEVERITIES, Finding, History, Record
 from jaxrl_llm.health.self_test import Checked
 from jaxrl_llm.models import hf
 from jaxrl_llm.saved_run import model_folder
@@ -184,6 +184,21 @@ def print_spells(spells: list[Spell], records: list[Record]) -> None:
         console.print(printable(f"{when}: {spell.finding.line()}"), markup=False)
     if not spells:
         console.print("no rule finds anything")
+    for line in not_judged(records):
+        console.print(f"note: {line}", markup=False)
+
+
+def not_judged(records: Sequence[Record]) -> list[str]:
+    """Says what a log does not have, so that rules judge nothing."""
+    lines, last = [], records[-1]["step"]
+    if all(record.get("reward/mean") is None for record in records):
+        lines.append("the log has no reward, so that the rules on rewards and groups judge nothing")
+    if last <= FEW + RECENT:
+        first = FEW + RECENT + 1
+        lines.append(
+            f"rules that compare with the first steps judge from step {first} on, and the log has {last:,} steps"
+        )
+    return lines
 
 
 def print_config(totals: checks.Totals, found: list[Finding]) -> None:

@@ -223,6 +223,18 @@ def test_a_run_is_told_in_lines_the_worst_first(tmp_path, monkeypatch, capsys):
     assert any(line.startswith("steps ") and " to 40: error: entropy " in line for line in lines)
 
 
+def test_what_a_log_does_not_have_to_judge_is_said(tmp_path, capsys):
+    few, of_sft = run()[:6], [{"step": step, "loss/sft": 1.0, "grad_norm": 1.0} for step in range(1, 30)]
+    lines = {}
+    for name, records in {"few": few, "of_sft": of_sft, "whole": run()}.items():
+        doctor.print_spells([], records)
+        lines[name] = capsys.readouterr().out.splitlines()[1:]
+    few_steps = "note: rules that compare with the first steps judge from step 13 on, and the log has 6 steps"
+    no_reward = "note: the log has no reward, so that the rules on rewards and groups judge nothing"
+    nothing = "no rule finds anything"
+    assert lines == {"few": [nothing, few_steps], "of_sft": [nothing, no_reward], "whole": [nothing]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
