@@ -247,7 +247,7 @@ def test_completions_to_learn_are_counted_and_blank_ones_are_told():
     made = check_completions(dataset_of(said), "completion", "x.jsonl")
     assert made.notes == ("2 of 3 rows have an empty 'completion', the first is row 2: they teach to end",)
     rows = [*said[:1], {"completion": None}, {}, {"completion": [{"role": "user", "content": "?"}]}]
-    line = "x.jsonl row 2: 'completion' is None, in all 3 of 4 rows have no completion: make it text, or messages"
+    line = r"x.jsonl row 2: 'completion' is None .3 of 4 rows have no completion.: make it text, or messages"
     with pytest.raises(UserError, match=line):
         check_completions(dataset_of(rows), "completion", "x.jsonl")
     with pytest.raises(UserError, match=r"x.jsonl has no column 'text' .there is completion, prompt.: name the one to"):

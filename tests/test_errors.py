@@ -697,7 +697,7 @@ def test_a_column_that_the_judge_of_the_evaluation_asks_for_is_missed_before_wei
     argv = ["--config", str(CONFIGS / "sft.py"), *fields(f"model.path={MODEL} data.source=answers.jsonl {exam}")]
     refuse(sft, argv, "math.accuracy asks for column 'answer' | eval.source | answer_column = 'solution'")
     (place / "answers.jsonl").write_text("\n".join([*answers, '{"prompt": "1+1", "completion": null}']))
-    refuse(sft, argv, "answers.jsonl row 9: 'completion' is None, in all 1 of 9 rows | make it text | data.convert")
+    refuse(sft, argv, "answers.jsonl row 9: 'completion' is None (1 of 9 rows | make it text | data.convert")
     argv = [f"--model={MODEL}", "--task=exam.jsonl", "--function=math.accuracy"]
     refuse(evaluate, argv, "math.accuracy asks for column 'answer' | --answer-column = 'solution'")
 

@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
+from jaxrl_llm.data import columns
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.tasks import encyclopedia
 from jaxrl_llm.errors import UserError
@@ -56,7 +57,7 @@ def test_each_turn_is_encoded_alone_and_the_environments_are_not_learned():
 def test_what_is_neither_text_nor_turns_is_refused(completion):
     rows = [{"prompt": "Who ?", "completion": EPISODE}, {"prompt": "Who ?", "completion": completion}]
     with pytest.raises(UserError, match=r"rows\.jsonl row 2: 'completion' is .*: make it text, or messages"):
-        sft.tokenize_answers(dataset(rows), hf.load_tokenizer(FOLDER), config())
+        columns.check_completions(dataset(rows), "completion", "rows.jsonl")
 
 
 def test_what_an_environment_says_changes_no_gradient_of_its_own(tmp_path):

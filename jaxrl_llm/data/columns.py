@@ -177,8 +177,8 @@ def check_completions(dataset: Dataset, column: str, source: str) -> Dataset:
         raise UserError(f"{source} has no column {column!r} ({there}): name the one to learn in data.completion_column")
     if without:
         raise UserError(
-            f"{source} row {dataset.numbers[without[0]]}: {column!r} is {dataset.rows[without[0]].get(column)!r:.200}, "
-            f"in all {len(without):,} of {len(said):,} rows have no completion: make it text, or messages of the roles "
+            f"{source} row {dataset.numbers[without[0]]}: {column!r} is {dataset.rows[without[0]].get(column)!r:.200} "
+            f"({len(without):,} of {len(said):,} rows have no completion): make it text, or messages of the roles "
             "assistant and environment, or drop these rows with data.convert"
         )
     blank = [i for i, one in enumerate(said) if not any(text.strip() for _, text in one)]
