@@ -14,12 +14,13 @@ import grain
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import compatibility, distributed, model_card, other_rows, sharding
+from jaxrl_llm import compatibility, distributed, model_card, other_rows, rewards, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import adapters_table, batch_table, models_table, print_banner, shapes_table, unconfined
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compilation import Compilations, Program, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
+from jaxrl_llm.config.schema import check_reach
 from jaxrl_llm.data import columns, order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum
@@ -171,10 +172,17 @@ def load(config: Config, workdir: str | Path, opened: ExitStack, check: Callable
 def check_columns(
     config: Config, dataset: data.Dataset, held_out: data.Dataset, *, episodes: bool
 ) -> tuple[data.Dataset, data.Dataset]:
-    """Returns the training and the evaluation data with notes on rows that lack a column. Raises: UserError."""
+    """Returns the training and the evaluation data with notes on rows that lack a column. Raises: UserError.
+
+    Also asks once the servers that reward functions need.
+    """
     if "completion_column" in config.data:
         dataset = columns.check_completions(dataset, config.data.completion_column, config.data.source)
     functions = config.reward.functions if "loss" in config else ()
+    for function in functions:
+        check_reach(function, rewards, "config.reward.functions")
+    if config.eval.every:
+        check_reach(config.eval.function, rewards, "config.eval.function")
     made = columns.check(dataset, functions, "data", episodes=episodes, convert=config.data.convert)
     if not config.eval.every:
         return made, made

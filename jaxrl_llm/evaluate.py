@@ -22,7 +22,7 @@ from jaxrl_llm.banner import print_banner
 from jaxrl_llm.compilation import keep_compilations
 from jaxrl_llm.config.fields import TRAIN, TURNS
 from jaxrl_llm.config.names import resolve, split_call
-from jaxrl_llm.config.schema import Field, check_call, check_fields
+from jaxrl_llm.config.schema import Field, check_call, check_fields, check_reach
 from jaxrl_llm.data import columns
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
@@ -151,6 +151,8 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             template_args=args.chat_template_args | tools,
             columns=Columns(args.prompt_column, args.answer_column, args.format_prompt),
         )
+        for function in args.function:
+            check_reach(function, rewards, "--function")
         dataset = columns.check(dataset, args.function, "", episodes=environments is not None, convert=args.convert)
         for note in dataset.notes:
             print(f"{args.source}: {note}")

@@ -139,14 +139,28 @@ def check_call(text: str, module: ModuleType, what: str) -> None:
         check(**{key: given.get(key, parameter.default) for key, parameter in taken.items()})
 
 
-def checked_by(check: Callable[..., None]) -> Callable[[T], T]:
+def check_reach(text: str, module: ModuleType, what: str) -> None:
+    """Asks once what the function of "name(argument=value)" needs outside of this process. Arguments as `check_call`.
+
+    Raises: UserError, if there is no answer.
+    """
+    name, given = split_call(text, what)
+    function = resolve(name, module, what)
+    if is_ours(function, module) and (reach := getattr(function, "reach", None)):
+        parameters = inspect.signature(function).parameters.values()
+        reach(**{p.name: given.get(p.name, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY})
+
+
+def checked_by(check: Callable[..., None], *, reach: Callable[..., None] | None = None) -> Callable[[T], T]:
     """Returns a decorator for a function that a config names with arguments: check(**arguments) runs before a run.
 
-    check raises UserError. It looks at what no annotation can say, such as whether a file is there.
+    check raises UserError. It looks at what no annotation can say, such as whether a file is there. reach does so too:
+    it asks a server, so it runs when a run starts, and not when a config is only read.
     """
 
     def mark(function: T) -> T:
         setattr(function, "check", check)  # noqa: B010 - a function has no such attribute for type checkers
+        setattr(function, "reach", reach)  # noqa: B010
         return function
 
     return mark

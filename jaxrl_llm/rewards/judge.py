@@ -60,7 +60,17 @@ def _check(*, url: str, template: str, api_key_env: str, **_: Any) -> None:
     _headers(api_key_env)
 
 
-@checked_by(_check)
+def _reach(*, url: str, api_key_env: str, timeout: float, **_: Any) -> None:
+    """Raises: UserError, if nothing answers at the url, whatever the answer is."""
+    try:
+        httpx.get(f"{url.rstrip('/')}/models", headers=_headers(api_key_env), timeout=timeout)
+    except httpx.TransportError as error:
+        raise UserError(
+            f"judge.score: nothing answers at {url} ({type(error).__name__}: {error}): start the judge, or mend the url"
+        ) from error
+
+
+@checked_by(_check, reach=_reach)
 async def score(
     prompts: list[Any],
     completions: list[Any],
