@@ -199,3 +199,35 @@ def test_a_template_that_fails_in_an_episode_ends_this_episode_only():
     assert batch.answer(1, ids(made, "x<|im_end|>")).result()
     assert batch.truncated.tolist() == [[True], [False]]
     assert batch.metrics()["errors"].tolist() == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize(("name", "given", "form"), FORMS, ids=lambda x: x if isinstance(x, str) else "")
+def test_results_that_are_too_long_are_cut_and_what_stands_around_them_is_not(name, given, form):
+    long, short = '"long"\n' * 300, "short"
+    made = EnvironmentPool(of(name), Told, given, **LIMITS | dict(observation_tokens=400))
+    batch, turn = made.begin([row([(long, short)])], 1), ids(made, "x" + ENDS[name.rstrip("0123456789_")])
+    observation = batch.answer(0, turn).result()
+    assert observation and 390 < len(observation) <= 400
+    said = made.tokenizer.decode(observation)
+    assert said == next(form([long[:n], short]) for n in range(400) if len(form([long[:n], short])) == len(said))
+    assert batch.truncated.all()
+
+
+def test_more_results_than_have_room_end_the_episode():
+    made = EnvironmentPool(of("qwen2_5"), Told, **LIMITS | dict(observation_tokens=100))
+    batch = made.begin([row([("3",) * 20])], 1)
+    assert batch.answer(0, ids(made, "x<|im_end|>")).result() is None
+    assert batch.truncated.all()
+
+
+def test_room_for_a_result_is_asked_for_before_a_run():
+    with pytest.raises(UserError, match=r"observation_tokens = 20 is less than the \d+ tokens that the chat"):
+        EnvironmentPool(of("qwen2_5"), Told, **LIMITS | dict(observation_tokens=20))
+
+
+def test_a_step_that_fails_is_a_result_of_a_tool_where_turns_have_the_form_of_a_chat():
+    made = pool("qwen3", QUIET)
+    batch = made.begin([row([3])], 1)  # type: ignore[list-item]
+    with pytest.warns(UserWarning, match="'int' object is not iterable"):
+        observation = batch.answer(0, ids(made, "x<|im_end|>")).result()
+    assert made.tokenizer.decode(observation) == qwen(["error: TypeError: 'int' object is not iterable"]) + EMPTY

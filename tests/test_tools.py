@@ -204,7 +204,26 @@ def test_results_are_in_the_form_that_the_template_gives_to_a_whole_conversation
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["<tool_call>{1}</tool_call>", call("none"), "<tool_call>[1]</tool_call>"])
+def loop() -> list:
+    """
+    Returns what no JSON can say.
+    """
+    made: list = []
+    made.append(made)
+    return made
+
+
+def test_a_result_that_is_no_json_is_an_error_of_its_call_alone():
+    reply = Tools(functions=("tests.test_tools.loop", "tests.test_tools.add")).step(call("loop") + call("add", a=1))
+    assert reply.observation == ("error: ValueError: Circular reference detected", "1")
+    assert reply.metrics == {"calls": 2.0, "invalid": 0.0, "errors": 1.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<tool_call>{1}</tool_call>", call("none"), "<tool_call>[1]</tool_call>", f"<tool_call>{'[' * 10**5}</tool_call>"],
+    ids=["no JSON", "no such function", "a list", "too deep"],
+)
 def test_a_call_that_means_nothing_is_told_so(text):
     reply = Tools(functions=("tests.test_tools.add",)).step(text)
     assert "error: this is no call of add" in reply.observation[0]

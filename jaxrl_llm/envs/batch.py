@@ -72,6 +72,11 @@ class EnvironmentPool:
         # The first environment finds what is wrong with the arguments before a run begins.
         self.schemas: list[dict[str, Any]] = getattr(self.make(), "schemas", [])  # of tools, for the chat template
         self.messages = ToolMessages(tokenizer, self.schemas, template_args) if self.schemas else None
+        if self.messages and (around := len(self.encoded(("",), {}, ()))) > observation_tokens:
+            raise UserError(
+                f"config.turns.observation_tokens = {observation_tokens} is less than the {around} tokens that the "
+                "chat template writes around a result: raise it"
+            )
 
     def make(self) -> Environment:
         """Returns a new environment. Raises: UserError, if its constructor fails."""
@@ -104,6 +109,16 @@ class EnvironmentPool:
             observation = self.messages.between(turn, observation, formats.template_args(row))
         # A tool may return JSON with half of a character, which no tokenizer takes.
         return encoding.encode_text(encoding.HALF_A_PAIR.sub(REPLACEMENT, observation), self.tokenizer)
+
+    def shortened(self, results: tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int] | None:
+        """Returns the token ids of results that are cut until they fit; None: even without a text they do not.
+
+        What the chat template writes around them stays whole: the next turn begins as all others.
+        """
+        cut = lambda size: self.encoded(tuple(text[:size] for text in results), row, turn)  # noqa: E731
+        too_long = lambda size: len(cut(size)) > self.observation_tokens  # noqa: E731
+        size = bisect_left(range(1, max(map(len, results)) + 1), True, key=too_long)
+        return None if too_long(size) else cut(size)
 
     @cached_property
     def may_end(self) -> np.ndarray:
@@ -176,14 +191,21 @@ class EnvironmentBatch:
             self._cut[episode] = True
             return None
         try:
-            ids = self._pool.encoded(reply.observation, self._rows[episode], turn)
+            return self._observed(episode, reply.observation, turn)
         except Exception as error:  # a template may raise anything, though it took the results of `check`
             _warn(error)
             counts["errors"], self._cut[episode] = counts["errors"] + 1, True
             return None
-        if len(ids) > self._pool.observation_tokens:
-            self._cut[episode], ids = True, ids[: self._pool.observation_tokens]
-        return ids
+
+    def _observed(self, episode: int, observation: str | tuple[str, ...], turn: list[int]) -> list[int] | None:
+        """Returns the token ids of an observation, cut to its limit; None: the episode ends."""
+        ids = self._pool.encoded(observation, self._rows[episode], turn)
+        if len(ids) <= self._pool.observation_tokens:
+            return ids
+        self._cut[episode] = True
+        if isinstance(observation, str):
+            return ids[: self._pool.observation_tokens]
+        return self._pool.shortened(observation, self._rows[episode], turn)
 
     def _step(self, episode: int, text: str) -> Reply:
         """Returns the reply of an environment. An error or a time-out is a reply too, and never ends the run."""
@@ -194,7 +216,10 @@ class EnvironmentBatch:
                 return checked(environment.step(text))
             except (Exception, SystemExit) as error:
                 _warn(error)
-                return Reply(FAILED.format(briefly(error)), metrics={"errors": 1.0})
+                said = briefly(error)
+                # In the form of a chat, if the turns have it.
+                observation = (f"error: {said}",) if self._pool.messages else FAILED.format(said)
+                return Reply(observation, metrics={"errors": 1.0})
 
         try:
             return self._pool.limit.call(step)

@@ -70,15 +70,15 @@ class Tools:
             function, given = self._functions[said["name"]], said.get("arguments", {})
             if not isinstance(given, dict):
                 raise TypeError("the arguments are no object")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             metrics["invalid"] += 1
             return f"error: this is no call of {', '.join(self._functions)}: {briefly(error)}"
         try:
             result = function(**given)
+            return result if isinstance(result, str) else json.dumps(result, default=str)
         except Exception as error:  # a tool may raise anything
             metrics["errors"] += 1
             return f"error: {briefly(error)}"
-        return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
 def calculate(expression: str) -> str:
