@@ -10,7 +10,7 @@ CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))  # CI gives one for all stages
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = str(CACHE.parent)  # no file of a test in the cache of the user
