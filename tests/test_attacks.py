@@ -197,6 +197,8 @@ ON_THE_JUDGE = {
     "built-in functions of its own": LINK + "own = harness()\nown.objects += [lambda *a: 0, lambda a, b: 7]\n"
     "names = ['abs', 'len', 'float', 'AssertionError', '__import__']\n"
     "own.put(['value', [['__builtins__', ['dict', *([n, ['mine', 0]] for n in names)]], ['add', ['mine', 1]]]])\nown.get()",
+    "a message in brackets": LINK + "import os\ndata = b'[' * 10**6\n"
+    "os.write(harness().write, len(data).to_bytes(8, 'big') + data)",
     "names that are no text": LINK + "own = harness()\nown.put(['value', [[['list'], 1], [3, 4], [None, 5]]])\nown.get()",
     "an argument that it changes": "def add(a, b):\n    if isinstance(a, list): a[:] = []\n    return 7",
 }  # fmt: skip

@@ -7,9 +7,13 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from jaxrl_llm.banner import unconfined
+from jaxrl_llm.config.checks import check_train
+from jaxrl_llm.config.load import load
 from jaxrl_llm.envs.python import Python
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import code
@@ -205,13 +209,17 @@ def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch):
     monkeypatch.setattr(sandbox, "check", none)
     monkeypatch.setenv(sandbox.UNCONFINED, "")
     sandbox._problem.cache_clear()
-    with pytest.raises(
-        UserError, match=r"new namespace; or set config\.reward\.unconfined = True: .* all that you can"
-    ):
+    with pytest.raises(UserError, match=r"new namespace; or set config\.reward\.unconfined = True .* all that you can"):
         check_call("code.accuracy", rewards, "config.reward.functions")
     with pytest.raises(UserError, match="bubblewrap"):
         Python(seconds=1.0, memory=512, most_characters=100)
-    sandbox.allow_unconfined(True)
-    check_call("code.accuracy", rewards, "config.reward.functions")
+    config = load(Path(__file__).parent.parent / "configs" / "grpo.py")
+    config.reward.functions = ("code.accuracy", "arithmetic.thought")
+    with pytest.raises(UserError, match="bubblewrap"):
+        check_train(config)
+    assert unconfined(config) == []
+    config.reward.unconfined = True
+    check_train(config)
+    assert "WITHOUT a sandbox" in unconfined(config)[0]  # the banner
     Python(seconds=1.0, memory=512, most_characters=100)
     sandbox._problem.cache_clear()

@@ -82,8 +82,8 @@ def refuse_without() -> None:
     """Raises: UserError, if this machine cannot confine a program, and the config does not allow unconfined ones."""
     if not is_unconfined() and (problem := _problem()):
         raise UserError(
-            f"programs of the policy run in bubblewrap, on Linux: {problem}; or set config.reward.unconfined = True: "
-            "then they can do all that you can"
+            f"programs of the policy run in bubblewrap, on Linux: {problem}; or set config.reward.unconfined = True "
+            "(evaluate: --unconfined), and they can do all that you can"
         )
 
 
