@@ -78,6 +78,17 @@ def test_a_signature_says_which_columns_a_function_asks_for():
     assert [one.ours for one in asked(["columns_mine.plain"], episodes=False)] == [False]
 
 
+def test_the_columns_in_the_template_of_a_judge_are_asked_for(tmp_path):
+    (tmp_path / "judge.txt").write_text("{prompt} {completion} {answer} {rubric}")
+    judge = f"judge.score(url='http://x', model='m', template={str(tmp_path / 'judge.txt')!r})"
+    rows = [{"answer": "1", "rubric": x} for x in ("short", None)]
+    told = check(dataset_of(rows), [judge], "data").notes
+    assert told == ("1 of 2 rows have no 'rubric', the first is row 2: judge.score gets None",)
+    with pytest.raises(UserError, match=r"reward judge.score asks for column 'rubric', which the data does not have"):
+        check(dataset_of([{"answer": "1"}]), [judge], "data")
+    assert check(dataset_of([{}]), ["judge.score(url='http://x', model='m')"], "data").notes == ()
+
+
 def test_nothing_is_none_nan_and_blank_and_no_number_or_truth():
     empty = [None, math.nan, np.float32("nan"), Decimal("NaN"), Decimal("sNaN"), "", " \n", [], (), {}]
     full = [0, 0.0, False, True, Decimal(0), "0", "nan", [0], {"target": None}, np.zeros(0), np.float64(1), "None"]

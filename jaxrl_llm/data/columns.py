@@ -59,6 +59,8 @@ def asked(functions: Sequence[str], *, episodes: bool) -> list[Asked]:
         columns = _parameters(function, {*OF_COMPLETIONS, *(OF_EPISODES if episodes else ())})
         needed = [column for column, has_default in columns.items() if not has_default]
         found += [Asked(name, (column,), ours, readers.get(column)) for column in needed]
+        if more := getattr(plain, "asks", None):  # it shows what a row has, also None
+            found += [Asked(name, (column,), False) for column in sorted(more(**getattr(function, "keywords", {})))]
         optional = tuple(column for column in columns if column not in OF_EPISODES)
         if ours and optional and not needed:
             found.append(Asked(name, optional, ours))

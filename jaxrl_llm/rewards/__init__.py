@@ -68,6 +68,16 @@ def reads(**readers: Callable[[Any], Any]) -> Callable[[F], F]:
     return mark
 
 
+def asks(columns: Callable[..., set[str]]) -> Callable[[F], F]:
+    """Returns a decorator for a reward that takes columns(**its arguments) of the data from its `**columns`."""
+
+    def mark(function: F) -> F:
+        setattr(function, "asks", columns)  # noqa: B010 - as `reads`
+        return function
+
+    return mark
+
+
 def abstaining(judge: Callable[..., list[float]], completions: list[Any], *columns: list[Any]) -> list[float | None]:
     """Returns judge(completions, *columns) of the rows with a value in each column, and None for the others."""
     rows = [i for i, values in enumerate(zip(*columns, strict=True)) if not any(map(is_empty, values))]

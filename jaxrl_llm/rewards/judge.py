@@ -15,7 +15,7 @@ import httpx
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, NotNegative, Positive, checked_by
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import text_of
+from jaxrl_llm.rewards import asks, text_of
 
 __all__ = ["score"]
 
@@ -70,6 +70,7 @@ def _reach(*, url: str, api_key_env: str, timeout: float, **_: Any) -> None:
         ) from error
 
 
+@asks(lambda *, template, **_: _fields(_read(template)) - {"prompt", "completion"})
 @checked_by(_check, reach=_reach)
 async def score(
     prompts: list[Any],
