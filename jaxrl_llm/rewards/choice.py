@@ -32,7 +32,8 @@ FORMS = [
 BEGINNING = re.compile(rf"{LETTER}[)\]]*[.):,]")
 LINES = re.compile(r"^[ \t*(]*([A-Z])[.):]", re.MULTILINE)
 BRACKETS = re.compile(r"\(([A-Z])\)")
-# A second letter behind the first one: "A or B", "A, B", "A/B". In "B, A is wrong" there is none.
+# Another letter before or behind the chosen one: "A or B", "A, B", "A/B". In "B, A is wrong" there is none.
+FIRST = re.compile(r"(?<![\w'’])[A-Z]\)?(?:,? (?:or|and|nor) |, | ?/ ?)\(?$")
 SECOND = re.compile(rf"[)\]\"'”.]*(?: ?[,;/|&] ?(?:(?:and|or) )?| (?:and|or) )\(?[A-Z](?![\w'’]){DENIED}")
 # The content of a box or a tag: B, (B), b), Option B, B. 5, B the sun; but not several letters.
 SEVERAL = re.compile(r"\W*[A-Z]\b(?:\W+(?:(?:and|or) )?[A-Z]\b)+\W*")
@@ -93,7 +94,9 @@ def _stated(plain: str, forms: list[re.Pattern[str]]) -> str | None:
     for form in forms:
         found = list(form.finditer(plain))
         if found:
-            return "" if SECOND.match(plain, found[-1].end(1)) else found[-1][1]
+            start, end = found[-1].span(1)
+            two = FIRST.search(plain, max(start - 10, 0), start) or SECOND.match(plain, end)
+            return "" if two else found[-1][1]
     return None
 
 

@@ -10,13 +10,13 @@ import math
 import re
 import sys
 from decimal import Decimal
-from fractions import Fraction
 from functools import cache
 from numbers import Number
 from typing import Any
 
 from jaxrl_llm.host.process import Pool, cpus
 from jaxrl_llm.rewards import abstaining, reads, text_of
+from jaxrl_llm.rewards.notation import rewritten, unwrapped
 from jaxrl_llm.terminal import printable
 
 __all__ = ["accuracy", "is_boxed"]
@@ -111,94 +111,82 @@ def wanted(answer: Any) -> str:
 
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3}){1,99}|\d{1,300})(?:\.\d{1,300})?", re.ASCII)
 PERCENT = re.compile(rf"({NUMBER.pattern})\s*\\?%", re.ASCII)
-SIGNS = {
-    "−": "-",
-    "–": "-",
-    "×": "\\times ",
-    "·": "\\cdot ",
-    "÷": "\\div ",
-    "π": "\\pi ",
-    "∞": "\\infty ",
-    "≤": "\\le ",
-    "≥": "\\ge ",
-    "°": "^\\circ",
-    "√": "\\sqrt ",
-    "∪": "\\cup ",
-    "±": "\\pm ",
-    "％": "%",
-    "\u00a0": " ",
-    "\u202f": " ",
-}
-# Common notation around or inside a number that math-verify does not read, or reads wrongly.
-REWRITES = [
-    (re.compile(pattern, re.DOTALL), by)
-    for pattern, by in (
-        (r"(?<!\\)\\[!,;:]", ""),  # 1\,234
-        (r"\{,\}(?=\d)", ","),  # 1{,}234
-        (r"(?<!\\)\\ |~", " "),
-        (r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$|^\$+([^$]*)\$+$|^\*\*(.*)\*\*$", lambda m: next(filter(None, m.groups()), "")),
-        (r"^(?:=|\\approx|≈)\s*", ""),
-        (r"(?:\\\\|[.,;:\s])+$", ""),
-        (r"\s*(?:\\text\{\s*dollars?\}|dollars?)$", ""),
-        (r"^(-?)[€£¥]\s*(?=[\d.])", r"\1"),
-        (r"(?<=\d)\s*(?:[€£¥¢]|USD|EUR|GBP|euros?|cents?)$", ""),
-        (r"^(-?\d{1,3}(?: \d{3})+)(?=$|\.)", lambda m: m[1].replace(" ", "")),  # 1 234
-        (r"^(-?\d+) (\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),  # 1 1/2
-        (r"^(-?\d+(?:\.\d*)?|-?\.\d+)[eE]\+?(-?\d+)$", r"\1\\times 10^{\2}"),
-        (r"^(-?)(\d{0,99})\.(\d{0,99})\\(?:overline|bar)\{(\d{1,99})\}$", lambda m: _repeating(*m.groups())),
-    )
-]
-
-
-def _repeating(sign: str, whole: str, fixed: str, repeated: str) -> str:
-    """Converts a repeating decimal to a fraction: 0.1\\overline{6} to \\frac{1}{6}."""
-    nines = (10 ** len(repeated) - 1) * 10 ** len(fixed)
-    value = Fraction(int(whole + fixed + repeated) - int(whole + fixed or 0), nines)
-    return f"{sign}\\frac{{{value.numerator}}}{{{value.denominator}}}"
+BASE = re.compile(r"(\d[\dA-Fa-f]*)_\{?(?:\\text\{)?\(?(\w+)\)?\}{0,2}", re.ASCII)
+BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+PHRASE = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
+# As a product of letters, "Tom" is equal to "Mot". Only short words in lower case are products.
+WORD = re.compile(r"[^\W\d_]{4}|[A-Z][a-z]")
 
 
 def _clean(text: str) -> str:
     """Rewrites an answer for math-verify; returns "" if it is too long."""
-    if len(text) > LONGEST:
-        return ""
-    text = text.translate(str.maketrans(SIGNS)).strip()
-    for pattern, by in REWRITES:
-        text = pattern.sub(by, text).strip()
-    return text
+    return rewritten(text) if len(text) <= LONGEST else ""
 
 
 def _plainly_equal(box: str, answer: str) -> bool | None:
-    """Compares equal text, integers, choices (A) and words; returns None if math-verify must decide."""
+    """Compares equal text, integers, percents, numbers with a base, choices (A) and words.
+
+    Returns None if math-verify must decide.
+    """
+    pair = (box, answer)
     if not box or box == answer:
         return bool(box)
-    if all(re.fullmatch(r"-?\d{1,300}", text, re.ASCII) for text in (box, answer)):
+    if all(re.fullmatch(r"-?\d{1,300}", text, re.ASCII) for text in pair):
         return int(box) == int(answer)
-    percents = [PERCENT.fullmatch(text) for text in (box, answer)]
-    if bool(percents[0]) != bool(percents[1]):
-        bare = [found[1] if found else text for found, text in zip(percents, (box, answer), strict=True)]
-        if all(NUMBER.fullmatch(text) for text in bare) and len({Decimal(text.replace(",", "")) for text in bare}) == 1:
-            return True  # 50\% is 50 here, and 0.5 by math-verify
-    choices = [_choice(text) for text in (box, answer)]
-    words = [" ".join(_unwrapped(text).casefold().split()) for text in (box, answer)]
+    if _is_same_percent(*pair):
+        return True
+    if any(BASE.fullmatch(text) for text in pair):
+        return _digits(box) == _digits(answer)
+    if {_brackets(box), _brackets(answer)} == {"set", "tuple"}:
+        return False
+    choices = [_choice(text) for text in pair]
     if all(choices):
         return choices[0] == choices[1]
-    if all(re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*", text) for text in words):
-        if words[0] == words[1]:
-            return True
-        if "\\" in box + answer or re.search(r"[^\W\d_]{4}", words[1]):
-            return False  # math-verify reads a word as a product of its letters, in any order
+    words = [_words(text) for text in pair]
+    if words[0] == words[1] != "":
+        return True
+    if words[0].casefold() == words[1].casefold():
+        return False  # math-verify takes X for x
+    if all(PHRASE.fullmatch(text) for text in words) and ("\\" in box + answer or WORD.search(unwrapped(answer))):
+        return False
     return None
+
+
+def _is_same_percent(box: str, answer: str) -> bool:
+    """Tells whether one is the other one with a percent sign: 50\\% is 50 here, and 0.5 by math-verify."""
+    percents = [PERCENT.fullmatch(text) for text in (box, answer)]
+    bare = [found[1] if found else text for found, text in zip(percents, (box, answer), strict=True)]
+    if bool(percents[0]) == bool(percents[1]) or not all(NUMBER.fullmatch(text) for text in bare):
+        return False
+    return len({Decimal(text.replace(",", "")) for text in bare}) == 1
+
+
+def _digits(text: str) -> tuple[str, str]:
+    """Returns the digits of a number and its base, "": it has none. math-verify takes 52_8 for 52."""
+    found = BASE.fullmatch(text)
+    digits, base = found.groups() if found else (text, "")
+    return digits.upper().lstrip("0"), str(BASES.index(base) + 2) if base in BASES else base
+
+
+def _brackets(text: str) -> str:
+    """Returns "set" for \\{1,2\\}, "tuple" for (1,2), [1,2] and the like, else ""."""
+    if text.startswith("\\{") and text.endswith("\\}"):
+        return "set"
+    return "tuple" if "," in text and text[0] in "([" and text[-1] in ")]" else ""
+
+
+def _words(text: str) -> str:
+    """Returns a text as it is compared: words in any case, but single letters and commands as they are."""
+    text = re.sub(r"\b([AaPp])\.m\b\.?", r"\1m", " ".join(unwrapped(text).split()))
+    return text if "\\" in text else re.sub(r"[^\W\d_]{2,}", lambda word: word[0].casefold(), text)
 
 
 def _choice(text: str) -> str:
     """Returns "A" for A, (A), \\text{(A)}, A. and (A) 5; "" for anything else."""
-    found = re.fullmatch(r"\(?([A-Z])(?:\)?|[.):]\s+(?!and\b|or\b)[^()]*)", _unwrapped(text))
+    found = re.fullmatch(
+        r"(?:Option |Choice |Answer |option |choice )?\(?([A-Z])(?:\)?|[.):]\s+(?!and\b|or\b)[^()]*)", unwrapped(text)
+    )
     return found[1] if found else ""
-
-
-def _unwrapped(text: str) -> str:
-    """Removes commands for text and letters, but not their content: \\text{}, \\textbf{}, \\mathrm{} …"""
-    return re.sub(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text).strip()
 
 
 @cache
@@ -213,9 +201,12 @@ def _prepare() -> None:
 
 def _equal(box: str, answer: str) -> bool:
     """Runs in a process of the pool: only there math-verify is imported, which takes half a second."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    # Without its units, because it takes 2t, 5m and x+2c for 2, 5 and x+2, and 5\\text{ million} for 5.
+    normal = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+    config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)]
     found, wanted = (
         parse(f"\\boxed{{{text}}}", extraction_config=config, parsing_timeout=None)  # pyright: ignore
         for text in (box, answer)

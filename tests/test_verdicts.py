@@ -1,0 +1,275 @@
+"""Real forms of answers, and what each must score. A wrong answer that scores is worse than a right one that does not.
+
+Right answers that score 0, and why, are in `LIMITS`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxrl_llm.rewards import choice, code, gsm8k, math, verl
+from jaxrl_llm.rewards import format as forms
+
+# What the box holds, the answer of the row, what it scores.
+MATH = [
+    # times, dates and words
+    ("12:30\\text{ PM}", "12:30 PM", 1), ("12:30", "12:30 PM", 0), ("12:30 AM", "12:30 PM", 0),
+    ("12:30 p.m.", "12:30\\text{ PM}", 1), ("\\text{June 20}", "June 20", 1), ("June 21", "June 20", 0),
+    ("Tom", "Mot", 0), ("Mot", "Tom", 0), ("\\text{Evelyn}", "Evelyn", 1), ("\\text{Evelyn}", "Evelin", 0),
+    ("\\text{nan}", "0", 0), ("\\text{no solution}", "\\text{No solution}", 1), ("4:05 PM", "4:05\\text{ p.m.}", 1),
+    ("4:05 AM", "4:05 PM", 0), ("16:05", "4:05 PM", 0), ("4 PM", "4", 0), ("4 p.m.", "4\\text{ PM}", 1),
+    ("June 20, 2024", "\\text{June 20, 2024}", 1), ("20 June 2024", "June 21, 2024", 0), ("July 20", "June 20", 0),
+    ("\\text{True}", "true", 1), ("\\text{True}", "False", 0), ("\\text{Yes}", "No", 0), ("\\text{yes}", "Yes", 1),
+    ("\\text{North}", "South", 0), ("Thorn", "North", 0), ("\\text{Tom and Ann}", "Ann and Tom", 0),
+    ("\\text{I don't know}", "72", 0),
+    # √, powers and fractions as Unicode writes them
+    ("25\\text{ cm}²", "25", 1), ("25 cm²", "25", 1), ("3 × 10⁸", "3e8", 1), ("∅", "\\emptyset", 1),
+    ("√12", "2\\sqrt{3}", 1), ("√12", "2", 0), ("√16", "6", 0), ("√16", "4", 1), ("√(16)", "4", 1),
+    ("5√13", "5\\sqrt{13}", 1), ("√x", "\\sqrt{x}", 1), ("√2/2", "\\frac{\\sqrt2}{2}", 1), ("x²+1", "x^2+1", 1),
+    ("10⁻³", "0.001", 1), ("½", "0.5", 1), ("1½", "1.5", 1), ("2¾", "11/4", 1), ("2⁵", "32", 1), ("2⁻¹", "0.5", 1),
+    ("x⁻¹", "1/x", 1), ("xⁿ", "x^n", 1), ("x₁", "x_1", 1), ("101₂", "101_2", 1), ("101₂", "101_3", 0),
+    ("⅔", "2/3", 1), ("2⅔", "8/3", 1), ("¾", "0.57", 0), ("√2", "\\sqrt{2}", 1), ("√2", "2", 0), ("2√3", "√12", 1),
+    ("√(a+b)", "\\sqrt{a+b}", 1), ("∛8", "2", 1), ("∛27", "9", 0), ("−7", "-7", 1), ("－7", "-7", 1), ("７", "7", 1),
+    ("𝟕", "7", 1), ("𝑥+1", "x+1", 1), ("9.8 m/s²", "9.8", 1), ("6.02 × 10²³", "6.02\\times10^{23}", 1),
+    ("6.02 × 10²²", "6.02\\times10^{23}", 0),
+    # units
+    ("5 m", "5", 1), ("5 \\text{ million}", "5", 0), ("5 \\text{ million}", "5000000", 1), ("5 million", "5", 0),
+    ("5 million", "5000000", 1), ("5 people", "5", 1), ("5\\text{ people}", "5", 1), ("25 cm^2", "25", 1),
+    ("25\\text{ cm}^2", "25", 1), ("25\\text{ cm}^{2}", "25", 1), ("25 \\mathrm{cm}^2", "25", 1),
+    ("25\\text{ square units}", "25", 1), ("25 square units", "25", 1), ("25 sq. units", "25", 1), ("5 m/s", "5", 1),
+    ("5\\,\\text{m/s}^2", "5", 1), ("5\\text{ m}\\cdot\\text{s}^{-1}", "5", 1), ("18 dollars per hour", "18", 1),
+    ("\\$18 \\text{ per hour}", "18", 1), ("\\sin 30^\\circ", "1/2", 1), ("\\sin(30^\\circ)", "1/2", 1),
+    ("\\cos 60°", "\\frac12", 1), ("72 \\text{ (apples)}", "72", 1), ("72 (apples)", "72", 1),
+    ("7\\text{ apples}", "7", 1), ("3 hours", "3", 1), ("60 mph", "60", 1), ("5\\text{ m/s}", "5", 1),
+    ("\\$32,\\!348", "32348", 1), ("18 dollars", "18", 1), ("2.5\\text{ million dollars}", "2500000", 1),
+    ("\\$2.5 million", "2500000", 1), ("1/2 cup", "0.5", 1), ("\\frac{1}{2}\\text{ cup}", "0.5", 1),
+    ("10\\sqrt{3}\\text{ cm}", "10\\sqrt{3}", 1), ("10\\sqrt{3} cm", "10\\sqrt{3}", 1), ("x = 5 cm", "5", 1),
+    ("2\\pi\\text{ cm}", "2\\pi", 1), ("30°", "30", 1), ("30^{\\circ}", "30", 1), ("30\\text{ degrees}", "30", 1),
+    ("30 degrees", "30", 1), ("30^\\circ\\text{C}", "30", 1), ("30°C", "30", 1), ("-30°F", "30", 0),
+    ("\\tan 45^\\circ", "1", 1), ("\\sin(60°)", "\\frac{\\sqrt3}{2}", 1), ("\\sin 60^\\circ", "0.5", 0),
+    ("(-\\infty, 0) \\cup (0, \\infty)", "(-\\infty,0)\\cup(0,\\infty)", 1), ("5.00\\text{ dollars}", "5", 1),
+    ("\\$5.50", "5.5", 1), ("5.5 dollars", "5", 0), ("5\\,cm", "5", 1), ("5\\ \\mathrm{kg}", "5", 1),
+    ("5\\;\\text{N}\\cdot\\text{m}", "5", 1), ("9.8 m/s^2", "9.8", 1), ("72\\checkmark", "72", 0), ("5cm", "5", 1),
+    ("5kg", "5", 1), ("18dollars", "18", 1), ("2ml", "2", 1), ("60km/h", "60", 1),
+    ("3 \\text{ miles per hour}", "3", 1), ("7 red apples", "7", 1), ("\\$1{,}000", "1000", 1),
+    ("\\text{\\$5}", "5", 1), ("5 million", "5\\text{ million}", 1), ("£18", "18", 1),
+    ("5 thousand miles", "5000", 1),
+    # magnitudes, percent, numbers
+    ("3 x 10^8", "3e8", 1), ("3*10^8", "3e8", 1), ("3x10^8", "300000000", 1), ("\\varnothing", "\\emptyset", 1),
+    ("100%", "100", 1), ("100\\%", "1", 1), ("1%", "0.01", 1), ("1%", "1", 1), ("1%", "100", 0),
+    ("3.0\\times10^8", "3e8", 1), ("50 percent", "50", 1), ("50\\text{ percent}", "0.5", 1),
+    ("5\\text{ dozen}", "5", 0), ("5 dozen", "60", 1), ("5 hundred", "500", 1),
+    ("\\mathbb{R}", "(-\\infty,\\infty)", 1), ("5th", "5", 1), ("5^{\\text{th}}", "5", 1),
+    ("6.02e23", "6.02\\times10^{23}", 1), ("3 x 10^7", "3e8", 0), ("3x10^8", "3e8", 1), ("x10", "10", 0),
+    ("\\mathbf{72}", "72", 1),
+    # bases
+    ("52", "52_8", 0), ("52_{8}", "52_8", 1), ("42", "52_8", 0), ("52_9", "52_8", 0),
+    ("52_{\\text{eight}}", "52_8", 1), ("101", "101_2", 0), ("5", "101_2", 0), ("1A_{16}", "1a_{16}", 1),
+    # sets, tuples, intervals
+    ("C(5,2)", "10", 1), ("\\{1,2\\}", "(1,2)", 0), ("(1,2)", "\\{1,2\\}", 0), ("(1,2)", "1,2", 1),
+    ("[-5,-3]", "[-5,-3]", 1), ("[-5,-3]", "[-3,-5]", 0), ("(3,π/2)", "(3,\\frac{\\pi}{2})", 1), ("(5,6)", "5", 0),
+    ("[5,6]", "5", 0), ("\\{1, 2\\}", "\\{2,1\\}", 1), ("\\{1,2\\}", "\\{1,3\\}", 0), ("\\{1,2\\}", "[1,2]", 0),
+    ("\\left\\{1,2\\right\\}", "(1,2)", 0), ("(1,2)", "(1,2]", 0), ("[-2, -1]", "[-2,-1]", 1),
+    ("[-2,-1]", "[-2,1]", 0), ("(-3,-1)", "(-1,-3)", 0), ("x \\in (-3,-1)", "(-3,-1)", 1), ("C(5,2)", "20", 0),
+    ("P(5,2)", "20", 0),
+    # variables
+    ("2", "2t", 0), ("5", "5m", 0), ("x+2", "x+2c", 0), ("2t", "2t", 1), ("X", "x", 0), ("ba", "ab", 1),
+    ("not 5", "5", 0), ("\\neq 5", "5", 0), ("5\\ldots", "5", 1), ("x=5", "5", 1), ("x \\neq 5", "5", 0),
+    ("x\\ne 5", "5", 0), ("x>5", "5", 0), ("2x=6", "3", 0), ("2X", "2x", 0), ("AB", "ab", 1), ("\\geq 5", "5", 0),
+    ("\\le 5", "5", 0), ("5\\times", "5", 0), ("2 pi", "2", 0), ("2 sin x", "2", 0), ("2\\sin x", "2", 0),
+    ("3x", "3", 0), ("3 x", "3", 0), ("3y^2", "3", 0), ("3ab", "3", 0), ("3abc", "3", 0), ("5i", "5", 0),
+    ("5e", "5", 0), ("5 i", "5", 0), ("5a", "5", 0), ("X^2", "x^2", 0),
+    # others
+    ("3:30", "1:10", 1), ("52_8", "42", 0), ("\\binom{5}{2}", "10", 1), ("{}_5C_2", "10", 1),
+    ("\\text{A and C}", "A, C", 1), ("A \\text{ and } C", "A,C", 1), ("Option B", "B", 1),
+    ("\\text{Option B}", "B", 1), ("\\text{B) 5}", "B", 1), ("\\{\\}", "\\emptyset", 1),
+    ("\\text{empty set}", "\\emptyset", 1), ("about 72", "72", 1), ("approximately 72", "72", 1),
+    ("\\text{about } 72", "72", 1), ("~72", "72", 1), ("\\sim 72", "72", 1), ("0.785398", "\\pi/4", 1),
+    ("1.000.000", "1000000", 0), ("5 or 6", "5", 0), ("5\\text{ or }6", "5", 0), ("5 \\text{ or six}", "5", 0),
+    ("5!", "5", 0), ("72\\text{ because } 8\\cdot 9=72", "72", 1), ("1,2", "12", 0), ("12", "1,2", 0),
+    ("2,1", "1,2", 1), ("\\langle 1,2\\rangle", "(1,2)", 1),
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\3\\end{pmatrix}", 0), ("-2..3", "-2", 0),
+    ("fifty", "50", 0), ("1/3", "0.333333", 1), ("1/3", "0.3333", 0), ("2,5", "2.5", 0), ("1 1/2", "1.5", 1),
+    ("1\\ 1/2", "1.5", 1), ("1-1/2", "1.5", 0), ("-1\\frac12", "-1.5", 1), ("3\\frac{1}{4}", "3/4", 0),
+    ("x \\approx 5", "5", 1), ("5 \\pm 1", "5", 0), ("5 = 5", "5", 1), ("6=5", "6", 0), ("2+3", "5", 1),
+    ("\\infty", "-\\infty", 0), ("3:4", "\\frac34", 1), ("-2,1", "1,-2", 1), ("-2\\le x\\le 7", "[-2,7]", 1),
+    ("y=-3x+2", "-3x+2", 1), ("\\log_{10}100", "2", 1), ("A, C", "A,C", 1), ("C, A", "A,C", 1), ("A, D", "A,C", 0),
+    ("B. 5", "B", 1), ("1 000 000", "1000000", 1), ("-1 1/2", "-3/2", 1), ("x=1, y=2", "1,2", 1),
+    ("a=1,b=2", "a=2,b=1", 0), ("8\\cdot 9=72", "72", 1), ("8\\cdot 9=71", "72", 0), ("\\lfloor 7.5\\rfloor", "7", 1),
+    ("10!", "3628800", 1), ("\\frac{0}{0}", "0", 0), ("\\frac{1}{0}", "\\infty", 0), ("5\\text{ or }7", "5,7", 1),
+    ("5 and 7", "5,7", 1), ("5, 6, 7", "5", 0), ("x=5\\text{ or }x=6", "5", 0), ("x=5\\text{ or }x=6", "x=5", 0),
+    ("5\\text{ not }6", "6", 0), ("5\\text{ (or six)}", "5", 0), ("5 (or six)", "5", 0), ("5 (maybe six)", "5", 1),
+    ("between 5 and 6", "5", 0), ("at least 5", "5", 0), ("<5", "5", 0), ("5+", "5", 0), ("5-", "5", 0),
+    ("2 pi", "2\\pi", 1), ("\\tan 45", "1", 0), ("3\\tfrac12", "3.5", 1), ("3 \\frac{1}{2}", "3.5", 1),
+    ("3 1/2", "3.5", 1), ("3-1/2", "3.5", 0), ("3+1/2", "3.5", 1), ("x_1", "x_2", 0), ("101_2", "101", 0),
+    ("|x|", "\\sqrt{x^2}", 1), ("-3 < x < -1", "(-3,-1)", 1), ("-3 < x < 1", "(-3,-1)", 0),
+    ("x \\neq 0", "(-\\infty,0)\\cup(0,\\infty)", 1), ("\\emptyset", "\\varnothing", 1),
+    ("\\{0\\}", "\\varnothing", 0), ("0", "\\emptyset", 0), ("\\text{no solution}", "0", 0), ("4:05", "4:50", 0),
+    ("12,345", "12345", 1), ("12 345", "12345", 1), ("12.345", "12345", 0), ("1,23", "123", 0),
+    ("12,34,567", "1234567", 0), ("0.3", "1/3", 0), ("0.33", "1/3", 0), ("0.333333", "1/3", 1), ("3.14", "\\pi", 0),
+    ("22/7", "\\pi", 0), ("3.141593", "\\pi", 1), ("1.4142", "\\sqrt2", 0), ("0.1\\overline{6}", "1/6", 1),
+    ("0.16", "1/6", 0), ("\\frac{a}{b}", "a/b", 1), ("\\frac{a}{b}", "b/a", 0), ("(x+1)(x-1)", "x^2-1", 1),
+    ("(x+1)(x+1)", "x^2+1", 0), ("x^2-1=0", "x^2-1", 0), ("\\ln e", "1", 1), ("\\log 100", "2", 1),
+    ("\\sum_{i=1}^{3} i", "6", 1), ("\\binom{5}{2}", "\\binom{5}{3}", 1), ("^5C_2", "10", 1),
+    ("\\frac{5!}{2!3!}", "10", 1), ("3+4i", "3-4i", 0), ("4i+3", "3+4i", 1),
+    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{pmatrix}1&2\\\\4&3\\end{pmatrix}", 0),
+    ("\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}", "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", 1),
+    ("\\text{The answer is 5}", "5", 0), ("5.0", "5", 1), ("1:2", "2:1", 0), ("2:4", "1:2", 1), ("1:2:3", "1:2:3", 1),
+    ("1:2:4", "1:2:3", 0), ("5\\,000", "5000", 1), ("9.8\\ \\text{m}/\\text{s}^2", "9.8", 1), ("10x", "10", 0),
+    ("≈ 3.14", "3.14", 1), ("\\approx 3.15", "3.14", 0), ("roughly 72", "72", 1), ("about 71", "72", 0),
+    ("72 or so", "72", 0), ("\\boldsymbol{72}", "72", 1), ("\\textbf{72}", "72", 1), ("\\text{72}", "72", 1),
+    ("\\underline{72}", "72", 1), ("\\color{red}{72}", "72", 1), ("\\displaystyle 72", "72", 1),
+    ("\\displaystyle\\frac12", "1/2", 1), ("72\\qquad", "72", 1), ("\\dots", "72", 0),
+    ("1, 2, 3, \\ldots, 100", "100", 0), ("\\Delta", "\\delta", 0), ("\\textcolor{blue}{7}", "7", 1),
+]  # fmt: skip
+LIMITS = {
+    ("2x=6", "3"): "an equation is not its solution",
+    ("1.000.000", "1000000"): "a point is the decimal separator: 1.000 is 1",
+    ("fifty", "50"): "numbers in words are not read",
+    ("20 June", "June 20"): "a date has one order; math-verify sees a product of other letters",
+    ("-5 to 3", "[-5,3]"): "a range in words is no interval",
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "(1,2)"): "a column is no point for math-verify",
+    ("e^{i\\pi}", "-1"): "math-verify does not simplify it",
+    ("5 kg m/s", "5"): "a unit is one word, or words with spaces or a stroke",
+    ("16:05", "4:05 PM"): "hours are not converted",
+}
+# Wrong or careless answers that score 1, because data sets need the rule.
+LENIENT = {
+    ("(2,1)", "1,2"): "the row has a list without brackets, so it has no order",
+    ("5,5", "5"): "a list without brackets is a set, so it has no repetition",
+    ("5=6", "6"): "of an equation the right side counts, as in 8 \\cdot 9 = 72",
+    ("5 cm", "5 km"): "units are ignored",
+    ("0.785398", "\\pi/4"): "six right decimals",
+}
+CHOICE = [
+    ("The correct answer is B. Option A is wrong because of x, and option D is wrong because of y.", "B"),
+    ("The answer is (B). Choice C would need more data.", "B"), ("B is right. Option C is wrong.", "B"),
+    ("\\boxed{A or B}", ""), ("\\boxed{A and B}", ""), ("\\boxed{A, B}", ""), ("\\boxed{A/B}", ""),
+    ("\\boxed{AB}", ""), ("\\boxed{A\\text{ or }B}", ""), ("\\boxed{A \\\\ B}", ""), ("\\boxed{A B C D}", ""),
+    ("The answer is: \\text{B}", "B"), ("So, B is correct.", "B"), ("Answer: I think it is B", "B"),
+    ("<answer>A whale</answer>", ""), ("\\boxed{B}", "B"), ("\\boxed{\\text{(B)}}", "B"),
+    ("A is wrong. <answer>b) the sun</answer>", "B"), ("The answer is (B).", "B"), ("**Answer:** B", "B"),
+    ("answer: A. No, the final answer is B", "B"), ("(A) is false, so (B)", "B"), ("I choose\nB", "B"),
+    ("Answer: **B**", "B"), ("B.", "B"), ("A long answer is a pity", ""), ("<answer>both</answer>", ""),
+    ("\\boxed{", ""), ("", ""), ("The answer is A, but \\boxed{B}", "B"), ("\\boxed{\\mathbf{B}}", "B"),
+    ("\\boxed{$B$}", "B"), ("\\boxed{\\text{Option B}}", "B"), ("<answer>Option B</answer>", "B"),
+    ("<answer>Option of</answer>", ""), ("The answer is $\\mathbf{(B)}$.", "B"), ("Answer: B) Paris", "B"),
+    ("**B) Paris**\n\nExplanation: (A) is London.", "B"), ("B. Paris", "B"), ("B", "B"), ("(B)", "B"),
+    ("\\(B\\)", "B"), ("The answer is B or C.", ""), ("Answer: B and C", ""), ("The answer is B, not C.", "B"),
+    ("The answer is B, A is wrong.", "B"), ("The answer is not A but B", "B"),
+    ("A. Paris is in France.\nB. London is in England.\nSo it is C", "C"),
+    ("A. Paris is in France.\nB. London is in England.", ""), ("The correct option is B.", "B"),
+    ("The best choice is therefore B", "B"), ("Correct answer: **(B)**", "B"), ("Answer choice B is correct.", "B"),
+    ("<think>The answer is A</think>The answer is B", "B"), ("<think>The answer is A.</think>\n\nB", "B"),
+    ("<think>\\boxed{A}</think> so B", "B"), ("The answer is A because it is big", "A"), ("The answer is A.", "A"),
+    ("The answer is I.", "I"), ("I think the answer is B", "B"), ("Answer: a", ""), ("<answer>B</answer>", "B"),
+    ("<answer>The answer is B</answer>", "B"), ("<answer>\nB\n</answer>", "B"), ("<answer>A or B</answer>", ""),
+    ("<answer>A, B</answer>", ""), ("\\boxed{\\textbf{(B)}\\ 5}", "B"), ("\\boxed{B. 5}", "B"),
+    ("\\boxed{(B)\\ 5}", "B"), ("\\boxed{b}", "B"), ("\\boxed{42}", ""), ("\\boxed{}", ""),
+    ("\\boxed{B: Paris}", "B"), ("\\boxed{Beta}", ""), ("Therefore the answer is\n\nB", "B"), ("The answer: B", "B"),
+    ("The final answer is: $B$", "B"), ("Answer: Option B", "B"), ("Answer - B", "B"), ("I'd go with option B.", "B"),
+    ("My choice: B", "B"), ("The correct answer is Paris (B).", "B"),
+    ("It must be choice (B), since choice C fails.", "B"),
+    ("Option A is wrong. Option C is wrong. Option B fits.", "B"), ("A, B, C, D", ""), ("A B C D", ""),
+    ("The answer is A, B, C, or D.", ""), ("(A) (B) (C) (D)", ""), ("Vitamin C is good; the answer is B", "B"),
+    ("The answer is B since A is too big and C is too small.", "B"), ("The answer is \"B\".", "B"),
+    ("the answer is b", ""), ("Answer: B\nA is wrong because", "B"), ("Answer: B\n\nA) is wrong", "B"),
+    ("So the correct answer is letter B", "B"), ("B is the correct answer.", "B"), ("B is incorrect", ""),
+    ("Option B is not correct", ""), ("The answer is B.\n\nWhy not A? Because A is too small.", "B"),
+    ("B, because the others are wrong.", "B"), ("**Final Answer: B**", "B"), ("### Answer\n\n**B. Paris**", "B"),
+    ("The answer is \\boxed{B}. Option A is wrong.", "B"), ("I am torn between A and B.", ""), ("Maybe A or B", ""),
+    ("It could be A, B or C.", ""), ("<answer>(A) or (B)</answer>", ""), ("\\boxed{\\text{A and B}}", ""),
+    ("\\boxed{\\{A, B\\}}", ""), ("\\boxed{A}\\boxed{B}", "B"), ("<answer>A</answer> no, <answer>B</answer>", "B"),
+    ("<answer>B", "B"), ("\\boxed{Answer: B}", "B"), ("I", "I"), ("None of the above", ""),
+    ("The answer is none of them.", ""), ("Neither A nor B is correct.", ""), ("(A) or (B)", ""),
+    ("A and B are correct.", ""), ("A/B", ""), ("A is wrong, and B is correct.", "B"), ("It is A, no, it is B", "B"),
+    ("Vitamin A, B", ""),
+]  # fmt: skip
+GSM8K = [  # the completion, the answer, what it scores with "strict" and with "flexible"
+    ("#### 18", "18", 1, 1), ("#### $18.00", "18", 1, 1), ("#### 1,234", "1234", 1, 1), ("#### -$5", "-5", 1, 1),
+    ("#### $-5", "-5", 1, 1), ("#### 18 dollars", "18", 1, 1), ("#### 18.", "18", 1, 1), ("#### **18**", "18", 1, 1),
+    ("#### \\boxed{18}", "18", 1, 1), ("#### $\\boxed{18}$", "18", 1, 1), ("#### −18", "-18", 1, 1),
+    ("#### £18", "18", 1, 1),
+    ("#### €1,000", "1000", 1, 1), ("#### `18`", "18", 1, 1), ("####18", "18", 1, 1), ("#### 18%", "18", 1, 1),
+    ("#### 3 apples of 5", "3", 1, 0), ("#### 18\n\nI hope this helps.", "18", 1, 1), ("#### .5", "0.5", 1, 1),
+    ("#### 17 no, #### 18", "18", 1, 1), ("#### 18 no, #### 17", "18", 0, 0), ("#### 1,00,000", "100000", 1, 1),
+    ("#### 1/2", "1", 0, 0), ("#### 10-5", "10", 0, 0), ("#### 10 - 5", "10", 0, 0), ("#### 3 or 4", "3", 0, 0),
+    ("#### 3 and 4", "3", 0, 0), ("#### 3, 4", "3", 0, 0), ("#### 2-3", "2", 0, 0), ("#### 2 to 3", "2", 0, 0),
+    ("#### 12:30", "12", 0, 0), ("#### 1e3", "1", 0, 0), ("#### 2^5", "2", 0, 0), ("#### 2*5", "2", 0, 0),
+    ("#### 1.2.3", "1.2", 0, 0),
+    ("#### 1,2", "12", 0, 0), ("#### -18", "18", 0, 0), ("#### 180", "18", 0, 0), ("18", "18", 0, 1),
+    ("####", "18", 0, 0),
+    ("read pages 2-3", "3", 0, 1), ("read pages 2–3", "-3", 0, 0), ("it is -3", "-3", 0, 1), ("x=-3", "-3", 0, 1),
+    ("10 - 3 = 7", "7", 0, 1), ("is $1,000.50.", "1000.5", 0, 1), ("18" + "." * 400, "18", 0, 0),
+    ("eighteen", "18", 0, 0),
+    ("9" * 5000, "9", 0, 0), ("#### " + "9" * 200, "9", 0, 0),
+]  # fmt: skip
+VERL = [  # of math_dapo: what follows "Answer:"
+    ("Answer: 34", 1), ("Answer: $34$", 1), ("Answer: \\boxed{34}", 1), ("Answer: x = 34", 1), ("Answer: 34.", 1),
+    ("**Answer:** 34", 1), ("**Answer: 34**", 1), ("**Answer**: $34$", 0), ("answer : 34", 1), ("Answer: \\(34\\)", 1),
+    ("Answer: 34 apples", 1), ("Answer: 35\nAnswer: 34", 1), ("Answer: 34\nAnswer: 35", 0), ("Answer: 34 or 35", 0),
+    ("34", 0), ("Answer:", 0), ("Answer: ", 0), ("Answer: 3 4", 0), ("\\boxed{34}", 0), ("Answer: $\\frac{68}{2}$", 1),
+]  # fmt: skip
+FORMAT = [  # think, think_answer, think_boxed
+    ("<think>a</think>b", 1, 0, 0), ("<think></think>", 1, 0, 0), ("<think>a</think><answer>b</answer>", 1, 1, 0),
+    ("<think>a</think>\n\n<answer>b</answer>", 1, 1, 0), ("<think>a</think> x <answer>b</answer>", 1, 0, 0),
+    ("<think>a</think><answer>b</answer>.", 1, 0, 0), (" <think>a</think><answer>b</answer>", 0, 0, 0),
+    ("<think>a</think>\\boxed{b}", 1, 0, 1), ("<think>\\boxed{b}</think>", 1, 0, 0),
+    ("<think>a</think>\\boxed{b", 1, 0, 0),
+    ("<think>a<think>b</think>\\boxed{c}", 0, 0, 1), ("a</think>b", 0, 0, 0), ("<think>a", 0, 0, 0),
+    ("</think><think>", 0, 0, 0),
+    ("<answer>b</answer>", 0, 0, 0), ("<think>a</think><answer>b</answer><answer>c</answer>", 1, 1, 0), ("", 0, 0, 0),
+    ("<think></think><answer>", 1, 0, 0), ("<think></answer>", 0, 0, 0), ("<think></think><answer></answer>", 1, 1, 0),
+    ("<think>a</think>}\\boxed{", 1, 0, 0), ("<think>a</think>\\boxed{}</think>", 1, 0, 1),
+]  # fmt: skip
+PROGRAM = "def f():\n    return 1"
+CODE = [  # the completion, and whether it has a program
+    (f"```python\n{PROGRAM}\n```", 1), (f"```py\n{PROGRAM}\n```", 1), (f"```python3\n{PROGRAM}\n```", 1),
+    (f"Text.\n```python\n{PROGRAM}\n```\nMore text.", 1), (f"```python \t\n{PROGRAM}\n```", 1),
+    (f"```\n{PROGRAM}\n```", 0), (f"```python\n{PROGRAM}", 0), (PROGRAM, 0), (f"```java\n{PROGRAM}\n```", 0),
+    (f"<think>```python\n{PROGRAM}\n```</think>", 0), (f"<think>x</think>```python\n{PROGRAM}\n```", 1), ("", 0),
+]  # fmt: skip
+
+
+def test_the_tables_are_large_and_half_of_the_rows_are_wrong_answers():
+    rows = [row[-1] for row in (*MATH, *VERL, *FORMAT)] + [letter == "B" for _, letter in CHOICE]
+    rows += [strict for _, _, strict, _ in GSM8K]
+    assert len(rows) >= 300
+    assert sum(not score for score in rows) >= 150
+    assert len(MATH) == len({row[:2] for row in MATH}) >= 200
+
+
+def test_every_form_of_a_mathematical_answer_scores_what_it_must():
+    rows = MATH + [(*row, 0) for row in LIMITS] + [(*row, 1) for row in LENIENT]
+    scores = math.accuracy([f"So it is $\\boxed{{{box}}}$." for box, *_ in rows], [answer for _, answer, _ in rows])
+    assert not [(*row, score) for row, score in zip(rows, scores, strict=True) if row[2] != score]
+
+
+def test_every_form_of_a_choice_is_read():
+    texts, letters = zip(*CHOICE, strict=True)
+    scores = choice.accuracy(list(texts), [letter or "B" for letter in letters])
+    assert not [row for row, score in zip(CHOICE, scores, strict=True) if score != float(bool(row[1]))]
+    given = choice.is_given(list(texts))
+    assert not [row for row, score in zip(CHOICE, given, strict=True) if score != float(bool(row[1]))]
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+def test_every_form_of_a_number_is_read(method):
+    texts, answers, *scores = zip(*GSM8K, strict=True)
+    expected = scores[method == "flexible"]
+    found = gsm8k.accuracy(list(texts), list(answers), method=method)
+    assert not [(row, score) for row, wanted, score in zip(GSM8K, expected, found, strict=True) if wanted != score]
+
+
+def test_every_form_of_an_answer_for_verl_is_read():
+    texts = [text for text, _ in VERL]
+    found = verl.accuracy(texts, ["34"] * len(texts), ["math_dapo"] * len(texts))
+    assert not [(row, score) for row, score in zip(VERL, found, strict=True) if row[1] != score]
+
+
+def test_every_form_of_a_completion_is_recognised():
+    texts = [text for text, *_ in FORMAT]
+    found = zip(forms.think(texts), forms.think_answer(texts), forms.think_boxed(texts), strict=True)
+    assert not [(row, scores) for row, scores in zip(FORMAT, found, strict=True) if row[1:] != scores]
+    texts, given = zip(*CODE, strict=True)
+    assert code.is_given(list(texts)) == list(given)
