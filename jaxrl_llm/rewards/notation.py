@@ -14,21 +14,36 @@ Rule: TypeAlias = tuple[str, str | Callable[[re.Match[str]], str]]
 
 SIGNS = str.maketrans(
     {
-        "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "\\div ", "π": "\\pi ",
-        "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "°": "^\\circ", "∪": "\\cup ", "±": "\\pm ", "∅": "\\emptyset ",
-        "θ": "\\theta ", "\u2044": "/",
+        "−": "-",
+        "–": "-",
+        "×": "\\times ",
+        "·": "\\cdot ",
+        "⋅": "\\cdot ",
+        "÷": "\\div ",
+        "π": "\\pi ",
+        "∞": "\\infty ",
+        "≤": "\\le ",
+        "≥": "\\ge ",
+        "°": "^\\circ",
+        "∪": "\\cup ",
+        "±": "\\pm ",
+        "∅": "\\emptyset ",
+        "θ": "\\theta ",
+        "\u2044": "/",
     }
-)  # fmt: skip
+)
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 # Unicode writes without braces what LaTeX needs braces for: √12 is not \sqrt 12, which is √1 · 2.
-UNICODE: tuple[Rule, ...] = (
-    (r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(RAISED)}}}"),
-    (r"[₀-₉]+", lambda m: f"_{{{m[0].translate(LOWERED)}}}"),
-    (r"[¼½¾⅐-⅞]", lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("\u2044"))),
-    (r"([√∛])\s*(?:(\d+(?:\.\d+)?|[^\W\d_])|\(([^()]*)\)|\{([^{}]*)\})",
-     lambda m: f"\\sqrt{'[3]' if m[1] == '∛' else ''}{{{m[2] or m[3] or m[4] or ''}}}"),
-)  # fmt: skip
+UNICODE: dict[str, Rule] = {
+    "x²": (r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(RAISED)}}}"),
+    "52₈": (r"[₀-₉]+", lambda m: f"_{{{m[0].translate(LOWERED)}}}"),
+    "½": (r"[¼½¾⅐-⅞]", lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("\u2044"))),
+    "√12": (
+        r"([√∛])\s*(?:(\d+(?:\.\d+)?|[^\W\d_])|\(([^()]*)\)|\{([^{}]*)\})",
+        lambda m: f"\\sqrt{'[3]' if m[1] == '∛' else ''}{{{m[2] or m[3] or m[4] or ''}}}",
+    ),
+}
 
 TEXT = r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mbox)\s*\{"
 MAYBE_TEXT = r"(?:" + TEXT + r")?\s*"
@@ -103,7 +118,7 @@ NOTATION: dict[str, Rule] = {
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 DEGREES = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*\^\{?\s*\\circ\s*\}?")
 RULES = [(re.compile(pattern, re.DOTALL), by) for pattern, by in NOTATION.values()]
-OF_UNICODE = [(re.compile(pattern), by) for pattern, by in UNICODE]
+OF_UNICODE = [(re.compile(pattern), by) for pattern, by in UNICODE.values()]
 
 
 def rewritten(text: str) -> str:
