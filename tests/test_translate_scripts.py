@@ -230,7 +230,7 @@ LINES = {  # what is lost of the scripts above
         "$(cat more.txt): not a key with a value that the script says",
         "line 2: data.train_batch_size=4 trainer.total_epochs=1",
     ],
-    "torchrun in a comment's way.sh": ["line 5: --beta"],
+    "torchrun in a comment's way.sh": ["line 5: --beta 0.01"],
 }  # fmt: skip
 
 

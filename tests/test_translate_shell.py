@@ -174,6 +174,14 @@ def test_a_line_that_looks_like_a_key_is_a_key_or_is_named(script, keys, lost, t
     assert list(source.lost) == lost
 
 
+def test_a_key_that_a_command_sets_twice_has_the_last_value_and_a_note(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(f"A=(data.seed=1 trainer.nnodes=2)\n{VERL} ${{A[@]}} data.seed=3 trainer.nnodes=2")
+    source = readers.read(path)
+    assert source.keys["data.seed"] == 3 and source.lost == ()
+    assert source.notes == ("data.seed is set to 1, 3: the last one counts",)
+
+
 def test_a_loop_over_a_training_is_one_command_and_what_differs_is_unread(tmp_path):
     path = tmp_path / "run.sh"
     path.write_text(f"for seed in 1 2; do\n  {VERL} data.seed=$seed trainer.nnodes=3\ndone")

@@ -79,6 +79,16 @@ def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
     return found, left
 
 
+def again(words: Sequence[str]) -> list[str]:
+    """Returns the keys that key=value arguments set more than once, to other values, with all that they say."""
+    said: dict[str, list[str]] = {}
+    for word in words:
+        if match := OVERRIDE.fullmatch(word):
+            said.setdefault(match[1], []).append(match[2])
+    several = {key: values for key, values in said.items() if len(set(values)) > 1}
+    return [f"{key} is set to {', '.join(values)}: the last one counts" for key, values in several.items()]
+
+
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Joins the keys of a command that a loop or a function makes several times.
 

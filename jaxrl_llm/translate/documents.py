@@ -41,18 +41,19 @@ class Keys:
 
 
 class Loader(yaml.SafeLoader):
-    """Remembers keys that stand twice in a mapping: the last one counts."""
+    """Remembers keys that stand twice in a mapping, with different values: the last one counts."""
 
     def __init__(self, stream: str):
         super().__init__(stream)
         self.again: list[str] = []
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                self.again.append(f"line {key.start_mark.line + 1}: {key.value} again, and the last one counts")
-            seen.add(str(key.value))
+        seen: dict[str, Any] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            if seen.get(name, value.value) != value.value and key.tag != "tag:yaml.org,2002:merge":
+                self.again.append(f"line {key.start_mark.line + 1}: {name} again, and the last one counts")
+            seen[name] = value.value
         return super().construct_mapping(node, deep)
 
 

@@ -114,11 +114,14 @@ def unreached(script: shell.Script, training: set[int]) -> list[str]:
     reached = [one for one in script.commands if one.place in training or not _like_keys(one.words[0])]
     places = frozenset().union(*(command.places for command in reached))
     lost = []
-    for word in script.words:
-        written = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
+    texts = [
+        "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in w.parts) for w in script.words
+    ]
+    for word, written, after in zip(script.words, texts, [*texts[1:], ""], strict=True):
         assigned = shell.ASSIGNMENT.match(written)
         keys = _like_keys(written[assigned.end() :] if assigned else written) if word.at not in places else []
-        lost += [f"line {word.line}: {' '.join(keys)}"] if keys else []
+        value = after if keys == [written] and "=" not in written and not after.startswith("-") else ""
+        lost += [f"line {word.line}: {' '.join([*keys, value])}".rstrip()] if keys else []
     for line, text in script.heredocs:
         keys = _like_keys(text)
         lost += [f"line {line}: {' '.join(keys)}"] if keys else []
@@ -148,6 +151,7 @@ def _of_command(path: Path, command: Command, files: Mapping[str, str]) -> Keys 
     if any(key.split(".")[0] in SECTIONS for key in hydra) or "--config-name" in hydra:
         keys = with_files(path, {key: arguments.value_of(value, scalar) for key, value in hydra.items()}, files)
         keys.lost += _unkeyed(left)
+        keys.notes += arguments.again([value.text for value in inside])
         return resolved(keys)
     given, left = arguments.flags(inside)
     values = {key: arguments.value_of(value, scalar) for key, value in given.items()}
