@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,108 @@ def test_each_form_of_bash_has_the_words_that_bash_makes_of_it():
         commands = [one.words for one in shell.follow(script).commands if any(w.startswith("k=") for w in one.words)]
         if [command[1:] for command in commands] != [words]:
             wrong.append((script, commands, words))
+    assert wrong == []
+
+
+AS_BASH = [  # further forms, which bash itself follows beside us
+    'run k={a,b} l=1',
+    'A=(a b c)\nrun k=${A[@]:1} "${A[@]:1:1}"',
+    'A=(a b)\nrun k=1 "${A[@]/#/x=}"',
+    'A=(a b)\nrun "k=${A[*]}"',
+    'A=a/b/c\nrun k=${A//\\//_}',
+    'let A=3+4\nrun k=$A',
+    'A=(a b)\nA[1]=z\nrun k=1 ${A[@]}',
+    'declare -A M=([x]=1 [y]=2)\nrun k=${M[y]}',
+    'A=1\nuntil [ $A = 3 ]; do A=3; done\nrun k=$A',
+    'i=0\nwhile [ $i -lt 3 ]; do i=$((i+1)); done\nrun k=$i',
+    'A=x\nA=${A}y run k=$A',
+    'f() { local A=2; run k=$A; }\nA=1\nf\nrun k=$A',
+    'f() { A=2; }\nA=1\nf\nrun k=$A',
+    'A=1\n(A=2)\nrun k=$A',
+    'A=a\nrun k=$A$A l="$A"\'$A\'$A',
+    "run k='a'\\''b'",
+    'run k="a\nb"',
+    'run k=1 \\\n\\\n l=2',
+    'run \\\n  k=1',
+    'false || run k=1',
+    'false && run k=1\nrun k=2',
+    '! false && run k=1',
+    'if ! [ a = b ]; then run k=1; fi',
+    'if [ a = b ] || [ c = c ]; then run k=1; fi',
+    'if [[ abc =~ ^a.*c$ ]]; then run k=1; fi',
+    'if [[ "a b" == "a b" ]]; then run k=1; else run k=2; fi',
+    'case x in a*|x) run k=1;; *) run k=2;; esac',
+    'for x in a "b c" d; do run k="$x"; done',
+    'A="a b"\nfor x in $A; do run k=$x; done',
+    'for x; do run k=$x; done\nrun k=0',
+    'f() { for x in "$@"; do run k=$x; done; }\nf 1 2',
+    'f() { shift; run k=$1 "$@"; }\nf a b c',
+    'f() { if [ $# -gt 1 ]; then run k=many; else run k=one; fi; }\nf a\nf a b',
+    'f() { return 0; run k=1; }\nf\nrun k=2',
+    'for x in 1 2 3; do if [ $x = 2 ]; then break; fi; run k=$x; done',
+    'for x in 1 2 3; do [ $x = 2 ] && continue; run k=$x; done',
+    'A=$((1+2))\nB=$A$((A+1))\nrun k=$B',
+    'run k=~/x',
+    'A=~/x\nrun k=$A',
+    'run k="~/x"',
+    'A="x"\nrun k="${A}_$A-$A.$A/$A"',
+    'A=a.b\nrun k=${A%.*}.c',
+    'A=abc\nrun k=${A: -2} l=${A:1:1} m=${A^}',
+    'A=""\nrun k=${A:-d} l=${A-d} m=${A:+p}.',
+    'set -e\nset -u\nset -o pipefail\nrun k=1',
+    'run k=1;run k=2',
+    'run k=1&wait',
+    '{ run k=1;run k=2;}',
+    'if true;then run k=1;fi',
+    'cat <<"A" <<B\nx\nA\ny\nB\nrun k=1',
+    'run k=1 <<EOF\nb=2\nEOF\nrun k=3',
+    'A=`echo a`\nrun k=$A',
+    'A=$(echo $(echo a))\nrun k=$A',
+    'run k=[1,2] l={x:1} m="[a, b]"',
+    "run k=['a','b']",
+    'run "k=[\'a\',\'b\']"',
+    'run k=a=b l==c',
+    'A=x\nrun k=\\$A l="\\$A" m=\'$A\'',
+    'A+=1\nA+=2\nrun k=$A',
+    'readonly A=1 B=2\nrun k=$A$B',
+    'local_x=1; run k=$local_x # c',
+    "run k=1 # it's\nrun k=2",
+    'f(){ run k=1; }; f',
+    'A=1 ; if [ "$A" -ge 1 -a "$A" -lt 2 ]; then run k=1; fi',
+    'run k=${A:=x}$A',
+    'A=(k=1 "l=2 3")\nB=("${A[@]}" m=4)\nrun "${B[@]}"',
+    'A=k\nrun $A=1',
+    'IFS=,\nrun k=1',
+    'x=1; export x; run k=$x',
+    'if [[ -z "${A:-}" ]]; then A=1; fi; run k=$A',
+    '[[ "${A:-false}" == "true" ]] && B=1 || B=2\nrun k=$B',
+    'A=true\nif $A; then run k=1; else run k=2; fi',
+    'A=1\nif ((A==1)); then run k=1; fi\n((A+=2))\nrun k=$A',
+    'run k="" l=\'\' m=',
+    'run k=1 ""',
+    'until false; do run k=1; break; done',
+    'A=5\nrun k=$((-A)) o=$((7/2)) p=$((7%3))',
+    'declare -A M\nM[x]=1\nrun k=${M[x]}',
+    'A=abcabc\nrun k=${A/#ab/x} l=${A/%bc/y} m=${A/q/x} n=${A//b}',
+    'f() { local A; A=2; run k=$A; }\nA=1\nf\nrun k=$A',
+    'f() { for x in 1 2; do return; done; run k=0; }\nf; run k=$x',
+    'A=(1 2 3)\nA=("${A[@]:0:2}" k=9)\nrun "${A[@]}"',
+    'x=1\n( x=2; run k=$x )\nrun k=$x',
+]  # fmt: skip
+RUN = """run() { printf 'RUN' ; for word in "$@"; do printf '\\037%s' "$word"; done; printf '\\036'; } >&9
+exec 9>&1
+"""
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
+def test_bash_itself_makes_the_same_words(tmp_path):
+    wrong = []
+    for script in AS_BASH:
+        done = subprocess.run(["bash", "-c", RUN + script], capture_output=True, cwd=tmp_path, env=dict(HOME="~"))
+        runs = done.stdout.decode().split("\036")
+        bash = [one.partition("RUN\037")[2].split("\037") for one in runs if "RUN\037" in one]
+        ours = [command.words[1:] for command in shell.follow(script).commands if command.words[0] == "run"]
+        wrong += [] if bash == ours else [(script, bash, ours)]
     assert wrong == []
 
 

@@ -125,5 +125,5 @@ def value_of(text: Any, parse: Any) -> Any:
         return [value_of(one, parse) for one in text]
     if isinstance(text, Unread):
         return text
-    left = re.search(r"\$(\{\w+[^\w.]|\w+|\()", text)  # ${a.b} is not the shell's but Hydra's: it names another key
+    left = re.search(r"\$(\{\w+[^\w.]|\w+|\(|\[)", text)  # ${a.b} is not the shell's but Hydra's: it names another key
     return Unread(f"{text!r}, which the script does not say") if left else parse(text)

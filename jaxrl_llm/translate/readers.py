@@ -15,6 +15,7 @@ from jaxrl_llm.translate.documents import SECTIONS, Keys, beside, of_document, r
 from jaxrl_llm.translate.outcome import System
 from jaxrl_llm.translate.script import read_script
 from jaxrl_llm.translate.shell import Command
+from jaxrl_llm.translate.shell_values import ASSIGNMENT
 
 NAME = re.compile(r"[\w./@-]+")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -118,7 +119,7 @@ def unreached(script: shell.Script, training: set[int]) -> list[str]:
         "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in w.parts) for w in script.words
     ]
     for word, written, after in zip(script.words, texts, [*texts[1:], ""], strict=True):
-        assigned = shell.ASSIGNMENT.match(written)
+        assigned = ASSIGNMENT.match(written)
         keys = _like_keys(written[assigned.end() :] if assigned else written) if word.at not in places else []
         value = after if keys == [written] and "=" not in written and not after.startswith("-") else ""
         lost += [f"line {word.line}: {' '.join([*keys, value])}".rstrip()] if keys else []

@@ -95,10 +95,11 @@ class Function:
 
 @dataclass(frozen=True)
 class Group:
-    """{ …; }, ( … ), or ! command, whose status is the opposite."""
+    """{ …; }, ( … ), which leaves no variables behind, or ! command, whose status is the opposite."""
 
     body: tuple[Node, ...]
     negated: bool = False
+    subshell: bool = False
 
 
 Node: TypeAlias = Simple | Chain | If | Loop | Case | Function | Group
@@ -191,7 +192,7 @@ class Parser:
         if self.peek() != ")":
             raise UserError(f"line {self.line}: a ( has no end: is this a shell script?")
         self.operator()
-        return Group(body)
+        return Group(body, subshell=True)
 
     def conditional(self) -> Node:
         branches = []

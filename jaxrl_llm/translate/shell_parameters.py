@@ -9,7 +9,7 @@ from fnmatch import translate
 def transformed(text: str, rest: str) -> str | None:
     """Returns ${name…} for the text of a name and what is behind it; None: that is not known here.
 
-    rest: %, %%, # and ## with a pattern, /pattern/text, //pattern/text, ^, ^^, a comma or two, or :offset:length.
+    rest: %, %%, # and ## with a pattern, ^, ^^, a comma or two, or :offset:length.
     """
     if rest in ("^^", ",,"):
         return text.upper() if rest == "^^" else text.lower()
@@ -23,11 +23,18 @@ def transformed(text: str, rest: str) -> str | None:
     if rest[0] in "%#":
         greedy = rest[:2] in ("%%", "##")
         return _cut(text, rest[1 + greedy :], end=rest[0] == "%", longest=greedy)
-    if rest[0] == "/":
-        every = rest.startswith("//")
-        pattern, _, by = rest[1 + every :].partition("/")
-        return re.sub(_expression(pattern), lambda _: by, text, count=0 if every else 1)
     return None
+
+
+def replaced(text: str, pattern: str, by: str, *, every: bool) -> str:
+    """Returns a text with the first match of a pattern, or every one, replaced: # and % are the ends of the text."""
+    if not pattern:
+        return text
+    if not every and pattern[0] in "#%":
+        rest = _cut(text, pattern[1:], end=pattern[0] == "%", longest=True)
+        same = rest == text and pattern[1:]
+        return text if same else f"{by}{rest}" if pattern[0] == "#" else f"{rest}{by}"
+    return re.sub(_expression(pattern), lambda _: by, text, count=0 if every else 1)
 
 
 def _expression(pattern: str) -> str:
