@@ -25,6 +25,7 @@ Ctrl-C only stops following. The same command again, when the run
   has ended      resumes from the work directory;
   was preempted  makes a new VM, sends it ./runs/NAME and resumes there, as every new VM does. What
                  was trained since the last --sync is lost with the old VM's disk.
+What you add to ./runs/NAME itself, such as report.html, stays there.
 The exit status is the trainer's, or 75 where it did not come to that: no capacity, a VM or a
 connection lost. Unattended: until launch/tpu_vm.sh --spot ...; [ $? != 75 ]; do sleep 60; done
 To stop a run, saving first: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE \
@@ -82,8 +83,17 @@ create=$(tpu create --accelerator-type="$type" --version="$version" ${spot:+--sp
 remove=$(tpu delete)
 # A run holds a lock until it ends. A pid file stays after a crash or reboot, a lock does not.
 probe=$(vm "[ -e $there ] || { echo new; exit; }; flock -n $there/launch.lock echo idle || echo busy")
+# A copy that is complete has the name .new, and replaces the last one by renames alone. So a whole copy is here
+# whenever this script is killed, and this line, which comes first, finishes what was begun.
+settle="{ [ ! -d $here.new ] || { rm -rf $here.old && { [ ! -d $here ] || mv $here $here.old; } && \
+mv $here.new $here; }; } && rm -rf $here.old"
+# launch.synced lists what the VM has had. What else is here was added here, and goes into the next copy.
+add="(cd $here.part && ls -A > launch.synced) && for file in $here/* $here/.[!.]*; do \
+case \${file##*/} in launch.* | lock) continue ;; esac; \
+[ ! -e \"\$file\" ] || [ -e $here.part/\"\${file##*/}\" ] || \
+grep -qsxF -e \"\${file##*/}\" $here/launch.synced || cp -Rp \"\$file\" $here.part/ || exit; done"
 # A stream that is cut or missing must not become a work directory: the run would then start from step 0.
-send="tar -C $here -cf - . | \
+send="$settle && (cd $here && ls -A > launch.synced) && tar -C $here -cf - . | \
 $(vm "rm -rf $there.part && mkdir -p $there.part && tar -C $there.part -xf - && mv $there.part $there")"
 # A private index copies the checkout as it is on disk, and does not change the user's staging area.
 copy="(export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) && git add --all && \
@@ -97,13 +107,15 @@ start=$(vm "mkdir -p $there && exec 9> $there/launch.lock && { flock -n 9 || exi
 >> $there/launch.log 2>&1 < /dev/null & }")
 follow=$(vm "flock -s $there/launch.lock true & tail -n 200 -s 0.2 -F --pid=\$! $there/launch.log")
 # Hard links take a snapshot of the directory at once. So a checkpoint that is deleted meanwhile still arrives complete.
+# Each copy has a snapshot of its own: that of a killed launch may still be read and removed.
 # Status 1 of tar only means that the log grew. Only a complete copy replaces the last one.
-fetch="rm -rf $here.part && mkdir -p $here.part && $(vm "rm -rf $there.snap; cp -al $there $there.snap && \
-{ tar -C $there.snap -cf - . || [ \$? = 1 ]; }; status=\$?; rm -rf $there.snap; exit \$status") | \
-tar -C $here.part -xf - && rm -rf $here && mv $here.part $here"
+fetch="$settle && rm -rf $here.part && mkdir -p $here.part && $(vm "for old in $there.snap.*; do \
+kill -0 \"\${old##*.}\" 2> /dev/null || rm -rf \"\$old\"; done; snap=$there.snap.\$\$; cp -al $there \"\$snap\" && \
+{ tar -C \"\$snap\" -cf - . || [ \$? = 1 ]; }; status=\$?; rm -rf \"\$snap\"; exit \$status") | \
+tar -C $here.part -xf - && ($add) && mv $here.part $here.new && $settle"
 
 cd "$root"
-[ -d "runs/$name" ] || send=''
+[ -d "runs/$name" ] || [ -d "runs/$name.new" ] || send=''
 if [ "$dry" ]; then
   printf '%s\n' "cd $(q "$root")" "$describe" "$create" "$probe" "$send" "$copy" "$install" "$start" "$follow" \
     "$fetch" "${delete:+$remove}" | grep .

@@ -177,7 +177,7 @@ def test_a_launch_runs_the_printed_commands_in_the_printed_order(desk):
     assert desk.tpu("--delete")[0] == 0
 
     def words(line):  # gcloud's own arguments, however they were quoted
-        mute = "rm() { :; }; mkdir() { :; }; git() { :; }; mv() { :; }; tar() { cat; }\n"
+        mute = "rm() { :; }; mkdir() { :; }; git() { :; }; mv() { :; }; tar() { cat; }; cd() { false; }\n"
         return desk.run("bash", "-c", mute + 'gcloud() { printf "[%s]" "$@"; }\n' + line)[1]
 
     planned = [words(line) for line in plan.splitlines()[1:]]
@@ -261,6 +261,73 @@ def test_a_copy_cut_short_never_replaces_the_last_whole_one(desk):
     assert desk.tpu("--delete")[0] == 75
     assert (desk.remote / "steps").read_text() == "2"  # and so the VM is not deleted either
     assert (desk.fetched / "steps").read_text() == "1" and (desk.fetched / "argv.json").exists()
+
+
+# Stands for a program of the local machine. The last of the allowed calls kills the shell that makes it, half done.
+KILLING = r"""#!/usr/bin/env bash
+case $PWD in "$CHECKOUT"*) ;; *) exec "$REAL" "$@" ;; esac
+echo >> "$CLOUD/calls"
+if [ "$(wc -l < "$CLOUD/calls")" = "$CALLS" ]; then
+  [ "$HALF" != 1 ] || [ "${0##*/}" != rm ] || "$REAL" -f "${@: -1}/steps"
+  [ "$HALF" != 1 ] || [ "${0##*/}" = rm ] || "$REAL" "$@"
+  kill -9 "$PPID"; exit
+fi
+exec "$REAL" "$@"
+"""
+
+
+def test_a_launch_killed_anywhere_in_a_copy_leaves_a_whole_one_and_what_was_added_here(desk):
+    assert desk.tpu()[0] == 0
+    (desk.fetched / "report.html").write_text("mine")
+    (desk.fetched / "notes").mkdir()
+    (desk.fetched / "notes" / "a b.txt").write_text("mine too")
+    (desk.remote / "gone").touch()  # a checkpoint that the run deletes later
+    _, plan = desk.tpu("--dry-run")
+    lines = plan.splitlines()
+    (fetch,) = (line for line in lines if "cp -al" in line)
+    (send,) = (line for line in lines if "launch.synced" in line and line != fetch)
+    assert desk.run("bash", "-c", f"set -o pipefail; {lines[0]} && {fetch}")[0] == 0
+    assert (desk.fetched / "gone").exists()
+    (desk.remote / "gone").unlink()
+    killers = desk.cloud / "killers"
+    killers.mkdir()
+    for tool in ("mv", "rm", "cp", "tar"):
+        executable(killers / tool, KILLING.replace('"$REAL"', shutil.which(tool)))
+    first = desk.checkout / "first"
+    shutil.copytree(desk.fetched, first)
+    killed, calls = 0, 0
+    for half in ("0", "1"):
+        for calls in range(1, 20):
+            (desk.cloud / "calls").write_text("")
+            for left in desk.fetched.parent.iterdir():
+                shutil.rmtree(left)
+            shutil.copytree(first, desk.fetched)
+            (desk.remote / "steps").write_text(f"{half}.{calls}")
+            env = dict(PATH=f"{killers}:{desk.env['PATH']}", CHECKOUT=str(desk.checkout), CALLS=str(calls), HALF=half)
+            status, _ = desk.run("bash", "-c", f"set -o pipefail; {lines[0]} && {fetch}", **env)
+            if status == 0:
+                break
+            killed += 1
+            # The VM is lost: the next launch sends what is here to a new one.
+            here, kept, saved = desk.fetched.parent, desk.cloud / "kept", desk.cloud / "saved"
+            desk.remote.rename(kept)
+            shutil.copytree(here, saved)
+            assert desk.run("bash", "-c", f"set -o pipefail; {lines[0]} && {send}")[0] == 0, calls
+            assert (desk.remote / "steps").read_text() in ("1", f"{half}.{calls}"), calls
+            assert (desk.remote / "report.html").read_text() == "mine", calls
+            shutil.rmtree(desk.remote)
+            kept.rename(desk.remote)
+            shutil.rmtree(here)
+            saved.rename(here)
+            # Or it is not: the next copy is whole, and nothing lies beside it.
+            again = f"set -o pipefail; {lines[0]} && {fetch}"
+            until(lambda again=again: desk.run("bash", "-c", again)[0] == 0)  # the killed one's tar may still run there
+            assert (desk.fetched / "steps").read_text() == f"{half}.{calls}"
+            assert (desk.fetched / "notes" / "a b.txt").read_text() == "mine too"
+            assert not (desk.fetched / "gone").exists()
+            assert [path.name for path in desk.fetched.parent.iterdir()] == ["tpu"]
+        assert calls > 8, calls  # it was killed at each of its calls
+    assert killed > 16
 
 
 def test_a_work_directory_that_did_not_arrive_is_not_taken_for_a_new_run(desk):
