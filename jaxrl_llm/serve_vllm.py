@@ -8,8 +8,12 @@ nor torch.
 from __future__ import annotations
 
 import argparse
+import errno
+import io
+import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,14 +21,18 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import NamedTuple
+
+import httpx
 
 from jaxrl_llm.errors import Parser, UserError, run_main
+from jaxrl_llm.rollout.vllm.address import UNIX, client, is_private
 
+ARGUMENTS = ("--host", "--port", "--uds", "--model", "--dtype")  # of this command, not of vLLM
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FIXED = (
     "--served-model-name",
@@ -33,6 +41,7 @@ FIXED = (
     "vllm",
     "--logprobs-mode",
     "processed_logprobs",
+    "--disable-uvicorn-access-log",  # a line for each request: gigabytes a day
     "--enable-scale-out",  # token ids in, token ids and their weight versions out
     "--worker-extension-cls",
     "jaxrl_llm.rollout.vllm.receive.Extension",
@@ -52,7 +61,8 @@ SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.|vllm_|__KMP_)[^/\s]*$", re.MULTILIN
 TERMINATE, KILLED = 10.0, 5.0  # seconds to wait after SIGTERM and after SIGKILL
 WAITS = (1.0, 60.0)  # seconds: the first and the longest pause after a failed start; each failure doubles it
 STOPS = (signal.SIGTERM, signal.SIGINT)
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for our own server
+ASKED = 5.0  # seconds between two questions whether the server is healthy, and that an answer may take
+LOG = 2**26  # bytes of the log; what is older is in FILE.1, and then gone
 
 
 def check_python(python: str, name: str) -> None:
@@ -74,18 +84,51 @@ def check_port(host: str, port: int) -> None:
         raise UserError(f"--port {port} of --host {host}: {error.strerror}: give another") from None
 
 
+@contextmanager
+def socket_folder(uds: Path) -> Iterator[None]:
+    """Makes the folder of a socket, open to this user alone, and removes it. Raises: UserError, if others may enter."""
+    try:
+        uds.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--uds {uds}: {error.strerror}: give a path in another folder") from None
+    if not is_private(uds.parent):
+        raise UserError(
+            f"--uds {uds}: other users may enter {uds.parent}, and could replace the weights: give a path in a folder "
+            "of yours with mode 700, or in one that is not there yet"
+        )
+    try:
+        yield
+    finally:
+        remove_socket(uds)
+
+
+def remove_socket(uds: Path) -> None:
+    """Removes a server's socket, and its folder if it is empty."""
+    uds.unlink(missing_ok=True)
+    with suppress(OSError):
+        uds.parent.rmdir()
+
+
+class Server(NamedTuple):
+    """A vLLM that runs."""
+
+    process: subprocess.Popen[bytes]
+    writes: threading.Thread  # its output into the log
+    left: set[Path]  # shared-memory files to remove at the end
+
+
 def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subprocess.Popen[bytes]:
     """Starts vLLM in a separate process group."""
+    where = ["--uds", str(args.uds)] if args.uds else ["--host", args.host, "--port", str(args.port)]
+    if args.uds:
+        args.uds.unlink(missing_ok=True)  # that of a server that was killed
     command = [
         args.python,
         "-m",
         "vllm.entrypoints.launchers.api_server.entry",
         "--model",
         args.model,
-        "--host",
-        args.host,
-        "--port",
-        str(args.port),
+        *where,
         "--dtype",
         args.dtype,
         *FIXED,
@@ -93,39 +136,61 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
         *extra,
     ]
     environment = ON_A_CPU | os.environ | ENVIRONMENT | {"PYTHONPATH": python_path(), "TMPDIR": temporary}
-    with args.log.open("ab") as log:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
-def guard(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+def write_log(process: subprocess.Popen[bytes], log: Path) -> threading.Thread:
+    """Starts to write the output of a process into a log of bounded size."""
+    assert process.stdout
+    output = io.TextIOWrapper(process.stdout, encoding="utf-8", errors="replace")
+    logging.raiseExceptions = False  # a full disk loses lines of the log, and must not stop the server
+    handler = RotatingFileHandler(log, maxBytes=LOG, backupCount=1, encoding="utf-8")
+    handler.rotator = _cut  # the file keeps its name and place: others append to it too
+
+    def write() -> None:
+        with output:
+            for line in output:
+                handler.emit(logging.makeLogRecord({"msg": line.rstrip("\n")}))
+        handler.close()
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    return thread
+
+
+def _cut(log: str, older: str) -> None:
+    shutil.copyfile(log, older)
+    os.truncate(log, 0)
+
+
+def guard(process: subprocess.Popen[bytes], uds: Path | None) -> subprocess.Popen[bytes]:
     """Starts a guard that ends vLLM when its standard input closes: when this process is gone, even by kill -9."""
-    code = "import sys; from jaxrl_llm.serve_vllm import end; sys.stdin.read(); end(int(sys.argv[1]))"
-    command = [sys.executable, "-c", code, str(process.pid)]
+    code = "import sys; from jaxrl_llm import serve_vllm as s; sys.stdin.read(); s.end(int(sys.argv[1])); "
+    code += "[s.remove_socket(s.Path(uds)) for uds in sys.argv[2:]]"
+    command = [sys.executable, "-c", code, str(process.pid), *([str(uds)] if uds else [])]
     environment = os.environ | {"PYTHONPATH": python_path()}
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
 
 
 @contextmanager
-def running(
-    args: argparse.Namespace, extra: list[str], temporary: str
-) -> Iterator[tuple[subprocess.Popen[bytes], set[Path]]]:
-    """Runs vLLM and its guard, and ends both. Yields vLLM and a set of shared-memory files to remove at the end."""
-    process, watch, made = None, None, set()
+def running(args: argparse.Namespace, extra: list[str], temporary: str) -> Iterator[Server]:
+    """Runs vLLM and its guard, and ends both."""
+    process, watch, left = None, None, set()
     try:
         with undisturbed():  # a signal in here could leave a process that nothing ends
             process = start(args, extra, temporary)
-            watch = guard(process)
-        yield process, made
+            watch = guard(process, args.uds)
+        yield Server(process, write_log(process, args.log), left)
     finally:
         if process:
-            end(process.pid, process.poll, made)
+            end(process.pid, process.poll, left)
             process.wait()
         if watch:
             watch.kill()
@@ -137,29 +202,32 @@ def python_path() -> str:
     return os.pathsep.join(x for x in (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")) if x)
 
 
-def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait(server: Server, door: httpx.Client, log: Path) -> None:
     """Returns when the server answers. Raises: UserError, if it ends before that."""
     while True:
-        with suppress(OSError), DIRECT.open(f"{url}/health", timeout=5):
-            return
-        if process.poll() is not None:
+        with suppress(httpx.TransportError):
+            if door.get("/health").is_success:
+                return
+        if server.process.poll() is not None:
+            server.writes.join(KILLED)
             said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line][-1:]
             raise UserError(f"vLLM did not start ({' '.join(said)[-300:]}): see {log}")
         time.sleep(0.25)
 
 
-def wait_for_the_end(process: subprocess.Popen[bytes], url: str) -> None:
+def wait_for_the_end(process: subprocess.Popen[bytes], door: httpx.Client) -> None:
     """Returns when vLLM has ended, reports a dead engine, or refuses connections: a broken server may never exit."""
     while process.poll() is None:
         try:
-            DIRECT.open(f"{url}/health", timeout=5).close()
-        except urllib.error.HTTPError:
-            return
-        except OSError as error:
-            if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
+            if door.get("/health").is_error:
                 return
-            # other errors: the server is busy or hangs, and may recover
-        time.sleep(1)
+        except httpx.ConnectError as error:
+            if f"[Errno {errno.EAGAIN}]" not in str(error):  # of a socket whose queue is full
+                return
+        except httpx.TransportError:
+            pass  # the server is busy or hangs, and may recover
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ASKED)
 
 
 def end(group: int, reap: Callable[[], object] = lambda: None, made: Iterable[Path] = ()) -> None:
@@ -227,6 +295,12 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="of the environment vLLM is in (default: this one)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
+    parser.add_argument(
+        "--uds",
+        type=Path,
+        metavar="PATH",
+        help="listen at a Unix socket instead, in a folder that only you may enter; engine.servers takes unix:PATH",
+    )
     parser.add_argument("--dtype", default="auto", help="float32 | bfloat16 | auto, the model's own (default)")
     parser.add_argument("--max-model-len", type=int, default=0, help="prompt and completion (default: the model's)")
     parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="(default: %(default)s)")
@@ -234,7 +308,7 @@ def main() -> None:
     parser.add_argument("--with-parent", action="store_true", help="end when standard input closes")
     args = parser.parse_args(argv[:cut])
     extra = argv[cut + 1 :]
-    if mine := [word for word in extra if word.split("=")[0] in ("--host", "--port", "--model", "--dtype")]:
+    if mine := [word for word in extra if word.split("=")[0] in ARGUMENTS]:
         raise UserError(f"{mine[0]} belongs before the --: it is an argument of this command")
     if args.host not in LOOPBACK and not args.public:
         raise UserError(
@@ -242,29 +316,40 @@ def main() -> None:
             "those routes; keep 127.0.0.1, or say --public on a network that is yours alone"
         )
     check_python(args.python, "--python")
-    check_port(args.host, args.port)
+    if not args.uds:
+        check_port(args.host, args.port)
     for asked in STOPS:
         signal.signal(asked, _end)
     if args.with_parent:
         threading.Thread(target=_end_at_eof, daemon=True).start()
+    with ExitStack() as opened:
+        if args.uds:
+            opened.enter_context(socket_folder(args.uds))
+        temporary = tempfile.TemporaryDirectory(prefix="jaxrl_llm-vllm-", ignore_cleanup_errors=True)
+        keep(args, extra, opened.enter_context(temporary))
+
+
+def keep(args: argparse.Namespace, extra: list[str], temporary: str) -> None:
+    """Runs vLLM for ever. Raises: UserError, if it ends before it has ever answered: a restart would not help."""
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
-    with tempfile.TemporaryDirectory(prefix="jaxrl_llm-vllm-", ignore_cleanup_errors=True) as temporary:
-        answered, pause = False, WAITS[0]
-        while True:
-            try:
-                with running(args, extra, temporary) as (process, made):
-                    wait(process, url, args.log)
-                    answered, pause = True, WAITS[0]
-                    made.update(shared_memory(process.pid))
-                    print(f"vLLM answers at {url}; its log is {args.log}", flush=True)
-                    wait_for_the_end(process, url)
-                print(f"vLLM ended with exit code {process.returncode}: it is started again", flush=True)
-            except UserError as error:
-                if not answered:  # it has never answered: a restart would not help
-                    raise
-                print(f"{error}: it is started again in {pause:g} s", flush=True)
-                time.sleep(pause)
-                pause = min(2 * pause, WAITS[1])
+    at = f"{UNIX}{args.uds}" if args.uds else url
+    guarded = "" if args.uds else "; each user of this machine may replace its weights: --uds PATH is for you alone"
+    answered, pause = False, WAITS[0]
+    while True:
+        try:
+            with running(args, extra, temporary) as server, client(at, timeout=ASKED) as door:
+                wait(server, door, args.log)
+                answered, pause = True, WAITS[0]
+                server.left.update(shared_memory(server.process.pid))
+                print(f"vLLM answers at {at}; its log is {args.log}{guarded}", flush=True)
+                wait_for_the_end(server.process, door)
+            print(f"vLLM ended with exit code {server.process.returncode}: it is started again", flush=True)
+        except UserError as error:
+            if not answered:
+                raise
+            print(f"{error}: it is started again in {pause:g} s", flush=True)
+            time.sleep(pause)
+            pause = min(2 * pause, WAITS[1])
 
 
 if __name__ == "__main__":

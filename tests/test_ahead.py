@@ -157,11 +157,11 @@ def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_
     )
     assert subprocess.run([sys.executable, "-c", script, str(killed)]).returncode == -signal.SIGKILL
     foreign.mkdir()
-    (foreign / weights.FILE).touch()
-    assert (killed / weights.FILE).exists()
+    (foreign / weights.WEIGHTS).touch()
+    assert (killed / weights.WEIGHTS).exists()
     offers = [weights.WeightFile(folder, np.float32, DENSE, untied=False) for folder in (alive, last)]
     assert set(tmp_path.iterdir()) == {alive, foreign, last}
-    assert (foreign / weights.FILE).exists()
+    assert (foreign / weights.WEIGHTS).exists()
     for offer in offers:
         offer.close()
     assert set(tmp_path.iterdir()) == {foreign}
@@ -193,7 +193,7 @@ def test_weights_over_http_are_for_the_bearer_of_the_token_and_nothing_else_is_s
         with urllib.request.urlopen(request, timeout=10) as answer:
             return answer.read()
 
-    assert get(url, token) == (tmp_path / "offer" / weights.FILE).read_bytes()
+    assert get(url, token) == (tmp_path / "offer" / weights.WEIGHTS).read_bytes()
     for wrong in ((url, "x"), (url + "/../../etc/passwd", token), (url.replace("weights", ""), token)):
         with pytest.raises(urllib.error.HTTPError, match="403"):
             get(*wrong)
@@ -271,7 +271,7 @@ def linked(folder: Path) -> None:
 
 @pytest.mark.parametrize("make", [open_to_all, of_another, linked])
 def test_a_weights_folder_that_others_may_write_into_is_refused(make: Callable, tmp_path: Path):
-    folder = tmp_path / f"{weights.NAME}{'a' * 12}"
+    folder = tmp_path / f"{weights.FOLDER}{'a' * 12}"
     make(folder)
     with pytest.raises(UserError, match=r"engine\.weights_dir: .*aaaa is there already, is of user .*: remove it"):
         weights.WeightFile(folder, np.float32, DENSE, untied=False)
@@ -280,12 +280,12 @@ def test_a_weights_folder_that_others_may_write_into_is_refused(make: Callable, 
 
 @pytest.mark.parametrize("make", [open_to_all, of_another])
 def test_what_others_left_beside_the_weights_is_not_touched(make: Callable, tmp_path: Path):
-    folder = tmp_path / f"{weights.NAME}{'a' * 12}"
+    folder = tmp_path / f"{weights.FOLDER}{'a' * 12}"
     make(folder)
-    for name in (weights.LOCK, weights.FILE):
+    for name in (weights.LOCK, weights.WEIGHTS):
         (folder / name).touch()
-    weights.WeightFile(tmp_path / f"{weights.NAME}{'b' * 12}", np.float32, DENSE, untied=False).close()
-    assert {file.name for file in folder.iterdir()} == {weights.LOCK, weights.FILE}
+    weights.WeightFile(tmp_path / f"{weights.FOLDER}{'b' * 12}", np.float32, DENSE, untied=False).close()
+    assert {file.name for file in folder.iterdir()} == {weights.LOCK, weights.WEIGHTS}
 
 
 def test_exported_tensors_are_as_long_as_their_shapes_say(params):

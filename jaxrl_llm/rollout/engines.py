@@ -102,8 +102,13 @@ def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> N
     """Raises: UserError, if an address is wrong, or if a server cannot reach the weights."""
     for server in servers:
         url = urlsplit(server)
+        if server.startswith("unix:/"):
+            continue
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise UserError(f"config.engine.servers: {server!r} is no address: give one like 'http://127.0.0.1:8000'")
+            raise UserError(
+                f"config.engine.servers: {server!r} is no address: give one like 'http://127.0.0.1:8000', or "
+                "'unix:/PATH' for a socket of this machine"
+            )
         if push == "file" and url.hostname not in LOOPBACK:
             raise UserError(
                 f"config.engine.push = 'file': {server} may be another host, which cannot see the file: "

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import jax
@@ -25,7 +24,7 @@ from jaxrl_llm.models import hf_export, names
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
-from jaxrl_llm.rollout.vllm import weights
+from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
@@ -51,6 +50,19 @@ class Unavailable(Exception):
     """No answer, or an error that a restart, a push or a retry may fix."""
 
 
+class Away(UserError):
+    """A server was unavailable for as long as the run is patient."""
+
+
+class Completion(NamedTuple):
+    """What a server sampled for a member of a group, as arrays: JSON takes thirty times their memory."""
+
+    index: int  # among the members of the request
+    tokens: np.ndarray  # [tokens] int32
+    logprobs: np.ndarray  # [tokens] float32
+    truncated: bool
+
+
 def start(
     given: EngineInputs,
     *,
@@ -63,7 +75,7 @@ def start(
 ) -> VllmEngine:
     """Starts the engine, and its server if `managed` (arguments: `engines.vllm`). Raises: UserError."""
     server, dtype = None, given.model.cfg.dtype
-    servers = tuple(own_address(address, "servers") for address in servers)
+    servers = tuple(own_address(server, "servers") for server in servers)
     if settings["push_address"]:
         settings["push_address"] = own_address(settings["push_address"], "push_address")
     if managed:
@@ -98,17 +110,17 @@ def start(
     return engine
 
 
-def own_address(address: str, field: str) -> str:
+def own_address(template: str, field: str) -> str:
     """Returns an address of the config for this process: {process} becomes its number.
 
     Raises: UserError, if all processes of a run would have the same one.
     """
-    if distributed.count() > 1 and "{process}" not in address:
+    if distributed.count() > 1 and "{process}" not in template:
         raise UserError(
-            f"config.engine.{field}: {address!r} is the same in all {distributed.count()} processes: write {{process}} "
-            "where the number of the process belongs, as in 'http://gpu-{process}:8000'"
+            f"config.engine.{field}: {template!r} is the same in all {distributed.count()} processes: write "
+            "{process} where the number of the process belongs, as in 'http://gpu-{process}:8000'"
         )
-    return address.replace("{process}", str(distributed.index()))
+    return template.replace("{process}", str(distributed.index()))
 
 
 def _all(jobs: Sequence[Future[T]]) -> list[T]:
@@ -133,7 +145,8 @@ class VllmEngine:
     """Samples from vLLM servers and pushes weights to them. Each server belongs to one run.
 
     The server reports, for every token, the version of the weights that sampled it. If a server is down, restarts or
-    loses its weights, the engine pushes them again and repeats its requests, for at most `patience` seconds.
+    loses its weights, the engine pushes them again and repeats its requests, for at most `patience` seconds. Of several
+    servers, those that are away miss a push. They sample nothing until they have the newest weights.
     """
 
     max_gap: float | None = None
@@ -164,7 +177,7 @@ class VllmEngine:
         self._push = weights.pull if self._pulls else weights.reload
         self._table = names.of_family(model.family)
         self._offer = weights.WeightFile(
-            Path(weights_dir) / f"{weights.NAME}{run}",
+            Path(weights_dir) / f"{address.FOLDER}{run}",
             dtype,
             self._table,
             untied=model.tied_head and not self._pulls,
@@ -178,10 +191,13 @@ class VllmEngine:
         at_once = concurrency * len(servers)
         limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
         times = httpx.Timeout(timeout, connect=5.0, pool=None)
-        self._client = httpx.Client(timeout=times, limits=limits, trust_env=False)  # no proxy
-        self._pool = ThreadPoolExecutor(at_once)
+        self._clients = {server: address.client(server, limits, timeout=times) for server in self._servers}
+        self._pool = ThreadPoolExecutor(at_once + len(servers))
+        self._reading = Lock()  # one answer is JSON at a time
         self._locks = {server: Lock() for server in self._servers}
-        self._ready: set[str] = set()  # servers that this process has checked, with no unfinished push
+        self._ready: dict[str, int] = {}  # versions of the servers that have been checked, with no unfinished push
+        self._pushes: dict[str, Future[None]] = {}  # the last push to each server
+        self._away: set[str] = set()  # servers that have missed the last push
         self._tensors: dict[str, list[int]] = {}
         self._version, self._closed = 0, Event()
 
@@ -217,13 +233,11 @@ class VllmEngine:
         tokens, logprobs = np.full(shape, self._pad, np.int32), np.zeros(shape, np.float32)
         versions = np.full(shape, self._version, np.int32)
         mask, truncated = np.zeros(shape, bool), np.zeros(shape[:2], bool)
-        for (b, _, members, _), choices in zip(parts, answers, strict=True):
-            for choice in choices:
-                at = b, members[choice["index"]], slice(len(choice["token_ids"]))
-                tokens[at], mask[at] = choice["token_ids"], True
-                logprobs[at] = [token["logprob"] for token in choice["logprobs"]["content"]]
-                versions[at] = [v for start, end, v in self._spans(choice) for _ in range(start, end)]
-                truncated[at[:2]] = choice["finish_reason"] == "length"
+        for (b, _, members, _), completions in zip(parts, answers, strict=True):
+            for completion in completions:
+                at = b, members[completion.index], slice(len(completion.tokens))
+                tokens[at], logprobs[at], mask[at] = completion.tokens, completion.logprobs, True
+                truncated[at[:2]] = completion.truncated
         return Rollouts(tokens, mask, mask, logprobs, truncated, versions)
 
     def converse(
@@ -242,7 +256,7 @@ class VllmEngine:
         # Strings end a turn on the server too, so that it does not sample on. They are looked for in the text.
         body |= {"stop": list(environments.stops), "include_stop_str_in_output": True, "detokenize": True}
 
-        def ask(i: int) -> dict[str, Any]:
+        def ask(i: int) -> Completion:
             b, length = i // group_size, int(episodes.length[i])
             before = prompts.tokens[b][prompts.mask[b]].tolist() + episodes.tokens[i, :length].tolist()
             most = int(episodes.limits(environments.turn_tokens)[i]) - length
@@ -254,27 +268,43 @@ class VllmEngine:
             anything: list[Future[Any]] = [*asked, *episodes.answers]
             wait(anything, return_when=FIRST_COMPLETED)
             for request in [request for request in asked if request.done()]:
-                i, choice = asked.pop(request), request.result()
-                episodes.append(i, choice["token_ids"], [x["logprob"] for x in choice["logprobs"]["content"]])
+                i, completion = asked.pop(request), request.result()
+                episodes.append(i, completion.tokens, completion.logprobs)
                 episodes.end_turns(np.array([i]), environments, self._stops)
             asked |= {self._pool.submit(ask, i): i for i in episodes.take_answers()}
         return episodes.rollouts(group_size, versions)
 
-    def _group(self, b: int, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns the choices of prompt b's group. If a server is unavailable, asks the next one."""
+    def _group(self, b: int, request: dict[str, Any]) -> list[Completion]:
+        """Returns the completions of prompt b's group. If a server is unavailable, asks the next one."""
 
-        def once(server: str) -> list[dict[str, Any]]:
-            choices = self.request(server, "POST", "/inference/v1/generate", request)["choices"]
+        def once(server: str) -> list[Completion]:
+            path = "/inference/v1/generate"
+            completions = self.request(server, "POST", path, request, read=self._completions)
+            if len(completions) != request["sampling_params"]["n"]:
+                raise Unavailable(f"{len(completions)} completions came")
+            return completions
+
+        servers = [server for server in self._servers if server not in self._away]
+        return self._persist(once, islice(cycle(servers), b % len(servers), None))
+
+    def _completions(self, answer: httpx.Response) -> list[Completion]:
+        """Turns an answer into arrays. Raises: Unavailable, if a completion is not whole or of other weights."""
+        with self._reading:
+            choices = answer.json()["choices"]
             for choice in choices:
                 if choice["finish_reason"] not in ("stop", "length"):
                     raise Unavailable(f"a completion ended with {choice['finish_reason']!r}")
                 if any(version != self._version for *_, version in self._spans(choice)):
                     raise Unavailable("a completion came from other weights than the last pushed")
-            if len(choices) != request["sampling_params"]["n"]:
-                raise Unavailable(f"{len(choices)} completions came")
-            return choices
-
-        return self._persist(once, islice(cycle(self._servers), b % len(self._servers), None))
+            return [
+                Completion(
+                    choice["index"],
+                    np.array(choice["token_ids"], np.int32),
+                    np.array([token["logprob"] for token in choice["logprobs"]["content"]], np.float32),
+                    choice["finish_reason"] == "length",
+                )
+                for choice in choices
+            ]
 
     def _spans(self, choice: dict[str, Any]) -> list[tuple[int, int, int]]:
         """Spans (first token, last + 1, weight version); -1: of no run. Raises: UserError, if of another run."""
@@ -292,11 +322,40 @@ class VllmEngine:
         return int(tag.removeprefix(self._run)) if tag.startswith(self._run) else -1
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
-        """Pushes the parameters to all servers. Returns when every server has them."""
+        """Pushes the parameters to all servers. Returns when every server has them, or one has and others are away."""
         self._tensors = {name: list(shape) for name, shape in hf_export.shapes(params, self._table).items()}
         self._offer.write(params)
         self._version = version
-        _all([self._pool.submit(self._persist, self._bring, cycle([server])) for server in self._servers])
+        for server in self._servers:
+            # A push that still waits for its server brings these weights when the server answers.
+            if server not in self._pushes or self._pushes[server].done():
+                self._pushes[server] = self._pool.submit(self._persist, self._bring, cycle([server]))
+        self._wait_for_pushes()
+        away = {server for server in self._servers if self._ready.get(server) != version}
+        for server in sorted(away - self._away):
+            print(f"note: vLLM at {server} is away: the other servers sample until it answers again", flush=True)
+        for server in sorted(self._away - away):
+            print(f"note: vLLM at {server} is back", flush=True)
+        self._away = away
+
+    def _wait_for_pushes(self) -> None:
+        """Waits for the last push to each server, but only SOON seconds more once one server has the weights.
+
+        Raises: UserError, if a server refuses the weights, or if all servers are away.
+        """
+        pending, away = set(self._pushes.values()), None
+        while pending:
+            some = self._version in self._ready.values()
+            done, pending = wait(pending, timeout=SOON if some else None, return_when=FIRST_COMPLETED)
+            if not done:
+                return
+            for job in done:
+                error = job.exception()
+                if error and not isinstance(error, Away):
+                    raise error
+                away = error or away
+        if away and self._version not in self._ready.values():
+            raise away
 
     def release(self) -> None:
         """Does nothing: the servers manage their own memory."""
@@ -312,7 +371,8 @@ class VllmEngine:
                     self.request(server, "POST", "/update_weight_version", {"new_version": "default"}, timeout=SOON)
         if self._managed:
             self._managed.stop()
-        self._client.close()
+        for client in self._clients.values():
+            client.close()
         self._offer.close()
 
     def _persist(self, action: Callable[[str], T], servers: Iterable[str]) -> T:
@@ -329,7 +389,7 @@ class VllmEngine:
                     self._managed.check()
                 if time.monotonic() > end or self._closed.wait(pause):
                     where = f"see {self._managed.log}" if self._managed else "look at its log and start it again"
-                    raise UserError(
+                    raise Away(
                         f"vLLM at {server}: {error}, for {self._patience:g} s: {where}; the same command resumes"
                     ) from None
                 pause = min(2 * pause, WAITS[1])
@@ -341,9 +401,10 @@ class VllmEngine:
         with self._alone(server):
             has = self._has(server)
             fresh = has < 0 or server not in self._ready  # it was restarted, or has an unfinished push
-            if has == self._version and not fresh:
+            version = self._version  # the file may be newer than this, but not older
+            if has == version and not fresh:
                 return
-            self._ready.discard(server)  # before the push: if it fails, the next one starts from the check
+            self._ready.pop(server, None)  # before the push: if it fails, the next one starts from the check
             if fresh:
                 self._check(server)
                 post("/resume")  # a trainer killed during a push leaves the server paused
@@ -351,8 +412,8 @@ class VllmEngine:
                     post("/collective_rpc", {"method": "forget_push"})
                     init = {"tensors": self._tensors, "model": self._model}
                     post("/init_weight_transfer_engine", {"init_info": init})
-            self._push(post, self._offer, f"{self._run}{self._version}")
-            self._ready.add(server)
+            self._push(post, self._offer, f"{self._run}{version}")
+            self._ready[server] = version
 
     @contextmanager
     def _alone(self, server: str) -> Iterator[None]:
@@ -390,9 +451,18 @@ class VllmEngine:
                 f"vLLM at {server} computes in {model['dtype']}, config.model.dtype is {self._dtype!r}: make them one"
             )
 
-    def request(self, server: str, method: str, path: str, body: Any = None, **options: Any) -> Any:
-        """Returns the JSON answer. Raises: Unavailable, if a retry may help; otherwise UserError."""
-        send = partial(self._client.request, method, server + path, json=body, **options)
+    def request(
+        self,
+        server: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        read: Callable[[httpx.Response], Any] = httpx.Response.json,
+        **options: Any,
+    ) -> Any:
+        """Returns what `read` makes of the answer. Raises: Unavailable, if a retry may help; otherwise UserError."""
+        send = lambda: self._clients[server].request(method, path, json=body, **options)  # noqa: E731
         try:
             try:
                 answer = send()
@@ -401,7 +471,7 @@ class VllmEngine:
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
             raise Unavailable(f"{type(error).__name__} {error} at {path}") from None
         if answer.status_code == 200:
-            return answer.json() if answer.content else None
+            return read(answer) if answer.content else None
         said = " ".join(answer.text[:400].split())
         if answer.status_code == 404:
             raise UserError(f"vLLM at {server} has no {path}: start it with python -m jaxrl_llm.serve_vllm")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import socket
+import secrets
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollout.vllm.address import UNIX
+
+LONGEST = 100  # bytes of a socket's path; the system allows 107
 
 
 class ManagedServer:
     """Runs `python -m jaxrl_llm.serve_vllm` as a child, which ends when this process ends, even by kill -9."""
 
     def __init__(self, python: str, model: Path, *, dtype: str, max_model_len: int, log: Path, extra: tuple[str, ...]):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{port}", log
+        # A port of the machine is open to its other users; serve_vllm makes the socket's folder for this one alone.
+        uds = Path(tempfile.gettempdir()) / f"jaxrl_llm-{secrets.token_hex(8)}" / "vllm"
+        if len(str(uds)) > LONGEST:
+            uds = Path("/tmp").joinpath(*uds.parts[-2:])
+        self.url, self.log = f"{UNIX}{uds}", log
         command = [
             sys.executable,
             "-m",
@@ -26,8 +31,8 @@ class ManagedServer:
             str(model),
             "--python",
             python,
-            "--port",
-            str(port),
+            "--uds",
+            str(uds),
             "--dtype",
             dtype,
             "--max-model-len",

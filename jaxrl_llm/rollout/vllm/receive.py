@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from jaxrl_llm.rollout.vllm import address
+
 SHARED_MEMORY = "/dev/shm"
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy sees the weights and their token
 
 
 @dataclass
@@ -91,14 +91,16 @@ class Extension:
 
 @contextmanager
 def _local(update: Update) -> Iterator[str]:
-    """Yields the path of an update's file. Downloads the file first if it is not on this host."""
+    """Yields the path of an update's file. Downloads the file first if it is not on this host.
+
+    Raises: ValueError, for any other file and any other address than a trainer may name.
+    """
     if update.path:
-        yield update.path
+        yield address.check_weights(update.path)
         return
-    request = urllib.request.Request(update.url, headers={"Authorization": f"Bearer {update.token}"})
     # A file without a name: the system frees it even if the worker is killed.
     with tempfile.TemporaryFile(dir=SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None) as kept:
-        with DIRECT.open(request, timeout=update.timeout) as response:
+        with address.open_weights(update.url, update.token, update.timeout) as response:
             shutil.copyfileobj(response, kept, 2**22)
         kept.flush()
         yield f"/proc/self/fd/{kept.fileno()}"

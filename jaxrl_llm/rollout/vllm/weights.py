@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import shutil
 import stat
@@ -23,11 +22,11 @@ from filelock import FileLock
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf_export
 from jaxrl_llm.models.names import Names
+from jaxrl_llm.rollout.vllm.address import FOLDER, WEIGHTS, is_private
 from jaxrl_llm.structs import PyTree
 
 DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
-FILE, LOCK = "model.safetensors", "lock"
-NAME = "jaxrl_llm-"  # prefix of a run's folder; 12 hexadecimal digits follow
+LOCK = "lock"
 # Keeps the requests but clears the caches, which hold values of the old weights. Does not rely on vLLM's default.
 PAUSE = "/pause?mode=keep&clear_cache=true"
 
@@ -59,14 +58,14 @@ class WeightFile:
         self._lock = FileLock(folder / LOCK, blocking=False, thread_local=False)
         with suppress(OSError):  # a hung trainer may still hold it
             self._lock.acquire()
-        self._server = WeightServer(folder / FILE, address) if address else None
+        self._server = WeightServer(folder / WEIGHTS, address) if address else None
 
     def write(self, params: PyTree) -> None:
         """Replaces the weights, one tensor at a time: the devices hold no second copy.
 
         Raises: UserError, if a tensor is not finite or there is no room.
         """
-        file = self.folder / FILE
+        file = self.folder / WEIGHTS
         file.unlink(missing_ok=True)  # first, to make room for the new file
         shapes = hf_export.shapes(params, self._table, untied=self._untied).values()
         size = sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
@@ -82,7 +81,7 @@ class WeightFile:
     @property
     def source(self) -> dict[str, str]:
         """The location of the file, for a server."""
-        return self._server.source if self._server else {"path": str(self.folder / FILE)}
+        return self._server.source if self._server else {"path": str(self.folder / WEIGHTS)}
 
     def close(self) -> None:
         if self._server:
@@ -91,20 +90,14 @@ class WeightFile:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def is_private(folder: Path) -> bool:
-    """Returns whether a folder belongs to this user, is not a link, and is closed to all other users."""
-    about = folder.lstat()
-    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077
-
-
 def sweep(parent: Path) -> None:
     """Removes the weights of killed runs: their lock files exist, but nobody holds them."""
-    for lock in parent.glob(f"{NAME}{'[0-9a-f]' * 12}/{LOCK}"):
+    for lock in parent.glob(f"{FOLDER}{'[0-9a-f]' * 12}/{LOCK}"):
         if not is_private(lock.parent):  # opening a lock could harm the target of a link
             continue
         with suppress(OSError):  # the run is alive
             with FileLock(lock, blocking=False):
-                (lock.parent / FILE).unlink(missing_ok=True)
+                (lock.parent / WEIGHTS).unlink(missing_ok=True)
             lock.unlink(missing_ok=True)
             lock.parent.rmdir()
 

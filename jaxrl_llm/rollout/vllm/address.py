@@ -1,0 +1,67 @@
+"""Where a vLLM server and its weights may be. Imports no JAX: vLLM's workers and `serve_vllm` use it too."""
+
+from __future__ import annotations
+
+import os
+import stat
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+import httpx
+
+UNIX = "unix:"  # before the path of a server's socket; other addresses are URLs
+WEIGHTS = "model.safetensors"
+FOLDER = "jaxrl_llm-"  # prefix of a run's folder with weights; 12 hexadecimal digits follow
+
+# Opens http and https alone, through no proxy, and follows no redirect: nobody else sees the weights and their token.
+DIRECT = urllib.request.OpenerDirector()
+for _handler in (
+    urllib.request.HTTPHandler,
+    urllib.request.HTTPSHandler,
+    urllib.request.HTTPErrorProcessor,
+    urllib.request.HTTPDefaultErrorHandler,
+):
+    DIRECT.add_handler(_handler())
+
+
+def client(address: str, limits: httpx.Limits | None = None, **options: Any) -> httpx.Client:
+    """Returns a client for a server: "http://HOST:PORT" or "unix:/PATH". Its requests have a path alone, no proxy."""
+    if not address.startswith(UNIX):
+        return httpx.Client(base_url=address, limits=limits or httpx.Limits(), trust_env=False, **options)
+    transport = httpx.HTTPTransport(uds=address.removeprefix(UNIX), limits=limits or httpx.Limits(), trust_env=False)
+    return httpx.Client(base_url="http://vllm", transport=transport, trust_env=False, **options)
+
+
+def is_private(folder: Path) -> bool:
+    """Returns whether a folder belongs to this user, is not a link, and is closed to all other users."""
+    about = folder.lstat()
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077
+
+
+def check_weights(path: str) -> str:
+    """Returns a path of weights. Raises: ValueError, if it is not the file of a run of this user."""
+    file = Path(path)
+    try:
+        ours = file.name == WEIGHTS and file.parent.name.startswith(FOLDER) and is_private(file.parent)
+        ours = ours and stat.S_ISREG(file.lstat().st_mode)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not ours:
+        raise ValueError(
+            f"refused: {path} is not the weights of a run of the server's user: run both as one user, or set "
+            "config.engine.push = 'http'"
+        )
+    return path
+
+
+def open_weights(url: str, token: str, timeout: float) -> BinaryIO:
+    """Opens the weights that a trainer serves. Raises: ValueError, if the URL is not of http or https."""
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ValueError(f"refused: {url} is no address of http: set config.engine.push to 'file' or 'http'")
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    response = DIRECT.open(request, timeout=timeout)
+    assert response is not None  # a handler for each scheme is there
+    return response

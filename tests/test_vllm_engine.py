@@ -1,0 +1,153 @@
+"""The vLLM engine against servers that only look like vLLM; tests/test_vllm.py asks real ones."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm import sharding
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.vllm import address, engine
+from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.structs import Prompts
+
+FOLDER = Path(hf.__file__).parent.parent / "assets" / "arithmetic"
+MODEL = hf.load_model(FOLDER)
+CONFIG = {"model_config": {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_model_len": 10**6,
+                           "dtype": "torch.float32"}, "weight_transfer_config": {"backend": "pull"}}  # fmt: skip
+
+
+class Server:
+    """Answers as vLLM does, while it is up. Its completions have `length` tokens."""
+
+    def __init__(self, length: int):
+        self.up, self.version, self.length = True, "default", length
+        self.asked: Counter[str] = Counter()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if not self.up:
+            raise httpx.ConnectError("[Errno 111] Connection refused")
+        path, body = request.url.path, json.loads(request.content or b"null")
+        self.asked[path] += 1
+        if path in ("/finish_weight_update", "/update_weight_version"):
+            self.version = body.get("weight_version") or body["new_version"]
+        answers = {
+            "/weight_info": lambda: {"weight_version": self.version},
+            "/server_info": lambda: {"vllm_config": CONFIG},
+            "/inference/v1/generate": lambda: {"choices": self.choices(body["sampling_params"]["n"])},
+        }
+        return httpx.Response(200, content=json.dumps(answers[path]()) if path in answers else b"")
+
+    def choices(self, n: int) -> list[dict[str, Any]]:
+        content = [{"token": f"token_id:{t}", "logprob": -t / 7, "bytes": None, "top_logprobs": []}
+                   for t in range(self.length)]  # fmt: skip
+        spans = [{"start": 0, "end": self.length, "version": self.version}]
+        one = {"finish_reason": "length", "token_ids": list(range(self.length)), "logprobs": {"content": content}}
+        return [one | {"index": i, "weight_versions": spans} for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return hf.load_params(FOLDER, MODEL, sharding.make_mesh(data=1, fsdp=1, tensor=1))
+
+
+@contextmanager
+def connected(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *servers: Server, length: int = 4, patience: float = 30.0
+) -> Iterator[VllmEngine]:
+    named = {f"http://server{i}": server for i, server in enumerate(servers)}
+
+    def client(server: str, *_: Any, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=server, transport=httpx.MockTransport(named[server]), **options)
+
+    monkeypatch.setattr(address, "client", client)
+    monkeypatch.setattr(engine, "SOON", 0.3)
+    monkeypatch.setattr(engine, "WAITS", (0.02, 0.05))
+    made = VllmEngine(
+        tuple(named), run="test", push="file", weights_dir=str(folder), push_address="", model=MODEL.cfg,
+        dtype="float32", max_completion_tokens=length, max_prompt_tokens=4, stop_ids=(1,), pad_id=0, concurrency=2,
+        timeout=5.0, patience=patience,
+    )  # fmt: skip
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def sample(engine: VllmEngine, prompts: int = 8, group_size: int = 2):
+    shape = (prompts, 3)
+    of = Prompts(np.ones(shape, np.int32), np.ones(shape, bool), [{"prompt": "?"}] * prompts, np.arange(prompts))
+    return engine.generate(of, jax.random.key(0), group_size=group_size, sampling=Sampling())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_server_that_misses_a_push_samples_nothing_until_it_has_the_weights(params, tmp_path, monkeypatch, capsys):
+    there, away = Server(4), Server(4)
+    generated = lambda: [server.asked["/inference/v1/generate"] for server in (there, away)]  # noqa: E731
+    with connected(tmp_path, monkeypatch, there, away) as engine:
+        engine.update_weights(params, 1)
+        sample(engine)
+        assert generated() == [4, 4]
+        away.up = False
+        for version in (2, 3):
+            engine.update_weights(params, version)
+            assert (sample(engine).versions == version).all()
+        assert generated() == [20, 4]
+        away.up = True  # with the weights of step 1, as after a network that was cut
+        sample(engine)
+        assert generated() == [28, 4]
+        until(lambda: away.version.endswith(":3"))  # the push of step 3 still waited for it
+        engine.update_weights(params, 4)
+        assert (sample(engine).versions == 4).all()
+        assert generated() == [32, 8]
+    said = capsys.readouterr().out
+    assert said.count("server1 is away") == said.count("server1 is back") == 1
+
+
+def test_when_all_servers_are_away_one_line_ends_the_run(params, tmp_path, monkeypatch):
+    servers = Server(4), Server(4)
+    with connected(tmp_path, monkeypatch, *servers, patience=0.5) as engine:
+        engine.update_weights(params, 1)
+        for server in servers:
+            server.up = False
+        with pytest.raises(UserError, match=r"vLLM at http://server\d: ConnectError .* for 0.5 s"):
+            engine.update_weights(params, 2)
+
+
+def test_an_answer_is_arrays_before_the_next_one_is_read(params, tmp_path, monkeypatch):
+    """The JSON of all answers together would take 390 bytes for each token."""
+    length, prompts, group_size = 500, 16, 4
+    with connected(tmp_path, monkeypatch, Server(length), length=length) as engine:
+        engine.update_weights(params, 1)
+        tracemalloc.start()
+        try:
+            rollouts = sample(engine, prompts, group_size)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert (rollouts.completions == np.arange(length)).all() and rollouts.truncated.all()
+    np.testing.assert_allclose(
+        rollouts.logprobs, np.broadcast_to(-np.arange(length) / 7, rollouts.logprobs.shape), 1e-6
+    )
+    per_token = peak / rollouts.completions.size
+    print(f"{per_token:.0f} bytes for each token")
+    assert per_token < 200
