@@ -163,15 +163,31 @@ def judge(records: Iterable[Record], bounds: dict[str, Any], before: Iterable[Fi
 
     before: findings of step 0, which no record shows.
     """
-    history, spells = History(), {finding.id: Spell(finding, 0, 0, 1) for finding in before}
+    judge = Judge(bounds, before)
     for record in records:
-        history.add(record)
-        for finding in rules.findings(history, bounds):
-            last = spells.get(finding.id)
+        judge.add(record)
+    return judge.spells()
+
+
+class Judge:
+    """Applies the rules to records one by one. before: findings of step 0, which no record shows."""
+
+    def __init__(self, bounds: dict[str, Any], before: Iterable[Finding] = ()):
+        self._bounds, self._history = bounds, History()
+        self._spells = {finding.id: Spell(finding, 0, 0, 1) for finding in before}
+
+    def add(self, record: Record) -> None:
+        """Adds the next record."""
+        self._history.add(record)
+        for finding in rules.findings(self._history, self._bounds):
+            last = self._spells.get(finding.id)
             at = record.get("at", record["step"])
             first, steps = (last.first, last.steps) if last else (at, 0)
-            spells[finding.id] = Spell(finding, first, at, steps + 1)
-    return sorted(spells.values(), key=lambda spell: (-SEVERITIES.index(spell.finding.severity), spell.first))
+            self._spells[finding.id] = Spell(finding, first, at, steps + 1)
+
+    def spells(self) -> list[Spell]:
+        """Returns what the rules have found, the worst first."""
+        return sorted(self._spells.values(), key=lambda x: (-SEVERITIES.index(x.finding.severity), x.first))
 
 
 def print_spells(spells: list[Spell], records: list[Record]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import signal
 import sys
 import urllib.request
 from html import unescape
+from http.client import HTTPException
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 from threading import Thread
@@ -18,9 +20,11 @@ import numpy as np
 import pytest
 from test_health import FAULTS, ids, run
 
+from jaxrl_llm.checkpoint import cut_back
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.health import rules
 from jaxrl_llm.health.bands import Band, bands
 from jaxrl_llm.report import __main__ as report
 from jaxrl_llm.report import page, tables
@@ -127,6 +131,15 @@ def test_the_best_and_the_worst_completion_of_three_steps_are_there_and_escaped(
     assert "one of them: all have reward 0" in page.render([write(tmp_path, run(), [same])])
 
 
+def test_completions_without_a_verdict_are_left_out_of_best_worst_and_mean(tmp_path):
+    group = GROUP | {"completions": ["low", "unjudged", "high"], "rewards": [0.25, None, 0.75]}
+    text = page.render([write(tmp_path, run(), [group])])
+    assert "mean reward 0.5 of 3 completions, 1 without a verdict" in text
+    assert "best, reward 0.75" in text and "worst, reward 0.25" in text and "unjudged" not in text
+    text = page.render([write(tmp_path, run(), [group | {"rewards": [None] * 3}])])
+    assert "3 completions, 3 without a verdict" in text and "one of them: no verdict" in text
+
+
 def test_a_run_that_goes_on_is_shown_and_values_that_are_not_finite_are_crosses(tmp_path):
     records = [r | {"grad_norm": None if 20 <= r["step"] < 23 else r["grad_norm"]} for r in run()[:30]]
     folder = write(tmp_path, records)
@@ -227,6 +240,48 @@ def test_the_server_shows_new_steps_and_answers_only_this_machine(tmp_path):
         with pytest.raises(UserError, match="the port cannot be used"):
             Server([folder], server.server_port)
         server.shutdown()
+
+
+def test_a_served_page_judges_each_record_once_and_a_run_that_goes_back_anew(tmp_path, monkeypatch):
+    judged = []
+    findings = rules.findings
+    monkeypatch.setattr(rules, "findings", lambda *of: judged.append(1) or findings(*of))
+    records, groups = SICK, [GROUP | {"step": step, "completions": [f"text {step}", "x"]} for step in range(1, 40)]
+    folder, readers = write(tmp_path, []), {}
+    for count in (10, 25, len(records)):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in records[len(judged) : count]) + '{"torn')
+        (folder / "completions.jsonl").write_text("".join(json.dumps(group) + "\n" for group in groups[:count]))
+        text = page.render([folder], readers=readers)
+        assert len(judged) == count
+        lines = (folder / "metrics.jsonl").read_text().removesuffix('{"torn')
+        os.truncate(folder / "metrics.jsonl", len(lines))
+    made = lambda text: re.sub(r"UTC|\d\d:\d\d:\d\d", "", text)  # noqa: E731
+    assert made(text) == made(page.render([folder]))
+    judged.clear()
+    cut_back(folder / "metrics.jsonl", 15)
+    cut_back(folder / "completions.jsonl", 5)
+    assert "15 of 40" in (text := page.render([folder], readers=readers)) and len(judged) == 15
+    assert "text 3" in text and "text 20" not in text
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="no record yet"):
+        page.render([folder], readers=readers)
+
+
+def test_a_page_that_cannot_be_made_is_one_line_and_the_server_lives_on(tmp_path, monkeypatch, capsys):
+    folder = write(tmp_path, run())
+    with Server([folder]) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        (folder / "completions.jsonl").write_text('{"step": 1}\n')
+        assert "the page cannot be made: KeyError" in unescape(get(server, "/"))
+        (folder / "completions.jsonl").write_text(json.dumps(GROUP) + "\n")
+        assert "40 of 40" in get(server, "/")
+        monkeypatch.setattr(Server, "stamp", lambda self: 1 / 0)
+        with pytest.raises((HTTPException, OSError)):
+            get(server, "/stamp")
+        server.shutdown()
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 2 and "KeyError" in said and "ZeroDivisionError" in said
 
 
 def test_ctrl_c_ends_the_server_in_a_line(tmp_path):

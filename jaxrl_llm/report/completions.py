@@ -19,28 +19,29 @@ class Group(NamedTuple):
 
     step: int
     prompt: str
-    mean: float  # of the rewards
-    of: int  # number of completions
+    rewards: str  # their mean, and how many have none
     shown: list[Completion]
 
 
 def groups(run: Run) -> list[Group]:
     """Returns the first, the middle and the last group in the log of a run."""
-    logged = [line for line in run.completions if line["completions"]]
-    picked = sorted({0, len(logged) // 2, len(logged) - 1}) if logged else []
-    return [_group(logged[at]) for at in picked]
+    return [_group(line) for line in run.groups]
 
 
 def _group(line: dict[str, Any]) -> Group:
     pairs = list(zip(line["rewards"], line["completions"], strict=True))
-    best, worst = max(pairs, key=lambda pair: pair[0]), min(pairs, key=lambda pair: pair[0])
-    shown = [Completion(f"best, reward {best[0]:.3g}", cut(best[1]))]
-    if worst[0] < best[0]:
-        shown.append(Completion(f"worst, reward {worst[0]:.3g}", cut(worst[1])))
+    judged = sorted((pair for pair in pairs if pair[0] is not None), key=lambda pair: pair[0])  # None: no verdict
+    without = len(pairs) - len(judged)
+    of = f"{len(pairs)} completions" + (f", {without} without a verdict" if without else "")
+    if not judged:
+        shown, rewards = [Completion("one of them: no verdict", cut(pairs[0][1]))], of
     else:
-        shown = [Completion(f"one of them: all have reward {best[0]:.3g}", cut(best[1]))]
-    mean = sum(line["rewards"]) / len(pairs)
-    return Group(line["step"], cut(prompt_text(line["prompt"])), mean, len(pairs), shown)
+        (low, worst), (high, best) = judged[0], judged[-1]
+        shown = [Completion(f"best, reward {high:.3g}", cut(best)), Completion(f"worst, reward {low:.3g}", cut(worst))]
+        if low == high:
+            shown = [Completion(f"one of them: all have reward {high:.3g}", cut(best))]
+        rewards = f"mean reward {sum(reward for reward, _ in judged) / len(judged):.3g} of {of}"
+    return Group(line["step"], cut(prompt_text(line["prompt"])), rewards, shown)
 
 
 def prompt_text(prompt: Any) -> str:

@@ -12,19 +12,21 @@ from plotly.offline import get_plotlyjs
 import jaxrl_llm
 from jaxrl_llm.health.rollback import Rollbacks
 from jaxrl_llm.report import completions, curves, tables
-from jaxrl_llm.report.runs import FILES, Run, read_all
+from jaxrl_llm.report.runs import FILES, Reader, Run, read_all
 
 ASSETS = Path(jaxrl_llm.__file__).parent / "assets" / "report"
 PLOTLY = "/plotly.js"  # where the server has it
 
 
-def render(workdirs: Sequence[Path], *, live: str = "") -> str:
-    """Returns the page about runs. live: the state of the files (`stamp`), for a page that a server gives.
+def render(workdirs: Sequence[Path], *, live: str = "", readers: dict[Path, Reader] | None = None) -> str:
+    """Returns the page about runs.
+
+    live: the state of the files (`stamp`), for a page that a server gives. readers: of the page before.
 
     A page from a file holds all it needs. A page from the server loads plotly from there, once.
     Raises: UserError, if a folder is no run or has no record yet.
     """
-    runs = read_all(workdirs)
+    runs = read_all(workdirs, readers)
     plots = curves.plots(runs)
     return template("page.html").render(
         runs=runs,

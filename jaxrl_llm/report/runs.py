@@ -15,6 +15,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import logs, settings
 from jaxrl_llm.health.finding import FEW, RECENT, SEVERITIES, Finding, Record
 from jaxrl_llm.models import hf
+from jaxrl_llm.report.follow import Lines
 from jaxrl_llm.structs import Config
 
 FILES = ("config.json", logs.METRICS, "completions.jsonl", "health.jsonl")
@@ -45,7 +46,7 @@ class Run(NamedTuple):
     config: Config
     records: list[Record]
     spells: list[doctor.Spell]
-    completions: list[dict[str, Any]]
+    groups: list[dict[str, Any]]  # the first, the middle and the last of completions.jsonl
     settings: Settings
     wrote: list[str]  # ids in health.jsonl that the rules of this version do not find
 
@@ -71,29 +72,57 @@ class Run(NamedTuple):
         return None
 
 
-def read_all(workdirs: Sequence[Path]) -> list[Run]:
-    """Reads runs. Raises: UserError, if a folder is no run or has no record yet."""
+def read_all(workdirs: Sequence[Path], readers: dict[Path, Reader] | None = None) -> list[Run]:
+    """Reads runs; `readers` of an earlier call read only what is new. Raises: UserError, as `Reader.read` does."""
+    readers = {} if readers is None else readers
     if len(workdirs) > len(LETTERS):
         raise UserError(f"{len(workdirs)} runs are too many for a page: give {len(LETTERS)} or fewer")
     names = [workdir.resolve().name for workdir in workdirs]
     unique = len(set(names)) == len(names)
     return [
-        read(workdir, letter, name if unique else str(workdir))
+        readers.setdefault(workdir, Reader(workdir)).read(letter, name if unique else str(workdir))
         for workdir, letter, name in zip(workdirs, LETTERS, names, strict=False)
     ]
 
 
-def read(workdir: Path, letter: str, name: str) -> Run:
-    """Reads a run, also while it goes on. Raises: UserError."""
-    config = read_config(workdir)
-    records = _lines(workdir / logs.METRICS)
-    if not records:
-        raise UserError(f"{workdir} has no record yet: wait for its first step")
-    spells = doctor.judge(records, config.health.to_dict(), logs.found_before(workdir))
-    found = {spell.finding.id for spell in spells}
-    wrote = sorted({line["id"] for line in _lines(workdir / "health.jsonl")} - found)
-    completions = _lines(workdir / "completions.jsonl")
-    return Run(letter, name, workdir, config, records, spells, completions, of_config(config), wrote)
+class Reader:
+    """Reads a run again and again while it goes on: it judges each record once."""
+
+    def __init__(self, workdir: Path):
+        self._workdir = workdir
+        self._metrics, self._completions = Lines(workdir / logs.METRICS), Lines(workdir / "completions.jsonl")
+        self._rules: tuple[dict[str, Any], list[Finding]] = {}, []
+        self._records, self._judge = list[Record](), doctor.Judge(*self._rules)
+        self._groups = list[int]()  # the places of their lines: all of them may be gigabytes
+
+    def read(self, letter: str, name: str) -> Run:
+        """Reads what is new. Raises: UserError, if the folder is no run, has no record yet, or a file is broken."""
+        config = read_config(self._workdir)
+        rules = config.health.to_dict(), logs.found_before(self._workdir)
+        if rules != self._rules:
+            self._metrics = Lines(self._metrics.file)
+        if self._metrics.begin():
+            self._rules, self._records, self._judge = rules, [], doctor.Judge(*rules)
+        for _, line in self._metrics.new():
+            record = self._metrics.parse(line)
+            self._judge.add(record)
+            self._records.append(record)
+        if not self._records:
+            raise UserError(f"{self._workdir} has no record yet: wait for its first step")
+        found, wrote = {spell.finding.id for spell in self._judge.spells()}, Lines(self._workdir / "health.jsonl")
+        wrote.begin()
+        others = sorted({wrote.parse(line)["id"] for _, line in wrote.new()} - found)
+        shown, settings = self._shown(), of_config(config)
+        records = list(self._records)
+        return Run(letter, name, self._workdir, config, records, self._judge.spells(), shown, settings, others)
+
+    def _shown(self) -> list[dict[str, Any]]:
+        """Returns the first, the middle and the last group of completions in the log."""
+        if self._completions.begin():
+            self._groups = []
+        self._groups += [at for at, line in self._completions.new() if b'"completions": []' not in line]
+        last = len(self._groups) - 1
+        return [self._completions.line(self._groups[i]) for i in sorted({0, (last + 1) // 2, last}) if last >= 0]
 
 
 def read_config(workdir: Path) -> Config:
@@ -111,16 +140,6 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _tuples(x) for name, x in value.items()}
     return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a JSON-lines file, without a last line that is being written. Raises: UserError."""
-    if not file.is_file():
-        return []
-    try:
-        return [json.loads(line) for line in logs.whole_lines(file)]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({error}): restore the file") from error
 
 
 def of_config(config: Config) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -9,8 +10,9 @@ from threading import Lock
 
 from plotly.offline import get_plotlyjs
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, describe
 from jaxrl_llm.report import page
+from jaxrl_llm.report.runs import Reader
 
 HOST = "127.0.0.1"  # completions are not for other machines
 
@@ -28,10 +30,16 @@ class Server(ThreadingHTTPServer):
             raise UserError(f"--serve {port}: the port cannot be used ({error}): give another, or none") from error
         self._workdirs, self._lock = workdirs, Lock()
         self._stamp, self._page = "", ""
+        self._readers: dict[Path, Reader] = {}
 
     @property
     def address(self) -> str:
         return f"{HOST}:{self.server_port}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says in a line what went wrong with an answer. A browser that closes its connection is no error."""
+        if isinstance(error := sys.exception(), Exception) and not isinstance(error, ConnectionError):
+            print(f"no answer to a request: {describe(error)}", file=sys.stderr, flush=True)
 
     def stamp(self) -> str:
         return page.stamp(self._workdirs)
@@ -42,9 +50,14 @@ class Server(ThreadingHTTPServer):
             now = self.stamp()
             if now != self._stamp:
                 try:
-                    self._page = page.render(self._workdirs, live=now)
+                    self._page = page.render(self._workdirs, live=now, readers=self._readers)
                 except UserError as error:  # a run that has only begun
                     self._page = page.render_waiting(str(error), now)
+                except Exception as error:  # a file that another version wrote, or a bug: the next page may work
+                    self._readers = {}
+                    said = f"the page cannot be made: {describe(error)}"
+                    print(said, file=sys.stderr, flush=True)
+                    self._page = page.render_waiting(said, now)
                 self._stamp = now
             return self._page
 
