@@ -7,12 +7,15 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +40,7 @@ from jaxrl_llm.sharding import BATCH, shard_batch, to_host
 from jaxrl_llm.structs import Config, PyTree
 
 NO_ROWS = Rows({}, "")  # of a checkpoint of an earlier version
+DELETED = ".deleted"  # behind the folder's name: where checkpoints are that are being deleted
 
 
 def check_workdir(workdir: Path, config: Config, may_change: Collection[str]) -> None:
@@ -85,10 +89,8 @@ def _is_ours(file: Path) -> bool:
 
 def open_workdir(workdir: Path, config: Config) -> None:
     """Writes the resolved config.json into the workdir. Raises: UserError, if the disk write fails."""
-    partial = workdir / "config.json.partial"
     with disk.writing(workdir):
-        partial.write_text(_resolved(config))
-        os.replace(partial, workdir / "config.json")
+        disk.replace(workdir / "config.json", _resolved(config))
 
 
 def _resolved(config: Config) -> str:
@@ -99,15 +101,15 @@ def cut_back(file: Path, step: int) -> None:
     """Removes the lines after `step`, and a torn last line, from a JSON-lines log. A resumed run writes them again."""
     if not file.is_file():
         return
-    kept = []
-    *lines, _ = file.read_bytes().split(b"\n")  # the part after the last newline is empty or torn
-    for line in lines:
-        if json.loads(line)["step"] > step:
-            break
-        kept.append(line + b"\n")
-    partial = file.with_name(file.name + ".partial")
-    partial.write_bytes(b"".join(kept))
-    os.replace(partial, file)
+    end = 0
+    with file.open("r+b") as lines:  # a log of completions may be larger than the memory
+        for line in lines:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            end += len(line)
+        lines.truncate(end)
+        lines.flush()
+        os.fsync(lines.fileno())
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -123,7 +125,10 @@ class Pending(NamedTuple):
 
 
 class Checkpoints:
-    """Saves model states, the data position and the step in the background. A torn save is never a checkpoint."""
+    """Saves model states, the data position and the step in the background.
+
+    A torn save is never a checkpoint. Neither is one whose deletion was cut off: it has left the folder before.
+    """
 
     def __init__(self, folder: Path, began_with: dict[str, str], config: Config, mesh: Mesh, rows: Rows = NO_ROWS):
         """config: the `checkpoint` section; began_with: per field, the hash of a model or data that must not change.
@@ -142,9 +147,13 @@ class Checkpoints:
             best_fn=by,  # without it Orbax stores no accuracy, and a resumed run could not tell the best
             preservation_policy=AnyPreservationPolicy(policies),
             cleanup_tmp_directories=True,
+            todelete_subdir=f"../{folder.name}{DELETED}",
         )
         quieten_orbax()
         self._folder = folder.absolute()
+        self._deleted = self._folder.with_name(self._folder.name + DELETED)
+        self._removal: Thread | None = None
+        self._delete()
         arrays = ocp.StandardCheckpointHandler()
         handlers = {"state": arrays, "waiting": arrays, "host": ocp.JsonCheckpointHandler()}
         with self._saving():
@@ -211,6 +220,19 @@ class Checkpoints:
         """Waits until all saves are on the disk. Raises: UserError, if a save failed."""
         with self._saving():
             self._manager.wait_until_finished()
+        self._delete()
+
+    def _delete(self) -> None:
+        """Starts to remove the checkpoints that Orbax has moved out of the folder."""
+        if not distributed.first() or (self._removal and self._removal.is_alive()) or not self._deleted.is_dir():
+            return
+        with suppress(OSError):
+            moved = list(self._deleted.iterdir())
+            # Under a name of its own: Orbax may delete another checkpoint of the same step before the files are gone.
+            moved = [x.rename(x.with_name(f"{x.name}.{time.time_ns()}")) if x.name.isdecimal() else x for x in moved]
+            if moved:
+                self._removal = Thread(target=lambda: [shutil.rmtree(x, ignore_errors=True) for x in moved])
+                self._removal.start()
 
     def latest(self) -> Path | None:
         """Path of the newest checkpoint, which may not be complete yet; None if there is none."""
@@ -249,6 +271,7 @@ class Checkpoints:
             self.wait()  # a running save may be one of those to delete
             for later in [step for step in self._manager.all_steps() if step >= before]:
                 self._manager.delete(later)
+            self._delete()
         step = self._manager.latest_step()
         metrics: dict[int, Any] = {kept: self._manager.metrics(kept) for kept in self._manager.all_steps()}
         self._accuracies = {kept: found["accuracy"] for kept, found in metrics.items() if found}
@@ -300,6 +323,10 @@ class Checkpoints:
         """Waits until all saves are on the disk, and closes Orbax. Raises: UserError, if a save failed."""
         with self._saving(), closing(self._manager):
             self.wait()
+        if self._removal:
+            self._removal.join()
+        with suppress(OSError):  # not there, or not empty
+            self._deleted.rmdir()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ HEAPS = 4  # for all threads; glibc's default is 8 per core, and each keeps the 
 
 
 def keep_compilations() -> str:
-    """Turns on JAX's persistent compilation cache in the user's cache folder; returns the folder, or "off".
+    """Turns on JAX's persistent compilation cache in the user's cache folder, whose size is bounded.
+
+    Returns the folder, or "off".
 
     JAX_COMPILATION_CACHE_DIR sets another folder. If it is set but empty, the cache is off.
     Call this before JAX starts threads, because it also limits the number of malloc heaps.
@@ -40,6 +42,7 @@ def keep_compilations() -> str:
     if platform.libc_ver()[0] == "glibc" and "MALLOC_ARENA_MAX" not in os.environ:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        user_cache.forget_programs(user_cache.home() / "xla")
         jax.config.update("jax_compilation_cache_dir", str(user_cache.home() / "xla"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

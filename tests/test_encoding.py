@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_recipes import TEMPLATE, write_qwen
 
+from jaxrl_llm import compilation
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import load, override, parse_arguments
 from jaxrl_llm.data import encoding
@@ -226,6 +227,25 @@ def test_a_folder_that_is_too_large_loses_its_oldest_files(home, monkeypatch):
         os.utime(home / f"{i}.npz", (i, i))
     user_cache.save_ids("4", [np.arange(400, dtype=np.int32)])
     assert {file.name for file in home.iterdir()} == {"3.npz", "4.npz"}
+
+
+def test_compiled_programs_that_no_run_has_used_for_long_are_removed_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(user_cache, "PROGRAMS", 2500)
+    monkeypatch.setattr(compilation.jax.config, "update", lambda *_: None)
+    compilation.keep_compilations()  # there is no folder yet
+    folder = tmp_path / "jaxrl_llm" / "xla"
+    folder.mkdir(parents=True)
+    for name, read, written in (("unused", 1, 3), ("used", 9, 1), ("new", 8, 8)):
+        (folder / f"{name}-cache").write_bytes(bytes(1000))
+        os.utime(folder / f"{name}-cache", (read, written))
+    compilation.keep_compilations()
+    assert {file.name for file in folder.iterdir()} == {"used-cache", "new-cache"}
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))  # a folder of the user's own is not ours to clear
+    monkeypatch.setattr(user_cache, "PROGRAMS", 0)
+    compilation.keep_compilations()
+    assert len(list(folder.iterdir())) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tokenizer, home):

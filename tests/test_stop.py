@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -311,6 +312,39 @@ def test_a_checkpoint_that_a_signal_made_changes_not_to_which_ones_a_run_can_go_
             checkpoints.close()
     assert there["stopped"] == there["straight"] == [[2], [2, 4], [2, 4, 6], [4, 6, 8]]
     assert steps(tmp_path / "stopped") == ["4", "6", "8"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("victim", ["the newest, at a rollback", "an old one, after a save"])
+def test_a_run_killed_while_it_deletes_a_checkpoint_never_resumes_half_of_it(tmp_path, monkeypatch, victim):
+    folder = tmp_path / "checkpoints"
+    keep, removed = 3 if "rollback" in victim else 1, list[Path]()
+    checkpoints = Checkpoints(folder, {}, ConfigDict(dict(keep=keep, keep_best=0, every=1)), MESH)
+    for step in (1, 2, 3):
+        checkpoints.save(step, STATE, PENDING, None, ladders={})
+        checkpoints.wait()
+        if step == 2:
+
+            def cut_off(path: Path, *_: object, removed: list[Path] = removed, **__: object) -> None:
+                removed.extend(sorted(Path(path).rglob("*.*"))[:2] + list(Path(path).glob("host/*")))
+                for file in removed:
+                    file.unlink(missing_ok=True)
+                raise SystemExit("killed")
+
+            monkeypatch.setattr(shutil, "rmtree", cut_off)
+    with suppress(SystemExit):
+        checkpoints.resume(STATE, before=3 if keep == 3 else None)
+    end = time.monotonic() + 20
+    while not removed and time.monotonic() < end:
+        time.sleep(0.01)
+    assert removed
+    monkeypatch.undo()
+    again = Checkpoints(folder, {}, ConfigDict(dict(keep=keep, keep_best=0, every=1)), MESH)
+    for left in reversed(again.steps()):  # also the one that an evaluation, or a later rollback, takes
+        again.resume(STATE, before=left + 1)
+    assert again.resume(STATE)[0] == {3: 1, 1: 3}[keep]
+    again.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkeypatch):

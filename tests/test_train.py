@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,19 @@ def test_a_log_is_cut_back_at_newlines_alone(tmp_path):
     (tmp_path / "log").write_text("".join(lines) + '{"step": 6, "te')
     cut_back(tmp_path / "log", 3)
     assert (tmp_path / "log").read_text() == "".join(lines[:4])
+
+
+def test_a_log_larger_than_the_memory_can_be_cut_back(tmp_path):
+    line = json.dumps({"step": 1, "text": "x" * 1000}) + "\n"
+    (tmp_path / "log").write_text(line * 20_000 + line.replace("1", "9", 1))
+    tracemalloc.start()
+    try:
+        cut_back(tmp_path / "log", 3)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "log").stat().st_size == len(line) * 20_000
+    assert peak < 2**20
 
 
 @pytest.mark.slow

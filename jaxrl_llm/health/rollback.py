@@ -7,7 +7,6 @@ with the same decisions, and repeats bit for bit what it did.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
@@ -69,12 +68,7 @@ class Rollbacks:
             for name in LOGS:
                 if (self._workdir / name).is_file():
                     shutil.copy2(self._workdir / name, logs / name)
-            partial = self._folder / f"{number}.partial"
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(decision), indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, self._folder / f"{number}.json")
+            disk.replace(self._folder / f"{number}.json", json.dumps(asdict(decision), indent=2) + "\n")
 
 
 def target(step: int, checkpoints: Collection[int], before: list[Decision]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -51,6 +52,16 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(cannot_write(folder, error.strerror or str(error))) from error
+
+
+def replace(file: Path, text: str) -> None:
+    """Writes a file that is whole or not there after a crash of the host too, and replaces what was there."""
+    partial = file.with_name(file.name + ".partial")
+    with partial.open("w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(partial, file)
 
 
 def cannot_write(folder: Path, reason: str) -> str:

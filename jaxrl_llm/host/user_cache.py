@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 FILES, BYTES = 16, 2**31  # limits of the token cache; the least recently used files are removed first
+PROGRAMS = 10 * 2**30  # bytes of compiled programs: some hundred runs of large models
 
 
 def home() -> Path:
@@ -25,7 +27,7 @@ def load_ids(key: str, count: int) -> list[np.ndarray] | None:
     try:
         with np.load(file) as stored:
             ids, lengths = stored["ids"], stored["lengths"]
-        os.utime(file)  # marks it as used for `_forget`
+        os.utime(file)  # marks it as used for `forget`
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
     return split(ids, lengths) if len(lengths) == count and lengths.sum() == len(ids) else None
@@ -43,7 +45,7 @@ def save_ids(key: str, ids: Sequence[np.ndarray]) -> None:
             os.replace(partial, folder / f"{key}.npz")
         finally:
             Path(partial).unlink(missing_ok=True)
-        _forget(folder)
+        forget(folder, FILES, BYTES)
 
 
 def split(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
@@ -52,14 +54,26 @@ def split(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     return [flat[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
 
-def _forget(folder: Path) -> None:
+def forget_programs(folder: Path) -> None:
+    """Removes the least recently used compiled programs beyond the limit.
+
+    JAX's own limit (jax_compilation_cache_max_size) stops to store anything in a folder that began without a limit,
+    and in one where a process was killed between the two files of an entry.
+    """
+    forget(folder, sys.maxsize, PROGRAMS)
+
+
+def forget(folder: Path, files: int, size: int) -> None:
     """Removes the least recently used files beyond the limits. Another run may remove files at the same time."""
-    found = []
-    for file in folder.iterdir():
-        with suppress(OSError):
-            found.append((file.stat().st_mtime, file.stat().st_size, file))
-    room = BYTES
-    for i, (_, size, file) in enumerate(sorted(found, reverse=True)):
-        room -= size
-        if i >= FILES or room < 0:
-            file.unlink(missing_ok=True)
+    found, room = [], size
+    with suppress(OSError):  # no folder yet
+        for file in folder.iterdir():
+            with suppress(OSError):
+                about = file.stat()
+                # Linux keeps the time of the last read to a day. Where it keeps none, that of the writing counts.
+                found.append((max(about.st_mtime, about.st_atime), about.st_size, file))
+    for i, (_, taken, file) in enumerate(sorted(found, reverse=True)):
+        room -= taken
+        if i >= files or room < 0:
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
