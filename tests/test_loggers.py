@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl_llm import loggers
-from jaxrl_llm.checkpoint import check_workdir, open_workdir
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import UserError
@@ -158,15 +157,3 @@ def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, c
 def test_wrong_names_are_refused(names, project, words):
     with pytest.raises(UserError, match=words):
         checks.check_train(config_of(*names, project=project))
-
-
-def test_a_run_of_the_old_switches_can_be_resumed_with_the_new_ones(tmp_path):
-    config = config_of("tensorboard", project="")
-    before = config.copy_and_resolve_references()
-    del before.log["to"], before.log["project"]
-    before.log.tensorboard, before.log.wandb_project = True, "lab"
-    open_workdir(tmp_path, before)
-    check_workdir(tmp_path, config, checks.may_change(config))
-    config.seed = 1
-    with pytest.raises(UserError, match=r"config\.seed is 1"):
-        check_workdir(tmp_path, config, checks.may_change(config))

@@ -128,7 +128,7 @@ class Reader:
 def read_config(workdir: Path) -> Config:
     """Reads the config of a run. Raises: UserError, if the folder has none."""
     try:
-        config = ConfigDict(_tuples(json.loads((workdir / "config.json").read_text(encoding="utf-8"))))
+        config: Config = ConfigDict(_tuples(json.loads((workdir / "config.json").read_text(encoding="utf-8"))))
         config.health.to_dict()
     except (OSError, ValueError, TypeError, AttributeError):
         raise UserError(f"{workdir} is no run (it has no config.json of one): give a run's --workdir") from None
