@@ -20,6 +20,7 @@ from jaxrl_llm.banner import adapters_table, batch_table, models_table, print_ba
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
 from jaxrl_llm.compilation import Compilations, Program, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
+from jaxrl_llm.config.names import with_names
 from jaxrl_llm.config.schema import check_reach
 from jaxrl_llm.data import columns, order
 from jaxrl_llm.data import prompts as data
@@ -116,7 +117,7 @@ def compile_only(config: Config) -> None:
 
 def load(config: Config, workdir: str | Path, opened: ExitStack, check: Callable[[Config], checks.Totals]) -> Loaded:
     """Checks and loads config, workdir, mesh, model and data, in this order. Raises: UserError."""
-    workdir = Path(workdir)
+    config, workdir = with_names(config), Path(workdir)
     compilations, cache = opened.enter_context(closing(Compilations())), keep_compilations()
     keep_schedule(workdir, config)  # first: the checks need the schedules' length
     totals = check(config)

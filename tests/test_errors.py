@@ -216,6 +216,8 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "a reward in a module that is not there":
         ("reward.weights=1. reward.functions=lab.x",
          "reward.functions 'lab.x' does not exist: there is no module lab; there is arithmetic.accuracy, "),
+    "a reward of another program":
+        ("reward.weights=1. reward.functions=__main__.score_", "does not exist | name it 'file.function'"),
     "an unknown task":
         ("data.source=arithmetic.trian", "config.data.source 'arithmetic.trian' | mean arithmetic.train?"),
     "an unknown task to be graded by":

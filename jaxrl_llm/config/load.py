@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 import jaxrl_llm
 from jaxrl_llm import configs
+from jaxrl_llm.config.names import with_names
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.config.user_modules import importing_from
 from jaxrl_llm.errors import Parser, UserError, describe
@@ -152,7 +153,7 @@ def load(config: str | Path) -> Config:
         raise UserError(f"{path} cannot be run: {describe(error, str(path))}: {_remedy(error)}") from error
     if not isinstance(made, ConfigDict):
         raise UserError(f"{path} gives no config: define get_config(), returning an ml_collections.ConfigDict")
-    return made
+    return with_names(made, path.stem)
 
 
 def _remedy(error: BaseException) -> str:

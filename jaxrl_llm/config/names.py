@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from jaxrl_llm.errors import UserError, describe
 if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
     from jaxrl_llm.structs import Config
 
+OWN: dict[str, Callable[..., Any]] = {}  # functions that no module has, by the names that a config has for them
+OURS = "jaxrl_llm.rewards."
 NEAR = 0.75  # similarity of two words of which one is a slip
 
 
@@ -27,6 +30,8 @@ def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., 
     It is in `module` ("grpo"), in a submodule of it ("arithmetic.accuracy"), or in any module ("my.mod.f").
     Raises: UserError, listing the known names, or both functions if the name is ambiguous.
     """
+    if name in OWN:
+        return OWN[name]
     path, _, attribute = name.rpartition(".")
     inner, found = None, None
     if not path and name in _functions(module):
@@ -48,9 +53,43 @@ def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., 
         return found
     offered = [f"{path}.{other}" for other in _functions(inner)] if inner else _offered(module)
     close = closest(name, offered)
-    hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(offered)}, or a dotted name of your own"
+    if close:
+        hint = f"did you mean {close[0]}?"
+    elif offered:
+        hint = f"there is {', '.join(offered)}, or a dotted name of your own"
+    else:  # such as __main__, in another program than the one that had the function
+        hint = "put it into a file beside the config and name it 'file.function'"
     missing = f": there is no module {path}" if path and not inner else ""
     raise UserError(f"{what} {name!r} does not exist{missing}; {hint}")
+
+
+def with_names(config: Config, home: str = "") -> Config:
+    """Returns a config with names in place of the reward functions that are function objects.
+
+    home: the module of functions that a config file defines. Raises: UserError, if a function has no name.
+    """
+    given = config.reward.functions if "reward" in config and "functions" in config.reward else ()
+    if not isinstance(given, tuple) or not any(map(callable, given)):
+        return config
+    named = config.copy_and_resolve_references()
+    with named.unlocked():
+        named.reward.functions = tuple(_name(one, home) if callable(one) else one for one in given)
+    return named
+
+
+def _name(function: Callable[..., Any], home: str) -> str:
+    """Returns the name of a function object. `resolve` knows it, also if no module has the function."""
+    name = getattr(function, "__qualname__", "")
+    if not inspect.isfunction(function) or "<" in name:
+        raise UserError(
+            f"config.reward.functions has {function!r}, which has no name: define a function with def, not within "
+            "another one, or put it into a file and name it 'file.f'"
+        )
+    module = sys.modules.get(function.__module__)
+    full = f"{function.__module__ if module else home or '__main__'}.{name}".removeprefix(OURS)
+    if getattr(module, name, None) is not function:
+        OWN[full] = function
+    return full
 
 
 def split_call(text: str, what: str = "name") -> tuple[str, dict[str, Any]]:
@@ -139,7 +178,7 @@ def _imported(module: str, what: str, name: str) -> ModuleType | None:
     """Imports a module. Returns None if it does not exist."""
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, and end the program
         # None only if this module is missing, not if one of its imports is.
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return None

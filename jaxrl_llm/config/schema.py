@@ -120,10 +120,19 @@ def check_call(text: str, module: ModuleType, what: str) -> None:
     """
     name, given = split_call(text, what)
     function = resolve(name, module, what)
+    if inspect.isclass(function):
+        raise UserError(
+            f"{what} {name!r} is a class: make an instance of it in its module, as score = {function.__name__}()"
+        )
     try:
         known = inspect.signature(function).parameters
     except ValueError:  # a function in C may have none
         known = {}
+    for key, parameter in known.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise UserError(
+                f"{what}: {name} takes {key} by its position, but it is called by names: take the / out of it"
+            )
     own = is_ours(function, module)
     taken = {k: p for k, p in known.items() if p.kind is p.KEYWORD_ONLY or (not own and p.kind is not p.VAR_KEYWORD)}
     hints = _hints(function) if inspect.isfunction(function) else {}

@@ -9,12 +9,13 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxrl_llm import rewards
-from jaxrl_llm.config.names import bind, is_ours, split_call
+from jaxrl_llm.config.names import is_ours, split_call
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.formats import Row
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import is_empty
+from jaxrl_llm.rewards.signatures import bound
 
 OF_COMPLETIONS = ("prompts", "completions", "completion_ids", "log_metric")  # arguments that are no columns of rows
 OF_EPISODES = ("turns", "episode")  # columns that an environment gives
@@ -53,7 +54,7 @@ def asked(functions: Sequence[str], *, episodes: bool) -> list[Asked]:
     """
     found = []
     for text in functions:
-        function, (name, _) = bind(text, rewards, "reward"), split_call(text)
+        function, (name, _) = bound(text), split_call(text)
         plain = getattr(function, "func", function)  # without the arguments that the config gives
         ours, readers = is_ours(plain, rewards), getattr(plain, "reads", {})
         columns = _parameters(function, {*OF_COMPLETIONS, *(OF_EPISODES if episodes else ())})

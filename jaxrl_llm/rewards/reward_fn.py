@@ -14,12 +14,14 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import cloudpickle
 import numpy as np
 
 from jaxrl_llm import rewards
-from jaxrl_llm.config.names import bind, split_call
-from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm.config.names import OWN, resolve, split_call
+from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.host.process import Process
+from jaxrl_llm.rewards.signatures import bound
 
 __all__: tuple[str, ...] = ()  # no function here is a reward that a config may name
 
@@ -52,7 +54,8 @@ class RewardFn:
         """timeout: seconds for one batch of one function, set by the config's `field`; 0: no limit and no process."""
         self._functions = {split_call(text)[0]: text for text in functions}
         self._weights, self._timeout, self._field = weights, timeout, field
-        self._processes = {name: Process(_bound, text) for name, text in self._functions.items() if timeout}
+        sent = {name: _code(name) for name in self._functions if timeout}
+        self._processes = {name: Process(_prepare, self._functions[name], code) for name, code in sent.items()}
         self._starting = set(self._processes)
         self._thread = ThreadPoolExecutor(max_workers=1)
 
@@ -93,7 +96,15 @@ class RewardFn:
             process.close()
 
     def _ask_here(self, *batch: Any) -> dict[str, Answer]:
-        return {name: call_by_name(name, text, *batch) for name, text in self._functions.items()}
+        answers = {}
+        for name, text in self._functions.items():
+            try:
+                answers[name] = call_by_name(name, text, *batch)
+            except SystemExit as error:  # it would end the trainer without a word
+                raise UserError(
+                    f"reward {name} ended the program ({describe(error)}): make it return or raise"
+                ) from error
+        return answers
 
     def _ask_processes(self, rows: list[dict[str, Any]], *completions: Any) -> dict[str, Answer]:
         try:
@@ -147,7 +158,7 @@ def weighted_sum(channels: Sequence[np.ndarray], weights: Sequence[float], shape
 
 def call_by_name(name: str, text: str, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]) -> Answer:
     """Runs `call` for the function of a config, "name" or "name(argument=value)"."""
-    return call(name, bind(text, rewards, "reward"), rows, texts, ids)
+    return call(name, bound(text), rows, texts, ids)
 
 
 def _call_in_time(seconds: float, *batch: Any) -> Answer:
@@ -155,8 +166,24 @@ def _call_in_time(seconds: float, *batch: Any) -> Answer:
     return call_by_name(*batch)
 
 
-def _bound(text: str) -> None:
-    bind(text, rewards, "reward")
+def _prepare(text: str, code: bytes) -> None:
+    """Does the imports of a function. code: the function itself, if no module of another process can have it."""
+    if code:
+        OWN[split_call(text)[0]] = pickle.loads(code)
+    bound(text)
+
+
+def _code(name: str) -> bytes:
+    """Returns a pickled function of a notebook, a script or a config file. b"": it is imported by its name."""
+    if name not in OWN and not name.startswith("__main__."):
+        return b""
+    try:
+        return cloudpickle.dumps(resolve(name, rewards, "reward"))
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise UserError(
+            f"reward {name} cannot be sent to its process ({briefly(error)}): put it into a file and name it 'file.f', "
+            "or set config.reward.timeout = 0"
+        ) from error
 
 
 def _can_be_sent(value: Any) -> bool:

@@ -1,0 +1,175 @@
+"""Reward functions of a notebook, a script and other trainers, as they are."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl_llm import rewards
+from jaxrl_llm.config import load as configs
+from jaxrl_llm.config.names import with_names
+from jaxrl_llm.config.schema import check_call
+from jaxrl_llm.data import columns
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards import math as maths
+from jaxrl_llm.rewards.reward_fn import RewardFn, call
+from jaxrl_llm.rewards.signatures import adapted
+
+ROWS = [{"prompt": "?", "answer": str(i), "data_source": "lab", "extra_info": {"i": i}} for i in range(3)]
+TEXTS = ["0", "x", "2"]
+RIGHT = [1.0, 0.0, 1.0]
+
+
+def equal(text: str, truth: str) -> float:
+    return float(text == truth)
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, extra_info["i"]) == ("lab", int(ground_truth))
+    return equal(solution_str, ground_truth)
+
+
+def of_verl_with_parts(solution_str, ground_truth, **_):
+    return {"score": equal(solution_str, ground_truth), "length": len(solution_str), "text": "no number"}
+
+
+async def of_verl_that_waits(data_source, solution_str, ground_truth, extra_info):
+    return equal(solution_str, ground_truth)
+
+
+def of_verl_for_a_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    return [equal(*pair) for pair in zip(solution_strs, ground_truths, strict=True)]
+
+
+def of_easyr1(reward_inputs: list[dict[str, Any]], format_weight: float = 0.1):
+    assert reward_inputs[0].keys() == {"response", "response_length", "ground_truth"}
+    return [{"overall": equal(x["response"], x["ground_truth"]), "length": x["response_length"]} for x in reward_inputs]
+
+
+def of_easyr1_one_by_one(reward_input):
+    return of_easyr1([reward_input])[0]
+
+
+def of_older_easyr1(predicts, ground_truths):
+    return [{"overall": equal(*pair), "length": 1} for pair in zip(predicts, ground_truths, strict=True)]
+
+
+def of_trl_with_a_column_of_that_name(completions, predicts, **_):
+    return predicts
+
+
+@pytest.mark.parametrize("function", [
+    of_verl, of_verl_with_parts, of_verl_that_waits, of_verl_for_a_batch, of_easyr1, of_easyr1_one_by_one,
+    of_older_easyr1, functools.partial(of_easyr1, format_weight=0.5),
+])  # fmt: skip
+def test_a_function_of_verl_or_easyr1_is_called_as_it_is(function):
+    answer = call("f", adapted(function), ROWS, TEXTS, [[1]] * 3)
+    assert answer.values == RIGHT
+    assert answer.metrics in ({}, {"length": 1.0})
+
+
+def test_a_function_with_our_signature_stays_as_it_is():
+    for function in (of_trl_with_a_column_of_that_name, maths.accuracy, len):
+        assert adapted(function) is function
+
+
+@pytest.mark.parametrize(("name", "needs"), [
+    ("of_verl", {"answer", "data_source"}), ("of_easyr1", {"answer"}), ("of_verl_for_a_batch",
+    {"answer", "data_source", "extra_info"}),
+])  # fmt: skip
+def test_the_columns_of_such_a_function_are_known_before_a_model_is_loaded(name, needs):
+    asked = columns.asked([f"test_own_functions.{name}"], episodes=False)
+    assert {column for one in asked for column in one.columns} == needs
+
+
+class Judge:
+    def __call__(self, completions, **_):
+        return [1.0] * len(completions)
+
+
+def by_position(completions, /, answer):
+    return completions
+
+
+def test_a_class_and_arguments_by_position_are_refused_before_a_run():
+    for name, words in {
+        "Judge": "is a class: .* score = Judge\\(\\)",
+        "by_position": "takes completions by its",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            check_call(f"test_own_functions.{name}", rewards, "config.reward.functions")
+
+
+SCRIPT = """
+from jaxrl_llm.config.names import with_names
+from jaxrl_llm.configs import grpo
+from jaxrl_llm.rewards.reward_fn import RewardFn
+
+print("script runs")
+BONUS = 0.5
+
+def helper(text):
+    return len(text) + BONUS
+
+def score(completions, **columns):
+    return [helper(text) for text in completions]
+
+c = grpo.get_config()
+c.reward.functions, c.reward.weights = (score, "math.is_boxed", FORM), (1.0, 1.0, 1.0)
+names = with_names(c).reward.functions
+reward = RewardFn(names, c.reward.weights, 20.0, field="x")
+print(names, {name: x.tolist() for name, x in reward([{"prompt": "?"}], [["a", "bcd"]], [[[1], [1]]]).channels.items()})
+reward.close()
+"""
+
+
+def test_a_function_of_a_script_judges_in_its_own_process_which_does_not_run_the_script_again(tmp_path):
+    (tmp_path / "forms.py").write_text("def form(completions, **columns):\n    return [9.0] * len(completions)\n")
+    script = "from forms import form as FORM\n" + SCRIPT
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [
+        "script runs",
+        "('__main__.score', 'math.is_boxed', 'forms.form') "
+        "{'__main__.score': [[1.5, 3.5]], 'math.is_boxed': [[0.0, 0.0]], 'forms.form': [[9.0, 9.0]], "
+        "'total': [[10.5, 12.5]]}",
+    ], done.stderr
+
+
+def test_a_function_of_a_config_file_judges_and_is_named_by_the_file(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jaxrl_llm.configs import grpo\nWORTH = 7.0\n\n"
+        "def score(completions, **columns):\n    return [WORTH] * len(completions)\n\n"
+        "def get_config():\n    c = grpo.get_config()\n    c.reward.functions, c.reward.weights = (score,), (1.0,)\n"
+        "    return c\n"
+    )
+    c = configs.load(tmp_path / "mine.py")
+    assert c.reward.functions == ("mine.score",)
+    for timeout in (0.0, 20.0):
+        with closing(RewardFn(c.reward.functions, (1.0,), timeout, field="x")) as reward:
+            assert reward([{"prompt": "?"}], [["a"]], [[[1]]]).channels["total"].tolist() == [[7.0]]
+
+
+@pytest.mark.parametrize("function", [lambda completions: completions, Judge(), functools.partial(of_verl)])
+def test_a_function_without_a_name_is_refused_in_one_line(function):
+    c = configs.load("grpo")
+    c.reward.functions = (function,)
+    with pytest.raises(UserError, match=r"config.reward.functions has .* which has no name: .* name it 'file.f'"):
+        with_names(c)
+
+
+def ends_the_program(completions, **_):
+    sys.exit(3)
+
+
+def test_a_reward_that_ends_the_program_is_named():
+    name = "test_own_functions.ends_the_program"
+    words = rf"reward {name} ended the program \(SystemExit: 3 .*{Path(__file__).name}:.*make it return"
+    with closing(RewardFn((name,), (1.0,), 0.0, field="x")) as reward, pytest.raises(UserError, match=words):
+        reward([{"prompt": "?"}], [["a"]], [[[1]]])
