@@ -6,6 +6,7 @@ import contextlib
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,30 @@ def test_a_script_that_is_broken_gives_one_line(script, words, tmp_path):
     path.write_text(script)
     with pytest.raises(UserError, match=words):
         readers.read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.sh", "(" * 3000),
+        ("run.sh", "A=" + "${A:-" * 3000),
+        ("run.sh", "if " * 3000),
+        ("run.sh", "f() { f; f; f; f; }\nf"),
+        ("run.sh", "A=x\nfor i in 1 2 3 4 5 6 7 8 9 a b c d e f g h i j k; do A=$A$A; done"),
+        ("run.sh", "A=(x y)\nfor i in 1 2 3 4 5 6 7 8 9 a b c d e f g h i j k; do A+=(${A[@]}); done"),
+        ("run.sh", "while true; do while true; do while true; do while true; do x; done; done; done; done"),
+        ("run.sh", "run " + "{a,b}" * 40),
+        ("v.yaml", "a: &a [*a]\nbeta: 1\n"),
+        ("v.yaml", "defaults: [v]\ntrainer: {nnodes: 1}\n"),
+    ],
+)
+def test_a_file_without_an_end_gives_one_line_soon(name, text, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    begin = time.process_time()
+    with pytest.raises(UserError) as error:
+        readers.read(path)
+    assert "\n" not in str(error.value) and time.process_time() - begin < 3
 
 
 def test_no_text_makes_the_reader_hang_or_raise_anything_else():

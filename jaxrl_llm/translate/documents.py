@@ -142,7 +142,7 @@ def beside(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, str
             return Path(name), text
     for folder in (*path.resolve().parents, Path()):
         if (folder / name).is_file():
-            return folder / name, (folder / name).read_text(encoding="utf-8")
+            return folder / name, (folder / name).read_text(encoding="utf-8", errors="replace")
     return None
 
 

@@ -51,6 +51,13 @@ def read(path: Path) -> Source:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as text ({error}): give a config or a script") from None
+    try:
+        return _read(path, text)
+    except RecursionError:
+        raise UserError(f"{path} refers to itself, or is nested too deeply: give a config or a script") from None
+
+
+def _read(path: Path, text: str) -> Source:
     if path.suffix == ".py":
         kind, values, lost = read_script(path, text)
         return Source(path, trl.GRPO if kind == "grpo" else trl_ppo.PPO, values, tuple(lost))

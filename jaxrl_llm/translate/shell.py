@@ -20,7 +20,7 @@ from jaxrl_llm.translate.shell_values import Values
 
 DOTTED = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 OF_NAMES = ("export", "declare", "local", "readonly", "typeset")
-ROUNDS, DEPTH = 32, 16  # rounds of a loop, and calls of functions inside each other
+ROUNDS, DEPTH, STEPS = 32, 16, 20_000  # rounds of a loop, calls of functions inside each other, commands of all
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Run(Values):
     files: dict[str, str] = field(default_factory=dict)
     local: list[dict[str, Value | None]] = field(default_factory=list)  # of each function: what its names were before
     depth: int = 0
+    steps: int = 0
     jump: str = ""  # exit, return, break or continue, until what it leaves has ended
 
     # Blocks. Each returns whether it succeeds; None: that is not known.
@@ -82,6 +83,9 @@ class Run(Values):
         return status
 
     def node(self, node: Node) -> bool | None:
+        self.steps += 1
+        if self.steps > STEPS:
+            raise UserError(f"it does not end within {STEPS} commands: is this a script that starts a training?")
         match node:
             case Simple():
                 return self.simple(node)
@@ -261,7 +265,7 @@ class Run(Values):
         try:
             status = self.block(Parser(text).script())
         except UserError:
-            status = None
+            status = None  # it is no script, or too long a one
         self.depth -= 1
         self.inside = before
         return status

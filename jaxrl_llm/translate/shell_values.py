@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.translate.arguments import Value, calculated
 from jaxrl_llm.translate.shell_grammar import ASSIGNS, Parser, Part, Simple, Word
 from jaxrl_llm.translate.shell_parameters import replaced, transformed
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
 PARAMETER = re.compile(r"(!|#)?(\w+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
+LONGEST = 100_000  # characters of a variable; a tenth of it: words of an array
+BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 KNOWN = {"HOME": "~", "PWD": "."}
 
 
@@ -33,6 +36,12 @@ class Values:
         return ASSIGNMENT.match(text) if ASSIGNS.match(text) else None
 
     def assign(self, match: re.Match[str], word: Word) -> None:
+        self.set(match, word)
+        name = match[1]
+        if len(self.variables.get(name, Value("")).text) > LONGEST or len(self.arrays.get(name, [])) > LONGEST / 10:
+            raise UserError(f"{name} grows without an end: is this a script that starts a training?")
+
+    def set(self, match: re.Match[str], word: Word) -> None:
         name, index, more = match.groups()
         if word.array is not None:
             keyed = [re.fullmatch(r"\[(.+?)\]=(.*)", self.text(one).text, re.DOTALL) for one in word.array]
@@ -211,7 +220,7 @@ def _braces(word: Word) -> list[Word]:
     for i, part in enumerate(word.parts):
         if part.kind != "text" or part.quoted:
             continue
-        if match := re.search(r"\{([^{}]*,[^{}]*)\}", part.text):
+        if (match := BRACES.search(part.text)) and len(BRACES.findall(part.text)) <= 4:
             ends = part.text[: match.start()], part.text[match.end() :]
             made = [Part("text", f"{ends[0]}{one}{ends[1]}") for one in match[1].split(",")]
             return [replace(word, parts=(*word.parts[:i], one, *word.parts[i + 1 :])) for one in made]
