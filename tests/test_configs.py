@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from jaxrl_llm import configs
 from jaxrl_llm.config import checks, suggestions
 from jaxrl_llm.config import load as config
+from jaxrl_llm.config.names import with_names
 from jaxrl_llm.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -167,3 +170,26 @@ def test_a_config_in_any_folder_builds_on_a_shipped_one_or_is_told_how(tmp_path,
             UserError, match=f"No module named '{name}' .*mine.py:1.*: write 'from {module} import {name}'$"
         ):
             config.load("mine.py")
+
+
+def test_the_page_about_configs_has_a_config_and_commands_that_pass_the_checks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = (ROOT / "docs" / "configs.md").read_text()
+    file, script = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    Path("mine.py").write_text(file)
+    Path("rules.py").write_text("def polite(completions, **columns):\n    return [0.0] * len(completions)\n")
+    commands = re.findall(r"^python -m jaxrl_llm.train (.*?)(?: *#.*)?$", text, re.MULTILINE)
+    assert len(commands) == 6
+    for command in commands:
+        given = config.parse_arguments("test", "", shlex.split(command)).config
+        checks.check_train(given)
+        if "--config.reward.weights" in command:
+            assert given.reward.functions == ("math.accuracy", "rules.polite")
+    sys.modules.pop("rules")
+    ran = []
+    monkeypatch.setattr("jaxrl_llm.train.steps", lambda c, workdir: ran.append((with_names(c), workdir)) or ())
+    exec(script, {})
+    ((c, workdir),) = ran
+    checks.check_train(c)
+    assert (c.reward.functions[0], workdir) == ("arithmetic.accuracy", "runs/polite")
