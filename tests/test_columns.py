@@ -83,7 +83,7 @@ def test_the_columns_in_the_template_of_a_judge_are_asked_for(tmp_path):
     judge = f"judge.score(url='http://x', model='m', template={str(tmp_path / 'judge.txt')!r})"
     rows = [{"answer": "1", "rubric": x} for x in ("short", None)]
     told = check(dataset_of(rows), [judge], "data").notes
-    assert told == ("1 of 2 rows have no 'rubric', the first is row 2: judge.score gets None",)
+    assert told == ("1 of 2 rows has no 'rubric', the first is row 2: judge.score gets None",)
     with pytest.raises(UserError, match=r"reward judge.score asks for column 'rubric', which the data does not have"):
         check(dataset_of([{"answer": "1"}]), [judge], "data")
     assert check(dataset_of([{}]), ["judge.score(url='http://x', model='m')"], "data").notes == ()
@@ -240,7 +240,7 @@ def test_every_kind_of_file_has_the_same_rows_without_an_answer(tmp_path, tokeni
         made = data.read(str(file), tokenizer, columns=read, max_prompt_tokens=9, overlong="error")
         told[file.name] = check(made, ["math.accuracy"], "data").notes
     assert len(told) == 9
-    assert set(told.values()) == {("1 of 3 rows have no 'answer', the first is row 2: math.accuracy abstains",)}, told
+    assert set(told.values()) == {("1 of 3 rows has no 'answer', the first is row 2: math.accuracy abstains",)}, told
 
 
 def test_a_named_answer_column_may_be_missing_in_some_rows_and_not_in_all(tmp_path):

@@ -59,7 +59,7 @@ def test_a_repaired_file_is_resumed_where_the_run_was_and_one_with_fewer_rows_be
     broken = right | {int(drawn([*range(6)], right, 6)[-1][0]): None}
     write(file, [*broken.values()])
     assert seen(run, file, 2) == drawn([*range(6)], broken, 4)
-    assert "1 of 6 rows have no 'answer', the first is row " in capsys.readouterr().out
+    assert "1 of 6 rows has no 'answer', the first is row " in capsys.readouterr().out
     write(file, [*right.values()])
     line = "config.data.source holds other rows than when this run began (6 rows then, 6 now): put the rows back"
     for accept in ("", "yes"):

@@ -142,8 +142,8 @@ def _note(one: Asked, without: list[int], part: range, dataset: Dataset, source:
     prefix = f"{source}: " if source else ""
     if len(without) == len(part):
         return f"{prefix}no row has {one}"
-    first = dataset.numbers[without[0]]
-    return f"{prefix}{len(without):,} of {len(part):,} rows have no {one}, the first is row {first:,}"
+    first, verb = dataset.numbers[without[0]], "has" if len(without) == 1 else "have"
+    return f"{prefix}{len(without):,} of {len(part):,} rows {verb} no {one}, the first is row {first:,}"
 
 
 def _effect(one: Asked, row: Row) -> str:
