@@ -42,7 +42,7 @@ class Change:
     def __str__(self) -> str:
         then = "rows" if self.rows_before is None else f"{sum(self.rows_before):,} rows"
         field = "data.mixture" if self.field == "data.source" and len(self.rows_now) > 1 else self.field
-        line = f"config.{field} holds other rows than when this run began ({then} then, {sum(self.rows_now):,} now"
+        line = f"config.{field} holds other rows than this run had ({then} then, {sum(self.rows_now):,} now"
         if self.field == "eval.source":
             return f"{line}; accuracies are of these from now on)"
         return f"{line})" if self.rows_before == self.rows_now else f"{line}; the order of the rows begins anew)"

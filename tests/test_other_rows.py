@@ -61,7 +61,7 @@ def test_a_repaired_file_is_resumed_where_the_run_was_and_one_with_fewer_rows_be
     assert seen(run, file, 2) == drawn([*range(6)], broken, 4)
     assert "1 of 6 rows has no 'answer', the first is row " in capsys.readouterr().out
     write(file, [*right.values()])
-    line = "config.data.source holds other rows than when this run began (6 rows then, 6 now): put the rows back"
+    line = "config.data.source holds other rows than this run had (6 rows then, 6 now): put the rows back"
     for accept in ("", "yes"):
         with pytest.raises(UserError, match=re.escape(line)) as refused:
             seen(run, file, 3, **{"data.accept": accept})
@@ -122,7 +122,7 @@ def test_what_waits_and_the_position_hold_as_far_as_the_rows_are_the_same(saved,
     with closing(checkpoints(saved, "new", rows)) as made:
         step, (change,) = made.check_beginning(config_of(HASHES | {"data.source": "new"}))
         assert (step, change.rows_before, change.rows_now) == (1, [4, 2], counts)
-        assert str(change).startswith("config.data.mixture holds other rows than when this run began (6 rows then")
+        assert str(change).startswith("config.data.mixture holds other rows than this run had (6 rows then")
         _, _, pending, _ = made.resume({"w": jnp.zeros(2)})
     assert (pending and len(pending.batches)) == waits
     assert (pending and pending.position) == position
