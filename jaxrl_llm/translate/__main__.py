@@ -52,7 +52,7 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     pictures = images.evidence(found.keys)
     print_first(found, pictures)
     print_keys(made, file)
-    print_checks(made, checked)
+    print_checks(made, checked, "of all but the images " if pictures else "")
     return int(bool(checked.refused or pictures or found.lost))
 
 
@@ -85,13 +85,13 @@ def print_keys(made: Translation, file: Path) -> None:
     Console(highlight=False, markup=False, width=120).print(table)
 
 
-def print_checks(made: Translation, checked: lint.Linted) -> None:
-    """Prints what the checks and the rules of the doctor say, and what is left to the user."""
+def print_checks(made: Translation, checked: lint.Linted, of: str) -> None:
+    """Prints what the checks and the rules of the doctor say, and what is left to the user. of: what they look at."""
     console = Console(highlight=False, soft_wrap=True, markup=False)
     for name, why in made.yours().items():
         console.print(f"yours to set: {name}: {why}")
     if checked.totals:
-        console.print("the checks pass" + (", with stand-ins for what is yours to set" if made.yours() else ""))
+        console.print(f"the checks {of}pass" + (", with stand-ins for what is yours to set" if made.yours() else ""))
         print_config(checked.totals, checked.findings)
     else:
         console.print(f"the checks refuse it: {checked.refused}")

@@ -27,7 +27,7 @@ OF_ROWS = re.compile(
 
 def evidence(keys: Mapping[str, Any]) -> str:
     """Returns the key and value that show it; "": it is a run of text."""
-    for key, value in keys.items():
+    for key, value in sorted(keys.items(), key=lambda one: one[0] not in MODELS):  # a model says it best
         text = str(value)
         name = key.rpartition(".")[2]
         shows = (
