@@ -114,7 +114,7 @@ def test_the_sandbox_survives_everything_with_no_reward_and_a_metric_each(tests,
         port = server.getsockname()[1]
         programs = [x.replace("{outside}", str(outside)).replace("{port}", str(port)) for x in HOSTILE.values()]
         began = time.monotonic()
-        found, metrics = earned(*(f"{x}\n{ADD}\nprint(3)" for x in programs), tests=tests, seconds=2.0)
+        found, metrics = earned(*(f"{x}\n{ADD}\nprint(3)" for x in programs), tests=tests, seconds=1.0)
         assert time.monotonic() - began < 30
         assert found == [0.0] * len(HOSTILE)
         assert metrics == pytest.approx(dict.fromkeys(HOSTILE, 1 / len(HOSTILE)))

@@ -20,7 +20,6 @@ def limit(memory, seconds):
         resource.RLIMIT_FSIZE: FILE_SIZE,
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
     }
     for kind, value in limits.items():
         most = resource.getrlimit(kind)[1]
@@ -30,7 +29,7 @@ def limit(memory, seconds):
 
 def main():
     memory, seconds, program, ready, alone = map(int, sys.argv[1:])
-    if alone:  # without bubblewrap: end with the parent (PR_SET_PDEATHSIG)
+    if alone and sys.platform == "linux":  # without bubblewrap: end with the parent (PR_SET_PDEATHSIG)
         import ctypes
 
         ctypes.CDLL(None).prctl(1, 9)

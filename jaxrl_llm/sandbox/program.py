@@ -112,18 +112,26 @@ class Program(NamedTuple):
 
         It is killed at the time `end`, and if it, or the one `beside` it, has too many files or threads.
         """
-        descriptor = os.pidfd_open(self.process.pid)
-        try:
-            ended = select.poll()
-            ended.register(descriptor, select.POLLIN)
-            while not ended.poll(1000 * max(min(LOOK, end - time.monotonic()), 0.001)):
-                problem = self.problem() or (beside.problem() if beside else None)
-                if problem or time.monotonic() >= end:
-                    self.kill()
-                    return problem or (f"it took longer than {self.seconds:g} seconds", "time")
-        finally:
-            os.close(descriptor)
+        while not self.ends_within(max(min(LOOK, end - time.monotonic()), 0.001)):
+            problem = self.problem() or (beside.problem() if beside else None)
+            if problem or time.monotonic() >= end:
+                self.kill()
+                return problem or (f"it took longer than {self.seconds:g} seconds", "time")
         return self.ended()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Waits until the program has ended, for so long at most. Returns whether it has."""
+        if hasattr(os, "pidfd_open"):
+            descriptor = os.pidfd_open(self.process.pid)
+            try:
+                ended = select.poll()  # Popen.wait would look again and again
+                ended.register(descriptor, select.POLLIN)
+                return bool(ended.poll(1000 * seconds))
+            finally:
+                os.close(descriptor)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.returncode is not None
 
     def problem(self) -> tuple[str, str] | None:
         """Returns error and reason, if the program has more files or threads than allowed."""
@@ -200,23 +208,26 @@ def started(
             file.seek(0)
         stdout, stderr = (opened.enter_context(tempfile.TemporaryFile()) for _ in "oe")
         (is_ready, ready), (filter_, to_filter) = (_pipe(opened) for _ in "rf")
-        to_filter.write(refusals())
-        to_filter.close()
         alone = is_unconfined()
         numbers = memory, max(math.ceil(seconds), 1), texts[0].fileno(), ready.fileno(), int(alone)
         program = [interpreter(), "-s", "-S", "-P", "-c", _inside(), *map(str, numbers)]
+        folder, environment, handed = "/", {}, [texts[0].fileno(), ready.fileno(), *descriptors]
+        if alone:
+            folder = opened.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}  # not the trainer's: it may hold secrets
+        else:
+            to_filter.write(refusals())
+            program = command(filter_.fileno(), program)
+            handed.append(filter_.fileno())
+        to_filter.close()
         process = subprocess.Popen(
-            program if alone else command(filter_.fileno(), program),
+            program,
             stdin=texts[1],
             stdout=stdout,
             stderr=stderr,
-            cwd=(folder := opened.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-            if alone
-            else "/",
-            env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
-            if alone
-            else {},  # not the trainer's: it may hold secrets
-            pass_fds=(texts[0].fileno(), ready.fileno(), *(() if alone else (filter_.fileno(),)), *descriptors),
+            cwd=folder,
+            env=environment,
+            pass_fds=handed,
             start_new_session=True,
         )
         started_program = Program(process, stdout, stderr, seconds, time.monotonic())
