@@ -171,6 +171,22 @@ def test_a_turn_that_a_string_ends_gets_the_end_token_of_the_template_too():
     assert said == "<|im_end|>" + qwen(["3"])
 
 
+class Undescribed(Told):
+    """Its tools stand in the rows, or nowhere."""
+
+    schemas = ()  # type: ignore[assignment]
+
+
+def test_an_environment_may_answer_calls_of_tools_that_the_rows_describe():
+    made = pool("qwen3", QUIET, Undescribed)
+    one = row([("3",)], tools=[{"type": "function", "function": {"name": "f"}}])
+    assert answered(made, one, ["x<|im_end|>"]) == [qwen(["3"]) + EMPTY]
+    assert answered(made, row([("3",)]), ["x<|im_end|>"]) == [qwen(["3"]) + EMPTY]
+    refused = pool("gemma3", {}, Undescribed)  # nothing says beforehand that it answers with results
+    with pytest.warns(UserWarning, match="roles must alternate"):
+        assert refused.begin([row([("3",)])], 1).answer(0, ids(refused, "x<end_of_turn>")).result() is None
+
+
 def test_a_template_without_results_of_tools_is_refused_in_one_line_before_a_run():
     with pytest.raises(UserError, match=r"does not take results of tools: .*roles must alternate.*: use another model"):
         pool("gemma3", {})

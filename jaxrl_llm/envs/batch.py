@@ -71,8 +71,11 @@ class EnvironmentPool:
         self.limit, self.threads = TimeLimit(timeout), ThreadPoolExecutor(workers)
         # The first environment finds what is wrong with the arguments before a run begins.
         self.schemas: list[dict[str, Any]] = getattr(self.make(), "schemas", [])  # of tools, for the chat template
-        self.messages = ToolMessages(tokenizer, self.schemas, template_args) if self.schemas else None
-        if self.messages and (around := len(self.encoded(("",), {}, ()))) > observation_tokens:
+        self.messages = ToolMessages(tokenizer, self.schemas, template_args)
+        if not self.schemas:
+            return
+        self.messages.check({})
+        if (around := len(self.encoded(("",), {}, ()))) > observation_tokens:
             raise UserError(
                 f"config.turns.observation_tokens = {observation_tokens} is less than the {around} tokens that the "
                 "chat template writes around a result: raise it"
@@ -93,7 +96,7 @@ class EnvironmentPool:
         Raises: UserError.
         """
         reset(self.make(), rows[0])
-        if self.messages:
+        if self.schemas:
             for given in {repr(given): given for given in map(formats.template_args, rows)}.values():
                 self.messages.check(given)
 
@@ -104,8 +107,6 @@ class EnvironmentPool:
     def encoded(self, observation: str | tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int]:
         """Returns the token ids of what stands between a turn and the next one. Raises: what a chat template raises."""
         if not isinstance(observation, str):
-            if not self.messages:
-                raise TypeError("results of tools need an environment with the attribute `schemas`")
             observation = self.messages.between(turn, observation, formats.template_args(row))
         # A tool may return JSON with half of a character, which no tokenizer takes.
         return encoding.encode_text(encoding.HALF_A_PAIR.sub(REPLACEMENT, observation), self.tokenizer)
@@ -218,7 +219,7 @@ class EnvironmentBatch:
                 _warn(error)
                 said = briefly(error)
                 # In the form of a chat, if the turns have it.
-                observation = (f"error: {said}",) if self._pool.messages else FAILED.format(said)
+                observation = (f"error: {said}",) if self._pool.schemas else FAILED.format(said)
                 return Reply(observation, metrics={"errors": 1.0})
 
         try:

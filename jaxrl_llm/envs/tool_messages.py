@@ -20,13 +20,12 @@ class ToolMessages:
     """Writes results of tools as messages of the role "tool", with the chat template and its arguments."""
 
     def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]):
-        """schemas: of the tools; template_args: of the run. Raises: UserError, as `check`."""
-        self._tokenizer, self._args = tokenizer, {**template_args, "tools": list(schemas)}
+        """schemas: of the tools, if the environment has them; template_args: of the run."""
+        self._tokenizer, self._args = tokenizer, {**template_args, **({"tools": list(schemas)} if schemas else {})}
         special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         special[tokenizer.eos_token_id] = tokenizer.eos_token
         self._special = special.keys()
         self._end = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))))
-        self.check({})
 
     def check(self, row_args: Mapping[str, Any]) -> None:
         """Tries results that are hard to write. Raises: UserError, if the template does not take or not show them."""
