@@ -75,11 +75,10 @@ class Display:
     @contextmanager
     def task(self, name: str, total: int | None = None) -> Iterator[Task]:
         """Shows work while the context is open, in the first process of a run alone."""
-        from jaxrl_llm import distributed  # it imports JAX
-
+        distributed = sys.modules.get("jaxrl_llm.distributed")  # not imported: it imports JAX, and then is one process
         task = Task(name, total, self._clock())
         task.due = task.began + FIRST_LINE
-        if not distributed.first():
+        if distributed and not distributed.first():
             yield task
             return
         with self._lock:

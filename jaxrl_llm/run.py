@@ -265,7 +265,8 @@ class Run:
             self.log.say(f"early stop: {self.config.eval.patience} evaluations were not better than {best}")
         self.actor.finish_push(self.policy(self.states))
         with self.stop.deferred():
-            self.checkpoints.wait()
+            with progress.task("writing the last checkpoint"):
+                self.checkpoints.wait()
             self.export(self.states)
             self.log.end(self.step, self.compilations)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxrl_llm import extras
+from jaxrl_llm import extras, progress
 from jaxrl_llm.host import user_cache
 from jaxrl_llm.retriever.documents import Document, DocumentFile
 
@@ -81,7 +81,8 @@ class Index:
 
 def _indexed(documents: Sequence[Document]) -> Any:
     scores = _bm25s().BM25(k1=1.5, b=0.75, method="lucene")
-    scores.index(words([document.contents for document in documents]), show_progress=False)
+    with progress.task(f"indexing {len(documents):,} documents"):
+        scores.index(words([document.contents for document in documents]), show_progress=False)
     return scores
 
 

@@ -17,7 +17,7 @@ import httpx
 import jax
 import numpy as np
 
-from jaxrl_llm import distributed
+from jaxrl_llm import distributed, progress
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf_export, names
@@ -330,7 +330,8 @@ class VllmEngine:
             # A push that still waits for its server brings these weights when the server answers.
             if server not in self._pushes or self._pushes[server].done():
                 self._pushes[server] = self._pool.submit(self._persist, self._bring, cycle([server]))
-        self._wait_for_pushes()
+        with progress.task("waiting until vLLM has the weights"):  # a server that starts takes minutes
+            self._wait_for_pushes()
         away = {server for server in self._servers if self._ready.get(server) != version}
         for server in sorted(away - self._away):
             print(f"note: vLLM at {server} is away: the other servers sample until it answers again", flush=True)
