@@ -122,6 +122,9 @@ def main() -> None:
             args.page.write_text(page, encoding="utf-8")
         except OSError as error:
             raise UserError(f"--page {args.page} cannot be written ({error.strerror}): give another file") from error
+    if run and args.step == "best" and args.source == run.config.eval.source:
+        said = f"--step best: these problems chose step {step}, so that its accuracy on them is too high"
+        print(f"{said}: give others with --task", file=sys.stderr)
     if args.json:
         print(json.dumps({"title": title} | measured, indent=2))
         return

@@ -12,10 +12,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards import math as maths
 from jaxrl_llm.rollout.samples import Graded
 
 Answers: TypeAlias = list[list[str | None]]  # N x G; None: the completion gives no answer
 Measured: TypeAlias = dict[str, Any]
+NUMBER = re.compile(r"-?\d+(?:/\d+)?")  # as `normalized` writes it
 MOST = 100  # values of a column that make a table
 NONE = "(none)"  # value of a row without the column
 
@@ -51,14 +53,38 @@ def _vote(solved: np.ndarray, answers: Sequence[str | None]) -> float:
 
 
 def answers_of(texts: list[list[str]], extract: Callable[[str], Any]) -> Answers:
-    """Returns the normalised answers of completions. extract(text) -> answer, or None if there is none."""
+    """Returns the answers of completions, as they vote. extract(text) -> answer, or None if there is none.
+
+    Answers of a problem that are mathematically equal have the form of the first one of them.
+    """
     found = [[extract(text) for text in group] for group in texts]
-    return [[None if answer is None else normalized(str(answer)) for answer in group] for group in found]
+    answers = [[None if answer is None else normalized(str(answer)) for answer in group] for group in found]
+    return [
+        [None if answer is None else forms[answer] for answer in group]
+        for group, forms in zip(answers, _forms(answers), strict=True)
+    ]
+
+
+def _forms(answers: Answers) -> list[dict[str, str]]:
+    """Returns, for each problem, each of its answers with the first one that is equal to it."""
+    forms: list[dict[str, str]] = [{} for _ in answers]
+    left = [[answer for answer in dict.fromkeys(group) if answer is not None] for group in answers]
+    while any(left):
+        # In a round each problem compares its first answer with the others that are left, all problems at once.
+        pairs = [(i, other, group[0]) for i, group in enumerate(left) for other in group[1:]]
+        pairs = [pair for pair in pairs if not all(NUMBER.fullmatch(answer) for answer in pair[1:])]
+        verdicts = maths.equal([other for _, other, _ in pairs], [first for _, _, first in pairs])
+        equal = {(i, other) for (i, other, _), verdict in zip(pairs, verdicts, strict=True) if verdict}
+        for i, group in enumerate(left):
+            forms[i] |= {answer: group[0] for answer in group if answer == group[0] or (i, answer) in equal}
+            left[i] = [answer for answer in group if answer not in forms[i]]
+    return forms
 
 
 def normalized(answer: str) -> str:
-    """Returns an answer in a form in which votes are counted: 1,200 and 1200.0 are the same vote, Yes and yes too."""
-    text = " ".join(answer.split()).strip(" .$").casefold()
+    """Returns an answer in a simple form: 1,200 and 1200.0 are the same, Yes and yes too, but not two commands."""
+    text = " ".join(answer.split()).strip(" .$")
+    text = text if "\\" in text else text.casefold()
     number = re.sub(r"(?<=\d),(?=\d{3})|\\,| ", "", text)
     if re.fullmatch(r"[+-]?(\d{1,40}(\.\d{0,40})?|\.\d{1,40}|\d{1,40}/0*[1-9]\d{0,39})", number):
         return str(Fraction(number))

@@ -19,6 +19,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.names import bind
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.models import hf
+from jaxrl_llm.rewards import search, verl
 from jaxrl_llm.rewards.reward_fn import RewardFn, call
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +52,21 @@ def test_a_reward_abstains_for_a_row_without_a_column_and_judges_the_others(text
     rows += [rows[0] | {name: None} for name in columns if name != "turns"] + rows
     scores = call(text, bind(text, rewards), rows, [completion] * len(rows), [[1]] * len(rows)).values
     np.testing.assert_array_equal(scores, [1.0, *[np.nan] * (len(rows) - 2), 1.0])
+
+
+def test_a_tag_that_a_turn_leaves_open_is_not_closed_by_a_later_one_and_an_empty_answer_is_wrong():
+    said = [("assistant", "<answer>A"), ("environment", "<answer>B</answer>"), ("assistant", "C</answer>")]
+    turns = [{"role": role, "content": content} for role, content in said]
+    closed = [*turns, {"role": "assistant", "content": "<answer>2</answer>"}]
+    texts = ["".join(content for _, content in said)] * 2
+    assert search.answered(texts, [turns, closed]) == [0, 1]
+    assert search.exact_match(texts, ["AC", "2"], [turns, closed]) == [0, 1]
+    assert verl.accuracy(texts, ["B", "2"], ["searchR1_nq"] * 2, [turns, closed]) == [0, 1]
+    forms = ["<answer></answer>", "<answer>the</answer>", "<answer>A</answer>", "<answer>The Who</answer>", "<answer>x"]
+    assert search.exact_match(forms, ["the", "The", "a", "who", "x"]) == [0, 1, 1, 1, 0]
+    assert search.exact_match(["<answer>x</answer> y</answer>", "<answer>x</answer> <answer>y"], ["x", "x"]) == [1, 1]
+    assert search.f1(forms[:2], ["the", []]) == [0, None]
+    assert np.isclose(search.f1(["<answer>a b c</answer>"], [["b c", "c"]])[0], 1.0)
 
 
 def test_nothing_is_logged_of_a_batch_without_verdicts():

@@ -48,6 +48,21 @@ def test_two_forms_of_an_answer_are_one_vote(one, other):
     assert scores.normalized(one) == scores.normalized(other)
 
 
+def test_answers_that_are_mathematically_equal_are_one_vote():
+    texts = [
+        ["\\frac{1}{2}", "1/3", "\\dfrac12", "1/3", "0.5", "\\frac 1 2"],
+        ["x+1", "1+x", "Paris", "paris", "\\Delta", "\\delta"],
+        ["", "", "7", "7.0", "8", "\\text{7}"],
+    ]
+    assert scores.answers_of(texts, lambda text: text) == [
+        ["\\frac{1}{2}", "1/3", "\\frac{1}{2}", "1/3", "\\frac{1}{2}", "\\frac{1}{2}"],
+        ["x+1", "x+1", "paris", "paris", "\\Delta", "\\delta"],
+        ["", "", "7", "7", "8", "7"],
+    ]
+    votes = scores.answers_of([["\\frac12", "1/3", "\\dfrac{1}{2}", "1/3", "1/2"]], lambda text: text)
+    assert scores.majority_at(5, np.array([[1, 0, 1, 0, 1]], np.float32), votes) == 1.0
+
+
 @pytest.mark.parametrize(("one", "other"), [("12", "1.2"), ("1,2", "12"), ("1/0", "0"), ("no", "yes"), ("", "0")])
 def test_two_answers_are_two_votes(one, other):
     assert scores.normalized(one) != scores.normalized(other)

@@ -203,7 +203,9 @@ def test_any_checkpoint_is_exported_and_evaluated(monkeypatch, tmp_path, capsys)
     assert (tmp_path / "last/model.safetensors").read_bytes() == (run / "hf/model.safetensors").read_bytes()
     for step in ("4", "best"):
         run_here(monkeypatch, evaluate, "--run", str(run), "--step", step)
-        accuracy.append(capsys.readouterr().out.split("accuracy")[1].split()[0])
+        printed = capsys.readouterr()
+        accuracy.append(printed.out.split("accuracy")[1].split()[0])
+        assert ("--step best: these problems chose step" in printed.err) == (step == "best")
     assert accuracy == [f"{logged[4]:.1%}", f"{max(logged[2], logged[4]):.1%}"]
     with pytest.raises(Exception, match=r"no such checkpoint; there is .*4 \(.*\), best, last"):
         run_here(monkeypatch, export, str(run), "--step", "1", "--to", str(tmp_path / "other"))

@@ -23,14 +23,11 @@ FUNCTIONS = [
     "repetition.penalty(unit='words')",
 ]  # fmt: skip
 UNITS = [
-    " ", "\n", "\t", "a", "A", "A ", "(A)", "9", "9,", "9 ", "0.", "-", "$", "\\", "{", "}", "[", "(", "*", "_", "<",
-    ">", ",", ": ", "is ", "the ", "or ", "A or ", "A, ", "a a", "9" * 90 + " ", "#### ", "####", "#### 1,", "answer",
-    "answer: ", "Answer is ", "answer is is ", "option ", "option A is ", "choice:", "\\boxed{", "\\boxed",
-    "\\boxed{1}", "\\fbox {", "\\text{", "\\text", "\\textbf{A} ", "\\frac", "\\sqrt", "√", "²", "½", "\\%",
-    "<think>", "</think>", "</think>\\boxed{", "<think></think>", "<answer>", "</answer>", "<answer></answer>",
-    "<answer>\n", "</think> <answer>", "<search>", "<search></search>", "<information>", "<tool_call>", "<guess>",
-    "<guess> ", "<guess>1", "```python\n", "```py", "```", "<score>", "<score> ", "<score>1", "<score>1 / ", "\xa0",
-    "\x1c", "é", "½ ", "answer $", "answer \\(", "1\u202f", "~",
+    " ", "\n", "A", "A ", "(A)", "9", "9,", "-", "$", "\\", "{", "}", "(", "<", ",", ": ", "the ", "A or ",
+    "9" * 90 + " ", "#### ", "#### 1,", "answer: ", "option ", "option A is ", "\\boxed{", "\\boxed{1}", "\\text{",
+    "√", "²", "½", "<think>", "</think>", "</think>\\boxed{", "<think></think>", "<answer>", "<answer></answer>",
+    "<answer>\n", "</think> <answer>", "<search>", "<tool_call>", "<guess>", "<guess> ", "```python\n", "```py",
+    "<score>", "<score> ", "<score>1", "<score>1 / ", "½ ", "answer $", "answer \\(", "1\u202f",
 ]  # fmt: skip
 COLUMNS = {"answer": ["2"], "numbers": [[1, 2]], "target": [3], "turns": None, "log_metric": lambda *_: None}
 
@@ -63,7 +60,7 @@ def test_a_reward_takes_linear_time(name):
         function(completions=[text], completion_ids=[[1]], **columns)
 
     formed = name.split(".")[0] in ("format", "easyr1")
-    assert not slow(reward, ["", "<think>", "<think></think><answer>"] if formed else [""])
+    assert not slow(reward, ["<think>", "<think></think><answer>"] if formed else [""])
 
 
 @pytest.mark.parametrize(

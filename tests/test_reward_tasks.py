@@ -83,6 +83,18 @@ def test_length_and_repetition_by_hand():
     assert repetition.penalty(["a B A b", "x"], [[], []], ngram_size=2, max_penalty=-3.0, unit="words") == [-1, 0]
 
 
+def test_length_and_repetition_count_what_the_policy_sampled_alone():
+    ids, own = [[1, 2, 7, 7, 7, 7, 3, 4]], [[True] * 2 + [False] * 4 + [True] * 2]
+    turns = [[{"role": "assistant", "content": "a b"}, {"role": "environment", "content": "c c c c"}]]
+    assert length.penalty(ids, loss_mask=own, free=4, scale=4) == [0]
+    assert length.penalty(ids, free=4, scale=4) == [-1]
+    assert length.distance(ids, loss_mask=own, target=4, scale=4) == [0]
+    assert length.cosine(["\\boxed{1}"], ["1"], ids, loss_mask=own, max_tokens=4) == pytest.approx([0.5])
+    assert repetition.penalty(["a b c c c c"], ids, own, turns, ngram_size=2) == [0]
+    assert repetition.penalty(["a b c c c c"], ids, own, turns, ngram_size=2, unit="words") == [0]
+    assert repetition.penalty(["a b c c c c"], ids, ngram_size=2, unit="words") == pytest.approx([-0.4])
+
+
 def test_a_config_gives_arguments_to_functions_of_ours_and_of_a_user():
     for text in ("gsm8k.accuracy(method='flexible')", 'gsm8k.accuracy( method = "flexible" )'):
         check_call(text, rewards, "config.reward.functions")

@@ -12,6 +12,26 @@ from jaxrl_llm.rewards import format as forms
 
 # What the box holds, the answer of the row, what it scores.
 MATH = [
+    # what SymPy or a parser may take for equal
+    ("\\infty", "1,2", 0), ("10^\\infty", "1,2", 0), ("\\pi10^\\infty", "1,2", 0), ("\\pi10^\\infty", "\\{1,2\\}", 0),
+    ("\\pi10^\\infty", "5", 0), ("\\pi10^\\infty", "(1,2)", 0), ("\\pi10^\\infty", "x+1", 0),
+    ("10^\\infty", "3,4,5", 0), ("\\infty\\cdot x", "1,2", 0),
+    ("\\frac{1}{2}\\text{ or maybe }\\frac{1}{3}", "\\frac12", 0), ("?? \\frac{1}{2} ??", "\\frac12", 0),
+    ("\\frac{1}{2}; \\frac{1}{3}", "\\frac12", 0), ("\\frac{1}{2} \\frac{1}{3}", "\\frac12", 0),
+    ("answer: 5", "5", 0), ("\\text{the final answer is } \\frac12", "\\frac12", 0), ("} \\frac12", "\\frac12", 0),
+    ("\\mathbb{R}", "1,2", 0), ("\\mathbb{R}", "[1,2]", 0), ("(-\\infty,\\infty)", "[1,2]", 0),
+    ("\\emptyset", "1,2", 0), ("\\emptyset", "[1,2]", 0), ("\\{x\\}", "1,2", 0), ("x,y", "1,2", 0),
+    ("\\text{nan},\\text{nan}", "1,2", 0), ("\\frac{0}{0},1", "1,2", 0), ("\\frac00", "5", 0),
+    ("\\frac{1}{0}", "1,2", 0), ("\\infty-\\infty", "0", 0), ("\\infty-\\infty", "5", 0), ("0\\cdot\\infty", "5", 0),
+    ("1^\\infty", "1", 0), ("x", "5", 0), ("x=x", "5", 0), ("5=5=6", "5", 0), ("\\text{any}", "5", 0),
+    ("\\forall x", "5", 0), ("\\pm 5", "5", 0), ("\\lim_{x\\to 0} x", "0", 1), ("\\int_0^1 x dx", "\\frac12", 1),
+    ("\\ldots", "1,2", 0), ("1,\\ldots,2", "1,2", 0), ("1,2,...", "1,2", 0), ("1<x", "x>1", 1), ("x<1", "x>1", 0),
+    ("True", "1", 0), ("1=1", "\\text{True}", 0), ("1<2", "\\text{True}", 0), ("1<2", "x>1", 0),
+    ("x \\in \\mathbb{R}", "x>1", 0), ("1,2,\\ldots", "1,2", 0), ("1,2,\\ldots", "1,2,\\ldots", 1),
+    ("-\\infty x", "5", 0), ("1,2.", "1,2", 1), ("72...", "72", 0), ("(-\\infty, 3)", "(-\\infty,3)", 1),
+    ("[2, \\infty)", "x\\ge 2", 1), ("-\\infty", "-\\infty", 1), ("+\\infty", "\\infty", 1),
+    ("\\{-\\infty,\\infty\\}", "\\{\\infty,-\\infty\\}", 1), ("\\lim_{x\\to\\infty} \\frac{1}{x}", "0", 1),
+    ("\\sum_{n=1}^{\\infty} \\frac{1}{2^n}", "1", 1), ("\\int_0^\\infty e^{-x} dx", "1", 1),
     # times, dates and words
     ("12:30\\text{ PM}", "12:30 PM", 1), ("12:30", "12:30 PM", 0), ("12:30 AM", "12:30 PM", 0),
     ("12:30 p.m.", "12:30\\text{ PM}", 1), ("\\text{June 20}", "June 20", 1), ("June 21", "June 20", 0),

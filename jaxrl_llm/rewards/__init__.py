@@ -5,7 +5,8 @@ list with one assistant message), every other column of the row, and `completion
 per completion (a list, an array, a generator), or None for a completion to abstain. It may be `async def`.
 A reward of this package abstains where the row has nothing in a column that the reward needs (`is_empty`), as in a
 mixture of sources.
-With an environment, there are two more: `turns`, the episode as messages, and `episode`, what was measured.
+With an environment, there are three more: `turns`, the episode as messages, `episode`, what was measured, and
+`loss_mask`, which of the `completion_ids` the policy sampled.
 docs/rewards.md describes where functions run, and which answers `math.accuracy` accepts.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from decimal import Decimal
+from itertools import compress
 from math import inf
 from typing import Any, TypeVar
 
@@ -84,6 +86,13 @@ def abstaining(judge: Callable[..., list[float]], completions: list[Any], *colum
     scores = judge(*([column[i] for i in rows] for column in (completions, *columns))) if rows else []
     known = dict(zip(rows, scores, strict=True))
     return [known.get(i) for i in range(len(completions))]
+
+
+def sampled(completion_ids: list[list[int]], loss_mask: list[list[bool]] | None) -> list[list[int]]:
+    """Returns the tokens that the policy sampled, without those of an environment. loss_mask: None without one."""
+    if loss_mask is None:
+        return completion_ids
+    return [list(compress(ids, own)) for ids, own in zip(completion_ids, loss_mask, strict=True)]
 
 
 def last_tagged(text: str, tag: str) -> str | None:

@@ -1,4 +1,7 @@
-"""Rewards for the length of a completion in tokens. DAPO's overlong penalty is `config.reward.overlong_tokens`."""
+"""Rewards for the length of a completion, in tokens that the policy sampled.
+
+DAPO's overlong penalty is `config.reward.overlong_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne, Count
 from jaxrl_llm.rewards import math as maths
-from jaxrl_llm.rewards import reads
+from jaxrl_llm.rewards import reads, sampled
 
 __all__ = ["cosine", "distance", "penalty"]
 
 
 def penalty(completion_ids: list[list[int]], *, free: Count, scale: AtLeastOne, **columns: Any) -> list[float]:
     """-min(max(n - free, 0) / scale, 1) for n tokens: nothing up to `free`, and -1 from free + scale on."""
-    return [-min(max(len(ids) - free, 0) / scale, 1.0) for ids in completion_ids]
+    return [-min(max(len(ids) - free, 0) / scale, 1.0) for ids in sampled(completion_ids, columns.get("loss_mask"))]
 
 
 def distance(completion_ids: list[list[int]], *, target: Count, scale: AtLeastOne, **columns: Any) -> list[float]:
     """-min(|n - target| / scale, 1) for n tokens: the length term of LCPO-Exact (L1, arXiv 2503.04697), bounded."""
-    return [-min(abs(len(ids) - target) / scale, 1.0) for ids in completion_ids]
+    return [-min(abs(len(ids) - target) / scale, 1.0) for ids in sampled(completion_ids, columns.get("loss_mask"))]
 
 
 @reads(answer=maths.wanted)
@@ -46,5 +49,5 @@ def cosine(
         short, long = ends[right]
         return long + (short - long) * (1 + math.cos(math.pi * min(tokens / max_tokens, 1.0))) / 2
 
-    verdicts = zip(maths.accuracy(completions, answer), completion_ids, strict=True)
+    verdicts = zip(maths.accuracy(completions, answer), sampled(completion_ids, columns.get("loss_mask")), strict=True)
     return [None if right is None else reward(right, len(ids)) for right, ids in verdicts]

@@ -137,7 +137,7 @@ def _plainly_equal(box: str, answer: str) -> bool | None:
         return True
     if any(BASE.fullmatch(text) for text in pair):
         return _digits(box) == _digits(answer)
-    if {_brackets(box), _brackets(answer)} == {"set", "tuple"}:
+    if {_brackets(box), _brackets(answer)} == {"set", "tuple"} or _goes_on(box) != _goes_on(answer):
         return False
     choices = [_choice(text) for text in pair]
     if all(choices):
@@ -175,6 +175,11 @@ def _brackets(text: str) -> str:
     return "tuple" if "," in text and text[0] in "([" and text[-1] in ")]" else ""
 
 
+def _goes_on(text: str) -> bool:
+    """Tells whether a list goes on, as in 1, 2, \\ldots"""
+    return "," in text and bool(re.search(r"\\[lc]?dots|\.\.|…", text))
+
+
 def _words(text: str) -> str:
     """Returns a text as it is compared: words in any case, but single letters and commands as they are."""
     text = re.sub(r"\b([AaPp])\.m\b\.?", r"\1m", " ".join(unwrapped(text).split()))
@@ -207,8 +212,24 @@ def _equal(box: str, answer: str) -> bool:
     # Without its units, because it takes 2t, 5m and x+2c for 2, 5 and x+2, and 5\\text{ million} for 5.
     normal = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
     config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)]
+    # The whole text or nothing: any_match, the default, takes a fraction out of a text that cannot be read.
     found, wanted = (
-        parse(f"\\boxed{{{text}}}", extraction_config=config, parsing_timeout=None)  # pyright: ignore
+        parse(f"\\boxed{{{text}}}", config, extraction_mode="first_match", parsing_timeout=None)  # pyright: ignore
         for text in (box, answer)
     )
-    return bool(found) and verify(wanted, found, timeout_seconds=None, allow_set_relation_comp=True)
+    if not found or _computes_with_infinity(found[0]):
+        return False
+    return verify(wanted, found, timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def _computes_with_infinity(value: Any) -> bool:
+    """Tells whether an expression has a sum, product or power of infinity: SymPy simplifies 5 - pi 10^oo to 0."""
+    from sympy import Add, Basic, Mul, Pow, S, preorder_traversal
+
+    infinite = (S.Infinity, S.NegativeInfinity, S.ComplexInfinity, S.NaN)
+    return isinstance(value, Basic) and any(
+        isinstance(node, (Add, Mul, Pow))
+        and any(x in infinite for x in node.args)
+        and set(node.args) != {S.NegativeOne, S.Infinity}
+        for node in preorder_traversal(value)
+    )

@@ -73,7 +73,7 @@ NOTATION: dict[str, Rule] = {
     # words before and behind the answer
     "= 72": (r"^(?:=|\\approx(?![a-z])|≈|\\sim(?![a-z]))\s*", ""),
     "about 72": ("^" + MAYBE_TEXT + r"(?:about|approximately|approx\.?|roughly|around|nearly|exactly)\b\s*\}?\s*", ""),
-    "72.": (r"(?:\\\\|[.,;:\s])+$", ""),
+    "72.": (r"(?<!\.)(?:\\\\|[,;:\s]|\.(?!\.))+$", ""),
     "72 \\text{ because ...}": (
         r"(?<=[\w})])\s*" + TEXT + r"\s*(?:\(|because\b|since\b)" + NO_UNIT + r"[^{}]*\}.*$",
         "",

@@ -101,14 +101,16 @@ class Task:
         return episodes(engine, self.environments, prompts, key, group_size, sampling)
 
     def grade(self, prompts: Prompts, rollouts: Rollouts) -> Graded:
-        """Returns texts and rewards. With environments, the functions also get the columns `turns` and `episode`."""
+        """Returns texts and rewards. With environments, functions also get the columns of `rewards`' docstring."""
         tokens, mask = rollouts.completions, rollouts.completion_mask
         texts, ids = data.decode(self.tokenizer, tokens, mask)
         if not self.environments:
             channels, metrics = self.score(prompts.rows, texts, ids)
             return Graded(texts, channels, [], metrics)
         turns = data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)
-        columns = {"turns": turns, "episode": per_episode(rollouts)}
+        groups = zip(rollouts.loss_mask, mask, strict=True)
+        own = [[row[real].tolist() for row, real in zip(*group, strict=True)] for group in groups]
+        columns = {"turns": turns, "episode": per_episode(rollouts), "loss_mask": own}
         channels, metrics = self.score(prompts.rows, texts, ids, columns)
         return Graded(texts, channels, turns, metrics)
 
