@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -66,6 +67,8 @@ def check() -> None:
         refusals()
     except KeyError as machine:
         raise NoSandbox(f"its filter of system calls knows x86_64 and aarch64, not {machine.args[0]}") from None
+    if not Path(f"/proc/self/task/{threading.get_native_id()}/children").exists():
+        raise NoSandbox("its kernel does not list the children of a process (CONFIG_PROC_CHILDREN)")
     run("", seconds=10.0, memory=512, characters=1000)
 
 
@@ -121,17 +124,18 @@ class Program(NamedTuple):
 
     def ends_within(self, seconds: float) -> bool:
         """Waits until the program has ended, for so long at most. Returns whether it has."""
-        if hasattr(os, "pidfd_open"):
+        try:
             descriptor = os.pidfd_open(self.process.pid)
-            try:
-                ended = select.poll()  # Popen.wait would look again and again
-                ended.register(descriptor, select.POLLIN)
-                return bool(ended.poll(1000 * seconds))
-            finally:
-                os.close(descriptor)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-        return self.process.returncode is not None
+        except (AttributeError, OSError):  # another system, or Linux before 5.3
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+            return self.process.returncode is not None
+        try:
+            ended = select.poll()  # Popen.wait would look again and again
+            ended.register(descriptor, select.POLLIN)
+            return bool(ended.poll(1000 * seconds))
+        finally:
+            os.close(descriptor)
 
     def problem(self) -> tuple[str, str] | None:
         """Returns error and reason, if the program has more files or threads than allowed."""
