@@ -6,15 +6,16 @@ named. A run that continues at an earlier step, after a kill or a rollback, open
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any, NamedTuple, Protocol
+from threading import Condition, Thread
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ml_collections import ConfigDict
 
@@ -25,10 +26,13 @@ __all__ = ["mlflow", "tensorboard", "trackio", "wandb"]
 
 TRACKERS = ("mlflow", "trackio", "wandb")  # they need a package of the same name, and a project
 CLOSING = 60.0  # seconds in which a logger must send what it still has at the end
+PAUSES = (1.0, 60.0)  # seconds: the first and the longest before a logger that failed is tried again
+WAITING = 10_000  # calls that wait for a logger: records of some hundred numbers each
+T = TypeVar("T")
 
 
 class Logger(Protocol):
-    """Gets the numbers of a run. Its methods may raise: then it gets no more, and the run goes on."""
+    """Gets the numbers of a run. Its methods may raise: then the same call comes again later, and the run goes on."""
 
     def write(self, step: int, numbers: dict[str, float]) -> None: ...
 
@@ -54,13 +58,19 @@ class LoggedRun(NamedTuple):
 
 
 class Background:
-    """A logger in a thread of its own. A slow one delays no step, and the first error of one is told and ends it."""
+    """A logger in a thread of its own: a slow one delays no step.
+
+    After an error it is tried again with the same numbers, with pauses that grow, because a server may be gone for a
+    while. At most WAITING calls wait; then the oldest are dropped. The first error, the recovery and what is lost at
+    the end are told.
+    """
 
     def __init__(self, name: str, open: Callable[[LoggedRun], Logger], run: LoggedRun, tell: Callable[[str], None]):
         """tell: shows a line to the user."""
-        self._name, self._open, self._run, self._tell = name, open, run, tell
-        self._calls: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
-        self._failed = False
+        self._name, self._open, self._run, self._tell = f"config.log.to: {name}", open, run, tell
+        self._calls: deque[tuple[Any, ...]] = deque(maxlen=WAITING)
+        self._changed = Condition()
+        self._end, self._dropped = math.inf, 0  # end: time.monotonic() until which it may still try
         self._thread = Thread(target=self._work, daemon=True)  # one that hangs must not keep the process
         self._thread.start()
 
@@ -74,26 +84,57 @@ class Background:
 
     def close(self) -> None:
         """Waits, at most CLOSING seconds, until the logger has everything."""
-        self._calls.put(None)
+        with self._changed:
+            self._end = time.monotonic() + CLOSING
+            self._changed.notify()
         self._thread.join(CLOSING)
-        if self._thread.is_alive():
-            self._tell(f"warning: config.log.to: {self._name} did not end within {CLOSING:g} s: numbers may be missing")
+        late = f"did not end within {CLOSING:g} s" if self._thread.is_alive() else ""
+        lost = f"has not got {n} of its records" if (n := len(self._calls) + self._dropped) else ""
+        if late or lost:
+            self._tell(f"warning: {self._name} {' and '.join(text for text in (late, lost) if text)}")
 
     def _put(self, *call: Any) -> None:
-        if not self._failed:
-            self._calls.put(call)
+        with self._changed:
+            self._dropped += len(self._calls) == WAITING
+            self._calls.append(call)
+            self._changed.notify()
 
     def _work(self) -> None:
-        try:
-            logger = self._open(self._run)
-            while call := self._calls.get():
-                method, *given = call
-                getattr(logger, method)(*given)
-            logger.close()
-        except Exception as error:  # whatever a library or a server does, the run goes on
-            self._failed = True
-            said = " ".join(briefly(error).split())[:300]
-            self._tell(f"warning: config.log.to: {self._name} gets no more numbers, because it failed: {said}")
+        logger = self._persist(lambda: self._open(self._run))
+        while logger:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._end < math.inf)
+                if not self._calls:
+                    break
+                method, *arguments = call = self._calls[0]
+            if self._persist(lambda: (getattr(logger, method)(*arguments),)) is None:  # noqa: B023
+                return
+            with self._changed:
+                if self._calls and self._calls[0] is call:  # it may have been dropped meanwhile
+                    self._calls.popleft()
+        if logger:
+            self._persist(lambda: (logger.close(),))
+
+    def _persist(self, action: Callable[[], T]) -> T | None:
+        """Returns action(), repeated after errors; None if the run has ended before it succeeded."""
+        pause, failed = PAUSES[0], False
+        while True:
+            try:
+                result = action()
+            except Exception as error:  # whatever a library or a server does, the run goes on
+                if not failed:
+                    said = " ".join(briefly(error).split())[:300]
+                    self._tell(f"warning: {self._name} failed and is tried again: {said}")
+                failed = True
+            else:
+                if failed:
+                    self._tell(f"{self._name} works again")
+                return result
+            with self._changed:
+                if self._end < math.inf:
+                    return None
+                self._changed.wait_for(lambda: self._end < math.inf, pause)
+            pause = min(2 * pause, PAUSES[1])
 
 
 def check_named(names: tuple[str, ...], project: str) -> None:

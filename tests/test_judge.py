@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -89,7 +90,7 @@ def test_the_last_number_in_tags_is_the_score_and_equal_answers_are_asked_once()
     with serving(by_word) as server:
         found, seen = judged(server, temperature=0.5, max_tokens=7)
     assert found == [0.9, 0.25, 0.9, 0.25]
-    assert seen == {"failed": 0.0, "unparsed": 0.0, "tries": 1.0}
+    assert seen == {"failed": 0.0, "unanswered": 0.0, "unparsed": 0.0, "tries": 1.0}
     assert len(server.requests) == 3
     asked = server.requests[0]
     assert (asked["path"], asked["model"]) == ("/v1/chat/completions", "big")
@@ -107,7 +108,7 @@ def test_errors_that_may_pass_are_tried_again_and_what_fails_for_ever_has_no_ver
         found, seen = judged(server, retries=2)
     assert found == [1.0, None, 1.0, None]
     assert sorted(server.tries.values()) == [1, 3, 3]  # bounded, and a bad question is not asked again
-    assert seen == {"failed": 0.5, "unparsed": 0.0, "tries": pytest.approx(7 / 3)}
+    assert seen == {"failed": 0.5, "unanswered": 0.0, "unparsed": 0.0, "tries": pytest.approx(7 / 3)}
 
 
 @pytest.mark.parametrize("text", ["no number", "<score>ten</score>", "<score>11</score>", "<score>-1</score>", ""])
@@ -125,6 +126,34 @@ def test_a_server_that_is_gone_or_too_slow_is_no_verdict():
     with serving(lambda *_: (time.sleep(0.5), (200, "<score>1</score>"))[1]) as server:
         assert judged(server, timeout=0.1, retries=0)[0] == [None] * 4
     assert time.monotonic() - began < 5
+
+
+def judged_in_a_run(server: Server, seconds: float, count: int, **arguments) -> tuple[list[float], dict[str, float]]:
+    """The judge as a run with reward.timeout = seconds calls it, on `count` different completions."""
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    judging = RewardFn((f"judge.score(url={server.url!r}, model='m', {given})",), (1.0,), seconds, field="timeout")
+    try:
+        texts = [[str(i) for i in range(count)]]
+        channels, metrics = judging([{"prompt": "?"}], texts, [[[1]] * count])
+    finally:
+        judging.close()
+    return channels["judge.score"][0].tolist(), metrics
+
+
+def test_a_judge_that_hangs_gives_no_verdict_and_is_not_asked_for_the_rest_of_the_batch():
+    with serving(lambda *_: (time.sleep(1.0), (200, "<score>1</score>"))[1]) as server:
+        found, metrics = judged_in_a_run(server, 4.0, 64, timeout=0.3, concurrency=4, backoff=0.0)
+    assert all(math.isnan(x) for x in found)
+    assert metrics["judge.score/unanswered"] > 0.9 and metrics["judge.score/failed"] == 1.0
+    assert len(server.requests) <= 8  # of 256 tries
+
+
+def test_a_slow_judge_gives_the_verdicts_that_fit_into_the_time_of_a_batch():
+    with serving(lambda *_: (time.sleep(0.2), (200, "<score>10</score>"))[1]) as server:
+        found, metrics = judged_in_a_run(server, 2.0, 64, concurrency=2)
+    late = sum(math.isnan(x) for x in found)
+    assert 1 <= len(found) - late <= 20 and 1.0 in found
+    assert metrics["judge.score/unanswered"] == metrics["judge.score/failed"] == pytest.approx(late / 64)
 
 
 def test_requests_run_at_the_same_time_but_not_more_than_allowed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -101,18 +102,22 @@ def test_mlflow_gets_every_record_in_one_run(tmp_path, monkeypatch):
 
 
 class Broken:
-    """A logger that fails at its second record."""
+    """A logger whose server is gone for its second record, for as many tries as `fails`."""
+
+    got: list[int]
+    fails: int
 
     def __init__(self, run: loggers.LoggedRun):
-        self.got: list[int] = []
+        pass
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        if self.got:
+        if step == 1 and Broken.fails:
+            Broken.fails -= 1
             raise ConnectionError("the server\nis gone")
-        self.got.append(step)
+        Broken.got.append(step)
 
     def close(self) -> None:
-        raise AssertionError("a logger that failed is not closed")
+        Broken.got.append(-1)
 
 
 class Stuck:
@@ -122,15 +127,43 @@ class Stuck:
         threading.Event().wait()
 
 
-def test_a_logger_that_fails_is_told_once_and_the_run_goes_on(tmp_path, capsys):
+@pytest.mark.parametrize("fails", [3, 10**9])
+def test_a_logger_that_fails_is_told_once_gets_the_numbers_later_and_the_run_goes_on(
+    tmp_path, capsys, monkeypatch, fails
+):
+    monkeypatch.setattr(loggers, "PAUSES", (0.01, 0.02))
+    # A config names the class in the module of this name, which is another one than this.
+    broken = importlib.import_module("test_loggers").Broken
+    broken.got, broken.fails = [], fails
     log = Log(tmp_path, config_of("test_loggers.Broken"))
     log.begin(0)
     for step in range(4):
         write(log, step, accuracy=0.5)
+    if fails == 3:
+        end = time.monotonic() + 10
+        while broken.got != [0, 1, 2, 3]:
+            assert time.monotonic() < end, broken.got
+            time.sleep(0.01)
     log.close()
     said = capsys.readouterr().out
-    assert said.count("Broken gets no more numbers, because it failed: ConnectionError: the server is gone") == 1
+    assert said.count("Broken failed and is tried again: ConnectionError: the server is gone") == 1
+    assert said.count("Broken works again") == (fails == 3)
+    assert said.count("Broken has not got 3 of its records") == (fails > 3)
+    assert broken.got == ([0, 1, 2, 3, -1] if fails == 3 else [0])
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_logger_that_fails_for_a_week_holds_no_more_than_a_few_records(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loggers, "WAITING", 5)
+    monkeypatch.setattr(loggers, "PAUSES", (0.01, 0.02))
+    broken = importlib.import_module("test_loggers").Broken
+    broken.got, broken.fails = [], 10**9
+    background = loggers.Background("it", broken, loggers.LoggedRun(tmp_path, 0, "", {}), print)
+    for _ in range(100):
+        background.write(1, {})
+    assert len(background._calls) == 5
+    background.close()
+    assert "it has not got 100 of its records" in capsys.readouterr().out
 
 
 def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, capsys, monkeypatch):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import re
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
@@ -15,7 +18,7 @@ import httpx
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, NotNegative, Positive, checked_by
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import asks, text_of
+from jaxrl_llm.rewards import asks, deadline, text_of
 
 __all__ = ["score"]
 
@@ -31,9 +34,11 @@ Think about it in a few sentences. Then give a score from 0 (useless) to 10 (per
 AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses that another try may change
 WRONG = {401: "the key", 403: "the key", 404: "url and model", 405: "url"}  # statuses that only the user can change
 LONGEST_WAIT = 60.0  # seconds between two tries
+SILENT = 3  # time-outs in a row after which the rest of a batch is not asked
 
 
-class Endpoint(NamedTuple):
+@dataclass
+class Endpoint:
     """Where and how to ask."""
 
     client: httpx.AsyncClient
@@ -42,6 +47,7 @@ class Endpoint(NamedTuple):
     retries: int
     backoff: float  # seconds before the second try; each later wait is twice as long
     at_once: asyncio.Semaphore
+    silent: int = 0  # time-outs since the last answer
 
 
 class Reply(NamedTuple):
@@ -49,6 +55,10 @@ class Reply(NamedTuple):
 
     text: str | None
     tries: int
+    given_up: bool = False  # because the time of the batch was over, or the endpoint silent
+
+
+GIVEN_UP = Reply(None, 0, given_up=True)
 
 
 def _check(*, url: str, template: str, api_key_env: str, **_: Any) -> None:
@@ -97,7 +107,9 @@ async def score(
     data in braces; "": a general one. tag: around the number. api_key_env: environment variable with the key; "": none.
     concurrency: requests at a time. timeout: seconds of a request. retries: more tries after an error that may pass,
     with a wait of `backoff` seconds that doubles. max_tokens: of a reply.
-    Logs the shares of completions without a reply (failed) and without a number in it (unparsed), and the mean tries.
+    A batch ends before config.reward.timeout, and after SILENT time-outs in a row: then the rest has no verdict.
+    Logs the shares of completions without a reply (failed), of those that the end of the batch left so (unanswered),
+    and of those without a number in the reply (unparsed), and the mean tries.
     Raises: UserError, if the endpoint refuses the key or does not know the model.
     """
     form = _read(template)
@@ -111,14 +123,30 @@ async def score(
     async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=_headers(api_key_env)) as client:
         at_once = asyncio.Semaphore(concurrency)
         endpoint = Endpoint(client, f"{url.rstrip('/')}/chat/completions", request, retries, backoff, at_once)
-        different = list(dict.fromkeys(questions))  # equal completions of a prompt are judged once
-        replies = dict(zip(different, await asyncio.gather(*(_ask(endpoint, q) for q in different)), strict=True))
+        replies = await _ask_all(endpoint, questions)
     scores = [_score(replies[question].text, tag, most) for question in questions]
     failed = sum(replies[question].text is None for question in questions)
     log_metric("failed", failed / len(scores))
+    log_metric("unanswered", sum(replies[question].given_up for question in questions) / len(scores))
     log_metric("unparsed", (scores.count(None) - failed) / len(scores))
     log_metric("tries", sum(reply.tries for reply in replies.values()) / len(replies))
     return scores
+
+
+async def _ask_all(endpoint: Endpoint, questions: list[str]) -> dict[str, Reply]:
+    """Asks each different question once, until the time of the batch is over. Raises: UserError, as `_ask` does."""
+    asked = {question: asyncio.ensure_future(_ask(endpoint, question)) for question in dict.fromkeys(questions)}
+    left = deadline() - time.monotonic()
+    seconds = None if left == math.inf else max(left, 0.0)
+    try:
+        done, _ = await asyncio.wait(asked.values(), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for question in done:
+            question.result()
+        return {text: question.result() if question in done else GIVEN_UP for text, question in asked.items()}
+    finally:
+        for question in asked.values():
+            question.cancel()
+        await asyncio.gather(*asked.values(), return_exceptions=True)
 
 
 async def _ask(endpoint: Endpoint, question: str) -> Reply:
@@ -128,7 +156,10 @@ async def _ask(endpoint: Endpoint, question: str) -> Reply:
         wait = endpoint.backoff * 2 ** (tried - 1) * random.uniform(0.5, 1.0)  # not all at the same time
         try:
             async with endpoint.at_once:
+                if endpoint.silent >= SILENT:
+                    return Reply(None, tried - 1, given_up=True)
                 response = await endpoint.client.post(endpoint.url, json=message)
+            endpoint.silent = 0
             if response.status_code in WRONG:
                 what = WRONG[response.status_code]
                 raise UserError(f"judge.score: {endpoint.url} answers {response.status_code}: put {what} right")
@@ -138,8 +169,10 @@ async def _ask(endpoint: Endpoint, question: str) -> Reply:
                 return Reply(None, tried)
             asked = response.headers.get("retry-after", "")
             wait = max(wait, float(asked) if asked.isdigit() else 0.0)
+        except httpx.TimeoutException:
+            endpoint.silent += 1
         except (httpx.TransportError, ValueError, KeyError, IndexError, TypeError):
-            pass  # no connection, no time, or no reply of this API
+            pass  # no connection, or no reply of this API
         if tried <= endpoint.retries:
             await asyncio.sleep(min(wait, LONGEST_WAIT))
     return Reply(None, endpoint.retries + 1)
