@@ -192,6 +192,13 @@ def test_a_template_without_results_of_tools_is_refused_in_one_line_before_a_run
         pool("gemma3", {})
 
 
+def test_a_template_that_ends_turns_without_a_special_token_is_refused_before_a_run():
+    made = of("qwen2_5")
+    made.chat_template = made.chat_template.replace("<|im_end|>", "(end)")
+    with pytest.raises(UserError, match=r"writes '\(end\).*, which is no special token"):
+        EnvironmentPool(made, Told, **LIMITS)
+
+
 REFUSES = "{% if effort is defined %}{{ raise_exception('no effort') }}{% endif %}"
 COUNTS = "{% for m in messages if '7' in m.content %}{{ raise_exception('no 7') }}{% endfor %}"
 

@@ -23,9 +23,11 @@ class ToolMessages:
         """schemas: of the tools, if the environment has them; template_args: of the run."""
         self._tokenizer, self._args = tokenizer, {**template_args, **({"tools": list(schemas)} if schemas else {})}
         special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        special[tokenizer.eos_token_id] = tokenizer.eos_token
+        if tokenizer.eos_token:
+            special[tokenizer.eos_token_id] = tokenizer.eos_token
         self._special = special.keys()
-        self._end = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))))
+        ends = "|".join(map(re.escape, sorted(special.values(), key=len, reverse=True)))
+        self._end = re.compile(rf"\s*({ends or '(?!)'})")  # without special tokens it matches nothing
 
     def check(self, row_args: Mapping[str, Any]) -> None:
         """Tries results that are hard to write. Raises: UserError, if the template does not take or not show them."""
@@ -62,6 +64,6 @@ class ToolMessages:
         )
         # Not the difference to a text without results: a template may write the last answer in another form.
         after = whole.partition(TURN)[2]
-        if not (end := self._end.search(after)):
-            raise ValueError("it writes no special token after an answer")
-        return after[end.end() if turn and turn[-1] in self._special else end.start() :]
+        if not (end := self._end.match(after)):
+            raise ValueError(f"it writes {after[:20]!r} after an answer, which is no special token")
+        return after[end.end() if turn and turn[-1] in self._special else end.start(1) :]
