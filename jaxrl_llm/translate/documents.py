@@ -28,8 +28,8 @@ OWN_GROUPS = re.compile(
 
 
 @dataclass
-class Keys:
-    """Keys of a document, and what is to be said of them.
+class Document:
+    """The keys of a document or command, and what is to be said of them.
 
     lost: lines that have no effect there; notes: values that are not written there; referred: keys that others name.
     """
@@ -73,12 +73,12 @@ def parse(path: Path, text: str) -> tuple[dict[Any, Any], list[str]]:
     return document, again
 
 
-def of_document(path: Path, text: str) -> Keys:
+def of_document(path: Path, text: str) -> Document:
     """Returns the keys of a document: a.b of sections, or those of one level."""
     document, again = parse(path, text)
     if "defaults" in document or any(isinstance(document.get(section), dict) for section in SECTIONS):
-        return Keys(composed(path, document), again)
-    return Keys({str(key): number(value) for key, value in document.items()}, again)
+        return Document(composed(path, document), again)
+    return Document({str(key): number(value) for key, value in document.items()}, again)
 
 
 def composed(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
@@ -118,12 +118,12 @@ def _named(entry: Any) -> tuple[str, str]:
     return f"{group}/{option}".removesuffix(".yaml"), before
 
 
-def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> Keys:
+def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> Document:
     """Adds the keys of the file that a command names, if it is there. written: files that the script writes itself."""
     name = keys.get("config")
     if isinstance(name, str) and not isinstance(name, Unread) and (found := beside(path, name, written)):
         base = of_document(*found)
-        return Keys(base.values | {key: value for key, value in keys.items() if key != "config"}, base.lost)
+        return Document(base.values | {key: value for key, value in keys.items() if key != "config"}, base.lost)
     name, folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir"))
     if isinstance(name, str) and not isinstance(name, Unread) and not OWN.fullmatch(name.removesuffix(".yaml")):
         folders = [f"{folder}/"] * (isinstance(folder, str) and not isinstance(folder, Unread)) + list(FOLDERS)
@@ -131,8 +131,8 @@ def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> 
             if found := beside(path, f"{one}{name.removesuffix('.yaml')}.yaml", written):
                 base = of_document(*found)
                 others = {key: x for key, x in keys.items() if key not in ("--config-name", "--config-path")}
-                return Keys(base.values | others, base.lost)
-    return Keys(keys)
+                return Document(base.values | others, base.lost)
+    return Document(keys)
 
 
 def beside(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, str] | None:
@@ -157,7 +157,7 @@ def flat(document: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     return made
 
 
-def resolved(keys: Keys) -> Keys:
+def resolved(keys: Document) -> Document:
     """Replaces references to other keys by their values. A reference that leads nowhere makes a value `Unread`."""
     referred, notes = set[str](), list(keys.notes)
 
@@ -190,7 +190,7 @@ def resolved(keys: Keys) -> Keys:
     lists = {key: value for key, value in values.items() if isinstance(value, list)}
     unread = {key: value for key, value in lists.items() if any(isinstance(one, Unread) for one in value)}
     values |= {key: Unread(", ".join(map(str, value))) for key, value in unread.items()}
-    return Keys(values, keys.lost, list(dict.fromkeys(notes)), referred)
+    return Document(values, keys.lost, list(dict.fromkeys(notes)), referred)
 
 
 def scalar(text: str) -> Any:

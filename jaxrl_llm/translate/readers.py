@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.translate import arguments, easyr1, search_r1, shell, trl, trl_ppo, verl
 from jaxrl_llm.translate.arguments import Value
-from jaxrl_llm.translate.documents import SECTIONS, Keys, beside, of_document, resolved, scalar, with_files
+from jaxrl_llm.translate.documents import SECTIONS, Document, beside, of_document, resolved, scalar, with_files
 from jaxrl_llm.translate.outcome import System
 from jaxrl_llm.translate.script import read_script
 from jaxrl_llm.translate.shell import Command
@@ -33,7 +33,7 @@ STARTERS = ("torch.distributed", "accelerate", "deepspeed")  # modules that star
 
 @dataclass(frozen=True)
 class Source:
-    """The keys of a file, and the trainer that they are for. lost, notes and referred: as of `documents.Keys`."""
+    """The keys of a file, and the trainer that they are for. lost, notes and referred: as of `documents.Document`."""
 
     path: Path
     system: System
@@ -88,13 +88,13 @@ def _known(system: System, keys: dict[str, Any]) -> int:
     return sum(key in system.rules or key.startswith(LAUNCHERS) for key in keys)
 
 
-def _of_shell(path: Path, text: str) -> Keys:
+def _of_shell(path: Path, text: str) -> Document:
     """Returns the keys of the training command of a script. What a loop makes of it several times is one command."""
     try:
         script = shell.follow(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    runs: dict[int, list[tuple[Command, Keys]]] = {}
+    runs: dict[int, list[tuple[Command, Document]]] = {}
     for command in script.commands:
         if keys := _of_command(path, command, script.files):
             runs.setdefault(command.place, []).append((command, keys))
@@ -148,7 +148,7 @@ def _flag(word: str) -> str:
     return word.removeprefix("--").partition("=")[0].replace("-", "_").removeprefix("no_")
 
 
-def _of_command(path: Path, command: Command, files: Mapping[str, str]) -> Keys | None:
+def _of_command(path: Path, command: Command, files: Mapping[str, str]) -> Document | None:
     """Returns the keys of a command; None, if it starts no training."""
     words = command.words
     start = next((i for i in range(len(words)) if _starts(words, i)), None)

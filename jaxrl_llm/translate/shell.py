@@ -15,7 +15,18 @@ from fnmatch import fnmatchcase
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.translate import shell_test
 from jaxrl_llm.translate.arguments import Value
-from jaxrl_llm.translate.shell_grammar import Case, Chain, Function, Group, If, Loop, Node, Parser, Simple, Word
+from jaxrl_llm.translate.shell_grammar import (
+    Case,
+    Chain,
+    Compound,
+    Function,
+    If,
+    Node,
+    Repeat,
+    ShellParser,
+    Simple,
+    Word,
+)
 from jaxrl_llm.translate.shell_values import Values
 
 DOTTED = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
@@ -51,9 +62,9 @@ class Script:
 
 def follow(text: str) -> Script:
     """Follows a script. Raises: UserError, if it cannot be parsed."""
-    parser = Parser(text)
+    parser = ShellParser(text)
     nodes = parser.script()
-    run = Run()
+    run = Walk()
     run.block(nodes)
     written = {line for text in run.files.values() for line in text.splitlines()}
     heredocs = [(number, line) for number, line in parser.heredoc_lines if line not in written]
@@ -61,7 +72,7 @@ def follow(text: str) -> Script:
 
 
 @dataclass
-class Run(Values):
+class Walk(Values):
     """A script that is followed: its commands and blocks."""
 
     functions: dict[str, tuple[Node, ...]] = field(default_factory=dict)
@@ -93,13 +104,13 @@ class Run(Values):
                 return self.chain(node)
             case If():
                 return self.branches(node.branches)
-            case Loop():
+            case Repeat():
                 return self.loop(node)
             case Case():
                 return self.case(node)
             case Function():
                 self.functions[node.name] = node.body
-            case Group():
+            case Compound():
                 variables, arrays = dict(self.variables), dict(self.arrays)
                 status = self.block(node.body)
                 if node.subshell:
@@ -149,7 +160,7 @@ class Run(Values):
             if len({tuple(arrays.get(name, [])) for _, arrays in ends}) == 1:
                 self.arrays[name] = ends[0][1][name]
 
-    def loop(self, node: Loop) -> bool | None:
+    def loop(self, node: Repeat) -> bool | None:
         if node.name:
             for value in [value for word in node.words for value in self.fields(word)][:ROUNDS]:
                 self.variables[node.name] = value
@@ -263,7 +274,7 @@ class Run(Values):
         before, self.inside = self.inside, places
         self.depth += 1
         try:
-            status = self.block(Parser(text).script())
+            status = self.block(ShellParser(text).script())
         except UserError:
             status = None  # it is no script, or too long a one
         self.depth -= 1
@@ -271,7 +282,7 @@ class Run(Values):
         return status
 
     def heredoc(self, text: str) -> str:
-        parts = Parser('"' + text.replace('"', '\\"') + '"').double_quoted()
+        parts = ShellParser('"' + text.replace('"', '\\"') + '"').double_quoted()
         return "".join(self.expanded(part)[0].text if part.kind != "text" else part.text for part in parts)
 
     def sum_of(self, text: str) -> bool | None:

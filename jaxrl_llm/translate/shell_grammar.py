@@ -68,7 +68,7 @@ class If:
 
 
 @dataclass(frozen=True)
-class Loop:
+class Repeat:
     """for name in words; or while and until, with a condition."""
 
     body: tuple[Node, ...]
@@ -94,7 +94,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Group:
+class Compound:
     """{ …; }, ( … ), which leaves no variables behind, or ! command, whose status is the opposite."""
 
     body: tuple[Node, ...]
@@ -102,11 +102,11 @@ class Group:
     subshell: bool = False
 
 
-Node: TypeAlias = Simple | Chain | If | Loop | Case | Function | Group
+Node: TypeAlias = Simple | Chain | If | Repeat | Case | Function | Compound
 
 
 @dataclass
-class Parser:
+class ShellParser:
     """Reads a script once, from its beginning to its end. `words` are all words of the script, in their order."""
 
     text: str
@@ -171,11 +171,11 @@ class Parser:
             self.word()
             body = self.block(("}",))
             self.expect("}")
-            return Group(body)
+            return Compound(body)
         if name == "!":
             self.word()
             inside = self.command()
-            return Group((inside,), negated=True) if inside else None
+            return Compound((inside,), negated=True) if inside else None
         if name == "[[":
             return Simple(self.test())
         if name == "function":
@@ -192,7 +192,7 @@ class Parser:
         if self.peek() != ")":
             raise UserError(f"line {self.line}: a ( has no end: is this a shell script?")
         self.operator()
-        return Group(body, subshell=True)
+        return Compound(body, subshell=True)
 
     def conditional(self) -> Node:
         branches = []
@@ -224,14 +224,14 @@ class Parser:
                     words.append(self.word())
         else:
             condition = self.block(("do",))
-            condition = (Group(condition, negated=True),) if kind == "until" else condition
+            condition = (Compound(condition, negated=True),) if kind == "until" else condition
         while self.peek() in (";", "\n"):
             self.operator()
         self.expect("do")
         body = self.block(("done",))
         self.expect("done")
         self.redirections()
-        return Loop(body, name, tuple(words), condition)
+        return Repeat(body, name, tuple(words), condition)
 
     def case(self) -> Node:
         self.word()
@@ -282,7 +282,7 @@ class Parser:
                 while self.peek() == "\n":
                     self.operator()
                 body = self.command()
-                return Function(words[0].plain, body.body if isinstance(body, Group) else (body,) if body else ())
+                return Function(words[0].plain, body.body if isinstance(body, Compound) else (body,) if body else ())
             if self.peek() or self.at >= len(self.text):
                 break
             words.append(self.word())

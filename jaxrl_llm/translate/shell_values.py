@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.translate.arguments import Value, calculated
-from jaxrl_llm.translate.shell_grammar import ASSIGNS, Parser, Part, Simple, Word
+from jaxrl_llm.translate.shell_grammar import ASSIGNS, Part, ShellParser, Simple, Word
 from jaxrl_llm.translate.shell_parameters import replaced, transformed
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
@@ -107,7 +107,7 @@ class Values:
         if text.strip() == "pwd" or ("dirname" in text and re.search(r"\$\{?0|BASH_SOURCE", text)):
             return [Value(".")]
         if match := re.fullmatch(r"\s*echo\s+([^-|;&<>`][^|;&<>`]*)", text):
-            inner = Parser(match[1]).script()
+            inner = ShellParser(match[1]).script()
             if len(inner) == 1 and isinstance(inner[0], Simple):
                 return [Value(" ".join(self.text(word).text for word in inner[0].words))]
         return [Value(f"$({' '.join(text.split())})")]
@@ -188,7 +188,7 @@ class Values:
 
     def text_of(self, text: str) -> Value:
         """Expands the text behind a parameter's name."""
-        parser, value = Parser(text), Value("")
+        parser, value = ShellParser(text), Value("")
         while parser.at < len(text):
             for part in parser.part(""):
                 value += Value(part.text) if part.kind == "text" else _joined(self.expanded(part))
