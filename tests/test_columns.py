@@ -118,6 +118,7 @@ UNREADABLE = {
     "math.accuracy": ({"value": 2}, "column 'answer' is {'value': 2}: make it text or a number"),
     "easyr1.math": ([2], "column 'answer' is [2]: make it text or a number"),
     "length.cosine(max_tokens=4)": (True + 1j, "column 'answer' is (1+1j): make it text"),
+    "search.exact_match": ({"target": ["Ann"]}, "column 'answer' is {'target': ['Ann']}: make it text, or a list"),
     "choice.accuracy": ("none of these", "column 'answer' is 'none of these': make it a letter"),
 }
 
@@ -162,6 +163,22 @@ def test_the_rewards_of_the_package_have_no_verdict_where_a_row_says_nothing():
             values = reward_fn.call_by_name(function, function, rows, completions, [[1]] * 7).values
             if not np.isnan(values).all():
                 wrong[function, column] = values
+    assert wrong == {}
+
+
+def test_answers_of_any_type_of_number_are_judged():
+    said = ["#### 2 <answer>2</answer> \\boxed{2}", "#### 2 <answer>C</answer>", "2"]
+    whole, any_kind, wrong = [2, np.int64(2)], [2, 2.0, np.float64(2), Decimal(2), np.int64(2)], {}
+    functions = {
+        "math.accuracy": (0, any_kind), "gsm8k.accuracy": (0, any_kind), "choice.accuracy": (1, any_kind),
+        "search.exact_match": (0, whole), "arithmetic.accuracy": (2, whole),
+    }  # fmt: skip
+    for function, (i, kinds) in functions.items():
+        rows = [{"prompt": "1", "answer": x} for x in kinds]
+        completions = [[{"role": "assistant", "content": said[i]}]] * len(rows)
+        values = reward_fn.call_by_name(function, function, rows, completions, [[1]] * len(rows)).values
+        if values != [1.0] * len(rows):
+            wrong[function] = values
     assert wrong == {}
 
 
@@ -234,12 +251,14 @@ def test_every_kind_of_file_has_the_same_rows_without_an_answer(tmp_path, tokeni
     (tmp_path / "named.jsonl").write_text((tmp_path / "missing.jsonl").read_text().replace("answer", "solution"))
     verl = [{"prompt": row["prompt"], "reward_model": {"ground_truth": row["answer"]}} for row in rows]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl), tmp_path / "verl.parquet")
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved.d")
     told = {}
     for file in sorted(tmp_path.glob("*.*[!y]")):
         read = Columns(answer_column="solution") if file.stem == "named" else Columns()
         made = data.read(str(file), tokenizer, columns=read, max_prompt_tokens=9, overlong="error")
         told[file.name] = check(made, ["math.accuracy"], "data").notes
-    assert len(told) == 9
+    assert len(told) == 10
     assert set(told.values()) == {("1 of 3 rows has no 'answer', the first is row 2: math.accuracy abstains",)}, told
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from jaxrl_llm.rewards import abstaining, text_of
 
 
-def accuracy(completions: list[Any], answer: list[str], **columns: Any) -> list[float | None]:
+def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float | None]:
     """1 where the completion, after its <thoughts> if it has any, is the answer."""
 
-    def judge(completions: list[Any], answer: list[str]) -> list[float]:
-        return [float(text_of(c).rpartition(">")[2] == a) for c, a in zip(completions, answer, strict=True)]
+    def judge(completions: list[Any], answer: list[Any]) -> list[float]:
+        return [float(text_of(c).rpartition(">")[2] == str(a)) for c, a in zip(completions, answer, strict=True)]
 
     return abstaining(judge, completions, answer)
 

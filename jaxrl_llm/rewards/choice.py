@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from numbers import Integral
 from typing import Any
 
@@ -106,7 +107,8 @@ def _plain(text: str) -> str:
 
 
 def _wanted(answer: Any) -> str:
-    if isinstance(answer, Integral) and not isinstance(answer, bool) and 0 <= int(answer) < 26:
+    number = isinstance(answer, (Integral, float, Decimal)) and not isinstance(answer, bool)
+    if number and 0 <= answer < 26 and answer == int(answer):  # Parquet of pandas has 2.0, where another row has null
         return chr(ord("A") + int(answer))
     found = re.fullmatch(r"\s*\(?([A-Za-z])[.)]?\s*", str(answer))
     if not found:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.rewards import abstaining, last_tagged, text_of
+from jaxrl_llm.rewards import abstaining, last_tagged, reads, text_of
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -18,6 +18,7 @@ SEARCHES = re.compile(rf"{THOUGHT}<search>{INSIDE}</search>\s*", re.DOTALL)
 ANSWERS = re.compile(rf"{THOUGHT}<answer>{INSIDE}</answer>\s*", re.DOTALL)
 
 
+@reads(answer=lambda value: _accepted(value))
 def exact_match(
     completions: list[Any], answer: list[Any], turns: list[Any] | None = None, **columns: Any
 ) -> list[float | None]:
@@ -25,6 +26,7 @@ def exact_match(
     return _compared(_equal, completions, answer, turns)
 
 
+@reads(answer=lambda value: _accepted(value))
 def f1(completions: list[Any], answer: list[Any], turns: list[Any] | None = None, **columns: Any) -> list[float | None]:
     """The largest F1 of words, between the last answer of the policy and one of the row's answers."""
     return _compared(_f1, completions, answer, turns)
@@ -35,6 +37,7 @@ def answered(completions: list[Any], turns: list[Any] | None = None, **columns: 
     return [float(bool(text)) for text in _answers(completions, turns)]
 
 
+@reads(answer=lambda value: _accepted(value))
 def with_format(completions: list[Any], answer: list[Any], turns: list[Any], **columns: Any) -> list[float | None]:
     """The reward of Search-R1 v0.3 (arXiv 2505.15117): exact match, and a part of it for episodes in its format.
 
@@ -75,11 +78,21 @@ def _compared(
 
     def judge(texts: list[str], accepted: list[Any]) -> list[float]:
         return [
-            max((compare(normal(text), normal(one)) for one in ([row] if isinstance(row, str) else row)), default=0.0)
+            max((compare(normal(text), normal(one)) for one in _accepted(row)), default=0.0)
             for text, row in zip(texts, accepted, strict=True)
         ]
 
     return abstaining(judge, _answers(completions, turns), answer)
+
+
+def _accepted(answer: Any) -> list[Any]:
+    """Returns the accepted answers of a row: text or a number, or several of them."""
+    answer = answer.tolist() if hasattr(answer, "tolist") else answer
+    if isinstance(answer, dict):
+        raise ValueError(
+            f"column 'answer' is {answer!r:.200}: make it text, or a list of accepted answers (data.convert)"
+        )
+    return list(answer) if isinstance(answer, (list, tuple, set, frozenset)) else [answer]
 
 
 def _answers(completions: list[Any], turns: list[Any] | None) -> list[str]:
