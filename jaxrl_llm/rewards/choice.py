@@ -107,9 +107,10 @@ def _plain(text: str) -> str:
 
 
 def _wanted(answer: Any) -> str:
-    number = isinstance(answer, (Integral, float, Decimal)) and not isinstance(answer, bool)
-    if number and 0 <= answer < 26 and answer == int(answer):  # Parquet of pandas has 2.0, where another row has null
-        return chr(ord("A") + int(answer))
+    numeric = isinstance(answer, (Integral, float, Decimal)) and not isinstance(answer, bool)
+    number = float(answer) if numeric else -1.0
+    if 0 <= number < 26 and number.is_integer():  # Parquet of pandas has 2.0, where another row has null
+        return chr(ord("A") + int(number))
     found = re.fullmatch(r"\s*\(?([A-Za-z])[.)]?\s*", str(answer))
     if not found:
         raise ValueError(f"column 'answer' is {answer!r}: make it a letter, or a number that counts from 0")
