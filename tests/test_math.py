@@ -140,9 +140,13 @@ def test_what_is_not_judged_in_time_earns_nothing_holds_nothing_and_is_counted(m
     assert said == ("math.accuracy: 3 of 5 answers were not judged in time and earn 0, the first is 9^{9^{9^{9}}}\n")
 
 
-def test_a_batch_of_endless_answers_ends_at_the_deadline(monkeypatch, capfd):
-    monkeypatch.setattr(math, "WHOLE", 2.0)
+@pytest.mark.parametrize("limit", ["WHOLE", "reward.timeout"])
+def test_a_batch_of_endless_answers_ends_at_the_deadline(limit, monkeypatch, capfd):
+    if limit == "WHOLE":
+        monkeypatch.setattr(math, "WHOLE", 2.0)
     began = time.monotonic()
+    if limit != "WHOLE":
+        monkeypatch.setattr(math, "deadline", lambda: began + 2.0)
     assert math.accuracy(chats(*(f"\\boxed{{9^{{9^{{9^{{{i}}}}}}}}}" for i in range(9, 50))), ["2"] * 41) == [0] * 41
     assert time.monotonic() - began < 10
     assert "41 of 41 answers were not judged in time" in capfd.readouterr().err

@@ -9,13 +9,14 @@ import logging
 import math
 import re
 import sys
+import time
 from decimal import Decimal
 from functools import cache
 from numbers import Number
 from typing import Any
 
 from jaxrl_llm.host.process import Pool, cpus
-from jaxrl_llm.rewards import abstaining, reads, text_of
+from jaxrl_llm.rewards import abstaining, deadline, reads, text_of
 from jaxrl_llm.rewards.notation import rewritten, unwrapped
 from jaxrl_llm.terminal import printable
 
@@ -53,7 +54,8 @@ def _judge(texts: list[str], answer: list[Any]) -> list[float]:
     equal = {pair: _plainly_equal(*pair) for pair in pairs}
     hard = [pair for pair, known in equal.items() if known is None]
     size = min(PROCESSES, cpus(), -(-len(hard) // SHARE))
-    equal |= zip(hard, _pool().map(hard, size=size, each=EACH, whole=WHOLE), strict=True) if hard else ()
+    whole = min(WHOLE, deadline() - time.monotonic())
+    equal |= zip(hard, _pool().map(hard, size=size, each=EACH, whole=whole), strict=True) if hard else ()
     late = [box for box, wanted in pairs if equal[box, wanted] is None]
     if late:
         line = f"math.accuracy: {len(late)} of {len(pairs)} answers were not judged in time and earn 0, the first is "
