@@ -6,6 +6,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxrl_llm.terminal import printable
@@ -62,9 +63,22 @@ def report(error: BaseException) -> int:
 
 
 def run_main(main: Callable[[], None]) -> NoReturn:
-    """Runs an entry point and exits. A `UserError` becomes one line on stderr and exit code 2."""
+    """Runs an entry point and exits. A `UserError` becomes one line on stderr and exit code 2.
+
+    So does a `sys.exit` in the user's code, which would end the program without a word.
+    """
     try:
         main()
     except Exception as error:
         sys.exit(report(error))
+    except SystemExit as error:
+        if not _of_user(error):
+            raise
+        sys.exit(report(UserError(f"{describe(error)} ended the program: let this code return or raise")))
     sys.exit(0)
+
+
+def _of_user(error: SystemExit) -> bool:
+    """Returns whether the user's code has ended the program, such as a function that makes rows."""
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    return not Path(file).is_relative_to(Path(__file__).parent) and file != argparse.__file__

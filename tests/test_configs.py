@@ -193,3 +193,10 @@ def test_the_page_about_configs_has_a_config_and_commands_that_pass_the_checks(t
     ((c, workdir),) = ran
     checks.check_train(c)
     assert (c.reward.functions[0], workdir) == ("arithmetic.accuracy", "runs/polite")
+
+
+def test_a_program_gets_the_file_of_a_shipped_config(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    _, known = config.parse_config(config.config_parser("test", ""), ["--config", "dapo"])
+    assert Path(known.config) == ROOT / "configs" / "dapo.py"
+    assert config.parse_arguments("test", "", ["--config", "dapo"]).workdir.name.startswith("dapo-2")

@@ -603,6 +603,8 @@ def test_a_broken_parquet_file_is_refused(place: Path, refuse: Refuse) -> None:
 @table("text words", {
     "that raises":
         ("def rows():\n    return open('nowhere')\n", "mine.rows raised FileNotFoundError | nowhere | mine.py:2"),
+    "that ends the program":
+        ("import sys\ndef rows():\n    sys.exit()\n", "SystemExit | mine.py:3) ended the program | return or raise"),
     "that gives nothing": ("def rows():\n    return []\n", "mine.rows holds no rows"),
     "that gives other things than rows":
         ("def rows():\n    return ['1+1']\n", "mine.rows row 1 is '1+1' | dict of columns"),

@@ -96,9 +96,11 @@ def parse_config(parser: Parser, argv: list[str] | None = None) -> tuple[Config,
     Raises: UserError, if the config file cannot be run or an override does not fit.
     """
     known, rest = parser.parse_known_args(_joined(sys.argv[1:] if argv is None else argv))
-    config = load(known.config)
+    file = find(known.config)
+    known.config = str(file)  # also where it was the name of a shipped config
+    config = load(file)
     # At the end of sys.path, so that these files do not hide installed modules.
-    folders = [*_folders(find(known.config)), Path.cwd()]
+    folders = [*_folders(file), Path.cwd()]
     sys.path += [folder for folder in map(str, folders) if folder not in sys.path]
     for argument in rest:
         match = re.fullmatch(r"--config\.([\w.]+)=(.*)", argument, re.DOTALL)
