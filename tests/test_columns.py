@@ -68,6 +68,7 @@ def test_a_signature_says_which_columns_a_function_asks_for():
         "easyr1.math(format_weight=0.3)": [("answer",)],
         "length.penalty(free=1, scale=2)": [],
         "search.answered": [],
+        "repetition.penalty": [],
     }
     wrong = {text: names(text, episodes=False) for text, wanted in cases.items()
              if [x[1] for x in names(text, episodes=False)] != wanted}  # fmt: skip

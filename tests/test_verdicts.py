@@ -229,6 +229,7 @@ VERL = [  # of math_dapo: what follows "Answer:"
     ("**Answer:** 34", 1), ("**Answer: 34**", 1), ("**Answer**: $34$", 0), ("answer : 34", 1), ("Answer: \\(34\\)", 1),
     ("Answer: 34 apples", 1), ("Answer: 35\nAnswer: 34", 1), ("Answer: 34\nAnswer: 35", 0), ("Answer: 34 or 35", 0),
     ("34", 0), ("Answer:", 0), ("Answer: ", 0), ("Answer: 3 4", 0), ("\\boxed{34}", 0), ("Answer: $\\frac{68}{2}$", 1),
+    ("Answer: 34} or {35", 0), ("Answer: 34}", 0), ("Answer: {34}", 1), ("Answer: \\boxed{34", 0),
 ]  # fmt: skip
 FORMAT = [  # think, think_answer, think_boxed
     ("<think>a</think>b", 1, 0, 0), ("<think></think>", 1, 0, 0), ("<think>a</think><answer>b</answer>", 1, 1, 0),

@@ -18,7 +18,7 @@ from jaxrl_llm.rewards import is_empty
 from jaxrl_llm.rewards.signatures import bound
 
 OF_COMPLETIONS = ("prompts", "completions", "completion_ids", "log_metric")  # arguments that are no columns of rows
-OF_EPISODES = ("turns", "episode")  # columns that an environment gives
+OF_EPISODES = ("turns", "episode", "loss_mask")  # columns that an environment gives
 Turns: TypeAlias = list[tuple[bool, str]]
 # Names that the answer of a problem has in published data sets.
 ANSWERS = (

@@ -40,13 +40,18 @@ def accuracy(
     """
     texts = [text_of(c) for c in completions]
     texts = [text.rpartition(after)[2] if after in text else "" for text in texts] if after else texts
-    boxes = [last_box(text) or (anchored(text) if anchors and not BOX.search(text) else "") for text in texts]
+    boxes = [last_box(text) or (_whole(anchored(text)) if anchors and not BOX.search(text) else "") for text in texts]
     return abstaining(_judge, boxes, answer)
 
 
 def equal(texts: list[str], answer: list[Any]) -> list[float | None]:
     """Returns 1 where a text, which may be a box, is mathematically equal to the answer, else 0, as `accuracy`."""
-    return abstaining(_judge, [last_box(text) or text for text in texts], answer)
+    return abstaining(_judge, [last_box(text) or _whole(text) for text in texts], answer)
+
+
+def _whole(text: str) -> str:
+    """Returns a text whose braces fit, else "": of "34} or {35" math-verify would read 34."""
+    return text if last_box(f"\\boxed{{{text}}}") == text.strip() else ""
 
 
 def _judge(texts: list[str], answer: list[Any]) -> list[float]:
