@@ -153,17 +153,15 @@ class Program(NamedTuple):
     def ended(self) -> tuple[str, str]:
         """Returns error and reason of a program that has ended by itself."""
         code = self.process.wait()
-        code = code - 128 if code > 128 else -code if code < 0 else 0 if code == 0 else None
+        number = -code if code < 0 else code - 128  # bubblewrap gives 128 + the signal that ended the program
+        late = f"it took longer than {self.seconds:g} seconds", "time"
         if code == 0:
             return "", ""
-        if code is None:
+        if number <= 0:
             return "it failed", reason_of(self.errors(2000))
-        late = code in (signal.SIGXCPU, signal.SIGKILL) and time.monotonic() - self.began >= 0.9 * self.seconds
-        return (
-            (f"it took longer than {self.seconds:g} seconds", "time")
-            if late
-            else (f"it was ended by signal {code}", "error")
-        )
+        # A program may choose the code, but not the time that it took.
+        limited = number in (signal.SIGXCPU, signal.SIGKILL) and time.monotonic() - self.began >= 0.9 * self.seconds
+        return late if limited else (f"it was ended by signal {number}", "error")
 
     def kill(self) -> None:
         if is_unconfined():
