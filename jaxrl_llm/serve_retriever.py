@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.retriever.index import Index
+from jaxrl_llm.serve_vllm import LOOPBACK
 
 if TYPE_CHECKING:  # it imports torch
     from jaxrl_llm.retriever.dense import DenseIndex
@@ -23,6 +24,7 @@ def main() -> None:
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="JSON lines with id and contents, or id, title and text")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
+    add("--public", action="store_true", help="allow an address that others can reach")
     add("--port", type=int, default=8000)
     add("--topk", type=int, default=3, help="documents of a query, if a request does not say (default: %(default)s)")
     add("--most-topk", type=int, default=100, help="the most that a request may ask for (default: %(default)s)")
@@ -36,7 +38,12 @@ def main() -> None:
     add("--passage-prefix", default="passage: ", help="what it expects before a document (default: %(default)r)")
     add("--most-tokens", type=int, default=256, help="of a text for the encoder (default: %(default)s)")
     args = parser.parse_args()
-    numbers = {name: value for name, value in vars(args).items() if isinstance(value, int)}
+    if args.host not in LOOPBACK and not args.public:
+        raise UserError(
+            f"--host {args.host}: whoever reaches the server reads the corpus and uses the machine, and nothing is "
+            "encrypted; keep 127.0.0.1, or say --public on a network that is yours alone"
+        )
+    numbers = {name: value for name, value in vars(args).items() if type(value) is int}
     for name, value in numbers.items():
         if value < 1 or (name == "port" and value > 65535):
             raise UserError(f"--{name.replace('_', '-')} {value}: give a number of 1 or more")

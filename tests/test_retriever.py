@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 
+from jaxrl_llm import serve_retriever
 from jaxrl_llm.config.load import load
 from jaxrl_llm.envs.search import Search
 from jaxrl_llm.errors import UserError
@@ -449,3 +450,12 @@ def test_a_dense_index_finds_by_the_vectors_of_the_encoder_alone(pooling, corpus
     assert again.search(["river bridge"], 9) == [found]
     with pytest.raises(UserError, match=r"--dense .* cannot be loaded"):
         DenseIndex.open(corpus, Encoding(str(tmp_path / "nothing")))
+
+
+def test_a_server_that_others_can_reach_needs_a_word(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["serve_retriever", "--corpus", "none.jsonl", "--host", "0.0.0.0"])
+    with pytest.raises(UserError, match=r"--host 0\.0\.0\.0: .* say --public"):
+        serve_retriever.main()
+    sys.argv.append("--public")
+    with pytest.raises(UserError, match=r"none\.jsonl"):
+        serve_retriever.main()

@@ -8,8 +8,11 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from urllib.error import HTTPError
 
 import httpx
 import jax
@@ -151,3 +154,60 @@ def test_an_answer_is_arrays_before_the_next_one_is_read(params, tmp_path, monke
     per_token = peak / rollouts.completions.size
     print(f"{per_token:.0f} bytes for each token")
     assert per_token < 200
+
+
+def test_a_server_loads_weights_only_of_a_run_of_its_user(tmp_path, monkeypatch):
+    def made(folder: str, name: str = "model.safetensors", mode: int = 0o700) -> Path:
+        file = tmp_path / folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("weights")
+        file.parent.chmod(mode)
+        return file
+
+    right = made("jaxrl_llm-0123456789ab")
+    assert address.check_weights(str(right)) == str(right)
+    link = tmp_path / "jaxrl_llm-link" / "model.safetensors"
+    link.parent.mkdir(mode=0o700)
+    link.symlink_to(right)
+    folder_link = tmp_path / "jaxrl_llm-folder"
+    folder_link.symlink_to(right.parent)
+    wrong = [
+        link, folder_link / "model.safetensors", made("other"), made("jaxrl_llm-a", "other.safetensors"),
+        made("jaxrl_llm-b", mode=0o755), Path("/etc/passwd"),
+    ]  # fmt: skip
+    for file in wrong:
+        with pytest.raises(ValueError, match=r"refused: .* is not the weights of a run"):
+            address.check_weights(str(file))
+    monkeypatch.setattr(address.os, "geteuid", lambda: 12345)
+    with pytest.raises(ValueError, match="refused: "):
+        address.check_weights(str(right))
+
+
+def test_a_server_opens_no_other_address_than_one_of_http_and_follows_no_redirect(tmp_path):
+    (tmp_path / "weights").write_text("secret")
+    for url in (f"file://{tmp_path}/weights", "ftp://127.0.0.1/weights", f"{tmp_path}/weights", "data:,x"):
+        with pytest.raises(ValueError, match="refused: "):
+            address.open_weights(url, "token", 1.0)
+    asked = []
+
+    class Redirects(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(302 if self.path == "/weights" else 200)
+            self.send_header("Location", "/elsewhere")
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as server:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(HTTPError):
+            address.open_weights(f"{url}/weights", "token", 5.0)
+        with address.open_weights(f"{url}/other", "token", 5.0) as answer:
+            assert answer.read() == b"ok"
+        server.shutdown()
+    assert asked == [("/weights", "Bearer token"), ("/other", "Bearer token")]

@@ -52,7 +52,7 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
     partial.mkdir(parents=True)
     for file in source.iterdir():
         of_weights = "safetensors" in file.name or file.name in NOT_COPIED
-        if file.is_file() and file.suffix in COPIED and not of_weights:
+        if file.is_file() and file.suffix in COPIED and not of_weights and _belongs_to(source, file):
             shutil.copy(file, partial)
     weight_map: dict[str, Path] = {}
     shard: dict[str, np.ndarray] = {}
@@ -93,6 +93,17 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _belongs_to(folder: Path, file: Path) -> bool:
+    """Returns whether a file of a model is no link out of its folder: the export may be published.
+
+    The files of the hub's cache, MODEL/snapshots/REVISION, are links to MODEL/blobs.
+    """
+    inside = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":
+        inside.append(folder.resolve().parent.parent / "blobs")
+    return any(file.resolve().is_relative_to(allowed) for allowed in inside)
 
 
 AT_ONCE = 2**28  # bytes that the host may hold of all layers together
