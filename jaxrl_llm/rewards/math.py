@@ -152,8 +152,9 @@ def _plainly_equal(box: str, answer: str) -> bool | None:
     words = [_words(text) for text in pair]
     if words[0] == words[1] != "":
         return True
-    if words[0].casefold() == words[1].casefold():
-        return False  # math-verify takes X for x
+    # math-verify takes X for x, and 5 7 for 12.
+    if words[0].casefold() == words[1].casefold() or re.search(r"\d \d", box):
+        return False
     if all(PHRASE.fullmatch(text) for text in words) and ("\\" in box + answer or WORD.search(unwrapped(answer))):
         return False
     return None
