@@ -21,7 +21,8 @@ def get_config() -> ConfigDict:
     c.engine.server_args = (
         "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--max-num-seqs", "512",
     )  # fmt: skip
-    # Addresses of servers of python -m jaxrl_llm.serve_vllm, like "http://127.0.0.1:8000". (): with managed = True.
+    # Addresses of servers of python -m jaxrl_llm.serve_vllm, like "http://127.0.0.1:8000" or "unix:/PATH" (--uds PATH).
+    # (): with managed = True.
     # In a run of several processes, each needs its own: {process} becomes its number, here and in push_address.
     c.engine.servers = ()
     c.engine.push = "file"  # how weights get to a server: file | http | reload (for a server without our backend)

@@ -37,6 +37,7 @@ from jaxrl_llm.rollout.samples import Graded, Task
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.saved_run import SavedRun
 from jaxrl_llm.structs import Config
+from jaxrl_llm.terminal import printable
 
 T = TypeVar("T")
 LIMITS = {
@@ -124,7 +125,7 @@ def main() -> None:
             raise UserError(f"--page {args.page} cannot be written ({error.strerror}): give another file") from error
     if run and args.step == "best" and args.source == run.config.eval.source:
         said = f"--step best: these problems chose step {step}, so that its accuracy on them is too high"
-        print(f"{said}: give others with --task", file=sys.stderr)
+        print(printable(f"{said}: give others with --task"), file=sys.stderr)
     if args.json:
         print(json.dumps({"title": title} | measured, indent=2))
         return
@@ -158,7 +159,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             check_reach(function, rewards, "--function")
         dataset = columns.check(dataset, args.function, "", episodes=environments is not None, convert=args.convert)
         for note in dataset.notes:
-            print(f"{args.source}: {note}")
+            print(printable(f"{args.source}: {note}"))
         data.check_template_args_used("--chat-template-args", args.chat_template_args, dataset)
         if environments:
             environments.check(dataset.rows)
