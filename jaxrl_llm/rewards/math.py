@@ -120,6 +120,7 @@ NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3}){1,99}|\d{1,300})(?:\.\d{1,300})?", 
 PERCENT = re.compile(rf"({NUMBER.pattern})\s*\\?%", re.ASCII)
 BASE = re.compile(r"(\d[\dA-Fa-f]*)_\{?(?:\\text\{)?\(?(\w+)\)?\}{0,2}", re.ASCII)
 BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+SIDE_BY_SIDE = re.compile(r"-?\d+(?:\.\d+)?(?: \d+(?:\.\d+)?)+")
 PHRASE = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 # As a product of letters, "Tom" is equal to "Mot". Only short words in lower case are products.
 WORD = re.compile(r"[^\W\d_]{4}|[A-Z][a-z]")
@@ -153,7 +154,7 @@ def _plainly_equal(box: str, answer: str) -> bool | None:
     if words[0] == words[1] != "":
         return True
     # math-verify takes X for x, and 5 7 for 12.
-    if words[0].casefold() == words[1].casefold() or re.search(r"\d \d", box):
+    if words[0].casefold() == words[1].casefold() or SIDE_BY_SIDE.fullmatch(box):
         return False
     if all(PHRASE.fullmatch(text) for text in words) and ("\\" in box + answer or WORD.search(unwrapped(answer))):
         return False
