@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from jaxrl_llm import configs
 from jaxrl_llm.config import checks, suggestions
@@ -200,3 +201,29 @@ def test_a_program_gets_the_file_of_a_shipped_config(monkeypatch):
     _, known = config.parse_config(config.config_parser("test", ""), ["--config", "dapo"])
     assert Path(known.config) == ROOT / "configs" / "dapo.py"
     assert config.parse_arguments("test", "", ["--config", "dapo"]).workdir.name.startswith("dapo-2")
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda c: setattr(c, "num_steps", "3"), "config field num_steps = '3' (str): give int, like 100"),
+    (lambda c: setattr(c.optim, "end", "x"), "config field end = 'x' (str): give float, like 0.0"),
+    (lambda c: c.update(dict(kl=dict(coef="x"))), "config field coef = 'x' (str): give float, like 0.001"),
+])  # fmt: skip
+def test_a_value_of_another_type_is_refused_where_a_script_sets_it(change, words):
+    c = config.load("grpo")
+    c.optim.learning_rate, c.log.to, c.loss = 1e-4, ["tensorboard"], ConfigDict(dict(name="topr"))  # what fits
+    with pytest.raises(UserError) as refused:
+        change(c)
+    assert str(refused.value) == words
+    checks.check_train(c.copy_and_resolve_references().lock())
+
+
+def test_an_override_moves_a_field_that_refers_to_another(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jaxrl_llm.configs import grpo\n\ndef get_config():\n    c = grpo.get_config()\n"
+        "    c.prompts_per_update = c.get_oneway_ref('prompts_per_step')\n"
+        "    c.critic = grpo.ConfigDict(dict(warmup_steps=c.get_ref('num_steps')))\n    return c\n"
+    )
+    c = config.load(tmp_path / "mine.py")
+    config.override(c, "prompts_per_step", "7")
+    config.override(c, "num_steps", "5")
+    assert (c.prompts_per_update, c.critic.warmup_steps) == (7, 5)

@@ -155,7 +155,30 @@ def load(config: str | Path) -> Config:
         raise UserError(f"{path} cannot be run: {describe(error, str(path))}: {_remedy(error)}") from error
     if not isinstance(made, ConfigDict):
         raise UserError(f"{path} gives no config: define get_config(), returning an ml_collections.ConfigDict")
-    return with_names(made, path.stem)
+    return _typed(with_names(made, path.stem))
+
+
+class Section(ConfigDict):
+    """A section of a loaded config: a value of another type is refused in one line."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if isinstance(value, ConfigDict) and not isinstance(value, Section):
+            value = _typed(value)  # a new section is of the type of the old one
+        try:
+            super().__setitem__(key, value)
+        except TypeError:
+            kinds = type(value).__name__, type(self[key]).__name__
+            raise UserError(
+                f"config field {key} = {value!r} ({kinds[0]}): give {kinds[1]}, like {self[key]!r}"
+            ) from None
+
+
+def _typed(config: Config) -> Config:
+    """Returns a config whose sections are `Section`s."""
+    made = Section()
+    for key, value in config.items(preserve_field_references=True):  # an override moves what refers to its field
+        made[key] = _typed(value) if isinstance(value, ConfigDict) else value
+    return made
 
 
 def _remedy(error: BaseException) -> str:
@@ -229,7 +252,7 @@ def _literal(text: str) -> Any:
 def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
     """Flattens a config to {"optim.learning_rate": 1e-5, ...}. A section of OPEN stays one dict."""
     flat: dict[str, Any] = {}
-    for key, value in config.items():
+    for key, value in config.items(preserve_field_references=True):  # an override moves what refers to its field
         if isinstance(value, ConfigDict) and prefix + key not in OPEN:
             flat.update(flatten(value, f"{prefix}{key}."))
         else:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
 OWN: dict[str, Callable[..., Any]] = {}  # functions that no module has, by the names that a config has for them
 OURS = "jaxrl_llm.rewards."
 NEAR = 0.75  # similarity of two words of which one is a slip
+BESIDE = 0.6  # in one section
 
 
 def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., Any]:
@@ -164,9 +165,11 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
 
     Names of one section share a prefix. So the last parts decide whether a name is near, and the whole names which one.
     """
-    last = {other: _similarity(other.rpartition(".")[2], name.rpartition(".")[2]) for other in known}
-    near = [other for other, similar in last.items() if similar == 1.0]
-    near = near or [other for other, similar in last.items() if similar >= NEAR]
+    section, _, last = name.rpartition(".")
+    similar = {other: _similarity(other.rpartition(".")[2], last) for other in known}
+    bounds = {other: BESIDE if section and other.rpartition(".")[0] == section else NEAR for other in similar}
+    near = [other for other, value in similar.items() if value == 1.0]
+    near = near or [other for other, value in similar.items() if value >= bounds[other]]
     return sorted(near, key=lambda other: -_similarity(other, name))[:1]
 
 
