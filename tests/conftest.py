@@ -29,15 +29,15 @@ if version("jaxlib").startswith("0.10."):  # the older emitters of fusions compi
 
 
 def pytest_configure(config):
-    """The default tests compile more than they compute, so this process takes XLA's quick compiler.
+    """Tests compile more than they compute, so this process takes XLA's quick compiler.
 
-    The processes that tests start, and the slow and parity tests, compile as a run does.
+    Parity and vLLM tests, and the processes that tests start without `test_train.environment`, compile as a run does.
     """
     from jaxrl_llm import progress
 
     progress.FIRST_LINE = math.inf  # a busy machine must not add lines to what a test reads
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses")
-    if runs_tests and "not slow" in config.getoption("markexpr"):
+    if runs_tests and config.getoption("markexpr") not in ("parity", "vllm"):
         import jax
 
         flags = os.environ["XLA_FLAGS"]
