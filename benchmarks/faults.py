@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +79,32 @@ def start(kind: str, workdir: Path, *, cached: bool = True) -> subprocess.Popen[
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
-def orphans(session: int) -> list[int]:
-    """Processes that live on in a session whose leader has ended."""
-    found = []
+def descendants(pid: int) -> dict[int, str]:
+    """Returns {process: when it began} of the children of a process, and of theirs."""
+    # Reward processes and sandboxes have sessions of their own, so only their parents tell whose they are.
+    below: dict[int, str] = {}
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended
+            for child in map(int, children.read_text().split()):
+                below |= {child: began(child)} | descendants(child)
+    return below
+
+
+def began(pid: int) -> str:
+    """Returns when a process began, in ticks of the kernel; "" if it has ended."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state == "Z" else fields[18]
+    return ""
+
+
+def orphans(session: int, below: dict[int, str]) -> list[int]:
+    """Returns processes that live on: of a session whose leader has ended, or among those that were below it."""
+    found = [pid for pid, start in below.items() if start and began(pid) == start]
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):
             state, _, _, of, *_ = (process / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        found += [int(process.name)] if int(of) == session and state != "Z" else []
+            found += [int(process.name)] if int(of) == session and state != "Z" else []
     return found
 
 
@@ -124,16 +142,17 @@ def hit(kind: str, workdir: Path, chance: random.Random) -> float | None:
         process, "compiled code" if kind == "compile" else MARK, 1 if kind == "compile" else chance.randint(1, 4)
     )
     time.sleep(chance.uniform(0, 8 if kind == "compile" else 0.25))
+    below = descendants(process.pid)
     filler = workdir / "filler"
     if kind == "disk":
         fill(filler)
     elif process.poll() is None:
         process.send_signal(signal.SIGINT)
-    began = time.monotonic()
+    hit_at = time.monotonic()
     out, error = process.communicate(timeout=300)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - hit_at
     filler.unlink(missing_ok=True)
-    if left := orphans(process.pid):
+    if left := orphans(process.pid, below):
         fail(kind, f"processes {left} are left", process, out, error)
     if kind == "disk":
         if process.returncode != 2 or error.count("\n") != 1 or "cannot be written (No space left" not in error:
@@ -169,12 +188,12 @@ def second_starts(workdir: Path, moments: int, chance: random.Random) -> list[fl
         first = start("second", workdir)
         while len(times) < moments and until(first, MARK, chance.randint(1, 2)):
             time.sleep(chance.uniform(0, 0.25))
-            began = time.monotonic()
+            started = time.monotonic()
             again = start("second", workdir)
             out, error = again.communicate(timeout=300)
             if first.poll() is not None:
                 break  # it came too late
-            times.append(time.monotonic() - began)
+            times.append(time.monotonic() - started)
             if again.returncode != 2 or error.count("\n") != 1 or "is in use by another run" not in error or out:
                 fail("second", "the second start was not refused in one line", again, out, error)
         out, error = first.communicate(timeout=600)

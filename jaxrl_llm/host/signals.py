@@ -17,10 +17,6 @@ from jaxrl_llm import distributed
 from jaxrl_llm.errors import UserError, report
 
 SECONDS = 30.0  # from the signal to the end of the machine when a cloud preempts it
-NAMES_OF_ERRORS: dict[type[BaseException], str] = {
-    GeneratorExit: "the end of the caller's loop",
-    KeyboardInterrupt: "Ctrl-C",
-}
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the closed terminal"}
 ERRORS = {"GeneratorExit": "the end of the caller's loop", "KeyboardInterrupt": "Ctrl-C"}
 
