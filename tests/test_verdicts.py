@@ -12,6 +12,7 @@ from jaxrl_llm.rewards import format as forms
 
 # What the box holds, the answer of the row, what it scores.
 MATH = [
+    ("ABC", "CBA", 0), ("BCA", "ABC", 0), ("ABC", "ABC", 1), ("AB", "BA", 1), ("\\text{ABC}", "ABC", 1),
     # what SymPy or a parser may take for equal
     ("\\infty", "1,2", 0), ("10^\\infty", "1,2", 0), ("\\pi10^\\infty", "1,2", 0), ("\\pi10^\\infty", "\\{1,2\\}", 0),
     ("\\pi10^\\infty", "5", 0), ("\\pi10^\\infty", "(1,2)", 0), ("\\pi10^\\infty", "x+1", 0),
@@ -166,6 +167,8 @@ LENIENT = {
 }
 CHOICE = [
     ("The correct answer is B. Option A is wrong because of x, and option D is wrong because of y.", "B"),
+    ("B is the right choice. Why not C? The answer C ignores friction.", "B"), ("My answer B", "B"),
+    ("The right choice is B. The answer C ignores friction.", "B"), ("\\boxed{answer B}", "B"),
     ("The answer is (B). Choice C would need more data.", "B"), ("B is right. Option C is wrong.", "B"),
     ("\\boxed{A or B}", ""), ("\\boxed{A and B}", ""), ("\\boxed{A, B}", ""), ("\\boxed{A/B}", ""),
     ("\\boxed{AB}", ""), ("\\boxed{A\\text{ or }B}", ""), ("\\boxed{A \\\\ B}", ""), ("\\boxed{A B C D}", ""),

@@ -24,9 +24,9 @@ DENIED = r"(?![)\]\"'”]* (?:is|isn|are|was|does|doesn|would|can|cannot|could|h
 FORMS = [
     re.compile(pattern)
     for pattern in (
-        rf"\b{NAME}(?i: choice)?(?i: ?[:=]| is| was| must be| should be| would be)* ?{FILLED}{LETTER}",
+        rf"\b{NAME}(?i: choice)?(?i: ?[:=]| is| was| must be| should be| would be)+ ?{FILLED}{LETTER}",
         rf"(?<![\w'’]){LETTER}[)\]\"'”]* {RIGHT}",
-        rf"\b(?i:option|choice)(?: ?[:=])? ?{LETTER}{DENIED}",
+        rf"\b(?i:answer|option|choice)(?: ?[:=])? ?{LETTER}{DENIED}",
         rf"(?<![\w'’]){LETTER}[)\]\"'”]*[.:!]?$",
     )
 ]
@@ -87,7 +87,7 @@ def _contained(content: str) -> str:
     found = CONTENT.match(content)
     if SEVERAL.fullmatch(content) or (found and SECOND.match(content, found.end())):
         return ""
-    return (found[1] or found[2]).upper() if found else _stated(content, FORMS[:2]) or ""
+    return (found[1] or found[2]).upper() if found else _stated(content, FORMS[:3]) or ""
 
 
 def _stated(plain: str, forms: list[re.Pattern[str]]) -> str | None:

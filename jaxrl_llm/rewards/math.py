@@ -122,8 +122,9 @@ BASE = re.compile(r"(\d[\dA-Fa-f]*)_\{?(?:\\text\{)?\(?(\w+)\)?\}{0,2}", re.ASCI
 BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 SIDE_BY_SIDE = re.compile(r"-?\d+(?:\.\d+)?(?: \d+(?:\.\d+)?)+")
 PHRASE = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
-# As a product of letters, "Tom" is equal to "Mot". Only short words in lower case are products.
-WORD = re.compile(r"[^\W\d_]{4}|[A-Z][a-z]")
+# As a product of letters, "Tom" is equal to "Mot", and the order "ABC" to "CBA". Only short words in lower case, and
+# two capitals, are products.
+WORD = re.compile(r"[^\W\d_]{4}|[A-Z][a-z]|[A-Z]{3}")
 
 
 def _clean(text: str) -> str:
