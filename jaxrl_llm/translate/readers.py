@@ -65,12 +65,12 @@ def _read(path: Path, text: str) -> Source:
     # A key becomes a comment of the config, so it must be a name.
     if wrong := next((key for key in keys.values if not NAME.fullmatch(key)), ""):
         raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
-    system = detect(path, keys.values)
+    system = detect(path, keys.values, keys.lost)
     return Source(path, system, keys.values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
 
 
-def detect(path: Path, keys: dict[str, Any]) -> System:
-    """Returns the trainer whose keys these are. Raises: UserError, if it is none."""
+def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System:
+    """Returns the trainer whose keys these are. Raises: UserError, if it is none, with the first line that is lost."""
     if any(key.startswith("worker.") for key in keys):
         return easyr1.EASYR1
     if any(OF_SEARCH_R1.fullmatch(key) for key in keys):
@@ -80,7 +80,10 @@ def detect(path: Path, keys: dict[str, Any]) -> System:
     best = max((trl.GRPO, trl_ppo.PPO), key=lambda system: _known(system, keys))
     if 2 * _known(best, keys) < max(len(keys), 1):
         some = ", ".join(list(keys)[:3])
-        raise UserError(f"{path} is of none of TRL, veRL, EasyR1 and Search-R1: its keys are {some or 'none'} ...")
+        beside = f"; belongs to no key of the training command: {lost[0]}" if lost else ""
+        raise UserError(
+            f"{path} is of none of TRL, veRL, EasyR1 and Search-R1: its keys are {some or 'none'} ...{beside}"
+        )
     return best
 
 
