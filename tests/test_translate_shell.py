@@ -304,8 +304,8 @@ def test_a_loop_over_a_training_is_one_command_and_what_differs_is_unread(tmp_pa
         ("case a in b) c", "'esac' is missing"),
         (f"if false; then\n{VERL}\nfi", "no training command .* that is reached .line 2: "),
         (
-            "python -m verl.trainer.main_ppo a.b=1 \\\n# a comment \\\nactor_rollout_ref.rollout.n=8",
-            "is of none of .* its keys are a.b .* line 3: actor_rollout_ref.rollout.n=8",
+            "python -m verl.trainer.main_ppo algorithm.gamma=1 \\\n# a comment \\\nactor_rollout_ref.rollout.n=8",
+            "is of none of .* its keys are algorithm.gamma .* line 3: actor_rollout_ref.rollout.n=8",
         ),
     ],
 )  # fmt: skip
