@@ -936,3 +936,13 @@ def test_a_part_of_a_split_and_the_steps_of_a_script_are_the_users_to_write(tmp_
         made = made_of(tmp_path, "grpo.py", f"GRPOTrainer('a/b', accuracy_reward, GRPOConfig(), {rows})")
         assert made.outcomes["trainer.train_dataset"].kind == "unsupported"
         assert "data.source" in made.yours()
+
+
+def test_no_text_of_a_script_controls_the_terminal_or_stands_in_the_config_as_it_is(tmp_path, capsys):
+    attack = "\x1b]52;c;aGk=\x07\x1b[2J\x9b2J"
+    path = tmp_path / "run.sh"
+    keys = f"algorithm.adv_estimator=grpo actor_rollout_ref.model.path='M{attack}' actor_rollout_ref.rollout.n=8"
+    path.write_text(f"python -m verl.trainer.main_ppo {keys} data.train_files=t.parquet\ntrainer.a='{attack}'\n")
+    assert program.run(path, tmp_path / "mine.py", 0, 0) == 1
+    told = capsys.readouterr().out + (tmp_path / "mine.py").read_text()
+    assert told.count("\\x1b]52;c;aGk=\\x07") >= 3 and not set("\x1b\x07\x9b") & set(told)

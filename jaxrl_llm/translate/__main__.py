@@ -10,6 +10,7 @@ from rich.table import Table
 
 from jaxrl_llm.doctor import print_config
 from jaxrl_llm.errors import Parser, UserError, run_main
+from jaxrl_llm.terminal import printable
 from jaxrl_llm.translate import images, lint, readers, writer
 from jaxrl_llm.translate.outcome import KINDS, Translation, translate
 
@@ -58,15 +59,12 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
 
 def print_first(found: readers.Source, pictures: str) -> None:
     """Prints what makes the run another one here, and what the file says only with a default."""
-    console = Console(highlight=False, soft_wrap=True, markup=False)
     if pictures:
-        console.print(
-            f"not supported: this run has images ({pictures}), and no model here takes them: train refuses the config"
-        )
+        _say(f"not supported: this run has images ({pictures}), and no model here takes them: train refuses the config")
     for line in found.lost:
-        console.print(f"belongs to no key of the training command: {line}")
+        _say(f"belongs to no key of the training command: {line}")
     for note in found.notes:
-        console.print(f"note: {note}")
+        _say(f"note: {note}")
 
 
 def print_keys(made: Translation, file: Path) -> None:
@@ -81,22 +79,25 @@ def print_keys(made: Translation, file: Path) -> None:
             told = [f"{key} -> {', '.join(one.fields) or 'nothing to set'}" for key, one in outcomes.items()]
         else:
             told = [f"{', '.join(keys)}: {said}" for said, keys in writer.by_reason(outcomes).items()]
-        table.add_row(kind, str(len(outcomes)), "\n".join(told))
+        table.add_row(kind, str(len(outcomes)), printable("\n".join(told)))
     Console(highlight=False, markup=False, width=120).print(table)
 
 
 def print_checks(made: Translation, checked: lint.Linted, of: str) -> None:
     """Prints what the checks and the rules of the doctor say, and what is left to the user. of: what they look at."""
-    console = Console(highlight=False, soft_wrap=True, markup=False)
     for name, why in made.yours().items():
-        console.print(f"yours to set: {name}: {why}")
+        _say(f"yours to set: {name}: {why}")
     if checked.totals:
-        console.print(f"the checks {of}pass" + (", with stand-ins for what is yours to set" if made.yours() else ""))
+        _say(f"the checks {of}pass" + (", with stand-ins for what is yours to set" if made.yours() else ""))
         print_config(checked.totals, checked.findings)
     else:
-        console.print(f"the checks refuse it: {checked.refused}")
+        _say(f"the checks refuse it: {checked.refused}")
     if checked.left_out:
-        console.print(checked.left_out)
+        _say(checked.left_out)
+
+
+def _say(text: str) -> None:
+    Console(highlight=False, soft_wrap=True, markup=False).print(printable(text))
 
 
 if __name__ == "__main__":

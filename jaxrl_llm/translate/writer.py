@@ -12,6 +12,7 @@ from typing import Any
 from jaxrl_llm import configs
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.structs import Config
+from jaxrl_llm.terminal import printable
 from jaxrl_llm.translate.outcome import KINDS, Outcome, Translation
 
 WIDTH = 119
@@ -78,7 +79,7 @@ def _name(path: str) -> str:
 def literal(value: Any) -> str:
     """Returns a value as Python, in the style of the configs: 1e-6, "text", (1.0,), dict(a=1)."""
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # a Python literal too
+        return printable(json.dumps(value, ensure_ascii=False))  # its escapes are those of Python too
     if isinstance(value, float):
         text = repr(value) if abs(value) >= 1e-3 or not value else f"{value:.14e}"
         return re.sub(r"\.?0*e([+-])0*(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", text)
@@ -192,7 +193,12 @@ def _first(outcome: Outcome) -> str:
 
 def _wrapped(text: str, first: str = "# ", then: str = "# ", width: int = WIDTH - 4) -> list[str]:
     return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
+        printable(text),
+        width,
+        initial_indent=first,
+        subsequent_indent=then,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
