@@ -12,6 +12,9 @@ from jaxrl_llm.rewards import format as forms
 
 # What the box holds, the answer of the row, what it scores.
 MATH = [
+    ("√1,000", "10\\sqrt{10}", 1), ("√1,000", "1000", 0), ("³√8", "2", 1), ("⁴√16", "2", 1), ("∜16", "2", 1),
+    ("√½", "\\frac{\\sqrt2}{2}", 1),
+    ("⁴√16", "16", 0), ("2³√8", "4", 0), ("√{x²+1}", "\\sqrt{x^2+1}", 1), ("√(x²+1)", "\\sqrt{x^2+1}", 1),
     ("ABC", "CBA", 0), ("BCA", "ABC", 0), ("ABC", "ABC", 1), ("AB", "BA", 1), ("\\text{ABC}", "ABC", 1),
     # what SymPy or a parser may take for equal
     ("\\infty", "1,2", 0), ("10^\\infty", "1,2", 0), ("\\pi10^\\infty", "1,2", 0), ("\\pi10^\\infty", "\\{1,2\\}", 0),

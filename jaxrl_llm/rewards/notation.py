@@ -36,13 +36,14 @@ RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 # Unicode writes without braces what LaTeX needs braces for: √12 is not \sqrt 12, which is √1 · 2.
 UNICODE: dict[str, Rule] = {
+    # The first, because the others write braces, which end no root. In 2³√8, ³ may be a power of 2.
+    "√12": (
+        r"((?<!\w)[³⁴-⁹])?([√∛∜])\s*(?:(\d{1,3}(?:,\d{3})+(?!\d)|\d+(?:\.\d+)?|[^\W\d_])|\(([^()]*)\)|\{([^{}]*)\})",
+        lambda m: f"\\sqrt{_index(m[1] or m[2])}{{{(m[3] or '').replace(',', '') or m[4] or m[5] or ''}}}",
+    ),
     "x²": (r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(RAISED)}}}"),
     "52₈": (r"[₀-₉]+", lambda m: f"_{{{m[0].translate(LOWERED)}}}"),
     "½": (r"[¼½¾⅐-⅞]", lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("\u2044"))),
-    "√12": (
-        r"([√∛])\s*(?:(\d+(?:\.\d+)?|[^\W\d_])|\(([^()]*)\)|\{([^{}]*)\})",
-        lambda m: f"\\sqrt{'[3]' if m[1] == '∛' else ''}{{{m[2] or m[3] or m[4] or ''}}}",
-    ),
 }
 
 TEXT = r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mbox)\s*\{"
@@ -138,6 +139,12 @@ def rewritten(text: str) -> str:
 def unwrapped(text: str) -> str:
     """Removes commands for text and letters, but not their content: \\text{}, \\textbf{}, \\mathrm{} …"""
     return re.sub(TEXT + r"([^{}]*)\}", r"\1", text).strip()
+
+
+def _index(sign: str) -> str:
+    """Returns the index of a root, [3] for ³ before it and for ∛; "" for √."""
+    number = {"√": "", "∛": "3", "∜": "4"}.get(sign, sign.translate(RAISED))
+    return f"[{number}]" if number else ""
 
 
 def _repeating(sign: str, whole: str, fixed: str, repeated: str) -> str:
