@@ -946,3 +946,13 @@ def test_no_text_of_a_script_controls_the_terminal_or_stands_in_the_config_as_it
     assert program.run(path, tmp_path / "mine.py", 0, 0) == 1
     told = capsys.readouterr().out + (tmp_path / "mine.py").read_text()
     assert told.count("\\x1b]52;c;aGk=\\x07") >= 3 and not set("\x1b\x07\x9b") & set(told)
+
+
+def test_a_reward_function_of_verl_or_easyr1_is_copied_and_not_rewritten(tmp_path):
+    easyr1_rewards = "worker: {reward: {reward_function: 'a/score.py:f'}, rollout: {n: 5}}"
+    of_verl = "test_freq=10 custom_reward_function.path=a/score.py custom_reward_function.name=f"
+    verl_rewards = VERL.replace("test_freq=10", of_verl)
+    for name, text in {"e.yaml": easyr1_rewards, "v.sh": verl_rewards}.items():
+        made = made_of(tmp_path, name, text)
+        assert made.fields()["reward.functions"] == ("my_rewards.f",)
+        assert made.yours()["reward.functions"].startswith("copy a/score.py to my_rewards.py beside this file")

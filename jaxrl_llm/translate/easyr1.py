@@ -36,7 +36,6 @@ LOSSES: family.Losses = {
     "cispo": ("cispo", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}),
     "sapo": ("sapo", {"tau_positive": "tau_positive", "tau_negative": "tau_negative"}),
 }
-SIGNATURE = "EasyR1 calls f(reward_inputs) with the keys response, response_length and ground_truth"
 
 
 def loss(value: Any, keys: Keys) -> Outcome:
@@ -91,7 +90,7 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         yours = {"reward.functions": why, "eval.function": why}
         return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), "", yours)
     path, _, function = str(value).partition(":")
-    return ours.of_easyr1(path, function or "compute_score", SIGNATURE)
+    return ours.of_easyr1(path, function or "compute_score")
 
 
 def around(value: Any, keys: Keys) -> Outcome:

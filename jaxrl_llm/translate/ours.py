@@ -69,12 +69,9 @@ def reward_model(path: str, said: str) -> Outcome:
     return Outcome("changed", fields, f"{said}; its tokenizer must number the policy's tokens alike (docs/rewards.md)")
 
 
-def custom_reward(path: str, function: str, signature: str) -> Outcome:
-    """Returns what a reward function in a file becomes: the user must adapt it."""
-    why = (
-        f"{signature}; here my_rewards.{function}(prompts, completions, **columns) returns a number for each "
-        "completion of the batch (docs/rewards.md)"
-    )
+def custom_reward(path: str, function: str) -> Outcome:
+    """Returns what a reward function in a file of veRL or EasyR1 becomes: it runs as it is, but must be found."""
+    why = f"copy {path} to my_rewards.py beside this file; its signature is taken here too (docs/rewards.md)"
     yours = {"reward.functions": why, "eval.function": "as above"}
     return Outcome("changed", reward_fields((f"my_rewards.{function}",)), f"{path} is not read", yours)
 
@@ -91,11 +88,11 @@ def by_data_source(files: Any) -> Outcome:
     return Outcome("changed", fields, said)
 
 
-def of_easyr1(path: str, function: str, signature: str) -> Outcome:
+def of_easyr1(path: str, function: str) -> Outcome:
     """Returns what the reward function of a file of EasyR1 becomes."""
     folder, _, file = path.rpartition("/")
     if file not in OF_EASYR1 or not folder.endswith(("reward_function", "score_function")):
-        return custom_reward(path, function, signature)
+        return custom_reward(path, function)
     return Outcome("mapped", reward_fields((OF_EASYR1[file],)))
 
 

@@ -39,7 +39,6 @@ LOSSES: family.Losses = {
     "geo_mean": ("gmpo", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}),
     "sapo": ("sapo", {"tau_positive": "tau_pos", "tau_negative": "tau_neg"}),
 }
-CUSTOM = "veRL calls f(data_source, solution_str, ground_truth, extra_info) for one completion"
 
 
 def old_clip(value: Any, keys: Keys) -> Outcome:
@@ -98,7 +97,7 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     """The reward function in a file, or veRL's own by the column data_source."""
     if value:
         name = keys.given.get("custom_reward_function.name") or keys.given.get("reward.custom_reward_function.name")
-        return ours.custom_reward(str(value), str(name or "compute_score"), CUSTOM)
+        return ours.custom_reward(str(value), str(name or "compute_score"))
     return ours.by_data_source(keys["data.train_files"])
 
 
