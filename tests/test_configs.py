@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 import sys
@@ -206,6 +207,10 @@ def test_a_program_gets_the_file_of_a_shipped_config(monkeypatch):
 @pytest.mark.parametrize(("change", "words"), [
     (lambda c: setattr(c, "num_steps", "3"), "config field num_steps = '3' (str): give int, like 100"),
     (lambda c: setattr(c.optim, "end", "x"), "config field end = 'x' (str): give float, like 0.0"),
+    (
+        lambda c: setattr(c.eval, "function", json.loads),
+        "config field function takes no function: give its name, 'json.loads'",
+    ),
     (lambda c: c.update(dict(kl=dict(coef="x"))), "config field coef = 'x' (str): give float, like 0.001"),
 ])  # fmt: skip
 def test_a_value_of_another_type_is_refused_where_a_script_sets_it(change, words):

@@ -12,6 +12,7 @@ from argparse import Namespace
 from datetime import datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -167,6 +168,9 @@ class Section(ConfigDict):
         try:
             super().__setitem__(key, value)
         except TypeError:
+            if isinstance(value, FunctionType) and isinstance(self[key], str):
+                name = f"{value.__module__}.{value.__qualname__}"
+                raise UserError(f"config field {key} takes no function: give its name, {name!r}") from None
             kinds = type(value).__name__, type(self[key]).__name__
             raise UserError(
                 f"config field {key} = {value!r} ({kinds[0]}): give {kinds[1]}, like {self[key]!r}"
