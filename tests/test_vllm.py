@@ -485,11 +485,11 @@ def test_a_run_that_ends_in_the_middle_of_its_requests_ends_soon_and_frees_its_s
     with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 7)
 
-        def ask() -> None:
+        def sample_all() -> None:
             with suppress(UserError, CancelledError, RuntimeError):  # the last, where not all were asked yet
                 sample(engine, endless)
 
-        thread = threading.Thread(target=ask, daemon=True)
+        thread = threading.Thread(target=sample_all, daemon=True)
         thread.start()
         time.sleep(1)
         began = time.monotonic()
