@@ -53,6 +53,7 @@ def batch_table(
         *([("", f"{once}, so that data.curriculum changes nothing")] if once else []),
         *[("", note) for note in (*dataset.notes, *_repeated(dataset))],
         *([("problems", _count(held_out, "eval.convert"))] if config.eval.every else []),
+        *([("", f"of {config.eval.source}, judged by {config.eval.function}")] if config.eval.every else []),
         *([("", held_out.read_as)] if config.eval.every and held_out.read_as else []),
         *([("", note) for note in (*held_out.notes, *_repeated(held_out))] if config.eval.every else []),
         *totals_table(totals),

@@ -184,10 +184,10 @@ def test_the_first_command_of_readme_installs_at_most_80_packages():
 @pytest.mark.slow
 def test_the_program_of_readme_trains_on_rows_and_a_reward_of_ones_own(tmp_path):
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (model,) = re.findall(r"^c\.model\.path.*\n", program, re.MULTILINE)
+    model, lengths = re.findall(r"^c\.(?:model\.path|data\.max_prompt_tokens).*\n", program, re.MULTILINE)
     small = "c.num_steps, c.optim.warmup_steps, c.mesh.fsdp, c.health.self_test = 2, 0, 1, False\n"
     small += "c.eval.problems, c.prompts_per_step, c.prompts_per_update, c.group_size = 8, 8, 8, 2\n"
-    (tmp_path / "program.py").write_text(program.replace(model, small))
+    (tmp_path / "program.py").write_text(program.replace(model, small).replace(lengths, ""))
     rows = [{"prompt": [{"role": "user", "content": f"{a}+{a}"}], "answer": str(2 * a)} for a in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = [sys.executable, "program.py"]

@@ -188,12 +188,12 @@ def tokenize(
     if overlong == "error" and not all(fits):
         i = fits.index(False)
         raise UserError(
-            f"{source} row {numbers[i]}: the prompt has {len(ids[i])} tokens, max_prompt_tokens is "
+            f"{source} row {numbers[i]}: the prompt has {len(ids[i])} tokens, config.data.max_prompt_tokens is "
             f"{max_prompt_tokens}: raise it, or drop the row (data.overlong = 'drop' does)"
         )
     kept = [i for i, fit in enumerate(fits) if fit]
     if not kept:
-        limit = f"max_prompt_tokens = {max_prompt_tokens}"
+        limit = f"config.data.max_prompt_tokens = {max_prompt_tokens}"
         raise UserError(f"all {len(rows)} prompts of {source} are longer than {limit}: raise it")
     ids = [ids[i] for i in kept]
     width = max(len(tokens) for tokens in ids)
