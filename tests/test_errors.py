@@ -585,7 +585,7 @@ def test_a_critic_with_fewer_positions_than_the_texts_need_is_refused(place: Pat
          "row 1: gsm8k.convert raised ValueError | ####"),
     "with an over-long prompt where none may be":
         ('{"prompt": "1+1"}\n{"prompt": "100+100"}', "data.max_prompt_tokens=5 data.overlong=error",
-         "rows.jsonl row 2 | has 7 tokens, max_prompt_tokens is 5 | raise it | 'drop'"),
+         "rows.jsonl row 2 | has 7 tokens, config.data.max_prompt_tokens is 5 | raise it | 'drop'"),
     "with over-long prompts alone":
         ('{"prompt": "1+1"}\n{"prompt": "2+2"}', "data.max_prompt_tokens=2",
          "all 2 prompts of rows.jsonl | max_prompt_tokens = 2 | raise it"),
@@ -826,7 +826,7 @@ def test_fine_tuning_of_a_new_model_is_refused_for(place: Path, refuse: Refuse, 
         ('--task=arithmetic --chat-template-args={"x":1}', "chat template does not read 'x' | it reads no argument"),
     "an over-long prompt":
         ("--task=sums.jsonl --function=math.accuracy --max-prompt-tokens=2",
-         "sums.jsonl row 1 | max_prompt_tokens is 2"),
+         "sums.jsonl row 1 | config.data.max_prompt_tokens is 2"),
 })  # fmt: skip
 def test_evaluation_is_refused_for(refuse: Refuse, argv: str, words: str) -> None:
     refuse(evaluate, [f"--model={MODEL}", *argv.split()], words)

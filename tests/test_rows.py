@@ -236,8 +236,9 @@ def test_the_banner_counts_what_was_dropped_and_says_when_rows_are_fewer_than_a_
     assert shown(9000, 12) == [
         ("prompts", "9,000 of at most 3 tokens, 12 dropped by data.convert, 4 over-long dropped"),
         ("problems", "9,000 of at most 3 tokens, 12 dropped by eval.convert"),
+        ("", "of arithmetic.held_out, judged by arithmetic.accuracy"),
     ]
-    assert [name for name, _ in shown(63, 0)] == ["prompts", "", "problems"]
+    assert [name for name, _ in shown(63, 0)] == ["prompts", "", "problems", ""]
     config.eval.every = 0
     assert shown(64, 0) == [("prompts", "64 of at most 3 tokens, 4 over-long dropped")]
 
@@ -250,7 +251,8 @@ def test_the_banner_says_which_rows_lack_a_column_and_which_prompts_are_equal():
     table = batch_table(config, checks.check_train(config), mesh, model, made, made, 0)
     equal = ("", "40 of 80 prompts equal an earlier one, the first is row 2 (as 1)")
     lacking = ("", "3 of 80 rows have no 'answer'")
-    assert [row for row in table if not row[0]] == [lacking, equal, lacking, equal]  # of the prompts, of the problems
+    judge = ("", "of arithmetic.held_out, judged by arithmetic.accuracy")
+    assert [row for row in table if not row[0]] == [lacking, equal, judge, lacking, equal]  # of prompts, of problems
 
 
 def test_verl_rows_give_math_and_countdown_what_they_ask_for(place):
