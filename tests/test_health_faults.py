@@ -10,16 +10,13 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import faults, logs, rules
 from jaxrl_llm.health.finding import History
 
-QUICKLY = ("sampler_mismatch",)  # in seconds; the others are slow
-
 
 def test_every_rule_has_a_fault():
     assert set(faults.FAULTS) == {rule.__name__ for rule in rules.RULES}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow) for name in faults.FAULTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", faults.FAULTS)
 def test_a_rule_finds_its_fault_in_time(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     fault, history = faults.FAULTS[name], History()

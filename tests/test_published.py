@@ -87,6 +87,7 @@ def wrong(module: str, rest: str) -> Iterator[str]:
             yield f"no file {path}"
 
 
+@pytest.mark.slow
 def test_every_command_that_is_shown_is_one_that_its_program_accepts():
     shown = [command for command in commands() if command[1] not in WITH_TORCH]
     assert len(shown) > 150

@@ -152,6 +152,7 @@ def wait_for_step(workdir: Path, step: int, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
     workdir = tmp_path / "run"
     process = start(workdir, *TINY)
