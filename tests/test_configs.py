@@ -19,6 +19,7 @@ from jaxrl_llm.config.names import with_names
 from jaxrl_llm.errors import UserError
 
 ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "configs"
 FILES = sorted(path for path in (ROOT / "configs").glob("*.py") if path.stem not in ("sft", "search_sft", "grpo_vllm"))
 LONG = ("grpo", "search_grpo")  # they explain the fields of all others
 
@@ -163,6 +164,8 @@ def test_every_shipped_config_is_loaded_by_its_name_and_is_a_module_of_the_packa
 
 def test_a_config_in_any_folder_builds_on_a_shipped_one_or_is_told_how(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # A config that an earlier test has parsed leaves its folder there.
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not Path(folder).is_relative_to(FOLDER)])
     body = "\n\ndef get_config():\n    c = {0}.get_config()\n    c.seed = 9\n    return c\n"
     for name, module in {"dapo": "jaxrl_llm.configs", "qwen2_5_7b_math": "jaxrl_llm.configs.recipes"}.items():
         Path("mine.py").write_text(f"from {module} import {name}" + body.format(name))

@@ -17,7 +17,9 @@ from packaging.requirements import Requirement
 
 import jaxrl_llm
 from jaxrl_llm import __main__ as jaxrl
+from jaxrl_llm.envs import search
 from jaxrl_llm.errors import run_main
+from jaxrl_llm.retriever import index
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -118,6 +120,8 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(
 ):
     for name in [name for name in sys.modules if name.startswith(("jaxrl_llm.report.", "jaxrl_llm.retriever."))]:
         monkeypatch.delitem(sys.modules, name)  # they are imported again, without the package
+    for cached in (search._index, index._bm25s):  # as in a process that has made no index yet
+        cached.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)  # as Python does for a module that is not installed
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["jaxrl", *map(str, words)])
