@@ -14,7 +14,6 @@ ASSIGNS = re.compile(r"[A-Za-z_]\w*(\[[^\]]*\])?\+?=")
 REDIRECTS = re.compile(r"\d*(&>>|&>|<<<|<<-|<<|<&|<>|<|>>|>\||>&|>)")
 PARAMETER = re.compile(r"\$(\w+|[@*#?$!-])")
 OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", ";", "&", "|", "(", ")", "\n")
-ENDS = {"if": "fi", "case": "esac", "{": "}"}
 
 
 @dataclass(frozen=True)
