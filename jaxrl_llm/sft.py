@@ -197,7 +197,7 @@ def make_batch(
 
 
 def main() -> None:
-    given = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.")
+    given = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.", shipped=("sft", "search_sft"))
     with distributed.joined(given.distributed), build(given.config, given.workdir, command=True) as run:
         for _ in train(run, sft_step):
             pass

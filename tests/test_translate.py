@@ -1,4 +1,4 @@
-"""`python -m jaxrl_llm.translate`: configs of TRL, veRL, EasyR1 and Search-R1, key by key."""
+"""`jaxrl translate`: configs of TRL, veRL, EasyR1 and Search-R1, key by key."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_llm import extras
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import UserError
@@ -638,6 +639,62 @@ def test_a_translation_that_the_checks_refuse_says_why_and_is_written_all_the_sa
     assert "c.group_size = 1" in said
 
 
+def test_one_line_says_that_the_file_is_written_also_if_the_checks_refuse_it(tmp_path, capsys):
+    to = tmp_path / "mine.py"
+    for text, code, said in (
+        (VERL, 0, "the checks pass"),
+        (VERL.replace("rollout.n=4", "rollout.n=1"), 1, "the checks refuse it: config.group_size = 1"),
+    ):
+        assert program.run(write(tmp_path, "run.sh", text), to, 0, 0) == code
+        line = f"{to} is written and complete; {said}"
+        assert any(x.startswith(line) for x in capsys.readouterr().out.splitlines())
+        to.unlink()
+    program.run(tmp_path / "run.sh", None, 0, 0)
+    assert "is written" not in capsys.readouterr().out
+    to.symlink_to(tmp_path / "nowhere" / "mine.py")
+    with pytest.raises(UserError, match=r"--to .* cannot be written \(No such file or directory\)"):
+        program.run(tmp_path / "run.sh", to, 0, 0)
+
+
+def test_without_pyarrow_all_the_rest_is_checked_and_one_line_says_what_is_missing(tmp_path, capsys, monkeypatch):
+    for module in (lint, extras):
+        monkeypatch.setattr(module, "find_spec", lambda name: name != "pyarrow")
+    parts = VERL.replace('"$ROOT/train.parquet"', "\"['a.parquet','b.parquet']\"")
+    for name, text, files in (
+        ("v.sh", VERL, "~/sums/train.parquet, ~/sums/test.parquet"),
+        ("parts.sh", parts, "~/sums/test.parquet, a.parquet, b.parquet"),
+        ("t.yaml", TRL_YAML.replace("dataset_name: ", "dataset_name: d/a.parquet #"), "d/a.parquet"),
+    ):
+        assert program.run(write(tmp_path, name, text), tmp_path / f"{name}.py", 0, 0) == 0
+        said = capsys.readouterr().out
+        assert f"{name}.py is written and complete; the checks pass" in said
+        assert f"train needs pyarrow for {files}, which is not installed here: pip install 'jaxrl_llm[parquet]'" in said
+    assert "yours to set: data.source" not in said
+
+
+def test_a_run_without_evaluations_keeps_the_problems_for_who_sets_them_later(tmp_path):
+    text, c = config_of(made_of(tmp_path, "run.sh", VERL.replace("test_freq=10", "test_freq=-1")), tmp_path)
+    assert (c["eval.every"], c["eval.source"], c["eval.convert"]) == (0, "~/sums/test.parquet", "verl.convert")
+    assert c["eval.function"] == c["reward.functions"][0].replace("score", "accuracy")
+    assert "Before you set it" not in text
+    text, c = config_of(made_of(tmp_path, "grpo.yaml", TRL_YAML), tmp_path)
+    assert c["eval.every"] == 0 and "# Before you set it, name the problems in eval.source" in text
+    several = "data.val_files=\"['a.parquet','b.parquet']\" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
+    made = made_of(tmp_path, "several.sh", f"python -m verl.trainer.main_ppo {several}\n")
+    assert made.fields()["eval.source"] == "a.parquet" and "eval.source" not in made.yours()
+
+
+def test_a_placeholder_says_that_it_is_one(tmp_path):
+    for name, text in (
+        ("e.yaml", EASYR1),
+        ("t.sh", f"python {TRAIN.replace('--max_steps 10', '--num_train_epochs 2')}\n"),
+        ("default.sh", "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4\n"),
+    ):
+        lines = config_of(made_of(tmp_path, name, text), tmp_path)[0].splitlines()
+        at = lines.index("    c.num_steps = 100")
+        assert "(or give --rows); 100 is a placeholder." in " ".join(lines[at - 2 : at]), (name, lines[at - 2 :])
+
+
 def test_a_model_that_is_here_is_looked_at_too(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     here = VERL.replace("Qwen/Qwen2.5-0.5B-Instruct", "jaxrl_llm/assets/arithmetic").replace("lr=3e-6", "lr=3e-3")
@@ -778,6 +835,29 @@ LAUNCHES = [  # how a script is started, the processes that train (0: the file d
     ("python3 -m accelerate.commands.launch --num_processes 2", 2, {}),
     ("cat > acc.yaml <<EOF\nnum_processes: 6\nEOF\naccelerate launch --config_file acc.yaml", 6, {}),
     ("CUDA_VISIBLE_DEVICES=0,1 python", 0, {}),
+    ("mpirun -np 8 python", 8, {}),
+    ("mpirun --np 4 --bind-to none -x NCCL_DEBUG=INFO python -u", 4, {}),
+    ("/opt/openmpi/bin/mpiexec.hydra -n 6 -H a:3,b:3 python", 6, {}),
+    ("mpiexec -np $N python", 0, {}),
+    ("mpirun --host a:4 python", 0, {}),
+    ("mpirun -np 2 --hostfile hosts torchrun --nproc_per_node=4 --nnodes=2", 8, {}),  # the program inside counts
+    ("srun -n 8 python", 8, {}),
+    ("srun -N2 -n16 --gres gpu:8 python", 16, {}),
+    ("srun --ntasks=4 --exclusive python", 4, {}),
+    ("srun --ntasks 4 python", 4, {}),
+    ("srun --ntasks-per-node=4 python", 4, {}),
+    ("srun --ntasks-per-node=4 --nodes=2 python", 8, {}),
+    ("srun -N 3 --ntasks-per-node 2 singularity exec image.sif python", 6, {}),
+    ("srun --nodes=3 python", 3, {}),  # one on each
+    ("srun --nodes=$NODES --ntasks-per-node=4 python", 0, {}),
+    ("srun --nodes=1-4 --ntasks-per-node=4 python", 0, {}),
+    ("srun --nodes=2 --gpus-per-node=4 --ntasks-per-gpu=1 python", 0, {}),
+    ("srun --gres=gpu:8 python", 0, {}),
+    ("srun --nodes=2 --ntasks-per-node=1 torchrun --nnodes=2 --nproc_per_node=8", 16, {}),
+    ("#SBATCH --nodes=2 --ntasks-per-node=8\n#SBATCH --time=9:00:00\nsrun python", 16, {}),
+    ("#SBATCH -N 4 # machines\n#SBATCH -n 32\nsrun --nodes=1 --ntasks-per-node=8 python", 8, {}),
+    ("#SBATCH --nodes=2\nsrun --ntasks-per-node=4 python", 8, {}),
+    ("#SBATCH --nodes=2 --ntasks-per-node=8\npython", 0, {}),  # without srun there is one
 ]
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxrl_llm.translate import lint, readers, writer
+from jaxrl_llm.translate import launchers, lint, readers, writer
 from jaxrl_llm.translate.outcome import KINDS, Unread, translate
 
 CALL = "actor_rollout_ref.model.path=a/b actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo"
@@ -207,7 +207,7 @@ def test_no_key_of_a_script_is_lost_and_each_becomes_exactly_one_thing(name, tmp
     assert not set(made.defaults) & set(made.outcomes)
     # What the script says and what was read are the same keys, but for those that are named as lost.
     lost = " ".join(source.lost)
-    keys = {key.rpartition(".")[2] if key.startswith(readers.LAUNCHERS) else key for key in source.keys}
+    keys = {key.rpartition(".")[2] if key.startswith(launchers.LAUNCHERS) else key for key in source.keys}
     assert {key for key in written(SCRIPTS[name]) if key not in keys and key not in lost} == set()
     assert all(isinstance(value, Unread) or "$" not in str(value) for value in source.keys.values())
     # The config is complete, names what is lost, and the checks know all of its fields.

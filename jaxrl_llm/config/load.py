@@ -9,6 +9,7 @@ import re
 import runpy
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
 
 
 OPEN = ("data.chat_template_args",)  # sections in which the user may add fields
+SHIPPED = ("grpo", "dapo", "recipes/qwen2_5_0_5b_gsm8k")
 
 
 class Arguments(NamedTuple):
@@ -41,13 +43,20 @@ class Arguments(NamedTuple):
 
 
 def parse_arguments(
-    program: str, description: str, argv: list[str] | None = None, *, compile_only: str = ""
+    program: str,
+    description: str,
+    argv: list[str] | None = None,
+    *,
+    compile_only: str = "",
+    shipped: Sequence[str] = SHIPPED,
 ) -> Arguments:
-    """Parses a trainer's command line. compile_only: help text of this flag, if the program has it.
+    """Parses a trainer's command line.
+
+    compile_only: help text of this flag, if the program has it; shipped: as of `config_parser`.
 
     Raises: UserError, as `parse_config`, or if the workdir is missing.
     """
-    parser = config_parser(program, description)
+    parser = config_parser(program, description, shipped=shipped)
     parser.add_argument(
         "--workdir",
         type=Path,
@@ -71,20 +80,25 @@ def parse_arguments(
     return Arguments(config, known.workdir or fresh, known.distributed, only)
 
 
-def config_parser(program: str, description: str, *, required: bool = True) -> Parser:
-    """Returns the parser of a program that has a config, for `parse_config`. required: whether it must be given."""
+def config_parser(
+    program: str, description: str, *, required: bool = True, shipped: Sequence[str] = SHIPPED
+) -> Parser:
+    """Returns the parser of a program that has a config, for `parse_config`.
+
+    required: whether it must be given; shipped: names of configs for the help, of which the first explains every field.
+    """
     parser = Parser(
         program,
         description=description,
         epilog="Any field of the config is set by --config.section.field=value, for example --config.num_steps=10 "
         "--config.optim.learning_rate=1e-5. Several values have commas between them: --config.reward.weights=1.0,0.5; "
-        f"no value makes the field empty: --config.log.to=. The fields are explained in {configs.FOLDER / 'grpo.py'}.",
+        f"no value makes the field empty: --config.log.to=. The fields are explained in {configs.FOLDER / f'{shipped[0]}.py'}.",
     )
     parser.add_argument(
         "--config",
         required=required,
         metavar="FILE",
-        help="a config file, or the name of a shipped config, e.g. grpo, dapo or recipes/qwen2_5_0_5b_gsm8k",
+        help=f"a config file, or the name of a shipped config, e.g. {', '.join(shipped[:-1])} or {shipped[-1]}",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Translates a config of another trainer: `python -m jaxrl_llm.translate FILE [--to mine.py]`."""
+"""Translates a config of another trainer: `jaxrl translate FILE [--to mine.py]`."""
 
 from __future__ import annotations
 
@@ -47,13 +47,18 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     text = writer.source(made, file, to or Path(f"{file.stem}.py"), found.lost)
     checked = lint.lint(lint.load_text(text), set(made.yours()))
     if to:
-        to.write_text(text, encoding="utf-8")
+        try:
+            to.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--to {to} cannot be written ({error.strerror}): name a file in another folder") from None
     else:
         print(text)
     pictures = images.evidence(found.keys)
     print_first(found, pictures)
     print_keys(made, file)
-    print_checks(made, checked, "of all but the images " if pictures else "")
+    print_checks(
+        made, checked, f"{to} is written and complete; " if to else "", "of all but the images " * bool(pictures)
+    )
     return int(bool(checked.refused or pictures or found.lost))
 
 
@@ -83,15 +88,20 @@ def print_keys(made: Translation, file: Path) -> None:
     Console(highlight=False, markup=False, width=120).print(table)
 
 
-def print_checks(made: Translation, checked: lint.Linted, of: str) -> None:
-    """Prints what the checks and the rules of the doctor say, and what is left to the user. of: what they look at."""
+def print_checks(made: Translation, checked: lint.Linted, written: str, of: str) -> None:
+    """Prints what the checks and the rules of the doctor say, and what is left to the user.
+
+    written: that the file is there; of: what the checks look at.
+    """
     for name, why in made.yours().items():
         _say(f"yours to set: {name}: {why}")
     if checked.totals:
-        _say(f"the checks {of}pass" + (", with stand-ins for what is yours to set" if made.yours() else ""))
+        _say(f"{written}the checks {of}pass" + (", with stand-ins for what is yours to set" if made.yours() else ""))
         print_config(checked.totals, checked.findings)
     else:
-        _say(f"the checks refuse it: {checked.refused}")
+        _say(f"{written}the checks refuse it: {checked.refused}")
+    if checked.missing:
+        _say(checked.missing)
     if checked.left_out:
         _say(checked.left_out)
 

@@ -120,13 +120,18 @@ def steps(names: Names, epochs: str, total: str) -> tuple[Rule, Rule]:
                 f"{value} epochs of {keys.rows} rows in steps of {keys[names.prompts]} prompts, the last ones dropped"
             )
             return Outcome("changed", {"num_steps": made}, said)
-        why = f"{epochs} = {value}: {value} x rows // prompts_per_step (or give --rows)"
-        return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", {"num_steps": why})
+        return unknown_steps(f"{epochs} = {value}: {value} x rows // prompts_per_step")
 
     def of_steps(value: Any, keys: Keys) -> Outcome:
         return Outcome("mapped", {"num_steps": int(value)}) if value else Outcome("no effect", said="not set")
 
     return of_epochs, of_steps
+
+
+def unknown_steps(product: str) -> Outcome:
+    """Returns the steps of a file that counts passes over its data. product: what they are."""
+    why = f"{product} (or give --rows); 100 is a placeholder"
+    return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", {"num_steps": why})
 
 
 def warmup(names: Names, section: str, steps: str, ratio: str) -> tuple[Rule, Rule]:

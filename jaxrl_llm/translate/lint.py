@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -35,6 +36,7 @@ class Linted(NamedTuple):
     refused: str  # the first problem of the checks; "": none
     findings: list[Finding]
     left_out: str  # rules that could not look, and why
+    missing: str  # the package that reads the rows, and is not installed here; "": none
 
 
 def load_text(text: str) -> Config:
@@ -47,6 +49,7 @@ def load_text(text: str) -> Config:
 
 def lint(config: Config, yours: set[str]) -> Linted:
     """Checks a config. Fields in `yours` have a stand-in meanwhile."""
+    missing = _without_pyarrow(config)
     for name in yours & STAND_INS.keys():
         section, field = name.split(".")
         config[section][field] = STAND_INS[name]
@@ -59,9 +62,21 @@ def lint(config: Config, yours: set[str]) -> Linted:
     try:
         totals = checks.check_train(config)
     except UserError as error:
-        return Linted(None, str(error), [], "")
+        return Linted(None, str(error), [], "", missing)
     model, left_out = _model(config, yours)
-    return Linted(totals, "", settings.findings(settings.Settings(config, totals, model)), left_out)
+    return Linted(totals, "", settings.findings(settings.Settings(config, totals, model)), left_out, missing)
+
+
+def _without_pyarrow(config: Config) -> str:
+    """Lets the checks pass Parquet files where pyarrow is not installed. Returns what reads them; "": it is here."""
+    sections = [config.data, *([config.eval] if config.eval.every else []), *config.data.mixture.values()]
+    parquet = [section for section in sections if section.source.endswith(".parquet")]
+    if not parquet or find_spec("pyarrow"):
+        return ""
+    names = ", ".join(section.source for section in parquet)
+    for section in parquet:
+        section.source = section.source.removesuffix(".parquet") + ".jsonl"
+    return f"train needs pyarrow for {names}, which is not installed here: pip install 'jaxrl_llm[parquet]'"
 
 
 def _model(config: Config, yours: set[str]) -> tuple[DecoderConfig | None, str]:

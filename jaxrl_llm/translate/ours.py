@@ -103,9 +103,7 @@ def dataset(section: str, name: str, split: str) -> Outcome:
     """
     source, function = f"{section}.source", f"{section}.convert"
     if name.endswith(FILES):
-        unread = name.endswith(".parquet") and not find_spec("pyarrow")
-        needs = {source: "pip install 'jaxrl_llm[parquet]', which reads the file"} if unread else {}
-        return Outcome("mapped", {source: name, function: ""}, "", needs)
+        return Outcome("mapped", {source: name, function: ""})
     owned = re.split("[:@]", name)[0]
     fetch = f"hf download {owned} --repo-type dataset --local-dir data/{owned.split('/')[-1]}, and name its files"
     needs = {} if find_spec("datasets") else {source: f"pip install 'jaxrl_llm[hub]', or {fetch}"}

@@ -96,14 +96,10 @@ class Translation:
         made: dict[str, Any] = {}
         for outcome in [*self.defaults.values(), *self.outcomes.values()]:
             made |= outcome.fields
-        return {name: value for name, value in made.items() if self._in_use(name, made)}
-
-    def _in_use(self, name: str, made: dict[str, Any]) -> bool:
-        """Returns whether a field is used: without evaluations, only the field that says so is."""
-        return made.get("eval.every") != 0 or name == "eval.every" or not name.startswith("eval.")
+        return made
 
     def yours(self) -> dict[str, str]:
-        """Returns the fields that a person must complete, with the reason."""
+        """Returns the fields that a person must complete, with the reason: without evaluations, none of theirs."""
         found: dict[str, str] = {}
         for outcomes in (self.defaults, self.outcomes):
             # A field that a key of the file says is complete, whatever a default wanted.
@@ -112,7 +108,10 @@ class Translation:
             for outcome in outcomes.values():
                 found |= outcome.yours
         used = self.fields()
-        return {name: why for name, why in found.items() if name in used}
+        evaluates = used.get("eval.every") != 0
+        return {
+            name: why for name, why in found.items() if name in used and (evaluates or name.split(".")[0] != "eval")
+        }
 
     def of_kind(self, kind: Kind) -> dict[str, Outcome]:
         """Returns the keys of the file with this kind of outcome."""

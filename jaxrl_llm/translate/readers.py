@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.translate import arguments, easyr1, search_r1, shell, trl, trl_ppo, verl
+from jaxrl_llm.translate import arguments, easyr1, launchers, search_r1, shell, trl, trl_ppo, verl
 from jaxrl_llm.translate.arguments import Value
-from jaxrl_llm.translate.documents import SECTIONS, Document, beside, of_document, resolved, scalar, with_files
+from jaxrl_llm.translate.documents import SECTIONS, Document, of_document, resolved, scalar, with_files
 from jaxrl_llm.translate.outcome import System
 from jaxrl_llm.translate.script import read_script
 from jaxrl_llm.translate.shell import Command
@@ -27,8 +27,7 @@ OF_SEARCH_R1 = re.compile(
 HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 OVERRIDDEN = {key.split(".")[0] for system in HYDRA for key in system.rules if "." in key}
 FLAGS = {*trl.OF_GRPO, *trl.SHARED, *trl_ppo.OWN}
-LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
-STARTERS = ("torch.distributed", "accelerate", "deepspeed")  # modules that start a script, whose name comes later
+STARTERS = ("torch.distributed", *launchers.OF_TORCH)  # modules that start a script, whose name comes later
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System
 
 
 def _known(system: System, keys: dict[str, Any]) -> int:
-    return sum(key in system.rules or key.startswith(LAUNCHERS) for key in keys)
+    return sum(key in system.rules or key.startswith(launchers.LAUNCHERS) for key in keys)
 
 
 def _of_shell(path: Path, text: str) -> Document:
@@ -97,9 +96,10 @@ def _of_shell(path: Path, text: str) -> Document:
         script = shell.follow(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    allocated = launchers.allocation(text)
     runs: dict[int, list[tuple[Command, Document]]] = {}
     for command in script.commands:
-        if keys := _of_command(path, command, script.files):
+        if keys := _of_command(path, command, script.files, allocated):
             runs.setdefault(command.place, []).append((command, keys))
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one in the file")
@@ -151,8 +151,8 @@ def _flag(word: str) -> str:
     return word.removeprefix("--").partition("=")[0].replace("-", "_").removeprefix("no_")
 
 
-def _of_command(path: Path, command: Command, files: Mapping[str, str]) -> Document | None:
-    """Returns the keys of a command; None, if it starts no training."""
+def _of_command(path: Path, command: Command, files: Mapping[str, str], allocated: Sequence[Value]) -> Document | None:
+    """Returns the keys of a command; None, if it starts no training. files, allocated: as of `launchers.flags`."""
     words = command.words
     start = next((i for i in range(len(words)) if _starts(words, i)), None)
     if start is None:
@@ -171,34 +171,13 @@ def _of_command(path: Path, command: Command, files: Mapping[str, str]) -> Docum
     keys = with_files(path, values, files)
     if not any(key in trl.GRPO.rules or key in trl_ppo.PPO.rules for key in keys.values):
         return None
-    keys.values |= launched(path, command.values[:start], files)
+    keys.values |= launchers.flags(path, command.values[:start], files, allocated)
     keys.lost += _unkeyed(left)
     return keys
 
 
 def _unkeyed(values: Sequence[Value]) -> list[str]:
     return [f"{value.text}: not a key with a value that the script says" for value in values if value.text.strip("- ")]
-
-
-def launched(path: Path, values: Sequence[Value], files: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the flags of the program that starts the processes, as torchrun.nnodes, and those of its file."""
-    names = [value.text.rpartition("/")[2] for value in values]
-    names = ["torchrun" if name.startswith("torch.distributed") else name.split(".")[0] for name in names]
-    launcher = next((name for name in names if name in LAUNCHERS), "")
-    if not launcher:
-        return {}
-    given, _ = arguments.flags(values)
-    # YAML would take torchrun's 1:4 for a number.
-    keys = {
-        key: arguments.value_of(value, lambda text: int(text) if text.isdigit() else text)
-        for key, value in given.items()
-    }
-    if launcher == "accelerate" and isinstance(name := keys.get("config_file"), str):
-        found = beside(path, name, files)
-        in_file = of_document(*found).values if found else {}
-        keys["config_file"] = name if found else None
-        keys = {key: in_file[key] for key in ("num_processes", "num_machines") if key in in_file} | keys
-    return {f"{launcher}.{key}": value for key, value in keys.items()}
 
 
 def _starts(words: list[str], i: int) -> bool:

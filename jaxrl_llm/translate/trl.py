@@ -8,21 +8,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxrl_llm.translate import ours
-from jaxrl_llm.translate.family import ENGINE, LOGS, MEMORY, divisors
+from jaxrl_llm.translate import launchers, ours
+from jaxrl_llm.translate.family import ENGINE, LOGS, MEMORY, divisors, unknown_steps
 from jaxrl_llm.translate.family import model as model_path
 from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, each, off, only_if, to, unsupported
 
 HUB = "nothing is pushed to the hub during a run"
 LAUNCHER = "how processes are started: here all devices that a run finds"
-COUNTS = (  # keys of launchers that count processes
-    "accelerate.num_processes",
-    "torchrun.nproc_per_node",
-    "torchrun.nnodes",
-    "deepspeed.num_gpus",
-    "deepspeed.num_nodes",
-    "deepspeed.include",
-)
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 SCORED = "the trainer also scores this distribution; TRL scores that of all tokens"
 TRAINER = "an argument of the trainer that is no setting"
@@ -55,24 +47,7 @@ LOSSES = {  # ours, its aggregation, and its arguments with the keys that they a
 
 def processes(keys: Keys) -> int:
     """Processes that train, which multiply a batch."""
-    return keys.processes or launched(keys) or 1
-
-
-def launched(keys: Keys) -> int:
-    """Processes that the file starts; 0: it does not say."""
-    given = keys.given
-    if said := given.get("accelerate.num_processes") or given.get("num_processes") or given.get("world_size"):
-        return int(said)
-    for launcher, of_node, nodes in (("torchrun", "nproc_per_node", "nnodes"), ("deepspeed", "num_gpus", "num_nodes")):
-        counts = [f"{launcher}.{of_node}", f"{launcher}.{nodes}"]
-        if not any(key.startswith(f"{launcher}.") for key in given) or not keys.unread.isdisjoint(counts):
-            continue
-        each, machines = (given.get(key, 1) for key in counts)
-        if launcher == "deepspeed" and counts[0] not in given:  # all GPUs of a machine, or those that it lists
-            listed = str(given.get("deepspeed.include", ""))
-            return sum(len(part.partition(":")[2].split(",")) for part in listed.split("@") if ":" in part)
-        return each * machines if isinstance(each, int) and isinstance(machines, int) else 0
-    return 0
+    return keys.processes or launchers.count(keys) or 1
 
 
 def sequences(keys: Keys) -> int:
@@ -101,8 +76,9 @@ def batch(keys: Keys) -> tuple[dict[str, Any], str]:
         f"per_device_train_batch_size x gradient_accumulation_steps x processes counts completions: {of} = "
         f"{sequences(keys)} of an optimizer step, {rollout} of a rollout; here prompts, with {group} completions each"
     )
-    known = keys.processes or launched(keys)
-    said += "" if known else ". The file names no number of processes: --processes N does"
+    said += (
+        "" if keys.processes or launchers.count(keys) else ". The file names no number of processes: --processes N does"
+    )
     if prompts * group != rollout or update * group != sequences(keys):
         said += f". They are not whole groups: {prompts} and {update} are the nearest that fit"
     return {"prompts_per_step": prompts, "prompts_per_update": update, "group_size": group}, said
@@ -149,8 +125,7 @@ def epochs(value: Any, keys: Keys) -> Outcome:
     prompts = batch(keys)[0]["prompts_per_step"]
     if made := rollouts(keys):
         return Outcome("changed", {"num_steps": made}, f"{value} passes over {keys.rows} rows, {prompts} in a step")
-    why = f"num_train_epochs = {value}: {value} x rows // prompts_per_step (or give --rows)"
-    return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", {"num_steps": why})
+    return unknown_steps(f"num_train_epochs = {value}: {value} x rows // prompts_per_step")
 
 
 def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
@@ -162,7 +137,7 @@ def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
     if whole:
         said = f"a share of the run: {value} x {whole} steps"
         return Outcome("changed", {name: max(1, math.ceil(value * whole))}, said)
-    why = f"{value} of all steps (give --rows, or max_steps in the file)"
+    why = f"{value} of all steps (give --rows, or max_steps in the file); 25 is a placeholder"
     return Outcome("changed", {name: 25}, "a share of the run", {name: why})
 
 
@@ -189,7 +164,7 @@ def evaluating(value: Any, keys: Keys) -> Outcome:
         return Outcome("mapped", {"eval.every": 0, "checkpoint.keep_best": 0})
     every = in_rollouts("eval.every", keys["eval_steps"] or keys["logging_steps"], keys)
     fields = every.fields | {"eval.source": "data/test.parquet", "eval.convert": ""}
-    why = every.yours | {"eval.source": "the file with the problems"}
+    why = every.yours | {"eval.source": "the file with the problems; this name is a placeholder"}
     return Outcome("changed", fields, "one greedy completion for each problem, judged by eval.function", why)
 
 
@@ -692,7 +667,7 @@ SHARED: dict[str, Rule] = {
     "use_bnb_nested_quant": Idle("of 4 bits; load_in_4bit says what there is here"),
     "num_processes": part_of_batch(),
     "world_size": part_of_batch(),
-    **dict.fromkeys(COUNTS, part_of_batch()),
+    **dict.fromkeys(launchers.COUNTS, part_of_batch()),
     "accelerate.num_machines": Idle("num_processes counts those of all machines"),
     "accelerate.config_file": lambda value, keys: (
         Outcome("mapped", {}, "its num_processes is read")
@@ -700,7 +675,7 @@ SHARED: dict[str, Rule] = {
         else Outcome("unsupported", said="not beside the script or above it: --processes says what it may say")
     ),
     "deepspeed.hostfile": off("it may name more machines: --processes counts them all"),
-    **each(Idle(LAUNCHER), "accelerate.* torchrun.* deepspeed.*"),
+    **{f"{name}.*": Idle(LAUNCHER) for name in launchers.LAUNCHERS},
     "dataloader_drop_last": Idle("the last, smaller batch of a pass is dropped"),
     "[*][*]*": unsupported("arguments that another object holds"),
 }

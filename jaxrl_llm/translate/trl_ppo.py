@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxrl_llm.translate import ours
-from jaxrl_llm.translate.family import divisors
+from jaxrl_llm.translate import launchers, ours
+from jaxrl_llm.translate.family import divisors, unknown_steps
 from jaxrl_llm.translate.family import model as model_path
 from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, off, only_if, to, unsupported
 from jaxrl_llm.translate.trl import (
     BOTH,
-    COUNTS,
     IDLE,
     JUDGE,
     NO_WARMUP,
@@ -56,8 +55,7 @@ def episodes(value: Any, keys: Keys) -> Outcome:
     """All episodes of a run, or the passes over the data."""
     total = keys["total_episodes"] or float(keys["num_train_epochs"]) * keys.rows
     if not total:
-        why = f"num_train_epochs = {keys['num_train_epochs']} passes: passes x rows / prompts_per_step (or give --rows)"
-        return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", {"num_steps": why})
+        return unknown_steps(f"num_train_epochs = {keys['num_train_epochs']}: so many x rows / prompts_per_step")
     made = math.ceil(total / batch(keys)[0]["prompts_per_step"])
     return Outcome("changed", {"num_steps": made}, f"{total:g} episodes, here rollouts of prompts_per_step of them")
 
@@ -109,7 +107,7 @@ OWN: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER} | {
     "gradient_accumulation_steps": part_of_batch("prompts_per_update"),
     "num_mini_batches": part_of_batch("prompts_per_step"),
     "num_processes": part_of_batch(),
-    **dict.fromkeys(COUNTS, part_of_batch()),
+    **dict.fromkeys(launchers.COUNTS, part_of_batch()),
     "world_size": part_of_batch(),
     "num_total_batches": off("TRL computes it from total_episodes"),
     **{

@@ -51,7 +51,7 @@ def source(made: Translation, file: Path, to: Path, lost: Sequence[str] = ()) ->
         [
             f'"""{ALGORITHM[made.base]}, translated from {_name(file.name)} of {whose}.',
             "",
-            f"python -m jaxrl_llm.train --config {_name(to.as_posix())}",
+            f"jaxrl train --config {_name(to.as_posix())}",
             "",
             *textwrap.wrap(notice, WIDTH),
             '"""',
@@ -162,6 +162,8 @@ def _origin(made: Translation, name: str) -> str:
     given = [key for key, outcome in made.outcomes.items() if name in outcome.fields]
     if given:
         return min(given, key=lambda key: len(made.outcomes[key].fields))
+    if name in made.yours():  # its value is no default, but a placeholder
+        return ""
     return "default" if any(name in outcome.fields for outcome in made.defaults.values()) else ""
 
 
@@ -184,6 +186,8 @@ def _comments(made: Translation, names: Iterable[str]) -> tuple[list[str], set[s
     for name in names:
         if name in yours:
             lines += _wrapped(f"Yours to set: {yours[name]}.")
+    if "eval.every" in names and "eval.source" not in (fields := made.fields()) and not fields["eval.every"]:
+        lines += _wrapped(f"Before you set it, name the problems in eval.source: those of {made.base}.py are others.")
     return lines, set(told)
 
 
