@@ -1,6 +1,6 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585): clips the importance weight, so every token keeps its gradient.
 
-python -m jaxrl_llm.train --config configs/cispo.py
+jaxrl train --config configs/cispo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.9 % of 1,000 held-out problems, 99.9 % at least.
 """

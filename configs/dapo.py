@@ -1,6 +1,6 @@
 """DAPO (arXiv 2503.14476): higher upper clip, token mean, dynamic sampling, overlong penalty, no KL.
 
-python -m jaxrl_llm.train --config configs/dapo.py
+jaxrl train --config configs/dapo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 100.0 % at least.
 """

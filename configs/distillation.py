@@ -2,7 +2,7 @@
 
 The advantage of a token is the teacher's log-probability minus the policy's.
 
-python -m jaxrl_llm.train --config configs/distillation.py
+jaxrl train --config configs/distillation.py
     --config.teacher.path=FOLDER   (WORKDIR/hf of any trained run)
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 100.0 % at least.

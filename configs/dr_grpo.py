@@ -1,6 +1,6 @@
 """Dr. GRPO (arXiv 2503.20783): does not divide by the group's deviation or the completion's length.
 
-python -m jaxrl_llm.train --config configs/dr_grpo.py
+jaxrl train --config configs/dr_grpo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.9 % of 1,000 held-out problems, 99.9 % at least.
 """

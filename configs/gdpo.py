@@ -1,6 +1,6 @@
 """GDPO (arXiv 2601.05242): normalizes each reward channel separately, then adds the channels.
 
-python -m jaxrl_llm.train --config configs/gdpo.py
+jaxrl train --config configs/gdpo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 99.9 % at least.
 """

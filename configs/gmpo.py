@@ -1,6 +1,6 @@
 """GMPO (arXiv 2507.20673): uses the geometric mean of the clipped ratios of a completion.
 
-python -m jaxrl_llm.train --config configs/gmpo.py
+jaxrl train --config configs/gmpo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 99.9 % at least.
 """

@@ -1,7 +1,7 @@
 """GRPO with rollouts from a vLLM server on the CPU of this machine. The run starts it, pushes weights and stops it.
 
 launch/vllm_cpu.sh                                            # installs vLLM in .vllm first
-python -m jaxrl_llm.train --config configs/grpo_vllm.py
+jaxrl train --config configs/grpo_vllm.py
 
 Measured, as for configs/grpo.py: 11.0 % before, 99.9 %, 100.0 % and 100.0 % after (seeds 0, 1 and 2), in 357, 267 and
 282 seconds of steps on two CPU cores that the server shares, the first beside other work.
@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
     c.engine.server_args = (
         "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--max-num-seqs", "512",
     )  # fmt: skip
-    # Addresses of servers of python -m jaxrl_llm.serve_vllm, like "http://127.0.0.1:8000" or "unix:/PATH" (--uds PATH).
+    # Addresses of servers of jaxrl serve-vllm, like "http://127.0.0.1:8000" or "unix:/PATH" (--uds PATH).
     # (): with managed = True.
     # In a run of several processes, each needs its own: {process} becomes its number, here and in push_address.
     c.engine.servers = ()

@@ -1,6 +1,6 @@
 """GSPO (arXiv 2507.18071): computes and clips one ratio per completion.
 
-python -m jaxrl_llm.train --config configs/gspo.py
+jaxrl train --config configs/gspo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 99.9 % at least.
 """

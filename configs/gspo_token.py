@@ -1,6 +1,6 @@
 """GSPO-token (arXiv 2507.18071): GSPO for advantages that may differ between tokens.
 
-python -m jaxrl_llm.train --config configs/gspo_token.py
+jaxrl train --config configs/gspo_token.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 99.9 % at least.
 """

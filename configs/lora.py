@@ -1,6 +1,6 @@
 """GRPO with LoRA (arXiv 2106.09685) on the task of configs/grpo.py: only adapters learn (docs/lora.md).
 
-python -m jaxrl_llm.train --config configs/lora.py
+jaxrl train --config configs/lora.py
 
 Measured with `python -m benchmarks.algorithms lora`, seeds 0, 1 and 2: 99.9 % of 1,000 held-out problems, 99.9 % at
 least, after 40 steps. 155,648 parameters learn, of 0.8 million.

@@ -1,6 +1,6 @@
 """LUSPO (arXiv 2602.05261): GSPO, but each completion counts in proportion to its length.
 
-python -m jaxrl_llm.train --config configs/luspo.py
+jaxrl train --config configs/luspo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 100.0 % at least.
 """

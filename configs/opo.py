@@ -1,6 +1,6 @@
 """OPO (arXiv 2505.23585): exactly on-policy, with a length-weighted optimal baseline, no KL, no clipping.
 
-python -m jaxrl_llm.train --config configs/opo.py
+jaxrl train --config configs/opo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.9 % of 1,000 held-out problems, 99.9 % at least.
 """

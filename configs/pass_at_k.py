@@ -1,6 +1,6 @@
 """Pass@k training (arXiv 2508.10751): the reward of a set of k completions is the reward of its best one.
 
-python -m jaxrl_llm.train --config configs/pass_at_k.py
+jaxrl train --config configs/pass_at_k.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 99.9 % at least.
 """

@@ -1,6 +1,6 @@
 """PPO with a critic (arXiv 1707.06347), with one completion per prompt, on the task of configs/grpo.py.
 
-python -m jaxrl_llm.train --config configs/ppo.py
+jaxrl train --config configs/ppo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.8 % of 1,000 held-out problems, 99.7 % at least.
 """

@@ -1,6 +1,6 @@
 """REINFORCE (Williams, 1992) on-policy, with the mean reward of the group as baseline.
 
-python -m jaxrl_llm.train --config configs/reinforce.py
+jaxrl train --config configs/reinforce.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.9 % of 1,000 held-out problems, 99.8 % at least.
 """

@@ -1,6 +1,6 @@
 """REINFORCE++ (arXiv 2501.03262): no critic, no group, returns whitened over the batch, KL in the reward.
 
-python -m jaxrl_llm.train --config configs/reinforce_pp.py
+jaxrl train --config configs/reinforce_pp.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.9 % of 1,000 held-out problems, 99.8 % at least.
 """

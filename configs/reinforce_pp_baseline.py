@@ -1,6 +1,6 @@
 """REINFORCE++ with the group mean as baseline (arXiv 2501.03262): whitened over the batch, k2 in the loss.
 
-python -m jaxrl_llm.train --config configs/reinforce_pp_baseline.py
+jaxrl train --config configs/reinforce_pp_baseline.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.9 % of 1,000 held-out problems, 99.9 % at least.
 """

@@ -1,6 +1,6 @@
 """ReMax (arXiv 2310.10505): one completion per prompt; the baseline is the reward of the greedy completion.
 
-python -m jaxrl_llm.train --config configs/remax.py
+jaxrl train --config configs/remax.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.8 % of 1,000 held-out problems, 99.7 % at least.
 """

@@ -1,6 +1,6 @@
 """RLOO (arXiv 2402.14740): REINFORCE; the baseline is the mean reward of the other completions; KL in the reward.
 
-python -m jaxrl_llm.train --config configs/rloo.py
+jaxrl train --config configs/rloo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.9 % of 1,000 held-out problems, 99.8 % at least.
 """

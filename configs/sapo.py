@@ -1,6 +1,6 @@
 """SAPO (arXiv 2511.20347): a sigmoid gate replaces the clip.
 
-python -m jaxrl_llm.train --config configs/sapo.py
+jaxrl train --config configs/sapo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 99.9 % at least.
 """

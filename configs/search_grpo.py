@@ -1,7 +1,7 @@
 """GRPO on questions that need a search: the policy searches a small encyclopedia, reads, and answers.
 
 pip install -e '.[retriever]'
-python -m jaxrl_llm.train --config configs/search_grpo.py
+jaxrl train --config configs/search_grpo.py
 
 Measured with `python -m benchmarks.algorithms search_grpo`, 3 seeds: 99.0 % of 640 held-out questions, 98.9 % at least.
 """

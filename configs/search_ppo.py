@@ -1,7 +1,7 @@
 """PPO with a critic on the task of configs/search_grpo.py, with one completion for each prompt.
 
 pip install -e '.[retriever]'
-python -m jaxrl_llm.train --config configs/search_ppo.py
+jaxrl train --config configs/search_ppo.py
 
 Measured with `python -m benchmarks.algorithms search_ppo`, 3 seeds: 99.0 % of 640 held-out questions, 98.8 % at least.
 """

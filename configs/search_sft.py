@@ -1,6 +1,6 @@
 """Supervised fine-tuning of a new model on demonstrations of searches; this made the embedded model of search.
 
-python -m jaxrl_llm.sft --config configs/search_sft.py
+jaxrl sft --config configs/search_sft.py
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,7 @@
 """The task of configs/search_grpo.py with questions that need two searches: the first names what to search for next.
 
 pip install -e '.[retriever]'
-python -m jaxrl_llm.train --config configs/search_two_hops.py
+jaxrl train --config configs/search_two_hops.py
 
 Measured with `python -m benchmarks.algorithms search_two_hops`, 3 seeds: 99.5 % of 640 held-out questions,
 99.4 % at least.

@@ -1,6 +1,6 @@
 """GRPO that trains on the 20 % of the tokens with the highest entropy (arXiv 2506.01939).
 
-python -m jaxrl_llm.train --config configs/top_entropy.py
+jaxrl train --config configs/top_entropy.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 99.9 % at least.
 """

@@ -1,6 +1,6 @@
 """TOPR (arXiv 2503.14286): off-policy REINFORCE. Completions with A <= 0 have a weight of at most 1.
 
-python -m jaxrl_llm.train --config configs/topr.py
+jaxrl train --config configs/topr.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 99.9 % of 1,000 held-out problems, 99.8 % at least.
 """

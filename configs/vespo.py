@@ -1,6 +1,6 @@
 """VESPO (arXiv 2602.10693): one smooth weight per completion, which is 1 on-policy and falls to 0 far off-policy.
 
-python -m jaxrl_llm.train --config configs/vespo.py
+jaxrl train --config configs/vespo.py
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 100.0 % at least.
 """

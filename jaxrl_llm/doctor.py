@@ -1,4 +1,4 @@
-"""Says what is wrong with a run: `python -m jaxrl_llm.doctor --config FILE` before it, `--run DIR` during or after.
+"""Says what is wrong with a run: `jaxrl doctor --config FILE` before it, `--run DIR` during or after.
 
 `--demonstrate RULE` makes a run that this rule finds ill.
 """

@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems: `python -m jaxrl_llm.evaluate --model DIR --task NAME`, or `--run WORKDIR`."""
+"""Accuracy on held-out problems: `jaxrl evaluate --model DIR --task NAME`, or `--run WORKDIR`."""
 
 from __future__ import annotations
 

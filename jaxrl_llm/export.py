@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face folder: `python -m jaxrl_llm.export WORKDIR [--step N|best|last] --to DIR`.
+"""Exports a checkpoint as a Hugging Face folder: `jaxrl export WORKDIR [--step N|best|last] --to DIR`.
 
 `--push-to ORG/NAME` also uploads it to a hub, with a model card.
 """

@@ -1,4 +1,4 @@
-"""A search server: `python -m jaxrl_llm.serve_retriever --corpus FILE.jsonl [--port 8000]`.
+"""A search server: `jaxrl serve-retriever --corpus FILE.jsonl [--port 8000]`.
 
 It answers `POST /retrieve` as Search-R1's server does, with BM25, or with vectors of an encoder (--dense MODEL).
 docs/retriever.md has the formats.

@@ -1,4 +1,4 @@
-"""A vLLM server for rollouts: `python -m jaxrl_llm.serve_vllm --model DIR [--python PYTHON] [-- vLLM's own arguments]`.
+"""A vLLM server for rollouts: `jaxrl serve-vllm --model DIR [--python PYTHON] [-- vLLM's own arguments]`.
 
 Starts vLLM in a separate process group, restarts it when its engine dies, and leaves no process behind.
 Imports no JAX: runs in vLLM's environment, or takes the Python of that environment. The trainer needs neither vLLM

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `python -m jaxrl_llm.sft --config configs/sft.py [--workdir DIR] [--config.field=value]`."""
+"""Supervised fine-tuning: `jaxrl sft --config configs/sft.py [--workdir DIR] [--config.field=value]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning: `python -m jaxrl_llm.train --config FILE [--workdir DIR] [--config.field=value]`."""
+"""Reinforcement learning: `jaxrl train --config FILE [--workdir DIR] [--config.field=value]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m jaxrl_llm.doctor`: what it says of configs, and of logs, ours and other trainers'."""
+"""`jaxrl doctor`: what it says of configs, and of logs, ours and other trainers'."""
 
 from __future__ import annotations
 

@@ -58,7 +58,12 @@ def test_each_program_shows_its_arguments_under_the_name_that_was_typed(name, mo
     with pytest.raises(SystemExit) as ended:
         jaxrl.main()
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: jaxrl {name} ")
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith(f"usage: jaxrl {name} ") and "python -m" not in text
+    explained = {"train": "grpo", "plan": "grpo", "doctor": "grpo", "sft": "sft"}
+    assert re.findall(r"fields are explained in \S+/(\w+)\.py", text) == (
+        [explained[name]] if name in explained else []
+    )
 
 
 def test_an_unknown_program_is_answered_by_a_near_name_or_by_all(monkeypatch, capsys):

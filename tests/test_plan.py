@@ -1,4 +1,4 @@
-"""`python -m jaxrl_llm.plan`: what it counts, and that it says of a slice what the TPU compiler says."""
+"""`jaxrl plan`: what it counts, and that it says of a slice what the TPU compiler says."""
 
 from __future__ import annotations
 

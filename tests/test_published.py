@@ -18,6 +18,7 @@ from conftest import QUICK
 
 from benchmarks.workloads import WORKLOADS
 from jaxrl_llm import train
+from jaxrl_llm.__main__ import PROGRAMS
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
 
@@ -85,6 +86,27 @@ def wrong(module: str, rest: str) -> Iterator[str]:
     for path in re.findall(r"(?:--config |^)(configs/[\w/]+\.py)", rest):
         if not (ROOT / path).is_file() and "translate" not in module:
             yield f"no file {path}"
+
+
+MODULES = {module.removesuffix(".__main__"): name for name, (module, _) in PROGRAMS.items()}
+AS_MODULES = {  # pages that say where a module is started as one, beside those of launch/
+    "docs/configs.md": "train",
+    "docs/vllm.md": "serve-vllm",  # in an environment without this package
+    "docs/performance.md": "train",
+    "jaxrl_llm/rollout/vllm/managed_server.py": "serve-vllm",
+}
+
+
+def test_every_program_is_shown_in_one_form_and_exists():
+    tools, modules = set(), {}
+    for page in PAGES:
+        if page.parent.name != "launch":
+            for match in COMMAND.finditer(page.read_text()):
+                tools |= {match["tool"]} - {None}
+                if match["module"] in MODULES:
+                    modules[str(page.relative_to(ROOT))] = MODULES[match["module"]]
+    assert tools == set(PROGRAMS)
+    assert modules.items() <= AS_MODULES.items()
 
 
 @pytest.mark.slow

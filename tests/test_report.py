@@ -1,4 +1,4 @@
-"""`python -m jaxrl_llm.report`: the page about runs, and the server that follows them."""
+"""`jaxrl report`: the page about runs, and the server that follows them."""
 
 from __future__ import annotations
 

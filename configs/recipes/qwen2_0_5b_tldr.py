@@ -2,7 +2,7 @@
 
 pip install -e '.[parquet]'
 hf download trl-lib/tldr --repo-type dataset --local-dir data/tldr
-python -m jaxrl_llm.train --config configs/recipes/qwen2_0_5b_tldr.py --workdir runs/tldr
+jaxrl train --config configs/recipes/qwen2_0_5b_tldr.py --workdir runs/tldr
 
 Model, data, reward, group size, 256 tokens, temperature, learning rate and "no KL penalty" are TRL's defaults. What
 differs: a step has 64 prompts (TRL: 8 completions a device, whatever the number of devices), and the run has 2,000
@@ -12,7 +12,7 @@ Hardware: one TPU v5e:2x2 (4 chips of 16 GB), or one GPU. Memory: 25 % of a chip
 step where all completions have 256 tokens, so 0.7 hours for 2,000 steps. The time is an estimate at published speeds.
 This printed it; Qwen2-0.5B has the sizes of Qwen2.5-0.5B:
 
-python -m jaxrl_llm.plan --config configs/recipes/qwen2_0_5b_tldr.py --topology v5e:2x2 \\
+jaxrl plan --config configs/recipes/qwen2_0_5b_tldr.py --topology v5e:2x2 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_0_5b
 
 Expected: the reward rises towards 0, its largest value. No number is published, and none is measured here.

@@ -1,12 +1,12 @@
 """GRPO on Countdown with Qwen2.5-0.5B-Instruct. It changes configs/grpo.py; the problems are in the package.
 
-python -m jaxrl_llm.train --config configs/recipes/qwen2_5_0_5b_countdown.py --workdir runs/countdown
+jaxrl train --config configs/recipes/qwen2_5_0_5b_countdown.py --workdir runs/countdown
 
 Hardware: one TPU v5e:1x1 (a chip of 16 GB), or one GPU. Memory: 76 % of the chip at most, in the update. Time: 1.2 s a
 step where all completions have 64 tokens, so 10 minutes for 500 steps. The time is an estimate at published speeds.
 This printed it:
 
-python -m jaxrl_llm.plan --config configs/recipes/qwen2_5_0_5b_countdown.py --topology v5e:1x1 \\
+jaxrl plan --config configs/recipes/qwen2_5_0_5b_countdown.py --topology v5e:1x1 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_0_5b
 
 Expected: no number is published for these problems and this length, and none is measured here. TinyZero says that a

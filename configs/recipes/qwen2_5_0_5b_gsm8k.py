@@ -2,7 +2,7 @@
 
 pip install -e '.[parquet]'
 hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
-python -m jaxrl_llm.train --config configs/recipes/qwen2_5_0_5b_gsm8k.py --workdir runs/gsm8k
+jaxrl train --config configs/recipes/qwen2_5_0_5b_gsm8k.py --workdir runs/gsm8k
 
 Hardware: one TPU v5e:2x2, or one GPU. docs/plan.md has longer prompts and completions (512 + 1,024 tokens) on v5e:2x2:
 45 % of a chip's memory and an estimated 7.3 s a step, so less than 1.1 hours for 500 steps.

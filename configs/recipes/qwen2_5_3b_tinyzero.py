@@ -2,7 +2,7 @@
 
 pip install -e '.[parquet]'
 hf download Jiayi-Pan/Countdown-Tasks-3to4 --repo-type dataset --local-dir data/countdown
-python -m jaxrl_llm.train --config configs/recipes/qwen2_5_3b_tinyzero.py --workdir runs/tinyzero
+jaxrl train --config configs/recipes/qwen2_5_3b_tinyzero.py --workdir runs/tinyzero
 
 The settings are those of TinyZero's script: 256 prompts in a rollout, 128 in an update, prompts of 256 and completions
 of 1,024 tokens, rates 1e-6 and 1e-5, KL penalty 0.001 in the reward, gamma and lambda 1. What differs, on purpose:
@@ -15,7 +15,7 @@ Hardware: one TPU v5e:4x4 (16 chips of 16 GB); TinyZero names 2 GPUs for a model
 while it samples; 61 % in the update. Time: 19.1 s a step where all completions have 1,024 tokens, so 6.8 hours for
 1,275 steps. The time is an estimate at published speeds. This printed it:
 
-python -m jaxrl_llm.plan --config configs/recipes/qwen2_5_3b_tinyzero.py --topology v5e:4x4 \\
+jaxrl plan --config configs/recipes/qwen2_5_3b_tinyzero.py --topology v5e:4x4 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_3b
 
 Expected: TinyZero says that a base model of 3B learns to search and to check itself, and one of 0.5B does not; it

@@ -2,7 +2,7 @@
 
 pip install -e '.[parquet]'
 hf download hiyouga/math12k --repo-type dataset --local-dir data/math12k
-python -m jaxrl_llm.train --config configs/recipes/qwen2_5_7b_math.py --workdir runs/math
+jaxrl train --config configs/recipes/qwen2_5_7b_math.py --workdir runs/math
 
 In EasyR1's words: rollout_batch_size 512, global_batch_size 128 (prompts: so 4 updates on a rollout), n 5, 2,048
 tokens each, lr 1e-6 without a warm-up, weight_decay 0.01, low_var_kl in the loss with 0.01, clip 0.2 to 0.3 and 3 for
@@ -13,7 +13,7 @@ Hardware: one TPU v5p:2x2x2 (8 chips of 95 GB; EasyR1 names 8 GPUs of 80 GB). Me
 samples; 31 % in the update. Time: 296 s a step where all completions have 2,048 tokens, so 28 hours at most for 345
 steps. The time is an estimate at published speeds. This printed it:
 
-python -m jaxrl_llm.plan --config configs/recipes/qwen2_5_7b_math.py --topology v5p:2x2x2 --prompt-tokens 1024 \\
+jaxrl plan --config configs/recipes/qwen2_5_7b_math.py --topology v5p:2x2x2 --prompt-tokens 1024 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_7b
 
 Expected: the published run of this setting goes from 0.75 to 0.77 (EasyR1 #24; docs/stability.md shows why a reward is

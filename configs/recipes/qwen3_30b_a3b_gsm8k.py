@@ -2,10 +2,10 @@
 
 pip install -e '.[parquet]'
 hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
-python -m jaxrl_llm.train --config configs/recipes/qwen3_30b_a3b_gsm8k.py --workdir runs/experts
+jaxrl train --config configs/recipes/qwen3_30b_a3b_gsm8k.py --workdir runs/experts
 
 Not planned yet; this says whether it fits a slice:
-python -m jaxrl_llm.plan --config configs/recipes/qwen3_30b_a3b_gsm8k.py --topology v5p:2x4x4 \\
+jaxrl plan --config configs/recipes/qwen3_30b_a3b_gsm8k.py --topology v5p:2x4x4 \\
   --config.model.path=jaxrl_llm/assets/qwen3_30b_a3b
 """
 

@@ -1,6 +1,6 @@
 """Search-R1 (arXiv 2503.09516) by GRPO: the task and the settings of search_r1_qwen2_5_3b_ppo.py. Not measured yet.
 
-python -m jaxrl_llm.train --config configs/recipes/search_r1_qwen2_5_3b_grpo.py --workdir runs/search_r1_grpo
+jaxrl train --config configs/recipes/search_r1_qwen2_5_3b_grpo.py --workdir runs/search_r1_grpo
 
 512 prompts with 5 completions, and 2 updates on a rollout, each on 256 prompts with all their completions. The original
 counts its mini-batch of 256 in completions, so it makes 10 updates on a rollout; its runs collapsed.

@@ -5,8 +5,8 @@ Nothing here is measured yet. The data, the corpus and the server that finds doc
 pip install -e '.[parquet,retriever]'
 hf download PeterJinGo/nq_hotpotqa_train --repo-type dataset --local-dir data/search_r1
 hf download PeterJinGo/wiki-18-corpus --repo-type dataset --local-dir data/wiki && gzip -d data/wiki/wiki-18.jsonl.gz
-python -m jaxrl_llm.serve_retriever --corpus data/wiki/wiki-18.jsonl
-python -m jaxrl_llm.train --config configs/recipes/search_r1_qwen2_5_3b_ppo.py --workdir runs/search_r1
+jaxrl serve-retriever --corpus data/wiki/wiki-18.jsonl
+jaxrl train --config configs/recipes/search_r1_qwen2_5_3b_ppo.py --workdir runs/search_r1
 
 The settings are those of Search-R1's v0.2 script: 512 prompts in a rollout, 256 in an update, rates 1e-6 and 1e-5, a
 warm-up of 286 of 1,005 steps (0.285; "0.95" is the same number of 305), KL penalty 0.001, 4 searches, 3 documents,

@@ -1,6 +1,6 @@
 """Search-R1 (arXiv 2503.09516) by GRPO with Qwen2.5-7B: search_r1_qwen2_5_3b_grpo.py, larger. Not measured yet.
 
-python -m jaxrl_llm.train --config configs/recipes/search_r1_qwen2_5_7b_grpo.py --workdir runs/search_r1_7b
+jaxrl train --config configs/recipes/search_r1_qwen2_5_7b_grpo.py --workdir runs/search_r1_7b
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,6 @@
 """Search-R1 (arXiv 2503.09516) by PPO with Qwen2.5-7B: search_r1_qwen2_5_3b_ppo.py, larger. Not measured yet.
 
-python -m jaxrl_llm.train --config configs/recipes/search_r1_qwen2_5_7b_ppo.py --workdir runs/search_r1_7b
+jaxrl train --config configs/recipes/search_r1_qwen2_5_7b_ppo.py --workdir runs/search_r1_7b
 
 With --config.microbatch=8 it needs at most 69 % of the memory of 8 chips v5p:2x2x2, as the compiler of the TPU places
 it. The estimate is 155 s a step, if every episode has all of its 4,096 tokens (docs/plan.md).

@@ -80,9 +80,7 @@ def parse_arguments(
     return Arguments(config, known.workdir or fresh, known.distributed, only)
 
 
-def config_parser(
-    program: str, description: str, *, required: bool = True, shipped: Sequence[str] = SHIPPED
-) -> Parser:
+def config_parser(program: str, description: str, *, required: bool = True, shipped: Sequence[str] = SHIPPED) -> Parser:
     """Returns the parser of a program that has a config, for `parse_config`.
 
     required: whether it must be given; shipped: names of configs for the help, of which the first explains every field.
@@ -92,7 +90,8 @@ def config_parser(
         description=description,
         epilog="Any field of the config is set by --config.section.field=value, for example --config.num_steps=10 "
         "--config.optim.learning_rate=1e-5. Several values have commas between them: --config.reward.weights=1.0,0.5; "
-        f"no value makes the field empty: --config.log.to=. The fields are explained in {configs.FOLDER / f'{shipped[0]}.py'}.",
+        "no value makes the field empty: --config.log.to=. The fields are explained in "
+        f"{configs.FOLDER / shipped[0]}.py.",
     )
     parser.add_argument(
         "--config",

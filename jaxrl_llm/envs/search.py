@@ -102,7 +102,6 @@ def _client(url: str, topk: int, timeout: float, retries: int) -> Callable[[str]
         client.search(["a question"])
     except RetrieverError as error:
         raise UserError(
-            f"config.env.url = {url!r}: {error}: start the retriever (python -m jaxrl_llm.serve_retriever), or mend "
-            "the address"
+            f"config.env.url = {url!r}: {error}: start the retriever (jaxrl serve-retriever), or mend the address"
         ) from error
     return lambda query: [found for found, _ in client.search([query])[0]]

@@ -1,4 +1,4 @@
-"""Runs of the embedded task that are made to fail, one for each rule: `python -m jaxrl_llm.doctor --demonstrate RULE`.
+"""Runs of the embedded task that are made to fail, one for each rule: `jaxrl doctor --demonstrate RULE`.
 
 A fault is a change of the config. Some name an engine or a reward function of this module, and some change a part of
 the run. Each has a second form, of another strength, which no bound was calibrated on.

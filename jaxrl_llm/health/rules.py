@@ -454,7 +454,7 @@ def tools_unused(history: History) -> Finding | None:
         "warning",
         f"{turns:.2f} turns in an episode",
         "the policy does not know the tools, or earns as much without them",
-        "begin with a model that uses them (jaxrl_llm.sft), describe them in the prompt, or look at the reward",
+        "begin with a model that uses them (jaxrl sft), describe them in the prompt, or look at the reward",
         "docs/failures.md F22",
     )
 

@@ -1,4 +1,4 @@
-"""Sizes a run for a TPU slice, without a TPU: `python -m jaxrl_llm.plan --config FILE --topology v5e:4x4`."""
+"""Sizes a run for a TPU slice, without a TPU: `jaxrl plan --config FILE --topology v5e:4x4`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A page about one or several runs, made from the files of their workdirs: `python -m jaxrl_llm.report WORKDIR`."""
+"""A page about one or several runs, made from the files of their workdirs: `jaxrl report WORKDIR`."""

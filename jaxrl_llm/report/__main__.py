@@ -1,4 +1,4 @@
-"""Makes a page about runs: `python -m jaxrl_llm.report WORKDIR [WORKDIR ...] [--to FILE.html | --serve [PORT]]`."""
+"""Makes a page about runs: `jaxrl report WORKDIR [WORKDIR ...] [--to FILE.html | --serve [PORT]]`."""
 
 from __future__ import annotations
 

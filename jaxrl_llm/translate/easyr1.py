@@ -236,7 +236,7 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}ignore_eos": off("a completion ends at a stop token"),
     f"{ROLLOUT}limit_images": family.of_images,
     f"{ROLLOUT}val_override_config*": unsupported(
-        "an evaluation is one greedy completion for each problem here (jaxrl_llm.evaluate samples several)"
+        "an evaluation is one greedy completion for each problem here (jaxrl evaluate samples several)"
     ),
     **each(
         Idle(ENGINE),
@@ -280,7 +280,7 @@ RULES: dict[str, Rule] = {
     "trainer.critic_warmup": only_if(critic, to("critic.warmup_steps", int), "there is no critic"),
     "trainer.val_freq": family.evaluates("data.val_files"),
     "trainer.val_before_train": Idle("a run begins with an evaluation"),
-    "trainer.val_only": off("python -m jaxrl_llm.evaluate"),
+    "trainer.val_only": off("jaxrl evaluate"),
     "trainer.save_freq": family.saves,
     "trainer.save_limit": family.keeps,
     "trainer.save_model_only": off("a checkpoint holds all that a run resumes from"),

@@ -578,7 +578,7 @@ IDLE: dict[str, Rule] = {
     "full_determinism": to("deterministic", bool),
     "metric_for_best_model": Idle("the best checkpoints are those with the best accuracy"),
     "greater_is_better": Idle("the best checkpoints are those with the best accuracy"),
-    "load_best_model_at_end": off("the best checkpoints are kept: jaxrl_llm.export --step best"),
+    "load_best_model_at_end": off("the best checkpoints are kept: jaxrl export --step best"),
     "resume_from_checkpoint": off("the same --workdir resumes a run"),
     "config": unsupported("this file is not beside the script or above it: its keys have their defaults here"),
     "system_prompt": off("write it into data.convert"),

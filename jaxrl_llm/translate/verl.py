@@ -149,7 +149,7 @@ def validation(value: Any, keys: Keys) -> Outcome:
     greedy = not keys.given.get(f"{val}do_sample", False) or keys.given.get(f"{val}temperature", 0) == 0
     if greedy and keys.given.get(f"{val}n", 1) == 1:
         return Outcome("no effect", said="evaluations are greedy there and here")
-    said = "an evaluation is one greedy completion for each problem here (jaxrl_llm.evaluate samples several)"
+    said = "an evaluation is one greedy completion for each problem here (jaxrl evaluate samples several)"
     return Outcome("unsupported", said=said)
 
 
@@ -479,7 +479,7 @@ OF_TRAINER: dict[str, Rule] = {
         if value
         else Outcome("changed", {}, "a run begins with an evaluation in any case")
     ),
-    "trainer.val_only": off("python -m jaxrl_llm.evaluate"),
+    "trainer.val_only": off("jaxrl evaluate"),
     "trainer.critic_warmup": only_if(critic, to("critic.warmup_steps", int), "there is no critic"),
     "trainer.max_actor_ckpt_to_keep": only_if(
         lambda keys: bool(keys.given.get("trainer.max_actor_ckpt_to_keep")), family.keeps, "checkpoint.keep decides"

@@ -440,7 +440,7 @@ class VllmEngine:
         if self._pulls and backend != "pull":
             raise UserError(
                 f"vLLM at {server} has the weight-transfer backend {backend!r}: start it with "
-                "python -m jaxrl_llm.serve_vllm, or set config.engine.push = 'reload'"
+                "jaxrl serve-vllm, or set config.engine.push = 'reload'"
             )
         if self._length + self._width > model["max_model_len"]:
             raise UserError(
@@ -475,7 +475,7 @@ class VllmEngine:
             return read(answer) if answer.content else None
         said = " ".join(answer.text[:400].split())
         if answer.status_code == 404:
-            raise UserError(f"vLLM at {server} has no {path}: start it with python -m jaxrl_llm.serve_vllm")
+            raise UserError(f"vLLM at {server} has no {path}: start it with jaxrl serve-vllm")
         if "refused: " in said or answer.status_code < 500:
             raise UserError(f"vLLM at {server} refuses {path}: {said}")
         raise Unavailable(f"{answer.status_code} {said} at {path}")
