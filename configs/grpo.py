@@ -1,6 +1,6 @@
 """GRPO on sums of two numbers below 100, from the model inside the package.
 
-python -m jaxrl_llm.train --config configs/grpo.py
+jaxrl train --config configs/grpo.py
 
 Measured, greedy accuracy on 1,000 held-out problems: 11.0 % before, 100.0 %, 99.9 % and 99.8 % after (seeds 0, 1
 and 2), in 100, 83 and 79 seconds on two CPU cores, the first with nothing compiled yet.

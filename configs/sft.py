@@ -1,6 +1,6 @@
 """Supervised fine-tuning of a new model on the procedural task; this made the embedded model.
 
-python -m jaxrl_llm.sft --config configs/sft.py
+jaxrl sft --config configs/sft.py
 
 Measured: loss 0.1154 and greedy accuracy 11.0 % at the end (quick answers are right to the nearest ten; at step 1 of
 the main job 30 % of sampled ones think first, 40 % are right, seed 1), about ten minutes on two CPU cores.

@@ -264,7 +264,7 @@ FAULTS: dict[str, Fault] = {
         "the engine computes with rounded weights", engine("noisy", noise=0.1), engine("noisy", noise=0.2), within=1
     ),
     "stale_weights": Fault(
-        "pushes stop to arrive after step 4", engine("deaf", hears=4), engine("deaf", hears=9), begins=5
+        "pushes stop arriving after step 4", engine("deaf", hears=4), engine("deaf", hears=9), begins=5
     ),
     "engine_drift": Fault(
         "the engine drifts, and the policy does not learn",
