@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox import remote_calls
+from jaxrl_llm.sandbox.remote_calls import GONE
 
 SHOWN = 10_000  # characters of an output, beyond what is expected
+ENDING = 1.0  # seconds in which a program that has left its tests ends
 
 
 class Verdict(NamedTuple):
@@ -77,11 +79,12 @@ def in_python(program: str, tests: Sequence[str | list[Any]], limits: Limits) ->
         for end in ends:  # only the children keep them: when one ends, the other reads an end of file
             end.close()
         _, late = judge.wait(min(time.monotonic() + sandbox.CLOCK * limits.seconds, limits.end), beside=tested)
-        alone = tested.process.poll() is not None  # it ended by itself, and then too early
-        ended = tested.ended()[1] if alone else ""
         report.seek(0)
         lines = report.read().decode("utf-8", "replace").splitlines()
-    return verdicts(lines, len(tests), late or ended or "error", ended)
+        # Its pipes close before its process has ended.
+        alone = f"0 {GONE}" in lines and tested.ends_within(ENDING)
+        ended = tested.ended()[1] if alone else ""
+    return verdicts(lines, len(tests), late or "error", ended or "error")
 
 
 def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list[Verdict]:
@@ -90,7 +93,8 @@ def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list
     missing: the reason of a test without a line; ended: that of the program's early end. A report that is anything
     else has no passed test.
     """
-    known = {"1": Verdict(True), "0 ": Verdict(False, ended)} | {f"0 {x}": Verdict(False, x) for x in sandbox.REASONS}
+    known = {"1": Verdict(True), "0 ": Verdict(False), f"0 {GONE}": Verdict(False, ended)}
+    known |= {f"0 {x}": Verdict(False, x) for x in sandbox.REASONS}
     if len(lines) > count or not known.keys() >= set(lines):
         return [Verdict(False, "error")] * count
     return [known[line] for line in lines] + [Verdict(False, missing)] * (count - len(lines))

@@ -19,6 +19,7 @@ import sys
 LONGEST = 2**24  # bytes of a message
 DEEPEST = 100  # containers in containers
 REASONS = ("error", "memory", "disk", "processes", "network", "files")
+GONE = "gone"  # the program had ended; the trainer knows why
 TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object)
 NUMBERS = {
     "decimal": decimal.Decimal,
@@ -352,7 +353,7 @@ def restore(old, new):
 
 
 def judge(read, write, report, tests):
-    """Runs each test, and writes a line for it: 1, or 0 and why the program failed.
+    """Runs each test, and writes a line for it: 1, or 0 and why the program failed, or GONE.
 
     A test is Python text, or [name, of a method of Solution, arguments, result].
     """
@@ -375,12 +376,13 @@ def judge(read, write, report, tests):
                 passed = True
         except AssertionError:
             pass
-        except BaseException:
-            link.reason = link.reason or "error"
+        except BaseException as error:
+            failed = "memory" if isinstance(error, MemoryError) else "error"
+            link.reason = link.reason or ("" if link.gone else failed)
         if passed and not link.gone:
             os.write(report, b"1\n")
         else:
-            os.write(report, f"0 {link.reason}\n".encode())
+            os.write(report, f"0 {link.reason or (GONE if link.gone else '')}\n".encode())
 
 
 def given_call(link, number, arguments, named):
@@ -397,7 +399,7 @@ def judge_text(names, test):
     modules = {name for name in used if name in sys.stdlib_module_names and (name in modules or name not in names)}
     # The program's names, but none that a test uses to check its results, as `all` or `math`.
     program = {name: x for name, x in names.items() if name not in KNOWN and name not in vars(builtins)}
-    given = program | KNOWN | imported(modules) | {"__name__": "test"}
+    given = program | KNOWN | imported(modules) | {"__name__": "__main__"}
     exec(compile(tree, "test", "exec"), given)
 
 
