@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from jaxrl_llm.config.checks import check_train
 from jaxrl_llm.config.load import load
 from jaxrl_llm.envs.python import Python
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.process import cpus
 from jaxrl_llm.rewards import code
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox.program_tests import Limits, in_python
@@ -121,6 +123,72 @@ def test_the_sandbox_survives_everything_with_no_reward_and_a_metric_each(tests,
         with pytest.raises(TimeoutError):
             server.accept()
     assert not outside.exists()
+
+
+# What the function of a program does, and the metric that counts it.
+IN_A_CALL = [
+    ("while True: pass", "time"), ("import time; time.sleep(600)", "time"), ("return list(iter(int, 1))", "memory"),
+    ("import threading\n    def burn():\n        while True: pass\n    t = threading.Thread(target=burn)\n"
+     "    t.start()\n    t.join()", "time"),
+    ("import os\n    if os.fork() == 0:\n        while True: pass\n    os.wait()", "processes"),
+    ("x = bytearray(10 * 2**30)", "memory"), ("x = []\n    while True: x.append(bytearray(2**20))", "memory"),
+    ("import os; os._exit(0)", "error"), ("import os; os._exit(3)", "error"), ("open('/a', 'w')", "files"),
+    ("return 4", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "tests", [["assert add(1, 2) == 3"], {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}], ids=["text", "call"]
+)
+def test_what_ends_a_program_in_a_call_is_counted_as_what_it_is(tests, monkeypatch):
+    monkeypatch.setattr(sandbox, "CLOCK", 2.0)
+    bodies = IN_A_CALL if isinstance(tests, list) else IN_A_CALL[:1]
+    programs = [f"def add(a, b):\n    {body}" for body, _ in bodies]
+    with ThreadPoolExecutor(cpus()) as threads:
+        counted = threads.map(lambda program: earned(program, tests=tests, seconds=1.0, memory=128), programs)
+    assert list(counted) == [([0.0], {reason: 1.0} if reason else {}) for _, reason in bodies]
+
+
+CALLED = "def check(f):\n    assert f(1, 2) == 3\n"
+BROKEN = [  # tests that can judge no program, and what is told of them
+    ("assert add(1, 2) = 3", "'assert add(1, 2) = 3' is no Python ("), ("add(1, 2)", "has no assertion"),
+    ("The law asserts that 3 assert", "is no Python (invalid syntax)"), ("3", "'3' has no assertion that runs"),
+    ("return add(1, 2) == 3", "'return' outside function"), ("assert (add(1, 2) == 3, 'no')", "has no assertion"),
+    (CALLED, "has no assertion that runs"), ("def test_add():\n    assert add(1, 2) == 3", "no assertion that runs"),
+    ("import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1, 2), 3)", "has no"),
+    ("add(1, 2)\nassert True", "has no assertion"), ("assert add(1, 2) == 3\0", "is no Python"),
+    ("assert " + "(" * 1000 + "add(1, 2)" + ")" * 1000, "is no Python"),
+]  # fmt: skip
+SOUND = [
+    f"{CALLED}check(add)", f"{CALLED}if __name__ == '__main__':\n    check(add)", "if add(1, 2) != 3: raise ValueError",
+    "import unittest; unittest.TestCase().assertEqual(add(1, 2), 3)", "import sys\nif add(1, 2) != 3: sys.exit(1)",
+    "class T:\n    def test(self): assert add(1, 2) == 3\nT().test()", "assert add(1, 2) is 3, 'no'",
+    "import asyncio\nasync def main():\n    assert add(1, 2) == 3\nasyncio.run(main())",
+    "for i in range(3):\n    assert add(i, 1) == i + 1", "assert add('\\d', '') == '\\d' and add(1, 2) == 3",
+]  # fmt: skip
+
+
+def test_a_row_whose_tests_can_judge_no_program_has_no_verdict_and_is_told_once(capsys, monkeypatch):
+    for test, words in BROKEN:
+        monkeypatch.setattr(code, "_told", False)
+        assert earned(ADD, tests=[test, ASSERTS[0]] if "no Python" in words else [test, "add(1, 2)"]) == (
+            [None], {"broken_tests": 1.0},
+        ), test  # fmt: skip
+        line = capsys.readouterr().err
+        assert words in line and line.startswith("warning: code.accuracy: the test ") and line.count("\n") == 1, line
+        assert "make them with data.convert" in line
+    assert earned(ADD, tests=BROKEN[0][0]) == ([None], {"broken_tests": 1.0})
+    calls = {"fn_name": "add", "inputs": ["1\nx", "1\n2"], "outputs": ["3", "3"]}
+    assert earned(ADD, tests=calls) == ([None], {"broken_tests": 1.0})
+    assert capsys.readouterr().err == ""  # the first line is enough
+
+
+def test_tests_that_can_fail_judge_in_all_forms():
+    texts = [f"```python\n{program}\n```" for program in (ADD, ADD.replace("+", "-")) for _ in SOUND]
+    found = code.accuracy(texts, tests=[[test] for test in SOUND] * 2)
+    assert [one for one in zip(SOUND * 2, found, strict=True) if one[1] != 1.0] == [(test, 0.0) for test in SOUND]
+    # A text without an assertion stands beside others.
+    assert earned(ADD, tests=["import math", "add(1, 2)", ASSERTS[0]]) == ([1.0], {})
 
 
 # Each would earn something if the program could speak for its tests.

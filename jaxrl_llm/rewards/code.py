@@ -6,8 +6,8 @@ early, or changes what its tests use, earns nothing: tests are judged in another
 
 from __future__ import annotations
 
-import json
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,10 +16,12 @@ from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne, Positive, checked_by
 from jaxrl_llm.host.process import cpus
-from jaxrl_llm.rewards import deadline, is_empty, text_of
+from jaxrl_llm.rewards import deadline, text_of, unlogged
+from jaxrl_llm.rewards.code_tests import tests_of
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox.program import REASONS
 from jaxrl_llm.sandbox.program_tests import Limits, Verdict, by_output, in_python
+from jaxrl_llm.terminal import printable
 
 __all__ = ["accuracy", "is_given"]
 
@@ -35,12 +37,13 @@ from math import ceil, comb, floor, gcd, inf, sqrt
 from typing import *
 """
 BLOCK = re.compile(r"```(?:python|py)3?[ \t]*\n(.*?)```", re.DOTALL)
+_told = False  # whether this process has told of tests that can judge no program
 
 
 @checked_by(lambda **_: sandbox.refuse_without())
 def accuracy(
     completions: list[Any],
-    log_metric: Callable[[str, float], None],
+    log_metric: Callable[[str, float], None] = unlogged,
     tests: list[Any] | None = None,
     answer: list[Any] | None = None,
     inputs: list[Any] | None = None,
@@ -57,17 +60,22 @@ def accuracy(
     A row has its tests in the column `tests`, or else in `answer`: a list of Python texts with assert statements
     (MBPP), one such text, or {"inputs": [...], "outputs": [...]} of standard input and output, with "fn_name" of
     arguments and results of that function (APPS, PRIME, veRL). Each may be JSON text. The keys may be columns too.
-    None where the row has no tests, as in a mixture of tasks.
+    None where the row has no tests, as in a mixture of tasks, or tests that can judge no program: text that is no
+    Python, or without an assertion that runs. The first such test is told on stderr.
     seconds: of the CPU, for a test by input and output, or for all tests in Python; memory: of a program, in MiB.
-    Logs the share of the completions without a program (no_code), of those that failed for each reason, and of those
-    whose tests had not all run when config.reward.timeout came near (late): such a test has failed, with "time".
+    Logs the share of the completions without a program (no_code), of those that failed for each reason, of those
+    whose tests can judge none (broken_tests), and of those whose tests had not all run when config.reward.timeout came
+    near (late): such a test has failed, with "time".
     Raises: ValueError, if the tests of a row are in no such form.
     """
     pairs = {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
     columned = [{k: v[i] for k, v in pairs.items() if v and v[i]} or None for i in range(len(completions))]
     programs = [_program(text_of(c)) for c in completions]
     nothing = [None] * len(completions)
-    cases = [_cases(*row) for row in zip(tests or nothing, answer or nothing, columned, strict=True)]
+    rows = [tests_of(*row) for row in zip(tests or nothing, answer or nothing, columned, strict=True)]
+    cases, faults = [row.tests for row in rows], [row.fault for row in rows if row.fault]
+    if faults:
+        _tell(faults[0])
     limits = Limits(seconds, memory, deadline())
 
     def verdicts(program: str | None, case: list[Any]) -> list[Verdict]:
@@ -83,6 +91,7 @@ def accuracy(
     for reason in ("time", *REASONS):
         log_metric(reason, why[reason] / len(found))
     log_metric("late", sum(late and bool(one) for one, late in both) / len(both))
+    log_metric("broken_tests", len(faults) / len(found))
     log_metric("no_code", programs.count(None) / len(found))
     return [_reward(one, len(case), partial) for one, case in zip(found, cases, strict=True)]
 
@@ -103,51 +112,13 @@ def _program(text: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def _cases(tests: Any, answer: Any, columned: Any) -> list[Any]:
-    """Returns the tests of a row: Python texts, pairs of input and output, or calls (name, arguments, result).
-
-    They are in the first of the columns that has some. []: the row has none. An `answer` without an assert statement,
-    and without inputs, is that of another task.
-    """
-    tests, answer = (None if is_empty(value) else _loaded(value) for value in (tests, answer))
-    if not (isinstance(answer, dict) and answer.get("inputs")) and "assert" not in str(answer):
-        answer = None
-    given = next((x for x in (tests, answer, columned) if x is not None), None)
-    if given is None:
-        return []
-    if isinstance(given, dict) and given.get("inputs") and len(given["inputs"]) == len(given.get("outputs", ())):
-        pairs = list(zip(given["inputs"], given["outputs"], strict=True))
-        name = given.get("fn_name")
-        if name:
-            return [(name, _arguments(i), _value(o)) for i, o in pairs]
-        return [(_text(i), _text(o)) for i, o in pairs]
-    if isinstance(given, (list, tuple)) and given and all(isinstance(x, str) for x in given):
-        return list(given)
-    raise ValueError(
-        f"a row has the tests {str(given)[:100]!r}: make them a list of Python texts, or inputs and outputs"
-    )
-
-
-def _loaded(given: Any) -> Any:
-    """Returns the value of JSON text, and other text as one test in Python."""
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        return [given]
-
-
-def _text(given: Any) -> str:
-    """Returns standard input or output: text, or a list of its lines."""
-    return "\n".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given)
-
-
-def _arguments(given: Any) -> list[Any]:
-    """Returns the arguments of a call: a list, or text with the JSON of one on each line."""
-    return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
-
-
-def _value(given: Any) -> Any:
-    return json.loads(given) if isinstance(given, str) else given
+def _tell(fault: str) -> None:
+    """Tells of tests that can judge no program, once in this process."""
+    global _told
+    if not _told:
+        why = f"{printable(fault)}: rows with such tests have no verdict, and code.accuracy/broken_tests is their share"
+        print(f"warning: code.accuracy: {why}; mend them, or make them with data.convert", file=sys.stderr, flush=True)
+    _told = True
 
 
 def _verdicts(program: str, cases: list[Any], limits: Limits, partial: bool) -> list[Verdict]:

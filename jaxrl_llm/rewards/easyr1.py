@@ -13,7 +13,7 @@ from typing import Any
 from jaxrl_llm.config.schema import Share
 from jaxrl_llm.rewards import format as forms
 from jaxrl_llm.rewards import math as maths
-from jaxrl_llm.rewards import reads, text_of
+from jaxrl_llm.rewards import reads, text_of, unlogged
 
 __all__ = ["math", "r1v"]
 
@@ -25,7 +25,7 @@ AROUND_TAGS = re.compile(r"(?<!\s)\s+(?=[<>/])|(?<=[<>/])\s+")
 def math(
     completions: list[Any],
     answer: list[Any],
-    log_metric: Callable[[str, float], None],
+    log_metric: Callable[[str, float], None] = unlogged,
     *,
     format_weight: Share = 0.1,
     **columns: Any,
@@ -39,7 +39,7 @@ def math(
 def r1v(
     completions: list[Any],
     answer: list[Any],
-    log_metric: Callable[[str, float], None],
+    log_metric: Callable[[str, float], None] = unlogged,
     *,
     format_weight: Share = 0.5,
     **columns: Any,

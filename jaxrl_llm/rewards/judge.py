@@ -18,7 +18,7 @@ import httpx
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, NotNegative, Positive, checked_by
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import asks, deadline, text_of
+from jaxrl_llm.rewards import asks, deadline, text_of, unlogged
 
 __all__ = ["score"]
 
@@ -85,7 +85,7 @@ def _reach(*, url: str, api_key_env: str, timeout: float, **_: Any) -> None:
 async def score(
     prompts: list[Any],
     completions: list[Any],
-    log_metric: Callable[[str, float], None],
+    log_metric: Callable[[str, float], None] = unlogged,
     *,
     url: str,
     model: str,

@@ -1,0 +1,123 @@
+"""The tests of a row of `code.accuracy`: their forms, and those that can judge no program."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from jaxrl_llm.rewards import is_empty
+
+__all__: tuple[str, ...] = ()  # no function here is a reward that a config may name
+
+CHECK = re.compile("assert|fail|exit", re.IGNORECASE)  # in the name of a function that ends a test, such as assertEqual
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class RowTests(NamedTuple):
+    """Tests of one kind. Each is Python text, a pair of input and output, or a call: (name, arguments, result)."""
+
+    tests: list[Any]  # []: the row has none, or they can judge no program
+    fault: str = ""  # why they can judge no program
+
+
+def tests_of(tests: Any, answer: Any, columned: Any) -> RowTests:
+    """Returns the tests of a row, which are in the first of these columns that has some.
+
+    columned: {"inputs": ..., "outputs": ..., "fn_name": ...} of columns of these names, or None. An `answer` without an
+    assert statement, and without inputs, is that of another task. Raises: ValueError, for tests of another form.
+    """
+    tests, answer = (None if is_empty(value) else _loaded(value) for value in (tests, answer))
+    if not (isinstance(answer, dict) and answer.get("inputs")) and "assert" not in str(answer):
+        answer = None
+    given = next((x for x in (tests, answer, columned) if x is not None), None)
+    if given is None:
+        return RowTests([])
+    if isinstance(given, dict) and given.get("inputs") and len(given["inputs"]) == len(given.get("outputs", ())):
+        pairs = list(zip(given["inputs"], given["outputs"], strict=True))
+        name = given.get("fn_name")
+        if not name:
+            return RowTests([(_text(i), _text(o)) for i, o in pairs])
+        try:
+            return RowTests([(name, _arguments(i), _value(o)) for i, o in pairs])
+        except (ValueError, TypeError) as error:
+            return RowTests([], f"an input or output of {name} is no JSON ({error})")
+    if isinstance(given, (list, tuple)) and given and all(isinstance(x, str) for x in given):
+        fault = _fault(given)
+        return RowTests([] if fault else list(given), fault)
+    raise ValueError(
+        f"a row has the tests {str(given)[:100]!r}: make them a list of Python texts, or inputs and outputs"
+    )
+
+
+def _loaded(given: Any) -> Any:
+    """Returns the value of JSON text, and other text as one test in Python."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return [given]
+
+
+def _text(given: Any) -> str:
+    """Returns standard input or output: text, or a list of its lines."""
+    return "\n".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """Returns the arguments of a call: a list, or text with the JSON of one on each line."""
+    return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+
+
+def _value(given: Any) -> Any:
+    return json.loads(given) if isinstance(given, str) else given
+
+
+def _fault(tests: Sequence[str]) -> str:
+    """Returns why tests in Python can judge no program; "" if they can: all are Python, and one has an assertion."""
+    read = [_read(test) for test in tests]
+    fault = next((fault for _, fault in read if fault), "")
+    if fault or any(can_fail for can_fail, _ in read):
+        return fault
+    return f"the test {_shown(tests[0])} has no assertion that runs"
+
+
+def _shown(test: str) -> str:
+    return repr(" ".join(test.split())[:100])
+
+
+@lru_cache(maxsize=10_000)
+def _read(test: str) -> tuple[bool, str]:
+    """Returns whether a test may fail, and why it is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(test, "test", "exec", dont_inherit=True)  # it refuses more than ast.parse, such as a return outside
+            tree = ast.parse(test)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # null bytes, brackets in brackets
+        return False, f"the test {_shown(test)} is no Python ({getattr(error, 'msg', error)})"
+    definitions = {x.name for x in ast.walk(tree) if isinstance(x, (*FUNCTIONS, ast.ClassDef))}
+    running = list(_running(tree))
+    calls_own = any(isinstance(x, ast.Name) and x.id in definitions for x in running)
+    return any(map(_is_check, ast.walk(tree) if calls_own else running)), ""
+
+
+def _running(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yields what runs when a module does: all but the bodies of its functions."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, FUNCTIONS):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _is_check(node: ast.AST) -> bool:
+    """Returns whether a part of a test may make it fail."""
+    if isinstance(node, ast.Assert):  # `assert (f(1) == 2, "text")` never fails
+        return not isinstance(node.test, ast.Tuple) and not (isinstance(node.test, ast.Constant) and node.test.value)
+    name = getattr(node, "id", getattr(node, "attr", ""))
+    return isinstance(node, ast.Raise) or bool(CHECK.search(name))
