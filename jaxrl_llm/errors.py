@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxrl_llm.config.user_modules import CELL, is_users
 from jaxrl_llm.terminal import printable
 
 
@@ -36,14 +37,16 @@ def briefly(error: BaseException) -> str:
 def describe(error: BaseException, within: str = "") -> str:
     """Describes an exception of the user's code, for example as "ValueError: bad row (rewards.py:7)".
 
-    within: the file to name with its line, if it is on the stack. Otherwise it names the innermost file.
+    within: the file to name with its line, if it is on the stack. Otherwise it names the innermost file of the user, or
+    "cell" in a notebook; without one, the innermost file.
     """
     said = briefly(error)
     if isinstance(error, SyntaxError):
         return said  # its message has the file and line, which are not on the stack
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    frame = ([f for f in frames if f.filename == within] or frames)[-1]
-    return f"{said} ({frame.filename}:{frame.lineno})"
+    frames = [f for f in frames if f.filename == within] or [f for f in frames if is_users(f.filename)] or frames
+    file = "cell" if CELL.match(frames[-1].filename) else frames[-1].filename
+    return f"{said} ({file}:{frames[-1].lineno})"
 
 
 def report(error: BaseException) -> int:

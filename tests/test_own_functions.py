@@ -21,6 +21,7 @@ from jaxrl_llm.rewards import math as maths
 from jaxrl_llm.rewards.reward_fn import RewardFn, call
 from jaxrl_llm.rewards.signatures import adapted
 
+ROOT = Path(__file__).parent.parent
 ROWS = [{"prompt": "?", "answer": str(i), "data_source": "lab", "extra_info": {"i": i}} for i in range(3)]
 TEXTS = ["0", "x", "2"]
 RIGHT = [1.0, 0.0, 1.0]
@@ -140,6 +141,65 @@ def test_a_function_of_a_script_judges_in_its_own_process_which_does_not_run_the
         "{'__main__.score': [[1.5, 3.5]], 'math.is_boxed': [[0.0, 0.0]], 'forms.form': [[9.0, 9.0]], "
         "'total': [[10.5, 12.5]]}",
     ], done.stderr
+
+
+FAILING = """
+import json
+from jaxrl_llm.config.names import with_names
+from jaxrl_llm.configs import grpo
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards.reward_fn import RewardFn
+
+def score(completions, **columns):
+    def inner(text):
+        return json.loads(text)
+
+    return [inner(text) for text in completions]
+
+c = grpo.get_config()
+c.reward.functions = (score,)
+for timeout in (0.0, 20.0):
+    reward = RewardFn(with_names(c).reward.functions, (1.0,), timeout, field="x")
+    try:
+        reward([{"prompt": "?"}], [["a"]], [[[1]]])
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_an_error_in_a_function_of_a_script_or_a_cell_has_its_file_and_line(tmp_path):
+    line = FAILING.splitlines().index("        return json.loads(text)") + 1
+    folder = tmp_path / "ipykernel_7"
+    folder.mkdir()
+    for file, shown in ((tmp_path / "script.py", f"{tmp_path}/script.py"), (folder / "12.py", "cell")):
+        file.write_text(FAILING)
+        done = subprocess.run([sys.executable, file], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        place = f"raised JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({shown}:{line})"
+        assert done.stdout.count(place) == 2, done.stdout + done.stderr
+
+
+OWN = """
+from jaxrl_llm.rewards import code, easyr1, math
+
+def score(prompts, completions, answer, tests, log_metric, **columns):
+    right = math.accuracy(completions, answer)
+    programs = code.accuracy(completions, tests=tests, log_metric=log_metric)
+    easyr1.math(completions, answer)
+    return [None if p is None or r is None else 0.5 * r + 0.5 * p for r, p in zip(right, programs)]
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+def test_an_own_reward_calls_those_of_the_package(tmp_path, monkeypatch):
+    (tmp_path / "both.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"prompt": "?", "answer": "3", "tests": tests} for tests in (["assert f() == 1"], None)]
+    texts = ["```python\ndef f(): return 1\n```\n\\boxed{3}"] * 2
+    with closing(RewardFn(("both.score",), (1.0,), 20.0, field="x")) as reward:
+        judged = reward(rows, [[text] for text in texts], [[[1]]] * 2)
+    assert judged.channels["both.score"].ravel().tolist()[:1] == [1.0]
+    assert str(judged.channels["both.score"][1, 0]) == "nan"
+    assert judged.metrics["both.score/no_code"] == 0.0
 
 
 def test_a_function_of_a_config_file_judges_and_is_named_by_the_file(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import site
 import sys
 import sysconfig
@@ -17,6 +18,13 @@ INSTALLED = (
     *site.getsitepackages(),
     site.getusersitepackages(),
 )
+CELL = re.compile(r"<ipython-input|.*[/\\]ipykernel_\d")  # the file that the code of a notebook's cell has
+
+
+def is_users(file: str) -> bool:
+    """Returns whether the file of a code is the user's: of no installed package, and not of this one."""
+    ours = (*INSTALLED, Path(__file__).parent.parent)
+    return bool(CELL.match(file)) or not (file.startswith("<") or any(map(Path(file).is_relative_to, ours)))
 
 
 @contextmanager

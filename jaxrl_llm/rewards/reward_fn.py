@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
+import marshal
 import math
 import pickle
 import time
@@ -11,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import islice
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from types import CodeType, MappingProxyType
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -27,6 +29,7 @@ __all__: tuple[str, ...] = ()  # no function here is a reward that a config may 
 
 T = TypeVar("T")
 Reward: TypeAlias = Callable[..., Any]
+COPIED = cloudpickle.Pickler.dispatch_table
 SEARCH = 1.0  # seconds: a function that fails within this time is called again for single completions, for this long
 LARGEST = float(np.finfo(np.float32).max)  # channels are float32
 
@@ -177,13 +180,21 @@ def _code(name: str) -> bytes:
     """Returns a pickled function of a notebook, a script or a config file. b"": it is imported by its name."""
     if name not in OWN and not name.startswith("__main__."):
         return b""
+    pickled = io.BytesIO()
     try:
-        return cloudpickle.dumps(resolve(name, rewards, "reward"))
+        _Pickler(pickled).dump(resolve(name, rewards, "reward"))
+        return pickled.getvalue()
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise UserError(
             f"reward {name} cannot be sent to its process ({briefly(error)}): put it into a file and name it 'file.f', "
             "or set config.reward.timeout = 0"
         ) from error
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Sends code with the name of its file, which cloudpickle drops: errors name it with the line."""
+
+    dispatch_table: ClassVar[Any] = {**COPIED, CodeType: lambda code: (marshal.loads, (marshal.dumps(code),))}
 
 
 def _can_be_sent(value: Any) -> bool:
