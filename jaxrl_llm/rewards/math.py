@@ -227,9 +227,25 @@ def _equal(box: str, answer: str) -> bool:
         parse(f"\\boxed{{{text}}}", config, extraction_mode="first_match", parsing_timeout=None)  # pyright: ignore
         for text in (box, answer)
     )
+    _read_imaginary(found, wanted)
     if not found or _computes_with_infinity(found[0]):
         return False
     return verify(wanted, found, timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def _read_imaginary(*parsed: list[Any]) -> None:
+    """Makes i the imaginary unit if only one of two answers has it, as in √-4 = 2i. math-verify reads a variable."""
+    from sympy import Expr, FiniteSet, I
+
+    having = [
+        (one, variables)
+        for one in parsed
+        if one and isinstance(one[0], (Expr, FiniteSet))
+        if (variables := {x: I for x in one[0].free_symbols if str(x) == "i"})
+    ]
+    if len(having) == 1:
+        one, variables = having[0]
+        one[0] = one[0].subs(variables)
 
 
 def _computes_with_infinity(value: Any) -> bool:

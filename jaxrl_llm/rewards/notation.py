@@ -34,13 +34,14 @@ SIGNS = str.maketrans(
 )
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-# Unicode writes without braces what LaTeX needs braces for: √12 is not \sqrt 12, which is √1 · 2.
+# Unicode's √ stands before a number, a letter, a fraction or brackets. In 2³√8, ³ may be a power of 2.
+ROOT = re.compile(r"((?<!\w)[³⁴-⁹])?(\\sqrt(?=\s*(?:\\left\s*)?\()|[√∛∜])\s*(?:\\left\s*(?=\())?([-−–]?)")
+THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+")
+RADICAND = re.compile(rf"{THOUSANDS.pattern}(?!\d)|\d+(?:\.\d+)?|[^\W\d_]|\\[A-Za-z]+(?![A-Za-z\s]*[\[{{])")
+FRACTION = re.compile(r"\\[dt]?frac\s*")
+BRACKETS = re.compile(r"\\.|[(){}]", re.DOTALL)
+# Unicode writes without braces what LaTeX needs braces for.
 UNICODE: dict[str, Rule] = {
-    # The first, because the others write braces, which end no root. In 2³√8, ³ may be a power of 2.
-    "√12": (
-        r"((?<!\w)[³⁴-⁹])?([√∛∜])\s*(?:(\d{1,3}(?:,\d{3})+(?!\d)|\d+(?:\.\d+)?|[^\W\d_])|\(([^()]*)\)|\{([^{}]*)\})",
-        lambda m: f"\\sqrt{_index(m[1] or m[2])}{{{(m[3] or '').replace(',', '') or m[4] or m[5] or ''}}}",
-    ),
     "x²": (r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(RAISED)}}}"),
     "52₈": (r"[₀-₉]+", lambda m: f"_{{{m[0].translate(LOWERED)}}}"),
     "½": (r"[¼½¾⅐-⅞]", lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("\u2044"))),
@@ -108,6 +109,7 @@ NOTATION: dict[str, Rule] = {
         lambda m: _repeating(*m.groups()),
     ),
     # binomials, lists, the empty set
+    "\\binom52": (r"\\[dt]?binom\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})", r"\\binom{\1}{\2}"),
     "C(5,2)": (r"^C\s*\((\d{1,4}),\s*(\d{1,4})\)$", r"\\binom{\1}{\2}"),
     "{}_5C_2": (r"^(?:\{\})?[_^]\{?(\d{1,4})\}?\s*C_\{?(\d{1,4})\}?$", r"\\binom{\1}{\2}"),
     "\\text{A and C}": (TEXT + r"([^{}]*\b(?:and|or)\b[^{}]*)\}", r"\1"),
@@ -124,6 +126,7 @@ OF_UNICODE = [(re.compile(pattern), by) for pattern, by in UNICODE.values()]
 
 def rewritten(text: str) -> str:
     """Returns an answer in the notation that math-verify reads."""
+    text = _with_roots(text)  # before the others, whose braces end no root
     for pattern, by in OF_UNICODE:
         text = pattern.sub(by, text)
     # NFKC makes plain letters, digits and spaces of their wide, narrow and mathematical forms.
@@ -141,9 +144,58 @@ def unwrapped(text: str) -> str:
     return re.sub(TEXT + r"([^{}]*)\}", r"\1", text).strip()
 
 
+def _with_roots(text: str) -> str:
+    """Returns a text with \\sqrt{12} for √12. In LaTeX, \\sqrt 12 is √1 · 2."""
+    closing = _closing(text)
+    edits: list[tuple[int, int, str]] = []  # start and end of what is replaced, and by what
+    for root in ROOT.finditer(text):
+        start, end = root.end(), _end(text, root.end(), closing)
+        if end is None:
+            continue
+        bare = int(not root[3] and text[start] in "({")  # brackets around all of it, which the braces replace
+        if THOUSANDS.fullmatch(text, start + bare, end - bare):
+            edits += [(i, i + 1, "") for i in range(start, end) if text[i] == ","]
+        edits.append((root.start(), start + bare, f"\\sqrt{_index(root[1] or root[2])}{{{root[3]}"))
+        edits.append((end - bare, end, "}"))
+    pieces, done = [], 0
+    for start, end, by in sorted(edits):
+        pieces += [text[done:start], by]
+        done = end
+    return "".join((*pieces, text[done:]))
+
+
+def _end(text: str, start: int, closing: dict[int, int]) -> int | None:
+    """Returns where the number, letter, fraction or brackets end that begin here; None if there is none of them."""
+    fraction = FRACTION.match(text, start)
+    end = fraction.end() if fraction else start
+    for _ in range(2 if fraction else 1):
+        if text[end : end + 1] in ("(", "{"):
+            if end not in closing:
+                return None
+            end = closing[end] + 1
+        elif fraction and text[end : end + 1].isalnum():  # \frac14
+            end += 1
+        elif fraction or not (found := RADICAND.match(text, end)):
+            return None
+        else:
+            end = found.end()
+    return end
+
+
+def _closing(text: str) -> dict[int, int]:
+    """Returns the place of the closing one for each opening bracket of a text."""
+    opened, closing = [], {}
+    for bracket in BRACKETS.finditer(text):
+        if bracket[0] in ("(", "{"):
+            opened.append(bracket.start())
+        elif opened and text[opened[-1]] + bracket[0] in ("()", "{}"):
+            closing[opened.pop()] = bracket.start()
+    return closing
+
+
 def _index(sign: str) -> str:
     """Returns the index of a root, [3] for ³ before it and for ∛; "" for √."""
-    number = {"√": "", "∛": "3", "∜": "4"}.get(sign, sign.translate(RAISED))
+    number = {"√": "", "\\sqrt": "", "∛": "3", "∜": "4"}.get(sign, sign.translate(RAISED))
     return f"[{number}]" if number else ""
 
 
