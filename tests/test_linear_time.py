@@ -28,6 +28,8 @@ UNITS = [
     "√", "²", "½", "<think>", "</think>", "</think>\\boxed{", "<think></think>", "<answer>", "<answer></answer>",
     "<answer>\n", "</think> <answer>", "<search>", "<tool_call>", "<guess>", "<guess> ", "```python\n", "```py",
     "<score>", "<score> ", "<score>1", "<score>1 / ", "½ ", "answer $", "answer \\(", "1\u202f",
+    "√(", "√-", "√\\frac{", "√1,000", "\\binom{", "if option A ", "if the answer would be C ", "might be A. ",
+    "answer is A? ",
 ]  # fmt: skip
 COLUMNS = {"answer": ["2"], "numbers": [[1, 2]], "target": [3], "turns": None, "log_metric": lambda *_: None}
 

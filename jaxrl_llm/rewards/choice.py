@@ -30,6 +30,18 @@ FORMS = [
         rf"(?<![\w'’]){LETTER}[)\]\"'”]*[.:!]?$",
     )
 ]
+# What makes a letter hypothetical: the words before the form, or an "if" in the sentence of "would be", or a question.
+BEFORE = re.compile(
+    r"(?i)\b(?:if|suppose|supposing|assume|assuming|whether|thought|believed|assumed|guessed|tempting to (?:say|think)"
+    r"|(?:may|might|could|would) (?:also )?(?:be|have been|think|say|believe|argue|guess)|first|initial|previous|wrong"
+    r"|(?:people|some|many|students|others|they) (?:\w+ )?(?:think|say|believe|claim|assume))"
+    r"(?: that| it is| it was| is)?(?: the| my| your)?(?: correct| right| final| best| option| choice| answer)*"
+    r"[ (\[\"'“]*$"
+)
+WOULD = re.compile(r"(?i)\b(?:if|unless|otherwise|in that case)\b|^\W*(?:had|were)\b")
+CONDITION = re.compile(r"[)\]\"'”]*,? (?:only )?(?:if|unless|assuming|provided)\b")
+QUESTION = re.compile(r"[)\]\"'”]*\?")
+LOOKED_AT = 100  # the last letters of a form, so that the time is linear
 BEGINNING = re.compile(rf"{LETTER}[)\]]*[.):,]")
 LINES = re.compile(r"^[ \t*(]*([A-Z])[.):]", re.MULTILINE)
 BRACKETS = re.compile(r"\(([A-Z])\)")
@@ -48,7 +60,8 @@ def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[
     The letter is the content of the last \\boxed{}; without a box, of the last <answer> tag; without a tag, what
     follows the last "answer is" or "answer:"; without these, the last "B is correct", then "option B" or "choice B",
     then a "B" at the end or at the beginning, then "(B)". Two letters, as in "A or B", are no choice. Thoughts, up to
-    </think>, do not count. The answer of a row is a letter, as "B" or "(B)", or a number that counts from 0 (MMLU).
+    </think>, do not count. What is only supposed, as in "the answer would be C if …", counts where nothing else is
+    stated. The answer of a row is a letter, as "B" or "(B)", or a number that counts from 0 (MMLU).
     Raises: ValueError, if it is neither.
     """
 
@@ -78,6 +91,9 @@ def _chosen(text: str) -> str:
     # A text that goes through its options line by line does not begin with its choice.
     if beginning and len(set(LINES.findall(text))) < 2:
         return beginning[1]
+    supposed = _stated(plain, FORMS, supposed=True)
+    if supposed is not None:
+        return supposed
     brackets = BRACKETS.findall(plain)
     return brackets[-1] if brackets else ""
 
@@ -87,18 +103,36 @@ def _contained(content: str) -> str:
     found = CONTENT.match(content)
     if SEVERAL.fullmatch(content) or (found and SECOND.match(content, found.end())):
         return ""
-    return (found[1] or found[2]).upper() if found else _stated(content, FORMS[:3]) or ""
+    if found:
+        return (found[1] or found[2]).upper()
+    return _stated(content, FORMS[:3]) or _stated(content, FORMS[:3], supposed=True) or ""
 
 
-def _stated(plain: str, forms: list[re.Pattern[str]]) -> str | None:
-    """Returns the letter of the first form that is there; "" if there is a second letter; None without a form."""
+def _stated(plain: str, forms: list[re.Pattern[str]], *, supposed: bool = False) -> str | None:
+    """Returns the letter of the first form that is there; "" if there is a second letter; None without a form.
+
+    supposed: letters that are only supposed count too.
+    """
     for form in forms:
-        found = list(form.finditer(plain))
+        found = list(form.finditer(plain))[-LOOKED_AT:]
+        found = [one for one in found if supposed or not _is_supposed(plain, one)]
         if found:
-            start, end = found[-1].span(1)
+            # "The answer is C if …" gives way to one without a condition.
+            chosen = next((one for one in reversed(found) if not CONDITION.match(plain, one.end(1))), found[-1])
+            start, end = chosen.span(1)
             two = FIRST.search(plain, max(start - 10, 0), start) or SECOND.match(plain, end)
-            return "" if two else found[-1][1]
+            return "" if two else chosen[1]
     return None
+
+
+def _is_supposed(plain: str, found: re.Match[str]) -> bool:
+    """Returns whether a letter is only supposed, asked or denied: "the answer would be C if …", "is the answer C?"."""
+    before = plain[max(found.start() - 120, 0) : found.start()]
+    before = before[max(before.rfind(mark) for mark in (". ", "! ", "? ")) + 1 :]
+    if QUESTION.match(plain, found.end(1)) or BEFORE.search(before):
+        return True
+    after = re.split(r"[.!?]", plain[found.end(1) : found.end(1) + 60])[0]
+    return "would be" in found[0] and bool(WOULD.search(before) or WOULD.search(after))
 
 
 def _plain(text: str) -> str:
