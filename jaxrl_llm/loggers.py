@@ -12,10 +12,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ml_collections import ConfigDict
 
@@ -27,8 +28,10 @@ __all__ = ["mlflow", "tensorboard", "trackio", "wandb"]
 TRACKERS = ("mlflow", "trackio", "wandb")  # they need a package of the same name, and a project
 CLOSING = 60.0  # seconds in which a logger must send what it still has at the end
 PAUSES = (1.0, 60.0)  # seconds: the first and the longest before a logger that failed is tried again
+TRIES = 8  # of one call, in about two minutes; then others are tried in between
 WAITING = 10_000  # calls that wait for a logger: records of some hundred numbers each
 T = TypeVar("T")
+Call: TypeAlias = tuple[Any, ...]  # method, step and more arguments
 
 
 class Logger(Protocol):
@@ -61,15 +64,17 @@ class Background:
     """A logger in a thread of its own: a slow one delays no step.
 
     After an error it is tried again with the same numbers, with pauses that grow, because a server may be gone for a
-    while. At most WAITING calls wait; then the oldest are dropped. The first error, the recovery and what is lost at
-    the end are told.
+    while. A call that it does not take in TRIES tries is dropped as soon as it takes another one, so that one record
+    does not hold back the others. At most WAITING calls wait; then the oldest are dropped. The first error, the
+    recovery, what is refused and what is lost at the end are told.
     """
 
     def __init__(self, name: str, open: Callable[[LoggedRun], Logger], run: LoggedRun, tell: Callable[[str], None]):
         """tell: shows a line to the user."""
         self._name, self._open, self._run, self._tell = f"config.log.to: {name}", open, run, tell
-        self._calls: deque[tuple[Any, ...]] = deque(maxlen=WAITING)
+        self._calls: deque[Call] = deque(maxlen=WAITING)
         self._changed = Condition()
+        self._fails = False  # since the last call that it took
         self._end, self._dropped = math.inf, 0  # end: time.monotonic() until which it may still try
         self._thread = Thread(target=self._work, daemon=True)  # one that hangs must not keep the process
         self._thread.start()
@@ -106,35 +111,67 @@ class Background:
                 self._changed.wait_for(lambda: self._calls or self._end < math.inf)
                 if not self._calls:
                     break
-                method, *arguments = call = self._calls[0]
-            if self._persist(lambda: (getattr(logger, method)(*arguments),)) is None:  # noqa: B023
-                return
+                call = self._calls[0]
+            sent = self._persist(lambda: _send(logger, call), lambda tries: self._is_refused(logger, call, tries))  # noqa: B023
             with self._changed:
                 if self._calls and self._calls[0] is call:  # it may have been dropped meanwhile
                     self._calls.popleft()
+                    self._dropped += not sent
+            if time.monotonic() > self._end:
+                return
         if logger:
             self._persist(lambda: (logger.close(),))
 
-    def _persist(self, action: Callable[[], T]) -> T | None:
-        """Returns action(), repeated after errors; None if the run has ended before it succeeded."""
-        pause, failed = PAUSES[0], False
+    def _is_refused(self, logger: Logger, call: Call, tries: int) -> bool:
+        """Returns whether the logger takes another call, in turn the ones that wait. Then the server is there."""
+        with self._changed:
+            others = [other for other in self._calls if other is not call]
+        if not others:
+            return False
+        other = others[(tries - TRIES) % len(others)]
+        try:
+            _send(logger, other)
+        except Exception:
+            return False
+        with self._changed, suppress(ValueError):  # it may have been dropped meanwhile
+            self._calls.remove(other)
+        self._tell(f"warning: {self._name} does not take the numbers of step {call[1]} and goes on without them")
+        return True
+
+    def _persist(self, action: Callable[[], T], is_refused: Callable[[int], bool] = lambda tries: False) -> T | None:
+        """Returns action(), repeated after errors; None if the run has ended before it succeeded, or it is refused.
+
+        is_refused: of the number of tries; asked after TRIES.
+        """
+        pause, tries = PAUSES[0], 0
         while True:
             try:
                 result = action()
             except Exception as error:  # whatever a library or a server does, the run goes on
-                if not failed:
+                tries += 1
+                if not self._fails:
                     said = " ".join(briefly(error).split())[:300]
                     self._tell(f"warning: {self._name} failed and is tried again: {said}")
-                failed = True
+                self._fails = True
             else:
-                if failed:
+                if self._fails:
                     self._tell(f"{self._name} works again")
+                self._fails = False
                 return result
+            if tries >= TRIES and is_refused(tries):
+                self._fails = False
+                return None
             with self._changed:
                 if self._end < math.inf:
                     return None
                 self._changed.wait_for(lambda: self._end < math.inf, pause)
             pause = min(2 * pause, PAUSES[1])
+
+
+def _send(logger: Logger, call: Call) -> bool:
+    method, *arguments = call
+    getattr(logger, method)(*arguments)
+    return True
 
 
 def check_named(names: tuple[str, ...], project: str) -> None:
