@@ -138,7 +138,8 @@ class Checkpoints:
         self._began_with, self._mesh, self._rows = began_with, mesh, rows
         self._best, self._every = config.keep_best, config.every
         self._accuracies: dict[int, float] = {}  # of checkpoints, by step
-        self._most = config.keep + config.keep_best + 1  # on the disk at once: all kept ones and the one being written
+        # On the disk at once: those that are due, the best, one that a signal made between two of them, and a new one.
+        self._at_once = config.keep + config.keep_best + (config.every > 1) + 1
         by = itemgetter("accuracy")
         policies: list[Any] = [LatestN(1), LatestDue(config.keep, config.every)]
         if config.keep_best:
@@ -167,7 +168,7 @@ class Checkpoints:
     def check_room(self, state: PyTree) -> None:
         """Raises: UserError, if the disk has no room for all checkpoints of `state` that exist at once."""
         one = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-        more = max(self._most - len(self._manager.all_steps()), 1)
+        more = max(self._at_once - len(self._manager.all_steps()), 1)
         if one * more > disk.free(self._folder):
             raise UserError(
                 f"{self._folder} has room for {disk.gigabytes(disk.free(self._folder))}, but {more} checkpoints of "

@@ -349,15 +349,23 @@ def test_a_run_killed_while_it_deletes_a_checkpoint_never_resumes_half_of_it(tmp
 
 def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkeypatch):
     assert not has_checkpoint(tmp_path)
-    checkpoints = Checkpoints(tmp_path, {}, KEEP, MESH)
+    checkpoints = Checkpoints(tmp_path, {}, ConfigDict(dict(every=2, keep=1, keep_best=1)), MESH)
     size = STATE["a"].nbytes
-    monkeypatch.setattr(disk, "free", lambda folder: 3 * size)
-    checkpoints.check_room(STATE)
-    monkeypatch.setattr(disk, "free", lambda folder: 3 * size - 1)
-    with pytest.raises(UserError, match=r"has room for 0.01 GB, but 3 checkpoints of 0.00 GB need 0.01 GB: make room"):
+
+    def asks_for(count: int) -> None:
+        monkeypatch.setattr(disk, "free", lambda folder: count * size)
         checkpoints.check_room(STATE)
-    checkpoints.save(1, STATE, PENDING, None, ladders={})
-    checkpoints.wait()
-    checkpoints.check_room(STATE)  # one of them is there
+        monkeypatch.setattr(disk, "free", lambda folder: count * size - 1)
+        words = rf"has room for 0.0\d GB, but {count} checkpoints of 0.00 GB need 0.0\d GB: make room"
+        with pytest.raises(UserError, match=words):
+            checkpoints.check_room(STATE)
+
+    asks_for(4)
+    for step, accuracy, there in ((2, 0.9, [2]), (4, 0.5, [2, 4]), (5, None, [2, 4, 5]), (6, None, [2, 6])):
+        checkpoints.save(step, STATE, PENDING, accuracy, ladders={})
+        checkpoints.wait()
+        # A signal has made the one of step 5. It stays until that of step 6 is complete: then there are four.
+        assert sorted(checkpoints._manager.all_steps()) == there
+        asks_for(4 - len(there))
     checkpoints.close()
     assert has_checkpoint(tmp_path)
