@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrl_llm import rewards
@@ -178,28 +179,17 @@ def test_an_error_in_a_function_of_a_script_or_a_cell_has_its_file_and_line(tmp_
         assert done.stdout.count(place) == 2, done.stdout + done.stderr
 
 
-OWN = """
-from jaxrl_llm.rewards import code, easyr1, math
-
-def score(prompts, completions, answer, tests, log_metric, **columns):
-    right = math.accuracy(completions, answer)
-    programs = code.accuracy(completions, tests=tests, log_metric=log_metric)
-    easyr1.math(completions, answer)
-    return [None if p is None or r is None else 0.5 * r + 0.5 * p for r, p in zip(right, programs)]
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
-def test_an_own_reward_calls_those_of_the_package(tmp_path, monkeypatch):
-    (tmp_path / "both.py").write_text(OWN)
+def test_the_own_reward_of_the_documentation_calls_those_of_the_package(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "rewards.md").read_text().split("## A reward of the package in your own")[1]
+    (tmp_path / "mine.py").write_text(text.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
-    rows = [{"prompt": "?", "answer": "3", "tests": tests} for tests in (["assert f() == 1"], None)]
-    texts = ["```python\ndef f(): return 1\n```\n\\boxed{3}"] * 2
-    with closing(RewardFn(("both.score",), (1.0,), 20.0, field="x")) as reward:
-        judged = reward(rows, [[text] for text in texts], [[[1]]] * 2)
-    assert judged.channels["both.score"].ravel().tolist()[:1] == [1.0]
-    assert str(judged.channels["both.score"][1, 0]) == "nan"
-    assert judged.metrics["both.score/no_code"] == 0.0
+    rows = [{"prompt": "?", "answer": "3", "tests": tests} for tests in (["assert f() == 1"], ["f()"], None)]
+    texts = [["```python\ndef f(): return 1\n```\n\\boxed{3}", "```python\ndef f(): return 2\n```\n\\boxed{3}"]] * 3
+    with closing(RewardFn(("mine.both",), (1.0,), 20.0, field="x")) as reward:
+        judged = reward(rows, texts, [[[1] * 500, [1] * 1000]] * 3)
+    np.testing.assert_allclose(judged.channels["mine.both"], [[2.0, 0.9], [np.nan] * 2, [np.nan] * 2])
+    assert (judged.metrics["mine.both/no_code"], judged.metrics["mine.both/broken_tests"]) == (0.0, 1 / 3)
 
 
 def test_a_function_of_a_config_file_judges_and_is_named_by_the_file(tmp_path):

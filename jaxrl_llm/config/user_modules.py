@@ -18,7 +18,7 @@ INSTALLED = (
     *site.getsitepackages(),
     site.getusersitepackages(),
 )
-CELL = re.compile(r"<ipython-input|.*[/\\]ipykernel_\d")  # the file that the code of a notebook's cell has
+CELL = re.compile(r".*(?:ipykernel_\d|ipython-input-)")  # the file of the code of a notebook's cell
 
 
 def is_users(file: str) -> bool:
