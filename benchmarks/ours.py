@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from benchmarks.workloads import CLIP_NORM, KL_COEF, LEARNING_RATE, PAD, TEMPERATURE, Workload, read, reward
+from benchmarks.workloads import CLIP_NORM, KL_COEF, PAD, TEMPERATURE, Workload, read, reward
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
 from jaxrl_llm.checkpoint import Pending
@@ -112,7 +112,7 @@ def make_config(workload: Workload, folder: Path, remat: str, microbatch: int) -
         "data.source": "benchmarks.ours.rows", "eval.every": 0, "reward.functions": ("benchmarks.ours.even",),
         "reward.weights": (1.0,), "reward.timeout": 0.0, "kl.coef": KL_COEF, "checkpoint.keep_best": 0,
         "rollout.max_completion_tokens": workload.completion_tokens, "rollout.temperature": TEMPERATURE,
-        "optim.learning_rate": LEARNING_RATE, "optim.warmup_steps": 0, "optim.decay": "constant",
+        "optim.learning_rate": workload.learning_rate, "optim.warmup_steps": 0, "optim.decay": "constant",
         "optim.clip_norm": CLIP_NORM, "optim.b2": 0.999, "mesh.fsdp": 1, "log.to": (),
         "log.completions_every": 0,
     })  # fmt: skip

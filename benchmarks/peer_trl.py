@@ -119,7 +119,7 @@ def make_trainer(model_dir: str, steps: int, microbatch: int, output_dir: str) -
         per_device_train_batch_size=microbatch, gradient_accumulation_steps=rows // microbatch, num_iterations=1,
         num_generations=w.group, max_completion_length=w.completion_tokens, shuffle_dataset=False,
         temperature=workloads.TEMPERATURE, top_p=1.0, top_k=0, beta=workloads.KL_COEF,
-        learning_rate=workloads.LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=workloads.CLIP_NORM,
+        learning_rate=w.learning_rate, lr_scheduler_type="constant", max_grad_norm=workloads.CLIP_NORM,
         save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1, logging_nan_inf_filter=False,
         dataloader_pin_memory=False, model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip

@@ -24,7 +24,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from benchmarks.workloads import CLIP_NORM, KL_COEF, LEARNING_RATE, PAD, STOP, TEMPERATURE, Workload, read, reward
+from benchmarks.workloads import CLIP_NORM, KL_COEF, PAD, STOP, TEMPERATURE, Workload, read, reward
 
 
 class Tokenizer:
@@ -101,7 +101,7 @@ def build(folder: str, workload: Workload, steps: int, microbatch: int) -> GRPOL
         kv_cache_size=workload.prompt_tokens + workload.completion_tokens, temperature=TEMPERATURE, top_p=1.0,
     )  # fmt: skip
     training = RLTrainingConfig(
-        actor_optimizer=optax.chain(optax.clip_by_global_norm(CLIP_NORM), optax.adamw(LEARNING_RATE)),
+        actor_optimizer=optax.chain(optax.clip_by_global_norm(CLIP_NORM), optax.adamw(workload.learning_rate)),
         eval_every_n_steps=steps + 1, max_steps=steps, mini_batch_size=workload.prompts,
         train_micro_batch_size=groups, compute_logps_micro_batch_size=groups,
         rollout_micro_batch_size=workload.prompts,  # all at once: the fastest, for ragged rows as well

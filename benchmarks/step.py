@@ -123,7 +123,7 @@ def main() -> None:
     for name in args.workloads:
         folder = make_model(WORKLOADS[name])
         for trainer in args.trainers:
-            if trainer == "vllm" and name not in ("even", "ragged"):
+            if trainer == "vllm" and name not in ("even", "ragged", "tiny"):
                 continue
             microbatch = MICROBATCH.get(trainer, 0)
             if trainer == "tunix":

@@ -1,6 +1,6 @@
 """Trains the embedded model with TRL's GRPOTrainer, healthy or with an illness, and keeps what it logs.
 
-python -m benchmarks.trl_logs OUT [--only NAME ...]
+python -m benchmarks.trl_logs OUT [--only NAME ...] [--rollouts N]
 
 Needs TRL (environments.txt). OUT/NAME is TRL's output folder: its TensorBoard files and its last checkpoint, with
 trainer_state.json. OUT/NAME.json is the log_history alone, to five digits, as in tests/references/trl.
@@ -57,10 +57,11 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from HEALTHY
 }
 
 
-def train(name: str, out: Path) -> list[dict[str, Any]]:
-    """Makes one run and returns its log_history."""
+def train(name: str, out: Path, rollouts: int = 0) -> list[dict[str, Any]]:
+    """Makes one run and returns its log_history. rollouts: 0 takes the number that RUNS has."""
     given = HEALTHY | RUNS[name]
-    rewards, rollouts = given.pop("reward_funcs"), given.pop("rollouts")
+    rewards, rollouts = given.pop("reward_funcs"), rollouts or given["rollouts"]
+    del given["rollouts"]
     updates = rollouts * given.get("num_iterations", 1)
     set_seed(0)
     settings = dict(
@@ -90,11 +91,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--rollouts", type=int, default=0, help="of every run (default: the number of each)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.only:
         began = perf_counter()
-        rows = train(name, args.out)
+        rows = train(name, args.out, args.rollouts)
         lines = ",\n".join(json.dumps({key: short(x) for key, x in row.items()}) for row in rows)
         (args.out / f"{name}.json").write_text(f'{{"log_history": [\n{lines}\n]}}\n')
         first, last = ([row["reward"] for row in rows if "reward" in row][at] for at in (0, -1))

@@ -174,13 +174,13 @@ def test_on_a_gpu_score_and_gradient_lower_to_cudnn(monkeypatch):
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward(" in text
 
 
+@pytest.mark.tpu
 @pytest.mark.parametrize(
     ("topology", "own"),
     [("v5e:2x2", {}), ("v5p:2x2x1", {"window": 300, "local": (True, False), "soft_cap": 50.0})],
     ids=["v5e", "v5p, every other layer with a window"],
 )
 def test_score_and_gradient_compile_for_a_tpu_with_the_kernel_and_without_a_score_matrix(topology, own):
-    pytest.importorskip("libtpu", reason="pip install 'jax[tpu]' to compile for TPUs")
     os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
     from jax.experimental import topologies
 

@@ -343,9 +343,8 @@ def test_operations_and_parameters_are_those_of_the_chosen_experts():
     assert model.size() - model.size(active=True) == (EXPERTS - CHOSEN) * of_one
 
 
-@pytest.mark.slow
+@pytest.mark.tpu
 def test_a_layer_and_its_gradient_compile_for_a_tpu_without_a_copy_of_the_rows_for_each_expert():
-    pytest.importorskip("libtpu", reason="pip install 'jax[tpu]' to compile for TPUs")
     from jaxrl_llm.plan.chips import topology
 
     mesh = sharding.mesh_over(topology("v5e:2x2")[1], data=1, fsdp=2, tensor=2)

@@ -146,8 +146,7 @@ def test_a_topology_is_refused_in_a_line(topology, words):
     assert all(word in done.stderr for word in words)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not find_spec("libtpu"), reason="needs the tpu extra")
+@pytest.mark.tpu
 def test_the_tpu_compiler_plans_the_embedded_model():
     sizes = "--config.model.dtype=bfloat16", "--config.microbatch=16"
     done = told("--topology", "v5e:2x2", "--json", *sizes)

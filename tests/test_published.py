@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 import pytest
 from conftest import QUICK
 
+from benchmarks.step import environment
 from benchmarks.workloads import WORKLOADS
 from jaxrl_llm import train
 from jaxrl_llm.__main__ import PROGRAMS
@@ -32,7 +34,11 @@ PAGES = [
 COMMAND = re.compile(
     r"(?:python3? -m (?P<module>(?:jaxrl_llm|benchmarks)\.\w+)|\bjaxrl (?P<tool>[a-z][\w-]+))(?P<rest>[^`\n]*)"
 )
-WITH_TORCH = ("benchmarks.trl_logs", "benchmarks.peer_trl", "benchmarks.peer_tunix")  # the parity tests run these
+PEERS = {  # what imports TRL or Tunix, with the environment that `benchmarks.step` makes for it
+    "benchmarks.trl_logs": "trl",
+    "benchmarks.peer_trl": "trl",
+    "benchmarks.peer_tunix": "tunix",
+}
 
 
 def commands() -> list[tuple[str, str, str]]:
@@ -111,7 +117,7 @@ def test_every_program_is_shown_in_one_form_and_exists():
 
 @pytest.mark.slow
 def test_every_command_that_is_shown_is_one_that_its_program_accepts():
-    shown = [command for command in commands() if command[1] not in WITH_TORCH]
+    shown = [command for command in commands() if command[1] not in PEERS]
     assert len(shown) > 150
     refused = [(page, module, what) for page, module, rest in shown for what in wrong(module, rest)]
     assert refused == [], "\n".join(map(str, refused))
@@ -194,9 +200,9 @@ def small_scaling(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[
     return ["--steps", "1"]
 
 
-def small_trl(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    patch.setattr(module, "RUNS", {"healthy": {"rollouts": 2}})
-    return [str(folder), "--only", "healthy"]
+def small_plan_check(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    patch.setattr(module, "STEPS", [("v5e:1x1", 1, {"microbatch": 1}), ("v5e:1x1", 2, {"microbatch": 1})])
+    return []
 
 
 Small = list[str] | Callable[[pytest.MonkeyPatch, Any, Path], list[str]]
@@ -251,9 +257,46 @@ def test_the_benchmark_of_a_push_runs(tmp_path, monkeypatch, capsys):
     assert "GB/s" in capsys.readouterr().out
 
 
+def timed_by_step(trainer: str, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--workloads", "tiny", "--trainers", trainer, "--steps", "1", "--out", str(folder / "step.json")]
+    run_smallest("step", flags, folder, patch)
+    assert re.search(rf"tiny {trainer}: [\d.]+s a step", capsys.readouterr().out)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("trainer", ["trl", "tunix"])
+def test_a_peer_is_timed_in_an_environment_of_its_own(trainer, tmp_path, monkeypatch, capsys):
+    timed_by_step(trainer, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.vllm
+def test_vllm_is_timed_in_its_environment(tmp_path, monkeypatch, capsys):
+    timed_by_step("vllm", tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parity
+def test_a_log_of_trl_is_made(tmp_path):
+    program = [environment("trl"), "-m", "benchmarks.trl_logs", tmp_path, "--only", "healthy", "--rollouts", "2"]
+    assert "healthy: 3 rows" in subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("module", PEERS)
+def test_a_command_that_is_shown_for_a_peer_is_one_that_its_program_accepts(module):
+    program = [environment(PEERS[module]), "-m", module, "--help"]
+    known = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = {flag for _, name, rest in commands() if name == module for flag in re.findall(r"(?<![\w-])--\w+", rest)}
+    assert [flag for flag in sorted(shown) if flag not in known] == []
+
+
+@pytest.mark.tpu
+def test_the_check_of_a_plan_runs(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_smallest("plan_check", small_plan_check, tmp_path, monkeypatch)
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and out.count("differs on: nothing") == 2, out
+
+
 def test_every_benchmark_has_a_smallest_form():
-    tested = {*SMALLEST, "int8_base", "push", *ELSEWHERE}
-    assert {file.stem for file in (ROOT / "benchmarks").glob("*.py")} == tested
-
-
-ELSEWHERE = {"ours", "workloads", "peer_trl", "peer_tunix", "peer_vllm", "plan_check", "trl_logs"}
+    tested = {*SMALLEST, "int8_base", "push", "plan_check", "trl_logs", "peer_trl", "peer_tunix", "peer_vllm"}
+    assert {file.stem for file in (ROOT / "benchmarks").glob("*.py")} == {*tested, "ours", "workloads"}
