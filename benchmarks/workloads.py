@@ -77,7 +77,7 @@ CLIP_NORM, KL_COEF, TEMPERATURE = 1.0, 0.04, 1.0  # GRPO's settings, for every t
 SMALL = dict(width=512, layers=8, heads=8, kv_heads=2, mlp_width=1408, vocab_size=8192)
 WIDE_HEAD = dict(width=256, layers=4, heads=4, kv_heads=2, mlp_width=704, vocab_size=151_936)
 # Whether a benchmark runs at all. At the rate of the others float32 rounds its KL divergence to 0, which peers refuse.
-TINY = dict(width=32, layers=2, heads=4, kv_heads=2, mlp_width=64, vocab_size=64, learning_rate=1e-2)
+TINY = dict(width=64, layers=2, heads=2, kv_heads=2, mlp_width=64, vocab_size=64, learning_rate=1e-2)
 WORKLOADS = {
     w.name: w
     for w in (
