@@ -27,9 +27,6 @@ MINE = """
 def plain(completions, answer, **columns):
     return [0.0] * len(completions)
 
-def of_trl(completions, trainer_state, **columns):
-    return [0.0] * len(completions)
-
 def easy(completions, answer=None, *, scale=1.0, **columns):
     return [0.0] * len(completions)
 
@@ -227,9 +224,6 @@ REFUSED = {  # rows, function, section, convert, and a part of the line
     "tests": (
         [{"x": 1}], "code.accuracy", "data", "",
         "asks for column 'tests', 'answer', 'inputs', 'outputs' or 'fn_name', which the data does not have",
-    ),
-    "an argument of TRL": (
-        [{"x": 1}], "columns_mine.of_trl", "data", "convert.mine", "TRL gives it, and this trainer does not: take",
     ),
     "a function of one's own": (
         [{"x": 1}], "columns_mine.plain", "data", "", "reward columns_mine.plain asks for column 'answer', which the"

@@ -19,7 +19,6 @@ from jaxrl_llm.rewards.signatures import bound
 
 OF_COMPLETIONS = ("prompts", "completions", "completion_ids", "log_metric")  # arguments that are no columns of rows
 OF_EPISODES = ("turns", "episode", "loss_mask")  # columns that an environment gives
-OF_TRL = ("log_extra", "trainer_state")  # arguments that TRL gives to a function, and we do not
 Turns: TypeAlias = list[tuple[bool, str]]
 # Names that the answer of a problem has in published data sets.
 ANSWERS = (
@@ -158,8 +157,6 @@ def _refusal(one: Asked, dataset: Dataset, section: str, convert: str, named: bo
     likely = next((column for column in ANSWERS if column in there), "")
     if one.columns[0] in OF_EPISODES:
         remedy = "only episodes have it, in a run with an environment (config.env)"
-    elif one.columns[0] in OF_TRL:
-        remedy = "TRL gives it, and this trainer does not: take it out of the function's arguments"
     elif convert:
         remedy = f"let {by} = {convert!r} make it"
     elif one.columns[0] == "answer":
