@@ -11,10 +11,11 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 import jaxrl_llm
+from jaxrl_llm.config.sections import Section
 
 
 def get_config() -> ConfigDict:
-    c = ConfigDict()
+    c = Section()
     c.seed = 0  # random seed for the order of prompts and for sampling
     # True: on a GPU, use only operations that repeat bit for bit. On a CPU all of them do. The cost in speed is not
     # measured.

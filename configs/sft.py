@@ -8,9 +8,11 @@ the main job 30 % of sampled ones think first, 40 % are right, seed 1), about te
 
 from ml_collections import ConfigDict
 
+from jaxrl_llm.config.sections import Section
+
 
 def get_config() -> ConfigDict:
-    c = ConfigDict()  # configs/grpo.py explains the fields without a comment
+    c = Section()  # configs/grpo.py explains the fields without a comment
     c.seed = 0  # random seed for the first parameters and the order of examples
     c.deterministic = False  # True: on a GPU, use only operations that repeat bit for bit
     c.num_steps = 1500  # optimizer steps

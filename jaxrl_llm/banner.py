@@ -112,7 +112,7 @@ def _count(dataset: Dataset, convert: str) -> str:
 
 def models_table(scorers: dict[str, Scorer], learners: dict[str, Learner]) -> list[tuple[str, str]]:
     """Returns the banner's rows on models: scorers with their columns, and learners with their first step."""
-    columns = [f"{name} -> {' + '.join(scorer.columns)}" for name, scorer in scorers.items()]
+    columns = [f"{name} ({', '.join(scorer.columns)})" for name, scorer in scorers.items()]
     late = {name: f" (from step {x.frozen_steps + 1})" for name, x in learners.items() if x.frozen_steps}
     return [
         ("models that score", ", ".join(columns) or "none"),
@@ -135,10 +135,10 @@ def shapes_table(slots: Sequence[Slots], packed: Sequence[Shape]) -> list[tuple[
     if slots:
         largest = slots[0]
         smaller = min(len(slots), MOST[SAMPLING]) - 1
-        pays = f"; up to {smaller} of {len(slots) - 1} smaller ones, once they pay" if smaller else ""
-        text = f"{largest.entries} x {largest.width} completions a device, {largest.capacity} tokens{pays}"
+        later = f"; up to {smaller} smaller ones are compiled where they save time" if smaller else ""
+        text = f"{largest.entries} x {largest.width} completions of {largest.capacity} tokens on a device{later}"
         rows.append(("decoding, largest shape", text))
     n, t = packed[0]
-    decides = f" or less, as the first batch needs; up to {MOST[TRAINING]} shapes" if len(packed) > 1 else ""
-    rows.append(("learning, largest shape", f"{n} rows of {t} tokens of a prompt{decides}"))
+    later = f"; up to {MOST[TRAINING]}, none larger than the first batch needs" if len(packed) > 1 else ""
+    rows.append(("learning, largest shape", f"{n} row{'s' * (n > 1)} of {t} completion tokens for a prompt{later}"))
     return rows

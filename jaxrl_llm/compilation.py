@@ -143,5 +143,6 @@ class Compilations:
         self.from_cache += event == "/jax/compilation_cache/cache_hits"
 
     def __str__(self) -> str:
-        behind = f" and {self.in_background:.0f}s in the background" if self.in_background else ""
-        return f"{self.programs.total()} programs in {self.seconds:.0f}s{behind}, {self.from_cache} from the cache"
+        behind = f" and {self.in_background:.0f} s in the background" if self.in_background else ""
+        total, cached = self.programs.total(), self.from_cache
+        return f"{total} programs: {cached} from the cache, {total - cached} compiled in {self.seconds:.0f} s{behind}"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from jaxrl_llm.banner import totals_table
 from jaxrl_llm.build import build
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
@@ -193,8 +194,8 @@ class Judge:
 def print_spells(spells: list[Spell], records: list[Record]) -> None:
     """Prints the findings of a run."""
     console = Console(highlight=False, soft_wrap=True)
-    last = records[-1]
-    console.print(f"{len(records):,} records, up to step {last.get('at', last['step']):,}", markup=False)
+    first, last = (record.get("at", record["step"]) for record in (records[0], records[-1]))
+    console.print(f"{len(records):,} records, of steps {first:,} to {last:,}", markup=False)
     for spell in spells:
         when = f"steps {spell.first:,} to {spell.last:,}" if spell.last > spell.first else f"step {spell.first:,}"
         console.print(printable(f"{when}: {spell.finding.line()}"), markup=False)
@@ -212,7 +213,7 @@ def not_judged(records: Sequence[Record]) -> list[str]:
     if last <= FEW + RECENT:
         first = FEW + RECENT + 1
         lines.append(
-            f"rules that compare with the first steps judge from step {first} on, and the log has {last:,} steps"
+            f"rules that compare with the first steps judge from step {first} on, and the log ends at step {last:,}"
         )
     return lines
 
@@ -220,8 +221,8 @@ def not_judged(records: Sequence[Record]) -> list[str]:
 def print_config(totals: checks.Totals, found: list[Finding]) -> None:
     """Prints what follows from a config, and its findings."""
     console = Console(highlight=False, soft_wrap=True)
-    for name, value in vars(totals).items():
-        console.print(f"  {name.replace('_', ' '):<24}  {value:,}", markup=False)
+    for name, value in totals_table(totals):
+        console.print(f"  {name:<28}  {value:,}", markup=False)
     for finding in found:
         console.print(printable(finding.line()), markup=False)
     if not found:

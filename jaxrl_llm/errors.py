@@ -43,10 +43,15 @@ def describe(error: BaseException, within: str = "") -> str:
     said = briefly(error)
     if isinstance(error, SyntaxError):
         return said  # its message has the file and line, which are not on the stack
+    return f"{said} ({place(error, within)})"
+
+
+def place(error: BaseException, within: str = "") -> str:
+    """Returns file and line of an exception, such as "rewards.py:7"; within: as for `describe`."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     frames = [f for f in frames if f.filename == within] or [f for f in frames if is_users(f.filename)] or frames
     file = "cell" if CELL.match(frames[-1].filename) else frames[-1].filename
-    return f"{said} ({file}:{frames[-1].lineno})"
+    return f"{file}:{frames[-1].lineno}"
 
 
 def report(error: BaseException) -> int:

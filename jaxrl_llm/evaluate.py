@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext, redirect_stdout
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +22,9 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import print_banner
 from jaxrl_llm.compilation import keep_compilations
 from jaxrl_llm.config.fields import TRAIN, TURNS
-from jaxrl_llm.config.names import resolve, split_call
+from jaxrl_llm.config.names import closest, offered, resolve, split_call
 from jaxrl_llm.config.schema import Field, check_call, check_fields, check_reach
-from jaxrl_llm.data import columns
+from jaxrl_llm.data import columns, tasks
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task
@@ -270,10 +271,30 @@ def parse() -> argparse.Namespace:
         raise UserError("--task is missing: give a task (arithmetic, countdown), or a file of rows")
     if args.task:
         args.source = f"{args.task}.held_out" if is_task(args.task) else args.task
+        check_task(args.task)
         if args.source == args.task and args.model and not args.function:
             raise UserError("--task is a file: name the judge with --function, e.g. math.accuracy")
         check_source("--task", args.source)
     return args
+
+
+def check_task(task: str) -> None:
+    """Raises: UserError, with a near task, if --task names neither rows nor a module that may have a task."""
+    if not is_task(task) or any(map(_is_module, (f"{tasks.__name__}.{task}", task))):
+        return
+    judged = {name.removesuffix(".accuracy") for name in offered(rewards) if name.endswith(".accuracy")}
+    known = [name for name in sorted(judged) if f"{name}.held_out" in offered(tasks)]
+    module = task.rpartition(".")[0]
+    near = [module] if module in known else closest(task, known)
+    hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(known)}, or a file of rows"
+    raise UserError(f"--task {task!r}: there is no such task or file; {hint}")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
 
 
 def environment_of(args: argparse.Namespace, run: SavedRun | None) -> Config:

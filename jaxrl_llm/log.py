@@ -170,7 +170,7 @@ class Log:
 
     def end(self, step: int, compilations: object, stopped: str = "") -> None:
         """Prints what was compiled and how the run ended after `step`; stopped: the signal and the time since."""
-        self.say(f"compiled: {compilations}")
+        self.say(f"compiled programs: {compilations}")
         if stopped:
             again = f"the same command or call goes on, with workdir {self._workdir}"
             end = f"stopped by {stopped}, after step {step}: {again}"
@@ -249,7 +249,8 @@ class Log:
         if "time/step" in record:
             parts.append(f"{record['time/step']:.2f}s ({phases})")
             parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
-        return "  ".join(parts) + ("" if self._bars else f"  {self._left(step)}")
+        parts += [left] if not self._bars and (left := self._left(step)) else []
+        return "  ".join(parts)
 
     def _show_step(self, step: int) -> None:
         if self._bars:

@@ -48,16 +48,17 @@ class SavedRun:
         Raises: UserError, listing the steps, if there is no such checkpoint.
         """
         steps = {step: self._accuracy(step) for step in self._manager.all_steps()}
-        there = ", ".join(f"{step}" + ("" if x is None else f" ({x:.1%})") for step, x in steps.items())
+        judged = [(accuracy, step) for step, accuracy in steps.items() if accuracy is not None]
+        names = [f"{step}" + ("" if x is None else f" ({x:.1%})") for step, x in steps.items()]
+        there = ", ".join([*names, *(["best"] if judged else []), "last"])
         if which == "last":
             return max(steps)
         if which == "best":
-            judged = [(accuracy, step) for step, accuracy in steps.items() if accuracy is not None]
             if not judged:
                 raise UserError(f"--step best: no checkpoint of {self._folder} has an evaluation; there is {there}")
             return max(judged)[1]
         if not which.isdecimal() or int(which) not in steps:
-            raise UserError(f"--step {which}: {self._folder} has no such checkpoint; there is {there}, best, last")
+            raise UserError(f"--step {which}: {self._folder} has no such checkpoint; there is {there}")
         return int(which)
 
     def params(self, step: int, place: Callable[[PyTree], PyTree] | None = None) -> PyTree:

@@ -218,7 +218,16 @@ REFUSED = {  # rows, function, section, convert, and a part of the line
         "asks for column 'data_source', which the data does not have (data.source); there is answer: rename one",
     ),
     "empty answers": (
-        [{"answer": ""}, {"answer": None}], "gsm8k.accuracy", "data", "", "'answer', which is empty in all rows"
+        [{"answer": ""}, {"answer": None}], "gsm8k.accuracy", "data", "", 
+        "'answer', which is empty in all 2 rows (data.source); there is none: fill it, or make it with data.convert",
+    ),
+    "empty answers beside full solutions": (
+        [{"answer": None, "solution": "2"}] * 2, "gsm8k.accuracy", "data", "",
+        f"'answer', which is empty in all 2 rows (data.source); {NAMED}data.answer_column = 'solution'",
+    ),
+    "another column that is empty": (
+        [{"numbers": None, "target": 1}] * 2, "countdown.accuracy", "data", "",
+        "'numbers', which is empty in all 2 rows (data.source); there is target: fill it, or make it with data.convert",
     ),
     "an episode": ([{"answer": "2"}], "environment.reward", "data", "", "only episodes have it, in a run with an"),
     "tests": (

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jaxrl_llm.compilation import Compilations
+
 
 def test_determinism_is_a_flag_that_xla_knows_and_has_before_it_finds_its_devices():
     code = """if True:
@@ -18,6 +20,16 @@ def test_determinism_is_a_flag_that_xla_knows_and_has_before_it_finds_its_device
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[2. 2.] --xla_cpu_enable_fast_math=false --xla_gpu_deterministic_ops=true\n", done.stderr
+
+
+def test_programs_of_the_cache_and_compiled_ones_are_told_apart():
+    compilations = Compilations()
+    compilations.close()
+    compilations.programs.update(update=3, decode=16)
+    compilations.from_cache, compilations.seconds = 12, 29.4
+    assert str(compilations) == "19 programs: 12 from the cache, 7 compiled in 29 s"
+    compilations.in_background = 3.7
+    assert str(compilations).endswith("7 compiled in 29 s and 4 s in the background")
 
 
 def test_compiled_programs_are_kept_in_the_users_cache_folder_unless_told_otherwise(tmp_path):

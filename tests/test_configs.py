@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import re
@@ -16,6 +17,7 @@ from jaxrl_llm import configs
 from jaxrl_llm.config import checks, suggestions
 from jaxrl_llm.config import load as config
 from jaxrl_llm.config.names import with_names
+from jaxrl_llm.configs import grpo, ppo
 from jaxrl_llm.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -208,21 +210,53 @@ def test_a_program_gets_the_file_of_a_shipped_config(monkeypatch):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (lambda c: setattr(c, "num_steps", "3"), "config field num_steps = '3' (str): give int, like 100"),
-    (lambda c: setattr(c.optim, "end", "x"), "config field end = 'x' (str): give float, like 0.0"),
+    (lambda c: setattr(c, "num_steps", "three"), "config.num_steps is 'three': give a whole number, such as 100"),
+    (lambda c: setattr(c.optim, "end", "x"), "config.optim.end is 'x': give a number, such as 0.0"),
+    (lambda c: setattr(c.model, "dtype", 16), "config.model.dtype is 16: give text, such as 'float32'"),
+    (lambda c: setattr(c.data, "convert", 16), "config.data.convert is 16: give text"),
+    (lambda c: setattr(c.health, "self_test", "no"), "config.health.self_test is 'no': give True or False"),
+    (lambda c: setattr(c.kl, "horizon", c.mask), "config.kl.horizon is a section: give a whole number, such as 10000"),
+    (lambda c: setattr(c, "mesh", 8), "config.mesh is a section: set one of mesh.data, mesh.fsdp, mesh.tensor"),
     (
-        lambda c: setattr(c.eval, "function", json.loads),
-        "config field function takes no function: give its name, 'json.loads'",
+        lambda c: setattr(c.data.curriculum, "skip", "x"),
+        "config.data.curriculum.skip is 'x': give a number, such as 0.0",
     ),
-    (lambda c: c.update(dict(kl=dict(coef="x"))), "config field coef = 'x' (str): give float, like 0.001"),
+    (
+        lambda c: setattr(c.loss, "name", json.loads),
+        "config.loss.name takes no function: give its name, 'json.loads'",
+    ),
+    (lambda c: c.update(dict(kl=dict(coef="x"))), "config.kl.coef is 'x': give a number, such as 0.001"),
 ])  # fmt: skip
-def test_a_value_of_another_type_is_refused_where_a_script_sets_it(change, words):
-    c = config.load("grpo")
+@pytest.mark.parametrize("made", [grpo.get_config, lambda: config.load("grpo")], ids=["get_config", "load"])
+def test_a_value_of_another_type_is_refused_where_a_script_sets_it(made, change, words):
+    c = made()
     c.optim.learning_rate, c.log.to, c.loss = 1e-4, ["tensorboard"], ConfigDict(dict(name="topr"))  # what fits
     with pytest.raises(UserError) as refused:
         change(c)
     assert str(refused.value) == words
     checks.check_train(c.copy_and_resolve_references().lock())
+
+
+def test_a_moved_or_copied_section_names_its_new_place():
+    c = ppo.get_config()
+    c.teacher = dict(path="", inner=dict(size=1))
+    for copied in (c, copy.deepcopy(c), c.copy_and_resolve_references()):
+        for section, name, path in (
+            (copied.critic.optim, "b1", "critic.optim.b1"),
+            (copied.teacher.inner, "size", "teacher.inner.size"),
+        ):
+            with pytest.raises(UserError, match=rf"^config.{path} is 'x': give a"):
+                section[name] = "x"
+
+
+def test_one_value_is_a_tuple_of_one():
+    c = grpo.get_config()
+    c.reward.functions, c.reward.weights, c.log.to = "math.accuracy", 1.0, "tensorboard"
+    assert (c.reward.functions, c.reward.weights, c.log.to) == (("math.accuracy",), (1.0,), ("tensorboard",))
+    checks.check_train(c.lock())
+    c.reward.functions = 3
+    with pytest.raises(UserError, match=r"config.reward.functions: one is 3: give text"):
+        checks.check_train(c)
 
 
 def test_an_override_moves_a_field_that_refers_to_another(tmp_path):

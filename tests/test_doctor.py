@@ -13,6 +13,9 @@ from tensorboardX import SummaryWriter
 from test_health import FAULTS, run
 
 from jaxrl_llm import doctor
+from jaxrl_llm.banner import totals_table
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import logs
 from jaxrl_llm.tensorboard import TensorBoardWriter
@@ -218,7 +221,7 @@ def test_a_run_is_told_in_lines_the_worst_first(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="1"):
         doctor.main()
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "40 records, up to step 40"
+    assert first == "40 records, of steps 1 to 40"
     assert [line.split(": ")[1] for line in lines] == sorted(line.split(": ")[1] for line in lines)  # error, warning
     assert any(line.startswith("steps ") and " to 40: error: entropy " in line for line in lines)
 
@@ -229,7 +232,7 @@ def test_what_a_log_does_not_have_to_judge_is_said(tmp_path, capsys):
     for name, records in {"few": few, "of_sft": of_sft, "whole": run()}.items():
         doctor.print_spells([], records)
         lines[name] = capsys.readouterr().out.splitlines()[1:]
-    few_steps = "note: rules that compare with the first steps judge from step 13 on, and the log has 6 steps"
+    few_steps = "note: rules that compare with the first steps judge from step 13 on, and the log ends at step 6"
     no_reward = "note: the log has no reward, so that the rules on rewards and groups judge nothing"
     nothing = "no rule finds anything"
     assert lines == {"few": [nothing, few_steps], "of_sft": [nothing, no_reward], "whole": [nothing]}
@@ -248,6 +251,16 @@ def test_what_a_log_does_not_have_to_judge_is_said(tmp_path, capsys):
 def test_what_it_cannot_look_at_is_an_error_in_a_line(arguments, words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["doctor", *arguments])
     with pytest.raises(UserError, match=words):
+        doctor.main()
+
+
+def test_a_folder_of_runs_is_an_error_with_the_runs_in_it(tmp_path, monkeypatch):
+    for i in range(7):
+        (tmp_path / f"run{i}").mkdir()
+        write_workdir(tmp_path / f"run{i}", run())
+    (tmp_path / "run0" / "x.tfevents.1").touch()
+    monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(tmp_path)])
+    with pytest.raises(UserError, match=r"is a folder of runs: give one of .*/run0, .*/run4 and 2 more$"):
         doctor.main()
 
 
@@ -308,6 +321,13 @@ def test_a_config_is_told_with_its_totals(monkeypatch, capsys):
     assert [found["id"] for found in told["findings"]] == ["many_updates", "small_updates", "published"]
 
 
+def test_a_config_is_told_in_the_words_of_the_banner(capsys):
+    doctor.print_config(totals := checks.check_train(load(ROOT / "configs" / "grpo.py")), [])
+    printed = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()[:-1]]
+    assert printed == [[name, f"{value:,}"] for name, value in totals_table(totals)]
+    assert ["optimizer steps per rollout", "1"] in printed and "update" not in str(printed)
+
+
 def cases() -> list[tuple[str, str, str]]:
     """The settings of published failures in docs/health.md, with what is to be said of them."""
     text = (ROOT / "docs" / "health.md").read_text().split("## The five cases")[1].split("\n## ")[0]
@@ -335,7 +355,7 @@ def test_a_warm_up_is_told_in_steps(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["doctor", "--config", *settings.split()])
         with pytest.raises(SystemExit, match="0"):
             doctor.main()
-        assert re.search(rf"warmup steps +{expected}\n", capsys.readouterr().out)
+        assert re.search(rf"warm-up steps +{expected}\n", capsys.readouterr().out)
 
 
 def test_a_measured_result_is_that_of_its_file(monkeypatch, capsys):

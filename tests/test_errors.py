@@ -95,15 +95,17 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 
 @table("argv words", {
-    "an unknown field": ("nun_steps=1", "no field nun_steps | did you mean num_steps?"),
-    "a field like no other": ("optim.xyz=1", "no field optim.xyz | there is optim."),
-    "an unknown section": ("optimizer.eps=1", "no section optimizer | did you mean optim.eps?"),
-    "the word of another trainer": ("optim.lr=1e-5", "no field optim.lr | did you mean optim.learning_rate?"),
-    "a name that is near no other": ("optim.b3=1", "no field optim.b3 | there is optim."),
-    "a section that is not there": ("lora.rank=8", "no section lora | in a file, as the shipped config lora does"),
+    "an unknown field": ("nun_steps=1", "config.nun_steps is not a field; did you mean num_steps?"),
+    "a field like no other": ("optim.xyz=1", "config.optim.xyz is not a field | there is optim."),
+    "an unknown section": ("optimizer.eps=1", "config.optimizer is not a section | did you mean optim.eps?"),
+    "the word of another trainer":
+        ("optim.lr=1e-5", "config.optim.lr is not a field | did you mean optim.learning_rate?"),
+    "a name that is near no other": ("optim.b3=1", "config.optim.b3 is not a field | there is optim."),
+    "a section that is not there":
+        ("lora.rank=8", "config.lora is not a section | in a file, as the shipped config lora does"),
     "a section set like a field": ("optim=1", "config.optim is a section | set one of optim."),
-    "a word for a number": ("num_steps=many", "config.num_steps = 'many' | give int, like"),
-    "a fraction for a count": ("num_steps=1.5", "config.num_steps = '1.5' | give int, like"),
+    "a word for a number": ("num_steps=many", "config.num_steps is 'many': give a whole number, such as 100"),
+    "a fraction for a count": ("num_steps=1.5", "config.num_steps is '1.5': give a whole number, such as 100"),
     "a number below its range": ("num_steps=0", "config.num_steps is 0 | at least 1"),
     "a number above its range": ("rollout.top_p=2.", "config.rollout.top_p is 2.0 | at most 1"),
     "a number just outside its range": ("rollout.temperature=0.", "config.rollout.temperature is 0.0 | above 0"),
@@ -181,7 +183,7 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "an entropy target that nothing moves towards":
         ("entropy.target=0.5 entropy.step=0.1", "config.entropy.target = 0.5 | most = 0.0: give both"),
     "an off-policy mask where nothing is off-policy":
-        ("mask.off_policy=0.1", "config.mask.off_policy = 0.1 | with one update | set it to 0.0"),
+        ("mask.off_policy=0.1", "config.mask.off_policy = 0.1 | only optimizer step | set it to 0.0"),
     "a bound below the upper clip": ("loss.delta=1.1", "config.loss.delta = 1.1 | above 1 + clip_high | 0 for none"),
     "importance weights of which none is kept":
         ("importance.action=mask importance.low=2. importance.high=1.", "config.importance.low = 2.0 | high = 1.0"),
@@ -197,20 +199,20 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("aggregate.mode=constant", "config.aggregate.constant_length = 0 | give a length in tokens"),
     "a constant that is not used": ("aggregate.constant_length=9", "config.aggregate.constant_length | set it to 0"),
     "more weights than reward functions":
-        ("reward.functions=countdown.accuracy", "config.reward has 1 functions and 2 weights | give each function one"),
+        ("reward.functions=countdown.accuracy", "has 1 function and 2 weights: | such as reward.weights = (1.0,)"),
     "several functions of which one is not there":
         ("reward.functions=math.accuracy,math.is_box reward.weights=1.0,0.5", "'math.is_box' | mean math.is_boxed?"),
     "the same reward function twice":
-        ("reward.functions=('math.accuracy','math.accuracy')", "'math.accuracy' 2 times | give it once"),
+        ("reward.functions=('math.accuracy','math.accuracy')", "'math.accuracy' twice | give it once"),
     "a reward function with an argument that it does not take":
         ("reward.weights=1. reward.functions=gsm8k.accuracy(way='strict')",
          "config.reward.functions: gsm8k.accuracy has no argument 'way' | it takes method"),
     "the same reward function with other arguments":
-        ("reward.functions=(\"gsm8k.accuracy(method='strict')\",'gsm8k.accuracy')", "'gsm8k.accuracy' 2 times"),
+        ("reward.functions=(\"gsm8k.accuracy(method='strict')\",'gsm8k.accuracy')", "'gsm8k.accuracy' twice"),
     "a judge whose argument is no plain value":
         ("eval.every=1 eval.function=gsm8k.accuracy(x)", "config.eval.function 'gsm8k.accuracy(x)' cannot be read"),
     "a number for a reward function":
-        ("reward.functions=('math.accuracy',1)", "reward.functions | 1 (int) | give str"),
+        ("reward.functions=('math.accuracy',1)", "reward.functions: one is 1: give text"),
     "an unknown reward":
         ("reward.weights=1. reward.functions=math.acuracy", "reward.functions 'math.acuracy' | mean math.accuracy?"),
     "a reward in a module that is not there":
@@ -232,7 +234,11 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "an unknown conversion of the problems":
         ("eval.every=1 eval.convert=gsm8k.covert", "config.eval.convert 'gsm8k.covert' | mean gsm8k.convert?"),
     "a missing data file":
-        ("data.source=rows.jsonl", "data file rows.jsonl does not exist | give the path of one"),
+        ("data.source=rows.jsonl",
+         "config.data.source: data file rows.jsonl does not exist; this folder has sums.jsonl: give the path of one"),
+    "a missing file of problems":
+        ("eval.every=1 eval.source=lab/rows.csv",
+         "config.eval.source: data file lab/rows.csv does not exist; there is no folder lab: give the path of one"),
     "a missing Parquet file":
         ("data.source=rows.parquet", "data file rows.parquet does not exist | give the path of one"),
     "a missing model folder":
@@ -264,9 +270,15 @@ def test_a_config_is_refused_for(refuse: Refuse, argv: str, words: str) -> None:
     "a shipped config by a wrong name": (["--config", "gropo"], "--config gropo: no such file | did you mean grpo?"),
     "a file of a repository which is elsewhere":
         (["--config", "configs/dapo.py"], "--config configs/dapo.py: no such file | --config dapo is the shipped"),
+    "a config of one's own without its ending":
+        (["--config", "mine"], "--config mine: no such file; did you mean mine.py?"),
+    "a config of one's own by a wrong name": (["--config", "min.py"], "no such file; did you mean mine.py?"),
+    "a config of the other trainer":
+        (["--config", "sft"], "this is a config of supervised fine-tuning: run it with jaxrl sft"),
     "a field without its value": ([*command(), "--config.num_steps"], "--config.num_steps has no value | =VALUE"),
 })  # fmt: skip
-def test_a_command_is_refused_for(refuse: Refuse, argv: list[str], words: str) -> None:
+def test_a_command_is_refused_for(place: Path, refuse: Refuse, argv: list[str], words: str) -> None:
+    (place / "mine.py").touch()
     refuse(train, argv, words)
 
 
@@ -350,6 +362,9 @@ def test_wandb_is_refused_where_it_is_not_installed(refuse: Refuse, monkeypatch:
     "that imports a shipped config as its neighbour":
         ("import grpo\n", "bad.py cannot be run | bad.py:1 | write 'from jaxrl_llm.configs import grpo'"),
     "that ends the program": ("import sys\nsys.exit(3)\n", "bad.py cannot be run | SystemExit: 3 | bad.py:2"),
+    "that sets a value of another type":
+        ("from jaxrl_llm.configs import grpo\n\ndef get_config():\n    c = grpo.get_config()\n    c.optim.end = 'x'\n",
+         "config.optim.end is 'x': give a number, such as 0.0 (bad.py:5)"),
     "without get_config": ("c = 1\n", "bad.py | define get_config()"),
     "that returns no ConfigDict":
         ("def get_config():\n    return {}\n", "bad.py | returning an ml_collections.ConfigDict"),
@@ -366,12 +381,12 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
         ("del c.data.chat_template_args", "config.data.chat_template_args is missing | add it"),
     "with a number for a section of one's own fields":
         ("del c.data.chat_template_args; c.data.chat_template_args = 1",
-         "config.data.chat_template_args is 1 (int): give dict"),
+         "config.data.chat_template_args is 1: give a section"),
     "without the name of a function": ("del c.loss.name", "config.loss.name is missing"),
     "with a number for the name of a function":
-        ("c.loss = ConfigDict(dict(name=1))", "config.loss.name is 1 | give str"),
+        ("c.loss = ConfigDict(dict(name=1))", "config.loss.name is 1: give text"),
     "with a field of its own": ("c.sede = 1", "config.sede is not a field | did you mean seed?"),
-    "with a wrong type": ("del c.seed; c.seed = '0'", "config.seed is '0' (str) | give int"),
+    "with a wrong type": ("del c.seed; c.seed = '0'", "config.seed is '0': give a whole number"),
     "with an estimator that asks for a critic":
         ("c.advantage = ConfigDict(dict(name='gae'))", "config.critic is missing | 'gae' | configs/ppo.py"),
     "with an estimator that asks for a teacher":
@@ -388,7 +403,7 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
         ("c.advantage = ConfigDict(dict(name='pass_at_k', k=9))", "config.advantage.k = 9: give 1 to group_size = 8"),
     "with several updates and no ratio":
         ("c.loss = ConfigDict(dict(name='reinforce')); c.epochs = 2",
-         "config.loss.name = 'reinforce' has no ratio | 2 updates on a rollout | set epochs = 1"),
+         "config.loss.name = 'reinforce' has no ratio | 2 optimizer steps on a rollout | set epochs = 1"),
     "with advantages of tokens for a loss of sequences":
         ("c.loss = ConfigDict(dict(name='gmpo')); c.advantage = ConfigDict(dict(name='reinforce_pp'))",
          "config.loss.name = 'gmpo' wants an advantage a completion | 'reinforce_pp'"),
@@ -421,7 +436,7 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
         ("c.group_size = 1; c.rollout.resample_rounds = 1; c.advantage = ConfigDict(dict(name='remax'))",
          "config.rollout.resample_rounds = 1 | a group of 1 | set it to 0"),
     "with a wrong type of an argument":
-        ("c.loss = ConfigDict(dict(name='ppo_clip', clip_low='a'))", "config.loss.clip_low is 'a' (str) | give float"),
+        ("c.loss = ConfigDict(dict(name='ppo_clip', clip_low='a'))", "config.loss.clip_low is 'a': give a number"),
 })  # fmt: skip
 def test_a_config_file_is_refused_that_is_complete_but(place: Path, refuse: Refuse, change: str, words: str) -> None:
     text = (CONFIGS / "grpo.py").read_text()
@@ -568,7 +583,9 @@ def test_a_critic_with_fewer_positions_than_the_texts_need_is_refused(place: Pat
 
 @table("text argv words", {
     "without a row": ("\n \n", "", "rows.jsonl holds no rows | give a data source that has some"),
-    "with a torn line": ('{"prompt": "1+1"}\n{"prompt', "", "rows.jsonl line 2: | every line must be one JSON object"),
+    "with a torn line":
+        ('{"prompt": "1+1"}\n{"prompt', "",
+         "rows.jsonl line 2, column 2 is no JSON (Unterminated string | every line must be one JSON object"),
     "with a line that is a list": ("\n[1]\n", "", "rows.jsonl line 2 is list | every line must be one JSON object"),
     "in another encoding": ('{"prompt": "\xe9"}', "", "rows.jsonl line 1 | utf-8"),
     "without a column 'prompt'":
@@ -689,6 +706,14 @@ def test_a_run_stops_for_a_reward_that_asks_for_a_column_which_is_not_there(plac
     )
 
 
+def test_a_run_stops_for_a_reward_that_asks_for_what_only_trl_has(place: Path, refuse: Refuse) -> None:
+    (place / "mine.py").write_text("def f(completions, trainer_state):\n    return [1.0] * len(completions)\n")
+    words = (
+        "mine.f asks for 'trainer_state', the state of TRL's trainer, which does not exist here: take it out | =None"
+    )
+    refuse(train, command("reward.weights=1. reward.functions=mine.f"), words)
+
+
 def test_a_column_that_the_judge_of_the_evaluation_asks_for_is_missed_before_weights_are_read(
     place: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -794,7 +819,7 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model
     "heads of an odd size": ("model.hidden_size=132", "config.model.hidden_size = 132 | give a multiple of 8"),
     "key heads that do not divide the heads":
         ("model.num_key_value_heads=3", "config.model.num_key_value_heads = 3 | give a divisor"),
-    "a field of another trainer": ("group_size=8", "no field group_size"),
+    "a field of another trainer": ("group_size=8", "config.group_size is not a field"),
     "an end of a constant rate": ("optim.decay=constant optim.end=1e-6", "config.optim.end = 1e-06 | to 0.0"),
     "the best checkpoints of a run that is not graded": ("checkpoint.keep_best=2", "keep_best = 2 | eval.every is 0"),
     "the size of a model that is there":
@@ -808,10 +833,17 @@ def test_fine_tuning_of_a_new_model_is_refused_for(place: Path, refuse: Refuse, 
     refuse(sft, ["--config", str(CONFIGS / "sft.py"), "--workdir", "run", *tiny, *fields(argv)], words)
 
 
+def test_fine_tuning_with_a_config_of_reinforcement_learning_is_refused(refuse: Refuse) -> None:
+    refuse(sft, ["--config", "grpo"], "this is a config of reinforcement learning: run it with jaxrl train")
+
+
 @table("argv words", {
     "no task": ("", "--task is missing | a task"),
     "a model and a run": ("--task=arithmetic --run=run", "--model | or --run"),
-    "an unknown task": ("--task=arithmetik", "--task 'arithmetik | did you mean arithmetic."),
+    "an unknown task":
+        ("--task=arithmetik", "--task 'arithmetik': there is no such task or file; did you mean arithmetic?"),
+    "the problems of a task": ("--task=arithmetic.held_out", "there is no such task or file; did you mean arithmetic?"),
+    "a task like no other": ("--task=lab.exam", "'lab.exam' | give one of arithmetic, countdown, or a file of rows"),
     "a file without a judge": ("--task=sums.jsonl", "--task is a file | --function"),
     "an unknown judge":
         ("--task=sums.jsonl --function=math.acuracy", "--function 'math.acuracy' | mean math.accuracy?"),

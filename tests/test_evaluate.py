@@ -6,6 +6,7 @@ import json
 import sys
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,27 @@ import pytest
 from jaxrl_llm import evaluate, scores
 from jaxrl_llm.data.tasks import arithmetic
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.saved_run import SavedRun
 
 MODEL = Path(evaluate.__file__).parent / "assets" / "arithmetic"
+
+
+def test_a_step_that_is_refused_is_answered_with_those_that_are_not():
+    run = object.__new__(SavedRun)
+    run._folder = Path("run")
+    for accuracies, best in (({25: None, 30: None}, False), ({25: 0.5, 30: None}, True)):
+        measured = {step: {"accuracy": x} if x else None for step, x in accuracies.items()}
+        run._manager = SimpleNamespace(all_steps=lambda at=accuracies: list(at), metrics=measured.get)
+        with pytest.raises(UserError) as refused:
+            run.find("7")
+        steps = "25 (50.0%), 30, best, last" if best else "25, 30, last"
+        assert str(refused.value) == f"--step 7: run has no such checkpoint; there is {steps}"
+        assert run.find("last") == 30
+        if best:
+            assert run.find("best") == 25
+            continue
+        with pytest.raises(UserError, match=r"--step best: no checkpoint of run has an evaluation; there is 25, 30, l"):
+            run.find("best")
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])

@@ -196,11 +196,13 @@ def test_a_function_of_a_config_file_judges_and_is_named_by_the_file(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from jaxrl_llm.configs import grpo\nWORTH = 7.0\n\n"
         "def score(completions, **columns):\n    return [WORTH] * len(completions)\n\n"
-        "def get_config():\n    c = grpo.get_config()\n    c.reward.functions, c.reward.weights = (score,), (1.0,)\n"
+        "def get_config():\n    c = grpo.get_config()\n    c.reward.functions, c.reward.weights = score, 1.0\n"
+        "    c.eval.function = score\n"
         "    return c\n"
     )
     c = configs.load(tmp_path / "mine.py")
     assert c.reward.functions == ("mine.score",)
+    assert c.eval.function == "mine.score"
     for timeout in (0.0, 20.0):
         with closing(RewardFn(c.reward.functions, (1.0,), timeout, field="x")) as reward:
             assert reward([{"prompt": "?"}], [["a"]], [[[1]]]).channels["total"].tolist() == [[7.0]]
@@ -212,6 +214,13 @@ def test_a_function_without_a_name_is_refused_in_one_line(function):
     c.reward.functions = (function,)
     with pytest.raises(UserError, match=r"config.reward.functions has .* which has no name: .* name it 'file.f'"):
         with_names(c)
+    c.reward.functions, c.eval.function = (of_verl,), function
+    with pytest.raises(UserError, match=r"config.eval.function has .* which has no name: .* name it 'file.f'"):
+        with_names(c)
+    c.eval.function = of_verl
+    c.eval.function = "math.accuracy"  # and a name again
+    named = with_names(c)
+    assert (*named.reward.functions, named.eval.function) == ("test_own_functions.of_verl", "math.accuracy")
 
 
 def ends_the_program(completions, **_):

@@ -6,6 +6,7 @@ import gzip
 import json
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -14,7 +15,7 @@ import pytest
 from test_recipes import write_qwen
 
 from jaxrl_llm import sharding
-from jaxrl_llm.banner import batch_table
+from jaxrl_llm.banner import batch_table, models_table, shapes_table
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
@@ -24,6 +25,7 @@ from jaxrl_llm.data.tasks import verl
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.reward_fn import call
+from jaxrl_llm.rollout.compaction import Slots
 
 ROOT = Path(__file__).parent.parent
 ASKED = [{"role": "user", "content": "1+1"}]
@@ -78,11 +80,11 @@ def test_a_file_is_read(place, name, content, rows):
 
 
 REFUSED = {
-    "no JSON": ("x.jsonl", LINE + b"\n{'a': 1}", "x.jsonl line 2: .*: every line must be one JSON object$"),
-    "brackets without end": ("x.jsonl", b"[" * 100_000, "x.jsonl line 1: maximum recursion .* one JSON object"),
-    "a number of too many digits": ("x.jsonl", b'{"n": ' + b"9" * 5000 + b"}", "x.jsonl line 1: Exceeds the limit"),
-    "an object over several lines": ("x.json", b'{\n"prompt": "a"}', "x.json line 1: .*, or the file an array"),
-    "a torn array": ("x.json", b"[" + LINE, "x.json: .*: the file must be one array of JSON objects"),
+    "no JSON": ("x.jsonl", LINE + b"\n{'a': 1}", "x.jsonl line 2, column 2 is no JSON .*: every line must be one"),
+    "brackets without end": ("x.jsonl", b"[" * 100_000, "x.jsonl line 1 cannot be read .maximum recursion .* one"),
+    "a number of too many digits": ("x.jsonl", b'{"n": ' + b"9" * 5000 + b"}", "line 1 cannot be read .Exceeds the"),
+    "an object over several lines": ("x.json", b'{\n"prompt": "a"}', "line 1, column 2 is no JSON .*, or the file an"),
+    "a torn array": ("x.json", b"[" + LINE, "x.json line 1, column .* is no JSON .*: the file must be one"),
     "an array of text": ("x.json", b'["a"]', "x.json element 1 is str"),
     "an empty array": ("x.json", b"[]", "x.json holds no rows"),
     "a torn archive": ("x.jsonl.gz", gzip.compress(LINE)[:-9], "x.jsonl.gz cannot be read .*: give a file"),
@@ -149,11 +151,13 @@ def test_a_file_that_does_not_exist_is_refused_with_those_that_do(place):
     for i in range(7):
         (place / f"{i}.jsonl").touch()
     line = (
-        r"data file .*train-\*.parquet does not exist; .* has 0.jsonl, 1.jsonl, 2.jsonl, 3.jsonl, 4.jsonl and 2 more: "
+        r"config.data.source: data file .*train-\*.parquet does not exist; the folder .* has 0.jsonl, .* and 2 more: "
     )
     with pytest.raises(UserError, match=line):
         load_rows(str(place / "train-*.parquet"))
-    with pytest.raises(UserError, match=r"nowhere/x.csv does not exist: give the path of one that does"):
+    with pytest.raises(
+        UserError, match=r"nowhere/x.csv does not exist; there is no folder .*nowhere: give the path of one that does"
+    ):
         load_rows(str(place / "nowhere" / "x.csv"))
 
 
@@ -253,6 +257,26 @@ def test_the_banner_says_which_rows_lack_a_column_and_which_prompts_are_equal():
     lacking = ("", "3 of 80 rows have no 'answer'")
     judge = ("", "of arithmetic.held_out, judged by arithmetic.accuracy")
     assert [row for row in table if not row[0]] == [lacking, equal, judge, lacking, equal]  # of prompts, of problems
+
+
+def test_the_banner_names_models_with_what_they_give_and_shapes():
+    scorers = {"reference": SimpleNamespace(columns=("ref_logprobs",))}
+    learners = {"critic": SimpleNamespace(frozen_steps=0), "policy": SimpleNamespace(frozen_steps=5)}
+    assert models_table(scorers, learners) == [
+        ("models that score", "reference (ref_logprobs)"),
+        ("models that learn", "critic, policy (from step 6)"),
+    ]
+    decoding = "64 x 8 completions of 28 tokens on a device; up to 5 smaller ones are compiled where they save time"
+    learning = "4 rows of 24 completion tokens for a prompt; up to 3, none larger than the first batch needs"
+    slots = [Slots(64, width, 28) for width in range(8, 0, -1)]
+    assert shapes_table(slots, [(4, 24), (2, 24)]) == [
+        ("decoding, largest shape", decoding),
+        ("learning, largest shape", learning),
+    ]
+    assert shapes_table(slots[:1], [(1, 24)]) == [
+        ("decoding, largest shape", decoding.partition(";")[0]),
+        ("learning, largest shape", "1 row of 24 completion tokens for a prompt"),
+    ]
 
 
 def test_verl_rows_give_math_and_countdown_what_they_ask_for(place):

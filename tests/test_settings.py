@@ -8,6 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 import tiny
+from ml_collections import ConfigDict
 
 from jaxrl_llm.checkpoint import keep_schedule, open_workdir
 from jaxrl_llm.config import checks
@@ -65,6 +66,26 @@ def test_a_rate_is_high_by_the_models_width_and_by_what_is_learned(name, model, 
     assert [line.startswith(f"warning: optim.learning_rate = {rate:g} is ") for line in lines] == [True] * warned
 
 
+def test_an_evaluation_of_other_problems_than_those_trained_on_is_told():
+    problems = "warning: eval.source = 'arithmetic.held_out' has other problems than "
+    for name in ("grpo", "sft"):
+        (line,) = said(name, data__source="fixed.jsonl")
+        assert line.startswith(f"{problems}data.source = 'fixed.jsonl': ")
+        assert "set eval.source and eval.function (now arithmetic.accuracy), or eval.every = 0" in line
+    (line,) = said("grpo", data__source="countdown.train")
+    assert line.startswith(problems)
+    quiet = [dict(data__source="fixed.jsonl", eval__source="exam.jsonl"), dict(data__source="arithmetic.held_out")]
+    quiet += [dict(data__source="fixed.jsonl", eval__every=0, checkpoint__keep_best=0)]
+    assert [said("grpo", **changes) for changes in quiet] == [[], [], []]
+    c = config.load("grpo")
+    parts = [ConfigDict(dict(source=source, convert="", weight=1.0)) for source in ("a.jsonl", "arithmetic.train")]
+    c.data.source, c.data.mixture.a, c.data.mixture.b = "", *parts
+    assert findings(Settings(c, checks.check_train(c), SMALL)) == []
+    c.data.mixture.b.source = "b.jsonl"
+    (found,) = findings(Settings(c, checks.check_train(c), SMALL))
+    assert found.line().startswith(f"{problems}data.mixture: ")
+
+
 def test_a_critics_rate_is_looked_at_too():
     (line,) = said("ppo", critic__optim__learning_rate=1.0)
     assert line.startswith("warning: critic.optim.learning_rate = 1 is 0.004 or more")
@@ -73,11 +94,11 @@ def test_a_critics_rate_is_looked_at_too():
 @pytest.mark.parametrize(
     ("name", "each", "epochs", "words"),
     [
-        ("grpo", 1, 40, "warning: 2,560 updates on a rollout, more than 4: "),
-        ("grpo", 16, 2, "warning: 8 updates on a rollout, more than 4: "),
+        ("grpo", 1, 40, "warning: 2,560 optimizer steps on a rollout, more than 4: "),
+        ("grpo", 16, 2, "warning: 8 optimizer steps on a rollout, more than 4: "),
         ("grpo", 16, 1, ""),
         ("ppo", 64, 4, ""),
-        ("ppo", 16, 2, "warning: 32 updates on a rollout, more than 16: "),
+        ("ppo", 16, 2, "warning: 32 optimizer steps on a rollout, more than 16: "),
     ],
 )
 def test_many_updates_on_a_rollout_are_warned_of(name, each, epochs, words):
@@ -94,14 +115,14 @@ def test_many_updates_on_a_rollout_are_warned_of(name, each, epochs, words):
         (dict(optim__warmup_ratio=0.95, optim__warmup_steps=0), ["the warm-up takes 95 of 100 optimizer steps"]),
         (
             dict(kl__placement="none", kl__coef=0.0, epochs=4, num_steps=3000, model__dtype="bfloat16"),
-            ["12,000 updates, 4 on a rollout, without KL penalty and correction"],
+            ["12,000 optimizer steps, 4 on a rollout, without KL penalty and correction"],
         ),
         (dict(kl__placement="none", kl__coef=0.0, epochs=4, num_steps=300, model__dtype="bfloat16"), []),
         (dict(epochs=4, num_steps=3000, model__dtype="bfloat16"), []),
     ],
 )
 def test_settings_of_published_failures_are_told(changes, words):
-    lines = [line for line in said("grpo", **changes) if "updates on a rollout, more" not in line]
+    lines = [line for line in said("grpo", **changes) if "on a rollout, more than" not in line]
     assert [line.split(": ")[1] for line in lines] == words
 
 
@@ -121,7 +142,9 @@ def test_few_sequences_in_an_update_are_warned_of(name, changes, warned):
 
 def test_a_clip_that_clips_nothing_is_noted_where_it_was_changed():
     (line,) = said("grpo", loss__clip_high=0.28)
-    assert line.startswith("note: with one update on a rollout the ratio is 1, so that loss.clip_high = 0.28 has no")
+    assert line.startswith(
+        "note: with one optimizer step on a rollout the ratio is 1, so that loss.clip_high = 0.28 has no"
+    )
     assert said("dapo") == []  # it has several, and the same clip
     assert said("gspo", prompts_per_update=64) == []  # its clips are the loss's own
     assert said("gspo", prompts_per_update=64, loss__level="token") == []  # which has an effect on a gradient

@@ -33,6 +33,16 @@ def test_what_cannot_be_seen_is_an_escape_and_the_rest_stays():
     assert printable(plain) == plain
 
 
+def test_a_line_of_the_console_has_no_blanks_at_its_end(tmp_path, capsys):
+    log = Log(tmp_path, load(Path(__file__).parent.parent / "configs" / "grpo.py"))
+    log._start, log._began = 0, 0.0
+    for step in (0, 1):
+        log.say(log._line(step, {"step": step, "eval/accuracy": 0.11}))
+    before, after = capsys.readouterr().out.splitlines()
+    assert before == "step   0/100  accuracy 11.0%"
+    assert after.startswith("step   1/100  accuracy 11.0%  left ")
+
+
 def spoken(capsys: pytest.CaptureFixture[str], attack: str, tmp_path: Path) -> dict[str, str]:
     """Returns what each way to the terminal prints of a text."""
     log = Log(tmp_path, load(Path(__file__).parent.parent / "configs" / "grpo.py"))

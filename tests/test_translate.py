@@ -617,7 +617,7 @@ def test_the_program_writes_a_config_prints_the_table_and_what_the_doctor_says(t
     assert program.run(write(tmp_path, "run.sh", many), to, 0, 0) == 0
     said = capsys.readouterr().out
     assert "run.sh: 25 keys of veRL (0.9.1)" in said and "mapped" in said and "unsupported" in said
-    assert "the checks pass" in said and "16 updates on a rollout, more than 4" in said
+    assert "the checks pass" in said and "16 optimizer steps on a rollout, more than 4" in said
     assert "the rule learning_rate needs config.json of Qwen/Qwen2.5-0.5B-Instruct" in said
     c = load(to)
     checks.check_train(c.lock())

@@ -79,6 +79,8 @@ def check_train(config: Config) -> Totals:
     Raises: UserError, naming the field.
     """
     critic = "critic" in config
+    if "loss" not in config and "data" in config and "completion_column" in config.data:
+        raise UserError("this is a config of supervised fine-tuning: run it with jaxrl sft (in a script, sft.steps)")
     check_fields(config, train_fields(config), named(config))
     check_shared(config, config.prompts_per_update)
     if config.prompts_per_step % config.prompts_per_update:
@@ -139,6 +141,10 @@ def check_schedule(config: Config, section: Config, name: str) -> None:
 
 def check_sft(config: Config) -> Totals:
     """Checks an `sft` config as a whole and returns its totals. Raises: UserError, naming the field."""
+    if "loss" in config:
+        raise UserError(
+            "this is a config of reinforcement learning: run it with jaxrl train (in a script, train.steps)"
+        )
     check_fields(config, sft_fields(config), {})
     check_shared(config, config.prompts_per_step)
     width, heads, kv_heads = (config.model[f] for f in ("hidden_size", "num_attention_heads", "num_key_value_heads"))

@@ -38,7 +38,9 @@ def check_rewards(config: Config, required: tuple[str, ...]) -> None:
     """Checks that every reward function exists and has a weight, and that weights are not all 0 if rewards are used."""
     names, weights, of_model = config.reward.functions, config.reward.weights, "reward_model" in config
     if not (names or of_model) or len(names) != len(weights):
-        raise UserError(f"config.reward has {len(names)} functions and {len(weights)} weights: give each function one")
+        counts = f"{len(names)} function{'s' * (len(names) != 1)} and {len(weights)} weight{'s' * (len(weights) != 1)}"
+        example = tuple(1.0 for _ in names) or (1.0,)
+        raise UserError(f"config.reward has {counts}: give each function one, such as reward.weights = {example}")
     for name, weight in zip(names, weights, strict=True):
         if problem := Field(float).problem(weight):
             raise UserError(f"config.reward.weights: {name}'s {problem}")
@@ -48,7 +50,8 @@ def check_rewards(config: Config, required: tuple[str, ...]) -> None:
     channels = [split_call(name)[0] for name in names]
     for name in channels:
         if channels.count(name) > 1:
-            raise UserError(f"config.reward.functions has {name!r} {channels.count(name)} times: give it once")
+            times = "twice" if channels.count(name) == 2 else f"{channels.count(name)} times"
+            raise UserError(f"config.reward.functions has {name!r} {times}: give it once")
     if not any(weights) and not (of_model and config.reward_model.weight) and looks_at_rewards(required):
         raise UserError("config.reward.weights are all 0: nothing would be rewarded; give one function a weight")
     if of_model:
@@ -109,8 +112,8 @@ def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
     """Checks that the loss fits the advantages, the updates per rollout and the age of the samples."""
     if loss in losses.WITHOUT_RATIO and updates > 1:
         raise UserError(
-            f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} updates on a rollout: "
-            "set epochs = 1 and prompts_per_update = prompts_per_step, or another loss"
+            f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} optimizer steps on a "
+            "rollout: set epochs = 1 and prompts_per_update = prompts_per_step, or another loss"
         )
     if loss in losses.WITH_SEQUENCE_ADVANTAGE and advantage in advantages.OF_A_TOKEN:
         raise UserError(f"config.loss.name = {loss!r} wants an advantage a completion, {advantage!r} gives one a token")
@@ -172,8 +175,8 @@ def check_kl(config: Config, required: tuple[str, ...]) -> None:
     sequences = config.prompts_per_update * config.group_size
     if k.target and k.horizon < sequences:
         raise UserError(
-            f"config.kl.horizon = {k.horizon} is less than an update's {sequences} sequences: the coefficient would "
-            "jump; give more, like 10000"
+            f"config.kl.horizon = {k.horizon} is less than an optimizer step's {sequences} sequences: the "
+            "coefficient would jump; give more, like 10000"
         )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -21,9 +20,10 @@ from ml_collections import ConfigDict
 import jaxrl_llm
 from jaxrl_llm import configs
 from jaxrl_llm.config.names import with_names
+from jaxrl_llm.config.sections import problem, sections
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.config.user_modules import importing_from
-from jaxrl_llm.errors import Parser, UserError, describe
+from jaxrl_llm.errors import Parser, UserError, describe, place
 
 if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
     from jaxrl_llm.structs import Config
@@ -147,7 +147,8 @@ def find(config: str | Path) -> Path:
         return configs.FOLDER / f"{name}.py"
     if (shipped := name.removeprefix("configs/")) in known:
         raise UserError(f"--config {config}: no such file; --config {shipped} is the shipped config of this name")
-    near = difflib.get_close_matches(name, known, n=1)
+    beside = [str(file) for file in path.parent.glob("*.py")]
+    near = [f"{name}.py"] if f"{name}.py" in beside else difflib.get_close_matches(str(config), [*known, *beside], n=1)
     hint = f"did you mean {near[0]}?" if near else f"give one, or a shipped config by its name: {', '.join(known)}"
     raise UserError(f"--config {config}: no such file; {hint}")
 
@@ -163,39 +164,13 @@ def load(config: str | Path) -> Config:
         with importing_from(*_folders(path)):
             get_config = runpy.run_path(str(path)).get("get_config", lambda: None)
             made = get_config()
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"{error} ({place(error, str(path))})") from None
     except (Exception, SystemExit) as error:
         raise UserError(f"{path} cannot be run: {describe(error, str(path))}: {_remedy(error)}") from error
     if not isinstance(made, ConfigDict):
         raise UserError(f"{path} gives no config: define get_config(), returning an ml_collections.ConfigDict")
-    return _typed(with_names(made, path.stem))
-
-
-class Section(ConfigDict):
-    """A section of a loaded config: a value of another type is refused in one line."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if isinstance(value, ConfigDict) and not isinstance(value, Section):
-            value = _typed(value)  # a new section is of the type of the old one
-        try:
-            super().__setitem__(key, value)
-        except TypeError:
-            if isinstance(value, FunctionType) and isinstance(self[key], str):
-                name = f"{value.__module__}.{value.__qualname__}"
-                raise UserError(f"config field {key} takes no function: give its name, {name!r}") from None
-            kinds = type(value).__name__, type(self[key]).__name__
-            raise UserError(
-                f"config field {key} = {value!r} ({kinds[0]}): give {kinds[1]}, like {self[key]!r}"
-            ) from None
-
-
-def _typed(config: Config) -> Config:
-    """Returns a config whose sections are `Section`s."""
-    made = Section()
-    for key, value in config.items(preserve_field_references=True):  # an override moves what refers to its field
-        made[key] = _typed(value) if isinstance(value, ConfigDict) else value
-    return made
+    return sections(with_names(made, path.stem))
 
 
 def _remedy(error: BaseException) -> str:
@@ -216,20 +191,20 @@ def _folders(path: Path) -> tuple[Path, ...]:
 
 def override(config: Config, name: str, text: str) -> None:
     """Sets field `name` (such as "optim.learning_rate") to the value that `text` holds."""
-    *sections, last = name.split(".")
+    *parts, last = name.split(".")
     node: Any = config
-    for i, part in enumerate(sections):
+    for i, part in enumerate(parts):
         node = node.get(part) if isinstance(node, ConfigDict) else None
         if not isinstance(node, ConfigDict):
-            raise UserError(f"config has no section {'.'.join(sections[: i + 1])}{_meant(name, config)}")
-    if ".".join(sections) in OPEN and last not in node:
+            raise UserError(f"config.{'.'.join(parts[: i + 1])} is not a section{_meant(name, config)}")
+    if ".".join(parts) in OPEN and last not in node:
         node[last] = _literal(text)
         return
     if last not in node:
-        raise UserError(f"config has no field {name}{_meant(name, config)}")
+        raise UserError(f"config.{name} is not a field{_meant(name, config)}")
     old = node[last]
     if isinstance(old, ConfigDict):
-        raise UserError(f"config.{name} is a section: set one of {', '.join(f'{name}.{key}' for key in old)}")
+        raise UserError(f"config.{name} {problem(text, old, name)}")
     node[last] = _parse(name, old, text)
 
 
@@ -240,7 +215,7 @@ def _parse(name: str, old: Any, text: str) -> Any:
     if isinstance(old, float) and type(value) is int:
         value = float(value)
     if type(value) is not type(old):  # not isinstance: True is an int
-        raise UserError(f"config.{name} = {text!r}: give {type(old).__name__}, like {old!r}")
+        raise UserError(f"config.{name} {problem(text, old, name)}")
     return value
 
 

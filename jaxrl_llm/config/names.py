@@ -52,12 +52,12 @@ def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., 
         found = getattr(inner, attribute, None)
     if callable(found):
         return found
-    offered = [f"{path}.{other}" for other in _functions(inner)] if inner else _offered(module)
-    close = closest(name, offered)
+    others = [f"{path}.{other}" for other in _functions(inner)] if inner else offered(module)
+    close = closest(name, others)
     if close:
         hint = f"did you mean {close[0]}?"
-    elif offered:
-        hint = f"there is {', '.join(offered)}, or a dotted name of your own"
+    elif others:
+        hint = f"there is {', '.join(others)}, or a dotted name of your own"
     else:  # such as __main__, in another program than the one that had the function
         hint = "put it into a file beside the config and name it 'file.function'"
     missing = f": there is no module {path}" if path and not inner else ""
@@ -65,26 +65,33 @@ def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., 
 
 
 def with_names(config: Config, home: str = "") -> Config:
-    """Returns a config with names in place of the reward functions that are function objects.
+    """Returns a config with names in place of the reward functions, also of `eval`, that are function objects.
 
     home: the module of functions that a config file defines. Raises: UserError, if a function has no name.
     """
-    given = config.reward.functions if "reward" in config and "functions" in config.reward else ()
-    if not isinstance(given, tuple) or not any(map(callable, given)):
+    functions = config.reward.functions if "reward" in config and "functions" in config.reward else ()
+    judge = config.eval.function if "eval" in config and "function" in config.eval else ""
+    several = functions if isinstance(functions, tuple) else (functions,)
+    if not any(map(callable, (*several, judge))):
         return config
     named = config.copy_and_resolve_references()
-    with named.unlocked():
-        named.reward.functions = tuple(_name(one, home) if callable(one) else one for one in given)
+    with named.unlocked(), named.ignore_type():
+        if any(map(callable, several)):
+            named.reward.functions = tuple(_name(one, home, "reward.functions") for one in several)
+        if callable(judge):
+            named.eval.function = _name(judge, home, "eval.function")
     return named
 
 
-def _name(function: Callable[..., Any], home: str) -> str:
-    """Returns the name of a function object. `resolve` knows it, also if no module has the function."""
+def _name(function: Any, home: str, field: str) -> str:
+    """Returns the name of a function object, which `resolve` knows also if no module has it; a name as it is."""
+    if not callable(function):
+        return function
     name = getattr(function, "__qualname__", "")
     if not inspect.isfunction(function) or "<" in name:
         raise UserError(
-            f"config.reward.functions has {function!r}, which has no name: define a function with def, not within "
-            "another one, or put it into a file and name it 'file.f'"
+            f"config.{field} has {function!r}, which has no name: define a function with def, not within another one, "
+            "or put it into a file and name it 'file.f'"
         )
     module = sys.modules.get(function.__module__)
     full = f"{function.__module__ if module else home or '__main__'}.{name}".removeprefix(OURS)
@@ -188,7 +195,7 @@ def _imported(module: str, what: str, name: str) -> ModuleType | None:
         raise UserError(f"{what} {name!r}: importing {module} failed: {describe(error)}") from error
 
 
-def _offered(module: ModuleType) -> list[str]:
+def offered(module: ModuleType) -> list[str]:
     """Lists the public functions of a module, or of a package's modules as "module.function"."""
     if not hasattr(module, "__path__"):
         return _functions(module)

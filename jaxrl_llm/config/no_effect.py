@@ -67,7 +67,7 @@ def check_no_effect(config: Config, required: tuple[str, ...], updates: int) -> 
             ("adaptive_warmup.kl_to_reward", 0.0, not (k.coef or k.end), "kl.coef is 0"),
             ("adaptive_warmup.kl_to_reward", 0.0, no_warmup, "there is no warm-up to hold"),
             ("adaptive_warmup.update_size", 0.0, no_warmup, "there is no warm-up to hold"),
-            ("mask.off_policy", 0.0, exact and updates == 1, "with one update on a rollout nothing is off-policy"),
+            ("mask.off_policy", 0.0, exact and updates == 1, "a rollout's only optimizer step is on-policy"),
             ("rollout.max_lag", 0, r.max_lag >= config.num_steps, f"the run has {config.num_steps} steps"),
             ("reward.overlong_tokens", 0, unseen, f"advantage {advantage!r} does not look at it"),
             (

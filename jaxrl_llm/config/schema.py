@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 
 from jaxrl_llm.config.load import flatten, shipped_with
 from jaxrl_llm.config.names import arguments, is_ours, keywords, resolve, split_call
+from jaxrl_llm.config.sections import KINDS
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.errors import UserError
 
@@ -35,7 +36,7 @@ class Field:
         wanted = (int, float) if self.kind is float else self.kind
         # A bool is an int for Python, but not a number in a config.
         if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
-            return f"is {value!r} ({type(value).__name__}): give {self.kind.__name__}"
+            return f"is {value!r}: give {KINDS[self.kind]}"
         if isinstance(value, float) and not math.isfinite(value):
             return f"is {value}: give a finite number"
         if self.of and isinstance(value, tuple):

@@ -19,6 +19,7 @@ from jaxrl_llm.rewards.signatures import bound
 
 OF_COMPLETIONS = ("prompts", "completions", "completion_ids", "log_metric")  # arguments that are no columns of rows
 OF_EPISODES = ("turns", "episode", "loss_mask")  # columns that an environment gives
+OF_TRL = {"trainer_state": "the state of TRL's trainer", "log_extra": "TRL's log of columns"}  # arguments of TRL alone
 Turns: TypeAlias = list[tuple[bool, str]]
 # Names that the answer of a problem has in published data sets.
 ANSWERS = (
@@ -152,18 +153,27 @@ def _effect(one: Asked, row: Row) -> str:
 
 def _refusal(one: Asked, dataset: Dataset, section: str, convert: str, named: bool) -> str:
     there = sorted({column for row in dataset.rows for column in row} - {"prompt"})
-    what = "which is empty in all rows" if named else "which the data does not have"
+    what = "which the data does not have"
+    if named:  # the columns are there, but empty
+        there = [column for column in there if column not in one.columns]
+        what = f"which is empty in all {len(dataset.rows):,} rows{f' of {dataset.source}' * bool(dataset.source)}"
     by, answer = (f"{section}.convert", "data.answer_column") if section else ("--convert", "--answer-column")
     likely = next((column for column in ANSWERS if column in there), "")
     if one.columns[0] in OF_EPISODES:
         remedy = "only episodes have it, in a run with an environment (config.env)"
+    elif name := next((column for column in one.columns if column in OF_TRL), ""):
+        return (
+            f"reward {one.function} asks for {name!r}, {OF_TRL[name]}, which does not exist here: take it out of the "
+            f"function's arguments, or give it a default, as {name}=None"
+        )
     elif convert:
         remedy = f"let {by} = {convert!r} make it"
     elif one.columns[0] == "answer":
-        remedy = f"name the column that holds it, {answer} = {likely!r}" if likely else f"name one in {answer}"
+        other = f"fill it{f', name another in {answer}' * bool(there)}" if named else f"name one in {answer}"
+        remedy = f"name the column that holds it, {answer} = {likely!r}" if likely else other
         remedy += f", or make it with {by}"
     else:
-        remedy = f"rename one, or make it with {by}"
+        remedy = f"{'fill it' if named else 'rename one'}, or make it with {by}"
     of = f" ({section}.source)" if section else ""
     return f"reward {one.function} asks for column {one}, {what}{of}; there is {', '.join(there) or 'none'}: {remedy}"
 

@@ -34,6 +34,7 @@ class Dataset:
     read_as: str = ""  # how columns other than "prompt" and "answer" were read
     parts: dict[str, range] = field(default_factory=dict)  # rows of each source of a mixture
     notes: tuple[str, ...] = ()  # for the banner: the rows that lack a column (`columns.check`)
+    source: str = ""  # that the rows come from
 
     def repeated(self) -> tuple[int, int, int]:
         """Returns how many prompts equal an earlier one, and the row numbers of the first of them and of that one."""
@@ -105,6 +106,7 @@ def join(parts: Mapping[str, Dataset]) -> Dataset:
         sum(one.refused for one in sets),
         "; ".join(f"{name}: {one.read_as}" for name, one in parts.items() if one.read_as),
         {name: range(*ends) for name, ends in zip(parts, pairwise(ends), strict=True)},
+        source=", ".join(one.source for one in sets if one.source),
     )
 
 
@@ -152,7 +154,7 @@ def read(
     found = load_rows(source, convert, field, columns)
     rows, numbers = found.rows[:problems], found.numbers[:problems]
     made = tokenize(rows, tokenizer, source=source, numbers=numbers, **limits)
-    return replace(made, refused=found.dropped, read_as=found.read_as)
+    return replace(made, refused=found.dropped, read_as=found.read_as, source=source)
 
 
 def check_template_args_used(field: str, template_args: Mapping[str, Any], dataset: Dataset) -> None:

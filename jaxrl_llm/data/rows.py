@@ -79,7 +79,7 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
     the row, as `columns` says.
     Raises: UserError, naming the file, the line or row, and the problem.
     """
-    rows = _rows(source)
+    rows = _rows(source, field)
     if not rows:
         raise UserError(f"{source} holds no rows: give a data source that has some")
     read_as: dict[str, None] = {}
@@ -98,9 +98,11 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
     return Rows([row for _, row in kept], [i for i, _ in kept], len(rows) - len(kept), said)
 
 
-def _rows(source: str) -> list[Row]:
+def _rows(source: str, convert: str) -> list[Row]:
+    """convert: the field of the convert function, beside which is that of the source."""
     if source.endswith(FILES):
-        return [row for path in _files(source) for row in _read(path)]
+        field = "--task" if convert == "--convert" else f"config.{convert.removesuffix('convert')}source"
+        return [row for path in _files(source, field) for row in _read(path)]
     return hub.load(source) if hub.names_one(source) else _made(source)
 
 
@@ -169,7 +171,7 @@ def _converted(source: str, convert: str, function: Any, number: int, row: Row) 
         raise UserError(f"{source} row {number}: {convert} raised {describe(error)}") from error
 
 
-def _files(source: str) -> list[Path]:
+def _files(source: str, field: str) -> list[Path]:
     """Returns the file, or all files that match a pattern, sorted by name."""
     path = Path(source).expanduser()
     if path.exists() or not has_magic(source):  # an existing file may have [ or * in its name
@@ -177,8 +179,9 @@ def _files(source: str) -> list[Path]:
     else:
         found = sorted(map(Path, glob(str(path))))
     if not found:
-        near = f"; {path.parent} has {_some(path.parent)}" if path.parent.is_dir() else ""
-        raise UserError(f"data file {path} does not exist{near}: give the path of one that does")
+        folder = "this folder" if path.parent == Path() else f"the folder {path.parent}"
+        near = f"{folder} has {_some(path.parent)}" if path.parent.is_dir() else f"there is no {folder[4:]}"
+        raise UserError(f"{field}: data file {path} does not exist; {near}: give the path of one that does")
     return found
 
 
@@ -186,7 +189,7 @@ def _some(folder: Path) -> str:
     """Lists the files of rows in a folder, as far as they fit a line."""
     names = sorted(path.name for path in folder.iterdir() if path.name.endswith(FILES))
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more if names else f"no {KINDS}"
+    return ", ".join(names[:SHOWN]) + more if names else f"no file of rows ({KINDS})"
 
 
 def _read(path: Path) -> list[Row]:
@@ -216,7 +219,10 @@ def _parse(path: Path, where: str, text: bytes, wanted: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
-        raise UserError(f"{path}{where}: {error}: {wanted}") from None
+        if isinstance(error, json.JSONDecodeError):
+            line = where or f" line {error.lineno}"
+            raise UserError(f"{path}{line}, column {error.colno} is no JSON ({error.msg}): {wanted}") from None
+        raise UserError(f"{path}{where} cannot be read ({error}): {wanted}") from None
 
 
 def _object(path: Path, where: str, row: Any) -> Row:

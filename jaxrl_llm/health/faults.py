@@ -305,7 +305,7 @@ FAULTS: dict[str, Fault] = {
         inject=fast(lambda step: 100.0 if 20 <= step < 23 else 1.0),
     ),
     "gradient_climb": Fault(
-        "the unit of the rewards and the rate grow by 7 % with each step, 8 updates on a rollout, no anchor",
+        "the unit of the rewards and the rate grow by 7 % with each step, 8 optimizer steps on a rollout, no anchor",
         {"prompts_per_update": 8, "epochs": 2, "kl.placement": "none", "kl.coef": 0.0, "advantage.normalize": "none"},
         {"epochs": 4, "seed": 1}, within=40, inject=grow,
     ),

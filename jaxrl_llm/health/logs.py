@@ -56,6 +56,7 @@ STEPS = ("train/global_step", "training/global_step", "global_step", "step", "_s
 METRICS = "metrics.jsonl"  # the log in a workdir of ours
 STATE = "trainer_state.json"  # that of TRL
 FILES = (STATE, "experiment_log.jsonl", METRICS)  # logs that a folder may have; the second is EasyR1's
+SHOWN = 5  # runs in an error message
 GIVE = "give a workdir, or a log of TRL, veRL or EasyR1: trainer_state.json, TensorBoard's folder, JSON lines or a CSV"
 
 
@@ -75,6 +76,9 @@ def read(path: Path) -> list[Record]:
     """
     if bounds(path) is not None and (path / METRICS).is_file():
         return [json.loads(line) for line in whole_lines(path / METRICS)]
+    if runs := _runs(path):
+        more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
+        raise UserError(f"--run {path} is a folder of runs: give one of {', '.join(map(str, runs[:SHOWN]))}{more}")
     try:
         rows = _rows(_lines(path))
     except (OSError, ValueError, OverflowError, csv.Error, DecodeError) as error:
@@ -85,6 +89,13 @@ def read(path: Path) -> list[Record]:
         known = ", ".join(["reward", "grad_norm", "critic/score/mean", "actor/grad_norm"])
         raise UserError(f"--run {path} has no number that a rule knows, such as {known}: give the log of a run")
     return [record | {"step": number} for number, record in enumerate(records, 1)]
+
+
+def _runs(path: Path) -> list[Path]:
+    """Returns the workdirs of ours in a folder that has no log itself."""
+    if any((path / name).is_file() for name in FILES):
+        return []
+    return sorted(file.parent for file in path.glob("*/config.json") if bounds(file.parent) is not None)
 
 
 def _lines(path: Path) -> Iterable[Any]:

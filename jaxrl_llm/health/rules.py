@@ -155,7 +155,7 @@ def phantom_clipping(history: History) -> Finding | None:
     return Finding(
         "phantom_clipping",
         "error",
-        f"{clipped:.1%} of the tokens are clipped in the first update on a rollout",
+        f"{clipped:.1%} of the tokens are clipped in the first optimizer step on a rollout",
         "old log-probabilities are rounded in another way than those of the update, so these tokens teach nothing",
         "let the trainer compute them: set model.dtype to the engine's, or the engine's to float32",
         "docs/failures.md F8",
@@ -237,7 +237,7 @@ def reward_collapse(history: History) -> Finding | None:
         "error",
         f"the mean reward was {best:.3g} for {RECENT} steps, and is {now:.3g}",
         "the policy has been ruined since",
-        "go on from an earlier checkpoint with a lower optim.learning_rate or fewer updates on a rollout",
+        "go on from an earlier checkpoint with a lower optim.learning_rate or fewer optimizer steps on a rollout",
         "Search-R1 #97",
     )
 
@@ -292,7 +292,7 @@ def good_fades(history: History) -> Finding | None:
         "warning",
         f"log-probability of a token in good completions {now:.2g}, {best:.2g} at best",
         "negative gradients of bad completions act on the tokens that they share with good ones",
-        "lower optim.learning_rate, or have fewer updates on a rollout",
+        "lower optim.learning_rate, or have fewer optimizer steps on a rollout",
         "arXiv 2512.04220",
     )
 

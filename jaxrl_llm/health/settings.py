@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 from jaxrl_llm.algorithms import losses
-from jaxrl_llm.config.checks import Totals, scheduled_steps
-from jaxrl_llm.config.names import arguments, own_name, resolve
+from jaxrl_llm.config.checks import Totals, mixture_of, scheduled_steps
+from jaxrl_llm.config.names import arguments, is_ours, own_name, resolve
+from jaxrl_llm.data import tasks
+from jaxrl_llm.data.rows import is_task
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.rollout import engines
@@ -79,10 +81,10 @@ def many_updates(given: Settings) -> Iterator[Finding]:
         yield Finding(
             "many_updates",
             "warning",
-            f"{updates:,} updates on a rollout, more than {bound}",
+            f"{updates:,} optimizer steps on a rollout, more than {bound}",
             "the policy may leave what was sampled, and collapse",
             "raise prompts_per_update, or lower epochs",
-            "Search-R1: 10 updates collapsed, 2 did not",
+            "Search-R1: 10 of them collapsed, 2 did not",
         )
 
 
@@ -125,7 +127,8 @@ def no_anchor(given: Settings) -> Iterator[Finding]:
         yield Finding(
             "no_anchor",
             "warning",
-            f"{totals.updates:,} updates, {totals.updates_per_rollout} on a rollout, without KL penalty and correction",
+            f"{totals.updates:,} optimizer steps, {totals.updates_per_rollout} on a rollout, "
+            "without KL penalty and correction",
             "the norm of the gradient may climb for thousands of steps",
             "in this order: set importance.action = 'truncate', epochs = 1, or a small kl.coef in the loss",
             "TRL #2980",
@@ -170,7 +173,7 @@ def idle_clip(given: Settings) -> Iterator[Finding]:
         yield Finding(
             "idle_clip",
             "note",
-            f"with one update on a rollout the ratio is 1, so that {', '.join(changed)} has no effect",
+            f"with one optimizer step on a rollout the ratio is 1, so that {', '.join(changed)} has no effect",
             "",
             "lower prompts_per_update or raise epochs for more of them",
             "",
@@ -201,6 +204,29 @@ def published(given: Settings) -> Iterator[Finding]:
         )
 
 
+def other_problems(given: Settings) -> Iterator[Finding]:
+    """The evaluation has the problems of a task of this package, which no training prompts come from."""
+    config = given.config
+    sources = [part.source for part in mixture_of(config).values()] or [config.data.source]
+    judged = _task(config.eval.source) if config.eval.every else ""
+    if judged and judged not in map(_task, sources):
+        trained = f"data.source = {sources[0]!r}" if len(sources) == 1 else "data.mixture"
+        yield Finding(
+            "other_problems",
+            "warning",
+            f"eval.source = {config.eval.source!r} has other problems than {trained}",
+            "the accuracy is not that of what is trained",
+            f"set eval.source and eval.function (now {config.eval.function}), or eval.every = 0",
+            "docs/health.md",
+        )
+
+
+def _task(source: str) -> str:
+    """Returns the module of a task of this package, which a source names; "": another source."""
+    function = resolve(source, tasks) if is_task(source) else len
+    return function.__module__ if is_ours(function, tasks) else ""
+
+
 def keeps_nothing(given: Settings) -> Iterator[Finding]:
     """The best checkpoint of a run without evaluation."""
     if not given.config.eval.every and given.config.checkpoint.keep_best:
@@ -225,6 +251,7 @@ RULES: tuple[Rule, ...] = (
     schedule,
     idle_clip,
     published,
+    other_problems,
     keeps_nothing,
     deterministic,
 )

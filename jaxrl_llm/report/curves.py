@@ -41,7 +41,7 @@ PANELS = (
     Panel("KL term in the reward", ("reward/kl",), ("kl_pays",)),
     Panel("Gradient norm", ("grad_norm",), ("gradient_climb", "gradient_spike", "updates_skipped"), log=True),
     Panel("Clipped tokens", ("clip/fraction",), ("gradient_climb",), ".1%"),
-    Panel("Clipped tokens in the first update on a rollout", ("clip/first",), ("phantom_clipping",), ".1%"),
+    Panel("Clipped tokens in the first optimizer step on a rollout", ("clip/first",), ("phantom_clipping",), ".1%"),
     Panel("Log-probability of a token in good completions", ("logprobs/good",), ("good_fades",)),
     Panel("Tokens that repeat", ("completion/repeated",), ("repeats",), ".0%"),
     Panel("Completion length in tokens", ("completion/length",), ("length_collapse",)),
