@@ -603,6 +603,9 @@ def test_a_critic_with_fewer_positions_than_the_texts_need_is_refused(place: Pat
     "with an over-long prompt where none may be":
         ('{"prompt": "1+1"}\n{"prompt": "100+100"}', "data.max_prompt_tokens=5 data.overlong=error",
          "rows.jsonl row 2 | has 7 tokens, config.data.max_prompt_tokens is 5 | raise it | 'drop'"),
+    "with empty answers alone":
+        ('{"prompt": "1+1", "answer": null}\n' * 2, "",
+         "which is empty in all 2 rows of rows.jsonl (data.source); there is none: fill it, or make it with data.conv"),
     "with over-long prompts alone":
         ('{"prompt": "1+1"}\n{"prompt": "2+2"}', "data.max_prompt_tokens=2",
          "all 2 prompts of rows.jsonl | max_prompt_tokens = 2 | raise it"),

@@ -65,7 +65,7 @@ def problem(value: Any, before: Any, path: str) -> str:
         return f"is a section: set one of {', '.join(f'{path}.{key}' for key in before)}"
     if isinstance(value, FunctionType) and isinstance(before, str):
         return f"takes no function: give its name, '{value.__module__}.{value.__qualname__}'"
-    given = "a section" if isinstance(value, ConfigDict) else repr(value)
+    shown = "a section" if isinstance(value, ConfigDict) else repr(value)
     example = f", such as {before!r}" if not isinstance(before, bool) and before not in ("", ()) else ""
     kind = KINDS.get(type(before), type(before).__name__)
-    return f"is {given}: give {kind}{example}"
+    return f"is {shown}: give {kind}{example}"
