@@ -104,8 +104,8 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "a section that is not there":
         ("lora.rank=8", "config.lora is not a section | in a file, as the shipped config lora does"),
     "a section set like a field": ("optim=1", "config.optim is a section | set one of optim."),
-    "a word for a number": ("num_steps=many", "config.num_steps is 'many': give a whole number, such as 100"),
-    "a fraction for a count": ("num_steps=1.5", "config.num_steps is '1.5': give a whole number, such as 100"),
+    "a word for a number": ("num_steps=many", "config.num_steps is 'many': give a whole number, such as 1"),
+    "a fraction for a count": ("num_steps=1.5", "config.num_steps is '1.5': give a whole number, such as 1"),
     "a number below its range": ("num_steps=0", "config.num_steps is 0 | at least 1"),
     "a number above its range": ("rollout.top_p=2.", "config.rollout.top_p is 2.0 | at most 1"),
     "a number just outside its range": ("rollout.temperature=0.", "config.rollout.temperature is 0.0 | above 0"),

@@ -205,7 +205,7 @@ def published(given: Settings) -> Iterator[Finding]:
 
 
 def other_problems(given: Settings) -> Iterator[Finding]:
-    """The evaluation has the problems of a task of this package, which no training prompts come from."""
+    """F34: the evaluation has the problems of a task of this package, which no training prompts come from."""
     config = given.config
     sources = [part.source for part in mixture_of(config).values()] or [config.data.source]
     judged = _task(config.eval.source) if config.eval.every else ""
@@ -217,7 +217,7 @@ def other_problems(given: Settings) -> Iterator[Finding]:
             f"eval.source = {config.eval.source!r} has other problems than {trained}",
             "the accuracy is not that of what is trained",
             f"set eval.source and eval.function (now {config.eval.function}), or eval.every = 0",
-            "docs/health.md",
+            "docs/failures.md F34",
         )
 
 
