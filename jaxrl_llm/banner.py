@@ -139,6 +139,6 @@ def shapes_table(slots: Sequence[Slots], packed: Sequence[Shape]) -> list[tuple[
         text = f"{largest.entries} x {largest.width} completions of {largest.capacity} tokens on a device{later}"
         rows.append(("decoding, largest shape", text))
     n, t = packed[0]
-    later = f"; up to {MOST[TRAINING]}, none larger than the first batch needs" if len(packed) > 1 else ""
+    later = f"; up to {MOST[TRAINING]} shapes, none larger than the first batch needs" if len(packed) > 1 else ""
     rows.append(("learning, largest shape", f"{n} row{'s' * (n > 1)} of {t} completion tokens for a prompt{later}"))
     return rows

@@ -267,7 +267,7 @@ def test_the_banner_names_models_with_what_they_give_and_shapes():
         ("models that learn", "critic, policy (from step 6)"),
     ]
     decoding = "64 x 8 completions of 28 tokens on a device; up to 5 smaller ones are compiled where they save time"
-    learning = "4 rows of 24 completion tokens for a prompt; up to 3, none larger than the first batch needs"
+    learning = "4 rows of 24 completion tokens for a prompt; up to 3 shapes, none larger than the first batch needs"
     slots = [Slots(64, width, 28) for width in range(8, 0, -1)]
     assert shapes_table(slots, [(4, 24), (2, 24)]) == [
         ("decoding, largest shape", decoding),

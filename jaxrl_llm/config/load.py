@@ -89,7 +89,7 @@ def config_parser(program: str, description: str, *, required: bool = True, ship
         program,
         description=description,
         epilog="Any field of the config is set by --config.section.field=value, for example --config.num_steps=10 "
-        "--config.optim.learning_rate=1e-5. Several values have commas between them: --config.log.to=tensorboard,wandb; "
+        "--config.optim.learning_rate=1e-5. Values have commas between them: --config.log.to=tensorboard,wandb; "
         "no value makes the field empty: --config.log.to=. The fields are explained in "
         f"{configs.FOLDER / shipped[0]}.py.",
     )

@@ -205,7 +205,7 @@ def published(given: Settings) -> Iterator[Finding]:
 
 
 def other_problems(given: Settings) -> Iterator[Finding]:
-    """F34: the evaluation has the problems of a task of this package, which no training prompts come from."""
+    """F34: the evaluation has the problems of a task of this package, from which no training prompt comes."""
     config = given.config
     sources = [part.source for part in mixture_of(config).values()] or [config.data.source]
     judged = _task(config.eval.source) if config.eval.every else ""
