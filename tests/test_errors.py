@@ -271,7 +271,7 @@ def test_a_config_is_refused_for(refuse: Refuse, argv: str, words: str) -> None:
     "a file of a repository which is elsewhere":
         (["--config", "configs/dapo.py"], "--config configs/dapo.py: no such file | --config dapo is the shipped"),
     "a config of one's own without its ending":
-        (["--config", "mine"], "--config mine: no such file; did you mean mine.py?"),
+        (["--config", "./mine"], "--config ./mine: no such file; did you mean mine.py?"),
     "a config of one's own by a wrong name": (["--config", "min.py"], "no such file; did you mean mine.py?"),
     "a config of the other trainer":
         (["--config", "sft"], "this is a config of supervised fine-tuning: run it with jaxrl sft"),

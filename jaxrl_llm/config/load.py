@@ -148,7 +148,7 @@ def find(config: str | Path) -> Path:
     if (shipped := name.removeprefix("configs/")) in known:
         raise UserError(f"--config {config}: no such file; --config {shipped} is the shipped config of this name")
     beside = [str(file) for file in path.parent.glob("*.py")]
-    near = [f"{name}.py"] if f"{name}.py" in beside else difflib.get_close_matches(str(config), [*known, *beside], n=1)
+    near = [f"{path}.py"] if f"{path}.py" in beside else difflib.get_close_matches(str(path), [*known, *beside], n=1)
     hint = f"did you mean {near[0]}?" if near else f"give one, or a shipped config by its name: {', '.join(known)}"
     raise UserError(f"--config {config}: no such file; {hint}")
 
