@@ -56,7 +56,11 @@ class Section(ConfigDict):
 
 def sections(config: Any) -> Section:
     """Returns a ConfigDict or a dict, with all sections in it, as an unlocked `Section`; a `Section` as it is."""
-    return config if isinstance(config, Section) else Section(config).unlock()
+    if isinstance(config, Section):
+        return config
+    section = Section(config)
+    section.unlock()
+    return section
 
 
 def problem(value: Any, before: Any, path: str) -> str:
