@@ -98,7 +98,6 @@ MODULES = {module.removesuffix(".__main__"): name for name, (module, _) in PROGR
 AS_MODULES = {  # pages that say where a module is started as one, beside those of launch/
     "docs/configs.md": "train",
     "docs/vllm.md": "serve-vllm",  # in an environment without this package
-    "docs/performance.md": "train",
     "jaxrl_llm/rollout/vllm/managed_server.py": "serve-vllm",
 }
 
