@@ -179,7 +179,7 @@ def test_what_a_reward_model_cannot_do_is_refused_before_a_run(folder, tmp_path)
     for changes, words in {
         (("rollout__resample_rounds", 1),): "resample_rounds = 1: a reward model scores completions after",
         (("data__curriculum__skip", 0.9),): r"curriculum\.skip = 0\.9: a reward model scores .*: set it to 0\.0",
-        (("reward__functions", "()"), ("reward__weights", "(1.0,)")): "has 0 functions and 1 weights",
+        (("reward__functions", "()"), ("reward__weights", "(1.0,)")): "has 0 functions and 1 weight: give each",
     }.items():
         with pytest.raises(UserError, match=words):
             checks.check_train(small("x", **dict(changes)))
