@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from jaxrl_llm.terminal import printable
 HEARTBEAT = 30  # seconds without a sign of life after which JAX ends all processes
 POLL = 1000  # milliseconds
 ENDED = "jaxrl_llm/ended"  # key of the line with which a process has ended
+LEAVING = 10  # seconds for which process 0 waits, at an error, until the others have ended
 _calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of `exchange`, for each channel
 
 
@@ -128,6 +129,7 @@ def joined(address: str) -> Iterator[None]:
                 raise
         wait("end")
     except BaseException as error:
+        leaving.set()  # it would find this process's own line
         _leave(error)
     leaving.set()
     watch.join()
@@ -163,8 +165,10 @@ def _watch(leaving: Event) -> None:
     while not leaving.is_set():
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             line = _client().blocking_key_value_get(ENDED, POLL)
+            if leaving.is_set():
+                return
             print(printable(line), file=sys.stderr, flush=True)
-            os._exit(2)
+            _exit(2)
 
 
 def _leave(error: BaseException) -> None:
@@ -174,8 +178,18 @@ def _leave(error: BaseException) -> None:
         said = str(error).splitlines()[:1]
         line = f"error: process {index()} has ended ({type(error).__name__}: {''.join(said)}): see its output"
         _client().key_value_set(ENDED, line)
-    if first():  # it serves the store: the others need a moment to read
-        time.sleep(3 * POLL / 1000)
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends this process at once. Process 0 serves the store, and JAX aborts those who lose it: it ends last."""
     sys.stdout.flush()
     sys.stderr.flush()
+    with suppress(Exception):
+        _client().key_value_set(f"{ENDED}/{index()}", "", allow_overwrite=True)
+        if first():
+            end = time.monotonic() + LEAVING
+            while len(_client().key_value_dir_get(f"{ENDED}/")) < count() and time.monotonic() < end:
+                time.sleep(POLL / 10_000)
+            time.sleep(POLL / 1000)  # from its key to its end a process has one call left
     os._exit(code)
