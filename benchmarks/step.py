@@ -106,7 +106,7 @@ def show(reports: dict[str, dict[str, dict]], console: Console) -> None:
             uncompiled = statistics.median(t - c for t, c in zip(ours["total"], ours["compile"], strict=True))
             console.print(
                 f"useful matrix work {useful:,.0f} GFLOP; products reach {ours['ceiling_gflops']:.0f} GFLOP/s here, "
-                f"so our step spends {share:.0%} of its time at the ceiling; compiled: {ours['compilations']}; "
+                f"so our step spends {share:.0%} of its time at the ceiling; {ours['compilations']}; "
                 f"in the steps after the first {sum(ours['compile']):.1f} s; without: {uncompiled:.2f} s a step\n"
             )
 

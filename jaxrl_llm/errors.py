@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import re
+import site
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxrl_llm.config.user_modules import CELL, is_users
 from jaxrl_llm.terminal import printable
+
+INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+)
+CELL = re.compile(r".*(?:ipykernel_\d|ipython-input-)")  # the file of the code of a notebook's cell
 
 
 class UserError(Exception):
@@ -52,6 +61,12 @@ def place(error: BaseException, within: str = "") -> str:
     frames = [f for f in frames if f.filename == within] or [f for f in frames if is_users(f.filename)] or frames
     file = "cell" if CELL.match(frames[-1].filename) else frames[-1].filename
     return f"{file}:{frames[-1].lineno}"
+
+
+def is_users(file: str) -> bool:
+    """Returns whether the file of a code is the user's: of no installed package, and not of this one."""
+    others = (*INSTALLED, Path(__file__).parent)
+    return bool(CELL.match(file)) or not (file.startswith("<") or any(map(Path(file).is_relative_to, others)))
 
 
 def report(error: BaseException) -> int:

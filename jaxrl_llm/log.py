@@ -170,7 +170,7 @@ class Log:
 
     def end(self, step: int, compilations: object, stopped: str = "") -> None:
         """Prints what was compiled and how the run ended after `step`; stopped: the signal and the time since."""
-        self.say(f"{compilations}")
+        self.say(str(compilations))
         if stopped:
             again = f"the same command or call goes on, with workdir {self._workdir}"
             end = f"stopped by {stopped}, after step {step}: {again}"

@@ -11,6 +11,7 @@ from jaxrl_llm import envs, loggers, rewards
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.combinations import check_algorithm, check_health, check_lora, check_rollout, check_turns
 from jaxrl_llm.config.fields import CRITIC, FROZEN, LORA, ROUTER, SFT, SOURCE, TRAIN, TURNS
+from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import required_inputs, resolve
 from jaxrl_llm.config.no_effect import check_no_effect_shared
 from jaxrl_llm.config.schema import Field, check_call, check_fields, names_that_may_change
@@ -79,7 +80,7 @@ def check_train(config: Config) -> Totals:
     Raises: UserError, naming the field.
     """
     critic = "critic" in config
-    if "loss" not in config and "data" in config and "completion_column" in config.data:
+    if "data.completion_column" in flatten(config):
         raise UserError("this is a config of supervised fine-tuning: run it with jaxrl sft (in a script, sft.steps)")
     check_fields(config, train_fields(config), named(config))
     check_shared(config, config.prompts_per_update)

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
-import site
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-INSTALLED = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *site.getsitepackages(),
-    site.getusersitepackages(),
-)
-CELL = re.compile(r".*(?:ipykernel_\d|ipython-input-)")  # the file of the code of a notebook's cell
-
-
-def is_users(file: str) -> bool:
-    """Returns whether the file of a code is the user's: of no installed package, and not of this one."""
-    ours = (*INSTALLED, Path(__file__).parent.parent)
-    return bool(CELL.match(file)) or not (file.startswith("<") or any(map(Path(file).is_relative_to, ours)))
+from jaxrl_llm.errors import INSTALLED
 
 
 @contextmanager

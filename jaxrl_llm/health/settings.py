@@ -223,7 +223,9 @@ def other_problems(given: Settings) -> Iterator[Finding]:
 
 def _task(source: str) -> str:
     """Returns the module of a task of this package, which a source names; "": another source."""
-    function = resolve(source, tasks) if is_task(source) else len
+    if not is_task(source):
+        return ""
+    function = resolve(source, tasks)
     return function.__module__ if is_ours(function, tasks) else ""
 
 

@@ -95,8 +95,8 @@ def _read(test: str) -> tuple[bool, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(test, "test", "exec", dont_inherit=True)  # it refuses more than ast.parse, such as a return outside
             tree = ast.parse(test)
+            compile(tree, "test", "exec", dont_inherit=True)  # it refuses more, such as a return outside a function
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # null bytes, brackets in brackets
         return False, f"the test {_shown(test)} is no Python ({getattr(error, 'msg', error)})"
     definitions = {x.name for x in ast.walk(tree) if isinstance(x, (*FUNCTIONS, ast.ClassDef))}
