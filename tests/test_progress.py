@@ -114,7 +114,7 @@ def test_the_bars_of_tasks_stand_below_the_one_of_the_log(display, clock, monkey
 
 
 def test_other_processes_of_a_run_are_silent(display, clock, capsys, monkeypatch):
-    monkeypatch.setattr(distributed, "index", lambda: 1)
+    monkeypatch.setattr(distributed, "first", lambda: False)
     with display.task("loading the model"):
         assert lines(display, clock, range(100), capsys) == []
 
