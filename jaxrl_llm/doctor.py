@@ -9,7 +9,7 @@ import ast
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.health import faults, logs, rules, self_test, settings
-from jaxrl_llm.health.finding import FEW, RECENT, SEVERITIES, Finding, History, Record
+from jaxrl_llm.health.finding import SEVERITIES, Finding, History, Record
 from jaxrl_llm.health.self_test import Checked
 from jaxrl_llm.models import hf
 from jaxrl_llm.saved_run import model_folder
@@ -45,6 +45,7 @@ SAME_RESULT = (
     "checkpoint.",
     "log.",
 )
+REASONS = 3  # why rules could not look, in a line
 OTHERS = {"max_skipped": 0}  # no bound: other trainers do not count skipped updates
 
 
@@ -82,7 +83,9 @@ def look_at_run(path: Path, as_json: bool) -> list[Finding]:
     records = logs.read(path)
     spells = judge(records, logs.bounds(path) or OTHERS, logs.found_before(path))
     if as_json:
-        print(json.dumps([spell.record() for spell in spells], indent=2))
+        found = [spell.record() for spell in spells]
+        told = {"findings": found, "rules": len(rules.RULES), "could_not_look": rules.blind(records)}
+        print(json.dumps(told, indent=2))
     else:
         print_spells(spells, records)
     return [spell.finding for spell in spells]
@@ -201,21 +204,20 @@ def print_spells(spells: list[Spell], records: list[Record]) -> None:
         console.print(printable(f"{when}: {spell.finding.line()}"), markup=False)
     if not spells:
         console.print("no rule finds anything")
-    for line in not_judged(records):
-        console.print(f"note: {line}", markup=False)
+    for line in could_look(len(rules.RULES), rules.blind(records)):
+        console.print(line, markup=False)
 
 
-def not_judged(records: Sequence[Record]) -> list[str]:
-    """Says what a log does not have, so that rules judge nothing."""
-    lines, last = [], records[-1]["step"]
-    if all(record.get("reward/mean") is None for record in records):
-        lines.append("the log has no reward, so that the rules on rewards and groups judge nothing")
-    if last <= FEW + RECENT:
-        first = FEW + RECENT + 1
-        lines.append(
-            f"rules that compare with the first steps judge from step {first} on, and the log ends at step {last:,}"
-        )
-    return lines
+def could_look(count: int, blind: dict[str, str]) -> list[str]:
+    """Says how many of `count` rules could look, and the most frequent reasons why others could not: {rule: reason}."""
+    reasons: dict[str, list[str]] = {}
+    for rule, why in blind.items():
+        reasons.setdefault(why, []).append(rule)
+    most = sorted(reasons, key=lambda why: -len(reasons[why]))
+    told = ", ".join(f"{', '.join(reasons[why])} ({why})" for why in most[:REASONS])
+    rest = sum(len(reasons[why]) for why in most[REASONS:])
+    more = f", and {rest} more (--json tells all)" if rest else ""
+    return [f"{count - len(blind)} of {count} rules could look", *([f"could not look: {told}{more}"] if told else [])]
 
 
 def print_config(totals: checks.Totals, found: list[Finding]) -> None:

@@ -17,7 +17,7 @@ from jaxrl_llm.banner import totals_table
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health import logs
+from jaxrl_llm.health import logs, rules
 from jaxrl_llm.tensorboard import TensorBoardWriter
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +93,7 @@ def told(path: Path, monkeypatch, capsys) -> tuple[int, dict[str, dict]]:
     monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(path), "--json"])
     with pytest.raises(SystemExit) as ended:
         doctor.main()
-    return int(ended.value.code), {found["id"]: found for found in json.loads(capsys.readouterr().out)}
+    return int(ended.value.code), {found["id"]: found for found in json.loads(capsys.readouterr().out)["findings"]}
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_trainer_state, write_csv, write_tensorboard, write_workdir])
@@ -220,22 +220,43 @@ def test_a_run_is_told_in_lines_the_worst_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(write_workdir(tmp_path, sick))])
     with pytest.raises(SystemExit, match="1"):
         doctor.main()
-    first, *lines = capsys.readouterr().out.splitlines()
+    first, *lines, _, _ = capsys.readouterr().out.splitlines()  # at the end, which rules could look
     assert first == "40 records, of steps 1 to 40"
     assert [line.split(": ")[1] for line in lines] == sorted(line.split(": ")[1] for line in lines)  # error, warning
     assert any(line.startswith("steps ") and " to 40: error: entropy " in line for line in lines)
 
 
-def test_what_a_log_does_not_have_to_judge_is_said(tmp_path, capsys):
-    few, of_sft = run()[:6], [{"step": step, "loss/sft": 1.0, "grad_norm": 1.0} for step in range(1, 30)]
+def test_what_a_log_does_not_have_to_judge_is_said(capsys):
+    no_critic = [{name: x for name, x in record.items() if not name.startswith("critic/")} for record in run()]
+    of_sft = [{"step": step, "loss/sft": 1.0, "grad_norm": 1.0} for step in range(1, 30)]
     lines = {}
-    for name, records in {"few": few, "of_sft": of_sft, "whole": run()}.items():
+    for name, records in {"few": run()[:6], "of_sft": of_sft, "no_critic": no_critic}.items():
         doctor.print_spells([], records)
-        lines[name] = capsys.readouterr().out.splitlines()[1:]
-    few_steps = "note: rules that compare with the first steps judge from step 13 on, and the log ends at step 6"
-    no_reward = "note: the log has no reward, so that the rules on rewards and groups judge nothing"
-    nothing = "no rule finds anything"
-    assert lines == {"few": [nothing, few_steps], "of_sft": [nothing, no_reward], "whole": [nothing]}
+        lines[name] = capsys.readouterr().out.splitlines()[2:]
+    count = len(rules.RULES)
+    looked, blind = lines["no_critic"]
+    assert looked == f"{count - 2} of {count} rules could look"
+    assert (
+        blind
+        == "could not look: updates_skipped (no updates/skipped_in_a_row), critic_lags (no critic/explained_variance)"
+    )
+    looked, blind = lines["of_sft"]
+    assert looked == f"1 of {count} rules could look"
+    assert re.fullmatch(
+        r"could not look: reward_collapse, .* \(no reward/mean\), .*, and \d+ more \(--json tells all\)", blind
+    )
+    assert "entropy_collapse" in lines["few"][1] and "(fewer than 13 records)" in lines["few"][1]
+
+
+def test_json_tells_of_every_rule_whether_it_could_look(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(write_workdir(tmp_path, run()[:1])), "--json"])
+    with pytest.raises(SystemExit, match="0"):
+        doctor.main()
+    printed = json.loads(capsys.readouterr().out)
+    looked = {"sampler_mismatch", "stale_samples"}
+    assert printed["rules"] == len(rules.RULES)
+    assert printed["could_not_look"].keys() == {rule.__name__ for rule in rules.RULES} - looked
+    assert printed["could_not_look"]["critic_lags"] == "fewer than 16 records"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.health import Health, rules
-from jaxrl_llm.health.finding import FEW, PAST, RECENT, WINDOW, History
+from jaxrl_llm.health.finding import FEW, PAST, RECENT, WINDOW, History, channels
 from jaxrl_llm.record import of_texts, repeated
 from jaxrl_llm.rollout.samples import Graded, Samples
 from jaxrl_llm.structs import Rollouts
@@ -167,6 +167,36 @@ def test_a_rule_fires_on_a_run_that_falls_ill_its_way(name):
     assert name in found, found
     # Some faults have more than one sign, but no rule fires before there is something to compare.
     assert min(found.values()) >= RECENT
+
+
+SICK = {name: run(**changes) for name, changes in FAULTS.items()} | {
+    "sampler_mismatch": run(importance__kl=0.1),
+    "stale_weights": run(weight_check__gap=0.2, weight_check__gap_before=1e-6),
+    "engine_drift": run(update_norm=0.0, sampler__gap_mean=lambda t: 1e-4 * 3 ** (STEPS * t / 8)),
+    "stale_samples": run(importance__mean=0.8, rollout__lag_p95=2.0),
+    "updates_skipped": run(updates__skipped_in_a_row=10),
+}
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+def test_a_rule_is_silent_and_could_not_look_without_one_of_the_metrics_that_it_needs(rule):
+    name, needs, records = rule.__name__, rules.RULES[rule], SICK[rule.__name__]
+    assert name in fired(records) and name not in rules.blind(records)
+    for metric in needs.metrics:
+        without = [{k: x for k, x in record.items() if k != metric} for record in records]
+        assert name not in fired(without)
+        assert rules.blind(without)[name] == f"no {metric}"
+    short = [record | {"step": step} for step, record in enumerate(records[-needs.records :], 1)]
+    assert name not in fired(short[:-1])
+    assert name in rules.blind(short[:-1]) and name not in rules.blind(short)
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+def test_a_rule_needs_no_metric_that_is_not_said(rule):
+    name, needs = rule.__name__, rules.RULES[rule]
+    kept = {"step", "update_norm", *needs.metrics}
+    few = [{k: x for k, x in r.items() if k in kept or (needs.functions and k in channels(r))} for r in SICK[name]]
+    assert name in fired(few)
 
 
 def test_every_rule_over_a_run_has_a_fault_here_or_in_the_table_above():

@@ -18,7 +18,7 @@ from jaxrl_llm.build import build
 from jaxrl_llm.config import checks, combinations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
-from jaxrl_llm.health.finding import Finding, History
+from jaxrl_llm.health.finding import Finding, History, Needs
 from jaxrl_llm.health.rollback import Decision, target
 from jaxrl_llm.learner import optim
 from jaxrl_llm.train import steps, train
@@ -43,7 +43,7 @@ def always(history: History) -> Finding | None:
 @pytest.fixture(autouse=True)
 def own_rules(monkeypatch):
     for module in (rules, combinations):
-        monkeypatch.setattr(module, "RULES", (*rules.RULES, too_fast, always))
+        monkeypatch.setattr(module, "RULES", rules.RULES | {too_fast: Needs(()), always: Needs(())})
 
 
 def back(rule: str = "too_fast", **changes):
@@ -95,7 +95,7 @@ from jaxrl_llm.health import rules, rollback
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.train import steps
 
-rules.RULES = combinations.RULES = (*rules.RULES, here.too_fast)
+rules.RULES = combinations.RULES = rules.RULES | {here.too_fast: here.Needs(())}
 moment, workdir = sys.argv[1], Path(sys.argv[2])
 kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 Record: TypeAlias = dict[str, Any]
 SEVERITIES = ("note", "warning", "error")
@@ -13,6 +13,7 @@ FEW = 4  # records at the start that a rule compares with
 RECENT = 8  # records that a rule averages, so that one odd step is no finding
 WINDOW = 16  # last records that are kept without a gap
 PAST = 128  # records between start and window that are kept, at most
+NO_CHANNELS = {f"reward/{name}" for name in ("mean", "std", "kl", "kl_pays", "overlong", "no_verdict")}
 
 
 @dataclass(frozen=True)
@@ -91,3 +92,27 @@ def mean(name: str, records: Sequence[Record], count: int) -> float | None:
     """Returns the mean of a value over `count` records; None, if one of them lacks it."""
     values = [record[name] for record in records if record.get(name) is not None]
     return sum(values) / count if len(values) == count else None
+
+
+def channels(names: Iterable[str]) -> list[str]:
+    """Returns the metrics of single reward functions among these names."""
+    return sorted(name for name in names if name.startswith("reward/") and name not in NO_CHANNELS)
+
+
+class Needs(NamedTuple):
+    """What a rule reads: it is silent about records that do not have it."""
+
+    metrics: tuple[str, ...]
+    records: int = 1  # with these metrics, at least
+    functions: int = 0  # reward functions, at least
+
+    def lacks(self, records: Sequence[Record]) -> str:
+        """Returns what these records do not have, in words; "": nothing."""
+        counts = {name: sum(record.get(name) is not None for record in records) for name in self.metrics}
+        if absent := [name for name, count in counts.items() if not count]:
+            return f"no {absent[0]}"
+        if min(counts.values(), default=len(records)) < self.records:
+            return f"fewer than {self.records} records"
+        if self.functions > len({name for record in records for name in channels(record)}):
+            return f"fewer than {self.functions} reward functions"
+        return ""

@@ -6,12 +6,12 @@ docs/health.md lists the rules. If it gives no source for a bound, the bound was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.config.names import keywords
 from jaxrl_llm.config.schema import Count, MayChange
-from jaxrl_llm.health.finding import RECENT, WINDOW, Finding, History, mean
+from jaxrl_llm.health.finding import FEW, RECENT, WINDOW, Finding, History, Needs, Record, channels, mean
 
 # Bounds, which `bands` draws too. "Start" is the mean of the first steps, a spread the deviation of their rewards.
 MEAN_WEIGHT, SAMPLE_SIZE = (0.5, 2.0), 0.3  # of importance weights, and the least effective sample size, as a share
@@ -39,6 +39,12 @@ def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
         return []
     found = [rule(history, **{name: bounds[name] for name in keywords(rule)}) for rule in RULES]
     return [finding for finding in found if finding]
+
+
+def blind(records: Sequence[Record]) -> dict[str, str]:
+    """Returns {rule: what the records lack} for the rules that can judge none of them."""
+    lacking = {rule.__name__: needs.lacks(records) for rule, needs in RULES.items()}
+    return {name: lacks for name, lacks in lacking.items() if lacks}
 
 
 def sampler_mismatch(history: History) -> Finding | None:
@@ -69,7 +75,8 @@ def sampler_mismatch(history: History) -> Finding | None:
 
 def stale_weights(history: History) -> Finding | None:
     """F23: after a push, the servers still answer with the previous weights."""
-    last = [r for r in history.latest if r.get("weight_check/gap_before") is not None][-3:]
+    both = "weight_check/gap", "weight_check/gap_before"
+    last = [r for r in history.latest if all(r.get(name) is not None for name in both)][-3:]
     if len(last) < 3 or not all(r["weight_check/gap"] >= r["weight_check/gap_before"] > 0 for r in last):
         return None
     if max(r["weight_check/gap"] for r in last) < 1e-5:  # the weights hardly change
@@ -400,11 +407,9 @@ def length_collapse(history: History) -> Finding | None:
 
 def channels_diverge(history: History) -> Finding | None:
     """F17: one reward function earns more and another one less: the reward may be hacked."""
-    channels = [name for name in history.latest[-1] if name.startswith("reward/")]
     lost = set[str]()  # which have fallen to less than half
     spread, slopes = history.then("reward/std"), dict[str, float]()
-    others = {f"reward/{name}" for name in ("mean", "std", "kl", "kl_pays", "overlong", "no_verdict")}
-    for name in sorted(set(channels) - others):
+    for name in channels(history.latest[-1]):
         before, now = history.then(name), history.now(name)
         if before is not None and now is not None:
             slopes[name.removeprefix("reward/")] = now - before
@@ -474,28 +479,30 @@ def tool_errors(history: History) -> Finding | None:
     )
 
 
-RULES: tuple[Callable[..., Finding | None], ...] = (
-    sampler_mismatch,
-    stale_weights,
-    engine_drift,
-    stale_samples,
-    updates_skipped,
-    phantom_clipping,
-    no_signal,
-    entropy_collapse,
-    entropy_explosion,
-    reward_collapse,
-    gradient_climb,
-    gradient_spike,
-    good_fades,
-    repeats,
-    kl_alone,
-    kl_pays,
-    truncated,
-    never_stops,
-    length_collapse,
-    channels_diverge,
-    critic_lags,
-    tools_unused,
-    tool_errors,
-)
+AFTER_START = FEW + RECENT + 1  # records from which on `History.then` has a value
+# What a rule reads, besides numbers that only its evidence has. Without it the doctor says that it could not look.
+RULES: dict[Callable[..., Finding | None], Needs] = {
+    sampler_mismatch: Needs(("importance/kl", "importance/mean", "importance/ess", "rollout/lag_p95")),
+    stale_weights: Needs(("weight_check/gap", "weight_check/gap_before"), 3),
+    engine_drift: Needs(("sampler/gap_mean",), 8),
+    stale_samples: Needs(("rollout/lag_p95", "importance/mean")),
+    updates_skipped: Needs(("updates/skipped_in_a_row",)),
+    phantom_clipping: Needs(("clip/first",), RECENT),
+    no_signal: Needs(("groups/no_signal",), RECENT),
+    entropy_collapse: Needs(("entropy",), AFTER_START),
+    entropy_explosion: Needs(("entropy",), 2 * RECENT),
+    reward_collapse: Needs(("reward/mean", "reward/std"), AFTER_START),
+    gradient_climb: Needs(("grad_norm", "clip/fraction"), WINDOW),
+    gradient_spike: Needs(("grad_norm",), RECENT + 1),
+    good_fades: Needs(("reward/mean", "reward/std", "logprobs/good"), AFTER_START),
+    repeats: Needs(("completion/repeated",), AFTER_START),
+    kl_alone: Needs(("reward/mean", "reward/std", "loss/kl_alone", "loss/kl", "kl/coef"), AFTER_START),
+    kl_pays: Needs(("reward/mean", "reward/std", "reward/kl"), AFTER_START),
+    truncated: Needs(("reward/mean", "reward/std", "completion/truncated"), AFTER_START),
+    never_stops: Needs(("completion/truncated",), RECENT),
+    length_collapse: Needs(("reward/mean", "completion/length"), AFTER_START),
+    channels_diverge: Needs(("reward/std",), AFTER_START, functions=2),
+    critic_lags: Needs(("critic/explained_variance",), WINDOW),
+    tools_unused: Needs(("episode/turns",), RECENT),
+    tool_errors: Needs(("episode/errors", "episode/turns"), RECENT),
+}

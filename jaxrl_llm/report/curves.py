@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from jaxrl_llm.health.bands import Band, bands
+from jaxrl_llm.health.finding import channels
 from jaxrl_llm.report import traces
 from jaxrl_llm.report.axis import Axis, fit
 from jaxrl_llm.report.runs import Run
@@ -16,7 +17,6 @@ from jaxrl_llm.report.thinning import part
 from jaxrl_llm.report.traces import Curve
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-NO_CHANNELS = {"reward/mean", "reward/std", "reward/kl", "reward/kl_pays", "reward/overlong", "reward/no_verdict"}
 
 
 class Panel(NamedTuple):
@@ -93,9 +93,8 @@ def thinned(runs: Sequence[Run]) -> int:
 
 def _channels(runs: Sequence[Run]) -> tuple[str, ...]:
     """Returns the metrics of the reward functions, if there are two or more."""
-    names = {name for run in runs for record in run.records[-1:] for name in record if name.startswith("reward/")}
-    channels = tuple(sorted(names - NO_CHANNELS))
-    return channels if len(channels) > 1 else ()
+    found = channels({name for run in runs for record in run.records[-1:] for name in record})
+    return tuple(found) if len(found) > 1 else ()
 
 
 def _curve(at: int, run: Run, metric: str) -> Curve | None:
