@@ -55,6 +55,9 @@ def get_config() -> ConfigDict:
     c.data.max_prompt_tokens = 16  # limit of a prompt in tokens; a longer prompt is never cut
     c.data.overlong = "drop"  # for longer prompts: drop (drop and count them) | error (stop the run)
     c.data.chat_template_args = ConfigDict()  # arguments of the model's chat template, e.g. enable_thinking = False
+    # Date for a chat template that asks for today's, e.g. 2026-11-25. "": that on which the run begins, also when it is
+    # resumed.
+    c.data.today = ""
     # Several sources instead of data.source, which is "" then, each with a name and fields as those of `data`:
     # c.data.mixture.math = ConfigDict(dict(source="math.parquet", convert="", weight=2.0)). Prompts are drawn in
     # proportion to the weights.

@@ -48,6 +48,7 @@ def get_config() -> ConfigDict:
     c.data.max_prompt_tokens = 16
     c.data.overlong = "drop"
     c.data.chat_template_args = ConfigDict()
+    c.data.today = ""
 
     c.eval = ConfigDict()
     c.eval.every = 250

@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 from jaxrl_llm import compatibility, distributed, model_card, other_rows, rewards, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import adapters_table, batch_table, models_table, print_banner, shapes_table, unconfined
-from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_schedule, open_workdir
+from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_beginning, open_workdir
 from jaxrl_llm.compilation import Compilations, Program, compute_deterministically, keep_compilations
 from jaxrl_llm.config import checks
 from jaxrl_llm.config.names import with_names
 from jaxrl_llm.config.schema import check_reach
-from jaxrl_llm.data import columns, order
+from jaxrl_llm.data import columns, encoding, order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.envs.batch import EnvironmentPool, open_environments
@@ -119,7 +119,7 @@ def load(config: Config, workdir: str | Path, opened: ExitStack, check: Callable
     """Checks and loads config, workdir, mesh, model and data, in this order. Raises: UserError."""
     config, workdir = with_names(config), Path(workdir)
     compilations, cache = opened.enter_context(closing(Compilations())), keep_compilations()
-    keep_schedule(workdir, config)  # first: the checks need the schedules' length
+    keep_beginning(workdir, config)  # first: the checks need the schedules' length
     totals = check(config)
     if config.deterministic:  # must come before JAX initializes its devices
         compute_deterministically()
@@ -136,7 +136,7 @@ def load(config: Config, workdir: str | Path, opened: ExitStack, check: Callable
     folder = opened.enter_context(model_folder(config))
     models = describe_models(config, totals, mesh, folder)
     model = models.model
-    tokenizer = hf.load_tokenizer(folder)
+    tokenizer = encoding.on_day(hf.load_tokenizer(folder), config.data.today)
     environments = open_environments(config, tokenizer, opened, data.template_args_of(config, ()))
     tools = environments.schemas if environments else []
     dataset = data.load(config, tokenizer, tools)

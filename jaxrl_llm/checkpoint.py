@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import date
 from operator import itemgetter
 from pathlib import Path
 from threading import Thread
@@ -40,6 +41,7 @@ from jaxrl_llm.sharding import BATCH, shard_batch, to_host
 from jaxrl_llm.structs import Config, PyTree
 
 NO_ROWS = Rows({}, "")  # of a checkpoint of an earlier version
+UNSET = {"schedule_steps": 0, "data.today": ""}  # fields that the beginning of a run decides, as the user leaves them
 DELETED = ".deleted"  # behind the folder's name: where checkpoints are that are being deleted
 
 
@@ -71,13 +73,25 @@ def check_workdir(workdir: Path, config: Config, may_change: Collection[str]) ->
             )
 
 
-def keep_schedule(workdir: Path, config: Config) -> None:
-    """Replaces config.schedule_steps = 0 by its value in the workdir's run, or by config.num_steps in a new run."""
-    if "schedule_steps" not in config or config.schedule_steps != 0:
-        return  # missing, of a wrong type, or set: `check_fields` and `check_workdir` check it
-    config.schedule_steps = config.num_steps
-    with suppress(OSError, ValueError, KeyError, TypeError):  # no run, or `check_workdir` reports the error
-        config.schedule_steps = json.loads((workdir / "config.json").read_text())["schedule_steps"]
+def keep_beginning(workdir: Path, config: Config) -> None:
+    """Replaces what a config leaves open by what the workdir's run began with, in all processes by the same.
+
+    These are schedule_steps = 0, in a new run num_steps, and data.today = "", in a new run the date of this day.
+    """
+    # Missing fields, and those of a wrong type, are left to `check_fields`, and set ones to `check_workdir`.
+    began = distributed.exchange(_beginning(workdir, config) if distributed.first() else None)[0]
+    now = flatten(config)
+    open_fields = {name: began[name] for name, unset in UNSET.items() if name in began and now[name] == unset}
+    config.update_from_flattened_dict(open_fields)
+
+
+def _beginning(workdir: Path, config: Config) -> dict[str, Any]:
+    """Returns the values of the fields UNSET with which the run in the workdir began, or with which it would begin."""
+    began, now = {"schedule_steps": config.num_steps, "data.today": date.today().isoformat()}, flatten(config)
+    with suppress(OSError, ValueError, AttributeError):  # no run, or `check_workdir` reports the error
+        before = flatten(ConfigDict(json.loads((workdir / "config.json").read_text())))
+        began |= {name: before[name] for name in began if name in before}  # runs of earlier versions have no date
+    return {name: x for name, x in began.items() if name in now}
 
 
 def _is_ours(file: Path) -> bool:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext, redirect_stdout
+from datetime import date
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from jaxrl_llm.compilation import keep_compilations
 from jaxrl_llm.config.fields import TRAIN, TURNS
 from jaxrl_llm.config.names import closest, offered, resolve, split_call
 from jaxrl_llm.config.schema import Field, check_call, check_fields, check_reach
-from jaxrl_llm.data import columns, tasks
+from jaxrl_llm.data import columns, encoding, tasks
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task
@@ -141,7 +142,8 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
     mesh = sharding.make_mesh(**(run.config.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
     with ExitStack() as opened:
         folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model, "--model")
-        model, tokenizer = hf.load_model(folder, mesh, dtype=args.dtype), hf.load_tokenizer(folder)
+        model = hf.load_model(folder, mesh, dtype=args.dtype)
+        tokenizer = encoding.on_day(hf.load_tokenizer(folder), args.today)
         stops = hf.stop_ids(folder, tokenizer)
         environments = open_environments(environment, tokenizer, opened, args.chat_template_args)
         tools = {"tools": environments.schemas} if environments and environments.schemas else {}
@@ -318,6 +320,7 @@ def of_model(args: argparse.Namespace) -> dict[str, Any]:
         "batch": 128,
         "dtype": "float32",
         "chat_template_args": {},
+        "today": date.today().isoformat(),
     }
 
 
@@ -333,6 +336,7 @@ def of_run(config: Config, args: argparse.Namespace) -> dict[str, Any]:
         "problems": config.eval.problems,
         "max_prompt_tokens": config.data.max_prompt_tokens,
         "chat_template_args": config.data.chat_template_args.to_dict(),
+        "today": config.data.today if "today" in config.data else date.today().isoformat(),  # not in earlier versions
         "max_completion_tokens": config.rollout.max_completion_tokens,
         # As many sequences at a time as in a rollout of the run.
         "batch": max(config.prompts_per_step * group // args.samples, 1),

@@ -104,6 +104,23 @@ def test_a_variable_that_the_template_sets_unless_given_may_be_given(tokenizer):
         said(tokenizer, chat("?"), day="1 Jan")
 
 
+@pytest.mark.parametrize("call", ["strftime_now('%d %b %Y')", 'strftime_now( "%d %b %Y" )'])
+def test_a_template_writes_the_day_of_the_run_and_not_that_of_the_clock(tokenizer, call):
+    dated = LLAMA.replace("strftime_now('%d %b %Y')", call)
+    tokenizer.chat_template = dated
+    assert said(encoding.on_day(tokenizer, "2024-02-29"), chat("?")) == "29 Feb 2024?"
+    assert said(tokenizer, chat("?"), date_string="1 Jan") == "1 Jan?"
+    tokenizer.chat_template = {"default": dated, "tool_use": "no date"}
+    assert encoding.on_day(tokenizer, "2024-02-29").chat_template["tool_use"] == "no date"
+    assert said(tokenizer, chat("?")) == "29 Feb 2024?"
+
+
+def test_a_date_in_a_format_that_is_no_literal_is_refused(tokenizer):
+    tokenizer.chat_template = "{% set form = '%d' %}{{ strftime_now(form) }}"
+    with pytest.raises(UserError, match="gives strftime_now no literal format"):
+        encoding.on_day(tokenizer, "2024-02-29")
+
+
 def test_a_prompt_that_ends_with_the_assistant_goes_on_from_there(tokenizer):
     assert said(tokenizer, chat("3 apples?", "He has")).endswith("<|im_start|>assistant\nHe has")
     assert said(tokenizer, chat("3 apples?", "3", "4?")).endswith("4?<|im_end|>\n<|im_start|>assistant\n")
@@ -172,25 +189,25 @@ def test_another_prompt_argument_template_or_tokenizer_makes_other_token_ids(tok
     other = hf.load_tokenizer(folder)
     other.add_tokens(["apples"])
     other.chat_template = THINKING
-    today = hf.load_tokenizer(folder)
-    today.chat_template = LLAMA
+    dated = [hf.load_tokenizer(folder) for _ in range(2)]
+    for day, one in enumerate(dated, 24):
+        one.chat_template = LLAMA
+        encoding.on_day(one, f"2026-11-{day}")
     made = [
         encode([chat("3 apples")], tokenizer, "here"),
         encode([chat("4 apples")], tokenizer, "here"),
         encode(["3 apples"], tokenizer, "here"),
         encode([chat("3 apples")], tokenizer, "here", template_args={"enable_thinking": False}),
         encode([chat("3 apples")], other, "here"),
-        encode([chat("3 apples")], today, "here"),
+        *(encode([chat("3 apples")], one, "here") for one in dated),
     ]
     assert len({tuple(x[0].tolist()) for x in made}) == len(made) == len(list(home.iterdir()))
 
 
-def test_a_template_that_asks_for_the_date_is_rendered_again_on_another_day(tokenizer, home, monkeypatch):
+def test_what_a_template_writes_by_the_clock_is_not_kept(tokenizer, home):
     tokenizer.chat_template = LLAMA
     encode([chat("?")], tokenizer, "here")
-    monkeypatch.setattr(encoding, "date", type("Tomorrow", (), {"today": staticmethod(lambda: "tomorrow")}))
-    encode([chat("?")], tokenizer, "here")
-    assert len(list(home.iterdir())) == 2
+    assert not home.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", None], ids=["empty", "torn", "flipped"])

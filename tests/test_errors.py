@@ -127,6 +127,7 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "more steps than a schedule that ends at 0":
         ("schedule_steps=1 num_steps=2", "config.num_steps = 2 | after 1 steps"),
     "k1 in the loss": ("kl.placement=loss kl.estimator=k1", "config.kl: k1 in the loss | use k2 or k3 | 'reward'"),
+    "a day that is no date": ("data.today=24.11.2026", "config.data.today is '24.11.2026': give a date such as"),
     "a helper for a loss": ("loss.name=ratio_of", "config.loss.name 'ratio_of' does not exist; there is cispo, gmpo"),
     "a KL horizon of less than an update": ("kl.target=0.1 kl.horizon=3", "config.kl.horizon = 3 | 16 sequences"),
     "an end of a constant coefficient": ("kl.end=0.1", "config.kl.end = 0.1 | 'constant' | set it to 0.0"),

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import closing
+import shutil
+from contextlib import ExitStack, closing
+from datetime import date, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 from ml_collections import ConfigDict
 from test_steps import tiny
 
-from jaxrl_llm import other_rows, sharding
+from jaxrl_llm import checkpoint, other_rows, sharding
+from jaxrl_llm.build import load
 from jaxrl_llm.checkpoint import Checkpoints, Pending
+from jaxrl_llm.config.checks import check_train
 from jaxrl_llm.data import order
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.other_rows import Rows
 from jaxrl_llm.train import steps
 
 SEEN: list[str] = []
+ASSET = Path(checkpoint.__file__).parent / "assets" / "arithmetic"
 
 
 def looks(prompts: list, answer: list, **_: object) -> list[float]:
@@ -86,6 +92,25 @@ def test_a_repaired_file_is_resumed_where_the_run_was_and_one_with_fewer_rows_be
     first, second = other_rows.read(run)
     assert (second.after_step, second.rows_before, second.rows_now, second.before) == (3, [6], [5], first.now)
     assert "- after step 3, data.source had other rows: SHA-256 `" in (run / "hf" / "README.md").read_text()
+
+
+def test_a_chat_template_writes_the_day_of_the_runs_beginning_when_it_is_resumed_too(tmp_path, monkeypatch):
+    write(tmp_path / "x.jsonl", ["0", "2"])
+    shutil.copytree(ASSET, tmp_path / "model")
+    dated = "{{ strftime_now('%d') }}" + (ASSET / "chat_template.jinja").read_text()
+    (tmp_path / "model" / "chat_template.jinja").write_text(dated)
+    fields = {"data.source": f"{tmp_path}/x.jsonl", "eval.every": 0, "model.path": f"{tmp_path}/model"}
+    prompts = []
+    for day in (24, 25):  # by the clock of this package, and that of transformers
+        clock = SimpleNamespace(today=lambda day=day: date(2026, 11, day), now=lambda day=day: datetime(2026, 11, day))
+        monkeypatch.setattr(checkpoint, "date", clock, raising=False)
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+        with ExitStack() as opened:
+            loaded = load(tiny(**fields), tmp_path / "run", opened, check_train)
+            checkpoint.open_workdir(tmp_path / "run", loaded.config)
+            prompts.append(loaded.tokenizer.decode(loaded.dataset.ids[0]))
+    assert prompts == ["24<|user|>0+0<|assistant|>"] * 2
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["today"] == "2026-11-24"
 
 
 KEEP, MESH = ConfigDict(dict(every=1, keep=2, keep_best=0)), sharding.make_mesh(data=1, fsdp=1, tensor=1)

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from ml_collections import ConfigDict
 
-from jaxrl_llm.checkpoint import keep_schedule, open_workdir
+from jaxrl_llm.checkpoint import keep_beginning, open_workdir
 from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as config
 from jaxrl_llm.health.settings import Settings, findings
@@ -164,7 +164,7 @@ def test_a_run_that_is_resumed_with_more_steps_keeps_its_schedule_and_says_so(tm
     for c, steps in ((begun, 100), (longer, 300)):
         for field, value in (fixed | {"num_steps": steps}).items():
             config.override(c, field.replace("__", "."), str(value))
-        keep_schedule(tmp_path, c.lock())
+        keep_beginning(tmp_path, c.lock())
         open_workdir(tmp_path, c)
     before, after = checks.check_train(begun), checks.check_train(longer)
     assert (after.updates, after.scheduled_updates, after.warmup_steps) == (300, 100, before.warmup_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
 from types import ModuleType
 
 from ml_collections import ConfigDict
@@ -203,6 +204,13 @@ def check_data(config: Config) -> None:
     for field in ("prompt_column", "answer_column", "format_prompt"):
         if d[field] and all(convert):
             raise UserError(f"config.data.{field} = {d[field]!r} does nothing: a convert function makes the rows")
+    if d.today:
+        try:
+            date.fromisoformat(d.today)
+        except ValueError:
+            raise UserError(
+                f"config.data.today is {d.today!r}: give a date such as 2026-11-25, or '' for today"
+            ) from None
     if d.format_prompt:
         formats.template(d.format_prompt)
     sections |= {"eval": config.eval} if config.eval.every else {}

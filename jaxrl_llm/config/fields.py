@@ -36,6 +36,7 @@ SHARED = {
     "data.format_prompt": Field(str, may_change=True),
     "data.accept": Field(str, may_change=True),
     "data.chat_template_args": Field(dict),
+    "data.today": Field(str, may_change=True),
     "data.max_prompt_tokens": Field(int, low=1),
     "data.overlong": Field(str, choices=("drop", "error")),
     "rollout.max_completion_tokens": Field(int, low=1),

@@ -22,6 +22,8 @@ from jaxrl_llm.host import user_cache
 
 Chat: TypeAlias = list[dict[str, Any]]
 CHUNK = 4096  # prompts per tokenizer call: enough for its threads, with little memory
+CLOCK = re.compile(r"strftime_now\s*\(")  # a chat template asks for today's date
+DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # in a format that can be read here
 KEPT = 2**20  # minimum number of characters for storing token ids in the user's cache folder
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # unpaired surrogates: valid as JSON escapes, but not for tokenizers
 FORMAT = 2  # version of stored token ids: raise it if a change of this file changes them
@@ -97,6 +99,30 @@ def check_row_args(tokenizer: Any, source: str, numbers: Sequence[int], row_args
                 )
 
 
+def on_day(tokenizer: Any, day: str) -> Any:
+    """Returns the tokenizer with a chat template that writes this date, as 2026-11-25, wherever it asks for today's.
+
+    A date is part of the token ids: with that of the clock a resumed run would have other prompts.
+    Raises: UserError, if the template asks for a date in a format that is no literal.
+    """
+
+    def dated(template: str) -> str:
+        there = DATE.sub(lambda call: repr(date.fromisoformat(day).strftime(call[2])), template)
+        if CLOCK.search(there):
+            raise UserError(
+                f"{tokenizer.name_or_path}: the chat template gives strftime_now no literal format, so that its date "
+                "would be that of the clock: write one, such as strftime_now('%d %b %Y')"
+            )
+        return there
+
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several, by name
+        tokenizer.chat_template = {name: dated(text) for name, text in template.items()}
+    elif template:
+        tokenizer.chat_template = dated(template)
+    return tokenizer
+
+
 def beginning(tokenizer: Any) -> list[int]:
     """Returns [begin token] if the tokenizer puts it before a text, else []. For chats the template adds it."""
     first = tokenizer("")["input_ids"][:1]
@@ -123,19 +149,17 @@ def _key(
 ) -> str:
     """Returns a hash of everything that token ids depend on; "" if the prompts are short, or cannot be kept.
 
-    Only fast tokenizers can be serialized, and so hashed.
+    Only fast tokenizers can be serialized, and so hashed. What a template writes by the clock cannot be kept.
     """
-    # A template that prints the date gives other token ids each day.
-    today = str(date.today()) if "strftime_now" in str(tokenizer.chat_template) else ""
     versions = [FORMAT, *(version(name) for name in ("transformers", "tokenizers"))]
-    settings = [versions, tokenizer.chat_template, dict(template_args), tokenizer.special_tokens_map, today]
+    settings = [versions, tokenizer.chat_template, dict(template_args), tokenizer.special_tokens_map]
     digest, size = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()), 0
     for start in range(0, len(prompts), CHUNK):  # in pieces: the text of all prompts may be large
         chunk = slice(start, start + CHUNK)
         said = json.dumps([prompts[chunk], list(row_args[chunk])], default=str).encode()
         size += len(said)
         digest.update(said)
-    if size < KEPT or not tokenizer.is_fast:
+    if size < KEPT or not tokenizer.is_fast or CLOCK.search(str(tokenizer.chat_template)):
         return ""
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     return digest.hexdigest()
