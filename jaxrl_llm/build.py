@@ -232,6 +232,7 @@ def make_run(given: Loaded, stop: Stop) -> Run:
         minibatches=lambda step: list(minibatches(config, step)),
         reference=learning.reference,
         accuracy=accuracy,
+        problems=len(given.held_out.rows),
         export=partial(given.export, policy),
         compilations=given.compilations,
         programs=programs,

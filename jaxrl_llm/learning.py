@@ -141,7 +141,7 @@ def make_policy(
         sampling,
         kl=resolve(config.kl.estimator, kl) if config.kl.placement == "loss" else None,
         kl_weighted=config.kl.weighted,
-        correct=make_importance_weights(off_policy=off_policy, **config.importance),
+        correct=make_importance_weights(off_policy=off_policy, dtype=config.model.dtype, **config.importance),
         off_policy=config.mask.off_policy,
         routed=models.model.cfg.mixture is not None,
     )

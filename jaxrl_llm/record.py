@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import distributed, sharding
-from jaxrl_llm.rollout.samples import Samples
+from jaxrl_llm.rollout.samples import Graded, Samples
 from jaxrl_llm.structs import Array, Rollouts
 
 LOG = "log"  # channel of the log's thread
@@ -101,22 +101,34 @@ def of_updates(updates: list[dict[str, Any]]) -> dict[str, Any]:
     if "logprobs/good" in record:  # the mean over tokens of completions with a positive advantage
         total, good = record.pop("logprobs/good"), record.pop("tokens/good")
         record |= {"logprobs/good": total / good} if good else {}
-    if "importance/square" in record:
-        record["importance/ess"] = record["importance/mean"] ** 2 / max(record.pop("importance/square"), 1e-30)
+    for kind in ("importance/", "importance/raw_"):
+        if f"{kind}square" in record:
+            record[f"{kind}ess"] = record[f"{kind}mean"] ** 2 / max(record.pop(f"{kind}square"), 1e-30)
     return record
 
 
 def of_rollouts(rollouts: Rollouts, step: int) -> dict[str, Any]:
     """Returns the lengths of completions, and the lag in steps of the weights that sampled them: of all processes."""
     lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1), LOG)
+    cut = distributed.gather(rollouts.truncated, LOG)
     record = {"completion/length": lengths.mean(), "completion/length_max": lengths.max()}
-    record |= {"completion/truncated": distributed.gather(rollouts.truncated, LOG).mean()}
+    record |= {"completion/truncated": cut.mean(), "groups/count": len(lengths)}
+    if len(lengths) > 1:
+        record |= {"completion/length_error": error_of_mean(lengths), "completion/truncated_error": error_of_mean(cut)}
     versions, tokens = np.unique(rollouts.versions[rollouts.loss_mask], return_counts=True)
     versions, tokens = distributed.gather(versions, LOG), distributed.gather(tokens, LOG)
     if len(versions):
         lags = np.repeat(step - 1 - versions, tokens)
         record |= {"rollout/lag": lags.mean(), "rollout/lag_p95": np.percentile(lags, 95)}
     return record | of_episodes(rollouts)
+
+
+def error_of_mean(values: np.ndarray) -> float:
+    """Returns the standard error of the mean of values [B, G]: those of a group are alike, so groups are what varies.
+
+    The deviation of the B means of groups over sqrt(B): the cluster-robust error (Liang and Zeger, 1986).
+    """
+    return float(values.mean(axis=1).std(ddof=1) / np.sqrt(len(values)))
 
 
 def of_rewards(metrics: dict[str, float]) -> dict[str, float]:
@@ -172,16 +184,17 @@ READ = 64  # completions of a step, at most, whose text is measured, of all proc
 def of_texts(samples: Samples) -> dict[str, Any]:
     """Returns how alike the first completions of this step are: of their groups, within themselves, and as text.
 
+    Only what the policy wrote counts, not what an environment said: it may show a document twice.
     completion/distinct: completions of a group that differ, as a share. completion/repeated: tokens that continue GRAM
     tokens which the completion has had before, as a share. completion/compressed: size of the texts after deflate, as a
     share; noise has a large one, repetition a small one.
     """
-    tokens, mask = samples.rollouts.completions, samples.rollouts.completion_mask
+    tokens, mask = samples.rollouts.completions, samples.rollouts.loss_mask
     first = slice(max(READ // (tokens.shape[1] * distributed.count()), 1))  # groups of this process
     groups = [
         [row[real] for row, real in zip(*group, strict=True)] for group in zip(tokens[first], mask[first], strict=True)
     ]
-    whole = "\n".join(text for group in samples.graded().texts[first] for text in group).encode()
+    whole = "\n".join(text for group in _own_texts(samples.graded())[first] for text in group).encode()
     here = {
         "completion/distinct": np.mean([len({row.tobytes() for row in group}) / len(group) for group in groups]),
         "completion/repeated": np.mean([repeated(row) for group in groups for row in group]),
@@ -189,6 +202,14 @@ def of_texts(samples: Samples) -> dict[str, Any]:
     }
     everywhere = distributed.exchange({name: float(x) for name, x in here.items()}, LOG)
     return {name: np.mean([one[name] for one in everywhere]) for name in here}
+
+
+def _own_texts(graded: Graded) -> list[list[str]]:
+    """Returns what the policy wrote, B x G."""
+    if not graded.turns:
+        return graded.texts
+    own = lambda turns: "\n".join(turn["content"] for turn in turns if turn["role"] == "assistant")  # noqa: E731
+    return [[own(turns) for turns in group] for group in graded.turns]
 
 
 def repeated(tokens: np.ndarray) -> float:

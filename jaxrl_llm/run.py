@@ -72,6 +72,7 @@ class Run:
     reference: Reference | None
     minibatches: Callable[[int], Sequence[AnyArray]]  # step -> rows of each of its updates
     accuracy: Callable[[States], float]  # on the held-out problems
+    problems: int  # their number
     export: Callable[[States], None]  # writes the policy as a Hugging Face folder
     compilations: Compilations
     programs: Callable[[], Iterator[Program]]  # the larger programs of the run, in all their shapes
@@ -191,7 +192,7 @@ class Run:
         if not every or (step % every and step != self.config.num_steps):
             return {}
         self.accuracies.append(self.accuracy(self.states))
-        return {"eval/accuracy": self.accuracies[-1]}
+        return {"eval/accuracy": self.accuracies[-1], "eval/problems": self.problems}
 
     def stagnates(self) -> bool:
         """Returns whether the last `eval.patience` evaluations were no better than the best one before them."""

@@ -140,6 +140,7 @@ def make_run(given: Loaded, stop: Stop) -> Run:
         reference=None,
         minibatches=lambda step: [np.arange(config.prompts_per_step, dtype=np.int32)],
         accuracy=accuracy,
+        problems=len(given.held_out.rows),
         export=partial(given.export, policy),
         compilations=given.compilations,
         programs=lambda: iter(()),

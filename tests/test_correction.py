@@ -49,6 +49,9 @@ def test_importance_weights_equal_their_restatement(level, g):
             np.testing.assert_allclose(np.asarray(metrics["importance/weight_max"])[mask], raw[mask], rtol=1e-6)
             counted = raw if action == "none" else expected
             np.testing.assert_allclose(np.asarray(metrics["importance/mean"])[mask], counted[mask], rtol=1e-6)
+            by_token = np.minimum(restated(trainer, sampler, mask, "token"), 10.0)[mask]
+            np.testing.assert_allclose(np.asarray(metrics["importance/raw_mean"])[mask], by_token, rtol=1e-6)
+            np.testing.assert_allclose(np.asarray(metrics["importance/raw_square"])[mask], by_token**2, rtol=1e-6)
 
 
 def test_no_gradient_goes_through_a_weight():

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import credit
-from jaxrl_llm.record import Record, Timer, of_rollouts
+from jaxrl_llm.record import Record, Timer, error_of_mean, of_rollouts
 from jaxrl_llm.structs import Batch, Rewards, Rollouts
 
 MASK = np.array([[[True, True, True], [True, False, False]]])
@@ -121,6 +121,22 @@ def test_old_logprobs_are_kept_for_several_updates_and_those_of_a_single_one_are
     np.testing.assert_array_equal(assign({"name": "test_credit.total"}, updates=2)[0].old_logprobs, PENALTY)
 
 
+def test_the_error_of_the_mean_reward_is_that_of_groups_and_easy_groups_are_told_from_hard_ones():
+    rewards = np.array([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, np.nan]], np.float32)
+    found = credit.reward_metrics(rewards, {}, None)
+    assert (found["reward/min"], found["reward/max"], found["groups/no_signal"]) == (0.0, 1.0, 0.75)
+    assert found["reward/without_signal"] == pytest.approx(2 / 3)  # one is all wrong, two are all right
+    assert found["reward/error"] == pytest.approx(np.std([1.0, 0.0, 0.5, 1.0], ddof=1) / 2)
+
+
+def test_the_error_of_a_mean_is_that_of_its_simulation():
+    rng = np.random.default_rng(0)
+    shares = rng.beta(0.5, 0.5, (2000, 16, 1))  # each prompt has its own: completions of a group are alike
+    batches = (rng.random((2000, 16, 8)) < shares).astype(float)
+    errors = [error_of_mean(batch) for batch in batches]
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(batches.mean(axis=(1, 2)).std(), rel=0.05)
+
+
 def test_rewards_lie_on_the_last_trained_token_and_the_overlong_penalty_grows_to_one():
     mask = np.array([[[True, True, False], [False, False, False]]])
     np.testing.assert_array_equal(credit.at_the_end(np.array([[2.0, 5.0]]), mask), [[[0, 2, 0], [0, 0, 0]]])
@@ -140,9 +156,10 @@ def test_the_overlong_penalty_is_a_channel_of_the_reward_and_of_greedy_completio
 def test_a_record_takes_each_metric_from_the_right_update():
     first = {"loss/total": 1.0, "sampler/gap_max": 0.1, "learning_rate": 0.1}
     last = {"loss/total": 3.0, "sampler/gap_max": 0.9, "learning_rate": 0.2}
+    mismatch = lambda *means: dict(zip(("mean", "square", "raw_mean", "raw_square"), means, strict=True))  # noqa: E731
     updates = [
-        first | {"importance/mean": 0.5, "importance/square": 0.5},
-        last | {"importance/mean": 0.9, "importance/square": 0.9},
+        first | {f"importance/{name}": x for name, x in mismatch(0.5, 0.5, 2, 8).items()},
+        last | {f"importance/{name}": x for name, x in mismatch(0.9, 0.9, 3, 9).items()},
     ]
     timer, updated = Timer(), Future()
     timer.lap("reward")
@@ -151,7 +168,8 @@ def test_a_record_takes_each_metric_from_the_right_update():
     found = Record(3, timer, tokens=4, updates=updates, metrics=metrics, updated=updated).summary()
     assert (found["loss/total"], found["sampler/gap_max"], found["learning_rate"]) == (2.0, 0.1, 0.2)
     assert found["importance/ess"] == pytest.approx(0.5)
-    assert "importance/square" not in found
+    assert (found["importance/raw_mean"], found["importance/raw_ess"]) == (2, 0.5)
+    assert not {"importance/square", "importance/raw_square"} & found.keys()
     assert "reward/a" not in found  # its function abstained from all
     assert found["tokens_per_second"] == pytest.approx(2.0)
 

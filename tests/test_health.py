@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import simulated
 from jaxrl_llm.health import Health, rules
 from jaxrl_llm.health.finding import FEW, PAST, RECENT, WINDOW, History, channels
 from jaxrl_llm.record import of_texts, repeated
@@ -226,6 +228,27 @@ def a_step(texts: list[list[str]]) -> Samples:
     mask = np.array([[[i < len(text) for i in range(longest)] for text in group] for group in texts])
     rollouts = Rollouts(tokens, mask, mask, np.zeros(mask.shape), np.zeros(mask.shape[:2], bool), np.zeros(mask.shape))
     return Samples(None, rollouts, lambda: Graded(texts, {}, [], {}))
+
+
+def test_a_simulated_healthy_run_learns_and_its_noise_falls_with_the_root_of_the_sequences():
+    runs = {size: simulated.history(0, sequences=size, steps=200) for size in (64, 1024)}
+    rewards = {size: np.array([record["reward/mean"] for record in run]) for size, run in runs.items()}
+    assert all(x[-50:].mean() > x[:20].mean() + 0.1 for x in rewards.values())
+    noise = {size: np.diff(x).std() / np.sqrt(2) for size, x in rewards.items()}
+    assert noise[64] / noise[1024] == pytest.approx(4, rel=0.2)
+    errors = {size: np.mean([record["reward/error"] for record in run]) for size, run in runs.items()}
+    assert errors == pytest.approx(noise, rel=0.2)
+
+
+def test_what_an_environment_says_again_is_no_repetition_of_the_policy():
+    step = a_step([["ask abcdefgh abcdefgh abcdefgh"]])
+    own = np.arange(30)[None, None] < 4  # the rest are documents, the same three times
+    turns = [[[{"role": "assistant", "content": "ask "}, {"role": "environment", "content": "abcdefgh" * 3}]]]
+    texts = step.graded().texts
+    step = replace(step, rollouts=replace(step.rollouts, loss_mask=own), graded=lambda: Graded(texts, {}, turns, {}))
+    measured = of_texts(step)
+    assert measured["completion/repeated"] == 0.0
+    assert measured["completion/compressed"] > 1  # of four letters, not of the documents
 
 
 def test_completions_are_measured_against_their_group_and_themselves():

@@ -266,7 +266,7 @@ def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
     bad = (
         dict(advantages=batch.advantages * np.nan)
         if spoilt == "not finite"
-        else dict(loss_mask=batch.loss_mask & False)
+        else dict(loss_mask=batch.loss_mask & False, rewards=np.full((tiny.B, tiny.G), np.nan, np.float32))
     )
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
     model, params = tiny.model_and_params()
@@ -277,10 +277,12 @@ def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
         update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=kl.k3), optimizer, mesh, placed, microbatch=0,
         aggregate=lambda mask: losses.aggregation_weights(mask, mode="token_mean"),
     )  # fmt: skip
-    states = []
+    states, ratios = [], []
     for x in (batch, replace(batch, **bad), batch):
-        state, _ = step(state, sharding.shard_batch(x, mesh), jnp.arange(tiny.B))
+        state, metrics = step(state, sharding.shard_batch(x, mesh), jnp.arange(tiny.B))
         states.append(sharding.to_host(state.coef_state))
+        ratios.append(float(metrics.get("kl/to_reward", 0.0)))
+    assert np.isfinite(ratios).all()  # also without any verdict
     assert states[0] == states[1]
     assert states[1]["learning_rate"] + 1 == states[2]["learning_rate"]
     assert states[1]["kl/coef"] != states[2]["kl/coef"]

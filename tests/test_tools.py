@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.envs.batch import EnvironmentPool
+from jaxrl_llm.envs.protocol import OwnError
 from jaxrl_llm.envs.python import Python
 from jaxrl_llm.envs.tools import Tools
 from jaxrl_llm.errors import UserError
@@ -114,10 +115,10 @@ def test_the_python_tool_answers_with_output_and_counts_errors():
     tool = Python(seconds=5.0, memory=512, most_characters=100)
     good = tool.step("I compute. <python>\nprint(2 ** 10)\n</python>")
     assert (good.observation, good.done) == ("<output>1024</output>", False)
-    assert good.metrics == {"programs": 1.0}
+    assert good.metrics == {"programs": 1.0, "own_errors": 0.0}
     bad = tool.step("<python>1 / 0</python>")
     assert "ZeroDivisionError" in bad.observation
-    assert bad.metrics == {"programs": 1.0, "errors": 1.0}
+    assert bad.metrics == {"programs": 1.0, "own_errors": 1.0}  # the tool has not failed
     assert tool.step("the answer is 4").done
 
 
@@ -200,7 +201,7 @@ def test_results_are_in_the_form_that_the_template_gives_to_a_whole_conversation
         messages, tools=made.schemas, add_generation_prompt=True, tokenize=False
     )
     assert {name: float(x[0, 0]) for name, x in batch.metrics().items() if name != "seconds"} == {
-        "calls": 3.0, "errors": 1.0, "invalid": 0.0, "turns": 3.0,
+        "calls": 3.0, "errors": 1.0, "invalid": 0.0, "own_errors": 0.0, "turns": 3.0,
     }  # fmt: skip
 
 
@@ -216,7 +217,20 @@ def loop() -> list:
 def test_a_result_that_is_no_json_is_an_error_of_its_call_alone():
     reply = Tools(functions=("tests.test_tools.loop", "tests.test_tools.add")).step(call("loop") + call("add", a=1))
     assert reply.observation == ("error: ValueError: Circular reference detected", "1")
-    assert reply.metrics == {"calls": 2.0, "invalid": 0.0, "errors": 1.0}
+    assert reply.metrics == {"calls": 2.0, "invalid": 0.0, "errors": 1.0, "own_errors": 0.0}
+
+
+def broken() -> str:
+    """
+    Says that the call is wrong.
+    """
+    raise OwnError("no such thing")
+
+
+def test_a_tool_tells_the_errors_of_the_policy_from_its_own():
+    reply = Tools(functions=("tests.test_tools.broken",)).step(call("broken"))
+    assert reply.observation == ("error: OwnError: no such thing",)
+    assert (reply.metrics["own_errors"], reply.metrics["errors"]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -153,9 +153,14 @@ def explained_variance(
 def reward_metrics(total: Float[Array, "B G"], channels: Columns, penalty: Float[Array, "B G C"] | None) -> Columns:
     """Returns means over the completions of a step that have a reward; NaN if none has, and in a channel likewise.
 
+    reward/error is the standard error of reward/mean: the deviation of the means of groups over the root of their
+    number (completions of a prompt are alike). reward/without_signal is the mean of groups whose rewards are all equal.
     penalty [B, G, C]: the KL penalty in the reward. `total` does not include it; it has its own metrics.
     """
     metrics = {"reward/mean": jnp.nanmean(total), "reward/std": jnp.nanstd(total)}
+    metrics |= {"reward/min": jnp.nanmin(total), "reward/max": jnp.nanmax(total)}
+    groups = jnp.nanmean(total, axis=1)
+    metrics |= {"reward/error": jnp.nanstd(groups, ddof=1) / jnp.sqrt(jnp.sum(~jnp.isnan(groups)))}
     metrics |= {f"reward/{name}": jnp.nanmean(x) for name, x in channels.items()}
     if penalty is not None:
         of_sequence = jnp.sum(penalty, axis=-1)
@@ -163,5 +168,7 @@ def reward_metrics(total: Float[Array, "B G"], channels: Columns, penalty: Float
         metrics |= {"reward/kl": -jnp.mean(of_sequence), "reward/kl_pays": jnp.mean(of_sequence < 0)}
     if total.shape[1] > 1:
         # NaN is not above NaN: a group without any reward has no signal.
-        metrics["groups/no_signal"] = 1 - jnp.mean(jnp.nanmax(total, axis=1) > jnp.nanmin(total, axis=1))
+        signal = jnp.nanmax(total, axis=1) > jnp.nanmin(total, axis=1)
+        metrics["groups/no_signal"] = 1 - jnp.mean(signal)
+        metrics["reward/without_signal"] = jnp.nanmean(jnp.where(signal, jnp.nan, groups))
     return metrics

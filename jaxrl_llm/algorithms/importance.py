@@ -16,6 +16,8 @@ from jaxrl_llm.structs import Array
 
 ImportanceFn: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Metrics]]
 
+JUDGED = 10.0  # bound of a weight in importance/raw_*, so that one token of thousands decides nothing
+
 
 def make_importance_weights(
     *,
@@ -24,6 +26,7 @@ def make_importance_weights(
     low: NotNegative = 0.0,
     high: Positive = 2.0,
     off_policy: bool = False,
+    dtype: str = "float32",
 ) -> ImportanceFn:
     """Returns `correct(trainer, sampler, mask)` -> weights [B, G, C] of the policy loss, and metrics of the mismatch.
 
@@ -33,7 +36,9 @@ def make_importance_weights(
     action "truncate" returns min(w, high) (arXiv 2505.24298). "mask" returns w within [low, high], and 0 outside
     (IcePop, arXiv 2510.18855). "none" returns 1, but the metrics describe w. "auto" is "truncate" if off_policy, else
     "none". off_policy: another engine or older weights may have sampled.
-    importance/kl is the k3 estimate of KL(sampler || trainer).
+    importance/kl is the k3 estimate of KL(sampler || trainer). importance/raw_mean and raw_square are of exp(d) per
+    token, before any action: the health rules judge by them whether engine and trainer agree. importance/rounding is
+    the relative rounding error of dtype, the number type that both compute in.
     """
     if action == "auto":
         action = "truncate" if off_policy else "none"
@@ -52,12 +57,16 @@ def make_importance_weights(
         else:
             used = jnp.where((raw >= low) & (raw <= high), raw, 0.0)
         counted = raw if action == "none" else used
+        judged = jnp.minimum(ratio_of(d), JUDGED)
         metrics = {
             "importance/mean": counted,
             "importance/weight_min": raw,
             "importance/weight_max": raw,
             "importance/square": counted**2,  # mean^2 / square is the effective sample size, as a share
             "importance/kl": k3(sampler, jnp.where(mask, trainer, sampler)),
+            "importance/raw_mean": judged,
+            "importance/raw_square": judged**2,
+            "importance/rounding": jnp.full(d.shape, jnp.finfo(dtype).eps, jnp.float32),
             "importance/acted_on": (counted != raw).astype(jnp.float32),
         }
         return used, metrics

@@ -89,7 +89,7 @@ TRAIN = SHARED | {
     "mask.truncated": Field(bool),
     "mask.top_entropy": Field(float, low=0, high=1, above=True),
     "mask.off_policy": Field(float, low=0),
-    **fields_of("importance", make_importance_weights, leave_out=("off_policy",)),
+    **fields_of("importance", make_importance_weights, leave_out=("off_policy", "dtype")),
     "rollout.max_lag": Field(int, low=0),
     "rollout.resample_rounds": Field(int, low=0),
     "rollout.temperature": Field(float, low=0, above=True),

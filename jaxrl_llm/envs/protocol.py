@@ -19,6 +19,10 @@ class Reply:
     metrics: dict[str, float] = field(default_factory=dict)  # summed over the turns of an episode
 
 
+class OwnError(Exception):
+    """A tool raises it if the policy's own program or call is wrong. episode/own_errors counts it."""
+
+
 class Environment(Protocol):
     """The environment of one episode. A config names its class, and gives the arguments of its constructor."""
 

@@ -37,4 +37,4 @@ class Python:
         code = text.rpartition(END)[0].rpartition(BEGIN)[2]
         output, errors, error, _ = self._run(code.strip("\n"))
         said = "\n".join(filter(None, (output.rstrip(), errors.rstrip(), error and f"error: {error}")))
-        return Reply(f"<output>{said}</output>", metrics={"programs": 1.0} | ({"errors": 1.0} if error else {}))
+        return Reply(f"<output>{said}</output>", metrics={"programs": 1.0, "own_errors": float(bool(error))})

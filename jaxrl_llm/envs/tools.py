@@ -15,7 +15,7 @@ from typing import Any
 from jaxrl_llm import envs
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.envs import calculator
-from jaxrl_llm.envs.protocol import Reply
+from jaxrl_llm.envs.protocol import OwnError, Reply
 from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.sandbox import program as sandbox
 
@@ -61,7 +61,7 @@ class Tools:
         calls = CALL.findall(text, 0, text.rfind(CLOSED) + len(CLOSED))
         if not calls:
             return Reply(done=True)
-        metrics = {"calls": float(len(calls)), "invalid": 0.0, "errors": 0.0}
+        metrics = {"calls": float(len(calls)), "invalid": 0.0, "errors": 0.0, "own_errors": 0.0}
         return Reply(tuple(self._answer(call, metrics) for call in calls), metrics=metrics)
 
     def _answer(self, call: str, metrics: dict[str, float]) -> str:
@@ -77,7 +77,7 @@ class Tools:
             result = function(**given)
             return result if isinstance(result, str) else json.dumps(result, default=str)
         except Exception as error:  # a tool may raise anything
-            metrics["errors"] += 1
+            metrics["own_errors" if isinstance(error, OwnError) else "errors"] += 1
             return f"error: {briefly(error)}"
 
 
@@ -101,5 +101,5 @@ def run_python(code: str) -> str:
     sandbox.refuse_without()
     output, errors, error, _ = sandbox.run(code, seconds=5.0, memory=512, characters=2000)
     if error:
-        raise RuntimeError(f"{error}\n{output}{errors}")
+        raise OwnError(f"{error}\n{output}{errors}")
     return output + errors

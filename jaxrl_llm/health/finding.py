@@ -13,7 +13,11 @@ FEW = 4  # records at the start that a rule compares with
 RECENT = 8  # records that a rule averages, so that one odd step is no finding
 WINDOW = 16  # last records that are kept without a gap
 PAST = 128  # records between start and window that are kept, at most
-NO_CHANNELS = {f"reward/{name}" for name in ("mean", "std", "kl", "kl_pays", "overlong", "no_verdict")}
+# Metrics reward/* that are no reward function's.
+NO_CHANNELS = {
+    f"reward/{name}"
+    for name in ("mean", "std", "error", "min", "max", "without_signal", "kl", "kl_pays", "overlong", "no_verdict")
+}
 
 
 @dataclass(frozen=True)

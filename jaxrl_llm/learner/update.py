@@ -236,7 +236,8 @@ def make_update_step(
         metrics |= {"update_size": metrics["update_norm"] / optax.global_norm(state.params)}
         if batch.rewards is not None and "kl/ref" in metrics:
             length = jnp.sum(batch.loss_mask) / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
-            reward = jnp.maximum(jnp.nanmean(jnp.abs(batch.rewards)), 1e-6)
+            # Without any verdict the mean is NaN, and the bound of the warm-up must not depend on it.
+            reward = jnp.maximum(jnp.nan_to_num(jnp.nanmean(jnp.abs(batch.rewards))), 1e-6)
             metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
         # A skipped update must not advance a schedule or an adaptive coefficient.
         learned = jnp.isfinite(metrics["grad_norm"]) & wanted
