@@ -63,14 +63,11 @@ class Record:
         """Returns the record for metrics.jsonl, without the step. Waits for the device.
 
         Metrics of the mismatch of sampler and trainer are from the first update, and coefficients from the last one.
-        Other metrics of updates are averaged. A channel is left out if its function abstained from all completions,
-        and the share of completions without a verdict if it is 0.
+        Other metrics of updates are averaged. A channel is left out if its function abstained from all completions.
         """
         self._finish_timing()
         updates, metrics = sharding.to_host((self.updates, self.metrics))
         record = {k: v for k, v in metrics.items() if not (k.startswith("reward/") and np.isnan(v))}
-        if not record.get("reward/no_verdict"):
-            record.pop("reward/no_verdict", None)
         if self.samples:
             record |= of_rollouts(self.samples.rollouts, self.step) | of_texts(self.samples) | of_sources(self.samples)
             record |= of_rewards(self.samples.graded().metrics)

@@ -21,6 +21,7 @@ from jaxrl_llm.health import logs, rules
 from jaxrl_llm.tensorboard import TensorBoardWriter
 
 ROOT = Path(__file__).parent.parent
+HEALTH_PAGE = (ROOT / "docs" / "health.md").read_text()
 # Logs of the real TRL 1.16: `python -m benchmarks.trl_logs OUT` in the environment `trl` of benchmarks/environments.txt
 # writes OUT/NAME.json.
 REAL = ROOT / "tests" / "references" / "trl"
@@ -248,12 +249,21 @@ def test_what_a_log_does_not_have_to_judge_is_said(capsys):
     assert "entropy_collapse" in lines["few"][1] and "(fewer than 13 records)" in lines["few"][1]
 
 
+def test_the_documentation_shows_what_is_printed(monkeypatch, capsys):
+    command, printed = re.findall(r"`jaxrl (doctor --run \S+)` prints:\n\n```text\n(.*?)```", HEALTH_PAGE, re.DOTALL)[0]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit, match="0"):
+        doctor.main()
+    assert capsys.readouterr().out == printed
+
+
 def test_json_tells_of_every_rule_whether_it_could_look(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(write_workdir(tmp_path, run()[:1])), "--json"])
     with pytest.raises(SystemExit, match="0"):
         doctor.main()
     printed = json.loads(capsys.readouterr().out)
-    looked = {"sampler_mismatch", "stale_samples"}
+    looked = {"sampler_mismatch", "stale_samples", "no_verdict", "tool_down"}
     assert printed["rules"] == len(rules.RULES)
     assert printed["could_not_look"].keys() == {rule.__name__ for rule in rules.RULES} - looked
     assert printed["could_not_look"]["critic_lags"] == "fewer than 16 records"
@@ -351,7 +361,7 @@ def test_a_config_is_told_in_the_words_of_the_banner(capsys):
 
 def cases() -> list[tuple[str, str, str]]:
     """The settings of published failures in docs/health.md, with what is to be said of them."""
-    text = (ROOT / "docs" / "health.md").read_text().split("## The five cases")[1].split("\n## ")[0]
+    text = HEALTH_PAGE.split("## The five cases")[1].split("\n## ")[0]
     rows = re.findall(r"\| `(configs/[^`]+)` \|(?: \d+ \|)? (?:`(\w+)`: )?(.+) \|", text)
     assert len(rows) == 8
     return rows
@@ -371,7 +381,7 @@ def test_the_settings_of_the_five_cases_are_told(settings, name, evidence, monke
 
 def test_a_warm_up_is_told_in_steps(monkeypatch, capsys):
     """Ratios of Search-R1 #28: they look different, and are nearly the same."""
-    steps = re.findall(r"` \| (\d+) \| ", (ROOT / "docs" / "health.md").read_text())
+    steps = re.findall(r"` \| (\d+) \| ", HEALTH_PAGE)
     for (settings, *_), expected in zip(cases()[-2:], steps, strict=True):
         monkeypatch.setattr(sys, "argv", ["doctor", "--config", *settings.split()])
         with pytest.raises(SystemExit, match="0"):

@@ -23,6 +23,14 @@ HEALTHY = {
 }  # fmt: skip
 
 
+NOTHING_TRAINED = {"reward/no_verdict": 1.0, "importance/mean": 0.0, "importance/ess": 0.0, "groups/no_signal": 1.0}
+
+
+def asked(**counts: float) -> dict[str, float]:
+    """What episodes of a step count."""
+    return {f"episode/{name}": count for name, count in counts.items()}
+
+
 BOUNDS = {"max_skipped": 10, "stop": ("updates_skipped",), "rollback": {"rules": ("entropy_explosion",), "most": 2}}
 
 
@@ -48,6 +56,17 @@ def ids(*changes: dict) -> list[str]:
         ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4} for _ in range(8)], []),
         ([{"update_norm": 0.1, "sampler/gap_mean": 1e-4 * 1.5**i} for i in range(8)], []),
         ([{"step": 0}], []),
+        # Without a verdict nothing is trained: means over no token are 0, and rewards that are not there are equal.
+        ([NOTHING_TRAINED] * 9, ["no_verdict"]),
+        ([NOTHING_TRAINED | {"reward/no_verdict": 0.9, "importance/mean": 1.0, "importance/ess": 1.0}], []),
+        ([asked(turns=3.0, errors=3.0)], ["tool_down"]),
+        ([asked(turns=3.0, errors=2.9)], []),
+        ([asked(turns=3.0, errors=1.5, searches=1.5)], ["tool_down"]),
+        ([asked(turns=3.0, errors=1.0, calls=1.5, invalid=0.5)], ["tool_down"]),
+        ([asked(turns=3.0, errors=1.0, calls=1.5, invalid=0.0)], []),
+        ([asked(turns=1.0, errors=0.05, searches=0.05)], []),  # a single call, perhaps
+        ([asked(turns=3.0, errors=0.2, searches=1.5), asked(turns=3.0, errors=1.5, searches=1.5)], []),
+        ([{"step": 0}, asked(turns=3.0, errors=1.5, searches=1.5)], ["tool_down"]),
     ],
 )
 def test_a_rule_fires_on_its_failure_and_on_nothing_else(changes, found):
@@ -81,6 +100,12 @@ def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path: Path
     health.judge(records[2] | {"eval/accuracy": 0.5})  # the same step, evaluated later
     assert kept() == [(2, "sampler_mismatch"), (3, "sampler_mismatch")]
     assert health.judge(None).action == "go on"
+
+
+def test_updates_that_are_skipped_without_a_verdict_are_not_called_infinite(tmp_path):
+    record = NOTHING_TRAINED | {"step": 7, "updates/skipped_in_a_row": 3, "kl/to_reward": None, "reward/mean": None}
+    (finding,) = [x for x in rules.findings(History([record]), BOUNDS | {"max_skipped": 3}) if x.id != "no_verdict"]
+    assert (finding.id, finding.cause) == ("updates_skipped", "no completion has a verdict")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +143,7 @@ def run(**named: object) -> list[dict]:
         "completion/compressed": 0.3, "kl/coef": 1e-3, "loss/kl": lambda t: 1e-4 * t,
         "loss/kl_alone": lambda t: 4e-5 * t, "reward/kl": lambda t: -0.001 * t,
         "critic/explained_variance": lambda t: 0.6 * t - (t < 0.1), "episode/turns": 2.0, "episode/errors": 0.0,
+        "reward/no_verdict": 0.0,
     }  # fmt: skip
     values = usual | {name.replace("__", "/"): f for name, f in named.items()}
     made = []
@@ -177,6 +203,8 @@ SICK = {name: run(**changes) for name, changes in FAULTS.items()} | {
     "engine_drift": run(update_norm=0.0, sampler__gap_mean=lambda t: 1e-4 * 3 ** (STEPS * t / 8)),
     "stale_samples": run(importance__mean=0.8, rollout__lag_p95=2.0),
     "updates_skipped": run(updates__skipped_in_a_row=10),
+    "no_verdict": run(reward__no_verdict=1.0),
+    "tool_down": run(episode__turns=3.0, episode__errors=3.0),
 }
 
 
@@ -203,6 +231,7 @@ def test_a_rule_needs_no_metric_that_is_not_said(rule):
 
 def test_every_rule_over_a_run_has_a_fault_here_or_in_the_table_above():
     above = {"sampler_mismatch", "stale_weights", "engine_drift", "stale_samples", "updates_skipped"}
+    above |= {"no_verdict", "tool_down"}
     assert {rule.__name__ for rule in rules.RULES} == above | set(FAULTS)
 
 

@@ -70,6 +70,11 @@ def equal(completions: list[Any], **columns: Any) -> list[float]:
     return [1.0 for _ in completions]
 
 
+def abstains(completions: list[Any], **columns: Any) -> list[None]:
+    """Has no verdict, as a judge that nobody can reach."""
+    return [None for _ in completions]
+
+
 def short(completions: list[Any], **columns: Any) -> list[float]:
     """Pays for not answering."""
     return [-float(len(text)) for text in texts(completions)]
@@ -115,6 +120,18 @@ class Failing:
     def step(self, text: str) -> Reply:
         failed = {"errors": float(chance(text) < 2 * self._share - 1)}
         return Reply("0", metrics=failed) if ">" in text else Reply(done=True, metrics=failed)
+
+
+class Silent:
+    """A tool whose server is gone. It counts its calls; other turns end the episode."""
+
+    stops = (">",)
+
+    def reset(self, row: dict[str, Any]) -> None:
+        pass
+
+    def step(self, text: str) -> Reply:
+        return Reply("0", metrics={"calls": 1.0, "errors": 1.0}) if ">" in text else Reply(done=True)
 
 
 # Engines.
@@ -291,6 +308,10 @@ FAULTS: dict[str, Fault] = {
         "one key for all members of a group", engine("repeating"),
         {"engine": {"name": "jax", "max_sequences": 0}} | reward("equal"),
     ),
+    "no_verdict": Fault(
+        "a judge that answers nobody", reward("abstains"),
+        reward("abstains", "short", weights=(1.0, 0.0)) | {"seed": 1}, within=1,
+    ),
     "entropy_collapse": Fault(
         "a reward that one digit hacks, for every other prompt",
         reward("ones") | {"optim.learning_rate": 1e-3, "kl.placement": "none", "kl.coef": 0.0},
@@ -350,6 +371,11 @@ FAULTS: dict[str, Fault] = {
     "tools_unused": Fault(
         "a tool that the policy has never seen",
         {"env": {"name": "calculator.Calculator", "most_characters": 20}, "turns": TURNS}, {"seed": 1}, within=12,
+    ),
+    "tool_down": Fault(
+        "a tool that fails in all turns",
+        {"env": {"name": f"{HERE}.Failing", "share": 1.0}, "turns": TURNS},
+        {"env": {"name": f"{HERE}.Silent"}, "seed": 1}, within=1,
     ),
     "tool_errors": Fault(
         "a tool that fails in half of the turns",

@@ -30,6 +30,7 @@ REWARD_FALL = 0.5  # spreads
 KL_PAYS = 0.1  # spreads
 ONE_TURN = 1.02  # turns of an episode
 TOOL_ERRORS = 0.05  # of turns
+DOWN = 0.1  # calls of a tool in an episode, at least, so that all of a few are no accident
 EXPLAINED = -0.05  # a critic that says the same for all has 0, to rounding: so it is where nearly all earn the same
 
 
@@ -49,6 +50,8 @@ def blind(records: Sequence[Record]) -> dict[str, str]:
 
 def sampler_mismatch(history: History) -> Finding | None:
     """F7: sampler and trainer compute different distributions, too different for the correction."""
+    if _trains_nothing(history):
+        return None
     r = {name: x for name, x in history.latest[-1].items() if x is not None}
     if not {"importance/kl", "importance/mean", "importance/ess", "rollout/lag_p95"} <= r.keys():
         return None
@@ -126,6 +129,25 @@ def stale_samples(history: History) -> Finding | None:
     )
 
 
+def _trains_nothing(history: History) -> bool:
+    """Returns whether no completion of the step has a verdict: means over trained tokens then mean nothing."""
+    return history.latest[-1].get("reward/no_verdict") == 1
+
+
+def no_verdict(history: History) -> Finding | None:
+    """F35: no completion of the step has a verdict, so that nothing is trained."""
+    if not _trains_nothing(history):
+        return None
+    return Finding(
+        "no_verdict",
+        "error",
+        "no completion of the step has a verdict, and nothing is trained",
+        "every reward function with a weight abstains: a judge does not answer, or the rows lack what it reads",
+        "start the judge again, look at the metrics of the reward functions, or mend the data",
+        "docs/failures.md F35",
+    )
+
+
 def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Finding | None:
     """F27: many updates in a row are skipped, and the model does not change."""
     r = history.latest[-1]
@@ -136,7 +158,9 @@ def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Findi
     refused = [name.removeprefix("skip/") for name in sorted(r) if name.startswith("skip/") and r[name]]
     cause = "no token in them is trained"
     fix = "other limits: config.mask and rollout.max_completion_tokens decide which tokens are trained"
-    if names:
+    if _trains_nothing(history):
+        cause, fix = "no completion has a verdict", "a judge that answers"
+    elif names:
         cause = f"their gradients are not finite ({', '.join(names[:5])})"
         fix = "a lower optim.learning_rate or with model.dtype = 'float32'"
     elif refused:
@@ -171,6 +195,8 @@ def phantom_clipping(history: History) -> Finding | None:
 
 def no_signal(history: History) -> Finding | None:
     """F10: in most groups all completions earn the same, so their advantages are 0."""
+    if _trains_nothing(history):
+        return None
     share = history.now("groups/no_signal")
     # Before the start is over, a task that is solved at once looks like one without a signal.
     least = NO_SIGNAL if history.then("groups/no_signal") is not None else 0.99
@@ -464,6 +490,28 @@ def tools_unused(history: History) -> Finding | None:
     )
 
 
+def tool_down(history: History) -> Finding | None:
+    """F36: every call of a tool fails, from the first step on."""
+    last = [r for r in history.latest if r.get("episode/errors") is not None and r.get("episode/turns")][-3:]
+    if not last or any(r["episode/errors"] < max(_asked(r), DOWN) for r in last):
+        return None
+    return Finding(
+        "tool_down",
+        "error",
+        f"all calls fail, {last[-1]['episode/errors']:.2g} in an episode",
+        "the tool or its server does not answer",
+        "start it again, or mend its address in config.env; look at completions.jsonl for its error",
+        "docs/failures.md F36",
+    )
+
+
+def _asked(record: Record) -> float:
+    """Returns how often an episode asks its tools, if the environment counts that; else its turns."""
+    count = lambda name: record.get(f"episode/{name}") or 0.0  # noqa: E731
+    calls = count("calls") and count("calls") - count("invalid")  # an invalid call asks nobody
+    return calls + count("searches") + count("programs") or record["episode/turns"]
+
+
 def tool_errors(history: History) -> Finding | None:
     """F22: the environment often fails."""
     errors, turns = history.now("episode/errors"), history.now("episode/turns")
@@ -486,6 +534,7 @@ RULES: dict[Callable[..., Finding | None], Needs] = {
     stale_weights: Needs(("weight_check/gap", "weight_check/gap_before"), 3),
     engine_drift: Needs(("sampler/gap_mean",), 8),
     stale_samples: Needs(("rollout/lag_p95", "importance/mean")),
+    no_verdict: Needs(("reward/no_verdict",)),
     updates_skipped: Needs(("updates/skipped_in_a_row",)),
     phantom_clipping: Needs(("clip/first",), RECENT),
     no_signal: Needs(("groups/no_signal",), RECENT),
@@ -504,5 +553,6 @@ RULES: dict[Callable[..., Finding | None], Needs] = {
     channels_diverge: Needs(("reward/std",), AFTER_START, functions=2),
     critic_lags: Needs(("critic/explained_variance",), WINDOW),
     tools_unused: Needs(("episode/turns",), RECENT),
+    tool_down: Needs(("episode/errors", "episode/turns")),
     tool_errors: Needs(("episode/errors", "episode/turns"), RECENT),
 }

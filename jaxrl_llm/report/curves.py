@@ -34,6 +34,7 @@ PANELS = (
     Panel("Accuracy on held-out problems", ("eval/accuracy",), form=".1%", plain=True),
     Panel("Reward", ("reward/mean",), ("reward_collapse",)),
     Panel("Reward functions", (), ("channels_diverge",)),  # its metrics are those of the runs
+    Panel("Completions without a verdict", ("reward/no_verdict",), ("no_verdict",), ".0%"),
     Panel("Groups without a signal", ("groups/no_signal",), ("no_signal",), ".0%"),
     Panel("Loss", ("loss/sft",)),
     Panel("Entropy", ("entropy",), ("entropy_collapse", "entropy_explosion"), log=True),
@@ -47,7 +48,7 @@ PANELS = (
     Panel("Completion length in tokens", ("completion/length",), ("length_collapse",)),
     Panel("Truncated completions", ("completion/truncated",), ("truncated", "never_stops"), ".0%"),
     Panel("Turns of an episode", ("episode/turns",), ("tools_unused",), ".2f"),
-    Panel("Errors of environments in an episode", ("episode/errors",), ("tool_errors",), ".2f"),
+    Panel("Errors of environments in an episode", ("episode/errors",), ("tool_down", "tool_errors"), ".2f"),
     Panel("Seconds that an episode waits for its environment", ("time/environment",), log=True),
     Panel("Importance weight, mean", ("importance/mean",), ("sampler_mismatch", "stale_samples")),
     Panel("Effective sample size", ("importance/ess",), ("sampler_mismatch",), ".1%"),
