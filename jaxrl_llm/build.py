@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +14,7 @@ import grain
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import compatibility, distributed, model_card, other_rows, rewards, sharding
+from jaxrl_llm import alike, compatibility, distributed, model_card, other_rows, rewards, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.banner import adapters_table, batch_table, models_table, print_banner, shapes_table, unconfined
 from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_beginning, open_workdir
@@ -25,8 +25,8 @@ from jaxrl_llm.config.schema import check_reach
 from jaxrl_llm.data import columns, encoding, order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum
+from jaxrl_llm.distributed import agreement
 from jaxrl_llm.envs.batch import EnvironmentPool, open_environments
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.evaluate import evaluate, whole_batches
 from jaxrl_llm.health import Health, settings
 from jaxrl_llm.health.rollback import Rollbacks
@@ -80,10 +80,11 @@ class Loaded(Models):
         """Writes the policy as a Hugging Face folder with its model card, and its adapters as a folder of PEFT."""
         hf_export.save(self.workdir / "hf", policy.whole(states["policy"]), self.folder)
         if distributed.first():
-            model_card.write(self.workdir / "hf", model_card.card(self.workdir, self.config, self.began_with()))
+            model_card.write(self.workdir / "hf", model_card.card(self.workdir, self.config, self.began_with))
         if self.lora:
             peft.save(self.workdir / "adapter", states["policy"].params, self.lora, self.config.model.path)
 
+    @cached_property
     def began_with(self) -> dict[str, str]:
         """Returns the hashes of the models and the data that must not change in a resumed run, by config field."""
         found = {"model.path": hf.fingerprint(self.folder), "data.source": self.dataset.fingerprint()}
@@ -111,26 +112,36 @@ COMPILE_ONLY = "compile the programs of the run into the cache of compiled code,
 
 def compile_only(config: Config) -> None:
     """Compiles the programs of a run into the cache, in all shapes that it may use, without a step."""
-    with TemporaryDirectory() as workdir, build(config, Path(workdir)) as run:
+    with TemporaryDirectory() as workdir, ExitStack() as opened, stop_signals(opened, False, False) as stop:
+        loaded = load(config, workdir, opened, checks.check_train, shared=False)  # each process has one of its own
+        run = make_run(loaded, stop)
         compile_all(run.programs(), run.log.say)
 
 
-def load(config: Config, workdir: str | Path, opened: ExitStack, check: Callable[[Config], checks.Totals]) -> Loaded:
-    """Checks and loads config, workdir, mesh, model and data, in this order. Raises: UserError."""
+def load(
+    config: Config,
+    workdir: str | Path,
+    opened: ExitStack,
+    check: Callable[[Config], checks.Totals],
+    *,
+    shared: bool = True,
+) -> Loaded:
+    """Checks and loads config, workdir, mesh, model and data, in this order. Raises: UserError.
+
+    shared: all processes have the same workdir.
+    """
     config, workdir = with_names(config), Path(workdir)
     compilations, cache = opened.enter_context(closing(Compilations())), keep_compilations()
     keep_beginning(workdir, config)  # first: the checks need the schedules' length
     totals = check(config)
     if config.deterministic:  # must come before JAX initializes its devices
         compute_deterministically()
+    alike.check(config)
     if distributed.first():
         check_workdir(workdir, config, checks.may_change(config))
         opened.enter_context(disk.locked(workdir))
-    distributed.wait("workdir")
-    if not workdir.is_dir():
-        raise UserError(
-            f"--workdir {workdir} is not there in process {distributed.index()}: give a folder that all share"
-        )
+    if shared:
+        agreement.check_shared(workdir)
     mesh = sharding.make_mesh(**config.mesh)
     compatibility.check_batch_fits_mesh(config, mesh, totals.prompts_per_update)
     folder = opened.enter_context(model_folder(config))
@@ -150,10 +161,12 @@ def load(config: Config, workdir: str | Path, opened: ExitStack, check: Callable
         compatibility.check_positions(config, hf.load_model(other).cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
     # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
-    begins = config.model.path and not models.lora and not has_checkpoint(workdir / "checkpoints")
+    # Only process 0 looks for a folder that may not be there yet: NFS would go on telling others that it is not.
+    resumes = distributed.exchange(distributed.first() and has_checkpoint(workdir / "checkpoints"))[0]
+    begins = config.model.path and not models.lora and not resumes
     first_params = [hf.load_params(folder, model, mesh)] if begins else []
     base = peft.load_base(folder, model, mesh, models.lora) if models.lora else None
-    return Loaded(
+    loaded = Loaded(
         *vars(models).values(),
         workdir=workdir,
         compilations=compilations,
@@ -168,6 +181,9 @@ def load(config: Config, workdir: str | Path, opened: ExitStack, check: Callable
         base=base,
         opened=opened,
     )
+    files = {f"the content of config.{field}": digest for field, digest in loaded.began_with.items()}
+    agreement.check_alike({}, files)
+    return loaded
 
 
 def check_columns(
@@ -260,7 +276,7 @@ def open_outputs(
     Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
     """
     config, workdir, opened = given.config, given.workdir, given.opened
-    where = workdir / "checkpoints", given.began_with(), config.checkpoint, given.mesh
+    where = workdir / "checkpoints", given.began_with, config.checkpoint, given.mesh
     counts = given.dataset.counts() if examples is None else [examples]
     of_run = Rows({"data.source": counts, "eval.source": given.held_out.counts()}, given.dataset.prompts())
     checkpoints = opened.enter_context(closing(Checkpoints(*where, of_run)))

@@ -34,6 +34,7 @@ from orbax.checkpoint.checkpoint_managers import (
 
 from jaxrl_llm import distributed, other_rows
 from jaxrl_llm.config.load import flatten
+from jaxrl_llm.distributed import agreement
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import disk
 from jaxrl_llm.other_rows import SECTIONS, Change, Rows
@@ -42,6 +43,9 @@ from jaxrl_llm.structs import Config, PyTree
 
 NO_ROWS = Rows({}, "")  # of a checkpoint of an earlier version
 UNSET = {"schedule_steps": 0, "data.today": ""}  # fields that the beginning of a run decides, as the user leaves them
+# Seconds after which a save in the background fails, and with it the run. Orbax's 20 minutes are too few for a slow
+# bucket, and it measures them by the clock of the host, which may be set forward.
+COMMIT = 6 * 3600
 DELETED = ".deleted"  # behind the folder's name: where checkpoints are that are being deleted
 
 
@@ -98,7 +102,7 @@ def _is_ours(file: Path) -> bool:
     """Whether launch/tpu_vm.sh, or a run that was killed before it wrote config.json, can have left this file."""
     if file.name == "checkpoints":
         return file.is_dir() and not any(file.iterdir())
-    return file.name.startswith(("launch.", "config.json.partial")) or file.name == disk.LOCK
+    return file.name.startswith(("launch.", "config.json.partial", agreement.TOKEN)) or file.name == disk.LOCK
 
 
 def open_workdir(workdir: Path, config: Config) -> None:
@@ -163,6 +167,7 @@ class Checkpoints:
             preservation_policy=AnyPreservationPolicy(policies),
             cleanup_tmp_directories=True,
             todelete_subdir=f"../{folder.name}{DELETED}",
+            async_options=ocp.AsyncOptions(timeout_secs=COMMIT),
         )
         quieten_orbax()
         self._folder = folder.absolute()
@@ -173,6 +178,22 @@ class Checkpoints:
         handlers = {"state": arrays, "waiting": arrays, "host": ocp.JsonCheckpointHandler()}
         with self._saving():
             self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+        self._check_seen()
+
+    def _check_seen(self) -> None:
+        """Checks that all processes have found the same checkpoints. From here on Orbax keeps their list in memory.
+
+        Otherwise each would restore the newest that it sees. Raises: UserError, naming one that a process lacks.
+        """
+        if distributed.count() == 1:
+            return
+
+        def look() -> list[str]:
+            self._manager.reload()
+            return [str(step) for step in self._manager.all_steps()]
+
+        remedy = "mount the disk of --workdir alike on all hosts, without a cache, and start again"
+        agreement.check_seen(self._folder, look, remedy)
 
     def is_best(self, accuracy: float | None) -> bool:
         """Whether a checkpoint with this accuracy would be kept as one of the best."""

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,8 +45,16 @@ DEVICES = 4  # of all processes together
 class Processes:
     """The processes of a run on this host."""
 
-    def __init__(self, count: int, config: Path, workdir: Path, *fields: str, last: dict[str, str] | None = None):
-        """last: environment variables of the last process alone."""
+    def __init__(
+        self,
+        count: int,
+        config: Path,
+        workdir: Path,
+        *fields: str,
+        last: dict[str, str] | None = None,
+        other: Sequence[str] = (),
+    ):
+        """last, other: environment variables and further arguments of the last process alone."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -57,6 +66,7 @@ class Processes:
         for i, output in enumerate(self.outputs):
             place = ["--distributed", f"{address},{i}/{count}"] if count > 1 else []
             environment = os.environ | {"XLA_FLAGS": flags} | ((last or {}) if i == count - 1 else {})
+            place += other if i == count - 1 else []
             with output.open("w") as out:
                 pipes = dict(stdout=out, stderr=subprocess.STDOUT)
                 self.each.append(subprocess.Popen([*command, *place], env=environment, cwd=ROOT, **pipes))

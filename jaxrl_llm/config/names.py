@@ -9,11 +9,12 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jaxrl_llm.config.user_modules import own_file
+from jaxrl_llm.config.user_modules import imported_file, own_file
 from jaxrl_llm.errors import UserError, describe
 
 if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
@@ -98,6 +99,18 @@ def _name(function: Any, home: str, field: str) -> str:
     if getattr(module, name, None) is not function:
         OWN[full] = function
     return full
+
+
+def own_files(values: Iterable[Any]) -> dict[str, Path]:
+    """Returns the files of the user's functions that values of a checked config name, by these names."""
+    found = {}
+    for text in chain(*(value if isinstance(value, tuple) else (value,) for value in values)):
+        name = str(text).partition("(")[0]
+        module = name.rpartition(".")[0]
+        file = Path(OWN[name].__code__.co_filename) if name in OWN else imported_file(module)
+        if file and file.is_file():
+            found[name] = file
+    return found
 
 
 def split_call(text: str, what: str = "name") -> tuple[str, dict[str, Any]]:

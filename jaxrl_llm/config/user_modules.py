@@ -53,6 +53,12 @@ def own_file(name: str, attribute: str) -> Path | None:
     return file
 
 
+def imported_file(name: str) -> Path | None:
+    """Returns the file of the user's module `name`, which is imported; None if it is not, or not the user's."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return Path(file) if file and _folder_of(name) else None
+
+
 def _stands_in(name: str, folder: Path) -> bool:
     top = name.partition(".")[0]
     return (folder / f"{top}.py").is_file() or (folder / top).is_dir()
