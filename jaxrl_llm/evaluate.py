@@ -35,7 +35,7 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import Graded, Task
+from jaxrl_llm.rollout.samples import Graded, Task, measured_alike
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.saved_run import SavedRun
 from jaxrl_llm.structs import Config
@@ -78,6 +78,7 @@ def evaluate(
     with progress.task("evaluating problems", count) as shown:
         for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
             rollouts = task.sample(engine, prompts, jax.random.fold_in(key, i), samples, Sampling(temperature))
+            rollouts = measured_alike(rollouts, "evaluation") if task.environments else rollouts
             graded = task.grade(prompts, rollouts)
             channels = {name: distributed.gather(values) for name, values in graded.channels.items()}
             channels["total"] = np.nan_to_num(channels["total"])

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
+from jaxrl_llm import distributed
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.rollout.samples import Graded, Samples, SampleSource, Task, refill
+from jaxrl_llm.rollout.samples import Graded, Samples, SampleSource, Task, per_episode, refill
 from jaxrl_llm.structs import Prompts, Rollouts
 
 B, G, C = 4, 2, 3
@@ -84,3 +85,27 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
         whole = source.sample(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
         np.testing.assert_array_equal(whole.trained[..., 0], ~(cut & left_out))
+
+
+def test_what_environments_of_another_process_alone_measured_is_0_here_in_rewards_and_checkpoints(monkeypatch):
+    """Otherwise the trees that the processes save would differ, and so would the columns of their rewards."""
+    monkeypatch.setattr(distributed, "exchange", lambda own, channel: [own, ["sold", "turns"]])
+    mask, one = np.ones((B, G, C), bool), np.ones((B, G), np.float32)
+
+    def converse(prompts: Prompts, key: object, **_: object) -> Rollouts:
+        none = np.zeros((B, G, C), np.int32)
+        return Rollouts(none, mask, mask, none.astype(np.float32), one > 1, none)
+
+    batch = SimpleNamespace(truncated=one > 1, metrics=lambda: {"turns": one, "bought": one})
+    environments = SimpleNamespace(begin=lambda rows, group: batch)
+    config = SimpleNamespace(
+        group_size=G, mask=SimpleNamespace(truncated=False), rollout=SimpleNamespace(resample_rounds=0)
+    )
+    source = SampleSource(
+        config, SimpleNamespace(converse=converse), Sampling(), iter([sampled(0, [True] * B).prompts]), collate,
+        Task(None, SimpleNamespace(start=lambda grade: grade), environments), greedy=True,
+    )  # fmt: skip
+    kept = source.to_checkpoint(source.sample(jax.random.key(0)))
+    for rollouts in (kept["rollouts"], kept["greedy"]):
+        assert {name: x.mean() for name, x in rollouts.episodes.items()} == {"bought": 1, "sold": 0, "turns": 1}
+    assert per_episode(kept["rollouts"])[0][0] == {"bought": 1, "sold": 0, "turns": 1}

@@ -79,6 +79,15 @@ def episodes(
     return replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())
 
 
+def measured_alike(rollouts: Rollouts, channel: str) -> Rollouts:
+    """Returns rollouts in which all processes have what the environments of any measured: 0 where they did not.
+
+    So rewards get the columns that they get in one process, and checkpoints the same arrays. channel: see `exchange`.
+    """
+    names = distributed.exchange([*rollouts.episodes], channel)
+    return _filled(rollouts, sorted({*chain(*names)}))
+
+
 def per_episode(rollouts: Rollouts) -> list[list[dict[str, float]]]:
     """Returns what environments measured, B x G. Without the time, so that a reward is the same in a resumed run."""
     named = {name: values.tolist() for name, values in rollouts.episodes.items() if name != "seconds"}
@@ -171,7 +180,8 @@ class SampleSource:
         return replace(samples, greedy=self._graded(prompts, greedy[0])) if greedy else samples
 
     def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
-        return self._graded(prompts, self._task.sample(self._engine, prompts, key, group_size, sampling))
+        rollouts = self._task.sample(self._engine, prompts, key, group_size, sampling)
+        return self._graded(prompts, measured_alike(rollouts, SAMPLING) if self._task.environments else rollouts)
 
     def _graded(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
         graded = self._task.score.start(lambda: self._task.grade(prompts, rollouts))
@@ -229,12 +239,11 @@ def _put(
     graded = Graded(groups(had.texts, got.texts), channels, groups(had.turns, got.turns), had.metrics)
     prompts = collate(array(samples.prompts.numbers, fresh.prompts.numbers))
     # The metrics of two batches may have other names: an environment need not give all of them.
-    names = distributed.exchange([*samples.rollouts.episodes, *fresh.rollouts.episodes], SAMPLING)
-    known = dict.fromkeys(sorted(set(chain(*names))))
-    old, new = (replace(x.rollouts, episodes=_filled(x.rollouts, known)) for x in (samples, fresh))
+    names = sorted({*samples.rollouts.episodes, *fresh.rollouts.episodes})
+    old, new = (_filled(x.rollouts, names) for x in (samples, fresh))
     return replace(samples, prompts=prompts, rollouts=jax.tree.map(array, old, new), graded=lambda: graded)
 
 
-def _filled(rollouts: Rollouts, names: Iterable[str]) -> dict[str, np.ndarray]:
+def _filled(rollouts: Rollouts, names: Iterable[str]) -> Rollouts:
     nothing = np.zeros(rollouts.truncated.shape, np.float32)
-    return {name: rollouts.episodes.get(name, nothing) for name in names}
+    return replace(rollouts, episodes={name: rollouts.episodes.get(name, nothing) for name in names})
