@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -22,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.health_matrix import judged, made
+from benchmarks.judging import Judged, judged, rate
 from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data.tasks import arithmetic
@@ -44,6 +45,23 @@ CHEAP = {
 Record = dict[str, Any]
 
 
+def folder_of(name: str) -> str:
+    """Returns the folder of a run."""
+    return "".join(letter for letter in name.replace(" ", "-") if letter not in ",%")
+
+
+def made(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
+    """Returns the workdir of a run, which it makes if it is not there whole."""
+    workdir = folder / folder_of(name)
+    if not workdir.exists():
+        begun = workdir.with_name(workdir.name + ".partial")
+        shutil.rmtree(begun, ignore_errors=True)
+        with redirect_stdout(sys.stderr):
+            make(begun)
+        begun.rename(workdir)
+    return workdir
+
+
 # What the runs need beside the package.
 
 
@@ -57,10 +75,12 @@ def wrong_keys_held_out() -> list[dict[str, Any]]:
     return [row | {"answer": "?"} if i < 230 else row for i, row in enumerate(arithmetic.held_out())]
 
 
-def noisy_accuracy(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """Accuracy, with the opposite verdict for one completion of ten. What is written does not decide which."""
-    right = accuracy(completions, answer)
-    return [abs(x - (chance(f"{prompt}{i}") > 0.8)) for i, (x, prompt) in enumerate(zip(right, prompts, strict=True))]
+def noisy_accuracy(
+    prompts: list[Any], completions: list[Any], answer: list[str], *, wrong: float = 0.1, **columns: Any
+) -> list[float]:
+    """Accuracy, with the opposite verdict for a share of the completions. What is written does not decide which."""
+    right, least = accuracy(completions, answer), 1 - 2 * wrong
+    return [abs(x - (chance(f"{prompt}{i}") > least)) for i, (x, prompt) in enumerate(zip(right, prompts, strict=True))]
 
 
 class Rounded(Sampler):
@@ -259,15 +279,20 @@ def table(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
         "| | " + " | ".join(title for title, _, _ in study.columns) + " | found |",
         "|---" * (len(study.columns) + 2) + "|",
     ]
+    healthy = list[Judged]()
     for condition, folders in workdirs.items():
-        records = [read(one) for one in folders]
-        cells = []
+        records, runs, cells = [read(one) for one in folders], [judged(one) for one in folders], []
+        healthy += [run for run in runs if run.healthy]
         for _, value, form in study.columns:
             values = [value(one) for one in records]
             known = not any(map(math.isnan, values))  # a run without a reference has no KL
             cells.append(f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})" if known else "")
-        rows.append(f"| {condition} | " + " | ".join([*cells, ", ".join(found(folders))]) + " |")
-    return rows
+        rows.append(f"| {condition} | " + " | ".join([*cells, ", ".join(found(runs))]) + " |")
+    return [
+        *rows,
+        "",
+        f"Healthy runs that were called ill: {rate(sum(bool(run.alarms) for run in healthy), len(healthy))}.",
+    ]
 
 
 def read(workdir: Path) -> list[Record]:
@@ -275,13 +300,12 @@ def read(workdir: Path) -> list[Record]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
 
 
-def found(folders: list[Path]) -> list[str]:
+def found(runs: list[Judged]) -> list[str]:
     """Returns the rules that find something in these runs, with the number of runs and the first step."""
     first: dict[str, list[int]] = {}
-    for folder in folders:
-        for rule, (severity, step) in judged(folder).items():
-            if severity != "note":
-                first.setdefault(rule, []).append(step)
+    for run in runs:
+        for rule, (step, _) in run.alarms.items():
+            first.setdefault(rule, []).append(step)
     return [f"`{rule}` in {len(where)} (from step {min(where):,})" for rule, where in first.items()]
 
 

@@ -97,7 +97,7 @@ def demonstrate(rule: str) -> bool:
     print(f"{rule}: {fault.story}, from step {fault.begins:,} on")
     with TemporaryDirectory() as workdir:
         run = Path(workdir) / "run"
-        for _ in faults.demonstrate(rule, run):
+        for _ in faults.demonstrate(faults.FAULTS[rule], run):
             pass
         records = logs.read(run)  # also that of a step at which a rule stops the run
         spells = judge(records, logs.bounds(run) or OTHERS)

@@ -20,9 +20,9 @@ def test_every_rule_has_a_fault():
 def test_a_rule_finds_its_fault_in_time(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     fault, history = faults.FAULTS[name], History()
-    bounds = faults.config_of(name).health.to_dict()
+    bounds = faults.config_of(fault).health.to_dict()
     found = lambda: name in {finding.id for finding in rules.findings(history, bounds)}  # noqa: E731
-    for record in faults.demonstrate(name, tmp_path / "run"):
+    for record in faults.demonstrate(fault, tmp_path / "run"):
         history.add(record)
         if found():
             break
@@ -49,11 +49,11 @@ def test_a_demonstration_tells_what_is_wrong_and_who_finds_it(monkeypatch, capsy
 def test_a_demonstration_elsewhere_says_where_to_run_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="run it in the folder of the repository"):
-        faults.config_of("no_signal")
+        faults.config_of(faults.FAULTS["no_signal"])
 
 
 def test_the_second_form_of_a_fault_is_another(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name in faults.FAULTS:
-        one, two = (faults.config_of(name, second=second).to_dict() for second in (False, True))
+    for name, fault in faults.FAULTS.items():
+        one, two = (faults.config_of(fault, second=second).to_dict() for second in (False, True))
         assert one != two, name

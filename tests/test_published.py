@@ -140,9 +140,12 @@ def lora_run(tmp_path) -> Path:
     return tmp_path / "lora"
 
 
-def small_health_matrix(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    patch.setattr(module, "SHORT", module.SHORT | TINY)
-    return ["--runs", str(folder), "--only", "grpo, seed 1"]
+def small_alarms(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    from benchmarks import alarm_runs
+
+    patch.setattr(alarm_runs, "HEALTHY", {"tiny": alarm_runs.Healthy("grpo", TINY)})
+    patch.setattr(module, "HEALTHY", alarm_runs.HEALTHY)
+    return ["--runs", str(folder), "--make-runs", "--only", "healthy-tiny"]
 
 
 def small_stability(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
@@ -211,12 +214,12 @@ def small_plan_check(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> li
 
 Small = list[str] | Callable[[pytest.MonkeyPatch, Any, Path], list[str]]
 SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and returns them
+    "alarms": small_alarms,
     "algorithms": small_algorithms,
     "breakdown": ["tiny"],
     "curriculum": lambda *_: ["--rows", "16", "--steps", "4", "--skips", "0.5", "--seeds", "0", "--simulate"],
     "episodes": small_episodes,
     "faults": small_faults,
-    "health_matrix": small_health_matrix,
     "host_memory": ["--gigabytes", "0.01", "--processes", "1"],
     "lora_memory": small_lora_memory,
     "overhead": ["--config", "configs/grpo.py", *FLAGS],

@@ -244,9 +244,11 @@ def mix_up_values(step: int, batch: Any, scores: Any, rewards: Any) -> Any:
     return scores | {"values": jnp.roll(scores["values"], 1, axis=0)}, rewards
 
 
-def one_large_reward(step: int, batch: Any, scores: Any, rewards: Any) -> Any:
+def one_large_reward(
+    step: int, batch: Any, scores: Any, rewards: Any, *, at: int = 20, times: float = 100.0
+) -> tuple[Any, Any]:
     """Multiplies the rewards of a batch, as a unit that is mixed up."""
-    return scores, replace(rewards, total=rewards.total * (100.0 if step == 20 else 1.0))
+    return scores, replace(rewards, total=rewards.total * (times if step == at else 1.0))
 
 
 def fast(factor: Callable[[int], float]) -> Callable[[Run], None]:
@@ -385,9 +387,8 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-def config_of(name: str, *, second: bool = False) -> structs.Config:
+def config_of(fault: Fault, *, second: bool = False) -> structs.Config:
     """Returns the config of a fault. Raises: UserError, if this is not the folder of the repository."""
-    fault = FAULTS[name]
     file = Path("configs") / f"{fault.config}.py"
     if not file.is_file():
         raise UserError(f"--demonstrate reads {file}: run it in the folder of the repository")
@@ -400,8 +401,8 @@ def config_of(name: str, *, second: bool = False) -> structs.Config:
     return config
 
 
-def demonstrate(name: str, workdir: Path, *, second: bool = False) -> Iterator[Record]:
-    """Runs the fault of a rule until its end, and yields the records. A rule may stop the run."""
-    with build(config_of(name, second=second), workdir) as run, suppress(UserError):
-        FAULTS[name].inject(run)
+def demonstrate(fault: Fault, workdir: Path, *, second: bool = False) -> Iterator[Record]:
+    """Runs a fault until its end, and yields the records. A rule may stop the run."""
+    with build(config_of(fault, second=second), workdir) as run, suppress(UserError):
+        fault.inject(run)
         yield from train(run)

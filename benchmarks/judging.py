@@ -1,0 +1,62 @@
+"""What the health rules say of the log of a run, and whether the run was healthy by its accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.stats import binomtest
+
+from jaxrl_llm.health import logs, rules
+from jaxrl_llm.health.finding import Finding, History, Record
+
+BOUNDS = {"max_skipped": 10}  # the section `health` of a run that has none
+TRUTHS = ("reward/arithmetic.accuracy", "reward/search.exact_match")  # right verdicts, whatever the run learns from
+FALL = 0.1  # of the accuracy from the best tenth of a run to the last one, from which on it is not healthy
+
+
+class Judged(NamedTuple):
+    """What the rules say of a run."""
+
+    name: str
+    steps: int
+    alarms: dict[str, tuple[int, Finding]]  # rule -> first step with a finding of severity warning or error
+    looked: frozenset[str]  # rules that had their metrics
+    tenths: list[float]  # the accuracy of the samples in each tenth of the run; [] if it is not known
+
+    @property
+    def healthy(self) -> bool:
+        return not self.tenths or self.tenths[-1] > max(self.tenths) - FALL
+
+
+def judge(name: str, records: Sequence[Record], bounds: dict[str, Any]) -> Judged:
+    """Applies the rules after every record, as a run does."""
+    history, alarms, blind = History(), dict[str, tuple[int, Finding]](), rules.blind(records)
+    for record in records:
+        history.add(record)
+        for finding in rules.findings(history, bounds):
+            if finding.severity != "note":
+                alarms.setdefault(finding.id, (record["step"], finding))
+    looked = frozenset(rule.__name__ for rule in rules.RULES) - blind.keys()
+    return Judged(name, records[-1]["step"], alarms, looked, accuracy_by_tenths(records))
+
+
+def judged(workdir: Path) -> Judged:
+    return judge(workdir.name, logs.read(workdir), logs.bounds(workdir) or BOUNDS)
+
+
+def accuracy_by_tenths(records: Sequence[Record]) -> list[float]:
+    """Returns the mean accuracy of the samples in each tenth of a run; [] if the log does not have it."""
+    name = next((name for name in TRUTHS if records[-1].get(name) is not None), "")
+    values = [record[name] for record in records if record.get(name) is not None]
+    return [float(part.mean()) for part in np.array_split(values, 10)] if len(values) >= 10 else []
+
+
+def rate(alarms: int, runs: int) -> str:
+    """Returns a count with the interval in which its rate is with 95 % (Clopper and Pearson, 1934)."""
+    if not runs:
+        return ""
+    low, high = binomtest(alarms, runs).proportion_ci(0.95, method="exact")
+    return f"{alarms} of {runs} ({low:.1%} to {high:.1%})"
