@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_llm.health.finding import FEW, RECENT, History, Record
-from jaxrl_llm.health.rules import (
+from jaxrl_llm.health.rules.bounds import (
     CLIPPED,
     ENTROPY,
     EXPLAINED,

@@ -91,6 +91,20 @@ class History:
         values = [record[name] for record in self.records if record["step"] and record.get(name) is not None]
         return max((sum(values[i : i + RECENT]) / RECENT for i in range(len(values) - RECENT + 1)), default=None)
 
+    @property
+    def trains_nothing(self) -> bool:
+        """Whether no completion of the step has a verdict: means over trained tokens then mean nothing."""
+        return self.latest[-1].get("reward/no_verdict") == 1
+
+    @property
+    def solved(self) -> bool:
+        """Whether the rewards have risen and hardly differ any more: nothing is left to learn."""
+        before, now = self.then("reward/mean"), self.now("reward/mean")
+        spread, left = self.then("reward/std"), self.now("reward/std")
+        if before is None or now is None or spread is None or left is None:
+            return False
+        return now > before and left < 0.7 * spread
+
 
 def mean(name: str, records: Sequence[Record], count: int) -> float | None:
     """Returns the mean of a value over `count` records; None, if one of them lacks it."""

@@ -11,7 +11,7 @@ import optax
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, Field, NotNegative, Positive, Share
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health.rules import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE
+from jaxrl_llm.health.rules.bounds import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE
 from jaxrl_llm.sharding import path_name
 from jaxrl_llm.structs import Array, Config, PyTree
 

@@ -1,0 +1,60 @@
+"""Health rules: pure functions that find a problem in a run's records, with its cause and remedy.
+
+A rule gets the `History` of a run and returns a finding or None. Its keyword arguments are fields of `config.health`.
+Each file has the rules on one subject. docs/health.md lists them all. If it gives no source for a bound, the bound was
+calibrated on the runs named there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.config.names import keywords
+from jaxrl_llm.health.finding import FEW, RECENT, WINDOW, Finding, History, Needs, Record
+from jaxrl_llm.health.rules import engine, environment, policy, rewards, texts
+
+
+def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
+    """Applies all rules; bounds: the `health` section of a config."""
+    if not history.records:
+        return []
+    found = [rule(history, **{name: bounds[name] for name in keywords(rule)}) for rule in RULES]
+    return [finding for finding in found if finding]
+
+
+def blind(records: Sequence[Record]) -> dict[str, str]:
+    """Returns {rule: what the records lack} for the rules that can judge none of them."""
+    lacking = {rule.__name__: needs.lacks(records) for rule, needs in RULES.items()}
+    return {name: lacks for name, lacks in lacking.items() if lacks}
+
+
+AFTER_START = FEW + RECENT + 1  # records from which on `History.then` has a value
+# What a rule reads, besides numbers that only its evidence has. Without it the doctor says that it could not look.
+RULES: dict[Callable[..., Finding | None], Needs] = {
+    engine.sampler_mismatch: Needs(("importance/kl", "importance/mean", "importance/ess", "rollout/lag_p95")),
+    engine.stale_weights: Needs(("weight_check/gap", "weight_check/gap_before"), 3),
+    engine.engine_drift: Needs(("sampler/gap_mean",), 8),
+    engine.stale_samples: Needs(("rollout/lag_p95", "importance/mean")),
+    rewards.no_verdict: Needs(("reward/no_verdict",)),
+    policy.updates_skipped: Needs(("updates/skipped_in_a_row",)),
+    engine.phantom_clipping: Needs(("clip/first",), RECENT),
+    rewards.no_signal: Needs(("groups/no_signal",), RECENT),
+    policy.entropy_collapse: Needs(("entropy",), AFTER_START),
+    policy.entropy_explosion: Needs(("entropy",), 2 * RECENT),
+    rewards.reward_collapse: Needs(("reward/mean", "reward/std"), AFTER_START),
+    policy.gradient_climb: Needs(("grad_norm", "clip/fraction"), WINDOW),
+    policy.gradient_spike: Needs(("grad_norm",), RECENT + 1),
+    policy.good_fades: Needs(("reward/mean", "reward/std", "logprobs/good"), AFTER_START),
+    texts.repeats: Needs(("completion/repeated",), AFTER_START),
+    rewards.kl_alone: Needs(("reward/mean", "reward/std", "loss/kl_alone", "loss/kl", "kl/coef"), AFTER_START),
+    rewards.kl_pays: Needs(("reward/mean", "reward/std", "reward/kl"), AFTER_START),
+    texts.truncated: Needs(("reward/mean", "reward/std", "completion/truncated"), AFTER_START),
+    texts.never_stops: Needs(("completion/truncated",), RECENT),
+    texts.length_collapse: Needs(("reward/mean", "completion/length"), AFTER_START),
+    rewards.channels_diverge: Needs(("reward/std",), AFTER_START, functions=2),
+    policy.critic_lags: Needs(("critic/explained_variance",), WINDOW),
+    environment.tools_unused: Needs(("episode/turns",), RECENT),
+    environment.tool_down: Needs(("episode/errors", "episode/turns")),
+    environment.tool_errors: Needs(("episode/errors", "episode/turns"), RECENT),
+}

@@ -1,0 +1,23 @@
+"""Bounds of the rules, which `health.bands` draws too."""
+
+from __future__ import annotations
+
+# Bounds, which `bands` draws too. "Start" is the mean of the first steps, a spread the deviation of their rewards.
+MEAN_WEIGHT, SAMPLE_SIZE = (0.5, 2.0), 0.3  # of importance weights, and the least effective sample size, as a share
+IMPORTANCE_KL = 1e-3
+NO_SIGNAL = 0.8  # share of groups
+NEVER_STOPS = 0.9  # share of completions
+FIRST_CLIPPED = 0.01  # share of tokens
+ENTROPY = (0.1, 3.0)  # times the start
+GRADIENT = (2.5, 5.0)  # times the start, if more tokens are clipped too; and alone
+SPIKE = 10.0  # times the mean of the steps before
+CLIPPED = (2.0, 0.02)  # times the start, or this share
+TRUNCATED = (1.5, 0.05)  # times the start, or this share
+REPEATED = (2.0, 0.2)  # times the start, or this share
+LENGTH = 0.25  # times the start
+REWARD_FALL = 0.5  # spreads
+KL_PAYS = 0.1  # spreads
+ONE_TURN = 1.02  # turns of an episode
+TOOL_ERRORS = 0.05  # of turns
+DOWN = 0.1  # calls of a tool in an episode, at least, so that all of a few are no accident
+EXPLAINED = -0.05  # a critic that says the same for all has 0, to rounding: so it is where nearly all earn the same

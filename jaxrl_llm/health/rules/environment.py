@@ -1,0 +1,58 @@
+"""Rules on environments: whether the policy uses its tools, and whether they work."""
+
+from __future__ import annotations
+
+from jaxrl_llm.health.finding import Finding, History, Record
+from jaxrl_llm.health.rules.bounds import DOWN, ONE_TURN, TOOL_ERRORS
+
+
+def tools_unused(history: History) -> Finding | None:
+    """F22: the environment answers nothing that the policy uses: each episode ends at its first turn."""
+    turns = history.now("episode/turns")
+    if turns is None or turns >= ONE_TURN or history.solved:
+        return None
+    return Finding(
+        "tools_unused",
+        "warning",
+        f"{turns:.2f} turns in an episode",
+        "the policy does not know the tools, or earns as much without them",
+        "begin with a model that uses them (jaxrl sft), describe them in the prompt, or look at the reward",
+        "docs/failures.md F22",
+    )
+
+
+def tool_down(history: History) -> Finding | None:
+    """F36: every call of a tool fails, from the first step on."""
+    last = [r for r in history.latest if r.get("episode/errors") is not None and r.get("episode/turns")][-3:]
+    if not last or any(r["episode/errors"] < max(_asked(r), DOWN) for r in last):
+        return None
+    return Finding(
+        "tool_down",
+        "error",
+        f"all calls fail, {last[-1]['episode/errors']:.2g} in an episode",
+        "the tool or its server does not answer",
+        "start it again, or mend its address in config.env; look at completions.jsonl for its error",
+        "docs/failures.md F36",
+    )
+
+
+def _asked(record: Record) -> float:
+    """Returns how often an episode asks its tools, if the environment counts that; else its turns."""
+    count = lambda name: record.get(f"episode/{name}") or 0.0  # noqa: E731
+    calls = count("calls") and count("calls") - count("invalid")  # an invalid call asks nobody
+    return calls + count("searches") + count("programs") or record["episode/turns"]
+
+
+def tool_errors(history: History) -> Finding | None:
+    """F22: the environment often fails."""
+    errors, turns = history.now("episode/errors"), history.now("episode/turns")
+    if errors is None or not turns or errors <= TOOL_ERRORS * turns:
+        return None
+    return Finding(
+        "tool_errors",
+        "warning",
+        f"{errors / turns:.0%} of the turns end in an error of the environment",
+        "a tool fails, is too slow, or does not understand what the policy writes",
+        "look at completions.jsonl and at the tool's own log; raise env.timeout, env.retries or turns.timeout",
+        "docs/failures.md F22",
+    )

@@ -1,0 +1,150 @@
+"""Rules on the policy and its critic: whether updates move them as they should."""
+
+from __future__ import annotations
+
+from jaxrl_llm.config.schema import Count, MayChange
+from jaxrl_llm.health.finding import RECENT, WINDOW, Finding, History, mean
+from jaxrl_llm.health.rules.bounds import CLIPPED, ENTROPY, EXPLAINED, GRADIENT, SPIKE
+
+
+def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Finding | None:
+    """F27: many updates in a row are skipped, and the model does not change."""
+    r = history.latest[-1]
+    counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row") and x is not None]
+    if not max_skipped or max(counts, default=0) < max_skipped:
+        return None
+    names = [name for name in sorted(r) if r[name] is None and not name.endswith(("_min", "_max"))]
+    refused = [name.removeprefix("skip/") for name in sorted(r) if name.startswith("skip/") and r[name]]
+    cause = "no token in them is trained"
+    fix = "other limits: config.mask and rollout.max_completion_tokens decide which tokens are trained"
+    if history.trains_nothing:
+        cause, fix = "no completion has a verdict", "a judge that answers"
+    elif names:
+        cause = f"their gradients are not finite ({', '.join(names[:5])})"
+        fix = "a lower optim.learning_rate or with model.dtype = 'float32'"
+    elif refused:
+        cause, fix = (
+            f"config.health.skip has {refused[0]!r}",
+            "a lower optim.learning_rate, or without this in health.skip",
+        )
+    return Finding(
+        "updates_skipped",
+        "error",
+        f"{max(counts)} updates in a row were skipped, and the model stands still",
+        cause,
+        f"begin a new run with {fix}, or raise config.health.max_skipped (0: never stop)",
+        "docs/failures.md F27",
+    )
+
+
+def entropy_collapse(history: History) -> Finding | None:
+    """F12: the policy has become nearly certain, and has not solved the task."""
+    before, now = history.then("entropy"), history.now("entropy")
+    if not before or now is None or now >= ENTROPY[0] * before or history.solved:
+        return None
+    distinct = history.now("completion/distinct")
+    same = "" if distinct is None else f"; {distinct:.0%} of a group's completions differ"
+    return Finding(
+        "entropy_collapse",
+        "warning",
+        f"entropy {now:.2g}, {before:.2g} at the start{same}",
+        "the policy has settled on one answer, and tries no other",
+        "raise loss.clip_high or rollout.temperature, lower optim.learning_rate, or set entropy.target",
+        "arXiv 2505.22617",
+    )
+
+
+def entropy_explosion(history: History) -> Finding | None:
+    """F13: the policy becomes random."""
+    before, now, earlier = history.then("entropy"), history.now("entropy"), _earlier(history, "entropy")
+    if not before or now is None or now <= ENTROPY[1] * before or earlier is None or now <= earlier:
+        return None
+    size, size_before = history.now("completion/compressed"), history.then("completion/compressed")
+    noise = f"; the text compresses to {size:.0%}, {size_before:.0%} at the start" if size and size_before else ""
+    return Finding(
+        "entropy_explosion",
+        "error",
+        f"entropy {now:.2g}, {before:.2g} at the start, and it rises{noise}",
+        "the policy turns to noise",
+        "lower entropy.coef, loss.clip_high or optim.learning_rate, and go on from an earlier checkpoint",
+        "Search-R1 #162",
+    )
+
+
+def _earlier(history: History, name: str) -> float | None:
+    """Returns the mean of the RECENT values before those of `History.now`."""
+    return mean(name, history.latest[-2 * RECENT : -RECENT], RECENT)
+
+
+def gradient_climb(history: History) -> Finding | None:
+    """F6: the norm of the gradient climbs, far or together with the share of clipped tokens."""
+    before, now = history.then("grad_norm"), history.now("grad_norm")
+    clipped, clips = history.then("clip/fraction"), history.now("clip/fraction")
+    if before is None or now is None or clipped is None or clips is None or len(history.latest) < WINDOW:
+        return None
+    together = clips > max(CLIPPED[0] * clipped, CLIPPED[1])
+    if now <= GRADIENT[0 if together else 1] * before:
+        return None
+    return Finding(
+        "gradient_climb",
+        "warning",
+        f"gradient norm {before:.2g} to {now:.2g}, clipped tokens {clipped:.1%} to {clips:.1%}",
+        "the policy leaves what was sampled faster and faster",
+        "in this order: set importance.action, epochs = 1, a small kl.coef; go on from an earlier checkpoint",
+        "TRL #2980",
+    )
+
+
+def gradient_spike(history: History) -> Finding | None:
+    """F6: the gradient of a step is far larger than those before it."""
+    before = [r["grad_norm"] for r in history.latest[:-1] if r.get("grad_norm")]
+    now, most = history.latest[-1].get("grad_norm"), max(before, default=0.0)
+    if not now or len(before) < RECENT or now <= SPIKE * sum(before) / len(before) or now <= 3 * most:
+        return None
+    return Finding(
+        "gradient_spike",
+        "warning",
+        f"gradient norm {now:.2g}, {most:.2g} at most in the {len(before)} steps before",
+        "this batch differs from all others, or the policy has just been damaged",
+        "look at its completions and rewards; optim.clip_norm limits it, health.skip = ('gradient_spike',) skips it",
+        "TRL #2980",
+    )
+
+
+def good_fades(history: History) -> Finding | None:
+    """F19: completions with a positive advantage become less likely, and the reward is past its best."""
+    # The median: in a healthy run, the good completions of a batch may be a new kind that is still unlikely.
+    best, now = history.best("logprobs/good"), history.typical("logprobs/good")
+    if best is None or now is None or now >= min(2 * best, best - 0.05):
+        return None
+    # While the reward rises, it may be only the hard problems that are left: with remax they alone have an advantage.
+    earned, earns, spread = history.best("reward/mean"), history.now("reward/mean"), history.then("reward/std")
+    if earned is None or earns is None or spread is None or earned - earns <= 0.1 * spread:
+        return None
+    return Finding(
+        "good_fades",
+        "warning",
+        f"log-probability of a token in good completions {now:.2g}, {best:.2g} at best",
+        "negative gradients of bad completions act on the tokens that they share with good ones",
+        "lower optim.learning_rate, or have fewer optimizer steps on a rollout",
+        "arXiv 2512.04220",
+    )
+
+
+def critic_lags(history: History) -> Finding | None:
+    """F32: the critic predicts worse than a constant would."""
+    explained = history.typical("critic/explained_variance")
+    if explained is None or explained >= EXPLAINED or len(history.latest) < WINDOW:
+        return None
+    # A batch in which nearly all earn the same has no variance to explain: the value may be -1,000.
+    spread, spreads = history.then("reward/std"), history.now("reward/std")
+    if spread is not None and spreads is not None and spreads < 0.3 * spread:
+        return None
+    return Finding(
+        "critic_lags",
+        "warning",
+        f"explained variance {explained:.2f} over {RECENT} steps",
+        "the critic does not follow the policy, so the advantages are noise",
+        "raise critic.warmup_steps or critic.optim.learning_rate",
+        "docs/failures.md F32",
+    )

@@ -1,0 +1,71 @@
+"""Rules on what the policy writes: its length, its end and its repetitions."""
+
+from __future__ import annotations
+
+from jaxrl_llm.health.finding import Finding, History
+from jaxrl_llm.health.rules.bounds import LENGTH, NEVER_STOPS, REPEATED, TRUNCATED
+
+
+def repeats(history: History) -> Finding | None:
+    """F18: completions repeat themselves."""
+    before, now = history.then("completion/repeated"), history.now("completion/repeated")
+    if before is None or now is None or now <= max(REPEATED[0] * before, REPEATED[1]):
+        return None
+    return Finding(
+        "repeats",
+        "warning",
+        f"{now:.0%} of the tokens of a completion continue what it has said before, {before:.0%} at the start",
+        "the text degenerates, and the reward does not see it",
+        "look at completions.jsonl, and let the reward see the text: a penalty for repetition",
+        "docs/failures.md F18",
+    )
+
+
+def truncated(history: History) -> Finding | None:
+    """F15: completions reach the limit and the reward falls."""
+    cut, at_first = history.now("completion/truncated"), history.then("completion/truncated")
+    reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
+    if cut is None or at_first is None or reward is None or before is None or not spread:
+        return None
+    if cut <= max(TRUNCATED[0] * at_first, TRUNCATED[1]) or reward >= before - 0.1 * spread:
+        return None
+    rewards = f"reward {before:.2g} to {reward:.2g}"
+    return Finding(
+        "truncated",
+        "warning",
+        f"{cut:.0%} of the completions reach the limit, {at_first:.0%} at the start; {rewards}",
+        "what the limit cuts is judged as wrong, or the loss favors long completions",
+        "raise rollout.max_completion_tokens, or set reward.overlong_tokens, mask.truncated or token_mean",
+        "arXiv 2503.14476",
+    )
+
+
+def never_stops(history: History) -> Finding | None:
+    """F14: no completion ends by itself."""
+    cut = history.now("completion/truncated")
+    if cut is None or cut < NEVER_STOPS:  # not 1: TRL takes a last token that is padding for an end
+        return None
+    return Finding(
+        "never_stops",
+        "error",
+        f"{cut:.0%} of the completions reach the limit",
+        "the model never ends an answer: its stop token is missing or never trained, or the limit is too low",
+        "check the chat template and generation_config.json, or raise rollout.max_completion_tokens",
+        "docs/failures.md F14",
+    )
+
+
+def length_collapse(history: History) -> Finding | None:
+    """F16: completions have become very short while the reward rises."""
+    before, now = history.then("completion/length"), history.now("completion/length")
+    reward, earned = history.then("reward/mean"), history.now("reward/mean")
+    if not before or now is None or now >= LENGTH * before or reward is None or earned is None or earned < reward:
+        return None
+    return Finding(
+        "length_collapse",
+        "warning",
+        f"completions have {now:.3g} tokens, {before:.3g} at the start; reward {reward:.2g} to {earned:.2g}",
+        "the policy earns by not answering",
+        "look at completions.jsonl, and reward only answers",
+        "docs/failures.md F16",
+    )
