@@ -182,6 +182,9 @@ def get_config() -> ConfigDict:
     # rules: at their finding the run goes back to a checkpoint before it, and goes on with other samples of the same
     # prompts, at most `most` times. learning_rate: factor of the rate at each rollback; warmup_steps: a new warm-up.
     c.health.rollback = ConfigDict(dict(rules=(), most=3, learning_rate=0.5, warmup_steps=5))
+    # Minutes, at least, in which nothing moves until the command ends with exit code 75, which means "start it again":
+    # a host, a disk or a collective hangs. Ten median steps may be longer. 0: it waits for ever (docs/pods.md).
+    c.health.hang_minutes = 60.0
     # True: at the start of a new run, check what must hold at step 0 (docs/health.md). It changes no number of the run.
     c.health.self_test = True
 

@@ -84,6 +84,7 @@ def get_config() -> ConfigDict:
 
     c.health = ConfigDict()
     c.health.max_skipped = 10  # skipped updates in a row that stop the run; 0: none do
+    c.health.hang_minutes = 60.0
     c.health.stop = ("updates_skipped",)
 
     c.checkpoint = ConfigDict(dict(every=200, keep=1, keep_best=0))

@@ -32,6 +32,7 @@ from jaxrl_llm.health import Health, settings
 from jaxrl_llm.health.rollback import Rollbacks
 from jaxrl_llm.health.trial import Tested
 from jaxrl_llm.host import disk
+from jaxrl_llm.host.hang import WATCHDOG
 from jaxrl_llm.host.signals import Stop, stop_signals
 from jaxrl_llm.learner.packing import minibatches
 from jaxrl_llm.learner.scorers import FROZEN, States, load_frozen
@@ -104,7 +105,11 @@ def build(config: Config, workdir: str | Path, *, signals: bool = False, command
     ends both, with exit code 0 (`StopSignals`). Raises: UserError, for an error that the user can fix.
     """
     with ExitStack() as opened, stop_signals(opened, signals, command) as stop:
-        yield make_run(load(config, workdir, opened, checks.check_train), stop)
+        opened.callback(WATCHDOG.close)
+        run = make_run(load(config, workdir, opened, checks.check_train), stop)
+        if command:  # here all processes have loaded their data and models, for which there is no bound
+            WATCHDOG.begin(config.health.hang_minutes, distributed.end)
+        yield run
 
 
 COMPILE_ONLY = "compile the programs of the run into the cache of compiled code, in all its shapes, and end"

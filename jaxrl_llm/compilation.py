@@ -18,6 +18,7 @@ from jax._src import xla_bridge  # no public function says whether the backends 
 from jaxrl_llm import progress
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import user_cache
+from jaxrl_llm.host.hang import WATCHDOG
 from jaxrl_llm.structs import PyTree
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
@@ -133,6 +134,7 @@ class Compilations:
 
     def _lasted(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
+            WATCHDOG.moved()
             self.programs[str(kwargs.get("fun_name", ""))] += 1
             if threading.current_thread().name.startswith(COMPILER):
                 self.in_background += duration_secs

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from jaxrl_llm.host.hang import WATCHDOG
 from jaxrl_llm.terminal import printable
 
 FIRST_BAR, FIRST_LINE = 1.0, 5.0  # seconds of a task until it is shown
@@ -39,6 +40,7 @@ class Task:
     def advance(self, count: int = 1, detail: str = "") -> None:
         """Marks more parts as finished."""
         self.done, self.detail = self.done + count, detail
+        WATCHDOG.moved()
 
     def text(self) -> str:
         """Returns its name, and how far it is."""
@@ -76,10 +78,12 @@ class Display:
     def task(self, name: str, total: int | None = None) -> Iterator[Task]:
         """Shows work while the context is open, in the first process of a run alone."""
         distributed = sys.modules.get("jaxrl_llm.distributed")  # not imported: it imports JAX, and then is one process
+        WATCHDOG.moved()
         task = Task(name, total, self._clock())
         task.due = task.began + FIRST_LINE
         if distributed and not distributed.first():
             yield task
+            WATCHDOG.moved()
             return
         with self._lock:
             self._tasks.append(task)
@@ -90,6 +94,7 @@ class Display:
         try:
             yield task
         finally:
+            WATCHDOG.moved()
             with self._lock:
                 self._tasks.remove(task)
                 self._remove_row(task)

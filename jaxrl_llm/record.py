@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import distributed, sharding
+from jaxrl_llm.host.hang import WATCHDOG
 from jaxrl_llm.rollout.samples import Graded, Samples
 from jaxrl_llm.structs import Array, Rollouts
 
@@ -30,6 +31,7 @@ class Timer:
 
     def lap(self, phase: str, *, since: float | None = None, at: float | None = None) -> None:
         """Ends a phase, now or at time `at`. It began at the end of the previous phase, or at time `since`."""
+        WATCHDOG.moved()
         at = time.perf_counter() if at is None else at
         since = self._last if since is None else since
         if not self.at:  # the first phase: time in which the device still did the previous step does not count

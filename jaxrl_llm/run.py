@@ -20,6 +20,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import Health, self_test
 from jaxrl_llm.health.rollback import Rollbacks
 from jaxrl_llm.health.trial import Tested
+from jaxrl_llm.host.hang import WATCHDOG
 from jaxrl_llm.host.signals import SECONDS, Stop
 from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.learner.scorers import Scorer, States
@@ -184,6 +185,7 @@ class Run:
     def commit(self, states: States, record: Record) -> None:
         """Makes a step the current state. Before this call a signal loses the step; after it a signal saves it."""
         self.states, self.step, self.unwritten = states, record.step, record
+        WATCHDOG.stepped()
         self.ladders = self.book.state(TRAINING)  # a copy: a signal may come when the next step has counted already
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -258,6 +260,7 @@ class Run:
         host = dict(ladders=self.ladders, rollbacks=self.attempt)
         self.checkpoints.save(self.step, states, self.actor.pending(seconds), accuracy, **host)
         self.saved = self.step
+        WATCHDOG.moved()
 
     def finish(self) -> None:
         """Ends the run after the last step."""

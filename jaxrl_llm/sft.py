@@ -23,6 +23,7 @@ from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.data import columns, encoding, order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError, run_main
+from jaxrl_llm.host.hang import WATCHDOG
 from jaxrl_llm.host.signals import Stop, stop_signals
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.scorers import States
@@ -90,7 +91,11 @@ class Examples:
 def build(config: Config, workdir: str | Path, *, signals: bool = False, command: bool = False) -> Iterator[Run]:
     """Opens the run of an `sft` config, as `build.build` does for `train`. Raises: UserError."""
     with ExitStack() as opened, stop_signals(opened, signals, command) as stop:
-        yield make_run(load(config, workdir, opened, checks.check_sft), stop)
+        opened.callback(WATCHDOG.close)
+        run = make_run(load(config, workdir, opened, checks.check_sft), stop)
+        if command:  # here all processes have loaded their data and models, for which there is no bound
+            WATCHDOG.begin(config.health.hang_minutes, distributed.end)
+        yield run
 
 
 def make_run(given: Loaded, stop: Stop) -> Run:

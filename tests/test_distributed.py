@@ -42,6 +42,12 @@ PAIRS = [(a, b) for a in range(4) for b in range(4)]
 DEVICES = 4  # of all processes together
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Processes:
     """The processes of a run on this host."""
 
@@ -55,9 +61,7 @@ class Processes:
         other: Sequence[str] = (),
     ):
         """last, other: environment variables and further arguments of the last process alone."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         self.outputs = [workdir.with_name(f"{workdir.name}.{i}.out") for i in range(count)]
         flags = f"--xla_force_host_platform_device_count={DEVICES // count}{QUICK}"
         command = [sys.executable, "-m", "jaxrl_llm.train", "--config", str(config), "--workdir", str(workdir)]
@@ -202,6 +206,66 @@ def test_two_processes_killed_at_random_moments_go_on_bit_for_bit(tmp_path):
             one, two = (load_file(at / "hf" / "model.safetensors") for at in (workdir, tmp_path / "whole"))
             assert all(np.array_equal(one[name], two[name]) for name in two)
             went_on += 1
+
+
+OWN_REWARD = """
+import os, time
+def reward(prompts, completions, step=[0], **columns):
+    step[0] += 1
+    if os.environ.get("HANGS") and step[0] == 4:
+        time.sleep(10**9)
+    return [float(len(x[0]["content"]) % 3) for x in completions]
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_sleeps_for_ever_ends_all_with_75_and_no_step_is_lost(tmp_path):
+    """Its heartbeats go on: without the watchdog the others wait for ever."""
+    (tmp_path / "own.py").write_text(OWN_REWARD)
+    (tmp_path / "config.py").write_text((ROOT / "configs" / "grpo.py").read_text())
+    fields = (*TINY, "reward.functions=('own.reward',)", "reward.weights=(1.0,)", "reward.timeout=0.0", "eval.every=0")
+    fields += ("checkpoint.keep_best=0", "health.hang_minutes=0.4", "num_steps=5", "schedule_steps=5")
+    processes = Processes(2, tmp_path / "config.py", tmp_path / "run", *fields, last={"HANGS": "1"})
+    assert processes.end(200) == [75, 75], processes.said()
+    said = [output.read_text() for output in processes.outputs]
+    assert "in reward" in said[1] and all("minutes, and a step takes" in text for text in said), processes.said()
+    assert records(tmp_path / "run")[-1]["step"] == 3
+    again = Processes(2, tmp_path / "config.py", tmp_path / "run", *fields)
+    assert again.end(200) == [0, 0], again.said()
+    assert "after step 3 of 5, resumed" in again.outputs[0].read_text(), again.said()
+
+
+PROGRAM = """
+import sys, time
+from jax.experimental import multihost_utils
+from jaxrl_llm import distributed
+from jaxrl_llm.host.signals import AgreedSignals
+
+with distributed.joined(sys.argv[1]), AgreedSignals(command=True):
+    multihost_utils.sync_global_devices("both have compiled it")
+    print("ready", flush=True)
+    if distributed.index():
+        time.sleep(60)
+    multihost_utils.sync_global_devices("one alone")
+"""
+
+
+def test_a_second_signal_ends_a_process_that_waits_for_one_that_is_stopped():
+    command = [sys.executable, "-c", PROGRAM]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+    address = f"127.0.0.1:{free_port()}"
+    both = [subprocess.Popen([*command, f"{address},{i}/2"], **pipes) for i in range(2)]
+    try:
+        assert all("ready\n" in iter(process.stdout.readline, "") for process in both)
+        both[1].send_signal(signal.SIGSTOP)
+        time.sleep(0.5)  # until the first one is in the collective
+        both[0].send_signal(signal.SIGTERM)
+        assert any(line.startswith("SIGTERM: the run saves") for line in iter(both[0].stdout.readline, ""))
+        both[0].send_signal(signal.SIGTERM)
+        assert both[0].wait(2) == 128 + signal.SIGTERM
+    finally:
+        for process in both:
+            process.kill()
 
 
 @pytest.mark.slow

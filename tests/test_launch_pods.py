@@ -574,6 +574,12 @@ def test_a_slurm_job_that_its_user_stops_is_not_requeued(desk):
     assert status == 0 and "submitted again" in out and asked == ["show job 7"]
 
 
+def test_a_slurm_job_whose_run_hung_is_requeued(desk):
+    status, out, asked = slurm(desk, "--workdir", "w", status=75)
+    assert status == 0 and "the run has ended itself, because it hung; the job is requeued" in out
+    assert asked == ["show job 7", "requeue 7"]
+
+
 def test_a_slurm_job_has_the_exit_status_of_its_run_and_does_not_repeat_an_error(desk):
     status, _, asked = slurm(desk, "--workdir", "w", status=2)
     assert (status, asked) == (2, [])

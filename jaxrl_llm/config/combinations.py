@@ -6,6 +6,7 @@ import re
 
 from jaxrl_llm import rewards
 from jaxrl_llm.algorithms import advantages, losses
+from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import arguments, closest, own_name, required_inputs, resolve, split_call
 from jaxrl_llm.config.no_effect import check_no_effect, looks_at_rewards
 from jaxrl_llm.config.schema import Field, check_call
@@ -222,7 +223,15 @@ def check_lora(config: Config) -> None:
 
 
 def check_health(config: Config) -> None:
-    """Checks the rules that act: their names, and that a rollback has a checkpoint to go back to."""
+    """Checks the rules that act: their names, and that a rollback has a checkpoint to go back to; and what may wait."""
+    minutes = config.health.hang_minutes
+    for field, seconds in flatten(config).items():
+        waits = field.endswith(".timeout") or field == "engine.patience"
+        if waits and 0 < 60 * minutes < seconds:
+            raise UserError(
+                f"config.{field} = {seconds:g} seconds, but config.health.hang_minutes = {minutes:g}: such a wait "
+                "would be taken for a hang: raise hang_minutes (0: never)"
+            )
     health, saved, rules = config.health, config.checkpoint, [rule.__name__ for rule in RULES]
     names = {"stop": (health.stop, rules)}
     if "rollback" in health:  # not in `sft`

@@ -52,6 +52,7 @@ SHARED = {
     **optim_fields("optim"),
     **fields_of("mesh", make_mesh),
     **{name: field for rule in RULES for name, field in fields_of("health", rule).items()},
+    "health.hang_minutes": Field(float, low=0, high=1e5, may_change=True),
     "health.stop": Field(tuple, of=str, may_change=True),
     "checkpoint.every": Field(int, low=1, may_change=True),
     "checkpoint.keep": Field(int, low=1, may_change=True),

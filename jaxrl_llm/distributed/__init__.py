@@ -4,8 +4,8 @@ JAX's coordination service connects them (`jax.distributed`). A process that end
 then end too. JAX ends them if it is killed.
 """
 
-from jaxrl_llm.distributed.joining import joined
+from jaxrl_llm.distributed.joining import end, joined
 from jaxrl_llm.distributed.processes import count, first, index, part
 from jaxrl_llm.distributed.store import exchange, gather, wait
 
-__all__ = ["count", "exchange", "first", "gather", "index", "joined", "part", "wait"]
+__all__ = ["count", "end", "exchange", "first", "gather", "index", "joined", "part", "wait"]

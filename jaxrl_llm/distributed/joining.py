@@ -15,10 +15,11 @@ import jax
 from jaxrl_llm.distributed.processes import count, first, index
 from jaxrl_llm.distributed.store import POLL, client, wait
 from jaxrl_llm.errors import UserError, report
+from jaxrl_llm.host import hang
 from jaxrl_llm.terminal import printable
 
 HEARTBEAT = 30  # seconds without a sign of life after which JAX ends all processes
-ENDED = "jaxrl_llm/ended"  # key of the line with which a process has ended
+ENDED = "jaxrl_llm/ended"  # key of the exit code and the line with which a process has ended
 LEAVING = 10  # seconds for which process 0 waits, at an error, until the others have ended
 
 
@@ -79,21 +80,33 @@ def _watch(leaving: Event) -> None:
     """Runs in a thread: ends this process when another one has ended by an error."""
     while not leaving.is_set():
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
-            line = client().blocking_key_value_get(ENDED, POLL)
+            code, _, line = client().blocking_key_value_get(ENDED, POLL).partition(" ")
             if leaving.is_set():
                 return
+            if int(code) == hang.CODE:  # this process may be the one that the other one has waited for
+                hang.tell_stacks()
             print(printable(line), file=sys.stderr, flush=True)
-            _exit(2)
+            _exit(int(code))
 
 
 def _leave(error: BaseException) -> None:
     """Reports the error and ends this process, without the steps at which Python and JAX wait for the others."""
     code = (error.code if isinstance(error.code, int) else 1) if isinstance(error, SystemExit) else report(error)
-    with suppress(Exception):  # the service may be gone, or another process was faster
-        said = str(error).splitlines()[:1]
-        line = f"error: process {index()} has ended ({type(error).__name__}: {''.join(said)}): see its output"
-        client().key_value_set(ENDED, line)
+    _tell(2, f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}")
     _exit(code)
+
+
+def end(code: int, line: str) -> NoReturn:
+    """Reports an error of one line, and ends this process and the others. Any thread may call it."""
+    print(printable(f"error: {line}"), file=sys.stderr, flush=True)
+    _tell(code, line)
+    _exit(code)
+
+
+def _tell(code: int, why: str) -> None:
+    """Ends the other processes with an exit code and a line."""
+    with suppress(Exception):  # the service may be gone, or another process was faster
+        client().key_value_set(ENDED, f"{code} error: process {index()} has ended ({why}): see its output")
 
 
 def _exit(code: int) -> NoReturn:

@@ -21,14 +21,41 @@ NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the
 ERRORS = {"GeneratorExit": "the end of the caller's loop", "KeyboardInterrupt": "Ctrl-C"}
 
 
+class Received:
+    """Reads the signals of NAMES in a thread: Python runs no signal handler while the main thread is in a long call."""
+
+    def __init__(self, came: Callable[[int], object]):
+        """came(number): called in the thread, for each signal."""
+        # A signal that is ignored stays ignored, as SIGHUP under nohup.
+        signals = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, _pass) for number in signals}
+        read, self._write = os.pipe()
+        os.set_blocking(self._write, False)  # `set_wakeup_fd` requires it
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        Thread(target=self._read, args=(read, came), daemon=True).start()
+
+    def close(self) -> None:
+        """Restores the handlers before it. Does nothing outside of the main thread, which alone can."""
+        if current_thread() is main_thread():
+            signal.set_wakeup_fd(self._wakeup)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            os.close(self._write)
+
+    def _read(self, read: int, came: Callable[[int], object]) -> None:
+        """Runs in a thread. Each byte of the pipe is the number of a received signal."""
+        while number := os.read(read, 1):
+            if number[0] in self._before:
+                came(number[0])
+        os.close(read)
+
+
 class StopSignals:
     """Context in which a first signal ends the run with exit code 0, and a second one at once with 128 + its number.
 
     The first signal interrupts the run at any point, also in a compilation or a rollout of many minutes. The current
     step is lost. The signal waits only for a block `with stop.deferred():`, in which the run's state changes.
-    Python runs no signal handler while the main thread is in a long call. So one thread of this class reads the
-    signals, and another one ends the run: it calls `finish`, closes `opened` and exits. The main thread never
-    continues.
+    A thread ends the run: it calls `finish`, closes `opened` and exits. The main thread never continues.
     """
 
     def __init__(self, opened: ExitStack):
@@ -39,14 +66,8 @@ class StopSignals:
         self._opened, self._whole, self._kept = opened, Lock(), False
 
     def __enter__(self) -> StopSignals:
-        # A signal that is ignored stays ignored, as SIGHUP under nohup.
-        signals = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, _pass) for number in signals}
-        read, self._write = os.pipe()
-        os.set_blocking(self._write, False)  # `set_wakeup_fd` requires it
-        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        Thread(target=self._watch, args=(read,), daemon=True).start()
-        self._opened.callback(self._restore)  # runs after the resources that are opened later are closed
+        # After the resources that are opened later. The thread that ends the run cannot restore, and ends the process.
+        self._opened.callback(Received(self._came).close)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -82,28 +103,16 @@ class StopSignals:
             Event().wait()  # forever: the other thread ends the process
         self._whole.acquire()
 
-    def _restore(self) -> None:
-        if current_thread() is main_thread():  # handlers can change only there; the other thread ends the process
-            signal.set_wakeup_fd(self._wakeup)
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-            os.close(self._write)
-
-    def _watch(self, read: int) -> None:
-        """Runs in a thread. Each byte of the pipe is the number of a received signal."""
-        while came := os.read(read, 1):
-            if came[0] not in self._before:
-                continue
-            if self.name:
-                _exit(128 + came[0])
-            self._began = time.monotonic()
-            self.name = NAMES[signal.Signals(came[0])]
-            hint = f"{self.name}: the run saves a checkpoint and ends; a second signal ends it now"
-            self._hint = Timer(1.0, _say, [hint])
-            self._hint.daemon = True
-            self._hint.start()
-            Thread(target=self._end, daemon=True).start()
-        os.close(read)
+    def _came(self, number: int) -> None:
+        if self.name:
+            _exit(128 + number)
+        self._began = time.monotonic()
+        self.name = NAMES[signal.Signals(number)]
+        hint = f"{self.name}: the run saves a checkpoint and ends; a second signal ends it now"
+        self._hint = Timer(1.0, _say, [hint])
+        self._hint.daemon = True
+        self._hint.start()
+        Thread(target=self._end, daemon=True).start()
 
     def _end(self) -> NoReturn:
         """Runs in a thread, at the same time as the main thread's code outside of `deferred`."""
@@ -123,7 +132,8 @@ class AgreedSignals:
     """Context for several processes: a signal in one of them ends the run in all, at the same place of a step.
 
     One process alone cannot save, and programs that wait for another process cannot be interrupted. So the run ends at
-    the next `check`, of which a step has two. A second signal ends this process at once.
+    the next `check`, of which a step has two. A second signal ends this process at once, also while it waits for
+    another one.
     """
 
     def __init__(self, command: bool) -> None:
@@ -134,17 +144,13 @@ class AgreedSignals:
         self._began = 0.0
 
     def __enter__(self) -> AgreedSignals:
-        for number in NAMES:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._came)
+        self._received = Received(self._came)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number in NAMES:
-            if signal.getsignal(number) == self._came:
-                signal.signal(number, signal.SIG_DFL)
+        self._received.close()
 
-    def _came(self, number: int, frame: object) -> None:
+    def _came(self, number: int) -> None:
         if self.name:
             _exit(128 + number)
         self.name, self._began = NAMES[signal.Signals(number)], time.monotonic()

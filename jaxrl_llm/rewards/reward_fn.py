@@ -22,6 +22,7 @@ import numpy as np
 from jaxrl_llm import rewards
 from jaxrl_llm.config.names import OWN, resolve, split_call
 from jaxrl_llm.errors import UserError, briefly, describe
+from jaxrl_llm.host.hang import WATCHDOG
 from jaxrl_llm.host.process import Process
 from jaxrl_llm.rewards.signatures import bound
 
@@ -128,7 +129,9 @@ class RewardFn:
 
     def _answer(self, name: str, end: float, count: int) -> Any:
         try:
-            return self._processes[name].answer(end - time.monotonic())
+            answer = self._processes[name].answer(end - time.monotonic())
+            WATCHDOG.moved()
+            return answer
         except ChildProcessError as error:
             raise self._ended(name, error) from None
         except TimeoutError:

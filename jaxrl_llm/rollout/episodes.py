@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import distributed, sharding
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN
+from jaxrl_llm.host.hang import WATCHDOG
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.rollout.decoding import Decoding, choose
@@ -196,6 +197,7 @@ class Episodes:
 
     def append(self, i: int, tokens: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray) -> None:
         """Appends what was sampled in one episode."""
+        WATCHDOG.moved()
         at = slice(self.length[i], self.length[i] + len(tokens))
         self.tokens[i, at], self.logprobs[i, at], self.sampled[i, at] = tokens, logprobs, True
         self.length[i] += len(tokens)
@@ -228,6 +230,7 @@ class Episodes:
         """Appends the observations that are there. Returns {episode: place from which the cache lacks tokens}."""
         lacking = {}
         for answer in [answer for answer in self.answers if answer.done()]:
+            WATCHDOG.moved()
             i, observation = self.answers.pop(answer), answer.result()
             if observation is None:
                 self.state[i] = DONE

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl_llm import distributed, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN, Program, compile_checked, compiling
+from jaxrl_llm.host.hang import WATCHDOG
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout import decoding
 from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compaction, prompts_at_once, slot_shapes
@@ -155,6 +156,7 @@ class Sampler:
                 self._book.compile_ahead(name, compile)  # the first call uses several
             plan = plan_compaction(alive, slots, below, fixed.devices)
             state, now = self._run(fixed, slots, self._params, state, np.int32(t), key, plan)
+            WATCHDOG.moved()
             t = int(now)
         tokens, logprobs, length = sharding.to_host((state.tokens, state.logprobs, state.length))
         if shapes.ladder:

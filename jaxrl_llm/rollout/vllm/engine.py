@@ -20,6 +20,7 @@ import numpy as np
 from jaxrl_llm import distributed, progress
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.hang import WATCHDOG
 from jaxrl_llm.models import hf_export, names
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.rollout.episodes import Episodes
@@ -289,6 +290,7 @@ class VllmEngine:
 
     def _completions(self, answer: httpx.Response) -> list[Completion]:
         """Turns an answer into arrays. Raises: Unavailable, if a completion is not whole or of other weights."""
+        WATCHDOG.moved()
         with self._reading:
             choices = answer.json()["choices"]
             for choice in choices:
