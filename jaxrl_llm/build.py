@@ -291,7 +291,7 @@ def open_outputs(
         open_workdir(workdir, config)
         other_rows.write(workdir, changes)
         derived = batch_table(config, given.totals, given.mesh, given.model.cfg, given.dataset, given.held_out, start)
-        judged = config, given.totals, given.model.cfg, given.mesh.devices.flat[0].platform
+        judged = config, given.totals, given.model.cfg.width, given.mesh.devices.flat[0].platform
         print_banner(
             f"jaxrl_llm.{'train' if 'loss' in config else 'sft'}: {workdir}",
             [

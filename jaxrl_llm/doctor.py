@@ -25,8 +25,6 @@ from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.health import faults, logs, rules, self_test, settings
 from jaxrl_llm.health.finding import SEVERITIES, Finding, History, Record
 from jaxrl_llm.health.self_test import Checked
-from jaxrl_llm.models import hf
-from jaxrl_llm.saved_run import model_folder
 from jaxrl_llm.structs import Config
 from jaxrl_llm.terminal import printable
 
@@ -113,18 +111,18 @@ def look_at_config(config: Config, args: Namespace) -> list[Finding]:
     With --selftest, it also runs the self-test, on the devices. Raises: UserError, if the config is wrong.
     """
     totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
-    with model_folder(config) as folder:
-        model = hf.load_model(folder).cfg
     changed = tuple(overrides(config, Path(args.config)))
-    found = settings.findings(settings.Settings(config, totals, model, changed=changed))
+    given = settings.Settings(config, totals, settings.width_of(config), changed=changed)
+    found, blind = settings.findings(given), settings.blind(given)
     checks_done = self_test_of(config, quiet=args.json) if args.selftest else []
     found += [finding for checked in checks_done for finding in checked.answer.findings]
     if args.json:
         told = {"totals": vars(totals), "findings": [finding.record() for finding in found]}
+        told |= {"rules": len(settings.RULES), "could_not_look": blind}
         told |= {"self_test": [checked.record() for checked in checks_done if checked.id]} if checks_done else {}
         print(json.dumps(told, indent=2))
     else:
-        print_config(totals, found)
+        print_config(totals, found, blind)
     return found
 
 
@@ -220,8 +218,8 @@ def could_look(count: int, blind: dict[str, str]) -> list[str]:
     return [f"{count - len(blind)} of {count} rules could look", *([f"could not look: {told}{more}"] if told else [])]
 
 
-def print_config(totals: checks.Totals, found: list[Finding]) -> None:
-    """Prints what follows from a config, and its findings."""
+def print_config(totals: checks.Totals, found: list[Finding], blind: dict[str, str]) -> None:
+    """Prints what follows from a config, its findings, and which rules could look; blind: {rule: why it could not}."""
     console = Console(highlight=False, soft_wrap=True)
     for name, value in totals_table(totals):
         console.print(f"  {name:<28}  {value:,}", markup=False)
@@ -229,6 +227,8 @@ def print_config(totals: checks.Totals, found: list[Finding]) -> None:
         console.print(printable(finding.line()), markup=False)
     if not found:
         console.print("no rule finds anything")
+    for line in could_look(len(settings.RULES), blind):
+        console.print(printable(line), markup=False)
 
 
 if __name__ == "__main__":

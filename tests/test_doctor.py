@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -353,10 +354,36 @@ def test_a_config_is_told_with_its_totals(monkeypatch, capsys):
 
 
 def test_a_config_is_told_in_the_words_of_the_banner(capsys):
-    doctor.print_config(totals := checks.check_train(load(ROOT / "configs" / "grpo.py")), [])
-    printed = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()[:-1]]
+    doctor.print_config(totals := checks.check_train(load(ROOT / "configs" / "grpo.py")), [], {})
+    printed = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()[:-2]]
     assert printed == [[name, f"{value:,}"] for name, value in totals_table(totals)]
     assert ["optimizer steps per rollout", "1"] in printed and "update" not in str(printed)
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs" / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_a_recipe_is_looked_at_without_its_model_and_without_a_network(recipe, monkeypatch, capsys):
+    monkeypatch.setattr("socket.socket.connect", None)
+    monkeypatch.setattr("jaxrl_llm.rollout.engines.check_python", lambda python, name: None)  # that of a vLLM server
+    monkeypatch.setattr(sys, "argv", ["doctor", "--config", str(recipe), "--config.optim.learning_rate=1"])
+    with pytest.raises(SystemExit, match="0"):
+        doctor.main()
+    *_, looked, blind = capsys.readouterr().out.splitlines()
+    assert looked == "10 of 12 rules could look"
+    assert blind.startswith("could not look: learning_rate (no config.json of Qwen/Qwen")
+
+
+def test_the_width_of_a_model_in_the_hubs_cache_is_known_without_a_network(tmp_path, monkeypatch, capsys):
+    commit = tmp_path / "models--org--model" / "snapshots" / "abc"
+    commit.mkdir(parents=True)
+    shutil.copy(ROOT / "jaxrl_llm" / "assets" / "arithmetic" / "config.json", commit)
+    (tmp_path / "models--org--model" / "refs").mkdir()
+    (tmp_path / "models--org--model" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    rate = ["--config.model.path=org/model", "--config.optim.learning_rate=1"]
+    monkeypatch.setattr(sys, "argv", ["doctor", "--config", str(ROOT / "configs" / "grpo.py"), *rate])
+    with pytest.raises(SystemExit, match="0"):
+        doctor.main()
+    assert "it may ruin a model of width 128" in capsys.readouterr().out
 
 
 def cases() -> list[tuple[str, str, str]]:

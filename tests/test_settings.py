@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-import tiny
 from ml_collections import ConfigDict
 
 from jaxrl_llm.checkpoint import keep_beginning, open_workdir
 from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as config
-from jaxrl_llm.health.settings import Settings, findings
+from jaxrl_llm.health.settings import RULES, Settings, blind, findings
 from jaxrl_llm.learner.optim import make_optimizer
 
 ROOT = Path(__file__).parent.parent
-SMALL = replace(tiny.CONFIG, width=128)  # as the model inside the package
-QWEN = replace(tiny.CONFIG, width=896)  # Qwen2.5-0.5B
+SMALL, QWEN = 128, 896  # widths of the model inside the package and of Qwen2.5-0.5B
 
 
-def said(name: str, model=SMALL, platform="cpu", **changes: object) -> list[str]:
+def said(name: str, width=SMALL, platform="cpu", **changes: object) -> list[str]:
     c = config.load(ROOT / "configs" / f"{name}.py")
     for field, value in changes.items():
         config.override(c, field.replace("__", "."), str(value))
     if "teacher" in c:
         c.teacher.path = "somewhere"
     check = checks.check_sft if name.endswith("sft") else checks.check_train
-    return [finding.line() for finding in findings(Settings(c, check(c.lock()), model, platform))]
+    return [finding.line() for finding in findings(Settings(c, check(c.lock()), width, platform))]
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
@@ -47,12 +44,12 @@ def test_nothing_is_said_of_the_recipes(file, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "model", "rate", "warned"),
+    ("name", "width", "rate", "warned"),
     [
         ("grpo", SMALL, 1.0, True),
         ("grpo", SMALL, 3e-3, True),  # ruined it, measured
         ("grpo", SMALL, 1e-4, False),
-        ("grpo", replace(SMALL, width=1024), 5e-5, True),  # ruined Qwen3-0.6B, published
+        ("grpo", 1024, 5e-5, True),  # ruined Qwen3-0.6B, published
         ("grpo", QWEN, 1e-4, True),
         ("grpo", QWEN, 1e-6, False),
         ("grpo", QWEN, 1e-5, False),
@@ -61,8 +58,8 @@ def test_nothing_is_said_of_the_recipes(file, monkeypatch):
         ("sft", QWEN, 1e-3, True),
     ],
 )
-def test_a_rate_is_high_by_the_models_width_and_by_what_is_learned(name, model, rate, warned):
-    lines = said(name, model, optim__learning_rate=rate)
+def test_a_rate_is_high_by_the_models_width_and_by_what_is_learned(name, width, rate, warned):
+    lines = said(name, width, optim__learning_rate=rate)
     assert [line.startswith(f"warning: optim.learning_rate = {rate:g} is ") for line in lines] == [True] * warned
 
 
@@ -84,6 +81,17 @@ def test_an_evaluation_of_other_problems_than_those_trained_on_is_told():
     c.data.mixture.b.source = "b.jsonl"
     (found,) = findings(Settings(c, checks.check_train(c), SMALL))
     assert found.line().startswith(f"{problems}data.mixture: ")
+
+
+def test_a_rule_that_cannot_look_is_silent_and_told_with_its_reason():
+    c = config.load(ROOT / "configs" / "grpo.py")
+    c.optim.learning_rate, c.deterministic, c.model.path = 1.0, True, "org/model"
+    given = Settings(c, checks.check_train(c), None)
+    assert findings(given) == []
+    assert blind(given) == {"learning_rate": "no config.json of org/model here", "deterministic": "no device is asked"}
+    assert [x.id for x in findings(given._replace(width=SMALL, platform="cpu"))] == ["learning_rate", "deterministic"]
+    c = config.load(ROOT / "configs" / "sft.py")
+    assert len(blind(Settings(c, checks.check_sft(c), SMALL, "cpu"))) == sum("rl" in needs for needs in RULES.values())
 
 
 def test_a_critics_rate_is_looked_at_too():

@@ -12,7 +12,7 @@ from jaxrl_llm.config.names import arguments, is_ours, own_name, resolve
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import is_task
 from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Config
 
@@ -34,7 +34,7 @@ class Settings(NamedTuple):
 
     config: Config
     totals: Totals
-    model: DecoderConfig | None  # None: it is not here, and no rule looks at it
+    width: int | None  # of the policy; None: its config.json is not here
     platform: str = ""  # of the devices, "cpu", "gpu" or "tpu"; "": not known
     changed: tuple[str, ...] = ()  # fields that differ from the config file, if it says what it measured
 
@@ -47,28 +47,52 @@ Rule: TypeAlias = Callable[[Settings], Iterator[Finding]]
 
 
 def findings(settings: Settings) -> list[Finding]:
-    """Applies all rules."""
-    return [finding for rule in RULES for finding in rule(settings)]
+    """Applies all rules that can look."""
+    unable = blind(settings)
+    return [finding for rule in RULES if rule.__name__ not in unable for finding in rule(settings)]
+
+
+def blind(settings: Settings) -> dict[str, str]:
+    """Returns {rule: why it cannot look}."""
+    lacks = {
+        "width": f"no config.json of {settings.config.model.path} here",
+        "rl": "sft has no rollouts",
+        "platform": "no device is asked",
+    }
+    lacking = {
+        rule.__name__: [lacks[name] for name in needs if not getattr(settings, name)] for rule, needs in RULES.items()
+    }
+    return {rule: reasons[0] for rule, reasons in lacking.items() if reasons}
+
+
+def width_of(config: Config) -> int | None:
+    """Returns the width of a config's policy; None: its model is a hub id that is not on this machine.
+
+    Raises: UserError, for a folder that is no model.
+    """
+    if not config.model.path and "hidden_size" in config.model:  # a new model
+        return config.model.hidden_size
+    folder = hf.find_here(config.model.path)
+    return hf.load_model(folder).cfg.width if folder else None
 
 
 def learning_rate(given: Settings) -> Iterator[Finding]:
     """F9: a rate that ruins a model of this width."""
-    config = given.config
-    if not given.model:
-        return
+    config, width = given.config, given.width
+    assert width  # RULES says that the rule needs it
     adapters = ADAPTERS if "lora" in config else 1
     rates = [("optim", config.optim.learning_rate, adapters * (1 if given.rl else SUPERVISED))]
     if "critic" in config:
         factor = SUPERVISED * (1 if config.critic.path else adapters)
         rates.append(("critic.optim", config.critic.optim.learning_rate, factor))
     for section, rate, factor in rates:
-        bound = factor * RATE * WIDTH / given.model.width
+        bound = factor * RATE * WIDTH / width
         if rate >= bound:
             yield Finding(
                 "learning_rate",
                 "warning",
                 f"{section}.learning_rate = {rate:g} is {bound:.1g} or more",
-                f"it may ruin a model of width {given.model.width}",
+                f"it may ruin a model of width {width}",
                 "lower it if the reward or the accuracy falls",
                 "docs/health.md",
             )
@@ -91,7 +115,7 @@ def many_updates(given: Settings) -> Iterator[Finding]:
 def small_updates(given: Settings) -> Iterator[Finding]:
     """F1: few sequences in an optimizer step, as after a cut that was meant to save memory."""
     sequences, few = given.totals.sequences_per_update, SEQUENCES_WITH_CRITIC if "critic" in given.config else SEQUENCES
-    if given.rl and sequences <= few and sequences < given.totals.sequences_per_step:
+    if sequences <= few and sequences < given.totals.sequences_per_step:
         yield Finding(
             "small_updates",
             "warning",
@@ -104,7 +128,7 @@ def small_updates(given: Settings) -> Iterator[Finding]:
 
 def entropy_bonus(given: Settings) -> Iterator[Finding]:
     """F1c: a constant entropy bonus."""
-    if given.rl and given.config.entropy.coef > 0 and not given.config.entropy.target:
+    if given.config.entropy.coef > 0 and not given.config.entropy.target:
         yield Finding(
             "entropy_bonus",
             "warning",
@@ -118,7 +142,7 @@ def entropy_bonus(given: Settings) -> Iterator[Finding]:
 def no_anchor(given: Settings) -> Iterator[Finding]:
     """F6: a long run with several updates on a rollout, no KL penalty and no importance weights."""
     config, totals = given.config, given.totals
-    if not given.rl or config.kl.placement != "none" or totals.updates_per_rollout == 1 or totals.updates < LONG:
+    if config.kl.placement != "none" or totals.updates_per_rollout == 1 or totals.updates < LONG:
         return
     weighed = config.importance.action != "none" and not (
         config.importance.action == "auto" and engines.choose(config).in_trainer and not config.rollout.max_lag
@@ -169,7 +193,7 @@ def schedule(given: Settings) -> Iterator[Finding]:
 
 def idle_clip(given: Settings) -> Iterator[Finding]:
     """A clip that was changed, and clips nothing."""
-    if given.rl and given.totals.updates_per_rollout == 1 and (changed := _changed(given.config)):
+    if given.totals.updates_per_rollout == 1 and (changed := _changed(given.config)):
         yield Finding(
             "idle_clip",
             "note",
@@ -238,22 +262,22 @@ def keeps_nothing(given: Settings) -> Iterator[Finding]:
 
 def deterministic(given: Settings) -> Iterator[Finding]:
     """An option of GPUs on another device."""
-    if given.config.deterministic and given.platform not in ("", "gpu"):
+    if given.config.deterministic and given.platform != "gpu":
         told = f"deterministic = True has no effect on a {given.platform}"
         yield Finding("deterministic", "note", told, "it is for GPUs", "", "")
 
 
-RULES: tuple[Rule, ...] = (
-    learning_rate,
-    many_updates,
-    small_updates,
-    entropy_bonus,
-    no_anchor,
-    long_warmup,
-    schedule,
-    idle_clip,
-    published,
-    other_problems,
-    keeps_nothing,
-    deterministic,
-)
+RULES: dict[Rule, tuple[str, ...]] = {  # and what each needs to know of the settings
+    learning_rate: ("width",),
+    many_updates: ("rl",),
+    small_updates: ("rl",),
+    entropy_bonus: ("rl",),
+    no_anchor: ("rl",),
+    long_warmup: (),
+    schedule: (),
+    idle_clip: ("rl",),
+    published: (),
+    other_problems: (),
+    keeps_nothing: (),
+    deterministic: ("platform",),
+}

@@ -87,6 +87,16 @@ def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
     raise UserError(f"{field} {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
 
 
+def find_here(path: str) -> Path | None:
+    """Returns what `find` does for model.path, without a network; None: a hub id that is not in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache  # slow to import, and only needed for hub ids
+
+    if not is_hub_id(path):
+        return find(path)
+    file = try_to_load_from_cache(path, "config.json")
+    return Path(file).parent if isinstance(file, str) else None
+
+
 def _download(path: str, field: str, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and only needed for hub ids
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError

@@ -14,7 +14,6 @@ from jaxrl_llm.config import checks
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import logs, settings
 from jaxrl_llm.health.finding import FEW, RECENT, SEVERITIES, Finding, Record
-from jaxrl_llm.models import hf
 from jaxrl_llm.report.follow import Lines
 from jaxrl_llm.structs import Config
 
@@ -148,10 +147,7 @@ def of_config(config: Config) -> Settings:
         totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
     except UserError as error:
         return Settings(None, [], f"The config does not pass the checks here: {error}")
-    folder = Path(config.model.path)
-    if not config.model.path or not (folder / "config.json").is_file():
-        return Settings(totals, [], "The rules over settings need the model's folder, which is not here.")
     try:
-        return Settings(totals, settings.findings(settings.Settings(config, totals, hf.load_model(folder).cfg)))
+        return Settings(totals, settings.findings(settings.Settings(config, totals, settings.width_of(config))))
     except UserError as error:
         return Settings(totals, [], f"The rules over settings need the model: {error}")

@@ -97,13 +97,11 @@ def print_checks(made: Translation, checked: lint.Linted, written: str, of: str)
         _say(f"yours to set: {name}: {why}")
     if checked.totals:
         _say(f"{written}the checks {of}pass" + (", with stand-ins for what is yours to set" if made.yours() else ""))
-        print_config(checked.totals, checked.findings)
+        print_config(checked.totals, checked.findings, checked.blind)
     else:
         _say(f"{written}the checks refuse it: {checked.refused}")
     if checked.missing:
         _say(checked.missing)
-    if checked.left_out:
-        _say(checked.left_out)
 
 
 def _say(text: str) -> None:

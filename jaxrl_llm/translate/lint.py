@@ -12,8 +12,6 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import settings
 from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.models import hf
-from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.structs import Config
 from jaxrl_llm.translate import ours
 
@@ -35,7 +33,7 @@ class Linted(NamedTuple):
     totals: checks.Totals | None
     refused: str  # the first problem of the checks; "": none
     findings: list[Finding]
-    left_out: str  # rules that could not look, and why
+    blind: dict[str, str]  # {rule that could not look: why}
     missing: str  # the package that reads the rows, and is not installed here; "": none
 
 
@@ -62,9 +60,13 @@ def lint(config: Config, yours: set[str]) -> Linted:
     try:
         totals = checks.check_train(config)
     except UserError as error:
-        return Linted(None, str(error), [], "", missing)
-    model, left_out = _model(config, yours)
-    return Linted(totals, "", settings.findings(settings.Settings(config, totals, model)), left_out, missing)
+        return Linted(None, str(error), [], {}, missing)
+    try:
+        width, wrong = None if "model.path" in yours else settings.width_of(config), {}
+    except UserError as error:
+        width, wrong = None, {"learning_rate": str(error)}
+    given = settings.Settings(config, totals, width)
+    return Linted(totals, "", settings.findings(given), settings.blind(given) | wrong, missing)
 
 
 def _without_pyarrow(config: Config) -> str:
@@ -77,14 +79,3 @@ def _without_pyarrow(config: Config) -> str:
     for section in parquet:
         section.source = section.source.removesuffix(".parquet") + ".jsonl"
     return f"train needs pyarrow for {names}, which is not installed here: pip install 'jaxrl_llm[parquet]'"
-
-
-def _model(config: Config, yours: set[str]) -> tuple[DecoderConfig | None, str]:
-    """Returns the model's sizes if its folder is here. Nothing is downloaded."""
-    folder = Path(config.model.path).expanduser()
-    if "model.path" in yours or not (folder / "config.json").is_file():
-        return None, f"the rule learning_rate needs config.json of {config.model.path}, which is not here"
-    try:
-        return hf.load_model(folder).cfg, ""
-    except UserError as error:
-        return None, f"the rule learning_rate does not know the model: {error}"
