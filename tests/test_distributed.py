@@ -10,11 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from conftest import QUICK
@@ -23,6 +25,7 @@ from safetensors.numpy import load_file
 from jaxrl_llm import distributed, sharding
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config.load import parse_arguments
+from jaxrl_llm.distributed import joining
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.vllm import engine
 
@@ -300,6 +303,22 @@ def test_an_error_in_one_process_ends_all(tmp_path):
     assert processes.end(200) == [2, 2], processes.said()
     assert "error: process 1 has ended (UserError: " in processes.outputs[0].read_text()
     assert "own error" in processes.outputs[1].read_text()
+
+
+def test_the_watch_for_an_end_of_others_rests_when_process_0_is_gone(monkeypatch):
+    asked, leaving = [], threading.Event()
+
+    def get(key: str, milliseconds: int) -> str:
+        asked.append(key)
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
+
+    monkeypatch.setattr(joining, "client", lambda: SimpleNamespace(blocking_key_value_get=get))
+    watch = threading.Thread(target=joining._watch, args=(leaving,))
+    watch.start()
+    time.sleep(0.5)
+    leaving.set()
+    watch.join()
+    assert 1 <= len(asked) <= 5
 
 
 def test_a_save_that_fails_without_the_others_is_not_called_a_full_disk(monkeypatch, tmp_path):

@@ -18,7 +18,7 @@ from jaxrl_llm.errors import UserError, report
 from jaxrl_llm.host import hang
 from jaxrl_llm.terminal import printable
 
-HEARTBEAT = 30  # seconds without a sign of life after which JAX ends all processes
+HEARTBEAT = 60  # seconds without a sign of life after which JAX ends all processes
 ENDED = "jaxrl_llm/ended"  # key of the exit code and the line with which a process has ended
 LEAVING = 10  # seconds for which process 0 waits, at an error, until the others have ended
 
@@ -78,7 +78,7 @@ def _connect(address: str) -> None:
 
 def _watch(leaving: Event) -> None:
     """Runs in a thread: ends this process when another one has ended by an error."""
-    while not leaving.is_set():
+    while not leaving.wait(POLL / 10_000):  # without process 0 the call below fails at once, and must not spin
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             code, _, line = client().blocking_key_value_get(ENDED, POLL).partition(" ")
             if leaving.is_set():
