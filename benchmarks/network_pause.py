@@ -102,7 +102,7 @@ class Pair:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=int, nargs="+", default=[40, 50, 58, 120])
+    parser.add_argument("--seconds", type=int, nargs="+", default=[40, 50, 70, 150])
     parser.add_argument("--heartbeat", type=int, default=HEARTBEAT, help="seconds without a sign of life (%(default)s)")
     args = parser.parse_args()
     pairs = [Pair(seconds, args.heartbeat) for seconds in args.seconds]

@@ -183,14 +183,16 @@ class Checkpoints:
     def _check_seen(self) -> None:
         """Checks that all processes have found the same checkpoints. From here on Orbax keeps their list in memory.
 
-        Otherwise each would restore the newest that it sees. Raises: UserError, naming one that a process lacks.
+        Otherwise each would restore the newest that it sees, go back to another one, or have another best one.
+        Raises: UserError, naming one that a process lacks.
         """
         if distributed.count() == 1:
             return
 
         def look() -> list[str]:
             self._manager.reload()
-            return [str(step) for step in self._manager.all_steps()]
+            steps = self._manager.all_steps()
+            return [*map(str, steps), *(f"{step}/metrics" for step in steps if self._manager.metrics(step))]
 
         remedy = "mount the disk of --workdir alike on all hosts, without a cache, and start again"
         agreement.check_seen(self._folder, look, remedy)

@@ -18,7 +18,9 @@ from jaxrl_llm.errors import UserError, report
 from jaxrl_llm.host import hang
 from jaxrl_llm.terminal import printable
 
-HEARTBEAT = 60  # seconds without a sign of life after which JAX ends all processes
+# Seconds without a sign of life after which JAX ends all processes. It gives one every half of them, so that a pause of
+# the network may take the other half; gRPC itself breaks off a connection that does not answer for 60 s.
+HEARTBEAT = 100
 ENDED = "jaxrl_llm/ended"  # key of the exit code and the line with which a process has ended
 LEAVING = 10  # seconds for which process 0 waits, at an error, until the others have ended
 
