@@ -36,15 +36,15 @@ BEFORE: dict[str, tuple[int | None, int | None]] = {
 
 
 def simulated_runs(count: int) -> Iterable[Judged]:
-    """Judges simulated healthy histories of all sizes, shares of wrong verdicts and lengths."""
+    """Judges simulated healthy histories of all sizes, lengths, shares of wrong verdicts, engines and kinds."""
     for seed in range(count):
-        sequences = (16, 32, 64, 512, 4096)[seed % 5]
-        steps, wrong = (100, 200, 300, 1000)[seed // 5 % 4], (0.0, 0.1, 0.2)[seed // 20 % 3]
-        name = f"simulated {seed}: {sequences} sequences, {wrong:.0%} wrong, {steps} steps"
-        group = 4 if sequences == 16 else 8
-        yield judge(
-            name, simulated.history(seed, sequences=sequences, group_size=group, steps=steps, wrong=wrong), BOUNDS
-        )
+        sequences, steps = (16, 32, 64, 512, 4096)[seed % 5], (100, 200, 300, 1000)[seed // 5 % 4]
+        given = {
+            "sequences": sequences, "group_size": 4 if sequences == 16 else 8, "steps": steps,
+            "wrong": (0.0, 0.1, 0.2)[seed // 20 % 3], "lag": seed // 60 % 2, "rounding": (2.0**-8, 2.0**-23)[seed % 2],
+            "critic": seed % 3 == 0, "tools": seed % 4 == 0,
+        }  # fmt: skip
+        yield judge(f"simulated {seed} {given}", simulated.history(seed, **given), BOUNDS)
 
 
 def false_alarms(real: list[Judged], made: list[Judged]) -> list[str]:
@@ -116,7 +116,7 @@ def faults_table(runs: dict[str, Judged]) -> list[str]:
             cells.append(("not found" if took is None else f"{took}") + old)
         also = ", ".join(sorted(others))
         rows.append(f"| `{rule}` | {fault.story} | {fault.within} | {' | '.join(cells)} | {also} |")
-    words = dict(
+    words: dict[str, str] = dict(
         zip(FORMS, ("of the faults", "in their second form", "in the set of other strengths and seeds"), strict=True)
     )
     told = ", ".join(f"{rate(sum(found), len(found))} {words[form]}" for form, found in in_time.items())
