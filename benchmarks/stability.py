@@ -1,7 +1,8 @@
-"""Runs for docs/stability.md: `python -m benchmarks.stability [--runs DIR] [--only WORD]`.
+"""Runs for docs/stability.md: `python -m benchmarks.stability [--runs DIR] [--only WORD] [--rules]`.
 
 It makes the runs that DIR does not have yet, one after the other, and writes the tables and the figure of
-docs/stability.md. Each run is a config with a few changes.
+docs/stability.md. Each run is a config with a few changes. With `--rules`, it makes one seed of each, the long ones a
+tenth as long, and writes what the health rules say of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -80,7 +81,8 @@ def noisy_accuracy(
 ) -> list[float]:
     """Accuracy, with the opposite verdict for a share of the completions. What is written does not decide which."""
     right, least = accuracy(completions, answer), 1 - 2 * wrong
-    return [abs(x - (chance(f"{prompt}{i}") > least)) for i, (x, prompt) in enumerate(zip(right, prompts, strict=True))]
+    lies = [chance(f"{prompt}{i}") > least for i, prompt in enumerate(prompts)]
+    return [float(bool(x) is not lie) for x, lie in zip(right, lies, strict=True)]
 
 
 class Rounded(Sampler):
@@ -164,13 +166,13 @@ FAST = {"optim.learning_rate": 1e-3}
 NO_KL = {"kl.placement": "none", "kl.estimator": "k3", "kl.coef": 0.0}
 
 
-def climbing() -> Iterator[tuple[str, dict[str, Any]]]:
-    """10,000 updates with each combination of KL penalty, epochs and correction."""
+def climbing(updates: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields a run for each combination of KL penalty, epochs and correction."""
     for beta in (0.0, 0.001):
         for epochs in (1, 4):
             for action in ("none", "truncate"):
                 name = f"beta {beta:g}, epochs {epochs}, correction {'on' if action == 'truncate' else 'off'}"
-                changes = {"epochs": epochs, "num_steps": 10_000 // epochs, "importance.action": action}
+                changes = {"epochs": epochs, "num_steps": updates // epochs, "importance.action": action}
                 yield name, changes | ({"kl.coef": beta} if beta else NO_KL)
 
 
@@ -237,7 +239,7 @@ STUDIES: dict[str, Study] = {
             "engine": {"name": f"{HERE}.rounded"},
             "reward.functions": (f"{HERE}.noisy_accuracy", "arithmetic.accuracy"),
         },
-        dict(climbing()),
+        dict(climbing(10_000)),
         (
             *((f"norm, quarter {i + 1}", part("grad_norm", i), ".2f") for i in range(4)),
             ("largest norm", largest("grad_norm"), ".0f"),
@@ -261,9 +263,8 @@ def run(config: str, changes: dict[str, Any], workdir: Path) -> None:
         pass
 
 
-def runs(folder: Path, name: str) -> dict[str, list[Path]]:
+def runs(folder: Path, study: Study, name: str) -> dict[str, list[Path]]:
     """Returns the workdirs of a study: {condition: one for each seed}. Makes those that are not there."""
-    study = STUDIES[name]
     start = {"model.path": str(study.starts_from(folder))} if study.starts_from else {}
     found = {condition: [] for condition in study.conditions}
     for seed in study.seeds:
@@ -274,39 +275,42 @@ def runs(folder: Path, name: str) -> dict[str, list[Path]]:
 
 
 def table(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
-    """Returns a row for each condition: the mean over the seeds, with the least and the most, and what was found."""
-    rows = [
-        "| | " + " | ".join(title for title, _, _ in study.columns) + " | found |",
-        "|---" * (len(study.columns) + 2) + "|",
-    ]
-    healthy = list[Judged]()
+    """Returns a row for each condition: the mean over the seeds, with the least and the most."""
+    rows = ["| | " + " | ".join(title for title, _, _ in study.columns) + " |", "|---" * (len(study.columns) + 1) + "|"]
     for condition, folders in workdirs.items():
-        records, runs, cells = [read(one) for one in folders], [judged(one) for one in folders], []
-        healthy += [run for run in runs if run.healthy]
+        records, cells = [read(one) for one in folders], []
         for _, value, form in study.columns:
             values = [value(one) for one in records]
             known = not any(map(math.isnan, values))  # a run without a reference has no KL
             cells.append(f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})" if known else "")
-        rows.append(f"| {condition} | " + " | ".join([*cells, ", ".join(found(runs))]) + " |")
-    return [
-        *rows,
-        "",
-        f"Healthy runs that were called ill: {rate(sum(bool(run.alarms) for run in healthy), len(healthy))}.",
-    ]
+        rows.append(f"| {condition} | " + " | ".join(cells) + " |")
+    return rows
+
+
+def short(name: str, study: Study) -> Study:
+    """Returns a study with one seed, and the long one with a tenth of its updates."""
+    conditions = dict(climbing(1000)) if name == "climb" else study.conditions
+    return replace(study, conditions=conditions, seeds=SEEDS[:1])
+
+
+def rules_table(runs: dict[str, dict[str, Judged]]) -> list[str]:
+    """Returns what the rules say of each run: {study: {condition: run}}. A run is ill if its accuracy fell."""
+    rows = ["| runs | | accuracy of samples | healthy | found |", "|---|---|---|---|---|"]
+    for study, conditions in runs.items():
+        for condition, run in conditions.items():
+            said = ", ".join(f"`{rule}` (step {step:,})" for rule, (step, _) in run.alarms.items())
+            fell = "yes" if run.healthy else "no"
+            rows.append(f"| {study} | {condition} | {run.tenths[0]:.2f} to {run.tenths[-1]:.2f} | {fell} | {said} |")
+    every = [run for conditions in runs.values() for run in conditions.values()]
+    for words, kind in (("Healthy", True), ("Ruined", False)):
+        of = [run for run in every if run.healthy is kind]
+        rows += ["", f"{words} runs that were called ill: {rate(sum(bool(run.alarms) for run in of), len(of))}."]
+    return rows
 
 
 def read(workdir: Path) -> list[Record]:
     """Returns the records of a run."""
     return [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
-
-
-def found(runs: list[Judged]) -> list[str]:
-    """Returns the rules that find something in these runs, with the number of runs and the first step."""
-    first: dict[str, list[int]] = {}
-    for run in runs:
-        for rule, (step, _) in run.alarms.items():
-            first.setdefault(rule, []).append(step)
-    return [f"`{rule}` in {len(where)} (from step {min(where):,})" for rule, where in first.items()]
 
 
 def draw(workdirs: dict[str, list[Path]]) -> None:
@@ -331,24 +335,33 @@ def draw(workdirs: dict[str, list[Path]]) -> None:
     figure.savefig(FIGURE, dpi=110)
 
 
+def write(name: str, lines: list[str]) -> None:
+    """Prints a table, and puts it into the page."""
+    print("\n".join(lines), flush=True)
+    begin, end = f"<!-- {name}: written by benchmarks.stability -->", f"<!-- end of {name} -->"
+    before, rest = DOC.read_text().split(begin)
+    DOC.write_text("\n".join([before + begin, "", *lines, "", end + rest.split(end)[1]]))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "stability")
     parser.add_argument("--only", default="", choices=["", *STUDIES], help="make only the runs of this study")
+    parser.add_argument("--rules", action="store_true", help="write what the health rules say of short runs")
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
-    for name in STUDIES:
-        if args.only not in ("", name):
+    names, said = [name for name in STUDIES if args.only in ("", name)], dict[str, dict[str, Judged]]()
+    for name in names:
+        study = short(name, STUDIES[name]) if args.rules else STUDIES[name]
+        workdirs = runs(args.runs / ("short" if args.rules else ""), study, name)
+        if args.rules:
+            said[name] = {condition: judged(folder) for condition, (folder,) in workdirs.items()}
             continue
-        with redirect_stdout(sys.stderr):
-            workdirs = runs(args.runs, name)
-        lines = table(STUDIES[name], workdirs)
-        print("\n".join(lines), flush=True)
-        begin, end = f"<!-- {name}: written by benchmarks.stability -->", f"<!-- end of {name} -->"
-        before, rest = DOC.read_text().split(begin)
-        DOC.write_text("\n".join([before + begin, "", *lines, "", end + rest.split(end)[1]]))
+        write(name, table(study, workdirs))
         if name == "climb":
             draw(workdirs)
+    if args.rules and not args.only:
+        write("rules", rules_table(said))
 
 
 if __name__ == "__main__":
