@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks import stability
 from benchmarks.stability import ROOT, folder_of
 from jaxrl_llm.health import faults, finding
-from jaxrl_llm.health.faults import FAULTS, TURNS, Fault, credit, engine, fast, reward
+from jaxrl_llm.health.faults import FAULTS, TURNS, Fault, credit, engine, fast
 
 LOG = ("config.json", "metrics.jsonl", "health.jsonl")  # what is kept of a run
 
@@ -117,7 +117,7 @@ UNSEEN = {
     "updates_skipped": unseen("updates_skipped", {"optim.learning_rate": 1e28}),
     "phantom_clipping": unseen("phantom_clipping", engine("noisy", noise=0.35)),
     "no_signal": unseen("no_signal", {"group_size": 4}),
-    "no_verdict": unseen("no_verdict", reward("abstains", "equal", weights=(1.0, 1.0))),
+    "no_verdict": unseen("no_verdict", {"group_size": 4}),
     "entropy_collapse": unseen("entropy_collapse", {"optim.learning_rate": 8.5e-4}),
     "entropy_explosion": unseen("entropy_explosion", {"entropy.coef": 15.0}),
     "reward_collapse": unseen(
