@@ -31,8 +31,8 @@ from jaxrl_llm.evaluate import evaluate, whole_batches
 from jaxrl_llm.health import Health, settings
 from jaxrl_llm.health.rollback import Rollbacks
 from jaxrl_llm.health.trial import Tested
-from jaxrl_llm.host import disk
 from jaxrl_llm.host.hang import WATCHDOG
+from jaxrl_llm.host.lock import Lock, locked
 from jaxrl_llm.host.signals import Stop, stop_signals
 from jaxrl_llm.learner.packing import minibatches
 from jaxrl_llm.learner.scorers import FROZEN, States, load_frozen
@@ -61,6 +61,7 @@ class Loaded(Models):
     """The inputs of every run, loaded and checked before anything is written."""
 
     workdir: Path
+    lock: Lock | None  # of the workdir, in the first process
     compilations: Compilations
     cache: str  # folder of compiled programs, or "off"
     tokenizer: Any
@@ -142,9 +143,10 @@ def load(
     if config.deterministic:  # must come before JAX initializes its devices
         compute_deterministically()
     alike.check(config)
+    lock = None
     if distributed.first():
         check_workdir(workdir, config, checks.may_change(config))
-        opened.enter_context(disk.locked(workdir))
+        lock = opened.enter_context(locked(workdir))
     if shared:
         agreement.check_shared(workdir)
     mesh = sharding.make_mesh(**config.mesh)
@@ -174,6 +176,7 @@ def load(
     loaded = Loaded(
         *vars(models).values(),
         workdir=workdir,
+        lock=lock,
         compilations=compilations,
         cache=cache,
         tokenizer=tokenizer,
@@ -305,7 +308,9 @@ def open_outputs(
         )
     log = opened.enter_context(closing(Log(workdir, config)))
     health = Health(workdir, config.health.to_dict(), log.tell)
-    return dict(workdir=workdir, checkpoints=checkpoints, log=log, health=health, rollbacks=Rollbacks(workdir))
+    return dict(
+        workdir=workdir, lock=given.lock, checkpoints=checkpoints, log=log, health=health, rollbacks=Rollbacks(workdir)
+    )
 
 
 def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:

@@ -37,6 +37,7 @@ from jaxrl_llm.config.load import flatten
 from jaxrl_llm.distributed import agreement
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import disk
+from jaxrl_llm.host.lock import LOCK
 from jaxrl_llm.other_rows import SECTIONS, Change, Rows
 from jaxrl_llm.sharding import BATCH, shard_batch, to_host
 from jaxrl_llm.structs import Config, PyTree
@@ -102,7 +103,7 @@ def _is_ours(file: Path) -> bool:
     """Whether launch/tpu_vm.sh, or a run that was killed before it wrote config.json, can have left this file."""
     if file.name == "checkpoints":
         return file.is_dir() and not any(file.iterdir())
-    return file.name.startswith(("launch.", "config.json.partial", agreement.TOKEN)) or file.name == disk.LOCK
+    return file.name.startswith(("launch.", "config.json.partial", agreement.TOKEN, LOCK))
 
 
 def open_workdir(workdir: Path, config: Config) -> None:

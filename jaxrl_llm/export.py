@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from jaxrl_llm import hub, model_card, sharding
 from jaxrl_llm.errors import Parser, UserError, run_main
-from jaxrl_llm.host import disk
+from jaxrl_llm.host.lock import locked
 from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.saved_run import SavedRun
 
@@ -43,7 +43,7 @@ def main() -> None:
         to = args.to or Path(opened.enter_context(TemporaryDirectory())) / "hf"
         if args.workdir.resolve() in to.resolve().parents:
             # Inside the workdir a running run may write at the same time, so the export takes the run's lock.
-            opened.enter_context(disk.locked(args.workdir))
+            opened.enter_context(locked(args.workdir))
         save(run, step, to, adapter=args.adapter)
         model_card.write(to, model_card.card(args.workdir, run.config, run.began_with(step), step))
         if args.to:

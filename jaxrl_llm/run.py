@@ -21,6 +21,7 @@ from jaxrl_llm.health import Health, self_test
 from jaxrl_llm.health.rollback import Rollbacks
 from jaxrl_llm.health.trial import Tested
 from jaxrl_llm.host.hang import WATCHDOG
+from jaxrl_llm.host.lock import Lock
 from jaxrl_llm.host.signals import SECONDS, Stop
 from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.learner.scorers import Scorer, States
@@ -59,6 +60,7 @@ class Run:
 
     config: Config
     workdir: Path
+    lock: Lock | None  # of the workdir, in the first process
     mesh: Mesh
     actor: Source
     scorers: dict[str, Scorer]
@@ -234,7 +236,12 @@ class Run:
         return action == "roll back"
 
     def write(self, record: Record) -> bool:
-        """Writes the record of a step, and a checkpoint if it is due and `judge` does not send the run back."""
+        """Writes the record of a step, and a checkpoint if it is due and `judge` does not send the run back.
+
+        Raises: UserError, if another process has taken the lock of the workdir.
+        """
+        if self.lock:
+            self.lock.check()
         with self.stop.deferred():
             self.log.write(record)
             self.unwritten = None

@@ -42,8 +42,8 @@ The log of worker N:
 A bucket needs a hierarchical namespace. Without it a folder cannot be renamed, and no checkpoint is saved:
   gcloud storage buckets create gs://BUCKET --location=REGION --uniform-bucket-level-access \
     --enable-hierarchical-namespace
-gcsfuse has no locks between hosts: nothing stops runs on two slices that use the same work directory. So give each
-run its own --name or --workdir. And it uploads a log file only when the run closes it: a slice that is lost without
+On a bucket, it was not tried whether the lock of a work directory stops a run on another slice. So give each run its
+own --name or --workdir. And gcsfuse uploads a log file only when the run closes it: a slice that is lost without
 warning takes the lines since the start of its run with it, but no checkpoint. NFS has neither limit.
 END
 }

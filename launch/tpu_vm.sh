@@ -92,8 +92,9 @@ add="(cd $here.part && ls -A > launch.synced) && for file in $here/* $here/.[!.]
 case \${file##*/} in launch.* | lock) continue ;; esac; \
 [ ! -e \"\$file\" ] || [ -e $here.part/\"\${file##*/}\" ] || \
 grep -qsxF -e \"\${file##*/}\" $here/launch.synced || cp -Rp \"\$file\" $here.part/ || exit; done"
-# A stream that is cut or missing must not become a work directory: the run would then start from step 0.
-send="$settle && (cd $here && ls -A > launch.synced) && tar -C $here -cf - . | \
+# A stream that is cut or missing must not become a work directory: the run would then start from step 0. The lock is
+# that of a run on a VM that is gone.
+send="$settle && (cd $here && ls -A > launch.synced) && tar -C $here --exclude=./lock -cf - . | \
 $(vm "rm -rf $there.part && mkdir -p $there.part && tar -C $there.part -xf - && mv $there.part $there")"
 # A private index copies the checkout as it is on disk, and does not change the user's staging area.
 copy="(export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) && git add --all && \

@@ -98,7 +98,8 @@ def test_a_second_start_is_refused_and_the_first_run_goes_on(tmp_path):
     second = start(tmp_path / "run", "--config.num_steps=500")
     out, error = second.communicate(timeout=120)
     assert (second.returncode, out) == (2, "")
-    assert error == f"error: --workdir {tmp_path / 'run'} is in use by another run: wait for its end, or give another\n"
+    assert error.startswith(f"error: --workdir {tmp_path / 'run'} is in use by process {first.pid} on ")
+    assert error.count("\n") == 1
     assert first.poll() is None
     first.send_signal(signal.SIGINT)
     out, error = first.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""Signals, the lock and the disk, each by itself: no model, no device."""
+"""Signals and the disk, each by itself: no model, no device."""
 
 from __future__ import annotations
 
@@ -181,44 +181,6 @@ def test_a_run_in_another_thread_of_the_caller_leaves_signals_alone():
     before = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(run).result()
-
-
-def test_a_workdir_has_one_run_at_a_time_and_a_killed_one_does_not_hold_it(tmp_path):
-    workdir = tmp_path / "a" / "run"
-    code = f"""
-import time; from pathlib import Path; from jaxrl_llm.host.disk import locked
-with locked(Path({str(workdir)!r})):
-    print("locked", flush=True); time.sleep(60)
-"""
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "locked\n"  # type: ignore[union-attr]
-    with (
-        pytest.raises(UserError, match=r"--workdir .*/a/run is in use by another run: .* give another"),
-        disk.locked(workdir),
-    ):
-        pass
-    assert [file.name for file in workdir.iterdir()] == ["lock"]
-    holder.kill()
-    holder.communicate()
-    with disk.locked(workdir):
-        (workdir / "config.json").touch()
-    assert [file.name for file in workdir.iterdir()] == ["config.json"]
-
-
-def test_a_file_system_without_locks_is_said_and_no_obstacle(tmp_path, monkeypatch, capsys):
-    def acquire(self, *_: object, **__: object) -> None:
-        raise NotImplementedError
-
-    monkeypatch.setattr(disk.FileLock, "acquire", acquire)
-    with disk.locked(tmp_path / "run"):
-        assert (tmp_path / "run").is_dir()
-    assert "has no locks: nothing stops a second run there" in capsys.readouterr().out
-
-
-def test_a_workdir_that_stays_empty_is_not_left_behind(tmp_path):
-    with disk.locked(tmp_path / "a" / "run"):
-        assert (tmp_path / "a" / "run").is_dir()
-    assert not (tmp_path / "a").exists()
 
 
 KEEP = ConfigDict(dict(every=1, keep=1, keep_best=1))
