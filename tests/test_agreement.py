@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -136,7 +137,7 @@ from jaxrl_llm import distributed, sharding
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.distributed import agreement
 
-workdir, address, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+address, workdir, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 agreement.LISTED = 5
 listdir, is_file, is_dir, until = os.listdir, Path.is_file, Path.is_dir, time.monotonic() + 1000
 
@@ -162,21 +163,25 @@ with distributed.joined(address):
 """
 
 
+def together(script: str, *arguments: str, count: int = 2) -> list[subprocess.Popen]:
+    """Starts processes that run a script, whose first argument is how they are joined."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    environment = os.environ | {"XLA_FLAGS": ""}
+    places = [f"127.0.0.1:{port},{i}/{count}" for i in range(count)]
+    commands = [[sys.executable, "-c", script, place, *arguments] for place in places]
+    return [subprocess.Popen(command, env=environment, **pipes) for command in commands]
+
+
 def lagging(tmp_path: Path, *arguments: str) -> tuple[list[int], list[str]]:
     """Opens checkpoints 1 and 2 in two processes, of which the second one lags behind. Returns codes and outputs."""
     config, mesh = ConfigDict(dict(every=1, keep=2, keep_best=0)), sharding.make_mesh(data=1, fsdp=1, tensor=1)
     with closing(Checkpoints(tmp_path / "checkpoints", {}, config, mesh)) as made:
         for step in (1, 2):
             made.save(step, {"w": jnp.zeros(2)}, Pending({}, []), None)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", LAGGING, str(tmp_path)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    each = [
-        subprocess.Popen([*command, f"127.0.0.1:{port},{i}/2", *arguments], env=os.environ | {"XLA_FLAGS": ""}, **pipes)
-        for i in range(2)
-    ]
+    each = together(LAGGING, str(tmp_path), *arguments)
     said = [process.communicate(timeout=120)[0] for process in each]
     return [process.returncode for process in each], said
 
@@ -195,3 +200,30 @@ def test_a_process_that_never_sees_the_newest_checkpoint_is_named_and_all_end(tm
     assert codes == [2, 2], said
     line = f"process 1 does not see {tmp_path}/checkpoints/2, which process 0 sees: mount the disk"
     assert all(line in one for one in said), said
+
+
+WAITING = """
+import sys, time
+from jaxrl_llm import distributed
+with distributed.joined(sys.argv[1]):
+    distributed.wait("start")
+    print("joined", flush=True)
+    if sys.argv[1].endswith(sys.argv[2]):
+        time.sleep(1000)
+    distributed.wait("the one that sleeps")
+"""
+
+
+@pytest.mark.slow
+def test_when_a_process_is_killed_the_others_end_in_a_line_long_before_its_heartbeat_is_missed():
+    each = together(WAITING, ",1/3", count=3)
+    for process in each:
+        while "joined" not in (line := process.stdout.readline()):
+            assert line
+    each[1].kill()
+    began = time.monotonic()
+    said = [process.communicate(timeout=60)[0].strip() for process in each]
+    assert time.monotonic() - began < 30
+    assert [process.returncode for process in each] == [2, -9, 2], said
+    line = "error: process 1 was killed: see its output; the same command goes on from the last checkpoint"
+    assert said == [line, "", line]

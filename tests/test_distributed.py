@@ -313,7 +313,8 @@ def test_the_watch_for_an_end_of_others_rests_when_process_0_is_gone(monkeypatch
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
 
     monkeypatch.setattr(joining, "client", lambda: SimpleNamespace(blocking_key_value_get=get))
-    watch = threading.Thread(target=joining._watch, args=(leaving,))
+    monkeypatch.setattr(joining, "_leaving", leaving)
+    watch = threading.Thread(target=joining._watch)
     watch.start()
     time.sleep(0.5)
     leaving.set()

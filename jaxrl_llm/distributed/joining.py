@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from jaxrl_llm.distributed import lifeline
 from jaxrl_llm.distributed.processes import count, first, index
 from jaxrl_llm.distributed.store import POLL, client, wait
 from jaxrl_llm.errors import UserError, report
@@ -22,6 +23,7 @@ from jaxrl_llm.terminal import printable
 # the network may take the other half; gRPC itself breaks off a connection that does not answer for 60 s.
 HEARTBEAT = 100
 ENDED = "jaxrl_llm/ended"  # key of the exit code and the line with which a process has ended
+_leaving = Event()  # set when this process ends: the ends of others, and its own line, are nothing new then
 LEAVING = 10  # seconds for which process 0 waits, at an error, until the others have ended
 
 
@@ -36,10 +38,10 @@ def joined(address: str) -> Iterator[None]:
         yield
         return
     _connect(address)
-    leaving = Event()
-    watch = Thread(target=_watch, args=(leaving,), daemon=True)
+    watch = Thread(target=_watch, daemon=True)
     watch.start()
     try:
+        lifeline.hold(_leaving, _end_without)
         try:
             yield
         except SystemExit as ended:  # with 0 after a signal
@@ -47,9 +49,8 @@ def joined(address: str) -> Iterator[None]:
                 raise
         wait("end")
     except BaseException as error:
-        leaving.set()  # it would find this process's own line
         _leave(error)
-    leaving.set()
+    _leaving.set()
     watch.join()
     jax.distributed.shutdown()
 
@@ -78,37 +79,53 @@ def _connect(address: str) -> None:
         ) from error
 
 
-def _watch(leaving: Event) -> None:
+def _watch() -> None:
     """Runs in a thread: ends this process when another one has ended by an error."""
-    while not leaving.wait(POLL / 10_000):  # without process 0 the call below fails at once, and must not spin
+    while not _leaving.wait(POLL / 10_000):  # without process 0 the call below fails at once, and must not spin
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             code, _, line = client().blocking_key_value_get(ENDED, POLL).partition(" ")
-            if leaving.is_set():
+            if _leaving.is_set():
                 return
             if int(code) == hang.CODE:  # this process may be the one that the other one has waited for
                 hang.tell_stacks()
+            _leaving.set()
             print(printable(line), file=sys.stderr, flush=True)
             _exit(int(code))
 
 
+def _end_without(process: int) -> NoReturn:
+    """Ends this process and the others, because one was killed."""
+    _leaving.set()
+    line = f"error: process {process} was killed: see its output; the same command goes on from the last checkpoint"
+    print(line, file=sys.stderr, flush=True)
+    _tell(2, line)
+    _exit(2)
+
+
 def _leave(error: BaseException) -> None:
     """Reports the error and ends this process, without the steps at which Python and JAX wait for the others."""
+    _leaving.set()
     code = (error.code if isinstance(error.code, int) else 1) if isinstance(error, SystemExit) else report(error)
-    _tell(2, f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}")
+    _tell(2, _ended(f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"))
     _exit(code)
 
 
 def end(code: int, line: str) -> NoReturn:
     """Reports an error of one line, and ends this process and the others. Any thread may call it."""
+    _leaving.set()
     print(printable(f"error: {line}"), file=sys.stderr, flush=True)
-    _tell(code, line)
+    _tell(code, _ended(line))
     _exit(code)
 
 
-def _tell(code: int, why: str) -> None:
+def _ended(why: str) -> str:
+    return f"error: process {index()} has ended ({why}): see its output"
+
+
+def _tell(code: int, line: str) -> None:
     """Ends the other processes with an exit code and a line."""
     with suppress(Exception):  # the service may be gone, or another process was faster
-        client().key_value_set(ENDED, f"{code} error: process {index()} has ended ({why}): see its output")
+        client().key_value_set(ENDED, f"{code} {line}")
 
 
 def _exit(code: int) -> NoReturn:
