@@ -306,12 +306,27 @@ def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
         trial = prepare(run, run.tested, full=True)
         good = self_test.environment_is_masked(trial)
         assert good.done and not good.findings
-        rollouts, turns = trial.episodes()
-        trial.episodes = lambda: (replace(rollouts, loss_mask=rollouts.completion_mask), turns)
-        assert [finding.id for finding in self_test.environment_is_masked(trial).findings] == ["environment_silent"]
-        said = {"role": "assistant", "content": "12,34,56,78,90,12"}
-        trial.episodes = lambda: (rollouts, [[said, said | {"role": "environment"}]])
-        assert [finding.id for finding in self_test.environment_is_masked(trial).findings] == ["environment_trained"]
+        rollouts, dialogs = trial.episodes()
+        said = rollouts.completion_mask & ~rollouts.loss_mask
+        one = np.zeros_like(said)
+        one[tuple(np.argwhere(said)[0])] = True
+        own = [[(turn, None) for turn, _ in dialog[:1]] for dialog in dialogs]
+        other = np.where(one, rollouts.completions + 1, rollouts.completions)
+        zeros = np.zeros_like(rollouts.episodes["turns"])
+        dead = {"errors": zeros + 2, "turns": zeros + 3, "searches": zeros + 2}
+        trial.run.config.env.unlock().url = "http://127.0.0.1:9"
+        for changes, heard, found in [
+            ({"loss_mask": rollouts.loss_mask | one}, dialogs, "environment_trained"),
+            ({"loss_mask": rollouts.loss_mask | said}, dialogs, "environment_trained"),
+            ({"completions": other}, dialogs, "observation_changed"),
+            ({}, own, "environment_silent"),
+            ({"episodes": dead}, dialogs, "tool_down"),
+        ]:
+            made = replace(rollouts, **changes)
+            trial.episodes = lambda made=made, heard=heard: (made, heard)
+            (finding,) = self_test.environment_is_masked(trial).findings
+            assert finding.id == found
+        assert "config.env.url = 'http://127.0.0.1:9'" in finding.cause
         run.actor.finish_push(run.states["policy"].params)
 
 

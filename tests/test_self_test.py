@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +21,17 @@ from test_steps import numbers
 
 from jaxrl_llm import doctor
 from jaxrl_llm.algorithms.losses import aggregation_weights
+from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
 from jaxrl_llm.config import load as configs
+from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import self_test
 from jaxrl_llm.health.trial import AGAIN, Trial, prepare
+from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.update import make_gradient
 from jaxrl_llm.models.lora import int8, merged
-from jaxrl_llm.rewards.reward_fn import Rewarded
+from jaxrl_llm.rewards.reward_fn import Rewarded, RewardFn
 from jaxrl_llm.train import steps
 
 ROOT = Path(__file__).parent.parent
@@ -111,7 +116,7 @@ def test_in_a_run_it_is_silent_and_leaves_out_what_needs_other_programs(run):
     before = dict(run.compilations.programs)
     done = said(run, full=False)
     assert all(found == [] for _, found in done.values())
-    assert [id for id, (was_done, _) in done.items() if not was_done] == ["S7", "S8", "S10"]
+    assert [id for id, (was_done, _) in done.items() if not was_done] == ["S1", "S7", "S8", "S10"]
     new = {name for name in run.compilations.programs if name not in before}
     assert not new & {"gradient", "update_step", "jit_gradient", "jit_update_step"}
 
@@ -138,8 +143,19 @@ def test_it_is_silent_with(name, changes, tmp_path):
             assert all(found == [] for _, found in said(run, full=full).values())
 
 
-def test_another_reference_is_found(trial):
-    trial.scores = trial.scores | {"ref_logprobs": trial.scores["ref_logprobs"] * 1.01}
+def test_a_reference_that_scores_at_another_temperature_is_found(run, monkeypatch):
+    """By the update: the reference's own program makes this mistake with the policy's weights too."""
+    scorer = run.scorers["reference"]
+    warmer = make_logprob_fn(run.tested.model, Sampling(temperature=1.1), run.mesh, microbatch=0)
+    program = lambda params, batch: {"ref_logprobs": warmer(params, batch)}  # noqa: E731
+    monkeypatch.setitem(run.scorers, "reference", scorer._replace(program=program))
+    assert findings(self_test.reference_agrees(prepare(run, run.tested, full=True))) == ["reference_differs"]
+
+
+def test_in_a_run_the_reference_is_compared_with_a_program_of_its_own_if_there_is_one(trial):
+    trial.full, trial.scores = False, trial.scores | {"old_logprobs": trial.scores["ref_logprobs"]}
+    assert findings(self_test.reference_agrees(trial)) == []
+    trial.scores |= {"ref_logprobs": trial.scores["ref_logprobs"] * 1.01}
     assert findings(self_test.reference_agrees(trial)) == ["reference_differs"]
 
 
@@ -167,6 +183,21 @@ def test_old_log_probabilities_of_another_policy_are_found(trial, shift, clipped
 def test_a_sampler_that_reports_other_log_probabilities_is_found(trial):
     logprobs = trial.rollouts.logprobs + np.float32(1e-3) * (np.arange(4)[:, None] == 2)
     trial.rollouts = replace(trial.rollouts, logprobs=logprobs)
+    assert findings(self_test.sampler_agrees(trial)) == ["sampler_disagrees"]
+
+
+def test_a_server_at_another_temperature_is_found_though_its_largest_gap_may_be_large(trial, monkeypatch):
+    shape = (*trial.rollouts.completions.shape, 1000)
+    logits = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    warm, cold = (jax.nn.log_softmax(logits / temperature)[..., 0] for temperature in (1.0, 0.9))
+    engine = SimpleNamespace(max_gap=0.5)  # as in the recipe with vLLM
+    trial.parts = replace(trial.parts, actor=SimpleNamespace(engine=engine))
+    monkeypatch.setattr(Trial, "exact", False)
+    for sampled, found in ((warm + 0.001, []), (cold, ["sampler_disagrees"])):
+        trial.policy, trial.rollouts = warm, replace(trial.rollouts, logprobs=np.asarray(sampled))
+        assert findings(self_test.sampler_agrees(trial)) == found
+    engine.max_gap = 1e-4  # a stricter bound of the largest gap bounds the mean too
+    trial.rollouts = replace(trial.rollouts, logprobs=np.asarray(warm + 0.001))
     assert findings(self_test.sampler_agrees(trial)) == ["sampler_disagrees"]
 
 
@@ -232,9 +263,16 @@ def test_a_good_answer_is_given_in_the_form_that_the_reward_wants(trial, wanted,
     assert findings(judged(trial, lambda row, text: float(text == wanted), **row)) == []
 
 
-def test_rows_without_an_answer_are_not_judged(trial):
+def test_rows_without_an_answer_are_judged_but_not_compared(trial):
     answer = judged(trial, lambda row, text: 0.0, target=24)
-    assert not answer.done and "no column answer, solution" in answer.text
+    assert findings(answer) == [] and "no column answer, solution" in answer.text
+
+
+@pytest.mark.parametrize("row", [{}, {"target": 24}])
+def test_a_judge_that_answers_nobody_is_found(trial, row):
+    (finding,) = judged(trial, lambda row, text: np.nan, **row).findings
+    assert (finding.id, finding.severity) == ("no_verdict", "error")
+    assert "arithmetic.accuracy" in finding.cause
 
 
 def test_a_reward_that_cannot_judge_an_empty_completion_is_found_and_stops_nothing(trial):
@@ -248,6 +286,35 @@ def test_a_function_in_this_process_is_not_called_in_a_run(trial):
     trial.full = False
     trial.run.config = ConfigDict(trial.config.to_dict() | {"reward": trial.config.reward.to_dict() | {"timeout": 0.0}})
     assert "reward.timeout = 0" in judged(trial, lambda row, text: 1 / 0).text
+
+
+class Quiet:
+    """An environment that says nothing."""
+
+    schemas = ()
+
+
+def test_functions_that_ask_for_what_an_episode_measured_get_it(trial):
+    """As in a run: environment.reward, and one that names a metric which this episode does not have."""
+    names = ("environment.reward", "test_self_test.counted")
+    judge = partial(RewardFn, names, (1.0, 1.0), 0, field="")
+    trial.parts = replace(trial.parts, reward_fn=judge, environments=Quiet())
+    assert findings(self_test.reward_sees(trial)) == ["reward_blind"]  # both are 0 of every text
+
+
+def counted(completions, episode, loss_mask, turns, **columns):
+    return [measured["searches"] for measured, *_ in zip(episode, loss_mask, turns, strict=True)]
+
+
+def test_a_row_has_the_generation_prompt_of_its_own_template_arguments(trial):
+    tokenizer, own = copy(trial.parts.tokenizer), {"quiet": True}
+    row = {"prompt": [{"role": "user", "content": "1+1"}], "chat_template_kwargs": own}
+    quiet = "{% if add_generation_prompt %}{{ '<' if quiet is defined else '>' }}{% endif %}"
+    tokenizer.chat_template = "{{ messages[0]['content'] }}" + quiet
+    dataset = data.tokenize([row], tokenizer, max_prompt_tokens=99, overlong="error")
+    for ids, found in ((dataset.ids, []), ([dataset.ids[0][:-1]], ["no_generation_prompt"])):
+        trial.parts = replace(trial.parts, tokenizer=tokenizer, dataset=replace(dataset, ids=ids))
+        assert findings(self_test.stop_is_learned(trial)) == found
 
 
 def test_a_missing_stop_token_is_found(trial):
@@ -372,7 +439,7 @@ def test_a_run_has_the_same_numbers_and_samples_with_and_without_it(lag, tmp_pat
         (tmp_path / name).mkdir()
         records = numbers(list(steps(config, tmp_path / name / "run")))
         (tmp_path / name / "records").write_text(json.dumps(records))
-        assert ("self-test: 7 checks passed in " in capsys.readouterr().out) is test
+        assert ("self-test: 6 checks passed in " in capsys.readouterr().out) is test
     for file in ("records", "run/completions.jsonl", "run/hf/model.safetensors"):
         assert (tmp_path / "with" / file).read_bytes() == (tmp_path / "without" / file).read_bytes()
 
@@ -383,7 +450,7 @@ def test_in_a_run_findings_are_told_and_kept_and_do_not_stop_it(run, monkeypatch
     assert capsys.readouterr().out == ""
     run.self_test(0)
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("self-test: 6 checks passed, 1 found something in ")
+    assert first.startswith("self-test: 5 checks passed, 1 found something in ")
     assert second.strip().startswith("health warning: no form of the row's answer earns more")
     (line,) = (run.workdir / "health.jsonl").read_text().splitlines()
     assert json.loads(line)["id"] == "reward_blind" and json.loads(line)["step"] == 0

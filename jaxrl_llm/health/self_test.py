@@ -7,6 +7,7 @@ docs/health.md lists the checks, their bounds, and what they cost.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -22,22 +23,24 @@ from jaxrl_llm import distributed, progress, sharding
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.names import arguments, own_name, required_inputs, resolve
 from jaxrl_llm.config.no_effect import looks_at_rewards
+from jaxrl_llm.data import formats
+from jaxrl_llm.data.prompts import template_args_of
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.health.trial import AGAIN, KEY, TOKENS, Tested, Trial, prepare, to_batch
+from jaxrl_llm.health.finding import Finding, History
+from jaxrl_llm.health.rules.environment import tool_down
+from jaxrl_llm.health.trial import AGAIN, KEY, TOKENS, Dialog, Tested, Trial, prepare, to_batch
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.routing import routing_agreement
-from jaxrl_llm.structs import Array, Batch
+from jaxrl_llm.structs import Array, Batch, Rollouts
 
 if TYPE_CHECKING:  # it imports this module
     from jaxrl_llm.run import Run
 
-# The same program with the same weights gives a KL of 0; a GPU may add in another order. It is half the square of a
-# difference of log-probabilities, 1e-6 for float32.
-KL = 1e-9
+# Of equal weights in two programs: half the square of a difference of log-probabilities, 1e-6 for float32.
+KL, KL_ROUNDED = 1e-9, 1e-3
 # Of log-probabilities. In float32 the largest difference: 3e-6 for the embedded model on a CPU. Otherwise the mean,
-# because rare tokens differ by much more: 1.8e-3 in bfloat16 over 1,000 tokens (docs/LOG.md). For another engine the
-# bound of its mean is `engine.max_gap`.
+# because rare tokens differ by much more: 1.8e-3 in bfloat16 over 1,000 tokens (docs/LOG.md). `engine.max_gap` bounds
+# the largest difference of another engine, and so its mean too.
 GAP, MEAN_GAP = 1e-4, 1e-2
 RATIO, RATIO_ROUNDED = 1e-4, 1e-2  # distance of the mean ratio from 1: exp of the above
 CLIPPED, CLIPPED_ROUNDED = 0.0, 0.01  # share of tokens; rounding may clip a few: the bound of the rule phantom_clipping
@@ -125,15 +128,20 @@ def reference_agrees(trial: Trial) -> Answer:
     """S1: at step 0 the reference is the policy."""
     if "ref_logprobs" not in trial.scores or trial.run.step:
         return skipped("the run has no reference")
-    if trial.policy is None:
+    # Not by the reference's own program: it would make the same mistake twice.
+    if trial.full:
+        kl = float(trial.gradient("policy", 0)[1]["kl/ref"])
+    elif "old_logprobs" in trial.scores:
+        mask = trial.rollouts.loss_mask
+        gap = np.where(mask, _host(trial.scores["ref_logprobs"]) - _host(trial.scores["old_logprobs"]), 0.0)
+        kl = float(np.sum(np.expm1(gap) - gap) / max(mask.sum(), 1))  # k3
+    else:
         return skipped(MORE)
-    mask = trial.rollouts.loss_mask
-    gap = np.where(mask, _host(trial.scores["ref_logprobs"]) - _host(trial.policy), 0.0)
-    kl = float(np.sum(np.expm1(gap) - gap) / max(mask.sum(), 1))  # k3
     text = f"KL to the reference {kl:.1e}"
-    if kl <= KL:
+    if kl <= (KL if trial.config.model.dtype == "float32" else KL_ROUNDED):
         return Answer(text)
-    cause, fix = "the reference is not the policy's first weights", "begin a new run, with files that nobody changes"
+    cause = "the reference has other weights than the policy, or scores in another way"
+    fix = "begin a new run, with files that nobody changes"
     return Answer(text, (Finding("reference_differs", "error", f"{text} at step 0", cause, fix, "docs/health.md S1"),))
 
 
@@ -165,7 +173,7 @@ def sampler_agrees(trial: Trial) -> Answer:
     if trial.full and trial.parts.model.cfg.mixture and engines.choose(trial.config).in_trainer:
         same = routing_agreement(trial.parts.model, trial.params, trial.batch, trial.run.mesh)
         text += f"; they choose the same experts in {same:.2%} of layers and tokens"
-    gap, bound = (gaps.max(), GAP) if trial.exact else (gaps.mean(), trial.engine.max_gap or MEAN_GAP)
+    gap, bound = (gaps.max(), GAP) if trial.exact else (gaps.mean(), min(trial.engine.max_gap or MEAN_GAP, MEAN_GAP))
     if gap <= bound:
         return Answer(text)
     cause = f"the engine does not compute what the trainer computes (bound {bound:g})"
@@ -197,27 +205,33 @@ def groups_are_whole(trial: Trial) -> Answer:
 
 
 def reward_sees(trial: Trial) -> Answer:
-    """S5: a good answer earns more than an empty completion."""
+    """S5: functions judge what a policy may say, and a good answer earns more than an empty completion."""
     config, rows = trial.config, trial.parts.dataset.rows[:ROWS]
     if not any(config.reward.weights) or not looks_at_rewards(_required(trial)):
         return skipped("no reward is used")
-    columns = [name for name in ANSWERS if all(isinstance(row.get(name), str | int | float) for row in rows)]
-    if not columns:
-        return skipped(f"the data has no column {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]} to judge")
     if not config.reward.timeout and not trial.full:  # a call more may change the state of a function
         return skipped("reward.timeout = 0: the functions run in this process; doctor --selftest calls them")
+    columns = [name for name in ANSWERS if all(isinstance(row.get(name), str | int | float) for row in rows)]
     texts = [["", *(form.format(x) for name in columns for x in _said(row[name]) for form in FORMS)] for row in rows]
-    ids = [[trial.parts.tokenizer(x, add_special_tokens=False)["input_ids"] for x in group] for group in texts]
     try:
-        with closing(trial.parts.reward_fn()) as reward_fn:
-            turns = [[[{"role": "assistant", "content": text}] for text in group] for group in texts]
-            columns = {"turns": turns} if trial.parts.environments else {}
-            earned = np.nan_to_num(reward_fn(rows, texts, ids, columns).channels["total"])
+        earned = _earned(trial, rows, texts)
     except UserError as error:
         fix = "make it judge any text, since a policy may say nothing"
         return Answer(
             "an error", (Finding("reward_fails", "error", str(error), "it was asked", fix, "docs/health.md S5"),)
         )
+    if np.isnan(earned).all():
+        evidence = f"no function has a verdict on {earned.size} completions"
+        cause = (
+            f"{', '.join(map(str, config.reward.functions))}: a judge does not answer, or the rows lack what it reads"
+        )
+        fix = "start the judge, or mend the data"
+        return Answer(evidence, (Finding("no_verdict", "error", evidence, cause, fix, "docs/health.md S5"),))
+    if not columns:
+        return Answer(
+            f"the functions judge; the data has no column {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]} to compare"
+        )
+    earned = np.nan_to_num(earned)
     empty, best = earned[:, 0], earned[:, 1:].max(axis=1)
     text = f"good answers earn up to {best.max():g}, empty completions {empty.min():g}"
     if np.any(best > empty):
@@ -226,6 +240,18 @@ def reward_sees(trial: Trial) -> Answer:
     cause = f"the reward is blind, or wants a form that the self-test does not try ({text}; {', '.join(columns)})"
     fix = "judge a good answer by hand with your reward function"
     return Answer(text, (Finding("reward_blind", "warning", evidence, cause, fix, "docs/health.md S5"),))
+
+
+def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) -> np.ndarray:
+    """Returns what completions of rows earn, NaN without a verdict. Raises: UserError, as the functions do."""
+    ids = [[trial.parts.tokenizer(x, add_special_tokens=False)["input_ids"] for x in group] for group in texts]
+    columns = {}
+    if trial.parts.environments:  # as of an episode of one turn, in which the environment measured 0
+        columns["turns"] = [[[{"role": "assistant", "content": text}] for text in group] for group in texts]
+        columns["episode"] = [[defaultdict(float) for _ in group] for group in texts]
+        columns["loss_mask"] = [[[True] * len(tokens) for tokens in group] for group in ids]
+    with closing(trial.parts.reward_fn()) as reward_fn:
+        return reward_fn(rows, texts, ids, columns).channels["total"]
 
 
 def stop_is_learned(trial: Trial) -> Answer:
@@ -305,34 +331,65 @@ def environment_is_masked(trial: Trial) -> Answer:
         return skipped("the run has no environment")
     if not trial.full:
         return skipped(MORE)
-    rollouts, turns = trial.episodes()
-    own, real = int(rollouts.loss_mask.sum()), int(rollouts.completion_mask.sum())
-    text = f"the policy sampled {own} of {real} tokens in {len(turns)} episodes"
-    if own == real:
+    rollouts, dialogs = trial.episodes()
+    if down := _tool_down(trial, rollouts):
+        return Answer(down.evidence, (down,))
+    arrays = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask
+    flat = [x.reshape(-1, x.shape[-1]) for x in arrays]
+    heard = [Heard.of(*episode) for episode in zip(*flat, dialogs, strict=True)]
+    tokens, trained = sum(one.tokens for one in heard), sum(one.trained for one in heard)
+    text = f"the environment said {tokens} of {rollouts.completion_mask.sum()} tokens in {len(dialogs)} episodes"
+    if not tokens:
         cause = "the policy ends each episode in its first turn, or the environment says nothing"
         fix = "look at completions.jsonl; start from a model that knows the protocol"
         return Answer(
             text,
             (Finding("environment_silent", "warning", text, cause, fix, "docs/health.md S8, docs/failures.md F22"),),
         )
-    if copies := sum(map(_has_an_observation_of_its_own, turns)):
-        evidence = f"{copies} episodes have what the environment said among the policy's tokens"
-        fix = "append an observation with loss_mask False, and never encode a turn again"
-        found = Finding(
-            "environment_trained", "error", evidence, "it is trained on", fix, "docs/health.md S8, docs/failures.md F20"
+    if changed := sum(one.changed for one in heard):
+        evidence = f"{changed} of {tokens} tokens that the environment said are others in the completion"
+        cause, fix = "text is encoded again between turns", "append the ids that the environment returns"
+        return Answer(
+            text,
+            (Finding("observation_changed", "error", evidence, cause, fix, "docs/health.md S8, docs/failures.md F21"),),
         )
-        return Answer(text, (found,))
-    return Answer(text)
+    if trained:
+        evidence = f"{trained} of {tokens} tokens that the environment said are in the loss mask"
+        cause, fix = "the policy learns to say what it only reads", "append an observation with loss_mask False"
+        return Answer(
+            text,
+            (Finding("environment_trained", "error", evidence, cause, fix, "docs/health.md S8, docs/failures.md F20"),),
+        )
+    return Answer(f"{text}, and none of them is trained")
 
 
-def _has_an_observation_of_its_own(turns: list[dict[str, str]]) -> bool:
-    """Returns whether the policy's turns contain an observation of the episode."""
-    said = {"assistant": "", "environment": ""}
-    for turn in turns:
-        if turn["role"] == "environment" and len(turn["content"]) >= MEANT and turn["content"] in said["assistant"]:
-            return True
-        said[turn["role"]] += turn["content"]
-    return False
+class Heard(NamedTuple):
+    """Tokens of an episode that the environment said."""
+
+    tokens: int
+    trained: int  # in the loss mask
+    changed: int  # that are others in the completion
+
+    @classmethod
+    def of(cls, completion: np.ndarray, real: np.ndarray, trained: np.ndarray, dialog: Dialog) -> Heard:
+        """Finds what an environment said in a completion [C], by the ids that went to and from it."""
+        at, length, counts = 0, int(real.sum()), np.zeros(3, int)
+        for turn, said in dialog:
+            at += len(turn)
+            if said is None or length <= at:  # the episode ended there, or had no room for an answer
+                break
+            there = slice(at, at := at + len(said))
+            counts += len(said), trained[there].sum(), (completion[there] != said).sum()
+        return cls(*counts.tolist())
+
+
+def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
+    """Finds a tool that fails in all calls of these episodes."""
+    measured = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
+    found = tool_down(History([{"step": 1} | measured]))
+    if not found or "url" not in trial.config.env:
+        return found
+    return replace(found, cause=f"{found.cause} (config.env.url = {trial.config.env.url!r})")
 
 
 def samples_differ(trial: Trial) -> Answer:
@@ -428,7 +485,9 @@ def _generation_prompt(trial: Trial) -> Iterator[Finding]:
     prompt, tokenizer = trial.parts.dataset.rows[0]["prompt"], trial.parts.tokenizer
     if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":  # no template, or an answer that goes on
         return
-    render = partial(tokenizer.apply_chat_template, prompt, tokenize=False, **trial.config.data.chat_template_args)
+    schemas = trial.parts.environments.schemas if trial.parts.environments else ()
+    args = template_args_of(trial.config, schemas) | formats.template_args(trial.parts.dataset.rows[0])
+    render = partial(tokenizer.apply_chat_template, prompt, tokenize=False, **args)
     closed, opened = (render(add_generation_prompt=add) for add in (False, True))
     expected = opened.removeprefix(closed) if opened.startswith(closed) else ""
     told = tokenizer.decode(trial.parts.dataset.ids[0], skip_special_tokens=False)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.config.names import channel_weights, required_inputs, resolve
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.envs.batch import EnvironmentPool
+from jaxrl_llm.envs.batch import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.packing import pack, packed_shapes
 from jaxrl_llm.models.decoder import Decoder
@@ -25,7 +26,6 @@ from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.rollout.samples import episodes
 from jaxrl_llm.shapes import SAMPLING, TRAINING, Book
 from jaxrl_llm.structs import Array, Batch, Config, Prompts, PyTree, Rewards, Rollouts
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # it imports this module
 PROMPTS, GROUP = 4, 4  # prompts at least, completions of each at most, if the trial has shapes of its own
 TOKENS = 256  # of a completion at most: it costs little, and most that stop have stopped by then
 AGAIN = 16  # tokens of the completions that are only compared with others
+# Token ids of the turns of an episode, and of what the environment answered; None: the episode ended.
+Dialog: TypeAlias = list[tuple[list[int], list[int] | None]]
 KEY = 2**31 - 1  # folded into the run's key: no step has this number, so no step draws the same
 
 
@@ -50,6 +52,25 @@ class Tested:
     sampling: Sampling
     environments: EnvironmentPool | None  # what the policy talks to; None: nothing
     reward_fn: Callable[[], RewardFn]  # opens one, which the caller closes: after an error the run's own is of no use
+
+
+class Recorder(EnvironmentBatch):
+    """The environments of a batch. Keeps the token ids that go to and from each episode."""
+
+    def __init__(self, pool: EnvironmentPool, rows: list[dict[str, Any]], group_size: int):
+        super().__init__(pool, [row for row in rows for _ in range(group_size)], group_size)
+        self._asked: list[list[tuple[list[int], Future[list[int] | None]]]] = [
+            [] for _ in range(len(rows) * group_size)
+        ]
+
+    def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
+        answer = super().answer(episode, turn)
+        self._asked[episode].append((turn, answer))
+        return answer
+
+    def dialogs(self) -> list[Dialog]:
+        """Returns the turns of each episode, and what the environment answered to each."""
+        return [[(turn, answer.result()) for turn, answer in asked] for asked in self._asked]
 
 
 @dataclass
@@ -73,14 +94,15 @@ class Trial:
     def config(self) -> Config:
         return self.run.config
 
-    def episodes(self) -> tuple[Rollouts, list[list[data.Turn]]]:
-        """Samples episodes of the prompts of this process, and returns them with the turns of each."""
+    def episodes(self) -> tuple[Rollouts, list[Dialog]]:
+        """Samples episodes of the prompts of this process, and returns them with what was said in each."""
         key = jax.random.fold_in(jax.random.key(self.config.seed), KEY)
         assert self.parts.environments
-        rollouts = episodes(self.engine, self.parts.environments, self.prompts, key, GROUP, self.parts.sampling)
-        masks = rollouts.completion_mask, rollouts.loss_mask
-        turns = data.decode_turns(self.parts.tokenizer, rollouts.completions, *masks)
-        return rollouts, [one for group in turns for one in group]
+        recorder = Recorder(self.parts.environments, self.prompts.rows, GROUP)
+        rollouts = self.engine.converse(
+            self.prompts, key, group_size=GROUP, sampling=self.parts.sampling, environments=recorder
+        )
+        return replace(rollouts, episodes=recorder.metrics()), recorder.dialogs()
 
     @property
     def engine(self) -> Engine:
