@@ -204,22 +204,40 @@ def test_a_process_that_never_sees_the_newest_checkpoint_is_named_and_all_end(tm
 
 WAITING = """
 import sys, time
-from jaxrl_llm import distributed
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxrl_llm import distributed, sharding
+
+def collectives():
+    mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
+    at, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    ones = jax.make_array_from_callback((3,), at, lambda part: np.ones(3, np.float32)[part])
+    total = jax.jit(lambda x: x.sum(), out_shardings=everywhere)
+    while True:
+        assert float(total(ones)) == 3
+        yield
+
 with distributed.joined(sys.argv[1]):
-    distributed.wait("start")
+    steps = collectives()
+    next(steps)
     print("joined", flush=True)
-    if sys.argv[1].endswith(sys.argv[2]):
+    while sys.argv[2] == "in a collective":
+        next(steps)
+    if distributed.index() == 1:
         time.sleep(1000)
     distributed.wait("the one that sleeps")
 """
 
 
 @pytest.mark.slow
-def test_when_a_process_is_killed_the_others_end_in_a_line_long_before_its_heartbeat_is_missed():
-    each = together(WAITING, ",1/3", count=3)
+@pytest.mark.parametrize("moment", ["in a collective", "in an exchange"])
+def test_when_a_process_is_killed_the_others_end_in_a_line_long_before_its_heartbeat_is_missed(moment):
+    each = together(WAITING, moment, count=3)
     for process in each:
         while "joined" not in (line := process.stdout.readline()):
             assert line
+    time.sleep(1)
     each[1].kill()
     began = time.monotonic()
     said = [process.communicate(timeout=60)[0].strip() for process in each]

@@ -49,6 +49,9 @@ def joined(address: str) -> Iterator[None]:
                 raise
         wait("end")
     except BaseException as error:
+        # A collective fails without a process that was killed. Then another thread ends this process, with its line.
+        if isinstance(error, Exception) and not isinstance(error, UserError) and _leaving.wait(2 * lifeline.GRACE):
+            time.sleep(2 * LEAVING)
         _leave(error)
     _leaving.set()
     watch.join()
