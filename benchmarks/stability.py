@@ -1,8 +1,8 @@
 """Runs for docs/stability.md: `python -m benchmarks.stability [--runs DIR] [--only WORD] [--rules]`.
 
 It makes the runs that DIR does not have yet, one after the other, and writes the tables and the figure of
-docs/stability.md. Each run is a config with a few changes. With `--rules`, it makes one seed of each, the long ones a
-tenth as long, and writes what the health rules say of them.
+docs/stability.md. Each run is a config with a few changes. With `--rules`, it makes one seed of the studies that have
+ruined runs, and writes what the health rules say of them.
 """
 
 from __future__ import annotations
@@ -166,13 +166,13 @@ FAST = {"optim.learning_rate": 1e-3}
 NO_KL = {"kl.placement": "none", "kl.estimator": "k3", "kl.coef": 0.0}
 
 
-def climbing(updates: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields a run for each combination of KL penalty, epochs and correction."""
+def climbing() -> Iterator[tuple[str, dict[str, Any]]]:
+    """10,000 updates with each combination of KL penalty, epochs and correction."""
     for beta in (0.0, 0.001):
         for epochs in (1, 4):
             for action in ("none", "truncate"):
                 name = f"beta {beta:g}, epochs {epochs}, correction {'on' if action == 'truncate' else 'off'}"
-                changes = {"epochs": epochs, "num_steps": updates // epochs, "importance.action": action}
+                changes = {"epochs": epochs, "num_steps": 10_000 // epochs, "importance.action": action}
                 yield name, changes | ({"kl.coef": beta} if beta else NO_KL)
 
 
@@ -239,7 +239,7 @@ STUDIES: dict[str, Study] = {
             "engine": {"name": f"{HERE}.rounded"},
             "reward.functions": (f"{HERE}.noisy_accuracy", "arithmetic.accuracy"),
         },
-        dict(climbing(10_000)),
+        dict(climbing()),
         (
             *((f"norm, quarter {i + 1}", part("grad_norm", i), ".2f") for i in range(4)),
             ("largest norm", largest("grad_norm"), ".0f"),
@@ -287,10 +287,11 @@ def table(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
     return rows
 
 
-def short(name: str, study: Study) -> Study:
-    """Returns a study with one seed, and the long one with a tenth of its updates."""
-    conditions = dict(climbing(1000)) if name == "climb" else study.conditions
-    return replace(study, conditions=conditions, seeds=SEEDS[:1])
+RUINING = ("grpo batch", "ceiling", "ppo batch")  # the studies of minutes that have ruined runs
+
+
+def first_seeds(workdirs: dict[str, list[Path]]) -> dict[str, Judged]:
+    return {condition: judged(folders[0]) for condition, folders in workdirs.items()}
 
 
 def rules_table(runs: dict[str, dict[str, Judged]]) -> list[str]:
@@ -350,18 +351,15 @@ def main() -> None:
     parser.add_argument("--rules", action="store_true", help="write what the health rules say of short runs")
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
-    names, said = [name for name in STUDIES if args.only in ("", name)], dict[str, dict[str, Judged]]()
-    for name in names:
-        study = short(name, STUDIES[name]) if args.rules else STUDIES[name]
-        workdirs = runs(args.runs / ("short" if args.rules else ""), study, name)
-        if args.rules:
-            said[name] = {condition: judged(folder) for condition, (folder,) in workdirs.items()}
-            continue
-        write(name, table(study, workdirs))
+    if args.rules:
+        made_of = {name: runs(args.runs, replace(STUDIES[name], seeds=SEEDS[:1]), name) for name in RUINING}
+        write("rules", rules_table({name: first_seeds(workdirs) for name, workdirs in made_of.items()}))
+        return
+    for name in [name for name in STUDIES if args.only in ("", name)]:
+        workdirs = runs(args.runs, STUDIES[name], name)
+        write(name, table(STUDIES[name], workdirs))
         if name == "climb":
             draw(workdirs)
-    if args.rules and not args.only:
-        write("rules", rules_table(said))
 
 
 if __name__ == "__main__":
