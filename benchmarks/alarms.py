@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 
 from benchmarks import simulated
 from benchmarks.alarm_runs import HEALTHY, UNSEEN, make, makers
-from benchmarks.judging import BOUNDS, FALL, Judged, judge, judged, rate
+from benchmarks.judging import BOUNDS, FALL, Judged, judge, judged, keep, rate
 from benchmarks.stability import ROOT, folder_of
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.faults import FAULTS, Fault
@@ -35,16 +36,21 @@ BEFORE: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 
 
-def simulated_runs(count: int) -> Iterable[Judged]:
-    """Judges simulated healthy histories of all sizes, lengths, shares of wrong verdicts, engines and kinds."""
-    for seed in range(count):
-        sequences, steps = (16, 32, 64, 512, 4096)[seed % 5], (100, 200, 300, 1000)[seed // 5 % 4]
-        given = {
-            "sequences": sequences, "group_size": 4 if sequences == 16 else 8, "steps": steps,
-            "wrong": (0.0, 0.1, 0.2)[seed // 20 % 3], "lag": seed // 60 % 2, "rounding": (2.0**-8, 2.0**-23)[seed % 2],
-            "critic": seed % 3 == 0, "tools": seed % 4 == 0,
-        }  # fmt: skip
-        yield judge(f"simulated {seed} {given}", simulated.history(seed, **given), BOUNDS)
+def simulated_run(seed: int) -> Judged:
+    """Judges a simulated healthy history, of a size, length, share of wrong verdicts, engine and kind by its seed."""
+    sequences, steps = (16, 32, 64, 512, 4096)[seed % 5], (80, 120, 200, 400)[seed // 5 % 4]
+    given = {
+        "sequences": sequences, "group_size": 4 if sequences == 16 else 8, "steps": steps,
+        "wrong": (0.0, 0.1, 0.2)[seed // 20 % 3], "lag": seed // 60 % 2, "rounding": (2.0**-8, 2.0**-23)[seed % 2],
+        "critic": seed % 3 == 0, "tools": seed % 4 == 0,
+    }  # fmt: skip
+    return judge(f"simulated {seed} {given}", simulated.history(seed, **given), BOUNDS)
+
+
+def long_run(seed: int) -> Judged:
+    """Judges a simulated healthy history of many steps."""
+    given = {"sequences": (16, 32, 64, 512)[seed % 4], "group_size": 8, "steps": LONG[1], "wrong": 0.1}
+    return judge(f"long {seed} {given}", simulated.history(10_000 + seed, **given), BOUNDS)
 
 
 def false_alarms(real: list[Judged], made: list[Judged]) -> list[str]:
@@ -123,17 +129,11 @@ def faults_table(runs: dict[str, Judged]) -> list[str]:
     return [*rows, "", f"Found in time: {told}. More than twice as late as before: {late}."]
 
 
-def long_runs(count: int, steps: int) -> str:
-    """Says how often simulated long runs are stopped or sent back, if every rule may do so."""
-    settings = [{"sequences": (16, 32, 64, 512)[seed % 4], "group_size": 8, "wrong": 0.1} for seed in range(count)]
-    runs = [
-        judge(f"long {seed}", simulated.history(10_000 + seed, steps=steps, **given), BOUNDS)
-        for seed, given in enumerate(settings)
-    ]
-    tell(runs)
+def long_line(runs: list[Judged]) -> str:
+    """Says how often long runs are stopped or sent back, if every rule may do so."""
     ended = sum(bool(run.alarms) for run in runs)
     named = "that a rule would end or send back if all were in `health.stop`"
-    return f"Simulated healthy runs of {steps:,} steps {named}: {ended} of {count}."
+    return f"Simulated healthy runs of {LONG[1]:,} steps {named}: {ended} of {len(runs)}."
 
 
 def tell(runs: Iterable[Judged]) -> None:
@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--simulated", type=int, default=SIMULATED)
     parser.add_argument("--only", default="")
+    parser.add_argument("--keep", type=Path, help="write the logs of --only, small, into this file, and no table")
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
     if args.make_runs:
@@ -168,11 +169,15 @@ def main() -> None:
     learned = [runs[name] for name in (folder_of(f"healthy {name}") for name in HEALTHY) if name in runs]
     real, ruined = ([run for run in learned if run.healthy is ok] for ok in (True, False))
     tell(real)
-    if args.only:
+    if args.keep:
+        keep(args.keep, [args.runs / name for name in runs])
+    if args.only or args.keep:
         return
-    made = list(simulated_runs(args.simulated))
-    tell(made)
-    lines = [*false_alarms(real, made), "", *healthy_table(real, ruined), "", long_runs(*LONG), "", *faults_table(runs)]
+    with get_context("spawn").Pool() as pool:
+        made = pool.map(simulated_run, range(args.simulated), chunksize=10)
+        long = pool.map(long_run, range(LONG[0]), chunksize=1)
+    tell([*made, *long])
+    lines = [*false_alarms(real, made), "", *healthy_table(real, ruined), "", long_line(long), "", *faults_table(runs)]
     print("\n".join(lines))
     before, rest = DOC.read_text().split(BEGIN)
     DOC.write_text("\n".join([before + BEGIN, "", *lines, "", END + rest.split(END)[1]]))

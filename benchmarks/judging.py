@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,3 +62,26 @@ def rate(alarms: int, runs: int) -> str:
         return ""
     low, high = binomtest(alarms, runs).proportion_ci(0.95, method="exact")
     return f"{alarms} of {runs} ({low:.1%} to {high:.1%})"
+
+
+def keep(file: Path, workdirs: Sequence[Path]) -> None:
+    """Writes the logs of runs into a small file: {run: {metric: a value for each record}}, without times."""
+    runs = dict[str, dict[str, list[Any]]]()
+    for workdir in workdirs:
+        records = logs.read(workdir)
+        names = {name: None for record in records for name in record if not name.startswith(("time/", "tokens_per"))}
+        runs[workdir.name] = {name: [shorter(record.get(name)) for record in records] for name in names}
+    file.write_bytes(gzip.compress(json.dumps(runs, separators=(",", ":")).encode(), mtime=0))
+
+
+def shorter(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def kept(file: Path) -> dict[str, list[Record]]:
+    """Returns the records of the runs in a file of `keep`. A metric that a record lacks is None."""
+    runs = json.loads(gzip.decompress(file.read_bytes()))
+    return {
+        run: [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        for run, columns in runs.items()
+    }
