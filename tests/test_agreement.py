@@ -16,7 +16,10 @@ from ml_collections import ConfigDict
 from test_distributed import ROOT, TINY, Processes
 
 from jaxrl_llm import sharding
-from jaxrl_llm.checkpoint import Checkpoints, Pending
+from jaxrl_llm.checkpoint import Checkpoints, Pending, check_workdir
+from jaxrl_llm.config import checks
+from jaxrl_llm.config.load import flatten, load
+from jaxrl_llm.config.names import own_files
 from jaxrl_llm.distributed import agreement
 from jaxrl_llm.errors import UserError
 
@@ -65,6 +68,33 @@ def test_a_process_that_sees_less_looks_again_for_a_minute(others, own, told):
     else:
         agreement.check_seen(Path("x"), lambda: own, "mend")
     assert pauses == ([1] * 60 if told else [])
+
+
+def test_the_files_of_ones_own_functions_are_compared_also_those_that_a_config_file_defines(tmp_path, monkeypatch):
+    (tmp_path / "shorter.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
+    config = tmp_path / "my_run.py"
+    config.write_text(
+        "from jaxrl_llm.configs import grpo\n"
+        "def polite(completions, **_):\n"
+        "    return [1.0] * len(completions)\n"
+        "def get_config():\n"
+        "    c = grpo.get_config()\n"
+        "    c.reward.functions, c.reward.weights = (polite, 'shorter.reward', 'arithmetic.accuracy'), (1.0,) * 3\n"
+        "    return c\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    made = load(config)
+    checks.check_train(made)
+    files = {"my_run.polite": config, "shorter.reward": tmp_path / "shorter.py"}
+    assert own_files(flatten(made).values()) == files
+
+
+def test_a_run_that_was_killed_while_its_processes_looked_for_each_other_starts_again(tmp_path):
+    (tmp_path / f"{agreement.TOKEN}0123").touch()
+    check_workdir(tmp_path, ConfigDict(), ())
+    (tmp_path / "another").touch()
+    with pytest.raises(UserError, match="not a run of ours"):
+        check_workdir(tmp_path, ConfigDict(), ())
 
 
 # ---- real processes
