@@ -12,7 +12,8 @@ import numpy as np
 from scipy.stats import binomtest
 
 from jaxrl_llm.health import logs, rules
-from jaxrl_llm.health.finding import Finding, History, Record
+from jaxrl_llm.health.finding import Finding, Record
+from jaxrl_llm.health.history import History
 
 BOUNDS = {"max_skipped": 10}  # the section `health` of a run that has none
 TRUTHS = ("reward/arithmetic.accuracy", "reward/search.exact_match")  # right verdicts, whatever the run learns from

@@ -23,7 +23,8 @@ from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.health import faults, logs, rules, self_test, settings
-from jaxrl_llm.health.finding import SEVERITIES, Finding, History, Record
+from jaxrl_llm.health.finding import SEVERITIES, Finding, Record
+from jaxrl_llm.health.history import History
 from jaxrl_llm.health.self_test import Checked
 from jaxrl_llm.structs import Config
 from jaxrl_llm.terminal import printable
@@ -54,6 +55,7 @@ class Spell(NamedTuple):
     first: int
     last: int
     steps: int  # in which it was there
+    lapses: int = 0  # times that it had gone and came back
 
     def record(self) -> dict[str, Any]:
         return self.finding.record() | {"first_step": self.first, "last_step": self.last, "steps": self.steps}
@@ -177,6 +179,7 @@ class Judge:
     def __init__(self, bounds: dict[str, Any], before: Iterable[Finding] = ()):
         self._bounds, self._history = bounds, History()
         self._spells = {finding.id: Spell(finding, 0, 0, 1) for finding in before}
+        self._at = 0  # step of the last record
 
     def add(self, record: Record) -> None:
         """Adds the next record."""
@@ -184,8 +187,10 @@ class Judge:
         for finding in rules.findings(self._history, self._bounds):
             last = self._spells.get(finding.id)
             at = record.get("at", record["step"])
-            first, steps = (last.first, last.steps) if last else (at, 0)
-            self._spells[finding.id] = Spell(finding, first, at, steps + 1)
+            first, steps, lapses = (last.first, last.steps, last.lapses) if last else (at, 0, 0)
+            lapses += last is not None and last.last != self._at
+            self._spells[finding.id] = Spell(finding, first, at, steps + 1, lapses)
+        self._at = record.get("at", record["step"])
 
     def spells(self) -> list[Spell]:
         """Returns what the rules have found, the worst first."""
@@ -199,6 +204,7 @@ def print_spells(spells: list[Spell], records: list[Record]) -> None:
     console.print(f"{len(records):,} records, of steps {first:,} to {last:,}", markup=False)
     for spell in spells:
         when = f"steps {spell.first:,} to {spell.last:,}" if spell.last > spell.first else f"step {spell.first:,}"
+        when = f"{spell.steps:,} of the {when}" if spell.lapses else when
         console.print(printable(f"{when}: {spell.finding.line()}"), markup=False)
     if not spells:
         console.print("no rule finds anything")

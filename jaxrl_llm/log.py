@@ -24,7 +24,8 @@ from rich.progress import Progress
 from jaxrl_llm import distributed, loggers, progress, sharding
 from jaxrl_llm.checkpoint import cut_back
 from jaxrl_llm.config.names import resolve
-from jaxrl_llm.health.finding import Finding, History
+from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.health.history import History
 from jaxrl_llm.host import disk
 from jaxrl_llm.record import Record, Timer
 from jaxrl_llm.rollout.samples import Samples

@@ -180,9 +180,9 @@ ILLNESSES = {  # of each log: findings under all names, and those from numbers t
     "healthy": ((), ()),
     "healthy_logged_by_4": ((), ()),
     "healthy_4_epochs": ((), ()),
-    "high_rate": (("no_signal", "truncated"), ("channels_diverge",)),
-    "high_rate_logged_by_2": (("no_signal",), ("channels_diverge",)),
-    "many_epochs": (("truncated", "reward_collapse"), ("no_signal", "channels_diverge")),
+    "high_rate": (("no_signal",), ()),  # after one step nothing is left to fall
+    "high_rate_logged_by_2": (("no_signal",), ()),
+    "many_epochs": (("truncated", "reward_collapse"), ()),
     "constant_reward": (("no_signal",), ()),
     "never_stops": (("never_stops",), ("no_signal",)),
     "long_is_better": (("never_stops",), ("channels_diverge",)),

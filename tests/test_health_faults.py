@@ -8,7 +8,7 @@ from test_train import ROOT
 from jaxrl_llm import doctor
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import faults, logs, rules
-from jaxrl_llm.health.finding import History
+from jaxrl_llm.health.history import History
 
 
 def test_every_rule_has_a_fault():

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from test_steps import numbers, tiny, written
@@ -18,7 +19,8 @@ from jaxrl_llm.build import build
 from jaxrl_llm.config import checks, combinations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
-from jaxrl_llm.health.finding import Finding, History, Needs
+from jaxrl_llm.health.finding import Finding, Needs
+from jaxrl_llm.health.history import History
 from jaxrl_llm.health.rollback import Decision, target
 from jaxrl_llm.learner import optim
 from jaxrl_llm.train import steps, train
@@ -197,8 +199,25 @@ def test_an_update_with_a_spike_of_the_gradient_is_skipped(tmp_path):
     ("mean", "square", "skipped"), [(1.0, 1.01, False), (0.4, 0.2, True), (2.5, 6.3, True), (1.0, 4.0, True)]
 )
 def test_an_update_on_samples_of_other_weights_is_skipped(mean, square, skipped):
-    metrics = {"importance/mean": jnp.float32(mean), "importance/square": jnp.float32(square)}
+    metrics = {"importance/raw_mean": jnp.float32(mean), "importance/raw_square": jnp.float32(square)}
+    metrics |= {"importance/mean": jnp.float32(1), "importance/square": jnp.float32(1)}  # as the correction leaves them
     assert bool(optim.sampler_mismatch(metrics)) == skipped
+
+
+@pytest.mark.parametrize(("deviation", "skipped"), [(0.2, True), (0.8, False)])
+def test_a_norm_is_a_spike_by_the_noise_of_the_norms_before_it(deviation, skipped):
+    """20 healthy runs of 10,000 updates, whose norms differ little or much: none is skipped, but 20 times the usual."""
+    bound = optim.spike_bound()
+
+    def update(state, norm):
+        now = bound.value(state)
+        return bound.adapt(state, {"grad_norm": norm}), (now > 0) & (norm > now)
+
+    norms = jnp.exp(deviation * jax.random.normal(jax.random.key(0), (20, 10_000)))
+    state = jnp.tile(jnp.float32(bound.start), (20, 1))
+    last, refused = jax.vmap(lambda state, of_run: jax.lax.scan(update, state, of_run))(state, norms)
+    assert not refused.any()
+    assert bool((jax.vmap(bound.value)(last) < 20.0).all()) == skipped
 
 
 @pytest.mark.slow

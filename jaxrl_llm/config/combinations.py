@@ -11,7 +11,7 @@ from jaxrl_llm.config.names import arguments, closest, own_name, required_inputs
 from jaxrl_llm.config.no_effect import check_no_effect, looks_at_rewards
 from jaxrl_llm.config.schema import Field, check_call
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health.finding import RECENT
+from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner.optim import SKIPS
 from jaxrl_llm.learner.scorers import FROZEN

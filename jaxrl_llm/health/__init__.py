@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm import distributed
 from jaxrl_llm.checkpoint import cut_back
-from jaxrl_llm.health.finding import WINDOW, Finding, History, Record
+from jaxrl_llm.health.finding import Finding, Record
+from jaxrl_llm.health.history import WINDOW, History
 from jaxrl_llm.health.rules import findings
 from jaxrl_llm.host import disk
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.health.finding import FEW, RECENT, History, Record
+from jaxrl_llm.health.finding import Record
+from jaxrl_llm.health.history import FEW, RECENT, History
 from jaxrl_llm.health.rules.bounds import (
     CLIPPED,
     ENTROPY,

@@ -280,7 +280,7 @@ def grow(run: Run) -> None:
 
 FAULTS: dict[str, Fault] = {
     "sampler_mismatch": Fault(
-        "the engine computes with rounded weights", engine("noisy", noise=0.1), engine("noisy", noise=0.2), within=1
+        "the engine computes with rounded weights", engine("noisy", noise=0.1), engine("noisy", noise=0.2), within=2
     ),
     "stale_weights": Fault(
         "pushes stop arriving after step 4", engine("deaf", hears=4), engine("deaf", hears=9), begins=5
@@ -326,6 +326,11 @@ FAULTS: dict[str, Fault] = {
     "reward_collapse": Fault(
         "rate x 100 for three steps", {}, {"seed": 1}, begins=20,
         inject=fast(lambda step: 100.0 if 20 <= step < 23 else 1.0),
+    ),
+    "held_out_falls": Fault(
+        "a reward that repetition hacks, while held-out problems are judged",
+        reward("repetition") | {"optim.learning_rate": 1e-3, "eval.every": 4, "eval.problems": 500},
+        {"seed": 1, "optim.learning_rate": 6e-4}, within=40,
     ),
     "gradient_climb": Fault(
         "the unit of the rewards and the rate grow by 7 % with each step, 8 optimizer steps on a rollout, no anchor",

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxrl_llm import distributed
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health.finding import RECENT
+from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.host import disk
 
 LOGS = ("metrics.jsonl", "completions.jsonl", "health.jsonl")

@@ -26,7 +26,8 @@ from jaxrl_llm.config.no_effect import looks_at_rewards
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.prompts import template_args_of
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health.finding import Finding, History
+from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.health.history import History
 from jaxrl_llm.health.rules.environment import tool_down
 from jaxrl_llm.health.trial import AGAIN, KEY, TOKENS, Dialog, Tested, Trial, prepare, to_batch
 from jaxrl_llm.rollout import engines

@@ -11,6 +11,7 @@ import optax
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, Field, NotNegative, Positive, Share
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.health import noise
 from jaxrl_llm.health.rules.bounds import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE
 from jaxrl_llm.sharding import path_name
 from jaxrl_llm.structs import Array, Config, PyTree
@@ -79,20 +80,37 @@ def constant(coef: float) -> Coefficient:
     return Coefficient(coef, lambda state: state, lambda state, metrics: state)
 
 
-USUAL, SEEN = 16, 8  # a norm is compared with the mean of about USUAL updates, once SEEN of them are there
+USUAL, SEEN = 16, 8  # a norm is compared with those of about USUAL updates, once SEEN of them are there
 
 
 def spike_bound() -> Coefficient:
-    """Returns the bound of a gradient's norm: SPIKE times its running mean; 0 while there is none.
+    """Returns the bound of a gradient's norm; 0 while too few are known. Skipped updates do not change it.
 
-    Skipped updates do not change the mean.
+    m exp(max(ln SPIKE, t s)). m is the mean of the last norms or of all, whichever is larger: where a task is solved,
+    most batches teach nothing and their norm is near 0. s^2 is twice the mean square of ln(norm / m) where it is above
+    0, as for a normal distribution whose lower half is left out. Noise exceeds t s at most with the part of
+    `noise.RATE` that this update has: P(x > z) <= exp(-z^2 / 2) for a normal x (Chernoff), and t^2 = n (exp(z^2 / n) -
+    1) for Student's t with n degrees of freedom (Wallace, Annals of Mathematical Statistics 30, 1959).
     """
 
-    def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
-        mean, count = state[0], state[1] + 1
-        return jnp.stack([mean + (metrics["grad_norm"] - mean) / jnp.minimum(count, USUAL), count])
+    def usual(state: Array) -> jax.Array:
+        return jnp.maximum(jnp.maximum(state[0], state[1]), 1e-12)
 
-    return Coefficient((0.0, 0.0), lambda state: jnp.where(state[1] >= SEEN, SPIKE * state[0], 0.0), adapt)
+    def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
+        norm, count = metrics["grad_norm"], state[3] + 1
+        excess = jnp.where(count > 1, jnp.maximum(jnp.log(norm / usual(state)), 0.0), 0.0)
+        last = state[0] + (norm - state[0]) / jnp.minimum(count, USUAL)
+        return jnp.stack([last, state[1] + (norm - state[1]) / count, state[2] + (excess**2 - state[2]) / count, count])
+
+    def bound(state: Array) -> jax.Array:
+        k = jnp.maximum(state[3] - SEEN, 0.0) + 2
+        level = noise.RATE * jnp.log(2.0) / (k * jnp.log(k) ** 2)  # of `noise.level`, without its small differences
+        freedom = jnp.maximum(state[3] - 1, 1.0)
+        t = jnp.sqrt(freedom * jnp.expm1(2 * jnp.log(1 / level) / freedom))
+        allowed = usual(state) * jnp.exp(jnp.maximum(jnp.log(SPIKE), t * jnp.sqrt(2 * state[2])))
+        return jnp.where(state[3] >= SEEN, allowed, 0.0)
+
+    return Coefficient((0.0, 0.0, 0.0, 0.0), bound, adapt)
 
 
 def gradient_spike(metrics: dict[str, Array]) -> jax.Array:
@@ -102,8 +120,11 @@ def gradient_spike(metrics: dict[str, Array]) -> jax.Array:
 
 
 def sampler_mismatch(metrics: dict[str, Array]) -> jax.Array:
-    """Returns whether the samples are of other weights, with the bounds of the rule of this name."""
-    mean, square = metrics["importance/mean"], metrics["importance/square"]
+    """Returns whether the samples are of other weights, with the bounds of the rule of this name.
+
+    It judges the weights of tokens before the correction cuts them: cut ones have no large mean.
+    """
+    mean, square = metrics["importance/raw_mean"], metrics["importance/raw_square"]
     low, high = MEAN_WEIGHT
     return (mean < low) | (mean > high) | (mean**2 < SAMPLE_SIZE * square)
 

@@ -13,7 +13,8 @@ from jaxrl_llm import doctor
 from jaxrl_llm.config import checks
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import logs, settings
-from jaxrl_llm.health.finding import FEW, RECENT, SEVERITIES, Finding, Record
+from jaxrl_llm.health.finding import SEVERITIES, Finding, Record
+from jaxrl_llm.health.history import FEW, RECENT
 from jaxrl_llm.report.follow import Lines
 from jaxrl_llm.structs import Config
 

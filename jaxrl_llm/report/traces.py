@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 
 from jaxrl_llm.doctor import Spell
 from jaxrl_llm.health.bands import Band
-from jaxrl_llm.health.finding import RECENT
+from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.report.axis import Axis
 from jaxrl_llm.report.runs import Run
 from jaxrl_llm.report.thinning import thin

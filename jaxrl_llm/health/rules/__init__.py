@@ -8,10 +8,12 @@ calibrated on the runs named there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from jaxrl_llm.config.names import keywords
-from jaxrl_llm.health.finding import FEW, RECENT, WINDOW, Finding, History, Needs, Record
+from jaxrl_llm.health.finding import Finding, Needs, Record
+from jaxrl_llm.health.history import FEW, RECENT, WINDOW, History
 from jaxrl_llm.health.rules import engine, environment, policy, rewards, texts
 
 
@@ -19,8 +21,19 @@ def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
     """Applies all rules; bounds: the `health` section of a config."""
     if not history.records:
         return []
-    found = [rule(history, **{name: bounds[name] for name in keywords(rule)}) for rule in RULES]
-    return [finding for finding in found if finding]
+    slowly = history.slowly()
+
+    def found(rule: Callable[..., Finding | None]) -> Finding | None:
+        given = {name: bounds[name] for name in _fields(rule)}
+        return rule(history, **given) or rule(slowly, **given)
+
+    return [finding for finding in map(found, RULES) if finding]
+
+
+@cache
+def _fields(rule: Callable[..., Finding | None]) -> tuple[str, ...]:
+    """Returns the fields of `config.health` that a rule reads."""
+    return tuple(keywords(rule))
 
 
 def blind(records: Sequence[Record]) -> dict[str, str]:
@@ -34,7 +47,7 @@ AFTER_START = FEW + RECENT + 1  # records from which on `History.then` has a val
 RULES: dict[Callable[..., Finding | None], Needs] = {
     engine.sampler_mismatch: Needs(("importance/kl", "importance/mean", "importance/ess", "rollout/lag_p95")),
     engine.stale_weights: Needs(("weight_check/gap", "weight_check/gap_before"), 3),
-    engine.engine_drift: Needs(("sampler/gap_mean",), 8),
+    engine.engine_drift: Needs(("sampler/gap_mean",), RECENT),
     engine.stale_samples: Needs(("rollout/lag_p95", "importance/mean")),
     rewards.no_verdict: Needs(("reward/no_verdict",)),
     policy.updates_skipped: Needs(("updates/skipped_in_a_row",)),
@@ -43,11 +56,14 @@ RULES: dict[Callable[..., Finding | None], Needs] = {
     policy.entropy_collapse: Needs(("entropy",), AFTER_START),
     policy.entropy_explosion: Needs(("entropy",), 2 * RECENT),
     rewards.reward_collapse: Needs(("reward/mean", "reward/std"), AFTER_START),
+    rewards.held_out_falls: Needs(("eval/accuracy", "eval/problems", "reward/mean", "reward/std"), 3),
     policy.gradient_climb: Needs(("grad_norm", "clip/fraction"), WINDOW),
     policy.gradient_spike: Needs(("grad_norm",), RECENT + 1),
     policy.good_fades: Needs(("reward/mean", "reward/std", "logprobs/good"), AFTER_START),
     texts.repeats: Needs(("completion/repeated",), AFTER_START),
-    rewards.kl_alone: Needs(("reward/mean", "reward/std", "loss/kl_alone", "loss/kl", "kl/coef"), AFTER_START),
+    rewards.kl_alone: Needs(
+        ("reward/mean", "reward/std", "loss/kl_alone", "loss/kl", "completion/length"), AFTER_START
+    ),
     rewards.kl_pays: Needs(("reward/mean", "reward/std", "reward/kl"), AFTER_START),
     texts.truncated: Needs(("reward/mean", "reward/std", "completion/truncated"), AFTER_START),
     texts.never_stops: Needs(("completion/truncated",), RECENT),

@@ -5,6 +5,10 @@ from __future__ import annotations
 # Bounds, which `bands` draws too. "Start" is the mean of the first steps, a spread the deviation of their rewards.
 MEAN_WEIGHT, SAMPLE_SIZE = (0.5, 2.0), 0.3  # of importance weights, and the least effective sample size, as a share
 IMPORTANCE_KL = 1e-3
+ROUNDINGS = 12.0  # rounding errors of the number type, by which log-probabilities may differ
+STALE = 3.0  # times the usual gap of a weight check
+DRIFT = 3.0  # times the gap of sampler and trainer at the start
+WEIGHT_OFF = 0.08  # of the mean weight from 1, for old samples
 NO_SIGNAL = 0.8  # share of groups
 NEVER_STOPS = 0.9  # share of completions
 FIRST_CLIPPED = 0.01  # share of tokens
@@ -15,7 +19,12 @@ CLIPPED = (2.0, 0.02)  # times the start, or this share
 TRUNCATED = (1.5, 0.05)  # times the start, or this share
 REPEATED = (2.0, 0.2)  # times the start, or this share
 LENGTH = 0.25  # times the start
+ANSWER = 8  # tokens that may be an answer
 REWARD_FALL = 0.5  # spreads
+LITTLE = 0.1  # spreads by which the reward has not moved
+HELD_OUT_FALL = 0.05  # of the accuracy
+KL_ALONE = 0.8  # of the penalty
+KL_COSTS = 0.02  # spreads
 KL_PAYS = 0.1  # spreads
 ONE_TURN = 1.02  # turns of an episode
 TOOL_ERRORS = 0.05  # of turns

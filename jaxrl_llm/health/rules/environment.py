@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from jaxrl_llm.health.finding import Finding, History, Record
+from jaxrl_llm.health.finding import Finding, Record
+from jaxrl_llm.health.history import History
 from jaxrl_llm.health.rules.bounds import DOWN, ONE_TURN, TOOL_ERRORS
 
 
 def tools_unused(history: History) -> Finding | None:
-    """F22: the environment answers nothing that the policy uses: each episode ends at its first turn."""
+    """F22: the environment answers nothing that the policy uses: each episode ends at its first turn.
+
+    In a healthy run some go on.
+    """
     turns = history.now("episode/turns")
-    if turns is None or turns >= ONE_TURN or history.solved:
+    if turns is None or turns >= ONE_TURN or history.solved or history.above("episode/turns", ONE_TURN) >= -1:
         return None
     return Finding(
         "tools_unused",
@@ -44,9 +48,12 @@ def _asked(record: Record) -> float:
 
 
 def tool_errors(history: History) -> Finding | None:
-    """F22: the environment often fails."""
+    """F22: the environment often fails.
+
+    In a healthy run a turn fails now and then. What the policy does wrong (`episode/own_errors`) is no failure.
+    """
     errors, turns = history.now("episode/errors"), history.now("episode/turns")
-    if errors is None or not turns or errors <= TOOL_ERRORS * turns:
+    if errors is None or not turns or errors <= TOOL_ERRORS * turns or history.above(_too_many, 0.0) <= 1:
         return None
     return Finding(
         "tool_errors",
@@ -56,3 +63,9 @@ def tool_errors(history: History) -> Finding | None:
         "look at completions.jsonl and at the tool's own log; raise env.timeout, env.retries or turns.timeout",
         "docs/failures.md F22",
     )
+
+
+def _too_many(record: Record) -> float | None:
+    """Returns by how much the errors of a turn are above TOOL_ERRORS."""
+    errors, turns = record.get("episode/errors"), record.get("episode/turns")
+    return None if errors is None or not turns else errors / turns - TOOL_ERRORS

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from jaxrl_llm.config.schema import Count, MayChange
-from jaxrl_llm.health.finding import RECENT, WINDOW, Finding, History, mean
-from jaxrl_llm.health.rules.bounds import CLIPPED, ENTROPY, EXPLAINED, GRADIENT, SPIKE
+from jaxrl_llm.health import noise
+from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.health.history import RECENT, TINY, WINDOW, History
+from jaxrl_llm.health.rules.bounds import CLIPPED, ENTROPY, EXPLAINED, GRADIENT, LITTLE, SPIKE
 
 
 def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Finding | None:
@@ -38,9 +42,14 @@ def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Findi
 
 
 def entropy_collapse(history: History) -> Finding | None:
-    """F12: the policy has become nearly certain, and has not solved the task."""
+    """F12: the policy has become nearly certain, and has not solved the task.
+
+    In a healthy run the entropy falls with what is left to learn: a tenth of it is enough only where little is left.
+    """
     before, now = history.then("entropy"), history.now("entropy")
     if not before or now is None or now >= ENTROPY[0] * before or history.solved:
+        return None
+    if history.risen("entropy", log=True) >= -1:
         return None
     distinct = history.now("completion/distinct")
     same = "" if distinct is None else f"; {distinct:.0%} of a group's completions differ"
@@ -55,35 +64,38 @@ def entropy_collapse(history: History) -> Finding | None:
 
 
 def entropy_explosion(history: History) -> Finding | None:
-    """F13: the policy becomes random."""
-    before, now, earlier = history.then("entropy"), history.now("entropy"), _earlier(history, "entropy")
+    """F13: the policy becomes random.
+
+    In a healthy run the entropy may rise at first, but not to a multiple of its start.
+    """
+    before, now, earlier = history.then("entropy"), history.now("entropy"), history.earlier("entropy")
     if not before or now is None or now <= ENTROPY[1] * before or earlier is None or now <= earlier:
         return None
+    if history.risen("entropy", log=True) <= 1:
+        return None
     size, size_before = history.now("completion/compressed"), history.then("completion/compressed")
-    noise = f"; the text compresses to {size:.0%}, {size_before:.0%} at the start" if size and size_before else ""
+    text = f"; the text compresses to {size:.0%}, {size_before:.0%} at the start" if size and size_before else ""
     return Finding(
         "entropy_explosion",
         "error",
-        f"entropy {now:.2g}, {before:.2g} at the start, and it rises{noise}",
+        f"entropy {now:.2g}, {before:.2g} at the start, and it rises{text}",
         "the policy turns to noise",
         "lower entropy.coef, loss.clip_high or optim.learning_rate, and go on from an earlier checkpoint",
         "Search-R1 #162",
     )
 
 
-def _earlier(history: History, name: str) -> float | None:
-    """Returns the mean of the RECENT values before those of `History.now`."""
-    return mean(name, history.latest[-2 * RECENT : -RECENT], RECENT)
-
-
 def gradient_climb(history: History) -> Finding | None:
-    """F6: the norm of the gradient climbs, far or together with the share of clipped tokens."""
+    """F6: the norm of the gradient climbs, far or together with the share of clipped tokens.
+
+    In a healthy run it falls with what is left to learn. Its noise is that of a factor, so its logarithm is judged.
+    """
     before, now = history.then("grad_norm"), history.now("grad_norm")
     clipped, clips = history.then("clip/fraction"), history.now("clip/fraction")
     if before is None or now is None or clipped is None or clips is None or len(history.latest) < WINDOW:
         return None
-    together = clips > max(CLIPPED[0] * clipped, CLIPPED[1])
-    if now <= GRADIENT[0 if together else 1] * before:
+    together = clips > max(CLIPPED[0] * clipped, CLIPPED[1]) and history.risen("clip/fraction") > 1
+    if now <= GRADIENT[0 if together else 1] * before or history.risen("grad_norm", log=True) <= 1:
         return None
     return Finding(
         "gradient_climb",
@@ -96,15 +108,25 @@ def gradient_climb(history: History) -> Finding | None:
 
 
 def gradient_spike(history: History) -> Finding | None:
-    """F6: the gradient of a step is far larger than those before it."""
-    before = [r["grad_norm"] for r in history.latest[:-1] if r.get("grad_norm")]
-    now, most = history.latest[-1].get("grad_norm"), max(before, default=0.0)
-    if not now or len(before) < RECENT or now <= SPIKE * sum(before) / len(before) or now <= 3 * most:
+    """F6: the gradient of a step is far larger than those before it.
+
+    In a healthy run the norms of batches differ by a factor, whose logarithm is about normal above its mean. Below it
+    is not: where a task is nearly solved, most batches teach nothing and their norm is near 0. So the mean of all
+    norms counts, if it is larger than that of the last ones, and the deviation is that of norms above it.
+    """
+    last = np.array([r["grad_norm"] for r in history.latest[:-1] if r.get("grad_norm")])
+    now, every = history.latest[-1].get("grad_norm"), history.column("grad_norm").values[:-1]
+    if not now or len(last) < RECENT or now <= SPIKE * max(last.mean(), every.mean()) or now <= 3 * last.max():
+        return None
+    usual = max(last.mean(), every.mean())
+    excess = np.maximum(np.log(np.maximum(every, TINY) / usual), 0.0)
+    allowed = noise.quantile(history.records[-1]["step"] - RECENT, len(every) - 1)
+    if noise.strength(float(np.log(now / usual)), float(np.sqrt(2 * np.mean(excess**2))), allowed) <= 1:
         return None
     return Finding(
         "gradient_spike",
         "warning",
-        f"gradient norm {now:.2g}, {most:.2g} at most in the {len(before)} steps before",
+        f"gradient norm {now:.2g}, {last.max():.2g} at most in the {len(last)} steps before",
         "this batch differs from all others, or the policy has just been damaged",
         "look at its completions and rewards; optim.clip_norm limits it, health.skip = ('gradient_spike',) skips it",
         "TRL #2980",
@@ -112,14 +134,19 @@ def gradient_spike(history: History) -> Finding | None:
 
 
 def good_fades(history: History) -> Finding | None:
-    """F19: completions with a positive advantage become less likely, and the reward is past its best."""
+    """F19: completions with a positive advantage become less likely, and the reward is past its best.
+
+    In a healthy run they become likelier, but for those of the hard problems that are left.
+    """
     # The median: in a healthy run, the good completions of a batch may be a new kind that is still unlikely.
     best, now = history.best("logprobs/good"), history.typical("logprobs/good")
-    if best is None or now is None or now >= min(2 * best, best - 0.05):
+    if best is None or now is None or now >= min(2 * best, best - 0.05) or history.fallen("logprobs/good") <= 1:
         return None
     # While the reward rises, it may be only the hard problems that are left: with remax they alone have an advantage.
     earned, earns, spread = history.best("reward/mean"), history.now("reward/mean"), history.then("reward/std")
-    if earned is None or earns is None or spread is None or earned - earns <= 0.1 * spread:
+    if earned is None or earns is None or spread is None or earned - earns <= LITTLE * spread:
+        return None
+    if history.fallen("reward/mean") <= 1:
         return None
     return Finding(
         "good_fades",
@@ -132,18 +159,23 @@ def good_fades(history: History) -> Finding | None:
 
 
 def critic_lags(history: History) -> Finding | None:
-    """F32: the critic predicts worse than a constant would."""
-    explained = history.typical("critic/explained_variance")
-    if explained is None or explained >= EXPLAINED or len(history.latest) < WINDOW:
+    """F32: the critic predicts worse than a constant would.
+
+    A healthy critic is better than that after WINDOW steps, or gets better. Where a task is solved, there is nothing to
+    predict: a batch in which nearly all earn the same has no variance, and the value may be -1,000.
+    """
+    explained, name = history.typical("critic/explained_variance"), "critic/explained_variance"
+    if explained is None or explained >= EXPLAINED or len(history.latest) < WINDOW or history.solved:
         return None
-    # A batch in which nearly all earn the same has no variance to explain: the value may be -1,000.
     spread, spreads = history.then("reward/std"), history.now("reward/std")
     if spread is not None and spreads is not None and spreads < 0.3 * spread:
+        return None
+    if history.above(name, EXPLAINED) >= -1 or history.risen(name) > 1:
         return None
     return Finding(
         "critic_lags",
         "warning",
-        f"explained variance {explained:.2f} over {RECENT} steps",
+        f"explained variance {explained:.2f} over {history.recent} steps",
         "the critic does not follow the policy, so the advantages are noise",
         "raise critic.warmup_steps or critic.optim.learning_rate",
         "docs/failures.md F32",

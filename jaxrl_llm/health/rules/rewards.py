@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from jaxrl_llm.health.finding import RECENT, Finding, History, channels
-from jaxrl_llm.health.rules.bounds import KL_PAYS, NO_SIGNAL, REWARD_FALL
+from math import sqrt
+
+import numpy as np
+
+from jaxrl_llm.health import noise
+from jaxrl_llm.health.finding import Finding, Record, channels
+from jaxrl_llm.health.history import MOSTLY, History
+from jaxrl_llm.health.rules.bounds import HELD_OUT_FALL, KL_ALONE, KL_COSTS, KL_PAYS, LITTLE, NO_SIGNAL, REWARD_FALL
 
 
 def no_verdict(history: History) -> Finding | None:
@@ -21,7 +27,11 @@ def no_verdict(history: History) -> Finding | None:
 
 
 def no_signal(history: History) -> Finding | None:
-    """F10: in most groups all completions earn the same, so their advantages are 0."""
+    """F10: in most groups all completions earn the same, so their advantages are 0.
+
+    In a healthy run a part of the groups teaches, until the task is solved. How many is a share of a few groups, so its
+    error is that of a binomial.
+    """
     if history.trains_nothing:
         return None
     share = history.now("groups/no_signal")
@@ -29,36 +39,115 @@ def no_signal(history: History) -> Finding | None:
     least = NO_SIGNAL if history.then("groups/no_signal") is not None else 0.99
     if share is None or share <= least or history.solved:
         return None
+    groups = history.now("groups/count")
+    error = sqrt(NO_SIGNAL * (1 - NO_SIGNAL) / groups) if groups else 0.0
+    if history.above("groups/no_signal", NO_SIGNAL, error=error) <= 1:
+        return None
+    kind, cause, fix = _without_signal(history)
     return Finding(
         "no_signal",
         "error" if share > 0.99 else "warning",
-        f"in {share:.0%} of the groups all completions have the same reward",
-        "the problems are too hard or too easy, or the reward cannot tell answers apart",
-        "set rollout.resample_rounds, raise group_size or rollout.temperature, or look at completions.jsonl",
+        f"in {share:.0%} of the groups all completions have the same reward{kind}",
+        cause,
+        fix,
         "arXiv 2503.14476",
     )
 
 
+def _without_signal(history: History) -> tuple[str, str, str]:
+    """Returns what groups without a signal have in common, its cause and its remedy."""
+    easy = history.easy
+    if easy is None:
+        return (
+            "",
+            "the problems are too hard or too easy, or the reward cannot tell answers apart",
+            "set rollout.resample_rounds, raise group_size or rollout.temperature, or look at completions.jsonl",
+        )
+    if easy > MOSTLY:
+        return (
+            f", and {easy:.0%} of these are all right",
+            "the problems are too easy",
+            "give harder problems, or set data.curriculum.skip or rollout.resample_rounds to pass over solved ones",
+        )
+    hard = 1 - easy
+    return (
+        f", and {hard:.0%} of these are all wrong",
+        "the problems are too hard, or the reward does not see right answers"
+        if hard > MOSTLY
+        else "each problem is too hard or too easy",
+        "look at completions.jsonl; give easier problems, begin with jaxrl sft, or raise group_size",
+    )
+
+
 def reward_collapse(history: History) -> Finding | None:
-    """The reward has fallen far below what it was for a while: by half of its deviation at the start."""
+    """The reward has fallen far below what it was for a while: by half of its deviation at the start.
+
+    In a healthy run it rises or stays, and what moves it back is the noise of its batches.
+    """
     best, spread, now = history.best("reward/mean"), history.then("reward/std"), history.now("reward/mean")
     if now is None or best is None or not spread or best - now <= REWARD_FALL * spread:
+        return None
+    if history.fallen("reward/mean") <= 1:
         return None
     return Finding(
         "reward_collapse",
         "error",
-        f"the mean reward was {best:.3g} for {RECENT} steps, and is {now:.3g}",
+        f"the mean reward was {best:.3g} for {history.recent} steps, and is {now:.3g}, which noise does not explain",
         "the policy has been ruined since",
         "go on from an earlier checkpoint with a lower optim.learning_rate or fewer optimizer steps on a rollout",
         "Search-R1 #97",
     )
 
 
+def held_out_falls(history: History) -> Finding | None:
+    """F38: the reward in training has risen since an evaluation, and the accuracy on held-out problems has fallen.
+
+    In a healthy run they rise together. The error of an accuracy p on N problems is that of a binomial, p (1 - p) / N.
+    """
+    judged = [r for r in history.records if r.get("eval/accuracy") is not None and r.get("eval/problems")]
+    if len(judged) < 3:
+        return None
+    best, last = max(judged[:-2], key=lambda r: r["eval/accuracy"]), judged[-2:]
+    accuracy, now = best["eval/accuracy"], float(np.mean([r["eval/accuracy"] for r in last]))
+    middle = min(max((accuracy + now) / 2, 0.0), 1.0)
+    error = sqrt(middle * (1 - middle) / best["eval/problems"] * 1.5)  # of one evaluation, and of the mean of two
+    # As many looks as evaluations: the interval of the last two tells how many there were.
+    looks = max(last[1]["step"] // max(last[1]["step"] - last[0]["step"], 1), 1)
+    fall = noise.strength(accuracy - now, error, noise.quantile(looks, 1e6, choices=looks))
+    if accuracy - now <= HELD_OUT_FALL or fall <= 1 or not _rises_since(history, best["step"]):
+        return None
+    return Finding(
+        "held_out_falls",
+        "error",
+        f"held-out accuracy {accuracy:.1%} to {now:.1%} since step {best['step']:,}, while the reward rises",
+        "the policy earns by what the evaluation does not count: a hacked reward, or problems learned by heart",
+        "look at completions.jsonl, and reward what the evaluation judges; go on from the best checkpoint",
+        "docs/failures.md F38",
+    )
+
+
+def _rises_since(history: History, step: int) -> bool:
+    """Returns whether the reward is higher than around a step, by more than LITTLE and more than noise."""
+    steps, values = history.column("reward/mean")
+    then, now, spread = values[np.abs(steps - step) <= 8], history.window("reward/mean"), history.column("reward/std")
+    if now is None or not len(then) or not len(spread.values):
+        return False
+    deviation, freedom = history.noise_of("reward/mean")
+    error = deviation * sqrt(noise.SPREAD * (1 / len(now) + 1 / len(then)))
+    rise = noise.center(now) - noise.center(then)
+    allowed = noise.quantile(history.records[-1]["step"], freedom)
+    return rise > LITTLE * spread.values[0] and noise.strength(rise, error, allowed) > 1
+
+
 def channels_diverge(history: History) -> Finding | None:
-    """F17: one reward function earns more and another one less: the reward may be hacked."""
+    """F17: one reward function earns more and another one less: the reward may be hacked.
+
+    In a healthy run no function falls far while another rises.
+    """
     lost = set[str]()  # which have fallen to less than half
     spread, slopes = history.then("reward/std"), dict[str, float]()
-    for name in channels(history.latest[-1]):
+    names = channels(history.latest[-1])
+    for name in names:
         before, now = history.then(name), history.now(name)
         if before is not None and now is not None:
             slopes[name.removeprefix("reward/")] = now - before
@@ -68,6 +157,9 @@ def channels_diverge(history: History) -> Finding | None:
     up, down = max(slopes, key=lambda name: slopes[name]), min(slopes, key=lambda name: slopes[name])
     down = min(lost, key=lambda name: slopes[name]) if lost else down
     if slopes[up] < 0.3 * spread or (slopes[down] > -0.3 * spread and not lost):
+        return None
+    moved = lambda name: history.risen(f"reward/{name}", choices=len(names))  # noqa: E731
+    if moved(up) <= 1 or moved(down) >= -1:
         return None
     return Finding(
         "channels_diverge",
@@ -80,12 +172,18 @@ def channels_diverge(history: History) -> Finding | None:
 
 
 def kl_alone(history: History) -> Finding | None:
-    """F11: most of the KL penalty is on completions without an advantage."""
-    alone, whole, coef = history.now("loss/kl_alone"), history.now("loss/kl"), history.now("kl/coef")
+    """F11: most of the KL penalty is on completions without an advantage.
+
+    In a healthy run the reward rises meanwhile, or a fifth of the penalty is where the reward draws on, or the penalty
+    is small: what it costs a completion is below KL_COSTS spreads of the rewards.
+    """
+    alone, whole, length = (history.now(name) for name in ("loss/kl_alone", "loss/kl", "completion/length"))
     reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
-    if alone is None or not whole or not coef or reward is None or before is None or spread is None:
+    if alone is None or not whole or length is None or reward is None or before is None or not spread:
         return None
-    if alone <= 0.8 * whole or history.solved or reward > before + 0.1 * spread:
+    if alone <= KL_ALONE * whole or (history.typical(_alone) or 0.0) <= KL_ALONE or whole * length < KL_COSTS * spread:
+        return None
+    if history.solved or reward > before + LITTLE * spread or history.risen("reward/mean") > 1:
         return None
     return Finding(
         "kl_alone",
@@ -97,13 +195,24 @@ def kl_alone(history: History) -> Finding | None:
     )
 
 
+def _alone(record: Record) -> float | None:
+    """Returns the share of the KL penalty that is on completions without an advantage."""
+    alone, whole = record.get("loss/kl_alone"), record.get("loss/kl")
+    return None if alone is None or not whole else alone / whole
+
+
 def kl_pays(history: History) -> Finding | None:
-    """F5: the KL term in the reward earns more, while the task earns less."""
+    """F5: the KL term in the reward earns more, while the task earns less.
+
+    In a healthy run the task earns more, and the term is a cost.
+    """
     kl, kl_now = history.then("reward/kl"), history.now("reward/kl")
     task, task_now, spread = history.then("reward/mean"), history.now("reward/mean"), history.then("reward/std")
     if kl is None or kl_now is None or task is None or task_now is None or not spread:
         return None
     if kl_now <= max(kl, 0.0) + KL_PAYS * spread or task_now >= task - KL_PAYS * spread:
+        return None
+    if history.risen("reward/kl") <= 1 or history.risen("reward/mean") >= -1:
         return None
     return Finding(
         "kl_pays",

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from jaxrl_llm.health.finding import Finding, History
-from jaxrl_llm.health.rules.bounds import LENGTH, NEVER_STOPS, REPEATED, TRUNCATED
+from math import sqrt
+
+from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.health.history import History
+from jaxrl_llm.health.rules.bounds import ANSWER, LENGTH, LITTLE, NEVER_STOPS, REPEATED, TRUNCATED
 
 
 def repeats(history: History) -> Finding | None:
-    """F18: completions repeat themselves."""
+    """F18: completions repeat themselves.
+
+    In a healthy run they do so as much as at the start.
+    """
     before, now = history.then("completion/repeated"), history.now("completion/repeated")
     if before is None or now is None or now <= max(REPEATED[0] * before, REPEATED[1]):
+        return None
+    if history.risen("completion/repeated") <= 1:
         return None
     return Finding(
         "repeats",
@@ -22,12 +30,17 @@ def repeats(history: History) -> Finding | None:
 
 
 def truncated(history: History) -> Finding | None:
-    """F15: completions reach the limit and the reward falls."""
+    """F15: completions reach the limit and the reward falls.
+
+    In a healthy run more may reach it, while the reward rises.
+    """
     cut, at_first = history.now("completion/truncated"), history.then("completion/truncated")
     reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
     if cut is None or at_first is None or reward is None or before is None or not spread:
         return None
-    if cut <= max(TRUNCATED[0] * at_first, TRUNCATED[1]) or reward >= before - 0.1 * spread:
+    if cut <= max(TRUNCATED[0] * at_first, TRUNCATED[1]) or reward >= before - LITTLE * spread:
+        return None
+    if history.risen("completion/truncated") <= 1 or history.risen("reward/mean") >= -1:
         return None
     rewards = f"reward {before:.2g} to {reward:.2g}"
     return Finding(
@@ -41,9 +54,13 @@ def truncated(history: History) -> Finding | None:
 
 
 def never_stops(history: History) -> Finding | None:
-    """F14: no completion ends by itself."""
+    """F14: no completion ends by itself.
+
+    In a healthy run at least half of them do.
+    """
     cut = history.now("completion/truncated")
-    if cut is None or cut < NEVER_STOPS:  # not 1: TRL takes a last token that is padding for an end
+    # Not 1: TRL takes a last token that is padding for an end.
+    if cut is None or cut < NEVER_STOPS or history.above("completion/truncated", 0.5) <= 1:
         return None
     return Finding(
         "never_stops",
@@ -56,10 +73,16 @@ def never_stops(history: History) -> Finding | None:
 
 
 def length_collapse(history: History) -> Finding | None:
-    """F16: completions have become very short while the reward rises."""
+    """F16: completions have become very short while the reward rises.
+
+    In a healthy run a model that rambles may become brief and right: then it answers more held-out problems or, without
+    an evaluation, earns far more with what is still an answer.
+    """
     before, now = history.then("completion/length"), history.now("completion/length")
     reward, earned = history.then("reward/mean"), history.now("reward/mean")
     if not before or now is None or now >= LENGTH * before or reward is None or earned is None or earned < reward:
+        return None
+    if history.risen("completion/length", log=True) >= -1 or _brief_and_right(history):
         return None
     return Finding(
         "length_collapse",
@@ -69,3 +92,17 @@ def length_collapse(history: History) -> Finding | None:
         "look at completions.jsonl, and reward only answers",
         "docs/failures.md F16",
     )
+
+
+def _brief_and_right(history: History) -> bool:
+    """Returns whether brief completions answer: by the held-out accuracy, or by a reward that is far up."""
+    judged = [r for r in history.records if r.get("eval/accuracy") is not None]
+    if len(judged) > 1:
+        first, last = judged[0]["eval/accuracy"], judged[-1]["eval/accuracy"]
+        chance = min(max((first + last) / 2, 0.0), 1.0)
+        return last - first > 3 * sqrt(2 * chance * (1 - chance) / (judged[-1].get("eval/problems") or 100))
+    spread, length = history.then("reward/std"), history.now("completion/length")
+    before, now = history.then("reward/mean"), history.now("reward/mean")
+    if spread is None or length is None or before is None or now is None:
+        return False
+    return length >= ANSWER and now - before > spread and history.risen("reward/mean") > 1

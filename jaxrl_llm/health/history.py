@@ -1,0 +1,261 @@
+"""The records of a run as the health rules see them: means of steps, and what noise may make of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from functools import cache
+from math import inf, log
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from scipy.special import bdtrc
+
+from jaxrl_llm.health import noise
+from jaxrl_llm.health.finding import Record
+
+Metric: TypeAlias = str | Callable[[Record], float | None]  # its name, or how it follows from a record
+FEW = 4  # records at the start that a rule compares with
+RECENT = 8  # records that a rule averages, so that one odd step is no finding
+SLOWER = 4  # times as many records, where a small batch hides a change in fewer
+WINDOW = 16  # last records that a rule looks at one by one
+GAPLESS = 2 * SLOWER * RECENT  # last records that are kept without a gap
+PAST = 128  # records between start and window that are kept, at most
+EVALUATIONS = 8  # last evaluations that are kept, beside the best one
+MOSTLY = 2 / 3  # of the groups without a signal
+TINY = 1e-12  # for logarithms
+FROM_BEST = 0.1  # part of a level for a fall from the best mean; the rest is for one from the start
+# Metric -> its standard error in a step, from the groups of the step.
+ERRORS = {
+    "reward/mean": "reward/error",
+    "completion/length": "completion/length_error",
+    "completion/truncated": "completion/truncated_error",
+}
+
+
+class Column(NamedTuple):
+    """The values of a metric in a history."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+class History:
+    """The records of a run that rules see: the first, the last, and some between, whose distance doubles in time.
+
+    What is kept depends only on the records, so a resumed run judges as an uninterrupted one does. The records between
+    are pairs of neighbouring steps, because their differences are the noise. Of the evaluations, the best one and the
+    last ones stay.
+    """
+
+    few, recent = FEW, RECENT  # steps of the start, and steps that are averaged
+
+    def __init__(self, records: Iterable[Record] = ()):
+        self.records: list[Record] = []
+        self._columns: dict[Any, Column] = {}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Adds the next record, or puts it in the place of the last one, if it has the same step."""
+        self._columns.clear()
+        if self.records and self.records[-1]["step"] == record["step"]:
+            self.records.pop()
+        self.records.append(record)
+        last, distance = record["step"], 1
+        while 2 * last // distance > PAST and last > PAST:
+            distance *= 2
+        judged = _evaluations(self.records)
+
+        def kept(one: Record) -> bool:
+            step = one["step"]
+            return step <= SLOWER * FEW or step > last - GAPLESS or step % distance < 2 or step in judged
+
+        self.records = [one for one in self.records if kept(one)]
+
+    def slowly(self) -> History:
+        """Returns the same records, for means over SLOWER times as many steps: a small batch shows less in few."""
+        slow = copy(self)
+        slow.few, slow.recent = SLOWER * FEW, SLOWER * RECENT
+        return slow
+
+    def column(self, name: Metric) -> Column:
+        """Returns the steps and the values of a metric, or of a function of a record, where it is not None."""
+        if name not in self._columns:
+            values = _values(name, self.records)
+            rows = [(record["step"], x) for record, x in zip(self.records, values, strict=True) if x is not None]
+            steps, kept = zip(*rows, strict=True) if rows else ((), ())
+            self._columns[name] = Column(np.array(steps, int), np.array(kept, float))
+        return self._columns[name]
+
+    @property
+    def latest(self) -> list[Record]:
+        """The last records, without a gap."""
+        return self.records[-WINDOW:]
+
+    def window(self, name: Metric, *, back: int = 0) -> np.ndarray | None:
+        """Returns the last `recent` values, or those `back` windows before; None, if one is missing."""
+        end = len(self.records) - back * self.recent
+        return _whole(_values(name, self.records[max(end - self.recent, 0) : max(end, 0)]), self.recent)
+
+    def beginning(self, name: Metric) -> np.ndarray | None:
+        """Returns the first `few` values; None, if one is missing or the start is not over."""
+        if not self.records or self.records[-1]["step"] <= self.few + self.recent:
+            return None
+        first = int(not self.records[0]["step"])  # step 0 has only an evaluation
+        start = self.records[first : first + self.few]
+        return _whole(_values(name, start), self.few) if start[-1]["step"] == self.few else None
+
+    def now(self, name: Metric) -> float | None:
+        """Returns the mean of the last `recent` values; None, if a value is missing."""
+        return _mean(self.window(name))
+
+    def earlier(self, name: Metric) -> float | None:
+        """Returns the mean of the values before those of `now`."""
+        return _mean(self.window(name, back=1))
+
+    def typical(self, name: Metric) -> float | None:
+        """Returns the median of the last values, which one odd batch does not move; None, if one is missing."""
+        values = self.window(name)
+        return None if values is None else float(np.median(values))
+
+    def then(self, name: Metric) -> float | None:
+        """Returns the mean of the first `few` values; None, if a value is missing or the start is not over."""
+        return _mean(self.beginning(name))
+
+    def best(self, name: Metric) -> float | None:
+        """Returns the largest mean of `recent` values in a row that the history has; None, if there are too few."""
+        windows = self._windows(name)
+        return float(windows.mean(axis=1).max()) if len(windows) else None
+
+    def _windows(self, name: Metric) -> np.ndarray:
+        """Returns all windows [N, recent] of values in a row."""
+        values = self.column(name).values
+        if len(values) < self.recent:
+            return np.zeros((0, self.recent))
+        return np.lib.stride_tricks.sliding_window_view(values, self.recent)
+
+    def risen(self, name: Metric, *, log: bool = False, choices: float = 1) -> float:
+        """Returns how far a metric has moved since the start, as a multiple of what noise may reach in this run.
+
+        Above 1 it has risen, below -1 it has fallen. log: judges the ratio of two positive values. choices: see
+        `noise.quantile`. 0, if a value is missing.
+        """
+        name = _logarithm(name) if log else name
+        then, now = self.beginning(name), self.window(name)
+        if then is None or now is None:
+            return 0.0
+        return self._strength(name, now, then, look=self.records[-1]["step"] - self.few - self.recent, choices=choices)
+
+    def fallen(self, name: Metric) -> float:
+        """Returns how far a metric is below its best mean of `recent` values, or below its start, likewise.
+
+        Above 1 it has fallen. A fall from the start, a window that nobody chose, has most of the level.
+        """
+        now, windows = self.window(name), self._windows(name)
+        if now is None or not len(windows):
+            return 0.0
+        best = windows[np.argmax(windows.mean(axis=1))]
+        look = self.records[-1]["step"] - self.recent
+        of_best = self._strength(name, best, now, look=look, choices=len(windows) / FROM_BEST)
+        return max(of_best, -self.risen(name, choices=1 / (1 - FROM_BEST)))
+
+    def above(self, name: Metric, bound: float, *, error: float = 0.0) -> float:
+        """Returns how far the recent values are above a bound, likewise: below -1 they are below it.
+
+        error: the standard error of a step that is known, at least.
+        """
+        now = self.window(name)
+        if now is None:
+            return 0.0
+        return self._strength(
+            name, now, np.array([bound]), look=self.records[-1]["step"] - self.recent + 1, error=error
+        )
+
+    def often_above(self, name: Metric, bound: float, chance: float) -> bool:
+        """Returns whether more of the recent values are above a bound than noise explains.
+
+        chance: that a step of a healthy run is above it. This is the sign test: the tail of a binomial.
+        """
+        now = self.window(name)
+        if now is None:
+            return False
+        tail = bdtrc(int((now > bound).sum()) - 1, len(now), chance) if (now > bound).any() else 1.0
+        return tail < noise.level(self.records[-1]["step"] - self.recent + 1)
+
+    def _strength(
+        self, name: Metric, a: np.ndarray, b: np.ndarray, *, look: int, choices: float = 1, error: float = 0.0
+    ) -> float:
+        """Compares two windows of a metric; b may be one number that is known."""
+        step, freedom = self.noise_of(name, error)
+        counts = [len(a), *([len(b)] if len(b) > 1 else [])]
+        spread = step * np.sqrt(sum(noise.SPREAD / count for count in counts))
+        allowed = noise.quantile(look, freedom, choices=choices)
+        return noise.strength(noise.center(a) - noise.center(b), float(spread), allowed)
+
+    def noise_of(self, name: Metric, error: float = 0.0) -> noise.Noise:
+        """Returns the noise of a step: from neighbouring steps, and at least what the groups of a step show."""
+        deviation, freedom = noise.of_steps(*self.column(name))
+        if isinstance(name, str) and name in ERRORS and (of_groups := self.now(ERRORS[name])) is not None:
+            groups = (self.now("groups/count") or 2.0) - 1
+            return noise.Noise(max(deviation, of_groups), max(freedom, groups * self.recent))
+        return noise.Noise(deviation, freedom) if deviation > error else noise.Noise(error, inf)
+
+    @property
+    def trains_nothing(self) -> bool:
+        """Whether no completion of the step has a verdict: means over trained tokens then mean nothing."""
+        return self.latest[-1].get("reward/no_verdict") == 1
+
+    @property
+    def solved(self) -> bool:
+        """Whether the rewards have risen, and what is left to learn is little: they hardly differ, or most are best."""
+        before, now = self.then("reward/mean"), self.now("reward/mean")
+        spread, left = self.then("reward/std"), self.now("reward/std")
+        if before is None or now is None or spread is None or left is None or now <= before:
+            return False
+        easy = self.easy
+        return left < 0.7 * spread or (easy is not None and easy > MOSTLY)
+
+    @property
+    def easy(self) -> float | None:
+        """The share of the groups without a signal in which all is right; the others are all wrong. None: not known.
+
+        Right is the largest reward that the run has seen, wrong the smallest.
+        """
+        mean, least, most = (self.column(f"reward/{name}").values for name in ("without_signal", "min", "max"))
+        if not len(mean) or not len(least) or not len(most) or most.max() <= least.min():
+            return None
+        return float((mean[-self.recent :].mean() - least.min()) / (most.max() - least.min()))
+
+
+def _evaluations(records: Sequence[Record]) -> set[int]:
+    """Returns the steps of the evaluations that stay: the best one, and the last ones."""
+    found = [(one["eval/accuracy"], -one["step"]) for one in records if one.get("eval/accuracy") is not None]
+    return {-step for _, step in [*found[-EVALUATIONS:], *([max(found)] if found else [])]}
+
+
+def _values(name: Metric, records: Sequence[Record]) -> list[float | None]:
+    """Returns a metric of each record; None, where it is missing, as at step 0."""
+    if callable(name):
+        return [name(record) if record["step"] else None for record in records]
+    return [record.get(name) if record["step"] else None for record in records]
+
+
+def _whole(values: list[float | None], count: int) -> np.ndarray | None:
+    """Returns `count` values; None, if there are fewer or one of them is None."""
+    return None if len(values) != count or None in values else np.array(values, float)
+
+
+def _mean(values: np.ndarray | None) -> float | None:
+    return None if values is None else sum(values.tolist()) / len(values)  # faster than NumPy for a few
+
+
+@cache
+def _logarithm(name: Metric) -> Metric:
+    """Returns the function of a record that is the logarithm of a metric."""
+    of = name if callable(name) else lambda record: record.get(name)
+
+    def logarithm(record: Record) -> float | None:
+        return None if (x := of(record)) is None else log(max(x, TINY))
+
+    return logarithm

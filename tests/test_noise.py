@@ -1,0 +1,144 @@
+"""Noise alone makes no rule fire: the rate of false alarms holds for the noise of small and large batches."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from test_health import BOUNDS
+
+from benchmarks import simulated
+from jaxrl_llm.health import noise, rules
+from jaxrl_llm.health.history import FEW, RECENT, History
+
+RATE, RUNS, STEPS = 0.2, 30, 60
+DRAWS = {
+    "normal": lambda rng, shape: rng.normal(size=shape),
+    "of verdicts": lambda rng, shape: rng.random(shape) < 0.3,
+    "of rare verdicts": lambda rng, shape: rng.random(shape) < 0.01,
+    "with heavy tails": lambda rng, shape: rng.standard_t(2.5, shape),
+}
+
+
+def test_the_parts_of_all_looks_are_the_rate_and_each_is_smaller_than_the_one_before():
+    parts = [noise.level(look) for look in range(1, 5001)]
+    assert all(a > b for a, b in pairwise(parts))
+    assert sum(parts) == pytest.approx(noise.RATE * (1 - np.log(2) / np.log(5002)))
+
+
+def test_the_noise_of_a_step_is_found_under_a_trend_and_across_a_jump():
+    rng, steps = np.random.default_rng(0), np.arange(400)
+    for change in (0 * steps, 0.01 * steps, 50.0 * (steps > 200)):
+        assert noise.of_steps(steps, rng.normal(0, 0.5, 400) + change).deviation == pytest.approx(0.5, rel=0.1)
+    assert noise.of_steps(steps[::2], steps[::2]).deviation == np.inf  # no neighbours
+    found = [noise.of_steps(steps[:13], rng.normal(size=13)) for _ in range(2000)]
+    of_squares = np.var([one.deviation**2 for one in found]) / np.mean([one.deviation**2 for one in found]) ** 2
+    assert 2 / of_squares == pytest.approx(found[0].freedom, rel=0.15)
+
+
+@pytest.mark.parametrize("sequences", [16, 4096])
+@pytest.mark.parametrize("kind", DRAWS)
+def test_noise_passes_its_bound_in_no_more_runs_than_the_rate(kind, sequences, monkeypatch):
+    """With a large rate, which shows in few runs: of RUNS, the share of RATE, and three deviations of its binomial."""
+    monkeypatch.setattr(noise, "RATE", RATE)
+    rng, passed = np.random.default_rng(sequences), np.zeros(3, int)
+    for _ in range(RUNS):
+        history, fired = History(), np.zeros(3, bool)
+        for step, batch in enumerate(DRAWS[kind](rng, (STEPS, sequences)).astype(float), 1):
+            history.add({"step": step, "x": batch.mean()})
+            center = 0.3 * (kind == "of verdicts") + 0.01 * (kind == "of rare verdicts")
+            fired |= [history.risen("x") > 1, history.fallen("x") > 1, history.above("x", center) > 1]
+        passed += fired
+    assert (passed <= RUNS * RATE + 3 * np.sqrt(RUNS * RATE * (1 - RATE))).all(), passed
+
+
+@pytest.mark.parametrize("error", [{}, {"reward/error": 0.02, "groups/count": 64}])
+def test_a_change_beyond_noise_is_found_within_the_window(error):
+    rng, history, fallen = np.random.default_rng(0), History(), []
+    for step in range(1, 41):
+        history.add({"step": step, "reward/mean": rng.normal(0.8 - 0.4 * (step > 30), 0.02)} | error)
+        fallen += [step] if history.fallen("reward/mean") > 1 else []
+    assert 30 < fallen[0] <= 30 + RECENT and fallen[-1] == 40
+
+
+def test_a_small_batch_shows_over_many_steps_what_it_hides_in_few():
+    rng, history = np.random.default_rng(1), History()
+    for step in range(1, 201):
+        history.add({"step": step, "x": rng.normal(0.9 * (step > 100), 0.4)})
+    assert history.risen("x") < 1 < history.slowly().risen("x")
+    assert history.slowly().then("x") == pytest.approx(np.mean(history.slowly().beginning("x")))
+    assert len(history.slowly().beginning("x")) == 4 * FEW
+
+
+def found(records: list[dict]) -> set[str]:
+    history, ids = History(), set()
+    for record in records:
+        history.add(record)
+        ids |= {finding.id for finding in rules.findings(history, BOUNDS) if finding.severity != "note"}
+    return ids
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_simulated_healthy_run_is_called_healthy(seed):
+    given = {"sequences": (16, 64)[seed % 2], "wrong": 0.1 * (seed // 2), "critic": True, "tools": True}
+    assert found(simulated.history(seed, steps=120, **given)) == set()
+
+
+def test_a_policy_that_cannot_change_is_not_ruined():
+    """docs/LOG.md: with 16 sequences, the best mean of 8 steps is far above the last one in every run of 150 steps."""
+    for seed in range(3):
+        assert "reward_collapse" not in found(simulated.history(seed, sequences=16, steps=150, learns=0.0))
+
+
+@pytest.mark.parametrize("update", [1e-3, 5e-3])
+def test_rounding_is_no_push_that_did_not_arrive(update):
+    """64 greedy tokens in bfloat16, and updates that change less than rounding does: either gap may be the larger."""
+    for seed in range(6):
+        rng, records = np.random.default_rng(seed), []
+        for step in range(1, 101):
+            rounding, moved = rng.normal(0, 0.02, (2, 64)), rng.normal(0, update, 64)
+            gap, before = np.abs(rounding[0]).max(), np.abs(rounding[0] + moved).max()
+            records.append({"step": step, "weight_check/gap": gap, "weight_check/gap_before": before})
+        assert found(records) == set()
+        weights = np.cumsum(rng.normal(0, 0.2, (100, 64)), axis=0)  # from step 50 on the engine keeps its weights
+        for step in range(50, 100):
+            gaps = {"gap": weights[step] - weights[49], "gap_before": weights[step - 1] - weights[49]}
+            records[step] |= {
+                f"weight_check/{name}": np.abs(x + rng.normal(0, 0.02, 64)).max() for name, x in gaps.items()
+            }
+        assert found(records) == {"stale_weights"}
+
+
+def with_groups(share: float, mean: float) -> list[dict]:
+    """A run in whose groups without a signal the mean reward is `mean`, of rewards from 0 to 1."""
+    rewards = {"reward/mean": mean, "reward/std": 0.1, "reward/min": 0.0, "reward/max": 1.0}
+    groups = {"groups/no_signal": share, "groups/count": 64, "reward/without_signal": mean}
+    return [{"step": step} | rewards | groups for step in range(1, 31)]
+
+
+@pytest.mark.parametrize(("mean", "words"), [(0.97, "too easy"), (0.02, "too hard"), (0.5, "too hard or too easy")])
+def test_problems_that_are_too_easy_are_told_from_those_that_are_too_hard(mean, words):
+    history = History(with_groups(0.95, mean))
+    (finding,) = rules.findings(history, BOUNDS)
+    assert finding.id == "no_signal" and words in finding.cause
+
+
+def test_a_task_of_which_all_is_learned_that_can_be_is_solved():
+    """Three of four problems can be solved: then their groups are all right, and those of the others all wrong."""
+    learned = with_groups(0.97, 0.75)
+    for record in learned:
+        record["reward/mean"], record["reward/std"] = min(0.3 + 0.05 * record["step"], 0.75), 0.45
+    assert found(learned) == set()
+
+
+def test_a_brief_answer_that_is_right_is_no_collapse():
+    run = lambda **more: [  # noqa: E731
+        {"step": s, "completion/length": 400 * 0.9**s, "reward/mean": 0.1 + 0.05 * s, "reward/std": 0.3}
+        | {name: f(s) for name, f in more.items()}
+        for s in range(1, 31)
+    ]
+    judged = {"eval/problems": lambda s: 500}
+    assert found(run()) == set()  # the reward is up by more than its deviation, and an answer has more than 8 tokens
+    assert found(run(**judged, **{"eval/accuracy": lambda s: 0.1 + 0.02 * s})) == set()
+    assert "length_collapse" in found(run(**judged, **{"eval/accuracy": lambda s: 0.1}))
