@@ -102,6 +102,7 @@ def _end_without(process: int) -> NoReturn:
     line = f"error: process {process} was killed: see its output; the same command goes on from the last checkpoint"
     print(line, file=sys.stderr, flush=True)
     _tell(2, line)
+    _mark_ended(process)
     _exit(2)
 
 
@@ -131,12 +132,17 @@ def _tell(code: int, line: str) -> None:
         client().key_value_set(ENDED, f"{code} {line}")
 
 
+def _mark_ended(process: int) -> None:
+    with suppress(Exception):
+        client().key_value_set(f"{ENDED}/{process}", "", allow_overwrite=True)
+
+
 def _exit(code: int) -> NoReturn:
     """Ends this process at once. Process 0 serves the store, and JAX aborts those who lose it: it ends last."""
     sys.stdout.flush()
     sys.stderr.flush()
+    _mark_ended(index())
     with suppress(Exception):
-        client().key_value_set(f"{ENDED}/{index()}", "", allow_overwrite=True)
         if first():
             end = time.monotonic() + LEAVING
             while len(client().key_value_dir_get(f"{ENDED}/")) < count() and time.monotonic() < end:
