@@ -27,7 +27,7 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.distributed import agreement
 from jaxrl_llm.envs.batch import EnvironmentPool, open_environments
-from jaxrl_llm.evaluate import evaluate, whole_batches
+from jaxrl_llm.evaluate import evaluate, mean_score, whole_batches
 from jaxrl_llm.health import Health, settings
 from jaxrl_llm.health.rollback import Rollbacks
 from jaxrl_llm.health.trial import Tested
@@ -325,7 +325,7 @@ def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
         rows, bound = len(dataset.rows), engine.max_gap
         weight_check = WeightCheck(engine, given.model, given.mesh, collate, rows=rows, bound=bound)
     task = Task(given.tokenizer, reward_fn, given.environments)
-    source = SampleSource(config, engine, sampling, iterator, collate, task, greedy=greedy)
+    source = SampleSource(config, engine, sampling, iterator, collate, task, given.mesh, greedy=greedy)
     actor = Actor(
         engine,
         source,
@@ -394,7 +394,7 @@ def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
     task = Task(given.tokenizer, reward_fn, given.environments)
     batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
     key = jax.random.key(config.seed)
-    return lambda engine: float(evaluate(engine, given.held_out, task, batch=batch, key=key).channels["total"].mean())
+    return lambda engine: mean_score(evaluate(engine, given.held_out, task, batch=batch, key=key))
 
 
 def open_reward_fn(given: Loaded, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:

@@ -11,7 +11,7 @@ from datetime import date
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,7 +41,6 @@ from jaxrl_llm.saved_run import SavedRun
 from jaxrl_llm.structs import Config
 from jaxrl_llm.terminal import printable
 
-T = TypeVar("T")
 LIMITS = {
     "problems": Field(int, low=1),
     "samples": Field(int, low=1),
@@ -70,29 +69,31 @@ def evaluate(
     samples: int = 1,
     temperature: float = 0.0,
 ) -> Graded:
-    """Samples and grades G = samples completions for each of the N problems of a data set.
+    """Samples and grades G = samples completions for each problem of a data set; with several processes, for its part.
 
     A completion for which the judge returns None has the score 0.
     """
-    parts, count = [], len(dataset.rows)
+    parts, count, own = [], len(dataset.rows), distributed.part(batch)
     with progress.task("evaluating problems", count) as shown:
         for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
             rollouts = task.sample(engine, prompts, jax.random.fold_in(key, i), samples, Sampling(temperature))
             rollouts = measured_alike(rollouts, "evaluation") if task.environments else rollouts
             graded = task.grade(prompts, rollouts)
-            channels = {name: distributed.gather(values) for name, values in graded.channels.items()}
+            real = max(min(own.stop, count - i * batch) - own.start, 0)  # others fill the last batch
+            channels = {name: values[:real] for name, values in graded.channels.items()}
             channels["total"] = np.nan_to_num(channels["total"])
-            parts.append(Graded(_all(graded.texts), channels, _all(graded.turns), {}))
+            parts.append(Graded(graded.texts[:real], channels, graded.turns[:real], {}))
             shown.advance(min(batch, count - shown.done))
-    # Without the rows that fill the last batch.
-    texts, turns = ([x for part in parts for x in part[field]][:count] for field in (0, 2))
-    channels = {name: np.concatenate([part.channels[name] for part in parts])[:count] for name in parts[0].channels}
+    texts, turns = ([x for part in parts for x in part[field]] for field in (0, 2))
+    channels = {name: np.concatenate([part.channels[name] for part in parts]) for name in parts[0].channels}
     return Graded(texts, channels, turns, {})
 
 
-def _all(groups: list[T]) -> list[T]:
-    """Returns the groups of all processes."""
-    return [group for part in distributed.exchange(groups) for group in part]
+def mean_score(graded: Graded) -> float:
+    """Returns the mean score of the completions of all processes, which exchange two numbers each."""
+    scores = graded.channels["total"]
+    sums, sizes = zip(*distributed.exchange([scores.sum(dtype=float), scores.size]), strict=True)
+    return sum(sums) / sum(sizes)
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -194,6 +196,59 @@ def to_host(tree: PyTree) -> PyTree:
 def whole_to_host(x: jax.Array) -> np.ndarray:
     """Copies a whole device array to NumPy in every process. All processes must call it, in the same order."""
     return np.asarray(x if _whole(x) else multihost_utils.process_allgather(x, tiled=True))
+
+
+def gather(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Returns arrays with the rows of all processes, on the host, of arrays with those of this one: by the devices.
+
+    All processes must call it in the main thread, in the same order as other programs: one that samples ahead in
+    another thread would mix up the order, and takes `distributed.gather`, for small arrays.
+    """
+    if distributed.count() == 1:
+        return tree
+    return jax.tree.map(whole_to_host, shard_batch(tree, mesh))
+
+
+def largest(numbers: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Returns the largest value of each number [N] in any process: by the devices, as `gather`."""
+    if distributed.count() == 1:
+        return numbers
+    own = prompt_shards(mesh) // distributed.count()
+    rows = shard_batch(np.tile(numbers, (own, 1)), mesh)
+    return np.asarray(_column_maxima(rows, NamedSharding(mesh, P())))
+
+
+def put_groups(old: PyTree, new: PyTree, at: np.ndarray, found: np.ndarray, mesh: Mesh) -> PyTree:
+    """Returns `old` with its groups `at` replaced by the groups `found` of `new`, by the devices, as `gather`.
+
+    Arrays [B, ...] have the groups of this process; at, found: numbers in the batch of all processes.
+    """
+    if distributed.count() == 1:
+
+        def put(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+            x = np.array(x)
+            x[at] = y[found]
+            return x
+
+        return jax.tree.map(put, old, new)
+    source = np.full(len(jax.tree.leaves(old)[0]) * distributed.count(), -1, np.int32)
+    source[at] = found
+    placed = NamedSharding(mesh, BATCH)
+    return to_host(_put_rows(*shard_batch((old, new), mesh), source, placed))
+
+
+@partial(jax.jit, static_argnums=1)
+def _column_maxima(rows: jax.Array, placed: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(rows.max(axis=0), placed)
+
+
+@partial(jax.jit, static_argnums=3)
+def _put_rows(old: PyTree, new: PyTree, source: jax.Array, placed: NamedSharding) -> PyTree:
+    def put(x: jax.Array, y: jax.Array) -> jax.Array:
+        taken = source.reshape(-1, *[1] * (x.ndim - 1))
+        return jax.lax.with_sharding_constraint(jnp.where(taken >= 0, y[jnp.maximum(source, 0)], x), placed)
+
+    return jax.tree.map(put, old, new)
 
 
 def _whole(x: Any) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm import distributed
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.rollout.samples import Graded, Samples, SampleSource, Task, per_episode, refill
+from jaxrl_llm.rollout.samples import Graded, Samples, SampleSource, Task, per_episode, refill, settled
 from jaxrl_llm.structs import Prompts, Rollouts
 
 B, G, C = 4, 2, 3
@@ -34,6 +34,12 @@ def sampled(number: int, signal: list[bool]) -> Samples:
     return Samples(prompts, rollouts, lambda: graded)
 
 
+def refilled(*args) -> tuple[Samples, int]:
+    decoder = SimpleNamespace(batch_decode=lambda ids, **_: [str(tokens[0]) for tokens in ids])
+    samples, replaced = refill(*args)
+    return settled(samples, decoder, None), replaced
+
+
 def marks(whole: Samples) -> list[int]:
     """Which group stands at each place, after checking that all of it does."""
     texts, channels, *_ = whole.graded()
@@ -46,7 +52,7 @@ def marks(whole: Samples) -> list[int]:
 
 def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_that_have_one():
     rounds = {1: sampled(1, [False, True, False, False]), 2: sampled(2, [True, True, True, True])}
-    whole, replaced = refill(sampled(0, [True, False, False, False]), rounds.__getitem__, collate, 3)
+    whole, replaced = refilled(sampled(0, [True, False, False, False]), rounds.__getitem__, collate, 3)
     assert marks(whole) == [0, 11, 20, 21]
     assert replaced == 3
     assert whole.replaced == [1, 2, 3, 10, 12, 13]  # a curriculum knows of all groups without a signal that were drawn
@@ -60,9 +66,9 @@ def test_it_ends_at_the_bound_with_what_it_has_and_draws_nothing_it_does_not_nee
         drawn.append(i)
         return sampled(i, [True, False, False, False])
 
-    whole, replaced = refill(sampled(0, [True, False, False, False]), draw, collate, 2)
+    whole, replaced = refilled(sampled(0, [True, False, False, False]), draw, collate, 2)
     assert (marks(whole), replaced, drawn) == ([0, 10, 20, 3], 2, [1, 2])
-    whole, replaced = refill(sampled(0, [True] * 4), draw, collate, 2)
+    whole, replaced = refilled(sampled(0, [True] * 4), draw, collate, 2)
     assert (marks(whole), replaced, drawn) == ([0, 1, 2, 3], 0, [1, 2])
 
 
@@ -80,7 +86,7 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
         )
         source = SampleSource(
             config, SimpleNamespace(generate=generate), Sampling(), iter([sampled(0, [True] * B).prompts]), None,
-            Task(None, SimpleNamespace(start=lambda grade: grade)), greedy=False,
+            Task(None, SimpleNamespace(start=lambda grade: grade)), None, greedy=False,
         )  # fmt: skip
         whole = source.sample(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
@@ -103,7 +109,7 @@ def test_what_environments_of_another_process_alone_measured_is_0_here_in_reward
     )
     source = SampleSource(
         config, SimpleNamespace(converse=converse), Sampling(), iter([sampled(0, [True] * B).prompts]), collate,
-        Task(None, SimpleNamespace(start=lambda grade: grade), environments), greedy=True,
+        Task(None, SimpleNamespace(start=lambda grade: grade), environments), None, greedy=True,
     )  # fmt: skip
     kept = source.to_checkpoint(source.sample(jax.random.key(0)))
     for rollouts in (kept["rollouts"], kept["greedy"]):

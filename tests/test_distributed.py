@@ -183,28 +183,29 @@ KILLS = int(os.environ.get("KILLS", "1"))
 
 
 @pytest.mark.slow
-def test_two_processes_killed_at_random_moments_go_on_bit_for_bit(tmp_path):
+def test_when_one_of_four_processes_is_killed_at_a_random_moment_all_end_in_a_minute_and_go_on_bit_for_bit(tmp_path):
     """KILLS=20 pytest ... kills more often."""
     config = ROOT / "configs" / "grpo.py"
     fields = (*TINY, *CONFIGS["grpo"], "num_steps=6", "schedule_steps=6", "eval.every=2")
-    whole = Processes(2, config, tmp_path / "whole", *fields)
-    assert whole.end() == [0, 0], whole.said()
+    whole = Processes(4, config, tmp_path / "whole", *fields)
+    assert whole.end() == [0] * 4, whole.said()
     draw, kills, went_on = random.Random(0), 0, 0
     while kills < KILLS:
         workdir = tmp_path / f"run{went_on}"
-        processes = Processes(2, config, workdir, *fields)
+        processes = Processes(4, config, workdir, *fields)
         # Most moments are after the start, where there is something to lose.
         if draw.random() < 0.8:
             processes.wait_for("compiled code")
         time.sleep(draw.uniform(0, 25))
-        running = all(process.poll() is None for process in processes.each)
-        for process in draw.sample(processes.each, 2):
-            process.kill()
-        processes.end(10)
+        running, began = all(process.poll() is None for process in processes.each), time.monotonic()
+        killed = draw.randrange(4)
+        processes.each[killed].kill()
+        codes = processes.end(60)
+        print(f"killed {killed}, {codes}, {time.monotonic() - began:.0f} s")
         kills += running
         if (workdir / "hf").is_dir() or kills == KILLS:
-            again = Processes(2, config, workdir, *fields)
-            assert again.end() == [0, 0], again.said()
+            again = Processes(4, config, workdir, *fields)
+            assert again.end() == [0] * 4, again.said()
             assert records(workdir) == records(tmp_path / "whole")
             one, two = (load_file(at / "hf" / "model.safetensors") for at in (workdir, tmp_path / "whole"))
             assert all(np.array_equal(one[name], two[name]) for name in two)
@@ -236,6 +237,67 @@ def test_a_process_that_sleeps_for_ever_ends_all_with_75_and_no_step_is_lost(tmp
     again = Processes(2, tmp_path / "config.py", tmp_path / "run", *fields)
     assert again.end(200) == [0, 0], again.said()
     assert "after step 3 of 5, resumed" in again.outputs[0].read_text(), again.said()
+
+
+EXCHANGES = """
+import json, sys
+from types import SimpleNamespace
+import numpy as np
+from jaxrl_llm import distributed, sharding
+from jaxrl_llm.distributed import store
+from jaxrl_llm.rollout.samples import Graded, Samples, refill, settled
+from jaxrl_llm.structs import Prompts, Rollouts
+
+B, G, C, sent = 8, 2, int(sys.argv[2]), []
+exchanged = store._exchange
+store._exchange = lambda value, channel: sent.append(len(value)) or exchanged(value, channel)
+with distributed.joined(sys.argv[1]):
+    mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
+    part = distributed.part(B)
+
+    def collate(numbers):
+        return Prompts(numbers[:, None], np.ones((len(numbers), 1), bool), [{} for _ in numbers], numbers)
+
+    def sampled(i, signal):
+        numbers = (10 * i + np.arange(B, dtype=np.int32))[part]
+        tokens = np.broadcast_to(numbers[:, None, None], (len(numbers), G, C)).astype(np.int32)
+        mask, cut = np.ones(tokens.shape, bool), np.zeros(tokens.shape[:2], bool)
+        rollouts = Rollouts(tokens, mask, mask, tokens.astype(np.float32), cut, tokens)
+        total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)[part]
+        graded = Graded([[str(n)] * G for n in numbers], {"total": total}, [], {})
+        return Samples(collate(numbers), rollouts, lambda: graded)
+
+    fresh = {1: sampled(1, [False, True] * 4), 2: sampled(2, [True] * 8)}
+    decoder = SimpleNamespace(batch_decode=lambda ids, **_: [str(tokens[0]) for tokens in ids])
+    samples, replaced = refill(sampled(0, [True] + [False] * 7), fresh.__getitem__, collate, 3)
+    whole = settled(samples, decoder, mesh)
+    rows = sharding.gather(whole.rollouts.completions, mesh)
+    assert (rows == rows[:, :1, :1]).all() and (rows[part] == whole.rollouts.versions).all()
+    assert (whole.rollouts.logprobs == rows[part]).all() and whole.rollouts.completion_mask.all()
+    assert [text[0] for text in whole.graded().texts] == [str(n) for n in rows[part][:, 0, 0]]
+    assert (whole.prompts.numbers == rows[part][:, 0, 0]).all() and not whole.no_signal.any()
+    largest = sharding.largest(np.arange(3) * (1 - 2 * distributed.index()), mesh).tolist()
+    print("found", json.dumps([rows[:, 0, 0].tolist(), replaced, largest, len(sent), sum(sent)]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_groups_go_to_other_processes_by_the_devices_and_not_through_the_store():
+    def found(count: int, tokens: int) -> list[list]:
+        address = f"127.0.0.1:{free_port()}"
+        places = [f"{address},{i}/{count}" if count > 1 else "" for i in range(count)]
+        flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
+        pipes = dict(stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags})
+        each = [subprocess.Popen([sys.executable, "-c", EXCHANGES, at, str(tokens)], **pipes) for at in places]
+        said = [process.communicate(timeout=100)[0] for process in each]
+        return [json.loads(text.split("found ")[1].splitlines()[0]) for text in said]
+
+    alone, short, long = found(1, 4), found(2, 4), found(2, 20_000)
+    assert [x[:2] for x in (*short, *long)] == [alone[0][:2]] * 4
+    assert alone[0][:2] == [[0, 11, 13, 15, 17, 20, 21, 22], 7]
+    assert [x[2] for x in short] == [[0, 1, 2]] * 2
+    # Neither the number of exchanges nor their bytes grows with the number of tokens.
+    assert [x[3:] for x in short] == [x[3:] for x in long] and long[0][4] < 4000
 
 
 PROGRAM = """

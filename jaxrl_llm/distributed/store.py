@@ -1,7 +1,8 @@
 """Exchanges of small values through the key-value store of JAX's coordination service.
 
 They do not go through a program on the devices: the order of these programs must be the same in all processes, and a
-thread that samples ahead or writes the log may exchange values at any time.
+thread that samples ahead or writes the log may exchange values at any time. Arrays of tokens go by the devices
+(`sharding.gather`): the store is in process 0, which would send them to each process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 from jax._src.distributed import global_state  # no public function reaches the key-value store
 
-from jaxrl_llm.distributed.processes import count, index
+from jaxrl_llm.distributed.processes import count, first, index
 
 POLL = 1000  # milliseconds
 _calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of `exchange`, for each channel
@@ -32,7 +33,7 @@ def exchange(value: Any, channel: str = "step") -> list[Any]:
 
 
 def gather(rows: np.ndarray, channel: str = "step") -> np.ndarray:
-    """Returns the rows of all processes, one after the other. All processes must call it; channel: see `exchange`."""
+    """Returns the rows of all processes, in order: of small arrays. All processes must call it; channel: as above."""
     if count() == 1:
         return rows
     file = io.BytesIO()
@@ -49,12 +50,32 @@ def _exchange(value: bytes, channel: str) -> list[bytes]:
     if count() == 1:
         return [value]
     call, store = next(_calls[channel]), client()
-    name = lambda call, process: f"jaxrl_llm/{channel}/{call}/{process}"  # noqa: E731
-    store.key_value_set_bytes(name(call, index()), value)
-    found = [_get(name(call, process)) for process in range(count())]
-    if call:  # everyone has read the value of the call before: they have set one for this call
-        store.key_value_delete(name(call - 1, index()))
+    of = lambda call: f"jaxrl_llm/{channel}/{call}"  # noqa: E731
+    if not first():
+        store.key_value_set_bytes(f"{of(call)}/{index()}", value)
+        return _parts(_get(f"{of(call)}/all"))
+    # Process 0 joins the values: N + N messages, where N x N would take seconds with hundreds of hosts. It waits for
+    # one that it lacks, and then takes all that have come meanwhile.
+    names = [f"{of(call)}/{process}" for process in range(1, count())]
+    came: dict[str, bytes] = {}
+    while lacking := [name for name in names if name not in came]:
+        _get(lacking[-1])
+        came = dict(store.key_value_dir_get_bytes(of(call)))
+    found = [value, *(came[name] for name in names)]
+    store.key_value_set_bytes(f"{of(call)}/all", _joined(found))
+    if call:  # everyone has read the values of the call before: they have set one for this call
+        store.key_value_delete(of(call - 1))
     return found
+
+
+def _joined(values: list[bytes]) -> bytes:
+    return json.dumps([len(value) for value in values]).encode() + b"\n" + b"".join(values)
+
+
+def _parts(joined: bytes) -> list[bytes]:
+    sizes, _, values = joined.partition(b"\n")
+    ends = list(itertools.accumulate(json.loads(sizes)))
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def client() -> Any:

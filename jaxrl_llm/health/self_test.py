@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl_llm import distributed, progress, sharding
+from jaxrl_llm import progress, sharding
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.names import arguments, own_name, required_inputs, resolve
 from jaxrl_llm.config.no_effect import looks_at_rewards
@@ -451,7 +451,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 def _host(x: Array) -> np.ndarray:
     """Returns an array [B, ...] of the devices on the host, with the rows of all processes."""
-    return distributed.gather(sharding.to_host(x))
+    return sharding.whole_to_host(x)
 
 
 def _first_metrics(trial: Trial) -> dict[str, Array] | None:
@@ -508,7 +508,7 @@ def _gap(trial: Trial, params: Any, sampled: Any) -> float:
     """Returns the largest difference of sampled log-probabilities to those of the trainer with these parameters."""
     assert trial.logprobs  # a full trial has it
     ours = _host(trial.logprobs(params, to_batch(trial.run, trial.prompts, sampled, full=trial.full)))
-    mask, theirs = distributed.gather(sampled.loss_mask), distributed.gather(sampled.logprobs)
+    mask, theirs = sharding.gather((sampled.loss_mask, sampled.logprobs), trial.run.mesh)
     return float(np.abs(np.where(mask, ours - theirs, 0.0)).max())
 
 

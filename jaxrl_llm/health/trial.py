@@ -158,7 +158,7 @@ def prepare(run: Run, parts: Tested, *, full: bool) -> Trial:
     with _shapes_stay(run.book):
         sampled = _sample(run, parts, prompts, group, KEY, TOKENS)
         again = _sample(run, parts, prompts, group, KEY - 1, AGAIN)
-        rollouts, again = jax.tree.map(distributed.gather, (sampled, again))
+        rollouts, again = sharding.gather((sampled, again), run.mesh)
         plain = to_batch(run, prompts, sampled, full=full)
     # The sampler's weights are not in memory while a step scores, unless the engine samples ahead.
     if alone := engines.choose(config).in_trainer and not config.rollout.max_lag:

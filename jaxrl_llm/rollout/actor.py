@@ -74,7 +74,8 @@ class Actor:
 
     def next(self) -> Samples:
         """Waits for the batch of the next step and returns it. Returns the same batch until `push`."""
-        self._current = self._prefetcher.next()
+        # Here and not in the thread that samples ahead: the order of programs must be the same in all processes.
+        self._current = self._source.settled(self._prefetcher.next())
         return self._current
 
     def finish_push(self, params: PyTree) -> dict[str, Any]:
@@ -112,7 +113,8 @@ class Actor:
         position = batches[-1].position if batches else self._position
         if self._visits is not None:
             position = position | {"visits": to_text(self._visits)}
-        return Pending(position, [(self._source.to_checkpoint(samples), samples.metrics) for samples in batches])
+        settled = map(self._source.settled, batches)
+        return Pending(position, [(self._source.to_checkpoint(samples), samples.metrics) for samples in settled])
 
     def close(self) -> None:
         """Starts nothing more."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -35,7 +34,6 @@ from jaxrl_llm.structs import AnyArray, Array, PyTree, Rollouts
 SEGMENT = 32  # tokens, at most, between two looks at the texts
 CHUNKS = (32, 128)  # tokens of an observation that run at once
 GRACE = 0.01  # seconds in which other answers may join the first: a segment costs the same for one and for all
-CHANNEL = "sampling"
 # A program: its phase, its name, and what traces it.
 Traced: TypeAlias = tuple[str, str, Callable[[], jax.stages.Traced]]
 
@@ -284,8 +282,7 @@ class EpisodeSampler:
         episodes.add(sharding.to_host(sampled))
         while True:
             episodes.end_turns(np.flatnonzero(episodes.state == TURN), environments, fixed.stop_ids)
-            caches = self._observe(fixed, params, caches, episodes)
-            in_turn, waits = (any(distributed.exchange(x, CHANNEL)) for x in _left(episodes))
+            caches, in_turn, waits = self._observe(fixed, params, caches, episodes)
             if in_turn:
                 shape = number.shape[0] // distributed.count(), fixed.group
                 last = np.take_along_axis(episodes.tokens, episodes.length[:, None] - 1, axis=1)
@@ -319,17 +316,27 @@ class EpisodeSampler:
         name = f"decoding, {fixed.batch} x {fixed.group}, {fixed.length} tokens"
         yield "decoding", name, partial(self._run.trace, fixed, weights, caches, turns, may_end, completions, key)
 
-    def _observe(self, fixed: Decoding, params: PyTree, caches: Caches, episodes: Episodes) -> Caches:
-        """Takes the observations that are there, and puts them into the cache."""
+    def _observe(
+        self, fixed: Decoding, params: PyTree, caches: Caches, episodes: Episodes
+    ) -> tuple[Caches, bool, bool]:
+        """Takes the observations that are there, and puts them into the cache.
+
+        Also returns whether an episode of any process is in a turn, and whether one waits for an answer.
+        """
         devices, most = fixed.devices // distributed.count(), chunk_rows(fixed)
         of_device = fixed.batch // fixed.devices * fixed.group
         rounds = rounds_of(episodes, episodes.take_answers(), devices, of_device)
-        sizes: dict[tuple[int, int], int] = {}  # of all processes: each must call the same programs
-        for number, width, size in chain(
-            *distributed.exchange([(*name, max(map(len, x))) for name, x in rounds.items()], CHANNEL)
-        ):
-            sizes[number, width] = max(size, sizes.get((number, width), 0))
-        for (number, width), size in sorted(sizes.items()):
+        sizes = np.zeros((fixed.length // max(CHUNKS) + 4, len(CHUNKS)), np.int32)  # of rounds, as `rounds_of` numbers
+        for (number, width), chunks in rounds.items():
+            sizes[number, CHUNKS.index(width)] = max(map(len, chunks))
+        left = np.any(episodes.state == TURN), bool(episodes.answers)
+        # All processes must call the same programs. The devices say which, because they run the next one anyway, and
+        # this thread alone calls programs: the store of the processes would need milliseconds for each segment.
+        here = np.concatenate([np.array(left, np.int32), sizes.ravel()])
+        in_turn, waits, *flat = sharding.largest(here, self._mesh).tolist()
+        sizes = np.array(flat).reshape(sizes.shape)
+        for number, kind in np.argwhere(sizes).tolist():
+            width, size = CHUNKS[kind], int(sizes[number, kind])
             chunks = rounds.get((number, width), [[]] * devices)
             for first in range(0, size, most):
                 rows, at, count = (np.zeros((devices, most), np.int32) for _ in range(3))
@@ -339,11 +346,7 @@ class EpisodeSampler:
                     tokens[d, n, : count[d, n]] = episodes.tokens[chunk.episode, chunk.start : chunk.end]
                 arrays = sharding.shard_batch((rows, tokens, at, count), self._mesh)
                 caches = self._feed(fixed, params, caches, *arrays)
-        return caches
-
-
-def _left(episodes: Episodes) -> tuple[bool, bool]:
-    return bool(np.any(episodes.state == TURN)), bool(episodes.answers)
+        return caches, bool(in_turn), bool(waits)
 
 
 def chunk_rows(fixed: Decoding) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import grain
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxrl_llm import distributed
+from jaxrl_llm import distributed, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.envs.batch import EnvironmentPool
@@ -19,7 +21,6 @@ from jaxrl_llm.rewards.reward_fn import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Config, Prompts, Rewards, Rollouts
 
-T = TypeVar("T")
 SAMPLING = "sampling"  # channel of the thread that samples
 
 
@@ -44,6 +45,7 @@ class Samples:
     metrics: dict[str, Any] = field(default_factory=dict)  # of the sampling
     position: dict[str, Any] = field(default_factory=dict)  # of the actor's data and shapes after these prompts
     replaced: list[int] = field(default_factory=list)  # numbers of rows whose groups had no signal and gave way
+    moves: list[Move] = field(default_factory=list)  # of `refill`, until they are `settled`
 
     @property
     def no_signal(self) -> np.ndarray:
@@ -68,6 +70,14 @@ class Samples:
             return rewards
         greedy, lengths = self.greedy.graded().channels["total"], self.greedy.rollouts.completion_mask.sum(axis=-1)
         return replace(rewards, greedy=greedy, greedy_lengths=lengths)
+
+
+class Move(NamedTuple):
+    """Groups `found` of a fresh batch replace groups `at`: their numbers in the batches of all processes."""
+
+    at: np.ndarray
+    fresh: Samples
+    found: np.ndarray
 
 
 def episodes(
@@ -135,12 +145,13 @@ class SampleSource:
         prompts: grain.DatasetIterator,
         collate: Callable[[Any], Prompts],
         task: Task,
+        mesh: Mesh,
         *,
         greedy: bool,
     ):
         """collate(numbers) -> these rows of the data set; greedy: also sample each prompt's greedy completion."""
         self._config, self._engine, self._sampling, self._prompts = config, engine, sampling, prompts
-        self._collate, self._task, self._greedy = collate, task, greedy
+        self._collate, self._task, self._mesh, self._greedy = collate, task, mesh, greedy
 
     def position(self) -> dict[str, Any]:
         """Returns the position in the data after the last prompts."""
@@ -151,7 +162,7 @@ class SampleSource:
         self._prompts.set_state(position)
 
     def sample(self, key: Array) -> Samples:
-        """Samples the next prompts."""
+        """Samples the next prompts. The main thread calls `settled` for the groups that were replaced."""
         config, metrics = self._config, {}
 
         def draw(key: Array) -> Samples:
@@ -166,6 +177,10 @@ class SampleSource:
         # After `refill`, which may replace prompts.
         greedy = self._draw(samples.prompts, key, 1, Sampling(temperature=0)) if self._greedy else None
         return replace(samples, greedy=greedy, metrics=metrics)
+
+    def settled(self, samples: Samples) -> Samples:
+        """Returns samples whose replaced groups are in their places. The main thread calls it, in all processes."""
+        return settled(samples, self._task.tokenizer, self._mesh)
 
     def to_checkpoint(self, samples: Samples) -> dict[str, Any]:
         """Returns the arrays that a checkpoint keeps of a batch that no update has used yet."""
@@ -194,54 +209,56 @@ def refill(
     """Replaces groups without signal by groups of `draw(1)`, `draw(2)` ..., and counts the replaced groups.
 
     Stops when every group has a signal, or after `rounds` rounds. Drops the fresh groups that it does not need.
-    A group may go to another process. collate(numbers) -> these rows of the data set.
+    A group may go to another process. collate(numbers) -> these rows of the data set. Completions and rewards are
+    moved later (`settled`): this may be a thread, beside programs of the main thread on the same devices.
     """
-    replaced, without = 0, _without_signal(samples)
+    whole = lambda x: distributed.gather(x, SAMPLING)  # noqa: E731
+    lacks, numbers = whole(samples.no_signal), whole(samples.prompts.numbers)
+    without, moves = numbers[lacks].tolist(), []
     for i in range(1, rounds + 1):
-        lacking = np.flatnonzero(distributed.gather(samples.no_signal, SAMPLING))
-        if not len(lacking):
+        if not lacks.any():
             break
         fresh = draw(i)
-        found = np.flatnonzero(~distributed.gather(fresh.no_signal, SAMPLING))[: len(lacking)]
-        without += _without_signal(fresh)
-        samples = _put(samples, lacking[: len(found)], fresh, found, collate)
-        replaced += len(found)
-    return replace(samples, replaced=without), replaced
+        fresh_lacks, fresh_numbers = whole(fresh.no_signal), whole(fresh.prompts.numbers)
+        without += fresh_numbers[fresh_lacks].tolist()
+        found = np.flatnonzero(~fresh_lacks)[: lacks.sum()]
+        at = np.flatnonzero(lacks)[: len(found)]
+        lacks[at], numbers[at] = False, fresh_numbers[found]
+        moves += [Move(at, fresh, found)] if len(at) else []
+    prompts = collate(numbers[distributed.part(len(numbers))]) if moves else samples.prompts
+    return replace(samples, prompts=prompts, moves=moves, replaced=without), sum(len(move.at) for move in moves)
 
 
-def _without_signal(samples: Samples) -> list[int]:
-    """Returns the numbers of the rows whose groups have no signal, of all processes."""
-    return distributed.gather(samples.prompts.numbers[samples.no_signal], SAMPLING).tolist()
+def settled(samples: Samples, tokenizer: Any, mesh: Mesh) -> Samples:
+    """Moves completions and rewards to the places of the groups that they replace; as `sharding.gather`."""
+    rollouts, graded = samples.rollouts, samples.graded
+    for move in samples.moves:
+        rollouts, moved = _put(rollouts, graded(), move, tokenizer, mesh)
+        graded = partial(_same, moved)
+    return replace(samples, rollouts=rollouts, graded=graded, moves=[])
 
 
-def _put(
-    samples: Samples, at: np.ndarray, fresh: Samples, found: np.ndarray, collate: Callable[[Any], Prompts]
-) -> Samples:
-    """Replaces groups `at` of samples by groups `found` of fresh: their numbers in the batches of all processes."""
-    part = distributed.part(len(samples.no_signal) * distributed.count())
-    given = found[(part.start <= found) & (found < part.stop)] - part.start  # from this process
-    taken = (part.start <= at) & (at < part.stop)  # of the replaced ones, those of this process
-    here = at[taken] - part.start
-
-    def array(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-        old = np.array(old)
-        old[here] = distributed.gather(new[given], SAMPLING)[taken]
-        return old
-
-    put = dict(zip(here.tolist(), np.flatnonzero(taken).tolist(), strict=True))
-
-    def groups(old: list[T], new: list[T]) -> list[T]:
-        moved = list(chain(*distributed.exchange([new[i] for i in given] if new else [], SAMPLING)))
-        return [moved[put[i]] if i in put else group for i, group in enumerate(old)]
-
-    had, got = samples.graded(), fresh.graded()
-    channels = {name: array(x, got.channels[name]) for name, x in had.channels.items()}
-    graded = Graded(groups(had.texts, got.texts), channels, groups(had.turns, got.turns), had.metrics)
-    prompts = collate(array(samples.prompts.numbers, fresh.prompts.numbers))
+def _put(rollouts: Rollouts, graded: Graded, move: Move, tokenizer: Any, mesh: Mesh) -> tuple[Rollouts, Graded]:
+    at, fresh, found = move
     # The metrics of two batches may have other names: an environment need not give all of them.
-    names = sorted({*samples.rollouts.episodes, *fresh.rollouts.episodes})
-    old, new = (_filled(x.rollouts, names) for x in (samples, fresh))
-    return replace(samples, prompts=prompts, rollouts=jax.tree.map(array, old, new), graded=lambda: graded)
+    names = sorted({*rollouts.episodes, *fresh.rollouts.episodes})
+    old = _filled(rollouts, names), graded.channels
+    new = _filled(fresh.rollouts, names), fresh.graded().channels
+    rollouts, channels = sharding.put_groups(old, new, at, found, mesh)
+    part = distributed.part(len(rollouts.truncated) * distributed.count())
+    here = at[(part.start <= at) & (at < part.stop)] - part.start
+    if not len(here):
+        return rollouts, graded._replace(channels=channels)
+    # Their texts follow from their tokens.
+    tokens, mask, own = (x[here] for x in (rollouts.completions, rollouts.completion_mask, rollouts.loss_mask))
+    texts = dict(zip(here.tolist(), data.decode(tokenizer, tokens, mask)[0], strict=True))
+    turns = dict(zip(here.tolist(), data.decode_turns(tokenizer, tokens, mask, own), strict=True))
+    put = lambda groups, new: [new.get(b, group) for b, group in enumerate(groups)]  # noqa: E731
+    return rollouts, Graded(put(graded.texts, texts), channels, put(graded.turns, turns), graded.metrics)
+
+
+def _same(graded: Graded) -> Graded:
+    return graded
 
 
 def _filled(rollouts: Rollouts, names: Iterable[str]) -> Rollouts:
