@@ -53,6 +53,12 @@ def long_run(seed: int) -> Judged:
     return judge(f"long {seed} {given}", simulated.history(10_000 + seed, **given), BOUNDS)
 
 
+def simulated_runs(count: int) -> tuple[list[Judged], list[Judged]]:
+    """Judges `count` simulated histories, and the long ones, on all cores."""
+    with get_context("spawn").Pool() as pool:
+        return pool.map(simulated_run, range(count), chunksize=10), pool.map(long_run, range(LONG[0]), chunksize=1)
+
+
 def false_alarms(real: list[Judged], made: list[Judged]) -> list[str]:
     """Returns the table of false alarms: for each rule the runs that it could judge, and those that it called ill."""
     rows = ["| rule | healthy runs | simulated histories |", "|---|---|---|"]
@@ -165,18 +171,15 @@ def main() -> None:
     args.runs.mkdir(parents=True, exist_ok=True)
     if args.make_runs:
         make_missing(args.runs, args.only, args.minutes)
+    made, long = ([], []) if args.only or args.keep else simulated_runs(args.simulated)
     runs = {name: judged(args.runs / name) for name in makers() if args.only in name and (args.runs / name).exists()}
     learned = [runs[name] for name in (folder_of(f"healthy {name}") for name in HEALTHY) if name in runs]
     real, ruined = ([run for run in learned if run.healthy is ok] for ok in (True, False))
-    tell(real)
+    tell([*made, *long, *real])
     if args.keep:
         keep(args.keep, [args.runs / name for name in runs])
     if args.only or args.keep:
         return
-    with get_context("spawn").Pool() as pool:
-        made = pool.map(simulated_run, range(args.simulated), chunksize=10)
-        long = pool.map(long_run, range(LONG[0]), chunksize=1)
-    tell([*made, *long])
     lines = [*false_alarms(real, made), "", *healthy_table(real, ruined), "", long_line(long), "", *faults_table(runs)]
     print("\n".join(lines))
     before, rest = DOC.read_text().split(BEGIN)

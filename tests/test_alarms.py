@@ -1,10 +1,44 @@
-"""The runs on which the rules are judged, healthy ones and ones with a fault."""
+"""How often the rules call a healthy run ill, and the runs on which they are judged."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from benchmarks import simulated
 from benchmarks.alarm_runs import HEALTHY, UNSEEN, makers
-from benchmarks.judging import rate
+from benchmarks.judging import BOUNDS, judge, kept, rate
 from jaxrl_llm.health.faults import FAULTS
+
+LOGS = Path(__file__).parent / "references" / "alarms.json.gz"
+
+
+def called_ill(count: int, steps: int) -> list[str]:
+    """Returns what the rules say of simulated healthy runs of four sizes, and of three shares of wrong verdicts."""
+    settings = [
+        {"sequences": (16, 32, 64, 512)[seed % 4], "wrong": (0.0, 0.1, 0.2)[seed % 3], "steps": steps}
+        for seed in range(count)
+    ]
+    runs = [judge(str(given), simulated.history(seed, **given), BOUNDS) for seed, given in enumerate(settings)]
+    return [f"{run.name}: {', '.join(run.alarms)}" for run in runs if run.alarms]
+
+
+def test_at_most_one_of_twenty_healthy_histories_is_called_ill():
+    assert len(called_ill(60, 40)) <= 3
+
+
+@pytest.mark.slow
+def test_no_rule_ends_a_healthy_run_of_10_000_steps():
+    assert called_ill(20, 10_000) == []
+
+
+def test_no_rule_calls_a_noisy_run_ill_that_learns():
+    # `python -m benchmarks.alarms --only healthy-16-sequences-20-wrong --keep tests/references/alarms.json.gz` of
+    # runs with one verdict of five wrong. Rules with bounds that know of no noise call two of the six ill.
+    runs = [judge(name, records, BOUNDS) for name, records in kept(LOGS).items()]
+    assert [run.healthy for run in runs] == [True] * 6
+    assert {run.name: run.alarms for run in runs if run.alarms} == {}
 
 
 def test_every_rule_has_a_fault_in_a_form_that_no_bound_was_calibrated_on():
