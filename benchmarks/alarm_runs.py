@@ -123,6 +123,7 @@ UNSEEN = {
     "reward_collapse": unseen(
         "reward_collapse", {}, begins=24, inject=fast(lambda step: 70.0 if 24 <= step < 28 else 1.0)
     ),
+    "held_out_falls": unseen("held_out_falls", {"optim.learning_rate": 8e-4}),
     "gradient_climb": unseen("gradient_climb", {"epochs": 3}),
     "gradient_spike": unseen(
         "gradient_spike", {}, begins=25, inject=credit(partial(faults.one_large_reward, at=25, times=60.0))
