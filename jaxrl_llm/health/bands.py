@@ -63,7 +63,13 @@ def _of_numbers() -> list[Band]:
             IMPORTANCE_KL,
         ),
         Band("episode/turns", "tools_unused", f"above {ONE_TURN:g}, unless the task is solved", ONE_TURN, None),
-        Band("critic/explained_variance", "critic_lags", "at least -0.05, after 16 steps", EXPLAINED, None),
+        Band(
+            "critic/explained_variance",
+            "critic_lags",
+            "at least -0.05 after 16 steps, unless it rises",
+            EXPLAINED,
+            None,
+        ),
     ]
 
 
