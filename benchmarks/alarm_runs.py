@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from benchmarks import stability
 from benchmarks.stability import ROOT, folder_of
-from jaxrl_llm.health import faults, finding
+from jaxrl_llm.health import faults
 from jaxrl_llm.health.faults import FAULTS, TURNS, Fault, credit, engine, fast
+from jaxrl_llm.health.history import RECENT
 
 LOG = ("config.json", "metrics.jsonl", "health.jsonl")  # what is kept of a run
 
@@ -149,7 +150,7 @@ UNSEEN = {
 def fail(fault: Fault, second: bool, workdir: Path) -> None:
     """Runs a fault until some steps after the last one in which its rule may find it."""
     for record in faults.demonstrate(fault, workdir, second=second):
-        if record["step"] >= fault.begins + fault.within + finding.RECENT:
+        if record["step"] >= fault.begins + fault.within + RECENT:
             break
 
 

@@ -38,7 +38,7 @@ BEFORE: dict[str, tuple[int | None, int | None]] = {
 
 def simulated_run(seed: int) -> Judged:
     """Judges a simulated healthy history, of a size, length, share of wrong verdicts, engine and kind by its seed."""
-    sequences, steps = (16, 32, 64, 512, 4096)[seed % 5], (80, 120, 200, 400)[seed // 5 % 4]
+    sequences, steps = (16, 32, 64, 512, 4096)[seed % 5], (60, 100, 150, 250)[seed // 5 % 4]
     given = {
         "sequences": sequences, "group_size": 4 if sequences == 16 else 8, "steps": steps,
         "wrong": (0.0, 0.1, 0.2)[seed // 20 % 3], "lag": seed // 60 % 2, "rounding": (2.0**-8, 2.0**-23)[seed % 2],
