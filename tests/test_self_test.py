@@ -122,19 +122,11 @@ def test_in_a_run_it_is_silent_and_leaves_out_what_needs_other_programs(run):
 
 
 @pytest.mark.slow
-def test_it_is_silent_on_ppo_in_a_run(tmp_path):
-    with restored(tmp_path, name="ppo") as run:
-        assert all(found == [] for _, found in said(run, full=False).values())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("ppo", {}),
         ("grpo", {"model.dtype": "bfloat16", "epochs": 2}),
         ("grpo", {"rollout.max_lag": 1, "host_memory.reference": True, "host_memory.optimizer": True}),
-        ("grpo", {"kl.placement": "none", "kl.coef": 0.0}),
     ],
 )
 def test_it_is_silent_with(name, changes, tmp_path):
