@@ -31,7 +31,8 @@ class Judged(NamedTuple):
 
     @property
     def healthy(self) -> bool:
-        return not self.tenths or self.tenths[-1] > max(self.tenths) - FALL
+        best = max(self.tenths, default=0.0)
+        return not self.tenths or self.tenths[-1] > max(best - FALL, best / 2)
 
 
 def judge(name: str, records: Sequence[Record], bounds: dict[str, Any]) -> Judged:
