@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,23 +15,24 @@ from jaxrl_llm.health.faults import FAULTS
 LOGS = Path(__file__).parent / "references" / "alarms.json.gz"
 
 
-def called_ill(count: int, steps: int) -> list[str]:
+def called_ill(seeds: Iterable[int], steps: int) -> list[str]:
     """Returns what the rules say of simulated healthy runs of four sizes, and of three shares of wrong verdicts."""
-    settings = [
-        {"sequences": (16, 32, 64, 512)[seed % 4], "wrong": (0.0, 0.1, 0.2)[seed % 3], "steps": steps}
-        for seed in range(count)
-    ]
-    runs = [judge(str(given), simulated.history(seed, **given), BOUNDS) for seed, given in enumerate(settings)]
+    settings = {
+        seed: {"sequences": (16, 32, 64, 512)[seed % 4], "wrong": (0.0, 0.1, 0.2)[seed % 3], "steps": steps}
+        for seed in seeds
+    }
+    runs = [judge(str(given), simulated.history(seed, **given), BOUNDS) for seed, given in settings.items()]
     return [f"{run.name}: {', '.join(run.alarms)}" for run in runs if run.alarms]
 
 
 def test_at_most_one_of_twenty_healthy_histories_is_called_ill():
-    assert len(called_ill(60, 40)) <= 3
+    assert len(called_ill(range(60), 40)) <= 3
 
 
 @pytest.mark.slow
 def test_no_rule_ends_a_healthy_run_of_10_000_steps():
-    assert called_ill(20, 10_000) == []
+    # `python -m benchmarks.alarms` judges 20; these are of 16, of 64 and of 512 sequences, with the most wrong verdicts.
+    assert called_ill((8, 2, 11), 10_000) == []
 
 
 def test_no_rule_calls_a_noisy_run_ill_that_learns():

@@ -222,6 +222,7 @@ def test_a_run_whose_workdir_vanishes_ends_and_goes_on_when_it_is_back(tmp_path)
         run()
     shutil.rmtree(tmp_path / "run", ignore_errors=True)  # what a save that was under way has made again
     (tmp_path / "elsewhere").rename(tmp_path / "run")
+    (tmp_path / "run" / "lock").unlink()  # it went with the folder, and its owner, this process, has not ended
     assert [record["step"] for record in steps(tiny(**fields), tmp_path / "run")][-1] == 3
 
 

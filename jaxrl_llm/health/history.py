@@ -173,15 +173,13 @@ class History:
         )
 
     def often_above(self, name: Metric, bound: float, chance: float) -> bool:
-        """Returns whether more of the recent values are above a bound than noise explains.
+        """Returns whether more of the recent values, up to `recent` of them, are above a bound than noise explains.
 
         chance: that a step of a healthy run is above it. This is the sign test: the tail of a binomial.
         """
-        now = self.window(name)
-        if now is None:
-            return False
+        now = self.column(name).values[-self.recent :]
         tail = bdtrc(int((now > bound).sum()) - 1, len(now), chance) if (now > bound).any() else 1.0
-        return tail < noise.level(self.records[-1]["step"] - self.recent + 1)
+        return tail < noise.level(self.records[-1]["step"])
 
     def _strength(
         self, name: Metric, a: np.ndarray, b: np.ndarray, *, look: int, choices: float = 1, error: float = 0.0

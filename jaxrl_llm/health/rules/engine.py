@@ -46,22 +46,28 @@ def _far(record: Record) -> bool:
     return sizes is not None and (not MEAN_WEIGHT[0] <= sizes[0] <= MEAN_WEIGHT[1] or sizes[1] < SAMPLE_SIZE)
 
 
+def _excess(record: Record) -> float | None:
+    """Returns KL(sampler || trainer) as a multiple of its bound."""
+    kl = record.get("importance/kl")
+    return None if kl is None else kl / kl_bound(record)
+
+
 def sampler_mismatch(history: History) -> Finding | None:
     """F7: sampler and trainer compute different distributions, too different for the correction.
 
-    A healthy engine differs by rounding, and by older weights where a lag allows them. A KL that is little above its
-    bound must be so in two steps in a row, and old weights in half of the recent steps: one batch may be odd.
+    A healthy engine differs by rounding, and by older weights where a lag allows them. Its KL is above the bound in
+    1 % of the steps at most, and weights that are old are far from 1 in less than half of them: one batch may be odd.
     """
     if history.trains_nothing:
         return None
-    r, last = history.latest[-1], history.latest[-2:]
+    r = history.latest[-1]
     kl, sizes, lag = r.get("importance/kl"), _sizes(r), r.get("rollout/lag_p95")
     if kl is None or sizes is None or lag is None:
         return None
     bound = kl_bound(r)
     ill = max(4 * bound, 10 * IMPORTANCE_KL)  # from which on one step is enough
-    twice = len(last) == 2 and all((one.get("importance/kl") or 0.0) > kl_bound(one) for one in last)
-    signs = [f"KL(sampler || trainer) {kl:.1e}"] if not lag and (kl > ill or twice) else []
+    often = kl > bound and history.often_above(_excess, 1.0, 0.01)
+    signs = [f"KL(sampler || trainer) {kl:.1e}"] if not lag and (kl > ill or often) else []
     recent = history.latest[-history.recent :]
     far = _far(r) and (not lag or sum(map(_far, recent)) > history.recent / 2)
     signs += [f"mean weight {sizes[0]:.2f}, effective sample size {sizes[1]:.0%}"] if far else []
