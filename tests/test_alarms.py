@@ -31,7 +31,7 @@ def test_at_most_one_of_twenty_healthy_histories_is_called_ill():
 
 @pytest.mark.slow
 def test_no_rule_ends_a_healthy_run_of_10_000_steps():
-    # `python -m benchmarks.alarms` judges 20; these are of 16, of 64 and of 512 sequences, with the most wrong verdicts.
+    # `python -m benchmarks.alarms` judges 20. These are of 16, 64 and 512 sequences, with the most wrong verdicts.
     assert called_ill((8, 2, 11), 10_000) == []
 
 
