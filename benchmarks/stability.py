@@ -1,8 +1,8 @@
 """Runs for docs/stability.md: `python -m benchmarks.stability [--runs DIR] [--only WORD] [--rules]`.
 
 It makes the runs that DIR does not have yet, one after the other, and writes the tables and the figure of
-docs/stability.md. Each run is a config with a few changes. With `--rules`, it makes one seed of the studies that have
-ruined runs, and writes what the health rules say of them.
+docs/stability.md. Each run is a config with a few changes. With `--rules`, it writes what the health rules say of the
+runs with seed 0, and makes only these.
 """
 
 from __future__ import annotations
@@ -287,9 +287,6 @@ def table(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
     return rows
 
 
-RUINING = ("grpo batch",)  # studies that have ruined runs, and take minutes
-
-
 def first_seeds(workdirs: dict[str, list[Path]]) -> dict[str, Judged]:
     return {condition: judged(folders[0]) for condition, folders in workdirs.items()}
 
@@ -348,11 +345,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "stability")
     parser.add_argument("--only", default="", choices=["", *STUDIES], help="make only the runs of this study")
-    parser.add_argument("--rules", action="store_true", help="write what the health rules say of short runs")
+    parser.add_argument("--rules", action="store_true", help="write what the health rules say of seed 0")
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
     if args.rules:
-        made_of = {name: runs(args.runs, replace(STUDIES[name], seeds=SEEDS[:1]), name) for name in RUINING}
+        made_of = {name: runs(args.runs, replace(study, seeds=SEEDS[:1]), name) for name, study in STUDIES.items()}
         write("rules", rules_table({name: first_seeds(workdirs) for name, workdirs in made_of.items()}))
         return
     for name in [name for name in STUDIES if args.only in ("", name)]:
