@@ -200,12 +200,12 @@ FILES = {
 def test_every_key_becomes_exactly_one_thing_and_what_is_written_passes_the_checks(tmp_path, name):
     made = made_of(tmp_path, name, FILES[name])
     assert list(made.outcomes) == list(keys_of(tmp_path, name, FILES[name]))
-    assert sum(len(made.of_kind(kind)) for kind in KINDS) == len(made.outcomes)
+    assert sum(len(made.with_kind(kind)) for kind in KINDS) == len(made.outcomes)
     text, c = config_of(made, tmp_path)
     assert {name: c[name] for name in made.fields()} == made.fields()
     comments = " ".join(text.replace("\n", " ").replace("# ", " ").split())
     for key, outcome in made.outcomes.items():  # what is not mapped is in a comment, with its reason
-        said = " ".join(outcome.said.replace("# ", " ").split())
+        said = " ".join(outcome.reason.replace("# ", " ").split())
         assert outcome.kind == "mapped" or not said or (key in comments and said in comments), key
     checked = lint.lint(lint.load_text(text), set(made.yours()))
     assert checked.refused == "" and checked.totals
@@ -253,7 +253,7 @@ def test_search_r1_counts_sequences_in_a_mini_batch_and_turns_as_searches(tmp_pa
         "kl.coef": 0.001, "rollout.top_p": 0.95, "entropy.coef": 0.001, "loss.delta": 0.0,
     }  # fmt: skip
     assert {name: c[name] for name in expected} == expected
-    assert "6.4 prompts" in made.outcomes[f"{ACTOR}ppo_mini_batch_size"].said
+    assert "6.4 prompts" in made.outcomes[f"{ACTOR}ppo_mini_batch_size"].reason
     ppo = made_of(tmp_path, "p.sh", FILES["search_ppo.sh"])
     _, c = config_of(ppo, tmp_path)
     assert (ppo.base, c["kl.placement"], c["kl.estimator"], c["kl.coef"]) == ("search_ppo", "reward", "k1", 0.005)
@@ -426,10 +426,10 @@ def test_a_table_sets_fields_that_are_there_and_knows_its_defaults(name):
                 continue
             assert isinstance(outcome, Outcome) and outcome.kind in KINDS
             assert all(field in there or field.startswith(of_functions) for field in outcome.fields), outcome.fields
-            assert outcome.kind not in ("unsupported", "no effect") or outcome.said
+            assert outcome.kind not in ("unsupported", "no effect") or outcome.reason
     keys = Keys({}, system.defaults, rows=0, processes=0)
     for key, value in system.defaults.items():
-        assert "has no such key" not in system.rule(key)(value, keys).said, key
+        assert "has no such key" not in system.rule(key)(value, keys).reason, key
 
 
 @pytest.mark.parametrize(
@@ -446,8 +446,8 @@ def test_an_unknown_key_of_any_section_is_named_and_not_taken_for_one_without_ef
     system = SYSTEMS[name]
     keys = [f"{section}surprise" for section in sections.split()]
     made = translate(system, dict.fromkeys(keys, 1))
-    assert list(made.of_kind("unsupported")) == keys
-    assert all("has no such key, or this table does not know it" in one.said for one in made.outcomes.values())
+    assert list(made.with_kind("unsupported")) == keys
+    assert all("has no such key, or this table does not know it" in one.reason for one in made.outcomes.values())
 
 
 def test_epochs_become_steps_once_the_rows_are_known(tmp_path):
@@ -539,17 +539,17 @@ def test_a_command_may_name_a_file_that_is_made_of_others(words, place, tmp_path
         "group_size": 4, "num_steps": 9,
     }  # fmt: skip
     assert {name: made.fields()[name] for name in expected} == expected
-    assert "--config-name" not in made.outcomes and made.of_kind("unsupported") == {}
+    assert "--config-name" not in made.outcomes and made.with_kind("unsupported") == {}
 
 
 def test_a_file_that_is_not_there_is_unsupported_and_verls_own_is_not(tmp_path):
     made = made_of(tmp_path, "run.sh", COMMAND.format("--config-name=mine"))
-    assert list(made.of_kind("unsupported")) == ["--config-name"]
+    assert list(made.with_kind("unsupported")) == ["--config-name"]
     for own in ("ppo_trainer", "ppo_megatron_trainer.yaml"):
         made = made_of(tmp_path, "run.sh", COMMAND.format(f"--config-path=config --config-name='{own}'"))
-        assert made.of_kind("unsupported") == {}, own
+        assert made.with_kind("unsupported") == {}, own
     made = made_of(tmp_path, "v.yaml", OF_CONFIG.replace("  - data: small", "  - data: small\n  - lost/file"))
-    assert "lost/file" in made.outcomes["defaults"].said and made.outcomes["defaults"].kind == "unsupported"
+    assert "lost/file" in made.outcomes["defaults"].reason and made.outcomes["defaults"].kind == "unsupported"
 
 
 def test_values_of_the_environment_and_of_other_sections_are_said(tmp_path, capsys):
@@ -768,7 +768,7 @@ def test_a_key_whose_meaning_differs_has_the_right_value_or_a_sentence():
     for name, given, key, kind, fields, said in MEANINGS:
         made = translate(SYSTEMS[name], given)
         one, set_to = made.outcomes[key], made.fields()
-        is_so = one.kind == kind and said in one.said and all(set_to.get(field) == x for field, x in fields.items())
+        is_so = one.kind == kind and said in one.reason and all(set_to.get(field) == x for field, x in fields.items())
         wrong += [] if is_so else [(name, given, one, {field: set_to.get(field) for field in fields})]
     assert wrong == []
     assert "eval.every" in translate(trl.GRPO, dict(eval_strategy="steps", eval_steps=0.1)).yours()
@@ -867,7 +867,7 @@ def test_the_processes_of_every_launcher_count_and_its_flags_are_keys(tmp_path):
         for name, text in files.items():
             write(tmp_path, name, text)
         made = made_of(tmp_path, "run.sh", f"{launch} {TRAIN}\n")
-        per, said = made.fields()["prompts_per_step"], made.outcomes["per_device_train_batch_size"].said
+        per, said = made.fields()["prompts_per_step"], made.outcomes["per_device_train_batch_size"].reason
         unknown = "names no number of processes" in said
         flags = set(re.findall(r"--([a-z_-]+)", launch.splitlines()[-1]))
         there = {key.partition(".")[2] for key in made.outcomes if "." in key}

@@ -202,8 +202,8 @@ def test_no_key_of_a_script_is_lost_and_each_becomes_exactly_one_thing(name, tmp
     made = translate(source.system, source.keys, referred=source.referred)
     # Each key has one kind, and what is not mapped says why.
     assert list(made.outcomes) == list(source.keys)
-    assert sum(len(made.of_kind(kind)) for kind in KINDS) == len(source.keys)
-    assert all(one.said for one in made.outcomes.values() if one.kind in ("unsupported", "no effect"))
+    assert sum(len(made.with_kind(kind)) for kind in KINDS) == len(source.keys)
+    assert all(one.reason for one in made.outcomes.values() if one.kind in ("unsupported", "no effect"))
     assert not set(made.defaults) & set(made.outcomes)
     # What the script says and what was read are the same keys, but for those that are named as lost.
     lost = " ".join(source.lost)

@@ -36,16 +36,16 @@ def main() -> None:
 
 def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     """Translates a file, writes or prints the config, and prints what became of its keys. Returns the exit code."""
-    found = readers.read(file)
-    if processes and not found.system.name.startswith("TRL"):
-        raise UserError(f"--processes: the batch of {found.system.name} does not depend on it; leave it out")
+    source = readers.read(file)
+    if processes and not source.system.name.startswith("TRL"):
+        raise UserError(f"--processes: the batch of {source.system.name} does not depend on it; leave it out")
     if to and (to.suffix != ".py" or to.exists()):
         raise UserError(f"--to {to}: give a new file that ends with .py" + (", this one is there" * to.exists()))
     if to and not to.parent.is_dir():
         raise UserError(f"--to {to}: there is no folder {to.parent}: make it first")
-    made = translate(found.system, found.keys, rows=rows, processes=processes, referred=found.referred)
-    text = writer.source(made, file, to or Path(f"{file.stem}.py"), found.lost)
-    checked = lint.lint(lint.load_text(text), set(made.yours()))
+    translation = translate(source.system, source.keys, rows=rows, processes=processes, referred=source.referred)
+    text = writer.source(translation, file, to or Path(f"{file.stem}.py"), source.lost)
+    linted = lint.lint(lint.load_text(text), set(translation.yours()))
     if to:
         try:
             to.write_text(text, encoding="utf-8")
@@ -53,55 +53,59 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
             raise UserError(f"--to {to} cannot be written ({error.strerror}): name a file in another folder") from None
     else:
         print(text)
-    pictures = images.evidence(found.keys)
-    print_first(found, pictures)
-    print_keys(made, file)
+    pictures = images.evidence(source.keys)
+    print_first(source, pictures)
+    print_keys(translation, file)
     print_checks(
-        made, checked, f"{to} is written and complete; " if to else "", "of all but the images " * bool(pictures)
+        translation, linted, f"{to} is written and complete; " if to else "", "of all but the images " * bool(pictures)
     )
-    return int(bool(checked.refused or pictures or found.lost))
+    return int(bool(linted.refused or pictures or source.lost))
 
 
-def print_first(found: readers.Source, pictures: str) -> None:
+def print_first(source: readers.Source, pictures: str) -> None:
     """Prints what makes the run another one here, and what the file says only with a default."""
     if pictures:
         _say(f"not supported: this run has images ({pictures}), and no model here takes them: train refuses the config")
-    for line in found.lost:
+    for line in source.lost:
         _say(f"belongs to no key of the training command: {line}")
-    for note in found.notes:
+    for note in source.notes:
         _say(f"note: {note}")
 
 
-def print_keys(made: Translation, file: Path) -> None:
+def print_keys(translation: Translation, file: Path) -> None:
     """Prints how many keys are mapped, changed, unsupported and without effect, and which."""
-    table = Table(title=f"{file.name}: {len(made.outcomes)} keys of {made.system.name} ({made.system.version})")
+    system = translation.system
+    table = Table(title=f"{file.name}: {len(translation.outcomes)} keys of {system.name} ({system.version})")
     table.add_column("", no_wrap=True)
     table.add_column("keys", justify="right")
     table.add_column("which")
     for kind in KINDS:
-        outcomes = made.of_kind(kind)
+        outcomes = translation.with_kind(kind)
         if kind in ("mapped", "changed"):
-            told = [f"{key} -> {', '.join(one.fields) or 'nothing to set'}" for key, one in outcomes.items()]
+            lines = [f"{key} -> {', '.join(outcome.fields) or 'nothing to set'}" for key, outcome in outcomes.items()]
         else:
-            told = [f"{', '.join(keys)}: {said}" for said, keys in writer.by_reason(outcomes).items()]
-        table.add_row(kind, str(len(outcomes)), printable("\n".join(told)))
+            lines = [f"{', '.join(keys)}: {reason}" for reason, keys in writer.by_reason(outcomes).items()]
+        table.add_row(kind, str(len(outcomes)), printable("\n".join(lines)))
     Console(highlight=False, markup=False, width=120).print(table)
 
 
-def print_checks(made: Translation, checked: lint.Linted, written: str, of: str) -> None:
+def print_checks(translation: Translation, linted: lint.Linted, written: str, subject: str) -> None:
     """Prints what the checks and the rules of the doctor say, and what is left to the user.
 
     written: that the file is there; of: what the checks look at.
     """
-    for name, why in made.yours().items():
+    for name, why in translation.yours().items():
         _say(f"yours to set: {name}: {why}")
-    if checked.totals:
-        _say(f"{written}the checks {of}pass" + (", with stand-ins for what is yours to set" if made.yours() else ""))
-        print_config(checked.totals, checked.findings, checked.blind)
+    if linted.totals:
+        _say(
+            f"{written}the checks {subject}pass"
+            + (", with stand-ins for what is yours to set" if translation.yours() else "")
+        )
+        print_config(linted.totals, linted.findings, linted.blind)
     else:
-        _say(f"{written}the checks refuse it: {checked.refused}")
-    if checked.missing:
-        _say(checked.missing)
+        _say(f"{written}the checks refuse it: {linted.refused}")
+    if linted.missing:
+        _say(linted.missing)
 
 
 def _say(text: str) -> None:

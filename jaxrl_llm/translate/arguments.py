@@ -37,23 +37,23 @@ class Value:
 
 def keys_of(command: Sequence[Value]) -> tuple[dict[str, str], list[Value]]:
     """Returns the key=value arguments of a command with its --flags as "--flag", and the words that are neither."""
-    found: dict[str, str] = {}
-    left: list[Value] = []
+    keys: dict[str, str] = {}
+    rest: list[Value] = []
     option = ""
     for value in command:
         word = SHORT.get(value.text, value.text)
         flag = word.startswith("--")
         match = OVERRIDE.fullmatch(word.removeprefix("--"))
         if match:
-            found["--" * flag + match[1]] = match[2]
+            keys["--" * flag + match[1]] = match[2]
         elif flag:
-            found[word] = "True"
+            keys[word] = "True"
         elif option in ("--config-name", "--config-path", "--config-dir"):
-            found[option] = word
+            keys[option] = word
         else:
-            left.append(value)
+            rest.append(value)
         option = word if flag and not match else ""
-    return found, left
+    return keys, rest
 
 
 def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
@@ -61,31 +61,31 @@ def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
 
     A key without a value is "True".
     """
-    found: dict[str, Any] = {}
-    left: list[Value] = []
+    options: dict[str, Any] = {}
+    rest: list[Value] = []
     key = ""
     for value in values:
         word = value.text
         if word.startswith("--") and word != "--":
             key, sign, text = word.removeprefix("--").partition("=")
             key = key.replace("-", "_")
-            found[key] = text if sign else "True"
+            options[key] = text if sign else "True"
         elif not key:
-            left.append(value)
+            rest.append(value)
         else:
-            before = found[key]
-            listed = before if isinstance(before, list) else [] if before == "True" else [before]
-            found[key] = [*listed, word] if listed else word
-    return found, left
+            earlier = options[key]
+            listed = earlier if isinstance(earlier, list) else [] if earlier == "True" else [earlier]
+            options[key] = [*listed, word] if listed else word
+    return options, rest
 
 
 def again(words: Sequence[str]) -> list[str]:
     """Returns the keys that key=value arguments set more than once, to other values, with all that they say."""
-    said: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
     for word in words:
         if match := OVERRIDE.fullmatch(word):
-            said.setdefault(match[1], []).append(match[2])
-    several = {key: values for key, values in said.items() if len(set(values)) > 1}
+            settings.setdefault(match[1], []).append(match[2])
+    several = {key: values for key, values in settings.items() if len(set(values)) > 1}
     return [f"{key} is set to {', '.join(values)}: the last one counts" for key, values in several.items()]
 
 
@@ -122,8 +122,9 @@ def calculated(text: str, names: dict[str, Any]) -> int | float:
 def value_of(text: Any, parse: Any) -> Any:
     """Parses the text of a value; what still has a variable in it is `Unread`."""
     if isinstance(text, list):
-        return [value_of(one, parse) for one in text]
+        return [value_of(element, parse) for element in text]
     if isinstance(text, Unread):
         return text
-    left = re.search(r"\$(\{\w+[^\w.]|\w+|\(|\[)", text)  # ${a.b} is not the shell's but Hydra's: it names another key
-    return Unread(f"{text!r}, which the script does not say") if left else parse(text)
+    # ${a.b} is no variable of the shell: in Hydra it names another key, which `documents.resolved` looks up later.
+    variable = re.search(r"\$(\{\w+[^\w.]|\w+|\(|\[)", text)
+    return Unread(f"{text!r}, which the script does not say") if variable else parse(text)

@@ -20,8 +20,8 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 REFERENCE = re.compile(r"\$\{(oc\.select:|oc\.env:)?([\w.]+)(?:,([^{}]*))?\}")
 FOLDERS = ("", "config/", "configs/", "conf/")  # beside a script, for --config-name without a path
 # Files of veRL itself: the tables have their keys as defaults.
-OWN = re.compile(r"/?(ppo_trainer|ppo_megatron_trainer|_generated_ppo_\w+|default|hydra/.*)")
-OWN_GROUPS = re.compile(
+VERL_FILES = re.compile(r"/?(ppo_trainer|ppo_megatron_trainer|_generated_ppo_\w+|default|hydra/.*)")
+VERL_GROUPS = re.compile(
     r"/?(actor|critic|data|ref|rollout|model|reward|reward_model|reward_manager|algorithm|engine|optim|profiler|"
     r"npu_profile|model_engine|distillation|transfer_queue)/.*"
 )
@@ -73,7 +73,7 @@ def parse(path: Path, text: str) -> tuple[dict[Any, Any], list[str]]:
     return document, again
 
 
-def of_document(path: Path, text: str) -> Document:
+def read_document(path: Path, text: str) -> Document:
     """Returns the keys of a document: a.b of sections, or those of one level."""
     document, again = parse(path, text)
     if "defaults" in document or any(isinstance(document.get(section), dict) for section in SECTIONS):
@@ -86,21 +86,21 @@ def composed(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
 
     The key "defaults" is the list of those that are not there.
     """
-    own = flat({key: value for key, value in document.items() if key != "defaults"})
+    document_keys = flat({key: value for key, value in document.items() if key != "defaults"})
     if not isinstance(document.get("defaults"), list):
-        return own
+        return document_keys
     keys: dict[str, Any] = {}
     missing = []
     for entry in [*document["defaults"], *(() if "_self_" in document["defaults"] else ("_self_",))]:
         if entry == "_self_":
-            keys |= own
+            keys |= document_keys
             continue
         name, package = _named(entry)
         file = path.parent / f"{name.lstrip('/')}.yaml"
         if name and file.is_file():
             inside, _ = parse(file, file.read_text(encoding="utf-8"))
             keys |= {f"{package}{key}": value for key, value in composed(file, inside).items() if key != "defaults"}
-        elif name and not OWN.fullmatch(name) and not OWN_GROUPS.fullmatch(name):
+        elif name and not VERL_FILES.fullmatch(name) and not VERL_GROUPS.fullmatch(name):
             missing.append(name)
     return keys | {"defaults": missing}
 
@@ -121,15 +121,16 @@ def _named(entry: Any) -> tuple[str, str]:
 def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> Document:
     """Adds the keys of the file that a command names, if it is there. written: files that the script writes itself."""
     name = keys.get("config")
-    if isinstance(name, str) and not isinstance(name, Unread) and (found := beside(path, name, written)):
-        base = of_document(*found)
+    if isinstance(name, str) and not isinstance(name, Unread) and (file := beside(path, name, written)):
+        base = read_document(*file)
         return Document(base.values | {key: value for key, value in keys.items() if key != "config"}, base.lost)
-    name, folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir"))
-    if isinstance(name, str) and not isinstance(name, Unread) and not OWN.fullmatch(name.removesuffix(".yaml")):
-        folders = [f"{folder}/"] * (isinstance(folder, str) and not isinstance(folder, Unread)) + list(FOLDERS)
-        for one in folders:
-            if found := beside(path, f"{one}{name.removesuffix('.yaml')}.yaml", written):
-                base = of_document(*found)
+    name, named_folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir"))
+    if isinstance(name, str) and not isinstance(name, Unread) and not VERL_FILES.fullmatch(name.removesuffix(".yaml")):
+        is_known = isinstance(named_folder, str) and not isinstance(named_folder, Unread)
+        folders = [f"{named_folder}/"] * is_known + list(FOLDERS)
+        for folder in folders:
+            if file := beside(path, f"{folder}{name.removesuffix('.yaml')}.yaml", written):
+                base = read_document(*file)
                 others = {key: x for key, x in keys.items() if key not in ("--config-name", "--config-path")}
                 return Document(base.values | others, base.lost)
     return Document(keys)
@@ -148,20 +149,20 @@ def beside(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, str
 
 def flat(document: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Returns {"a.b": 1} for {"a": {"b": 1}}."""
-    made: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, dict) and value:
-            made |= flat(value, f"{prefix}{key}.")
+            flattened |= flat(value, f"{prefix}{key}.")
         else:
-            made[f"{prefix}{key}"] = number(value)
-    return made
+            flattened[f"{prefix}{key}"] = number(value)
+    return flattened
 
 
 def resolved(keys: Document) -> Document:
     """Replaces references to other keys by their values. A reference that leads nowhere makes a value `Unread`."""
     referred, notes = set[str](), list(keys.notes)
 
-    def found(key: str, match: re.Match[str], depth: int) -> Any:
+    def referred_value(key: str, match: re.Match[str], depth: int) -> Any:
         how, name, default = match.groups()
         if how == "oc.env:":
             if default is None:
@@ -176,11 +177,11 @@ def resolved(keys: Document) -> Document:
 
     def resolve(key: str, value: Any, depth: int) -> Any:
         if isinstance(value, list):
-            return [resolve(key, one, depth) for one in value]
+            return [resolve(key, element, depth) for element in value]
         if not isinstance(value, str) or isinstance(value, Unread):
             return value
         while match := REFERENCE.search(value):
-            other = found(key, match, depth)
+            other = referred_value(key, match, depth)
             if match[0] == value or isinstance(other, Unread):
                 return other
             value = value.replace(match[0], "null" if other is None else str(other))
@@ -188,7 +189,7 @@ def resolved(keys: Document) -> Document:
 
     values = {key: resolve(key, value, 5) for key, value in keys.values.items()}
     lists = {key: value for key, value in values.items() if isinstance(value, list)}
-    unread = {key: value for key, value in lists.items() if any(isinstance(one, Unread) for one in value)}
+    unread = {key: value for key, value in lists.items() if any(isinstance(element, Unread) for element in value)}
     values |= {key: Unread(", ".join(map(str, value))) for key, value in unread.items()}
     return Document(values, keys.lost, list(dict.fromkeys(notes)), referred)
 
@@ -206,7 +207,7 @@ def number(value: Any) -> Any:
     if isinstance(value, str) and not isinstance(value, Unread) and NUMBER.fullmatch(value):
         return float(value)
     if isinstance(value, list):
-        return [number(one) for one in value]
+        return [number(element) for element in value]
     if isinstance(value, dict):
-        return {key: number(one) for key, one in value.items()}
+        return {key: number(element) for key, element in value.items()}
     return value

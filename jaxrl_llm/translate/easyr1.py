@@ -6,7 +6,19 @@ from typing import Any
 
 from jaxrl_llm.translate import family, ours
 from jaxrl_llm.translate.family import ENGINE, LOADER, LOGS, MEMORY, MESH, WORDS
-from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, each, off, only_if, to, unsupported
+from jaxrl_llm.translate.outcome import (
+    Idle,
+    Keys,
+    Outcome,
+    Rule,
+    System,
+    changed,
+    off,
+    only_if,
+    same_rule,
+    to,
+    unsupported,
+)
 
 ACTOR, MODEL, ROLLOUT = "worker.actor.", "worker.actor.model.", "worker.rollout."
 NAMES = family.Names(
@@ -40,12 +52,12 @@ LOSSES: family.Losses = {
 
 def loss(value: Any, keys: Keys) -> Outcome:
     """The policy loss, with all its arguments."""
-    made = family.loss(LOSSES, ACTOR)(value, keys)
-    if made.fields.get("loss.name") != "gspo":
-        return made
+    outcome = family.loss(LOSSES, ACTOR)(value, keys)
+    if outcome.fields.get("loss.name") != "gspo":
+        return outcome
     level = "token" if value == "gspo_token" else "sequence"
-    said = "there also the bound clip_ratio_dual; gspo has none here"
-    return Outcome("changed", made.fields | {"loss.level": level}, said)
+    reason = "there also the bound clip_ratio_dual; gspo has none here"
+    return Outcome("changed", outcome.fields | {"loss.level": level}, reason)
 
 
 def data(section: str, split: str) -> Rule:
@@ -56,8 +68,8 @@ def data(section: str, split: str) -> Rule:
             return Outcome(
                 "changed", {f"{section}.source": "my_data.rows"}, "", {f"{section}.source": "a file with rows"}
             )
-        name, _, given = str(value).partition("@")
-        return ours.dataset(section, name, given or split)
+        name, _, named_split = str(value).partition("@")
+        return ours.dataset(section, name, named_split or split)
 
     return rule
 
@@ -74,13 +86,13 @@ def online_filtering(value: Any, keys: Keys) -> Outcome:
     """Groups without signal, replaced by others."""
     if not filtering(keys):
         return Outcome("mapped", {"rollout.resample_rounds": 0})
-    most = int(keys["trainer.max_try_make_batch"])
-    said = (
+    batches = int(keys["trainer.max_try_make_batch"])
+    reason = (
         f"groups whose mean {keys['algorithm.filter_key']} is outside {keys['algorithm.filter_low']} ... "
         f"{keys['algorithm.filter_high']} are left out there; here, groups with one total reward, and "
         "what still has no signal stays"
     )
-    return Outcome("changed", {"rollout.resample_rounds": max(most - 1, 1) if most > 0 else 10}, said)
+    return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches > 0 else 10}, reason)
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:
@@ -90,18 +102,18 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         yours = {"reward.functions": why, "eval.function": why}
         return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), "", yours)
     path, _, function = str(value).partition(":")
-    return ours.of_easyr1(path, function or "compute_score")
+    return ours.easyr1_reward(path, function or "compute_score")
 
 
 def around(value: Any, keys: Keys) -> Outcome:
     """A template around the question."""
-    return ours.template(str(value)) if value else Outcome("no effect", said="not in use")
+    return ours.template(str(value)) if value else Outcome("no effect", reason="not in use")
 
 
 def lora(value: Any, keys: Keys) -> Outcome:
     """An adapter."""
     if not keys[f"{MODEL}lora.rank"]:
-        return Outcome("no effect", said="it is off")
+        return Outcome("no effect", reason="it is off")
     return ours.lora(*(keys[f"{MODEL}lora.{name}"] for name in ("rank", "alpha", "target_modules")))
 
 
@@ -113,20 +125,20 @@ def optimizer(section: str, prefix: str) -> dict[str, Rule]:
     """Returns the rules of an optimizer. section: ours; prefix: of its keys."""
     rate, low, kind = (f"{prefix}optim.{name}" for name in ("lr", "min_lr_ratio", "lr_scheduler_type"))
     names = (f"{prefix}optim.lr_warmup_steps", f"{prefix}optim.lr_warmup_ratio")
-    of_steps, of_ratio = family.warmup(NAMES, section, *names)
+    steps_rule, ratio_rule = family.warmup(NAMES, section, *names)
 
     def strategy(value: Any, keys: Keys) -> Outcome:
         if value == "adamw":
             return Outcome("mapped", {})
-        said = (
+        reason = (
             f"{value} rounds parameters and moments to bfloat16; parameters are float32 here, the mean of gradients not"
         )
-        return Outcome("changed", {f"{section}.momentum_dtype": "bfloat16"}, said)
+        return Outcome("changed", {f"{section}.momentum_dtype": "bfloat16"}, reason)
 
     return {
         rate: to(f"{section}.learning_rate", float),
-        names[0]: of_steps,
-        names[1]: of_ratio,
+        names[0]: steps_rule,
+        names[1]: ratio_rule,
         kind: family.decay(section, rate, low),
         low: family.lowest(kind),
         f"{prefix}optim.weight_decay": family.decays(section),
@@ -136,7 +148,7 @@ def optimizer(section: str, prefix: str) -> dict[str, Rule]:
     }
 
 
-of_epochs, of_steps = family.steps(NAMES, "trainer.total_epochs", "trainer.max_steps")
+epochs_rule, steps_rule = family.steps(NAMES, "trainer.total_epochs", "trainer.max_steps")
 RULES: dict[str, Rule] = {
     "config": unsupported("this file is not beside the script or above it: its keys have their defaults here"),
     "data.train_files": data("data", "train"),
@@ -153,7 +165,7 @@ RULES: dict[str, Rule] = {
     "data.val_batch_size": Idle("an evaluation batch is as large as a step's"),
     "data.seed": to("seed", int),
     "data.shuffle": lambda value, keys: (
-        Outcome("mapped", {}) if value else Outcome("unsupported", said="rows are shuffled in every pass here")
+        Outcome("mapped", {}) if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
     ),
     "data.filter_overlong_prompts": lambda value, keys: (
         Outcome("mapped", {"data.overlong": "drop"})
@@ -161,7 +173,7 @@ RULES: dict[str, Rule] = {
         else Outcome("changed", {"data.overlong": "drop"}, "False cuts a longer prompt; here it is dropped and counted")
     ),
     "data.filter_overlong_prompts_workers": Idle(LOADER),
-    **each(family.of_images, "image_key video_key min_pixels max_pixels video_fps", "data."),
+    **same_rule(family.image_key, "image_key video_key min_pixels max_pixels video_fps", "data."),
     "data.image_dir": off(WORDS),
     "algorithm.adv_estimator": family.advantage(NAMES, ""),
     "algorithm.gamma": only_if(
@@ -176,13 +188,13 @@ RULES: dict[str, Rule] = {
         "kl.estimator", lambda keys: not keys["algorithm.disable_kl"], "disable_kl is True"
     ),
     "algorithm.kl_coef": KL.value("kl.coef", penalized, "disable_kl is True"),
-    **each(
+    **same_rule(
         KL.adaptive("algorithm.kl_type", "algorithm.kl_target", "algorithm.kl_horizon"),
         "kl_type kl_target kl_horizon",
         "algorithm.",
     ),
     "algorithm.online_filtering": online_filtering,
-    **each(
+    **same_rule(
         only_if(
             filtering, lambda value, keys: Outcome("changed", {}, "see online_filtering"), "online_filtering is False"
         ),
@@ -196,7 +208,7 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}ppo_epochs": to("epochs", int),
     f"{ACTOR}loss_type": loss,
     **{
-        f"{ACTOR}{key}": family.of_loss(LOSSES, f"{ACTOR}loss_type", key)
+        f"{ACTOR}{key}": family.loss_argument(LOSSES, f"{ACTOR}loss_type", key)
         for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_dual", "tau_positive", "tau_negative")
     },
     f"{ACTOR}loss_avg_mode": family.aggregation(NAMES, "", f"{ACTOR}loss_type"),
@@ -217,12 +229,12 @@ RULES: dict[str, Rule] = {
     f"{MODEL}tokenizer_path": off("the tokenizer is the model's"),
     f"{MODEL}enable_gradient_checkpointing": family.checkpointing,
     f"{MODEL}trust_remote_code": Idle("no code of a model's folder is run"),
-    f"{MODEL}freeze_vision_tower": family.of_images,
-    f"{ACTOR}freeze_vision_tower": family.of_images,
+    f"{MODEL}freeze_vision_tower": family.image_key,
+    f"{ACTOR}freeze_vision_tower": family.image_key,
     f"{MODEL}override_config": off("the model is as its config.json says: change that", {}),
     f"{MODEL}override_config.*": unsupported("the model is as its config.json says: change that"),
     f"{MODEL}lora.*": lora,
-    **each(
+    **same_rule(
         Idle(MEMORY),
         """strategy padding_free dynamic_batching ulysses_size ulysses_sequence_parallel_size use_torch_compile
         use_dynamic_batching""",
@@ -234,11 +246,11 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}top_k": family.top_k,
     f"{ROLLOUT}seed": Idle("config.seed decides"),
     f"{ROLLOUT}ignore_eos": off("a completion ends at a stop token"),
-    f"{ROLLOUT}limit_images": family.of_images,
+    f"{ROLLOUT}limit_images": family.image_key,
     f"{ROLLOUT}val_override_config*": unsupported(
         "an evaluation is one greedy completion for each problem here (jaxrl evaluate samples several)"
     ),
-    **each(
+    **same_rule(
         Idle(ENGINE),
         """name dtype gpu_memory_utilization enforce_eager enable_chunked_prefill tensor_parallel_size max_model_len
         max_num_batched_tokens disable_log_stats disable_tqdm prompt_length response_length trust_remote_code""",
@@ -253,7 +265,7 @@ RULES: dict[str, Rule] = {
     "worker.reward.reward_function_kwargs.*": unsupported(
         "give the function its arguments in its own module (reward.overlong_tokens is the penalty of DAPO)"
     ),
-    **each(Idle("how rewards are computed"), "num_cpus skip_special_tokens", "worker.reward."),
+    **same_rule(Idle("how rewards are computed"), "num_cpus skip_special_tokens", "worker.reward."),
     **{
         key: only_if(critic, rule, "there is no critic: adv_estimator is not gae")
         for key, rule in {
@@ -262,21 +274,21 @@ RULES: dict[str, Rule] = {
                 "mapped", {"critic.path": "" if value in (None, keys[f"{MODEL}model_path"]) else value}
             ),
             "worker.critic.cliprange_value": to("critic.clip", float),
-            "worker.critic.global_batch_size": family.of_policy(NAMES.update, "mini-batch"),
-            "worker.critic.ppo_epochs": family.of_policy(NAMES.epochs, "epochs"),
-            "worker.critic.loss_avg_mode": family.of_policy(f"{ACTOR}loss_avg_mode", "aggregation"),
+            "worker.critic.global_batch_size": family.shared_with_policy(NAMES.update, "mini-batch"),
+            "worker.critic.ppo_epochs": family.shared_with_policy(NAMES.epochs, "epochs"),
+            "worker.critic.loss_avg_mode": family.shared_with_policy(f"{ACTOR}loss_avg_mode", "aggregation"),
         }.items()
     },
-    **each(
+    **same_rule(
         Idle(MEMORY),
         """strategy micro_batch_size_per_device_for_update micro_batch_size_per_device_for_experience padding_free
         dynamic_batching ulysses_size ulysses_sequence_parallel_size model.* fsdp.* offload.*""",
         "worker.critic.",
     ),
     "worker.hybrid_engine": Idle(ENGINE),
-    "trainer.total_epochs": of_epochs,
-    "trainer.total_episodes": of_epochs,
-    "trainer.max_steps": of_steps,
+    "trainer.total_epochs": epochs_rule,
+    "trainer.total_episodes": epochs_rule,
+    "trainer.max_steps": steps_rule,
     "trainer.critic_warmup": only_if(critic, to("critic.warmup_steps", int), "there is no critic"),
     "trainer.val_freq": family.evaluates("data.val_files"),
     "trainer.val_before_train": Idle("a run begins with an evaluation"),
@@ -301,7 +313,7 @@ RULES: dict[str, Rule] = {
         )
     },
 }
-OF_ADAM = {
+ADAM_DEFAULTS = {
     "lr": 1e-6,
     "lr_warmup_steps": None,
     "lr_warmup_ratio": 0.0,
@@ -364,5 +376,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
 }
-DEFAULTS |= {f"{prefix}optim.{key}": value for prefix in (ACTOR, "worker.critic.") for key, value in OF_ADAM.items()}
+DEFAULTS |= {
+    f"{prefix}optim.{key}": value for prefix in (ACTOR, "worker.critic.") for key, value in ADAM_DEFAULTS.items()
+}
 EASYR1 = System("EasyR1", "commit 46c6c21", RULES, DEFAULTS, lambda keys: "ppo" if critic(keys) else "grpo")

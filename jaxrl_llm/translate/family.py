@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jaxrl_llm.translate import images
-from jaxrl_llm.translate.documents import OWN
+from jaxrl_llm.translate.documents import VERL_FILES
 from jaxrl_llm.translate.outcome import Keys, Kind, Outcome, Rule
 
 MESH = "placement of parameters on devices: here the mesh (config.mesh), and it changes no number"
@@ -53,10 +53,10 @@ class Names:
 
     def prompts_per_update(self, keys: Keys) -> int:
         """Prompts of an optimizer step: a divisor of a rollout's, the nearest one to what the keys say."""
-        prompts, wanted = int(keys[self.prompts]), keys[self.update]
+        prompts, target = int(keys[self.prompts]), keys[self.update]
         if self.sequences:
-            wanted = wanted / self.group_size(keys)
-        return min(divisors(prompts), key=lambda x: abs(x - wanted))
+            target = target / self.group_size(keys)
+        return min(divisors(prompts), key=lambda x: abs(x - target))
 
     def updates(self, keys: Keys) -> int:
         """Optimizer steps on a rollout."""
@@ -79,14 +79,16 @@ def update(names: Names) -> Rule:
     """The mini-batch of an optimizer step: in prompts, or in sequences."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        made, group = names.prompts_per_update(keys), names.group_size(keys)
-        fields = {"prompts_per_update": made}
+        per_update, group = names.prompts_per_update(keys), names.group_size(keys)
+        fields = {"prompts_per_update": per_update}
         if names.sequences:
-            said = f"counts sequences of the rollout, {value} = {value / group:g} prompts with {group} each"
-            said += "" if made == value / group else f"; {made} is the nearest divisor of {keys[names.prompts]} prompts"
-            return Outcome("changed" if group > 1 else "mapped", fields, said)
-        if made != value:
-            return Outcome("changed", fields, f"{value} prompts: {made} is the nearest divisor of a rollout's prompts")
+            reason = f"counts sequences of the rollout, {value} = {value / group:g} prompts with {group} each"
+            if per_update != value / group:
+                reason += f"; {per_update} is the nearest divisor of {keys[names.prompts]} prompts"
+            return Outcome("changed" if group > 1 else "mapped", fields, reason)
+        if per_update != value:
+            reason = f"{value} prompts: {per_update} is the nearest divisor of a rollout's prompts"
+            return Outcome("changed", fields, reason)
         return Outcome("mapped", fields, f"counts prompts, as here: each with {group} sequences")
 
     return rule
@@ -97,13 +99,13 @@ def micro(names: Names, *, per_gpu: bool) -> Rule:
 
     def rule(value: Any, keys: Keys) -> Outcome:
         if value is None:
-            return Outcome("no effect", said="not set")
+            return Outcome("no effect", reason="not set")
         gpus = int(keys[names.nodes]) * int(keys[names.gpus]) if per_gpu else 1
-        wanted = max(1, int(value) * gpus // names.group_size(keys))
-        made = max(x for x in divisors(names.prompts_per_update(keys)) if x <= wanted)
-        of = f"sequences on each of {gpus} GPUs" if per_gpu else "sequences on all GPUs"
-        said = f"{value} {of}; here prompts on all devices, and it never changes the gradient"
-        return Outcome("changed", {"microbatch": made}, said)
+        limit = max(1, int(value) * gpus // names.group_size(keys))
+        microbatch = max(x for x in divisors(names.prompts_per_update(keys)) if x <= limit)
+        unit = f"sequences on each of {gpus} GPUs" if per_gpu else "sequences on all GPUs"
+        reason = f"{value} {unit}; here prompts on all devices, and it never changes the gradient"
+        return Outcome("changed", {"microbatch": microbatch}, reason)
 
     return rule
 
@@ -111,21 +113,21 @@ def micro(names: Names, *, per_gpu: bool) -> Rule:
 def steps(names: Names, epochs: str, total: str) -> tuple[Rule, Rule]:
     """Returns the rules of epochs over the data and of steps: a set number of steps wins."""
 
-    def of_epochs(value: Any, keys: Keys) -> Outcome:
+    def epochs_rule(value: Any, keys: Keys) -> Outcome:
         if keys[total]:
-            return Outcome("no effect", said=f"{total} is set")
-        made = int(value) * (keys.rows // int(keys[names.prompts]))
-        if made:
-            said = (
+            return Outcome("no effect", reason=f"{total} is set")
+        num_steps = int(value) * (keys.rows // int(keys[names.prompts]))
+        if num_steps:
+            reason = (
                 f"{value} epochs of {keys.rows} rows in steps of {keys[names.prompts]} prompts, the last ones dropped"
             )
-            return Outcome("changed", {"num_steps": made}, said)
+            return Outcome("changed", {"num_steps": num_steps}, reason)
         return unknown_steps(f"{epochs} = {value}: {value} x rows // prompts_per_step")
 
-    def of_steps(value: Any, keys: Keys) -> Outcome:
-        return Outcome("mapped", {"num_steps": int(value)}) if value else Outcome("no effect", said="not set")
+    def steps_rule(value: Any, keys: Keys) -> Outcome:
+        return Outcome("mapped", {"num_steps": int(value)}) if value else Outcome("no effect", reason="not set")
 
-    return of_epochs, of_steps
+    return epochs_rule, steps_rule
 
 
 def unknown_steps(product: str) -> Outcome:
@@ -138,22 +140,22 @@ def warmup(names: Names, section: str, steps: str, ratio: str) -> tuple[Rule, Ru
     """Returns the rules of the warm-up, in rollouts (here in optimizer steps) and as a ratio."""
 
     def set_steps(keys: Keys) -> int:
-        return int(keys[steps] or 0) if steps in keys.given or steps in keys.defaults else 0
+        return int(keys[steps] or 0) if steps in keys.explicit or steps in keys.defaults else 0
 
-    def of_steps(value: Any, keys: Keys) -> Outcome:
+    def steps_rule(value: Any, keys: Keys) -> Outcome:
         if value is None or int(value) <= 0:
-            return Outcome("no effect", said="not set")
+            return Outcome("no effect", reason="not set")
         updates = names.updates(keys)
         fields = {f"{section}.warmup_steps": int(value) * updates, f"{section}.warmup_ratio": 0.0}
-        said = f"counts rollouts: {value} x {updates} optimizer steps"
-        return Outcome("mapped" if updates == 1 else "changed", fields, "" if updates == 1 else said)
+        reason = f"counts rollouts: {value} x {updates} optimizer steps"
+        return Outcome("mapped" if updates == 1 else "changed", fields, "" if updates == 1 else reason)
 
-    def of_ratio(value: Any, keys: Keys) -> Outcome:
+    def ratio_rule(value: Any, keys: Keys) -> Outcome:
         if set_steps(keys) > 0:
-            return Outcome("no effect", said=f"{steps} is set")
+            return Outcome("no effect", reason=f"{steps} is set")
         return Outcome("mapped", {f"{section}.warmup_ratio": float(value or 0), f"{section}.warmup_steps": 0})
 
-    return of_steps, of_ratio
+    return steps_rule, ratio_rule
 
 
 def decay(section: str, rate: str, low: str) -> Rule:
@@ -163,7 +165,7 @@ def decay(section: str, rate: str, low: str) -> Rule:
         if value in (None, "constant"):
             return Outcome("mapped", {f"{section}.decay": "constant", f"{section}.end": 0.0})
         if value not in ("cosine", "linear"):
-            return Outcome("unsupported", said=f"there is constant, linear and cosine, not {value}")
+            return Outcome("unsupported", reason=f"there is constant, linear and cosine, not {value}")
         end = float(keys[rate]) * float(keys[low] or 0) if value == "cosine" else 0.0
         return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": end})
 
@@ -175,8 +177,10 @@ def lowest(kind: str) -> Rule:
 
     def rule(value: Any, keys: Keys) -> Outcome:
         if not value:
-            return Outcome("no effect", said="the rate ends at 0")
-        return Outcome("mapped", {}) if keys[kind] == "cosine" else Outcome("no effect", said=f"{kind} is {keys[kind]}")
+            return Outcome("no effect", reason="the rate ends at 0")
+        return (
+            Outcome("mapped", {}) if keys[kind] == "cosine" else Outcome("no effect", reason=f"{kind} is {keys[kind]}")
+        )
 
     return rule
 
@@ -223,18 +227,18 @@ def advantage(names: Names, by_std: str) -> Rule:
         if value in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
             name = "reinforce_pp" + value.removeprefix("reinforce_plus_plus")
             fields = {"advantage.name": name, "advantage.epsilon": 1e-8}
-            said = "after the answer of a tool, the running return goes on here; there it restarts"
-            return Outcome("changed", fields | ({"advantage.gamma": gamma} if name == "reinforce_pp" else {}), said)
+            reason = "after the answer of a tool, the running return goes on here; there it restarts"
+            return Outcome("changed", fields | ({"advantage.gamma": gamma} if name == "reinforce_pp" else {}), reason)
         if value == "remax":
-            said = "every token has the reward minus that of the greedy completion; veRL uses the reward to go"
-            return Outcome("changed", {"advantage.name": "remax"}, said)
+            reason = "every token has the reward minus that of the greedy completion; veRL uses the reward to go"
+            return Outcome("changed", {"advantage.name": "remax"}, reason)
         if value in ("rloo", "rloo_vectorized", "opo"):
             return Outcome("mapped", {"advantage.name": value.removesuffix("_vectorized")})
         if value == "gdpo":
-            said = "normalizes each function of reward.functions; there, the keys of the reward's result"
-            return Outcome("changed", {"advantage.name": "gdpo", "advantage.epsilon": 1e-4}, said)
+            reason = "normalizes each function of reward.functions; there, the keys of the reward's result"
+            return Outcome("changed", {"advantage.name": "gdpo", "advantage.epsilon": 1e-4}, reason)
         why = {"grpo_passk": " (advantage pass_at_k follows another paper, docs/algorithms.md)"}.get(value, "")
-        return Outcome("unsupported", said=f"there is no advantage {value!r}{why}; this config keeps grpo")
+        return Outcome("unsupported", reason=f"there is no advantage {value!r}{why}; this config keeps grpo")
 
     return rule
 
@@ -265,13 +269,13 @@ class KlKeys:
         none = {"kl.placement": "none", "kl.coef": 0.0, "kl.estimator": "k3"}
         if self.in_loss(keys):
             coef, kind = float(keys[self.loss_coef]), str(keys[self.loss_kind])
-            estimator, said = kl_estimator(kind)
+            estimator, reason = kl_estimator(kind)
             if not estimator:
-                return "unsupported", none, said
+                return "unsupported", none, reason
             if not coef:
                 return "mapped", none, "its coefficient is 0"
             fields = {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}
-            return "changed" if said else "mapped", fields, said
+            return "changed" if reason else "mapped", fields, reason
         if not self.in_reward(keys) or not float(keys[self.reward_coef]):
             return "mapped", none, ""
         coef, kind = float(keys[self.reward_coef]), str(keys[self.reward_kind]).removesuffix("+")
@@ -279,33 +283,35 @@ class KlKeys:
             return "unsupported", none, f"there is no KL estimator {kind!r}: k1, k2 and k3"
         if str(keys[self.estimator]).startswith("grpo"):
             estimator, _ = kl_estimator(kind)
-            said = "in the reward it would be a part of the deviation that advantages are divided by; here in the loss"
-            return "changed", {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}, said
+            reason = (
+                "in the reward it would be a part of the deviation that advantages are divided by; here in the loss"
+            )
+            return "changed", {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}, reason
         return "mapped", {"kl.placement": "reward", "kl.coef": coef, "kl.estimator": KL[kind]}, ""
 
     def switch(self, value: Any, keys: Keys) -> Outcome:
         """The rule of the key that switches the penalty on, in the loss if there is a choice."""
-        kind, fields, said = self.fields(keys)
-        return Outcome(kind, fields, said)
+        kind, fields, reason = self.fields(keys)
+        return Outcome(kind, fields, reason)
 
     def in_reward_too(self, value: Any, keys: Keys) -> Outcome:
         """The rule of a key that switches it on in the reward."""
         if not self.in_loss(keys):
             return self.switch(value, keys)
         if value:
-            return Outcome("unsupported", said="the penalty has one place here; the one in the loss is kept")
-        return Outcome("no effect", said="the penalty is in the loss")
+            return Outcome("unsupported", reason="the penalty has one place here; the one in the loss is kept")
+        return Outcome("no effect", reason="the penalty is in the loss")
 
     def value(self, name: str, place: Callable[[Keys], bool], why_not: str) -> Rule:
         """The rule of a coefficient or an estimator, whose field is `name`."""
 
         def rule(value: Any, keys: Keys) -> Outcome:
             if not place(keys):
-                return Outcome("no effect", said=why_not)
-            kind, fields, said = self.fields(keys)
+                return Outcome("no effect", reason=why_not)
+            kind, fields, reason = self.fields(keys)
             # What changes is said where it does: at the estimator.
-            told = name == "kl.estimator" or kind == "unsupported"
-            return Outcome(kind if told else "mapped", {name: fields[name]}, said if told else "")
+            explains = name == "kl.estimator" or kind == "unsupported"
+            return Outcome(kind if explains else "mapped", {name: fields[name]}, reason if explains else "")
 
         return rule
 
@@ -314,7 +320,7 @@ class KlKeys:
 
         def rule(value: Any, keys: Keys) -> Outcome:
             if keys[kind] != "adaptive" or not self.in_reward(keys) or self.in_loss(keys):
-                return Outcome("no effect", said="the coefficient is fixed")
+                return Outcome("no effect", reason="the coefficient is fixed")
             fields = {"kl.target": float(keys[target]), "kl.horizon": int(keys[horizon])}
             return Outcome("changed", fields, "adapts to the mean k3 of the tokens of an update")
 
@@ -326,8 +332,8 @@ def loss(losses: Losses, section: str) -> Rule:
 
     def rule(value: Any, keys: Keys) -> Outcome:
         if value not in losses:
-            said = f"there is no loss {value!r}: {', '.join(losses)}; this config keeps ppo_clip"
-            return Outcome("unsupported", said=said)
+            reason = f"there is no loss {value!r}: {', '.join(losses)}; this config keeps ppo_clip"
+            return Outcome("unsupported", reason=reason)
         name, arguments = losses[value]
         fields = {f"loss.{argument}": float(keys[section + key]) for argument, key in arguments.items()}
         return Outcome("mapped", {"loss.name": name} | fields)
@@ -335,16 +341,16 @@ def loss(losses: Losses, section: str) -> Rule:
     return rule
 
 
-def of_loss(losses: Losses, mode: str, key: str) -> Rule:
+def loss_argument(losses: Losses, mode: str, key: str) -> Rule:
     """An argument of the policy loss, which the key `mode` names."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
         _, arguments = losses.get(keys[mode], ("", {}))
-        found = [argument for argument, its in arguments.items() if its == key]
-        if not found:
-            return Outcome("no effect", said=f"the loss {keys[mode]} has no such argument here")
-        said = "the bound of the ratio of tokens with A < 0" if found == ["delta"] else ""
-        return Outcome("mapped", {f"loss.{found[0]}": float(value)}, said)
+        matching = [argument for argument, argument_key in arguments.items() if argument_key == key]
+        if not matching:
+            return Outcome("no effect", reason=f"the loss {keys[mode]} has no such argument here")
+        reason = "the bound of the ratio of tokens with A < 0" if matching == ["delta"] else ""
+        return Outcome("mapped", {f"loss.{matching[0]}": float(value)}, reason)
 
     return rule
 
@@ -360,13 +366,13 @@ def aggregation(names: Names, scale: str, loss: str) -> Rule:
         if keys[loss] in ("geo_mean", "sapo") and names.kl_loss.startswith("actor"):
             return Outcome("changed", fields, f"the loss {keys[loss]} has its own mean")
         if keys[loss] == "gspo" and names.kl_loss.startswith("actor"):
-            said = "the loss gspo takes the mean of completions there too, whatever this key says"
-            return Outcome("mapped", fields, said * (AGGREGATION.get(value) != "sequence_mean"))
+            reason = "the loss gspo takes the mean of completions there too, whatever this key says"
+            return Outcome("mapped", fields, reason * (AGGREGATION.get(value) != "sequence_mean"))
         if str(keys[loss]).startswith(("gspo", "geo_mean")) and AGGREGATION.get(value) == "token_mean":
-            said = f"{value} would weigh the one ratio of a completion by its length; here the mean of completions"
-            return Outcome("changed", fields, said)
+            reason = f"{value} would weigh the one ratio of a completion by its length; here the mean of completions"
+            return Outcome("changed", fields, reason)
         if value not in AGGREGATION:
-            return Outcome("unsupported", said=f"there is no aggregation {value!r}; this config keeps token_mean")
+            return Outcome("unsupported", reason=f"there is no aggregation {value!r}; this config keeps token_mean")
         mode = AGGREGATION[value]
         length = int((scale and keys[scale]) or keys[names.response]) if mode == "constant" else 0
         return Outcome("mapped", {"aggregate.mode": mode, "aggregate.constant_length": length})
@@ -374,16 +380,16 @@ def aggregation(names: Names, scale: str, loss: str) -> Rule:
     return rule
 
 
-def of_images(value: Any, keys: Keys) -> Outcome:
+def image_key(value: Any, keys: Keys) -> Outcome:
     """A key of images: it has no effect in a run of text."""
-    kind = "unsupported" if images.evidence(keys.given) else "no effect"
-    return Outcome(kind, said=WORDS)
+    kind = "unsupported" if images.evidence(keys.explicit) else "no effect"
+    return Outcome(kind, reason=WORDS)
 
 
 def model(value: Any, keys: Keys) -> Outcome:
     """The policy's model."""
     fields = {"model.path": str(value)}
-    if images.OF_MODEL.search(str(value)):
+    if images.IMAGE_MODEL.search(str(value)):
         return Outcome("unsupported", fields, "a model of images and text: no model here is one, so train refuses it")
     return Outcome("mapped", fields)
 
@@ -393,39 +399,39 @@ OWN_CONFIG = "the defaults here are those of ppo_trainer.yaml"
 
 def config_name(value: Any, keys: Keys) -> Outcome:
     """The file that a command begins with. If it is there, its keys stand in its place."""
-    if OWN.fullmatch(str(value).removesuffix(".yaml")):
-        return Outcome("no effect", said=OWN_CONFIG)
-    said = "this file is not beside the script, in config/ there or above it: its keys have their defaults here"
-    return Outcome("unsupported", said=said)
+    if VERL_FILES.fullmatch(str(value).removesuffix(".yaml")):
+        return Outcome("no effect", reason=OWN_CONFIG)
+    reason = "this file is not beside the script, in config/ there or above it: its keys have their defaults here"
+    return Outcome("unsupported", reason=reason)
 
 
 def defaults(value: Any, keys: Keys) -> Outcome:
     """The files that a file is made of."""
     if not value:
-        return Outcome("no effect", said=OWN_CONFIG)
-    return Outcome("unsupported", said=f"not there: {', '.join(value)}: their keys have their defaults here")
+        return Outcome("no effect", reason=OWN_CONFIG)
+    return Outcome("unsupported", reason=f"not there: {', '.join(value)}: their keys have their defaults here")
 
 
-def drops(said: str, filtered: str) -> Rule:
+def drops(reason: str, filtered: str) -> Rule:
     """What becomes of longer prompts. filtered: the key that leaves them out beforehand."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        if keys.given.get(filtered):
+        if keys.explicit.get(filtered):
             return Outcome("mapped", {"data.overlong": "drop"}, f"{filtered} drops a longer prompt before")
         if value == "error":
             return Outcome("mapped", {"data.overlong": "error"})
-        return Outcome("changed", {"data.overlong": "drop"}, said.format(value=value))
+        return Outcome("changed", {"data.overlong": "drop"}, reason.format(value=value))
 
     return rule
 
 
-def of_policy(policy: str, what: str) -> Rule:
+def shared_with_policy(policy: str, what: str) -> Rule:
     """A setting that the critic has of its own, and here shares with the policy. policy: the policy's key."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
         shared = keys[policy]
         if value is None or value == shared:
-            return Outcome("no effect", said=f"the critic has the policy's {what}, as there")
+            return Outcome("no effect", reason=f"the critic has the policy's {what}, as there")
         return Outcome("changed", {}, f"{value} for the critic there; here it has the policy's {what}: {shared}")
 
     return rule
@@ -436,8 +442,8 @@ def decays(section: str) -> Rule:
 
     def rule(value: Any, keys: Keys) -> Outcome:
         fields = {f"{section}.weight_decay": float(value)}
-        said = "here only for matrices, there for all parameters"
-        return Outcome("changed", fields, said) if value else Outcome("mapped", fields)
+        reason = "here only for matrices, there for all parameters"
+        return Outcome("changed", fields, reason) if value else Outcome("mapped", fields)
 
     return rule
 
@@ -454,16 +460,16 @@ def betas(section: str) -> Rule:
 
 def top_k(value: Any, keys: Keys) -> Outcome:
     """The most likely tokens to sample from; -1 and 0: all."""
-    made = max(int(value or 0), 0)
-    said = "the trainer also scores this distribution; there, that of all tokens"
-    return Outcome("changed", {"rollout.top_k": made}, said) if made else Outcome("mapped", {"rollout.top_k": 0})
+    count = max(int(value or 0), 0)
+    reason = "the trainer also scores this distribution; there, that of all tokens"
+    return Outcome("changed", {"rollout.top_k": count}, reason) if count else Outcome("mapped", {"rollout.top_k": 0})
 
 
 def top_p(value: Any, keys: Keys) -> Outcome:
     """The probability of the tokens to sample from."""
     fields = {"rollout.top_p": float(value)}
-    said = "the trainer also scores this distribution; there, that of all tokens"
-    return Outcome("changed", fields, said) if value < 1 else Outcome("mapped", fields)
+    reason = "the trainer also scores this distribution; there, that of all tokens"
+    return Outcome("changed", fields, reason) if value < 1 else Outcome("mapped", fields)
 
 
 def checkpointing(value: Any, keys: Keys) -> Outcome:
@@ -475,7 +481,7 @@ def files(section: str, convert: str) -> Rule:
     """Data files: a path, or a list. Several files to train on are a mixture."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        listed = [str(one) for one in value] if isinstance(value, list) else [str(value)]
+        listed = [str(file) for file in value] if isinstance(value, list) else [str(value)]
         if len(listed) > 1 and section == "data":
             return mixture(listed, convert)
         fields = {f"{section}.source": listed[0], f"{section}.convert": convert}
@@ -498,6 +504,6 @@ def mixture(sources: list[str], convert: str) -> Outcome:
         name = free[0] if free else f"source_{len(parts)}"
         parts[name] = dict(source=source, convert=convert, weight=1.0)
     why = f"the weight of each of {', '.join(parts)}: the number of its rows, to draw them as often as there"
-    said = "joins the rows of the files there; here each source has a weight"
+    reason = "joins the rows of the files there; here each source has a weight"
     fields = {"data.source": "", "data.convert": "", "data.mixture": parts}
-    return Outcome("changed", fields, said, {"data.mixture": why})
+    return Outcome("changed", fields, reason, {"data.mixture": why})

@@ -15,24 +15,24 @@ MODELS = (
 )
 ROWS = ("data.train_files", "data.val_files", "dataset_name", "trainer.train_dataset")
 SWITCHES = ("freeze_vision_tower", "limit_images", "image_dir")  # the last parts of keys that a run of text leaves off
-OF_MODEL = re.compile(
+IMAGE_MODEL = re.compile(
     r"(?<![a-z])(vlm?|vision|llava\w*|internvl\w*|paligemma\w*|pixtral|idefics\w*|smolvlm\w*|mllama|molmo\w*|ovis\w*|"
     r"omni|minicpm-[vo]|glm-4\.\dv)(?![a-z])",
     re.IGNORECASE,
 )
-OF_ROWS = re.compile(
+IMAGE_ROWS = re.compile(
     r"geometry3k|geo3k|geoqa|multimodal|clevr|vqa|mathvista|mmmu|virl39k|mm[-_]eureka|refcoco", re.IGNORECASE
 )
 
 
 def evidence(keys: Mapping[str, Any]) -> str:
     """Returns the key and value that show it; "": it is a run of text."""
-    for key, value in sorted(keys.items(), key=lambda one: one[0] not in MODELS):  # a model says it best
+    for key, value in sorted(keys.items(), key=lambda pair: pair[0] not in MODELS):  # a model says it best
         text = str(value)
         name = key.rpartition(".")[2]
         shows = (
-            (key in MODELS and OF_MODEL.search(text))
-            or (key in ROWS and OF_ROWS.search(text))
+            (key in MODELS and IMAGE_MODEL.search(text))
+            or (key in ROWS and IMAGE_ROWS.search(text))
             or (name in SWITCHES and value not in (None, False, 0, "", "null"))
             or (name.startswith("limit_mm_per_prompt") and value)
         )

@@ -9,12 +9,12 @@ from typing import Any
 
 from jaxrl_llm.translate import arguments
 from jaxrl_llm.translate.arguments import Value
-from jaxrl_llm.translate.documents import beside, of_document
+from jaxrl_llm.translate.documents import beside, read_document
 from jaxrl_llm.translate.outcome import Keys
 
-OF_TORCH = ("accelerate", "torchrun", "deepspeed")
-OF_MPI = ("mpirun", "mpiexec")
-LAUNCHERS = (*OF_TORCH, "srun", *OF_MPI)  # one of torch inside srun or mpirun says the processes
+TORCH = ("accelerate", "torchrun", "deepspeed")
+MPI = ("mpirun", "mpiexec")
+LAUNCHERS = (*TORCH, "srun", *MPI)  # one of torch inside srun or mpirun says the processes
 COUNTS = (  # keys that count processes
     "accelerate.num_processes",
     "torchrun.nproc_per_node",
@@ -25,10 +25,10 @@ COUNTS = (  # keys that count processes
     "srun.ntasks",
     "srun.ntasks_per_node",
     "srun.nodes",
-    *(f"{name}.np" for name in OF_MPI),
+    *(f"{name}.np" for name in MPI),
 )
 # The options that count processes, as the launchers also spell them: -n 4, -n4, -np 4.
-SHORT = {"srun": {"n": "ntasks", "N": "nodes"}} | {name: {"n": "np", "np": "np", "c": "np"} for name in OF_MPI}
+SHORT = {"srun": {"n": "ntasks", "N": "nodes"}} | {name: {"n": "np", "np": "np", "c": "np"} for name in MPI}
 DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(.*)", re.MULTILINE)
 
 
@@ -51,26 +51,28 @@ def flags(
         return {}
     keys = _numbers(launcher, values)
     if launcher == "accelerate" and isinstance(name := keys.get("config_file"), str):
-        found = beside(path, name, files)
-        in_file = of_document(*found).values if found else {}
-        keys["config_file"] = name if found else None
+        file = beside(path, name, files)
+        in_file = read_document(*file).values if file else {}
+        keys["config_file"] = name if file else None
         keys = {key: in_file[key] for key in ("num_processes", "num_machines") if key in in_file} | keys
     if launcher == "srun":
         tasks = any(key.startswith("ntasks") for key in keys)
-        taken = {key: value for key, value in _numbers(launcher, allocated).items() if key.startswith(("nt", "nodes"))}
-        keys = {key: value for key, value in taken.items() if key == "nodes" or not tasks} | keys
+        # srun inherits nodes and tasks from the #SBATCH lines. A number of tasks of its own replaces all of theirs.
+        names = ("nodes",) if tasks else ("nodes", "nt")
+        inherited = {key: value for key, value in _numbers(launcher, allocated).items() if key.startswith(names)}
+        keys = inherited | keys
     return {f"{launcher}.{key}": value for key, value in keys.items()}
 
 
 def _numbers(launcher: str, values: Sequence[Value]) -> dict[str, Any]:
     """Returns the flags of a launcher, each with the one word after it."""
-    given, _ = arguments.flags([_long(launcher, value) for value in values])
+    options, _ = arguments.flags([_long(launcher, value) for value in values])
     # YAML would take torchrun's 1:4 for a number.
     return {
         key: arguments.value_of(
             value[0] if isinstance(value, list) else value, lambda text: int(text) if text.isdigit() else text
         )
-        for key, value in given.items()
+        for key, value in options.items()
     }
 
 
@@ -83,34 +85,35 @@ def _long(launcher: str, value: Value) -> Value:
 
 def count(keys: Keys) -> int:
     """Returns the processes that the file starts; 0: it does not say."""
-    given = keys.given
-    if said := given.get("accelerate.num_processes") or given.get("num_processes") or given.get("world_size"):
-        return int(said)
-    for launcher in OF_MPI:
-        if isinstance(said := given.get(f"{launcher}.np"), int):
-            return said
-    if any(key.startswith("srun.") for key in given.keys() | keys.unread):
+    explicit = keys.explicit
+    for key in ("accelerate.num_processes", "num_processes", "world_size"):
+        if explicit.get(key):
+            return int(explicit[key])
+    for launcher in MPI:
+        if isinstance(processes := explicit.get(f"{launcher}.np"), int):
+            return processes
+    if any(key.startswith("srun.") for key in explicit.keys() | keys.unread):
         return _tasks(keys)
-    for launcher, of_node, nodes in (("torchrun", "nproc_per_node", "nnodes"), ("deepspeed", "num_gpus", "num_nodes")):
-        counts = [f"{launcher}.{of_node}", f"{launcher}.{nodes}"]
-        if not any(key.startswith(f"{launcher}.") for key in given) or not keys.unread.isdisjoint(counts):
+    for launcher, per_node, nodes in (("torchrun", "nproc_per_node", "nnodes"), ("deepspeed", "num_gpus", "num_nodes")):
+        counts = [f"{launcher}.{per_node}", f"{launcher}.{nodes}"]
+        if not any(key.startswith(f"{launcher}.") for key in explicit) or not keys.unread.isdisjoint(counts):
             continue
-        each, machines = (given.get(key, 1) for key in counts)
-        if launcher == "deepspeed" and counts[0] not in given:  # all GPUs of a machine, or those that it lists
-            listed = str(given.get("deepspeed.include", ""))
+        per_machine, machines = (explicit.get(key, 1) for key in counts)
+        if launcher == "deepspeed" and counts[0] not in explicit:  # all GPUs of a machine, or those that it lists
+            listed = str(explicit.get("deepspeed.include", ""))
             return sum(len(part.partition(":")[2].split(",")) for part in listed.split("@") if ":" in part)
-        return each * machines if isinstance(each, int) and isinstance(machines, int) else 0
+        return per_machine * machines if isinstance(per_machine, int) and isinstance(machines, int) else 0
     return 0
 
 
 def _tasks(keys: Keys) -> int:
     """Returns the tasks of srun; 0: the file does not say. One runs on each node if their number is not set."""
-    said = {key: keys.given.get(f"srun.{key}") for key in ("ntasks", "ntasks_per_node", "nodes")}
-    known = {key.removeprefix("srun.") for key in keys.given.keys() | keys.unread if key.startswith("srun.nt")}
+    counts = {key: keys.explicit.get(f"srun.{key}") for key in ("ntasks", "ntasks_per_node", "nodes")}
+    known = {key.removeprefix("srun.") for key in keys.explicit.keys() | keys.unread if key.startswith("srun.nt")}
     if "ntasks" in known or not known <= {"ntasks_per_node"}:
-        return said["ntasks"] if isinstance(said["ntasks"], int) else 0
-    if "srun.nodes" in keys.unread or (not known and said["nodes"] is None):
+        return counts["ntasks"] if isinstance(counts["ntasks"], int) else 0
+    if "srun.nodes" in keys.unread or (not known and counts["nodes"] is None):
         return 0
-    each, nodes = (1 if said[key] is None else said[key] for key in ("ntasks_per_node", "nodes"))
+    per_node, nodes = (1 if counts[key] is None else counts[key] for key in ("ntasks_per_node", "nodes"))
     per_node_is_known = "srun.ntasks_per_node" not in keys.unread
-    return each * nodes if per_node_is_known and isinstance(each, int) and isinstance(nodes, int) else 0
+    return per_node * nodes if per_node_is_known and isinstance(per_node, int) and isinstance(nodes, int) else 0

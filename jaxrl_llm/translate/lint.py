@@ -65,8 +65,8 @@ def lint(config: Config, yours: set[str]) -> Linted:
         width, wrong = None if "model.path" in yours else settings.width_of(config), {}
     except UserError as error:
         width, wrong = None, {"learning_rate": str(error)}
-    given = settings.Settings(config, totals, width)
-    return Linted(totals, "", settings.findings(given), settings.blind(given) | wrong, missing)
+    judged = settings.Settings(config, totals, width)
+    return Linted(totals, "", settings.findings(judged), settings.blind(judged) | wrong, missing)
 
 
 def _without_pyarrow(config: Config) -> str:

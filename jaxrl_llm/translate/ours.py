@@ -22,11 +22,11 @@ REWARDS = {
     "think_format_reward": "format.think",
     "format": "format.think_answer",
 }
-OF_SOLUTION = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")  # these read the column "solution"
-OF_EASYR1 = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}  # the files of its examples that have a counterpart
+SOLUTION_REWARDS = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")  # these read the column "solution"
+EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}  # the files of its examples that have a counterpart
 
 PARQUET = "verl.convert"  # rows of veRL: prompt, reward_model.ground_truth
-OF_SEARCH_R1 = "search_r1.convert"
+SEARCH_R1_ROWS = "search_r1.convert"
 FILES = (".parquet", ".json", ".jsonl", ".csv")
 
 
@@ -36,22 +36,22 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
     A name with dots, such as mymod.rewards.good, stays as it is.
     """
     last = [name.rpartition(".")[2] for name in names]
-    found = tuple(
+    functions = tuple(
         REWARDS.get(short) or (name if "." in name else f"my_rewards.{name}")
         for name, short in zip(names, last, strict=True)
     )
-    fields = reward_fields(found, weights)
-    if not set(last).isdisjoint(OF_SOLUTION):
+    fields = reward_fields(functions, weights)
+    if not set(last).isdisjoint(SOLUTION_REWARDS):
         fields["data.answer_column"] = "solution"
     unknown = [name for name, short in zip(names, last, strict=True) if short not in REWARDS]
     if not unknown:
         return fields, {}
     alone = [name for name in unknown if "." not in name]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in unknown if "." in name)
-    why = [f"move {', '.join(alone)} to a module my_rewards.py beside this file"] if alone else []
-    why += [f"{', '.join(modules)} must be a module beside this file, or installed"] if modules else []
-    said = f"{'; '.join(why)}; the signature of TRL is the one here"
-    return fields, {"reward.functions": said} | ({"eval.function": "as above"} if names[0] in unknown else {})
+    tasks = [f"move {', '.join(alone)} to a module my_rewards.py beside this file"] if alone else []
+    tasks += [f"{', '.join(modules)} must be a module beside this file, or installed"] if modules else []
+    reason = f"{'; '.join(tasks)}; the signature of TRL is the one here"
+    return fields, {"reward.functions": reason} | ({"eval.function": "as above"} if names[0] in unknown else {})
 
 
 def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None) -> dict[str, Any]:
@@ -63,10 +63,12 @@ def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None
     }
 
 
-def reward_model(path: str, said: str) -> Outcome:
+def reward_model(path: str, reason: str) -> Outcome:
     """Returns what a reward model becomes. said: what differs from the other trainer."""
     fields = {"reward_model.path": path, "reward_model.weight": 1.0}
-    return Outcome("changed", fields, f"{said}; its tokenizer must number the policy's tokens alike (docs/rewards.md)")
+    return Outcome(
+        "changed", fields, f"{reason}; its tokenizer must number the policy's tokens alike (docs/rewards.md)"
+    )
 
 
 def custom_reward(path: str, function: str) -> Outcome:
@@ -84,16 +86,16 @@ def by_data_source(files: Any) -> Outcome:
             "changed", reward_fields(("gsm8k.accuracy",)), "data_source selects a function there, the config here"
         )
     fields = reward_fields(("verl.score",)) | {"eval.function": "verl.accuracy"}
-    said = "data_source selects a function here too, but not all of veRL's: those of mathematics and questions"
-    return Outcome("changed", fields, said)
+    reason = "data_source selects a function here too, but not all of veRL's: those of mathematics and questions"
+    return Outcome("changed", fields, reason)
 
 
-def of_easyr1(path: str, function: str) -> Outcome:
+def easyr1_reward(path: str, function: str) -> Outcome:
     """Returns what the reward function of a file of EasyR1 becomes."""
     folder, _, file = path.rpartition("/")
-    if file not in OF_EASYR1 or not folder.endswith(("reward_function", "score_function")):
+    if file not in EASYR1_REWARDS or not folder.endswith(("reward_function", "score_function")):
         return custom_reward(path, function)
-    return Outcome("mapped", reward_fields((OF_EASYR1[file],)))
+    return Outcome("mapped", reward_fields((EASYR1_REWARDS[file],)))
 
 
 def dataset(section: str, name: str, split: str) -> Outcome:
@@ -113,7 +115,7 @@ def dataset(section: str, name: str, split: str) -> Outcome:
 def column(field: str, value: str, usual: str) -> Outcome:
     """Returns what the name of a column becomes. usual: the name that needs no field."""
     if value == usual:
-        return Outcome("no effect", said="the column has this name here too")
+        return Outcome("no effect", reason="the column has this name here too")
     return Outcome("mapped", {field: value, "data.convert": ""})
 
 
@@ -125,9 +127,9 @@ def template(value: str) -> Outcome:
 
 def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False, base_dtype: str = "") -> Outcome:
     """Returns what an adapter becomes. targets: "all-linear", names of modules, or None for PEFT's own choice."""
-    said = ""
+    reason = ""
     if targets is None:
-        targets, said = ["q_proj", "v_proj"], "PEFT chooses the modules by the model's family; for most, these two"
+        targets, reason = ["q_proj", "v_proj"], "PEFT chooses the modules by the model's family; for most, these two"
     listed = targets.split(",") if isinstance(targets, str) else list(targets)
     pattern = "_proj" if listed == ["all-linear"] else "|".join(name.strip() for name in listed)
     fields = {
@@ -138,4 +140,4 @@ def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False, base_dtype:
         "lora.base_dtype": base_dtype,
         "lora.path": "",
     }
-    return Outcome("changed" if said else "mapped", fields, said)
+    return Outcome("changed" if reason else "mapped", fields, reason)

@@ -24,11 +24,11 @@ class Outcome:
 
     kind: Kind
     fields: dict[str, Any] = field(default_factory=dict)
-    said: str = ""
+    reason: str = ""
     yours: dict[str, str] = field(default_factory=dict)
 
 
-REFERRED = Outcome("no effect", said="other keys have its value")
+REFERRED = Outcome("no effect", reason="other keys have its value")
 
 
 class Unread(str):
@@ -40,17 +40,17 @@ class Unread(str):
 class Keys:
     """The values of all keys: those of the file, and the system's defaults."""
 
-    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
         """rows: of the training data, 0 if not known; processes: of the launcher, 0 if not known."""
-        self.given = {key: value for key, value in given.items() if not isinstance(value, Unread)}
-        self.unread = given.keys() - self.given.keys()
+        self.explicit = {key: value for key, value in values.items() if not isinstance(value, Unread)}
+        self.unread = values.keys() - self.explicit.keys()
         self.defaults, self.rows, self.processes = defaults, rows, processes
 
     def __getitem__(self, key: str) -> Any:
-        return self.given[key] if key in self.given else self.defaults[key]
+        return self.explicit[key] if key in self.explicit else self.defaults[key]
 
     def __contains__(self, key: str) -> bool:
-        return key in self.given
+        return key in self.explicit
 
 
 Rule: TypeAlias = Callable[[Any, Keys], Outcome]
@@ -93,44 +93,46 @@ class Translation:
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of our config that the translation sets. A key of the file wins over a default."""
-        made: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for outcome in [*self.defaults.values(), *self.outcomes.values()]:
-            made |= outcome.fields
-        return made
+            fields |= outcome.fields
+        return fields
 
     def yours(self) -> dict[str, str]:
         """Returns the fields that a person must complete, with the reason: without evaluations, none of theirs."""
-        found: dict[str, str] = {}
+        incomplete: dict[str, str] = {}
         for outcomes in (self.defaults, self.outcomes):
             # A field that a key of the file says is complete, whatever a default wanted.
-            said = {name for outcome in outcomes.values() for name in outcome.fields if name not in outcome.yours}
-            found = {name: why for name, why in found.items() if name not in said}
+            complete = {name for outcome in outcomes.values() for name in outcome.fields if name not in outcome.yours}
+            incomplete = {name: why for name, why in incomplete.items() if name not in complete}
             for outcome in outcomes.values():
-                found |= outcome.yours
+                incomplete |= outcome.yours
         used = self.fields()
         evaluates = used.get("eval.every") != 0
         return {
-            name: why for name, why in found.items() if name in used and (evaluates or name.split(".")[0] != "eval")
+            name: why
+            for name, why in incomplete.items()
+            if name in used and (evaluates or name.split(".")[0] != "eval")
         }
 
-    def of_kind(self, kind: Kind) -> dict[str, Outcome]:
+    def with_kind(self, kind: Kind) -> dict[str, Outcome]:
         """Returns the keys of the file with this kind of outcome."""
         return {key: outcome for key, outcome in self.outcomes.items() if outcome.kind == kind}
 
 
 def translate(
-    system: System, given: Mapping[str, Any], *, rows: int = 0, processes: int = 0, referred: Set[str] = frozenset()
+    system: System, values: Mapping[str, Any], *, rows: int = 0, processes: int = 0, referred: Set[str] = frozenset()
 ) -> Translation:
     """Translates the keys of a file.
 
     rows, processes: as for `Keys`; referred: keys that others of the file refer to.
     Raises: UserError, for a value of a wrong type.
     """
-    keys = Keys(given, system.defaults, rows=rows, processes=processes)
-    outcomes = {key: _outcome(key, value, system, keys) for key, value in given.items()}
+    keys = Keys(values, system.defaults, rows=rows, processes=processes)
+    outcomes = {key: _outcome(key, value, system, keys) for key, value in values.items()}
     outcomes |= {key: REFERRED for key in referred & outcomes.keys() if not system.knows(key)}
-    left = {key: _outcome(key, value, system, keys) for key, value in system.defaults.items() if key not in given}
-    return Translation(system, system.base(keys), outcomes, left)
+    defaults = {key: _outcome(key, value, system, keys) for key, value in system.defaults.items() if key not in values}
+    return Translation(system, system.base(keys), outcomes, defaults)
 
 
 def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
@@ -162,41 +164,41 @@ def to(name: str, convert: Convert = lambda value: value) -> Rule:
     return lambda value, keys: Outcome("mapped", {name: convert(value)})
 
 
-def changed(name: str, said: str, convert: Convert = lambda value: value) -> Rule:
+def changed(name: str, reason: str, convert: Convert = lambda value: value) -> Rule:
     """The value becomes the field `name`, whose meaning differs."""
-    return lambda value, keys: Outcome("changed", {name: convert(value)}, said)
+    return lambda value, keys: Outcome("changed", {name: convert(value)}, reason)
 
 
-def unsupported(said: str) -> Rule:
+def unsupported(reason: str) -> Rule:
     """The key has no counterpart."""
-    return lambda value, keys: Outcome("unsupported", said=said)
+    return lambda value, keys: Outcome("unsupported", reason=reason)
 
 
 @dataclass(frozen=True)
 class Idle:
     """The rule of a key that has no effect on the numbers of a run here, whatever its value is."""
 
-    said: str
+    reason: str
 
     def __call__(self, value: Any, keys: Keys) -> Outcome:
-        return Outcome("no effect", said=self.said)
+        return Outcome("no effect", reason=self.reason)
 
 
-def off(said: str, *neutral: Any) -> Rule:
+def off(reason: str, *neutral: Any) -> Rule:
     """The key has no counterpart, and needs none at its neutral values (None, False and these)."""
     nothing = (None, False, *neutral)
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        return Outcome("no effect", said="not in use") if value in nothing else Outcome("unsupported", said=said)
+        return Outcome("no effect", reason="not in use") if value in nothing else Outcome("unsupported", reason=reason)
 
     return rule
 
 
-def each(rule: Rule, keys: str, prefix: str = "") -> dict[str, Rule]:
+def same_rule(rule: Rule, keys: str, prefix: str = "") -> dict[str, Rule]:
     """Returns one rule for several keys, whose names have spaces between them."""
     return {f"{prefix}{key}": rule for key in keys.split()}
 
 
-def only_if(wanted: Callable[[Keys], bool], rule: Rule, why_not: str) -> Rule:
+def only_if(applies: Callable[[Keys], bool], rule: Rule, why_not: str) -> Rule:
     """Applies a rule if other keys give the key an effect; else it has none, because `why_not`."""
-    return lambda value, keys: rule(value, keys) if wanted(keys) else Outcome("no effect", said=why_not)
+    return lambda value, keys: rule(value, keys) if applies(keys) else Outcome("no effect", reason=why_not)

@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.translate import arguments, easyr1, launchers, search_r1, shell, trl, trl_ppo, verl
 from jaxrl_llm.translate.arguments import Value
-from jaxrl_llm.translate.documents import SECTIONS, Document, of_document, resolved, scalar, with_files
+from jaxrl_llm.translate.documents import SECTIONS, Document, read_document, resolved, scalar, with_files
 from jaxrl_llm.translate.outcome import System
 from jaxrl_llm.translate.script import read_script
 from jaxrl_llm.translate.shell import Command
@@ -19,15 +19,15 @@ from jaxrl_llm.translate.shell_values import ASSIGNMENT
 
 NAME = re.compile(r"[\w./@-]+")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-OF_SEARCH_R1 = re.compile(
+SEARCH_R1_KEY = re.compile(
     r"max_turns|do_search|(retriever|reranker)\..*|.*\.(n_agent|state_masking|no_think_rl)|"
     r"data\.(max_start_length|max_obs_length)"
 )
 # The first words of keys of veRL, EasyR1 and Search-R1, and the flags of TRL.
 HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 OVERRIDDEN = {key.split(".")[0] for system in HYDRA for key in system.rules if "." in key}
-FLAGS = {*trl.OF_GRPO, *trl.SHARED, *trl_ppo.OWN}
-STARTERS = ("torch.distributed", *launchers.OF_TORCH)  # modules that start a script, whose name comes later
+FLAGS = {*trl.GRPO_RULES, *trl.SHARED, *trl_ppo.PPO_RULES}
+STARTERS = ("torch.distributed", *launchers.TORCH)  # modules that start a script, whose name comes later
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _read(path: Path, text: str) -> Source:
     if path.suffix == ".py":
         kind, values, lost = read_script(path, text)
         return Source(path, trl.GRPO if kind == "grpo" else trl_ppo.PPO, values, tuple(lost))
-    keys = resolved(of_document(path, text)) if path.suffix in (".json", ".yaml", ".yml") else _of_shell(path, text)
+    keys = resolved(read_document(path, text)) if path.suffix in (".json", ".yaml", ".yml") else _from_shell(path, text)
     # A key becomes a comment of the config, so it must be a name.
     if wrong := next((key for key in keys.values if not NAME.fullmatch(key)), ""):
         raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
@@ -72,7 +72,7 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System
     """Returns the trainer whose keys these are. Raises: UserError, if it is none, with the first line that is lost."""
     if any(key.startswith("worker.") for key in keys):
         return easyr1.EASYR1
-    if any(OF_SEARCH_R1.fullmatch(key) for key in keys):
+    if any(SEARCH_R1_KEY.fullmatch(key) for key in keys):
         return search_r1.SEARCH_R1
     if any(key.startswith("actor_rollout_ref.") for key in keys):
         return verl.VERL
@@ -90,7 +90,7 @@ def _known(system: System, keys: dict[str, Any]) -> int:
     return sum(key in system.rules or key.startswith(launchers.LAUNCHERS) for key in keys)
 
 
-def _of_shell(path: Path, text: str) -> Document:
+def _from_shell(path: Path, text: str) -> Document:
     """Returns the keys of the training command of a script. What a loop makes of it several times is one command."""
     try:
         script = shell.follow(text)
@@ -99,7 +99,7 @@ def _of_shell(path: Path, text: str) -> Document:
     allocated = launchers.allocation(text)
     runs: dict[int, list[tuple[Command, Document]]] = {}
     for command in script.commands:
-        if keys := _of_command(path, command, script.files, allocated):
+        if keys := _from_command(path, command, script.files, allocated):
             runs.setdefault(command.place, []).append((command, keys))
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one in the file")
@@ -122,7 +122,7 @@ def unreached(script: shell.Script, training: set[int]) -> list[str]:
 
     training: the places of the training command. A command that begins with such a word is what a comment cut off.
     """
-    reached = [one for one in script.commands if one.place in training or not _like_keys(one.words[0])]
+    reached = [command for command in script.commands if command.place in training or not _like_keys(command.words[0])]
     places = frozenset().union(*(command.places for command in reached))
     lost = []
     texts = [
@@ -151,28 +151,30 @@ def _flag(word: str) -> str:
     return word.removeprefix("--").partition("=")[0].replace("-", "_").removeprefix("no_")
 
 
-def _of_command(path: Path, command: Command, files: Mapping[str, str], allocated: Sequence[Value]) -> Document | None:
+def _from_command(
+    path: Path, command: Command, files: Mapping[str, str], allocated: Sequence[Value]
+) -> Document | None:
     """Returns the keys of a command; None, if it starts no training. files, allocated: as of `launchers.flags`."""
     words = command.words
     start = next((i for i in range(len(words)) if _starts(words, i)), None)
     if start is None:
         return None
     inside = command.values[start + 1 + (words[start] in ("-m", "trl")) :]
-    hydra, left = arguments.keys_of(inside)
+    hydra, rest = arguments.keys_of(inside)
     if any(key.split(".")[0] in SECTIONS for key in hydra) or "--config-name" in hydra:
         keys = with_files(path, {key: arguments.value_of(value, scalar) for key, value in hydra.items()}, files)
-        keys.lost += _unkeyed(left)
+        keys.lost += _unkeyed(rest)
         keys.notes += arguments.again([value.text for value in inside])
         return resolved(keys)
-    given, left = arguments.flags(inside)
-    values = {key: arguments.value_of(value, scalar) for key, value in given.items()}
+    options, rest = arguments.flags(inside)
+    values = {key: arguments.value_of(value, scalar) for key, value in options.items()}
     denied = {key for key in values if key.removeprefix("no_") in trl.GRPO.rules and key not in trl.GRPO.rules}
     values = {key.removeprefix("no_") if key in denied else key: key not in denied and x for key, x in values.items()}
     keys = with_files(path, values, files)
     if not any(key in trl.GRPO.rules or key in trl_ppo.PPO.rules for key in keys.values):
         return None
     keys.values |= launchers.flags(path, command.values[:start], files, allocated)
-    keys.lost += _unkeyed(left)
+    keys.lost += _unkeyed(rest)
     return keys
 
 

@@ -18,7 +18,17 @@ OTHERS = ("RLOOConfig", "SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "
 POSITIONAL = {"config": ("output_dir",), "trainer": ("model", "reward_funcs", "args", "train_dataset")}
 DATASETS = ("load_dataset", "load_from_disk")
 # Methods of a data set that change its rows, or leave some out. `shuffle` and `remove_columns` need nothing here.
-OF_ROWS = ("map", "filter", "select", "take", "skip", "train_test_split", "rename_column", "rename_columns", "flatten")
+ROW_METHODS = (
+    "map",
+    "filter",
+    "select",
+    "take",
+    "skip",
+    "train_test_split",
+    "rename_column",
+    "rename_columns",
+    "flatten",
+)
 Names: TypeAlias = dict[str, list[ast.expr]]  # what the script sets a name to, in its order
 
 
@@ -32,7 +42,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} is no Python that can be parsed: {error}") from None
-    names, later = _set(tree)
+    names, later = _assignments(tree)
     calls = [(_called(node), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     configs = [(name, call) for name, call in calls if name in CONFIGS]
     trainers = [(name, call) for name, call in calls if name in TRAINERS]
@@ -40,26 +50,28 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
         raise UserError(f"{path} makes {len(configs)} configs, at lines {_lines(configs)}: keep one in the file")
     if not configs and not trainers:
         other = next((name for name, _ in calls if name in OTHERS), "")
-        there = f"{other}, which is not translated" if other else "no GRPOConfig or PPOConfig"
-        raise UserError(f"{path} makes {there}: give a script that calls one of these, or its command line in a .sh")
+        made_instead = f"{other}, which is not translated" if other else "no GRPOConfig or PPOConfig"
+        raise UserError(
+            f"{path} makes {made_instead}: give a script that calls one of these, or its command line in a .sh"
+        )
     kind = CONFIGS[configs[0][0]] if configs else TRAINERS[trainers[0][0]]
     keys, lost = {}, []
     for _, call in configs:
         keys |= {name: _value(node, names) for name, node in _arguments(call, POSITIONAL["config"], names)}
-        own = {name for name, values in names.items() if any(value is call for value in values)}
-        keys |= {attribute: _value(node, names) for name, attribute, node in later if name in own}
+        config_names = {name for name, values in names.items() if any(value is call for value in values)}
+        keys |= {attribute: _value(node, names) for name, attribute, node in later if name in config_names}
     for _, call in trainers[:1]:
         for name, node in _arguments(call, POSITIONAL["trainer"], names):
             if name != "args":
                 keys |= _argument(name, node, names)
             elif not configs:
                 lost.append(f"line {node.lineno}: args={_short(node)} is not made there: give the command line (a .sh)")
-            if name == "train_dataset" and (done := _steps(node, names)):
-                keys["trainer.train_dataset.steps"] = ", ".join(done)
+            if name == "train_dataset" and (steps := _steps(node, names)):
+                keys["trainer.train_dataset.steps"] = ", ".join(steps)
     return kind, keys, lost
 
 
-def _set(tree: ast.Module) -> tuple[Names, list[tuple[str, str, ast.expr]]]:
+def _assignments(tree: ast.Module) -> tuple[Names, list[tuple[str, str, ast.expr]]]:
     """Returns what a script sets names to, with its imports and the fields of its classes, and attributes of names."""
     names: Names = {}
     later: list[tuple[str, str, ast.expr]] = []  # object.attribute = value
@@ -79,7 +91,7 @@ def _set(tree: ast.Module) -> tuple[Names, list[tuple[str, str, ast.expr]]]:
         if isinstance(node, ast.Assign | ast.AnnAssign) and id(node) not in inside
         if isinstance(node, ast.AnnAssign) or len(node.targets) == 1
     ]
-    for target, value, _ in sorted(assigned, key=lambda one: one[2]):
+    for target, value, _ in sorted(assigned, key=lambda assignment: assignment[2]):
         if isinstance(target, ast.Name) and value:
             names[target.id] = [*names.get(target.id, []), value]
         elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and value:
@@ -89,7 +101,7 @@ def _set(tree: ast.Module) -> tuple[Names, list[tuple[str, str, ast.expr]]]:
 
 def _argument(name: str, node: ast.expr, names: Names) -> dict[str, Any]:
     """Returns the keys of an argument of the trainer. Each argument of a LoraConfig is one, too."""
-    value = _of_trainer(node, names)
+    value = _trainer_value(node, names)
     keys = {f"trainer.{name}": value}
     return keys | ({f"trainer.{name}.{key}": x for key, x in value.items()} if isinstance(value, dict) else {})
 
@@ -133,8 +145,8 @@ def _value(node: ast.expr, names: Names) -> Any:
     """Returns the literal of an expression: also a sum of numbers, and a name that the script sets to a literal."""
     if isinstance(node, ast.Name) and names.get(node.id):
         return _value(*_before(node.id, names))
-    if isinstance(node, ast.Attribute) and (found := _field(node, names)):
-        return _value(found, names)
+    if isinstance(node, ast.Attribute) and (field := _field(node, names)):
+        return _value(field, names)
     if isinstance(node, ast.JoinedStr):
         return _formatted(node, names)
     if isinstance(node, ast.Call) and _called(node) in ("float", "int", "str") and len(node.args) == 1:
@@ -157,11 +169,11 @@ def _value(node: ast.expr, names: Names) -> Any:
 
 def _field(node: ast.Attribute, names: Names) -> ast.expr | None:
     """Returns the field of an object that the script makes of a class of its own, as args.rate of args = Args()."""
-    made = names.get(node.value.id, [])[-1:] if isinstance(node.value, ast.Name) else []
-    if not made or not isinstance(made[0], ast.Call):
+    constructors = names.get(node.value.id, [])[-1:] if isinstance(node.value, ast.Name) else []
+    if not constructors or not isinstance(constructors[0], ast.Call):
         return None
-    given = {keyword.arg: keyword.value for keyword in made[0].keywords}
-    return given.get(node.attr) or next(iter(names.get(f"{_called(made[0])}.{node.attr}", [])), None)
+    arguments = {keyword.arg: keyword.value for keyword in constructors[0].keywords}
+    return arguments.get(node.attr) or next(iter(names.get(f"{_called(constructors[0])}.{node.attr}", [])), None)
 
 
 def _formatted(node: ast.JoinedStr, names: Names) -> Any:
@@ -176,17 +188,17 @@ def _formatted(node: ast.JoinedStr, names: Names) -> Any:
     return "".join(map(str, parts)) if known else Unread(_short(node))
 
 
-def _of_trainer(node: ast.expr, names: Names) -> Any:
+def _trainer_value(node: ast.expr, names: Names) -> Any:
     """As `_value`; a function is its name, a data set what it is loaded from, and a LoraConfig its arguments."""
     if isinstance(node, ast.List):
-        return [_of_trainer(one, names) for one in node.elts]
+        return [_trainer_value(element, names) for element in node.elts]
     if isinstance(node, ast.Name):
-        return _of_trainer(*_before(node.id, names)) if names.get(node.id) else node.id
+        return _trainer_value(*_before(node.id, names)) if names.get(node.id) else node.id
     if isinstance(node, ast.Attribute) and not _field(node, names):  # mymod.rewards.good
         return ast.unparse(node)
     if isinstance(node, ast.Subscript):  # load_dataset(...)["train"]
-        found, split = _of_trainer(node.value, names), _value(node.slice, names)
-        return _split(found, split)
+        source, split = _trainer_value(node.value, names), _value(node.slice, names)
+        return _split(source, split)
     if isinstance(node, ast.Call) and _called(node) == "LoraConfig":
         return {name: _value(value, names) for name, value in _arguments(node, ("task_type", "r"), names)}
     if isinstance(node, ast.Call) and _called(node) == "from_pretrained" and node.args:
@@ -196,7 +208,7 @@ def _of_trainer(node: ast.expr, names: Names) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         # dataset.map(...) and .select(...) of a data set, which `_steps` lists
         known = not isinstance(node.func.value, ast.Name) or node.func.value.id in names
-        return _of_trainer(node.func.value, names) if known else Unread(_short(node))
+        return _trainer_value(node.func.value, names) if known else Unread(_short(node))
     if isinstance(node, ast.Call):
         return _short(node)
     return _value(node, names)
@@ -204,17 +216,19 @@ def _of_trainer(node: ast.expr, names: Names) -> Any:
 
 def _loaded(call: ast.Call, names: Names) -> Any:
     """Returns what a data set is loaded from: owner/name:configuration@split, or the file of a format."""
-    given = {name: _value(node, names) for name, node in _arguments(call, ("path", "name"), names)}
-    source = given.get("path")
+    arguments = {name: _value(node, names) for name, node in _arguments(call, ("path", "name"), names)}
+    source = arguments.get("path")
     if not isinstance(source, str) or isinstance(source, Unread):
         return source
-    if "/" not in source and isinstance(files := given.get("data_files"), str):  # load_dataset("json", data_files=...)
+    # load_dataset("json", data_files=...): "json" is a format, the rows are in the file.
+    files = arguments.get("data_files")
+    if "/" not in source and isinstance(files, str):
         return files
-    if isinstance(configuration := given.get("name"), str) and _called(call) == "load_dataset":
+    if isinstance(configuration := arguments.get("name"), str) and _called(call) == "load_dataset":
         if isinstance(configuration, Unread):
             return Unread(f"{source}, {configuration}")
         source = f"{source}:{configuration}"
-    return _split(source, given.get("split"))
+    return _split(source, arguments.get("split"))
 
 
 def _split(source: Any, split: Any) -> Any:
@@ -234,7 +248,7 @@ def _steps(node: ast.expr, names: Names) -> list[str]:
     if isinstance(node, ast.Subscript):
         return _steps(node.value, names)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _called(node) not in DATASETS:
-        return [*_steps(node.func.value, names), *([_called(node)] if _called(node) in OF_ROWS else [])]
+        return [*_steps(node.func.value, names), *([_called(node)] if _called(node) in ROW_METHODS else [])]
     return []
 
 

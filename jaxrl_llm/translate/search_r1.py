@@ -16,34 +16,34 @@ KL = replace(verl.KL, in_reward=lambda keys: not keys[f"{ACTOR}use_kl_loss"])
 
 def grouped(value: Any, keys: Keys) -> Outcome:
     """Episodes of a prompt."""
-    said = "n x n_agent episodes of a prompt"
-    return Outcome("mapped", {"group_size": NAMES.group_size(keys)}, said)
+    reason = "n x n_agent episodes of a prompt"
+    return Outcome("mapped", {"group_size": NAMES.group_size(keys)}, reason)
 
 
 def turns(value: Any, keys: Keys) -> Outcome:
     """Searches of an episode: after the last one, the policy has one more turn."""
-    most, response = int(keys["max_turns"]), int(keys["data.max_response_length"])
+    searches, response = int(keys["max_turns"]), int(keys["data.max_response_length"])
     fields = {
-        "env.most_searches": most,
-        "turns.most": most + 1,
-        "rollout.max_completion_tokens": (most + 1) * response + most * int(keys["data.max_obs_length"]),
+        "env.most_searches": searches,
+        "turns.most": searches + 1,
+        "rollout.max_completion_tokens": (searches + 1) * response + searches * int(keys["data.max_obs_length"]),
     }
-    said = "turns that may search; one more answers. An episode has at most (max_turns + 1) x max_response_length + "
-    return Outcome("changed", fields, said + "max_turns x max_obs_length tokens, and is never cut at its beginning")
+    reason = "turns that may search; one more answers. An episode has at most (max_turns + 1) x max_response_length + "
+    return Outcome("changed", fields, reason + "max_turns x max_obs_length tokens, and is never cut at its beginning")
 
 
-def of_turns(name: str, said: str = "") -> Rule:
+def turn_limit(name: str, reason: str = "") -> Rule:
     """A limit in tokens, which is also a part of the limit of an episode. said: what differs."""
-    whole, kind = "rollout.max_completion_tokens", "changed" if said else "mapped"
-    return lambda value, keys: Outcome(kind, {name: int(value), whole: turns(value, keys).fields[whole]}, said)
+    whole, kind = "rollout.max_completion_tokens", "changed" if reason else "mapped"
+    return lambda value, keys: Outcome(kind, {name: int(value), whole: turns(value, keys).fields[whole]}, reason)
 
 
 def masking(value: Any, keys: Keys) -> Outcome:
     """Whether what the search finds is left out."""
     if value:
-        said = "also left out of the KL penalty, the critic and the advantages; there, of the policy's loss"
-        return Outcome("changed", {}, said)
-    return Outcome("unsupported", said="what the search finds is never trained on here")
+        reason = "also left out of the KL penalty, the critic and the advantages; there, of the policy's loss"
+        return Outcome("changed", {}, reason)
+    return Outcome("unsupported", reason="what the search finds is never trained on here")
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:
@@ -51,28 +51,28 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", ours.reward_fields((ours.SEARCH,)), "exact match of the answer, as there")
 
 
-of_epochs, of_steps = family.steps(NAMES, "trainer.total_epochs", "trainer.total_training_steps")
-OWN: dict[str, Rule] = (
+epochs_rule, steps_rule = family.steps(NAMES, "trainer.total_epochs", "trainer.total_training_steps")
+SEARCH_RULES: dict[str, Rule] = (
     verl.optimizer("optim", ACTOR, NAMES)
-    | verl.of_critic(verl.optimizer("critic.optim", "critic.", NAMES), NAMES.estimator)
+    | verl.critic_rules(verl.optimizer("critic.optim", "critic.", NAMES), NAMES.estimator)
     | {
-        "data.train_files": family.files("data", ours.OF_SEARCH_R1),
-        "data.val_files": family.files("eval", ours.OF_SEARCH_R1),
+        "data.train_files": family.files("data", ours.SEARCH_R1_ROWS),
+        "data.val_files": family.files("eval", ours.SEARCH_R1_ROWS),
         "data.train_batch_size": family.prompts(NAMES),
         "data.max_start_length": to("data.max_prompt_tokens", int),
-        "data.max_response_length": of_turns(
+        "data.max_response_length": turn_limit(
             "turns.tokens",
             "a turn that meets this limit ends the episode here, as truncated; there it is answered as an invalid "
             "action, and the episode goes on",
         ),
-        "data.max_obs_length": of_turns("turns.observation_tokens"),
+        "data.max_obs_length": turn_limit("turns.observation_tokens"),
         "data.max_prompt_length": Idle("the whole context of a turn, cut at its beginning; an episode is never cut"),
         "data.train_data_num": off("take fewer rows with data.convert"),
         "data.val_data_num": only_if(
-            lambda keys: bool(keys.given.get("data.val_data_num")), to("eval.problems", int), "all of them"
+            lambda keys: bool(keys.explicit.get("data.val_data_num")), to("eval.problems", int), "all of them"
         ),
         "data.shuffle_train_dataloader": lambda value, keys: (
-            Outcome("mapped", {}) if value else Outcome("unsupported", said="rows are shuffled in every pass here")
+            Outcome("mapped", {}) if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
         ),
         f"{ACTOR}ppo_mini_batch_size": family.update(NAMES),
         f"{ACTOR}ppo_micro_batch_size": family.micro(NAMES, per_gpu=False),
@@ -90,11 +90,11 @@ OWN: dict[str, Rule] = (
         "algorithm.state_masking.*": Idle("tokens of the environment are known, not found by markers"),
         f"{ROLLOUT}n": grouped,
         f"{ROLLOUT}n_agent": grouped,
-        "trainer.total_epochs": of_epochs,
-        "trainer.total_training_steps": of_steps,
+        "trainer.total_epochs": epochs_rule,
+        "trainer.total_training_steps": steps_rule,
         "max_turns": turns,
         "do_search": lambda value, keys: (
-            Outcome("mapped", {}) if value else Outcome("unsupported", said="without search, translate veRL's config")
+            Outcome("mapped", {}) if value else Outcome("unsupported", reason="without search, translate veRL's config")
         ),
         "retriever.url": lambda value, keys: Outcome("mapped", {"env.url": str(value), "env.corpus": ""}),
         "retriever.topk": to("env.topk", int),
@@ -130,5 +130,7 @@ DEFAULTS = {key: value for key, value in verl.DEFAULTS.items() if not key.starts
     "retriever.topk": 3,
     "reward": "exact match",  # it has no key
 }
-RULES = OWN | {key: rule for key, rule in verl.RULES.items() if key not in OWN and not key.startswith(LEFT_OUT)}
+RULES = SEARCH_RULES | {
+    key: rule for key, rule in verl.RULES.items() if key not in SEARCH_RULES and not key.startswith(LEFT_OUT)
+}
 SEARCH_R1 = System("Search-R1", "commit 0789f5e", RULES, DEFAULTS, partial(verl.base, search=True))

@@ -30,7 +30,7 @@ from jaxrl_llm.translate.shell_grammar import (
 from jaxrl_llm.translate.shell_values import Values
 
 DOTTED = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
-OF_NAMES = ("export", "declare", "local", "readonly", "typeset")
+DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 ROUNDS, DEPTH, STEPS = 32, 16, 20_000  # rounds of a loop, calls of functions inside each other, commands of all
 
 
@@ -206,7 +206,7 @@ class Walk(Values):
             return self.sum_of(words[1].parts[0].text)
         if words[0].plain in ("[[", "[", "test"):
             return shell_test.status([self.text(word).text for word in words[1:]], is_pattern=words[0].plain == "[[")
-        if words[0].plain in OF_NAMES:
+        if words[0].plain in DECLARATIONS:
             for word in words[1:]:
                 match = self.assigned(word)
                 name = match[1] if match else word.plain
@@ -295,7 +295,7 @@ class Walk(Values):
             self.variables[match[1]] = self.summed(f"{match[1]} {match[2][0]} 1")
             return True
         if match := re.fullmatch(r"(.*?)(<=|>=|==|!=|<|>)(.*)", text, re.DOTALL):
-            left, right = (self.summed(side).text for side in (match[1], match[3]))
-            return shell_test.compared(left, match[2], right)
+            first, second = (self.summed(side).text for side in (match[1], match[3]))
+            return shell_test.compared(first, match[2], second)
         value = self.summed(text).text
         return None if "$" in value else value != "0"

@@ -266,8 +266,8 @@ class ShellParser:
         words: list[Word] = []
         heredoc, target = -1, None
         while self.at < len(self.text):
-            if found := self.redirection():
-                heredoc, target = max(heredoc, found[0]), found[1] or target
+            if redirection := self.redirection():
+                heredoc, target = max(heredoc, redirection[0]), redirection[1] or target
                 continue
             if self.peek() == "(" and len(words) == 1 and words[0].plain:
                 start = self.at
@@ -325,12 +325,12 @@ class ShellParser:
             words += [word] if word.parts else []
 
     def part(self, breaks: str) -> list[Part]:
-        here = self.text[self.at]
-        if here == "\\":
+        character = self.text[self.at]
+        if character == "\\":
             return self.escaped()
-        if here == "'":
+        if character == "'":
             return [Part("text", self.until("'"), quoted=True)]
-        if here == '"':
+        if character == '"':
             return self.double_quoted()
         if self.text.startswith("$'", self.at):
             self.at += 1
@@ -338,8 +338,8 @@ class ShellParser:
         if self.text.startswith('$"', self.at):
             self.at += 1
             return self.double_quoted()
-        if here in "$`" and (found := self.expansion(quoted=False)):
-            return [found]
+        if character in "$`" and (expansion := self.expansion(quoted=False)):
+            return [expansion]
         end = self.at + 1
         while end < len(self.text) and self.text[end] not in breaks + QUOTES + "$\\(":
             end += 1
@@ -360,17 +360,17 @@ class ShellParser:
         while not self.text.startswith('"', self.at):
             if self.at >= len(self.text):
                 raise UserError(f"line {begin}: a quotation or an array has no end: is this a shell script?")
-            here, following = self.text[self.at], self.text[self.at + 1 : self.at + 2]
-            if here == "\\" and following and following in '$`"\\\n':
+            character, following = self.text[self.at], self.text[self.at + 1 : self.at + 2]
+            if character == "\\" and following and following in '$`"\\\n':
                 text += following if following != "\n" else ""
                 self.line += following == "\n"
                 self.at += 2
-            elif here in "$`" and (found := self.expansion(quoted=True)):
-                parts += [*([Part("text", text, quoted=True)] if text else []), found]
+            elif character in "$`" and (expansion := self.expansion(quoted=True)):
+                parts += [*([Part("text", text, quoted=True)] if text else []), expansion]
                 text = ""
             else:
-                text += here
-                self.line += here == "\n"
+                text += character
+                self.line += character == "\n"
                 self.at += 1
         self.at += 1
         return [*parts, Part("text", text, quoted=True)] if text or not parts else parts
@@ -409,15 +409,17 @@ class ShellParser:
     def balanced(self, opening: str, closing: str) -> str:
         """Reads what is between an opening and its closing mark, with those inside and quotations."""
         begin, start, depth = self.line, self.at + len(opening), 0
-        one, other = opening[0], closing[0]
+        open_mark, close_mark = opening[0], closing[0]
         at = self.at
         while at < len(self.text):
-            here = self.text[at]
-            if here == "\\":
+            character = self.text[at]
+            if character == "\\":
                 at += 1
-            elif here in QUOTES and (here != "'" or one != "{" or "'" in self.text[at + 1 :].split("}")[0]):
-                at = max(self.text.find(here, at + 1), at)
-            depth += (here == one) - (here == other)
+            elif character in QUOTES and (
+                character != "'" or open_mark != "{" or "'" in self.text[at + 1 :].split("}")[0]
+            ):
+                at = max(self.text.find(character, at + 1), at)
+            depth += (character == open_mark) - (character == close_mark)
             at += 1
             if not depth:
                 inside = self.text[start : at - len(closing)]
@@ -431,14 +433,14 @@ class ShellParser:
     def blanks(self, *, newlines: bool = False) -> None:
         """Passes over blanks, joined lines and comments."""
         while self.at < len(self.text):
-            here = self.text[self.at]
-            if here in BLANK or (newlines and here == "\n"):
-                self.line += here == "\n"
+            character = self.text[self.at]
+            if character in BLANK or (newlines and character == "\n"):
+                self.line += character == "\n"
                 self.at += 1
             elif self.text.startswith("\\\n", self.at):
                 self.line += 1
                 self.at += 2
-            elif here == "#":
+            elif character == "#":
                 end = self.text.find("\n", self.at)
                 self.at = len(self.text) if end < 0 else end
             else:

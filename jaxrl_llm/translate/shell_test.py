@@ -18,32 +18,32 @@ def status(words: list[str], *, is_pattern: bool) -> bool | None:
             decisive = sign == "||"
             return decisive if decisive in sides else None if None in sides else not decisive
     if words[:1] == ["!"]:
-        found = status(words[1:], is_pattern=is_pattern)
-        return None if found is None else not found
+        known = status(words[1:], is_pattern=is_pattern)
+        return None if known is None else not known
     if len(words) == 1:
         return _is_set(words[0])
     if len(words) == 2 and words[0] in ("-n", "-z"):
-        found = _is_set(words[1])
-        return None if found is None else found == (words[0] == "-n")
+        known = _is_set(words[1])
+        return None if known is None else known == (words[0] == "-n")
     if len(words) == 3:
         return compared(words[0], NUMBERS.get(words[1], words[1]), words[2], is_pattern=is_pattern)
     return None
 
 
-def compared(left: str, sign: str, right: str, *, is_pattern: bool = False) -> bool | None:
+def compared(first: str, sign: str, second: str, *, is_pattern: bool = False) -> bool | None:
     """Returns whether a comparison holds."""
-    if sign in ("=", "==", "!=") and "" in (left, right):
-        found = _is_set(left or right)
-        return None if found is None else found == (sign == "!=")
-    if "$" in left + right:
+    if sign in ("=", "==", "!=") and "" in (first, second):
+        known = _is_set(first or second)
+        return None if known is None else known == (sign == "!=")
+    if "$" in first + second:
         return None
     if sign in ("=", "==", "!="):
-        same = fnmatchcase(left, right) if is_pattern else left == right
-        if _whole(left) and _whole(right):
-            same = int(left) == int(right)
+        same = fnmatchcase(first, second) if is_pattern else first == second
+        if _whole(first) and _whole(second):
+            same = int(first) == int(second)
         return same == (sign != "!=")
-    if sign in ("<", "<=", ">", ">=") and _whole(left) and _whole(right):
-        low, high = (int(left), int(right)) if sign[0] == "<" else (int(right), int(left))
+    if sign in ("<", "<=", ">", ">=") and _whole(first) and _whole(second):
+        low, high = (int(first), int(second)) if sign[0] == "<" else (int(second), int(first))
         return low <= high if sign.endswith("=") else low < high
     return None
 

@@ -44,12 +44,12 @@ class Values:
     def set(self, match: re.Match[str], word: Word) -> None:
         name, index, more = match.groups()
         if word.array is not None:
-            keyed = [re.fullmatch(r"\[(.+?)\]=(.*)", self.text(one).text, re.DOTALL) for one in word.array]
-            if keyed and all(keyed):  # declare -A name=([key]=value …)
-                places = frozenset().union(*(self.places(one) for one in word.array))
-                self.variables |= {f"{name}[{one[1]}]": Value(one[2], places) for one in keyed if one}
+            pairs = [re.fullmatch(r"\[(.+?)\]=(.*)", self.text(element).text, re.DOTALL) for element in word.array]
+            if pairs and all(pairs):  # declare -A name=([key]=value …)
+                places = frozenset().union(*(self.places(element) for element in word.array))
+                self.variables |= {f"{name}[{pair[1]}]": Value(pair[2], places) for pair in pairs if pair}
                 return
-            values = [value for one in word.array for value in self.fields(one)]
+            values = [value for element in word.array for value in self.fields(element)]
             self.arrays[name] = self.arrays.get(name, []) * bool(more) + values
             return
         whole = self.text(word)
@@ -75,23 +75,26 @@ class Values:
 
     def fields(self, word: Word) -> list[Value]:
         """Returns the words that a word becomes: of an array, or of a variable without quotations, several or none."""
-        if braces := _braces(word):
-            return [value for one in braces for value in self.fields(one)]
-        done: list[Value] = []
-        value, begun, here = Value("", self.places(word)), False, self.places(word)
+        if alternatives := _braces(word):
+            return [value for alternative in alternatives for value in self.fields(alternative)]
+        finished: list[Value] = []
+        value, begun, places = Value("", self.places(word)), False, self.places(word)
         for part in word.parts:
             if part.kind == "text":
                 value, begun = value + Value(part.text), begun or part.quoted or bool(part.text)
                 continue
-            found = self.expanded(part)
+            expansion = self.expanded(part)
             if not part.quoted:
-                found = [Value(text, one.places) for one in found for text in _split(one.text)]
-            for i, one in enumerate(found):
+                expansion = [
+                    Value(text, part_value.places) for part_value in expansion for text in _split(part_value.text)
+                ]
+            # As in bash, the first field joins the text before it, and only the last one the text after it.
+            for i, piece in enumerate(expansion):
                 if i:
-                    done.append(value)
-                    value = Value("", here)
-                value, begun = value + one, True
-        return [*done, value] if begun else done
+                    finished.append(value)
+                    value = Value("", places)
+                value, begun = value + piece, True
+        return [*finished, value] if begun else finished
 
     def expanded(self, part: Part) -> list[Value]:
         if part.kind == "sum":
@@ -146,8 +149,9 @@ class Values:
         if part := re.fullmatch(r":\s*(\d+)(?::(\d+))?", rest):
             items = items[int(part[1]) :][: int(part[2]) if part[2] else None]
         elif rest and not re.match(r":?[-=+?]", rest):
-            made = [self.with_rest(name, item, rest, [Value("$(")])[0] for item in items]
-            items = as_written if any(one.text == "$(" for one in made) else made
+            # "$(" marks an element whose transformation is not known: then the whole array stays as it is written.
+            expansion = [self.with_rest(name, item, rest, [Value("$(")])[0] for item in items]
+            items = as_written if any(value.text == "$(" for value in expansion) else expansion
         return [_joined(items)] if index == "*" and items else list(items)
 
     def variable(self, name: str, index: str | None) -> Value | None:
@@ -183,8 +187,8 @@ class Values:
             pattern, *other = re.split(r"(?<!\\)/", rest[1 + every :], maxsplit=1)
             by = self.text_of(other[0]).text if other else ""
             return [Value(replaced(value.text, self.text_of(pattern).text, by, every=every), value.places)]
-        made = transformed(value.text, rest[0] + self.text_of(rest[1:]).text)
-        return as_written if made is None else [Value(made, value.places)]
+        text = transformed(value.text, rest[0] + self.text_of(rest[1:]).text)
+        return as_written if text is None else [Value(text, value.places)]
 
     def text_of(self, text: str) -> Value:
         """Expands the text behind a parameter's name."""
@@ -199,10 +203,10 @@ class Values:
         places = [value.places for name, value in self.variables.items() if re.search(rf"\b{name}\b", text)]
         inside = self.text_of(text).text
         try:
-            made = calculated(re.sub(r"(?<!/)/(?!/)", "//", inside), names)  # a shell has whole numbers only
+            total = calculated(re.sub(r"(?<!/)/(?!/)", "//", inside), names)  # a shell has whole numbers only
         except (ValueError, KeyError, SyntaxError, ZeroDivisionError, OverflowError):
             return Value(f"$(({inside.replace(' ', '')}))")
-        return Value(str(made), frozenset().union(*places))
+        return Value(str(total), frozenset().union(*places))
 
 
 def _joined(values: list[Value]) -> Value:
@@ -222,6 +226,6 @@ def _braces(word: Word) -> list[Word]:
             continue
         if (match := BRACES.search(part.text)) and len(BRACES.findall(part.text)) <= 4:
             ends = part.text[: match.start()], part.text[match.end() :]
-            made = [Part("text", f"{ends[0]}{one}{ends[1]}") for one in match[1].split(",")]
-            return [replace(word, parts=(*word.parts[:i], one, *word.parts[i + 1 :])) for one in made]
+            parts = [Part("text", f"{ends[0]}{choice}{ends[1]}") for choice in match[1].split(",")]
+            return [replace(word, parts=(*word.parts[:i], choice, *word.parts[i + 1 :])) for choice in parts]
     return []

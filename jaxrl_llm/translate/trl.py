@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.translate import launchers, ours
 from jaxrl_llm.translate.family import ENGINE, LOGS, MEMORY, divisors, unknown_steps
 from jaxrl_llm.translate.family import model as model_path
-from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, each, off, only_if, to, unsupported
+from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, off, only_if, same_rule, to, unsupported
 
 HUB = "nothing is pushed to the hub during a run"
 LAUNCHER = "how processes are started: here all devices that a run finds"
@@ -50,13 +50,13 @@ def processes(keys: Keys) -> int:
     return keys.processes or launchers.count(keys) or 1
 
 
-def sequences(keys: Keys) -> int:
+def completions_per_update(keys: Keys) -> int:
     """Completions of an optimizer step."""
-    of_one = int(keys["per_device_train_batch_size"]) * int(keys["gradient_accumulation_steps"])
-    return of_one * processes(keys)
+    per_process = int(keys["per_device_train_batch_size"]) * int(keys["gradient_accumulation_steps"])
+    return per_process * processes(keys)
 
 
-def generated(keys: Keys) -> int:
+def completions_per_rollout(keys: Keys) -> int:
     """Completions of a rollout."""
     if keys["generation_batch_size"]:
         return int(keys["generation_batch_size"])
@@ -67,21 +67,23 @@ def generated(keys: Keys) -> int:
 def batch(keys: Keys) -> tuple[dict[str, Any], str]:
     """Returns the batch fields, and how TRL's words make them."""
     group = int(keys["num_generations"])
-    rollout = max(generated(keys), sequences(keys))
+    per_update = completions_per_update(keys)
+    rollout = max(completions_per_rollout(keys), per_update)
     prompts = max(1, round(rollout / group))
-    update = min(divisors(prompts), key=lambda x: abs(x - sequences(keys) / group))
+    # The learner splits a rollout into equal updates, so the prompts of an update divide those of a rollout.
+    update = min(divisors(prompts), key=lambda x: abs(x - per_update / group))
     count = processes(keys)
-    of = f"{keys['per_device_train_batch_size']} x {keys['gradient_accumulation_steps']} x {count}"
-    said = (
-        f"per_device_train_batch_size x gradient_accumulation_steps x processes counts completions: {of} = "
-        f"{sequences(keys)} of an optimizer step, {rollout} of a rollout; here prompts, with {group} completions each"
+    product = f"{keys['per_device_train_batch_size']} x {keys['gradient_accumulation_steps']} x {count}"
+    reason = (
+        f"per_device_train_batch_size x gradient_accumulation_steps x processes counts completions: {product} = "
+        f"{per_update} of an optimizer step, {rollout} of a rollout; here prompts, with {group} completions each"
     )
-    said += (
+    reason += (
         "" if keys.processes or launchers.count(keys) else ". The file names no number of processes: --processes N does"
     )
-    if prompts * group != rollout or update * group != sequences(keys):
-        said += f". They are not whole groups: {prompts} and {update} are the nearest that fit"
-    return {"prompts_per_step": prompts, "prompts_per_update": update, "group_size": group}, said
+    if prompts * group != rollout or update * group != per_update:
+        reason += f". They are not whole groups: {prompts} and {update} are the nearest that fit"
+    return {"prompts_per_step": prompts, "prompts_per_update": update, "group_size": group}, reason
 
 
 def part_of_batch(*names: str) -> Rule:
@@ -89,7 +91,7 @@ def part_of_batch(*names: str) -> Rule:
 
     def rule(value: Any, keys: Keys) -> Outcome:
         if value is None:
-            return Outcome("no effect", said="not set")
+            return Outcome("no effect", reason="not set")
         fields, _ = batch(keys)
         return Outcome("changed", {name: fields[name] for name in names}, "a factor of the batch, as said above")
 
@@ -104,10 +106,10 @@ def updates(keys: Keys) -> int:
 
 def micro(value: Any, keys: Keys) -> Outcome:
     """The completions of a device, which are also a word of the batch."""
-    fields, said = batch(keys)
-    wanted = max(1, int(value) * processes(keys) // fields["group_size"])
-    made = max(x for x in divisors(fields["prompts_per_update"]) if x <= wanted)
-    return Outcome("changed", fields | {"microbatch": made}, said)
+    fields, reason = batch(keys)
+    limit = max(1, int(value) * processes(keys) // fields["group_size"])
+    microbatch = max(x for x in divisors(fields["prompts_per_update"]) if x <= limit)
+    return Outcome("changed", fields | {"microbatch": microbatch}, reason)
 
 
 def rollouts(keys: Keys) -> int:
@@ -121,22 +123,24 @@ def rollouts(keys: Keys) -> int:
 def epochs(value: Any, keys: Keys) -> Outcome:
     """Passes over the data."""
     if int(keys["max_steps"] or 0) > 0:
-        return Outcome("no effect", said="max_steps is set")
+        return Outcome("no effect", reason="max_steps is set")
     prompts = batch(keys)[0]["prompts_per_step"]
-    if made := rollouts(keys):
-        return Outcome("changed", {"num_steps": made}, f"{value} passes over {keys.rows} rows, {prompts} in a step")
+    if num_steps := rollouts(keys):
+        return Outcome(
+            "changed", {"num_steps": num_steps}, f"{value} passes over {keys.rows} rows, {prompts} in a step"
+        )
     return unknown_steps(f"num_train_epochs = {value}: {value} x rows // prompts_per_step")
 
 
 def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
     """Returns what a number of optimizer steps, or a share of the run below 1, becomes as a number of rollouts."""
-    each, whole = updates(keys), rollouts(keys)
+    per_rollout, total = updates(keys), rollouts(keys)
     if value >= 1:
-        said = f"counts optimizer steps, here rollouts with {each} of them" * (each > 1)
-        return Outcome("changed" if said else "mapped", {name: max(1, int(value) // each)}, said)
-    if whole:
-        said = f"a share of the run: {value} x {whole} steps"
-        return Outcome("changed", {name: max(1, math.ceil(value * whole))}, said)
+        reason = f"counts optimizer steps, here rollouts with {per_rollout} of them" * (per_rollout > 1)
+        return Outcome("changed" if reason else "mapped", {name: max(1, int(value) // per_rollout)}, reason)
+    if total:
+        reason = f"a share of the run: {value} x {total} steps"
+        return Outcome("changed", {name: max(1, math.ceil(value * total))}, reason)
     why = f"{value} of all steps (give --rows, or max_steps in the file); 25 is a placeholder"
     return Outcome("changed", {name: 25}, "a share of the run", {name: why})
 
@@ -145,7 +149,7 @@ def counts_updates(name: str, what: str) -> Rule:
     """A number of optimizer steps becomes one of rollouts."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        return in_rollouts(name, value, keys) if value and value > 0 else Outcome("no effect", said="not set")
+        return in_rollouts(name, value, keys) if value and value > 0 else Outcome("no effect", reason="not set")
 
     return only_if(lambda keys: not what or keys[what] == "steps", rule, f"{what} is not steps")
 
@@ -154,8 +158,8 @@ def saving(value: Any, keys: Keys) -> Outcome:
     """When checkpoints are saved."""
     if value == "steps":
         return Outcome("mapped", {})
-    said = {"no": "a run here always can resume", "epoch": "here in steps: checkpoint.every"}
-    return Outcome("changed", {"checkpoint.every": 25}, said.get(str(value), "here every checkpoint.every steps"))
+    reasons = {"no": "a run here always can resume", "epoch": "here in steps: checkpoint.every"}
+    return Outcome("changed", {"checkpoint.every": 25}, reasons.get(str(value), "here every checkpoint.every steps"))
 
 
 def evaluating(value: Any, keys: Keys) -> Outcome:
@@ -183,7 +187,7 @@ NO_WARMUP = Outcome(
 def warmup(value: Any, keys: Keys) -> Outcome:
     """Optimizer steps, or from TRL 1 on also a share."""
     if not value:
-        return Outcome("no effect", said="not set")
+        return Outcome("no effect", reason="not set")
     if never_warms_up(keys):
         return NO_WARMUP
     if value < 1:
@@ -195,8 +199,8 @@ def warmup_ratio(value: Any, keys: Keys) -> Outcome:
     """A share of the optimizer steps."""
     if value and never_warms_up(keys):
         return NO_WARMUP
-    if keys.given.get("warmup_steps"):
-        return Outcome("no effect", said="warmup_steps is set")
+    if keys.explicit.get("warmup_steps"):
+        return Outcome("no effect", reason="warmup_steps is set")
     return Outcome("mapped", {"optim.warmup_ratio": float(value or 0), "optim.warmup_steps": 0})
 
 
@@ -205,11 +209,11 @@ def schedule(section: str) -> Rule:
 
     def rule(value: Any, keys: Keys) -> Outcome:
         if value == "cosine_with_min_lr":
-            said = keys.given.get("lr_scheduler_kwargs") or {}
-            low = said.get("min_lr", float(keys["learning_rate"]) * said.get("min_lr_rate", 0.0))
+            arguments = keys.explicit.get("lr_scheduler_kwargs") or {}
+            low = arguments.get("min_lr", float(keys["learning_rate"]) * arguments.get("min_lr_rate", 0.0))
             return Outcome("mapped", {f"{section}.decay": "cosine", f"{section}.end": float(low)})
         if value not in SCHEDULES:
-            return Outcome("unsupported", said=f"there is constant, linear and cosine, not {value}")
+            return Outcome("unsupported", reason=f"there is constant, linear and cosine, not {value}")
         return Outcome("mapped", {f"{section}.decay": SCHEDULES[value], f"{section}.end": 0.0})
 
     return rule
@@ -217,8 +221,10 @@ def schedule(section: str) -> Rule:
 
 def weight_decay(value: Any, keys: Keys) -> Outcome:
     """Weight decay of AdamW."""
-    said = "here only for matrices; there for all but norms and biases, so also for the embedding and a head tied to it"
-    return Outcome("changed" if value else "mapped", {"optim.weight_decay": float(value)}, said * bool(value))
+    reason = (
+        "here only for matrices; there for all but norms and biases, so also for the embedding and a head tied to it"
+    )
+    return Outcome("changed" if value else "mapped", {"optim.weight_decay": float(value)}, reason * bool(value))
 
 
 def truncated(value: Any, keys: Keys) -> Outcome:
@@ -226,19 +232,19 @@ def truncated(value: Any, keys: Keys) -> Outcome:
     fields = {"mask.truncated": bool(value)}
     if not value or keys["loss_type"] not in ("grpo", "dr_grpo", "sapo", "luspo"):
         return Outcome("mapped", fields)
-    said = "TRL still divides the loss by the number of all completions, here by that of those with a trained token"
-    return Outcome("changed", fields, said)
+    reason = "TRL still divides the loss by the number of all completions, here by that of those with a trained token"
+    return Outcome("changed", fields, reason)
 
 
 def loss(value: Any, keys: Keys) -> Outcome:
     """The loss and its aggregation."""
     if value not in LOSSES:
-        said = f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip"
-        return Outcome("unsupported", said=said)
+        reason = f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip"
+        return Outcome("unsupported", reason=reason)
     name, mode, arguments = LOSSES[value]
     low = float(keys["epsilon"])
     high = low if keys["epsilon_high"] is None else float(keys["epsilon_high"])
-    said = {
+    reason = {
         "bnpo": "TRL divides by the tokens of a micro-batch, here by those of the optimizer step",
         "cispo": "epsilon_high is the upper bound of the ratio there, 1 + clip_high here",
     }.get(value, "")
@@ -246,7 +252,7 @@ def loss(value: Any, keys: Keys) -> Outcome:
     if keys["importance_sampling_level"] == "sequence" and name == "ppo_clip":
         name = "gspo"
         if mode == "token_mean":
-            mode, said = "sequence_mean", "one ratio for a completion: the mean of completions, as GSPO's paper"
+            mode, reason = "sequence_mean", "one ratio for a completion: the mean of completions, as GSPO's paper"
     if name == "ppo_clip":
         fields |= {"loss.clip_low": low, "loss.clip_high": high, "loss.delta": float(keys["delta"] or 0.0)}
     elif name == "gspo":
@@ -255,17 +261,17 @@ def loss(value: Any, keys: Keys) -> Outcome:
         fields |= {"loss.clip_low": 1.0, "loss.clip_high": max(high - 1.0, 0.0)}
     length = int(keys["max_completion_length"]) if mode == "constant" else 0
     fields |= {"loss.name": name, "aggregate.mode": mode, "aggregate.constant_length": length}
-    return Outcome("changed" if said else "mapped", fields, said)
+    return Outcome("changed" if reason else "mapped", fields, reason)
 
 
-def of_loss(wanted: tuple[str, ...], why: str) -> Rule:
+def loss_argument(losses: tuple[str, ...], why: str) -> Rule:
     """An argument of the loss, which `loss` has used."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        if value is None or keys["loss_type"] not in wanted:
-            return Outcome("no effect", said="not set" if value is None else why)
-        made = loss(keys["loss_type"], keys)
-        return Outcome("mapped", {name: x for name, x in made.fields.items() if name.startswith("loss.")})
+        if value is None or keys["loss_type"] not in losses:
+            return Outcome("no effect", reason="not set" if value is None else why)
+        outcome = loss(keys["loss_type"], keys)
+        return Outcome("mapped", {name: x for name, x in outcome.fields.items() if name.startswith("loss.")})
 
     return rule
 
@@ -282,7 +288,7 @@ def scaling(value: Any, keys: Keys) -> Outcome:
     """What advantages are divided by."""
     normal = {True: "group", False: "none"}.get(value, value)
     if keys["multi_objective_aggregation"] == "normalize_then_sum":
-        return Outcome("no effect", said="multi_objective_aggregation normalizes each reward")
+        return Outcome("no effect", reason="multi_objective_aggregation normalizes each reward")
     fields = {"advantage.name": "grpo", "advantage.normalize": normal, "advantage.epsilon": 1e-4}
     return Outcome("mapped", fields, "a deviation has ddof = 1 and epsilon = 1e-4 there and here")
 
@@ -298,8 +304,8 @@ def was(key: str, rule: Rule) -> Rule:
     """Says of a default that it was another one in earlier versions."""
 
     def noted(value: Any, keys: Keys) -> Outcome:
-        made = rule(value, keys)
-        return made if key in keys else Outcome("changed", made.fields, OLDER[key])
+        outcome = rule(value, keys)
+        return outcome if key in keys else Outcome("changed", outcome.fields, OLDER[key])
 
     return noted
 
@@ -310,27 +316,27 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         why = "the file names no reward function"
         yours = {"reward.functions": why, "eval.function": why}
         return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), "", yours)
-    given = [str(name).split("(")[0] for name in (value if isinstance(value, list) else [value])]
-    all_weights = keys.given.get("reward_weights") or [1.0] * len(given)
-    each = dict(zip(given, all_weights, strict=False)) if len(given) == len(all_weights) else {}
-    soft = [name for name in given if "soft_overlong" in name]
-    models = [name for name in given if "/" in name]  # of the hub, or folders
-    names = [name for name in given if name not in soft + models]
-    said = ["get_soft_overlong_punishment is reward.overlong_tokens: set it to soft_punish_cache"] if soft else []
-    fields, yours = ours.rewards(names, [float(each.get(name, 1.0)) for name in names]) if names else ({}, {})
+    listed = [str(name).split("(")[0] for name in (value if isinstance(value, list) else [value])]
+    all_weights = keys.explicit.get("reward_weights") or [1.0] * len(listed)
+    weight_of = dict(zip(listed, all_weights, strict=False)) if len(listed) == len(all_weights) else {}
+    soft = [name for name in listed if "soft_overlong" in name]
+    models = [name for name in listed if "/" in name]  # of the hub, or folders
+    names = [name for name in listed if name not in soft + models]
+    reasons = ["get_soft_overlong_punishment is reward.overlong_tokens: set it to soft_punish_cache"] if soft else []
+    fields, yours = ours.rewards(names, [float(weight_of.get(name, 1.0)) for name in names]) if names else ({}, {})
     if models:
         model = ours.reward_model(models[0], "it reads prompt and completion as the policy does")
-        fields |= model.fields | {"reward_model.weight": float(each.get(models[0], 1.0))}
-        said += [model.said, *(f"a second reward model has no counterpart: {name}" for name in models[1:])]
+        fields |= model.fields | {"reward_model.weight": float(weight_of.get(models[0], 1.0))}
+        reasons += [model.reason, *(f"a second reward model has no counterpart: {name}" for name in models[1:])]
         if not names:
             fields |= {"reward.functions": (), "reward.weights": ()}
             yours = {"eval.function": JUDGE}
     if not fields:
-        return Outcome("unsupported", said="only an overlong penalty: reward.overlong_tokens")
+        return Outcome("unsupported", reason="only an overlong penalty: reward.overlong_tokens")
     if "trainer.train_dataset.steps" in keys:  # a convert function makes the rows, with their answers
         fields.pop("data.answer_column", None)
-    kind = "unsupported" if models[1:] else "changed" if yours or said else "mapped"
-    return Outcome(kind, fields, "; ".join(said), yours)
+    kind = "unsupported" if models[1:] else "changed" if yours or reasons else "mapped"
+    return Outcome(kind, fields, "; ".join(reasons), yours)
 
 
 JUDGE = "a reward function that judges the evaluation, or eval.every = 0"
@@ -339,16 +345,16 @@ JUDGE = "a reward function that judges the evaluation, or eval.every = 0"
 def alone_reward_model(value: Any, keys: Keys) -> Outcome:
     """A reward model that a command names beside the reward functions."""
     if not value:
-        return Outcome("no effect", said="not set")
-    made = ours.reward_model(str(value), "it reads prompt and completion as the policy does")
+        return Outcome("no effect", reason="not set")
+    outcome = ours.reward_model(str(value), "it reads prompt and completion as the policy does")
     if reward_names(keys):
-        return made
+        return outcome
     fields = {"reward.functions": (), "reward.weights": ()}
-    return Outcome(made.kind, made.fields | fields, made.said, {"eval.function": JUDGE})
+    return Outcome(outcome.kind, outcome.fields | fields, outcome.reason, {"eval.function": JUDGE})
 
 
 def reward_names(keys: Keys) -> Any:
-    return keys.given.get("reward_funcs") or keys.given.get("trainer.reward_funcs")
+    return keys.explicit.get("reward_funcs") or keys.explicit.get("trainer.reward_funcs")
 
 
 def weights(value: Any, keys: Keys) -> Outcome:
@@ -356,38 +362,40 @@ def weights(value: Any, keys: Keys) -> Outcome:
     names = reward_names(keys)
     count = len(names) if isinstance(names, list) else 1
     if value is None:
-        return Outcome("no effect", said="not set: every function has the weight 1")
+        return Outcome("no effect", reason="not set: every function has the weight 1")
     if not names or len(value) != count:
-        return Outcome("unsupported", said=f"{len(value)} weights for {count if names else 'unknown'} functions")
-    made = rewards(names, keys).fields
-    return Outcome("mapped", {name: x for name, x in made.items() if name in ("reward.weights", "reward_model.weight")})
+        return Outcome("unsupported", reason=f"{len(value)} weights for {count if names else 'unknown'} functions")
+    fields = rewards(names, keys).fields
+    return Outcome(
+        "mapped", {name: x for name, x in fields.items() if name in ("reward.weights", "reward_model.weight")}
+    )
 
 
 def dataset(value: Any, keys: Keys) -> Outcome:
     """A data set of the hub, or a folder or file; in a script it may be made by code."""
-    name, own = str(value), configuration(keys)
-    if own and "/" in name and not name.endswith(ours.FILES):
-        name = f"{name}:{own}"
+    name, subset = str(value), configuration(keys)
+    if subset and "/" in name and not name.endswith(ours.FILES):
+        name = f"{name}:{subset}"
     if name.endswith(ours.FILES) or "/" in name:
-        return ours.dataset("data", name, str(keys.given.get("dataset_train_split", "train")))
+        return ours.dataset("data", name, str(keys.explicit.get("dataset_train_split", "train")))
     yours = {"data.source": "a file, or my_data.rows: a function that returns rows with the column prompt"}
     return Outcome("changed", {"data.source": "my_data.rows", "data.convert": ""}, "", yours)
 
 
 def configuration(keys: Keys) -> str:
     """Returns the configuration of a data set of the hub; "": none, or several."""
-    given = keys.given.get("dataset_config") or keys.given.get("dataset_configs") or ""
-    listed = given if isinstance(given, list) else [given]
+    names = keys.explicit.get("dataset_config") or keys.explicit.get("dataset_configs") or ""
+    listed = names if isinstance(names, list) else [names]
     return str(listed[0]) if len(listed) == 1 else ""
 
 
 def configurations(value: Any, keys: Keys) -> Outcome:
     """The configuration of a data set of the hub, or a list of them. `dataset` has used one."""
     if not value:
-        return Outcome("no effect", said="not set")
+        return Outcome("no effect", reason="not set")
     if configuration(keys):
         return Outcome("mapped")
-    return Outcome("unsupported", said="one configuration in a source: data.mixture")
+    return Outcome("unsupported", reason="one configuration in a source: data.mixture")
 
 
 def rows_changed(value: Any, keys: Keys) -> Outcome:
@@ -406,13 +414,13 @@ def model(value: Any, keys: Keys) -> Outcome:
 def if_not_given(rule: Rule, *others: str) -> Rule:
     """Applies a default only if none of the other keys that say the same is in the file."""
     return lambda value, keys: (
-        rule(value, keys) if not any(other in keys for other in others) else Outcome("no effect", said="another key")
+        rule(value, keys) if not any(other in keys for other in others) else Outcome("no effect", reason="another key")
     )
 
 
 def dtype(value: Any, keys: Keys) -> Outcome:
     """The dtype of activations; here parameters are float32."""
-    low = value in ("bfloat16", "float16", "auto") or bool(keys["bf16"]) or bool(keys.given.get("fp16"))
+    low = value in ("bfloat16", "float16", "auto") or bool(keys["bf16"]) or bool(keys.explicit.get("fp16"))
     fields = {"model.dtype": "bfloat16" if low else "float32"}
     if value in ("bfloat16", "float16"):
         return Outcome("changed", fields, f"{value} parameters there; here float32 ones, and activations of this dtype")
@@ -422,22 +430,22 @@ def dtype(value: Any, keys: Keys) -> Outcome:
 def init_kwargs(value: Any, keys: Keys) -> Outcome:
     """Arguments of from_pretrained."""
     value = dict(value or {})
-    made = value.pop("torch_dtype", None) or value.pop("dtype", None)
+    dtype_name = value.pop("torch_dtype", None) or value.pop("dtype", None)
     value = {key: x for key, x in value.items() if key not in ("attn_implementation", "use_cache", "device_map")}
     if value:
-        return Outcome("unsupported", said=f"no counterpart: {', '.join(value)}")
-    return dtype(made, keys) if made else Outcome("no effect", said="not set")
+        return Outcome("unsupported", reason=f"no counterpart: {', '.join(value)}")
+    return dtype(dtype_name, keys) if dtype_name else Outcome("no effect", reason="not set")
 
 
 def reference_sync(value: Any, keys: Keys) -> Outcome:
     """A reference that moves towards the policy."""
     if not keys["sync_ref_model"] or not keys["beta"]:
-        return Outcome("no effect", said="sync_ref_model is False, or there is no reference")
-    each = updates(keys)
-    every = max(1, int(keys["ref_model_sync_steps"]) // each)
+        return Outcome("no effect", reason="sync_ref_model is False, or there is no reference")
+    per_rollout = updates(keys)
+    every = max(1, int(keys["ref_model_sync_steps"]) // per_rollout)
     fields = {"kl.refresh_every": every, "kl.mix": float(keys["ref_model_mixup_alpha"])}
-    said = f"counts optimizer steps, here rollouts with {each} of them" if each > 1 else ""
-    return Outcome("changed" if said else "mapped", fields, said)
+    reason = f"counts optimizer steps, here rollouts with {per_rollout} of them" if per_rollout > 1 else ""
+    return Outcome("changed" if reason else "mapped", fields, reason)
 
 
 def adapter(value: Any, keys: Keys) -> Outcome:
@@ -446,25 +454,25 @@ def adapter(value: Any, keys: Keys) -> Outcome:
         rs = bool(value.get("use_rslora"))
         return ours.lora(value.get("r", 8), value.get("lora_alpha", 8), value.get("target_modules"), rs=rs)
     if not keys["use_peft"]:
-        return Outcome("no effect", said="use_peft is False")
-    rs = bool(keys.given.get("use_rslora"))
+        return Outcome("no effect", reason="use_peft is False")
+    rs = bool(keys.explicit.get("use_rslora"))
     base_dtype = "int8" if keys["load_in_8bit"] or keys["load_in_4bit"] else ""
     return ours.lora(keys["lora_r"], keys["lora_alpha"], keys["lora_target_modules"], rs=rs, base_dtype=base_dtype)
 
 
 def part_of_adapter(value: Any, keys: Keys) -> Outcome:
     """An argument of a LoraConfig, which `adapter` has used."""
-    return Outcome("mapped", said="")
+    return Outcome("mapped", reason="")
 
 
 def quantized(value: Any, keys: Keys) -> Outcome:
     """The base of adapters in integers."""
     if not value:
-        return Outcome("no effect", said="not in use")
+        return Outcome("no effect", reason="not in use")
     if not keys["use_peft"]:
-        return Outcome("unsupported", said="only the base of adapters is quantized: set use_peft")
-    said = "8 bits with a scale for each output of a kernel; embedding and head stay as they are"
-    return Outcome("changed", {"lora.base_dtype": "int8"}, said)
+        return Outcome("unsupported", reason="only the base of adapters is quantized: set use_peft")
+    reason = "8 bits with a scale for each output of a kernel; embedding and head stay as they are"
+    return Outcome("changed", {"lora.base_dtype": "int8"}, reason)
 
 
 def remat(value: Any, keys: Keys) -> Outcome:
@@ -475,14 +483,14 @@ def remat(value: Any, keys: Keys) -> Outcome:
 def vllm(value: Any, keys: Keys) -> Outcome:
     """The engine of rollouts."""
     if not value:
-        return Outcome("no effect", said="rollouts come from the trainer's process, there and here")
+        return Outcome("no effect", reason="rollouts come from the trainer's process, there and here")
     return Outcome("changed", {}, "rollouts come from the sampler in JAX; configs/grpo_vllm.py has a vLLM server")
 
 
 def adaptive_entropy(value: Any, keys: Keys) -> Outcome:
     """An entropy coefficient that adapts."""
     if not keys["use_adaptive_entropy"]:
-        return Outcome("no effect", said="use_adaptive_entropy is False")
+        return Outcome("no effect", reason="use_adaptive_entropy is False")
     fields = {
         "entropy.target": float(keys["entropy_target"]),
         "entropy.step": float(keys["entropy_coef_delta"]),
@@ -499,7 +507,7 @@ def prompt_limit(value: Any, keys: Keys) -> Outcome:
 
 
 IDLE: dict[str, Rule] = {
-    **each(
+    **same_rule(
         Idle(LOGS),
         """
             output_dir overwrite_output_dir run_name report_to log_level log_level_replica logging_dir
@@ -511,14 +519,14 @@ IDLE: dict[str, Rule] = {
             trackio_static_space_id
     """,
     ),
-    **each(
+    **same_rule(
         Idle(HUB),
         """
             push_to_hub hub_model_id hub_model_revision hub_strategy hub_token hub_private_repo hub_always_push
             hub_revision push_to_hub_revision overwrite_hub_revision
     """,
     ),
-    **each(
+    **same_rule(
         Idle(MEMORY),
         """
             gradient_checkpointing_kwargs per_device_eval_batch_size eval_accumulation_steps deepspeed fsdp
@@ -535,7 +543,7 @@ IDLE: dict[str, Rule] = {
             fp16_opt_level tp_size skip_memory_metrics
     """,
     ),
-    **each(
+    **same_rule(
         Idle(ENGINE),
         """
             vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host vllm_server_port
@@ -544,14 +552,14 @@ IDLE: dict[str, Rule] = {
             use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged
     """,
     ),
-    **each(
+    **same_rule(
         Idle("a checkpoint holds all that a run resumes from"),
         """
             save_only_model save_safetensors save_on_each_node enable_jit_checkpoint
             restore_callback_states_from_checkpoint ignore_data_skip
     """,
     ),
-    **each(
+    **same_rule(
         Idle(TRAINER),
         """
             trainer.processing_class trainer.data_collator trainer.reward_processing_classes trainer.args
@@ -614,7 +622,7 @@ SHARED: dict[str, Rule] = {
     "label_smoothing_factor": off("no label smoothing", 0.0),
     "seed": to("seed", int),
     "bf16": only_if(
-        lambda keys: not keys.given.get("torch_dtype") and not keys.given.get("dtype"),
+        lambda keys: not keys.explicit.get("torch_dtype") and not keys.explicit.get("dtype"),
         lambda value, keys: Outcome("mapped", {"model.dtype": "bfloat16" if value in (None, True) else "float32"}),
         "the model's dtype is set",
     ),
@@ -625,7 +633,7 @@ SHARED: dict[str, Rule] = {
     "save_strategy": saving,
     "save_steps": counts_updates("checkpoint.every", "save_strategy"),
     "save_total_limit": only_if(
-        lambda keys: bool(keys.given.get("save_total_limit")), to("checkpoint.keep", int), "checkpoint.keep decides"
+        lambda keys: bool(keys.explicit.get("save_total_limit")), to("checkpoint.keep", int), "checkpoint.keep decides"
     ),
     "eval_strategy": evaluating,
     "evaluation_strategy": evaluating,
@@ -643,7 +651,7 @@ SHARED: dict[str, Rule] = {
     "trainer.train_dataset.steps": rows_changed,
     "model_init_kwargs": init_kwargs,
     "trainer.peft_config": adapter,
-    **each(part_of_adapter, "r lora_alpha target_modules use_rslora", "trainer.peft_config."),
+    **same_rule(part_of_adapter, "r lora_alpha target_modules use_rslora", "trainer.peft_config."),
     "trainer.peft_config.task_type": Idle("a policy is a causal language model"),
     "trainer.peft_config.inference_mode": Idle("an adapter learns"),
     "trainer.peft_config.lora_dropout": off("adapters have no dropout", 0.0),
@@ -652,15 +660,15 @@ SHARED: dict[str, Rule] = {
     "trainer.peft_config.init_lora_weights": off("adapters begin as in PEFT: A random, B zero", True),
     "trainer.peft_config.*": off("no counterpart in the adapters here"),
     "use_peft": adapter,
-    **each(adapter, "lora_r lora_alpha lora_target_modules"),
+    **same_rule(adapter, "lora_r lora_alpha lora_target_modules"),
     "use_rslora": adapter,
     "use_dora": off("adapters are plain LoRA"),
     "lora_dropout": off("adapters have no dropout", 0.0),
     "lora_modules_to_save": off("only adapters are trained with LoRA"),
     "lora_target_parameters": off("name modules in lora_target_modules"),
     "lora_task_type": Idle("a policy is a causal language model"),
-    **each(quantized, "load_in_8bit load_in_4bit"),
-    **each(
+    **same_rule(quantized, "load_in_8bit load_in_4bit"),
+    **same_rule(
         Idle("of 4 bits; load_in_4bit says what there is here"),
         "bnb_4bit_quant_type bnb_4bit_quant_storage bnb_4bit_compute_dtype bnb_4bit_use_double_quant",
     ),
@@ -672,14 +680,14 @@ SHARED: dict[str, Rule] = {
     "accelerate.config_file": lambda value, keys: (
         Outcome("mapped", {}, "its num_processes is read")
         if value
-        else Outcome("unsupported", said="not beside the script or above it: --processes says what it may say")
+        else Outcome("unsupported", reason="not beside the script or above it: --processes says what it may say")
     ),
     "deepspeed.hostfile": off("it may name more machines: --processes counts them all"),
     **{f"{name}.*": Idle(LAUNCHER) for name in launchers.LAUNCHERS},
     "dataloader_drop_last": Idle("the last, smaller batch of a pass is dropped"),
     "[*][*]*": unsupported("arguments that another object holds"),
 }
-OF_GRPO: dict[str, Rule] = {
+GRPO_RULES: dict[str, Rule] = {
     "per_device_train_batch_size": micro,
     "gradient_accumulation_steps": part_of_batch("prompts_per_update"),
     "generation_batch_size": part_of_batch("prompts_per_step"),
@@ -692,7 +700,7 @@ OF_GRPO: dict[str, Rule] = {
     "max_prompt_length": prompt_limit,
     "max_completion_length": was("max_completion_length", to("rollout.max_completion_tokens", int)),
     "shuffle_dataset": lambda value, keys: (
-        Outcome("mapped", {}) if value else Outcome("unsupported", said="rows are shuffled in every pass here")
+        Outcome("mapped", {}) if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
     ),
     "temperature": to("rollout.temperature", float),
     "top_p": lambda value, keys: Outcome(
@@ -705,12 +713,12 @@ OF_GRPO: dict[str, Rule] = {
     "repetition_penalty": off("the sampled distribution is the one that is scored", 1.0),
     "generation_kwargs": off("top_k, top_p and temperature are there", {}),
     "chat_template_kwargs": lambda value, keys: (
-        Outcome("mapped", {"data.chat_template_args": dict(value)}) if value else Outcome("no effect", said="not set")
+        Outcome("mapped", {"data.chat_template_args": dict(value)}) if value else Outcome("no effect", reason="not set")
     ),
     "use_vllm": vllm,
     "vllm_structured_outputs_regex": off("completions are not constrained"),
     "vllm_guided_decoding_regex": off("completions are not constrained"),
-    **each(
+    **same_rule(
         Idle("rollouts come from the sampler in JAX; config.importance has such weights"),
         "correction mode clip_max clip_min cap",
         "vllm_importance_sampling_",
@@ -728,11 +736,13 @@ OF_GRPO: dict[str, Rule] = {
     "importance_sampling_level": lambda value, keys: Outcome(
         "mapped", {name: x for name, x in loss(keys["loss_type"], keys).fields.items() if name == "loss.name"}
     ),
-    "epsilon": of_loss(("grpo", "dapo", "bnpo", "dr_grpo", "luspo"), "the loss has no such clip"),
-    "epsilon_high": of_loss(("grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo"), "the loss has no such clip"),
-    "delta": of_loss(("grpo", "dapo", "bnpo", "dr_grpo"), "the loss has no such bound"),
-    **each(of_loss(("sapo",), "loss_type is not sapo"), "sapo_temperature_pos sapo_temperature_neg"),
-    **each(of_loss(("vespo",), "loss_type is not vespo"), "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"),
+    "epsilon": loss_argument(("grpo", "dapo", "bnpo", "dr_grpo", "luspo"), "the loss has no such clip"),
+    "epsilon_high": loss_argument(("grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo"), "the loss has no such clip"),
+    "delta": loss_argument(("grpo", "dapo", "bnpo", "dr_grpo"), "the loss has no such bound"),
+    **same_rule(loss_argument(("sapo",), "loss_type is not sapo"), "sapo_temperature_pos sapo_temperature_neg"),
+    **same_rule(
+        loss_argument(("vespo",), "loss_type is not vespo"), "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
+    ),
     "scale_rewards": scaling,
     "multi_objective_aggregation": objectives,
     "reward_weights": weights,
@@ -749,11 +759,11 @@ OF_GRPO: dict[str, Rule] = {
     "entropy_coef": to("entropy.coef", float),
     "use_adaptive_entropy": adaptive_entropy,
     "entropy_coef_min": off("it is 0", 0.0),
-    **each(adaptive_entropy, "entropy_target entropy_coef_delta entropy_coef_max"),
+    **same_rule(adaptive_entropy, "entropy_target entropy_coef_delta entropy_coef_max"),
     "max_tool_calling_iterations": off("write an environment (docs/environments.md)"),
     "router_aux_loss_coef": off("no such term", 0.0),
 }
-OF_REFERENCE = {"sync_ref_model": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512}
+REFERENCE_DEFAULTS = {"sync_ref_model": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512}
 BOTH: dict[str, Any] = {
     "lr_scheduler_type": "linear",
     "warmup_ratio": 0.0,
@@ -790,7 +800,7 @@ OPEN_RULES: dict[str, Rule] = {
 OPEN_DEFAULTS: dict[str, Any] = {"(model)": "", "(data)": "", "(rewards)": None, "(prompts)": None}
 GRPO_DEFAULTS = (
     BOTH
-    | OF_REFERENCE
+    | REFERENCE_DEFAULTS
     | OPEN_DEFAULTS
     | {
         "learning_rate": 1e-6,
@@ -828,4 +838,4 @@ GRPO_DEFAULTS = (
         "entropy_target": 0.2,
     }
 )
-GRPO = System("TRL's GRPO", "1.16.0", OF_GRPO | SHARED | IDLE | OPEN_RULES, GRPO_DEFAULTS, lambda keys: "grpo")
+GRPO = System("TRL's GRPO", "1.16.0", GRPO_RULES | SHARED | IDLE | OPEN_RULES, GRPO_DEFAULTS, lambda keys: "grpo")

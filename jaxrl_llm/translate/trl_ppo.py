@@ -17,31 +17,31 @@ from jaxrl_llm.translate.trl import (
     OPEN_DEFAULTS,
     OPEN_RULES,
     SHARED,
+    completions_per_update,
     if_not_given,
     model,
     never_warms_up,
     processes,
-    sequences,
 )
 
 
 def batch(keys: Keys) -> tuple[dict[str, Any], str]:
     """Returns PPO's batch fields: one completion for each prompt."""
-    update = sequences(keys)
+    update = completions_per_update(keys)
     rollout = update * int(keys["num_mini_batches"])
-    said = (
+    reason = (
         f"an optimizer step has per_device_train_batch_size x gradient_accumulation_steps x processes = {update} "
         f"episodes, a rollout num_mini_batches times as many; each is one completion of a prompt"
     )
-    return {"prompts_per_step": rollout, "prompts_per_update": update, "group_size": 1}, said
+    return {"prompts_per_step": rollout, "prompts_per_update": update, "group_size": 1}, reason
 
 
 def micro(value: Any, keys: Keys) -> Outcome:
     """The episodes of a device, which are also a word of the batch."""
-    fields, said = batch(keys)
-    wanted = int(value) * processes(keys)
-    made = max(x for x in divisors(fields["prompts_per_update"]) if x <= wanted)
-    return Outcome("changed", fields | {"microbatch": made}, said)
+    fields, reason = batch(keys)
+    limit = int(value) * processes(keys)
+    microbatch = max(x for x in divisors(fields["prompts_per_update"]) if x <= limit)
+    return Outcome("changed", fields | {"microbatch": microbatch}, reason)
 
 
 def part_of_batch(*names: str) -> Rule:
@@ -56,39 +56,41 @@ def episodes(value: Any, keys: Keys) -> Outcome:
     total = keys["total_episodes"] or float(keys["num_train_epochs"]) * keys.rows
     if not total:
         return unknown_steps(f"num_train_epochs = {keys['num_train_epochs']}: so many x rows / prompts_per_step")
-    made = math.ceil(total / batch(keys)[0]["prompts_per_step"])
-    return Outcome("changed", {"num_steps": made}, f"{total:g} episodes, here rollouts of prompts_per_step of them")
+    num_steps = math.ceil(total / batch(keys)[0]["prompts_per_step"])
+    return Outcome(
+        "changed", {"num_steps": num_steps}, f"{total:g} episodes, here rollouts of prompts_per_step of them"
+    )
 
 
 def warmup(value: Any, keys: Keys) -> Outcome:
     """The schedule steps once in a rollout."""
     if not value:
-        return Outcome("no effect", said="not set")
+        return Outcome("no effect", reason="not set")
     if never_warms_up(keys):
         return NO_WARMUP
-    each = int(keys["num_mini_batches"]) * int(keys["num_ppo_epochs"])
-    fields = {"optim.warmup_steps": int(value) * each, "optim.warmup_ratio": 0.0}
-    return Outcome("changed", fields, f"counts rollouts: {value} x {each} optimizer steps")
+    per_rollout = int(keys["num_mini_batches"]) * int(keys["num_ppo_epochs"])
+    fields = {"optim.warmup_steps": int(value) * per_rollout, "optim.warmup_ratio": 0.0}
+    return Outcome("changed", fields, f"counts rollouts: {value} x {per_rollout} optimizer steps")
 
 
 def with_critic(rule: Rule) -> Rule:
     """Applies a rule of the one optimizer of TRL's PPO to that of the critic too."""
 
     def both(value: Any, keys: Keys) -> Outcome:
-        made = rule(value, keys)
-        more = {f"critic.{name}": x for name, x in made.fields.items() if name.startswith("optim.")}
-        return Outcome(made.kind, made.fields | more, made.said, made.yours)
+        outcome = rule(value, keys)
+        critic_fields = {f"critic.{name}": x for name, x in outcome.fields.items() if name.startswith("optim.")}
+        return Outcome(outcome.kind, outcome.fields | critic_fields, outcome.reason, outcome.yours)
 
     return both
 
 
 def reward_model(value: Any, keys: Keys) -> Outcome:
     """A learned reward, which TRL's scripts also begin the value model with."""
-    said = "it reads prompt and completion as the policy does, and the critic begins as the same model"
-    made = ours.reward_model(str(value), said)
+    reason = "it reads prompt and completion as the policy does, and the critic begins as the same model"
+    outcome = ours.reward_model(str(value), reason)
     yours = {"eval.function": JUDGE}
     fields = {"critic.path": str(value), "reward.functions": (), "reward.weights": ()}
-    return Outcome(made.kind, made.fields | fields, made.said, yours)
+    return Outcome(outcome.kind, outcome.fields | fields, outcome.reason, yours)
 
 
 OPTIMIZER = (
@@ -101,7 +103,7 @@ OPTIMIZER = (
     "adam_epsilon",
     "max_grad_norm",
 )
-OWN: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER} | {
+PPO_RULES: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER} | {
     "warmup_steps": with_critic(warmup),
     "per_device_train_batch_size": micro,
     "gradient_accumulation_steps": part_of_batch("prompts_per_update"),
@@ -127,7 +129,7 @@ OWN: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER} | {
     "model_name_or_path": lambda value, keys: (
         model(value, keys)
         if "sft_model_path" not in keys
-        else Outcome("no effect", said="sft_model_path is the policy; this is the tokenizer's")
+        else Outcome("no effect", reason="sft_model_path is the policy; this is the tokenizer's")
     ),
     "reward_model_path": reward_model,
     "model_adapter_name": off("one adapter, and its base is the reference"),
@@ -142,7 +144,7 @@ OWN: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER} | {
     ),
     "cliprange_value": to("critic.clip", float),
     "vf_coef": lambda value, keys: Outcome(
-        "unsupported", said="the critic has its own AdamW, which a factor of its loss does not change"
+        "unsupported", reason="the critic has its own AdamW, which a factor of its loss does not change"
     ),
     "whiten_rewards": off("advantages are whitened, rewards are not"),
     "gamma": lambda value, keys: Outcome("mapped", {"advantage.gamma": float(value), "critic.gamma": float(value)}),
@@ -183,5 +185,5 @@ OPEN = OPEN_RULES | {
     "(model)": if_not_given(model, "model_name_or_path", "trainer.model", "sft_model_path"),
     "(rewards)": Idle("reward_model_path"),
 }
-REST = {key: rule for key, rule in (SHARED | IDLE | OPEN).items() if key not in OWN}
-PPO = System("TRL's PPO", "0.29.0", OWN | REST, DEFAULTS, lambda keys: "ppo")
+REST = {key: rule for key, rule in (SHARED | IDLE | OPEN).items() if key not in PPO_RULES}
+PPO = System("TRL's PPO", "0.29.0", PPO_RULES | REST, DEFAULTS, lambda keys: "ppo")

@@ -7,7 +7,19 @@ from typing import Any
 
 from jaxrl_llm.translate import family, ours
 from jaxrl_llm.translate.family import ENGINE, LOADER, LOGS, MEMORY, MESH, PROFILE, WORDS
-from jaxrl_llm.translate.outcome import Idle, Keys, Outcome, Rule, System, changed, each, off, only_if, to, unsupported
+from jaxrl_llm.translate.outcome import (
+    Idle,
+    Keys,
+    Outcome,
+    Rule,
+    System,
+    changed,
+    off,
+    only_if,
+    same_rule,
+    to,
+    unsupported,
+)
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 NAMES = family.Names(
@@ -45,9 +57,9 @@ def old_clip(value: Any, keys: Keys) -> Outcome:
     """clip_ratio, which the keys of the two sides have replaced."""
     sides = [f"{ACTOR}clip_ratio_low", f"{ACTOR}clip_ratio_high"]
     if value == 0.2 or all(side in keys for side in sides):
-        return Outcome("no effect", said="clip_ratio_low and clip_ratio_high are read")
-    said = "veRL reads clip_ratio_low and clip_ratio_high, 0.2 by default; before 0.4 it read this key"
-    return Outcome("changed", {}, said)
+        return Outcome("no effect", reason="clip_ratio_low and clip_ratio_high are read")
+    reason = "veRL reads clip_ratio_low and clip_ratio_high, 0.2 by default; before 0.4 it read this key"
+    return Outcome("changed", {}, reason)
 
 
 def grouped(value: Any, keys: Keys) -> Outcome:
@@ -59,12 +71,12 @@ def dynamic_sampling(value: Any, keys: Keys) -> Outcome:
     """Groups without signal, replaced by others."""
     if not value:
         return Outcome("mapped", {"rollout.resample_rounds": 0})
-    most = int(keys["algorithm.filter_groups.max_num_gen_batches"] or 0)
-    said = (
-        f"at most {most or 'any number of'} batches there; here, after the first, each round samples only as many "
+    batches = int(keys["algorithm.filter_groups.max_num_gen_batches"] or 0)
+    reason = (
+        f"at most {batches or 'any number of'} batches there; here, after the first, each round samples only as many "
         "prompts as groups are missing, and what still has no signal stays"
     )
-    return Outcome("changed", {"rollout.resample_rounds": max(most - 1, 1) if most else 10}, said)
+    return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches else 10}, reason)
 
 
 def filtering(keys: Keys) -> bool:
@@ -76,12 +88,16 @@ def overlong(section: str) -> dict[str, Rule]:
     enable, length, factor = (f"{section}.{name}" for name in ("enable", "len", "penalty_factor"))
 
     def tokens(value: Any, keys: Keys) -> Outcome:
-        on = keys.given.get(enable, False) and length in keys
+        on = keys.explicit.get(enable, False) and length in keys
         return Outcome("mapped", {"reward.overlong_tokens": int(keys[length]) if on else 0})
 
     def scale(value: Any, keys: Keys) -> Outcome:
-        said = f"the penalty is 1 at the limit here, {value} there"
-        return Outcome("mapped", {}) if value == 1 or not keys.given.get(enable) else Outcome("unsupported", said=said)
+        reason = f"the penalty is 1 at the limit here, {value} there"
+        return (
+            Outcome("mapped", {})
+            if value == 1 or not keys.explicit.get(enable)
+            else Outcome("unsupported", reason=reason)
+        )
 
     return {enable: tokens, length: tokens, factor: scale, f"{section}.*": Idle("it logs only")}
 
@@ -89,14 +105,16 @@ def overlong(section: str) -> dict[str, Rule]:
 def template_arguments(value: Any, keys: Keys) -> Outcome:
     """One argument of the chat template: the field holds them all."""
     prefix = "data.apply_chat_template_kwargs."
-    found = {name.removeprefix(prefix): x for name, x in keys.given.items() if name.startswith(prefix)}
-    return Outcome("mapped", {"data.chat_template_args": found})
+    arguments = {name.removeprefix(prefix): x for name, x in keys.explicit.items() if name.startswith(prefix)}
+    return Outcome("mapped", {"data.chat_template_args": arguments})
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:
     """The reward function in a file, or veRL's own by the column data_source."""
     if value:
-        name = keys.given.get("custom_reward_function.name") or keys.given.get("reward.custom_reward_function.name")
+        name = keys.explicit.get("custom_reward_function.name") or keys.explicit.get(
+            "reward.custom_reward_function.name"
+        )
         return ours.custom_reward(str(value), str(name or "compute_score"))
     return ours.by_data_source(keys["data.train_files"])
 
@@ -104,28 +122,28 @@ def rewards(value: Any, keys: Keys) -> Outcome:
 def reward_model(value: Any, keys: Keys) -> Outcome:
     """A learned reward."""
     if not value:
-        return Outcome("no effect", said="it is off")
-    path = keys.given.get("reward_model.model.path") or keys.given.get("reward.reward_model.model_path")
+        return Outcome("no effect", reason="it is off")
+    path = keys.explicit.get("reward_model.model.path") or keys.explicit.get("reward.reward_model.model_path")
     if not path:
-        return Outcome("unsupported", said="the file names no folder of the reward model: set reward_model.path")
-    said = "its score is added to the rewards of reward.functions; veRL takes it alone: set them to ()"
-    return ours.reward_model(str(path), said)
+        return Outcome("unsupported", reason="the file names no folder of the reward model: set reward_model.path")
+    reason = "its score is added to the rewards of reward.functions; veRL takes it alone: set them to ()"
+    return ours.reward_model(str(path), reason)
 
 
 def reward_coef(value: Any, keys: Keys) -> Outcome:
     """The coefficient of a KL penalty in the reward."""
     if not KL.in_reward(keys) and not KL.in_loss(keys) and value and "algorithm.use_kl_in_reward" not in keys:
-        said = "veRL needs use_kl_in_reward for it since 0.4; until 0.3 this file had the penalty in the reward"
-        return Outcome("changed", {}, said)
+        reason = "veRL needs use_kl_in_reward for it since 0.4; until 0.3 this file had the penalty in the reward"
+        return Outcome("changed", {}, reason)
     return KL.value("kl.coef", KL.in_reward, "use_kl_in_reward is False")(value, keys)
 
 
 def correction(value: Any, keys: Keys) -> Outcome:
     """Importance weights between engine and trainer."""
     if not value:
-        return Outcome("no effect", said="not set")
+        return Outcome("no effect", reason="not set")
     if value not in ("token", "sequence"):
-        return Outcome("unsupported", said=f"there is no level {value!r}: token and sequence")
+        return Outcome("unsupported", reason=f"there is no level {value!r}: token and sequence")
     high = float(keys["algorithm.rollout_correction.rollout_is_threshold"])
     return Outcome("mapped", {"importance.level": value, "importance.action": "truncate", "importance.high": high})
 
@@ -139,25 +157,25 @@ def critic_path(value: Any, keys: Keys) -> Outcome:
 def lora(value: Any, keys: Keys) -> Outcome:
     """An adapter."""
     if not value:
-        return Outcome("no effect", said="it is off")
+        return Outcome("no effect", reason="it is off")
     return ours.lora(*(keys[f"{MODEL}{name}"] for name in ("lora_rank", "lora_alpha", "target_modules")))
 
 
 def validation(value: Any, keys: Keys) -> Outcome:
     """Sampling of evaluations."""
     val = f"{ROLLOUT}val_kwargs."
-    greedy = not keys.given.get(f"{val}do_sample", False) or keys.given.get(f"{val}temperature", 0) == 0
-    if greedy and keys.given.get(f"{val}n", 1) == 1:
-        return Outcome("no effect", said="evaluations are greedy there and here")
-    said = "an evaluation is one greedy completion for each problem here (jaxrl evaluate samples several)"
-    return Outcome("unsupported", said=said)
+    greedy = not keys.explicit.get(f"{val}do_sample", False) or keys.explicit.get(f"{val}temperature", 0) == 0
+    if greedy and keys.explicit.get(f"{val}n", 1) == 1:
+        return Outcome("no effect", reason="evaluations are greedy there and here")
+    reason = "an evaluation is one greedy completion for each problem here (jaxrl evaluate samples several)"
+    return Outcome("unsupported", reason=reason)
 
 
 def critic(keys: Keys) -> bool:
     return NAMES.critic(keys)
 
 
-def of_critic(rules: dict[str, Rule], estimator: str) -> dict[str, Rule]:
+def critic_rules(rules: dict[str, Rule], estimator: str) -> dict[str, Rule]:
     """Makes rules of the critic apply only if there is one."""
     return {key: only_if(critic, rule, f"there is no critic: {estimator} is not gae") for key, rule in rules.items()}
 
@@ -166,20 +184,22 @@ def optimizer(section: str, prefix: str, family_names: family.Names = NAMES) -> 
     """Returns the rules of an optimizer. section: ours; prefix: of its keys."""
     rate, low, kind = f"{prefix}optim.lr", f"{prefix}optim.min_lr_ratio", f"{prefix}optim.lr_scheduler_type"
     names = (f"{prefix}optim.lr_warmup_steps", f"{prefix}optim.lr_warmup_steps_ratio")
-    of_steps, of_ratio = family.warmup(family_names, section, *names)
+    steps_rule, ratio_rule = family.warmup(family_names, section, *names)
     schedule = family.decay(section, rate, low)
 
     def old_schedule(value: Any, keys: Keys) -> Outcome:
-        return schedule(value, keys) if value else Outcome("no effect", said="not set")
+        return schedule(value, keys) if value else Outcome("no effect", reason="not set")
 
     return {
         rate: to(f"{section}.learning_rate", float),
-        names[0]: of_steps,
-        names[1]: of_ratio,
-        kind: only_if(lambda keys: not keys.given.get(f"{prefix}optim.warmup_style"), schedule, "warmup_style is set"),
+        names[0]: steps_rule,
+        names[1]: ratio_rule,
+        kind: only_if(
+            lambda keys: not keys.explicit.get(f"{prefix}optim.warmup_style"), schedule, "warmup_style is set"
+        ),
         f"{prefix}optim.warmup_style": old_schedule,
         low: only_if(
-            lambda keys: "cosine" in (keys[kind], keys.given.get(f"{prefix}optim.warmup_style")),
+            lambda keys: "cosine" in (keys[kind], keys.explicit.get(f"{prefix}optim.warmup_style")),
             lambda value, keys: Outcome("mapped", {f"{section}.end": float(keys[rate]) * float(value or 0)}),
             "the rate is constant",
         ),
@@ -198,9 +218,9 @@ def optimizer(section: str, prefix: str, family_names: family.Names = NAMES) -> 
     }
 
 
-of_epochs, of_steps = family.steps(NAMES, "trainer.total_epochs", "trainer.total_training_steps")
+epochs_rule, steps_rule = family.steps(NAMES, "trainer.total_epochs", "trainer.total_training_steps")
 MICRO = family.micro(NAMES, per_gpu=True)
-OF_DATA: dict[str, Rule] = {
+DATA_RULES: dict[str, Rule] = {
     "data.train_files": family.files("data", ours.PARQUET),
     "data.val_files": family.files("eval", ours.PARQUET),
     "data.train_batch_size": family.prompts(NAMES),
@@ -210,17 +230,17 @@ OF_DATA: dict[str, Rule] = {
     FILTERED: lambda value, keys: (
         Outcome("mapped", {"data.overlong": "drop"})
         if value
-        else Outcome("no effect", said="data.truncation says what becomes of a longer prompt")
+        else Outcome("no effect", reason="data.truncation says what becomes of a longer prompt")
     ),
     "data.prompt_key": lambda value, keys: ours.column("data.prompt_column", value, "prompt"),
     "data.seed": only_if(lambda keys: keys["data.seed"] is not None, to("seed", int), "not set: config.seed is 0"),
     "data.shuffle": lambda value, keys: (
-        Outcome("mapped", {}) if value else Outcome("unsupported", said="rows are shuffled in every pass here")
+        Outcome("mapped", {}) if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
     ),
     "data.gen_batch_size": Idle("rounds of dynamic sampling draw what is missing (rollout.resample_rounds)"),
     "data.val_batch_size": Idle("an evaluation batch is as large as a step's"),
     "data.val_max_samples": only_if(
-        lambda keys: keys.given.get("data.val_max_samples", -1) > 0, to("eval.problems", int), "all of them"
+        lambda keys: keys.explicit.get("data.val_max_samples", -1) > 0, to("eval.problems", int), "all of them"
     ),
     "data.train_max_samples": off("take fewer rows with data.convert", -1),
     "data.apply_chat_template_kwargs": to("data.chat_template_args", dict),
@@ -233,22 +253,22 @@ OF_DATA: dict[str, Rule] = {
     ),
     "data.sampler.*": off("rows are shuffled by seed"),
     "data.datagen.*": off("data is not made during a run"),
-    **each(family.of_images, "image_key video_key audio_key image_patch_size", "data."),
+    **same_rule(family.image_key, "image_key video_key audio_key image_patch_size", "data."),
     "data.mm_processor_kwargs": off(WORDS, {}),
-    **each(
+    **same_rule(
         Idle("columns for veRL's own functions"),
         "return_raw_input_ids return_raw_chat return_full_prompt return_multi_modal_inputs",
         "data.",
     ),
     "data.function_tool_path": off("tools: write an environment (docs/environments.md)"),
     "data.tool_config_path": off("tools: write an environment (docs/environments.md)"),
-    **each(
+    **same_rule(
         Idle(LOADER),
         "dataloader_num_workers filter_overlong_prompts_workers use_shm validation_shuffle cache_dir",
         "data.",
     ),
 }
-OF_ALGORITHM: dict[str, Rule] = {
+ALGORITHM_RULES: dict[str, Rule] = {
     "algorithm.adv_estimator": family.advantage(NAMES, "algorithm.norm_adv_by_std_in_grpo"),
     "algorithm.gamma": only_if(
         lambda keys: keys["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus"),
@@ -264,7 +284,7 @@ OF_ALGORITHM: dict[str, Rule] = {
     "algorithm.use_kl_in_reward": KL.in_reward_too,
     "algorithm.kl_penalty": KL.value("kl.estimator", KL.in_reward, "use_kl_in_reward is False"),
     "algorithm.kl_ctrl.kl_coef": reward_coef,
-    **each(
+    **same_rule(
         KL.adaptive("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
         "type target_kl horizon",
         "algorithm.kl_ctrl.",
@@ -281,7 +301,7 @@ OF_ALGORITHM: dict[str, Rule] = {
     "algorithm.rollout_correction.rollout_is_threshold": only_if(
         lambda keys: bool(keys["algorithm.rollout_correction.rollout_is"]), to("importance.high", float), "it is off"
     ),
-    **each(
+    **same_rule(
         off("no counterpart; see mask.off_policy and importance", "ppo_clip"),
         "rollout_rs rollout_rs_threshold bypass_mode loss_type rollout_is_batch_normalize",
         "algorithm.rollout_correction.",
@@ -289,7 +309,7 @@ OF_ALGORITHM: dict[str, Rule] = {
     "algorithm.use_pf_ppo": off("samples are not drawn again by their reward"),
     "algorithm.pf_ppo.*": Idle("use_pf_ppo is False"),
 }
-OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
+ACTOR_RULES: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}ppo_mini_batch_size": family.update(NAMES),
     f"{ACTOR}ppo_epochs": to("epochs", int),
     f"{ACTOR}ppo_micro_batch_size_per_gpu": MICRO,
@@ -297,10 +317,10 @@ OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
     MODE: family.loss(LOSSES, ACTOR),
     f"{ACTOR}clip_ratio": old_clip,
     **{
-        f"{ACTOR}{key}": family.of_loss(LOSSES, MODE, key)
+        f"{ACTOR}{key}": family.loss_argument(LOSSES, MODE, key)
         for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
     },
-    **each(
+    **same_rule(
         Idle("of a loss that is not selected"),
         "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta",
         f"{ACTOR}policy_loss.",
@@ -325,9 +345,9 @@ OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}kl_loss_type": KL.value("kl.estimator", KL.in_loss, "use_kl_loss is False"),
     f"{ACTOR}shuffle": Idle("which prompts share an optimizer step is random by the seed"),
     f"{ACTOR}data_loader_seed": Idle("config.seed decides"),
-    **each(Idle("it logs only"), "calculate_entropy calculate_sum_pi_squared", ACTOR),
-    f"{ACTOR}freeze_vision_tower": family.of_images,
-    f"{ROLLOUT}limit_images": family.of_images,
+    **same_rule(Idle("it logs only"), "calculate_entropy calculate_sum_pi_squared", ACTOR),
+    f"{ACTOR}freeze_vision_tower": family.image_key,
+    f"{ROLLOUT}limit_images": family.image_key,
     f"{ACTOR}checkpoint.*": Idle("a checkpoint holds all that a run resumes from"),
     f"{ACTOR}qat.enable": off("no quantization-aware training"),
     f"{ACTOR}qat.*": Idle("qat.enable is False"),
@@ -337,15 +357,15 @@ OF_ACTOR: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}profile*": Idle(PROFILE),
 }
 BFLOAT16 = ("bfloat16", "bf16", "float16", "fp16")
-OF_ROLLOUT: dict[str, Rule] = {
+ROLLOUT_RULES: dict[str, Rule] = {
     f"{ROLLOUT}n": grouped,
     f"{ROLLOUT}temperature": to("rollout.temperature", float),
     f"{ROLLOUT}top_k": family.top_k,
     f"{ROLLOUT}top_p": family.top_p,
     f"{ROLLOUT}do_sample": lambda value, keys: (
-        Outcome("no effect", said="rollouts are sampled")
+        Outcome("no effect", reason="rollouts are sampled")
         if value
-        else Outcome("unsupported", said="rollouts are sampled")
+        else Outcome("unsupported", reason="rollouts are sampled")
     ),
     f"{ROLLOUT}use_fire_sampling": off("the first token is sampled at rollout.temperature too"),
     f"{ROLLOUT}val_kwargs.*": validation,
@@ -356,7 +376,7 @@ OF_ROLLOUT: dict[str, Rule] = {
     f"{ROLLOUT}prompt_length": Idle("veRL sets it from data.max_prompt_length"),
     f"{ROLLOUT}response_length": Idle("veRL sets it from data.max_response_length"),
     f"{ROLLOUT}seed": Idle("config.seed decides"),
-    **each(
+    **same_rule(
         Idle(MEMORY),
         """log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz
         log_prob_max_token_len_per_gpu""",
@@ -365,7 +385,7 @@ OF_ROLLOUT: dict[str, Rule] = {
     f"{ROLLOUT}enable_rollout_routing_replay": off("experts are not chosen again as they were in sampling"),
     f"{ROLLOUT}quantization": off("the sampler has the trainer's weights"),
     f"{ROLLOUT}over_sample_rate": off("no more completions are sampled than are used", 0, 0.0),
-    **each(
+    **same_rule(
         Idle(ENGINE),
         """name mode gpu_memory_utilization enforce_eager free_cache_engine load_format layered_summon
         tensor_model_parallel_size data_parallel_size expert_parallel_size pipeline_model_parallel_size
@@ -376,7 +396,7 @@ OF_ROLLOUT: dict[str, Rule] = {
         moe_load_balance_metrics_interval swap_space""",
         ROLLOUT,
     ),
-    **each(
+    **same_rule(
         Idle(ENGINE),
         "engine_kwargs.* agent.* checkpoint_engine.* disaggregation.* prometheus.* trace.* engine_kwargs",
         ROLLOUT,
@@ -399,7 +419,7 @@ OF_ROLLOUT: dict[str, Rule] = {
     f"{MODEL}*tokenizer_path": off("the tokenizer is the model's"),
     f"{MODEL}hf_config_path": off("the config is the model's"),
     f"{MODEL}mtp.enable*": off("no multi-token prediction"),
-    **each(
+    **same_rule(
         Idle(MEMORY),
         """use_remove_padding enable_activation_offload use_shm use_liger use_fused_kernels
         fused_kernel_options.* tiled_mlp.*""",
@@ -411,19 +431,19 @@ OF_ROLLOUT: dict[str, Rule] = {
     "actor_rollout_ref.ref.model.path": off("the reference is the model that the run begins with"),
     "actor_rollout_ref.ref.*": Idle("of the reference, which is placed and batched like the policy"),
 }
-OF_CRITIC: dict[str, Rule] = of_critic(
+CRITIC_RULES: dict[str, Rule] = critic_rules(
     optimizer("critic.optim", "critic.")
     | {
         "critic.model.path": critic_path,
         "critic.cliprange_value": to("critic.clip", float),
-        "critic.ppo_mini_batch_size": family.of_policy(NAMES.update, "mini-batch"),
-        "critic.ppo_epochs": family.of_policy(NAMES.epochs, "epochs"),
-        "critic.loss_agg_mode": family.of_policy(f"{ACTOR}loss_agg_mode", "aggregation"),
+        "critic.ppo_mini_batch_size": family.shared_with_policy(NAMES.update, "mini-batch"),
+        "critic.ppo_epochs": family.shared_with_policy(NAMES.epochs, "epochs"),
+        "critic.loss_agg_mode": family.shared_with_policy(f"{ACTOR}loss_agg_mode", "aggregation"),
     },
     NAMES.estimator,
 ) | {
     "critic.enable": Idle("the estimator decides"),
-    **each(
+    **same_rule(
         Idle(MEMORY),
         """strategy ppo_micro_batch_size ppo_micro_batch_size_per_gpu forward_micro_batch_size rollout_n
         use_dynamic_bsz forward_micro_batch_size_per_gpu ppo_max_token_len_per_gpu
@@ -431,9 +451,9 @@ OF_CRITIC: dict[str, Rule] = of_critic(
         model.*""",
         "critic.",
     ),
-    **each(Idle("the critic is batched like the policy"), "shuffle data_loader_seed loss_scale_factor", "critic."),
+    **same_rule(Idle("the critic is batched like the policy"), "shuffle data_loader_seed loss_scale_factor", "critic."),
 }
-OF_REWARD: dict[str, Rule] = {
+REWARD_RULES: dict[str, Rule] = {
     "custom_reward_function.path": rewards,
     "custom_reward_function.name": Idle("with custom_reward_function.path"),
     **overlong("reward_model.overlong_buffer"),
@@ -442,19 +462,19 @@ OF_REWARD: dict[str, Rule] = {
     **overlong("reward_model.reward_kwargs.overlong_buffer_cfg"),
     **overlong("reward.reward_kwargs.overlong_buffer"),
     **overlong("reward.reward_kwargs.overlong_buffer_cfg"),
-    **each(
+    **same_rule(
         Idle("rollout.max_completion_tokens is the limit"),
         "reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len",
     ),
     "custom_reward_function.reward_kwargs.*": unsupported("give the function its arguments in its own module"),
     "reward.custom_reward_function.path": only_if(
-        lambda keys: bool(keys.given.get("reward.custom_reward_function.path")), rewards, "not set"
+        lambda keys: bool(keys.explicit.get("reward.custom_reward_function.path")), rewards, "not set"
     ),
     "reward.custom_reward_function.*": Idle("with its path"),
     "reward_model.enable": reward_model,
     "reward.reward_model.enable": reward_model,
     "reward_model.reward_manager": Idle("the config names the reward functions"),
-    **each(
+    **same_rule(
         Idle("of a reward model, or how rewards are computed"),
         """strategy micro_batch_size micro_batch_size_per_gpu max_length use_dynamic_bsz
         forward_max_token_len_per_gpu ulysses_sequence_parallel_size enable_resource_pool n_gpus_per_node
@@ -462,27 +482,27 @@ OF_REWARD: dict[str, Rule] = {
         reward_loop_class_name model.* rollout.* sandbox_fusion.* profiler.*""",
         "reward_model.",
     ),
-    **each(
+    **same_rule(
         Idle("of a reward model, or how rewards are computed"),
         "num_workers reward_manager.* reward_model.* sandbox_fusion.*",
         "reward.",
     ),
     "sandbox_fusion.*": off("no such service"),
 }
-OF_TRAINER: dict[str, Rule] = {
-    "trainer.total_epochs": of_epochs,
-    "trainer.total_training_steps": of_steps,
+TRAINER_RULES: dict[str, Rule] = {
+    "trainer.total_epochs": epochs_rule,
+    "trainer.total_training_steps": steps_rule,
     "trainer.save_freq": family.saves,
     "trainer.test_freq": family.evaluates("data.val_files"),
     "trainer.val_before_train": lambda value, keys: (
-        Outcome("no effect", said="a run begins with an evaluation")
+        Outcome("no effect", reason="a run begins with an evaluation")
         if value
         else Outcome("changed", {}, "a run begins with an evaluation in any case")
     ),
     "trainer.val_only": off("jaxrl evaluate"),
     "trainer.critic_warmup": only_if(critic, to("critic.warmup_steps", int), "there is no critic"),
     "trainer.max_actor_ckpt_to_keep": only_if(
-        lambda keys: bool(keys.given.get("trainer.max_actor_ckpt_to_keep")), family.keeps, "checkpoint.keep decides"
+        lambda keys: bool(keys.explicit.get("trainer.max_actor_ckpt_to_keep")), family.keeps, "checkpoint.keep decides"
     ),
     "trainer.max_critic_ckpt_to_keep": Idle("a checkpoint holds policy and critic"),
     "trainer.nnodes": Idle("all devices that a run finds"),
@@ -491,14 +511,14 @@ OF_TRAINER: dict[str, Rule] = {
     "trainer.resume_from_path": off("the same --workdir resumes a run; of a run of veRL, give its model as model.path"),
     "trainer.v1.trainer_mode": off("sampling ahead of learning: rollout.max_lag", "sync"),
     "trainer.balance_batch": Idle(MEMORY),
-    **each(
+    **same_rule(
         Idle(LOGS),
         """project_name experiment_name logger log_val_generations val_generations_to_log_to_wandb
         rollout_data_dir validation_data_dir default_hdfs_dir default_local_dir del_local_ckpt_after_load
         checkpoint_callback_class remove_previous_ckpt_in_save esi_redundant_time""",
         "trainer.",
     ),
-    **each(
+    **same_rule(
         Idle("how veRL starts its processes"),
         """device ray_wait_register_center_timeout use_legacy_worker_impl use_v1 v1.* npu_profile.* profile_steps
         controller_nsight_options.* worker_nsight_options.*""",
@@ -583,7 +603,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
 }
-OF_ADAM = {
+ADAM_DEFAULTS = {
     "lr_warmup_steps": -1,
     "lr_warmup_steps_ratio": 0.0,
     "lr_scheduler_type": "constant",
@@ -591,7 +611,7 @@ OF_ADAM = {
     "weight_decay": 0.01,
     "betas": [0.9, 0.999],
 }
-DEFAULTS |= {f"{prefix}optim.{key}": value for prefix in (ACTOR, "critic.") for key, value in OF_ADAM.items()}
+DEFAULTS |= {f"{prefix}optim.{key}": value for prefix in (ACTOR, "critic.") for key, value in ADAM_DEFAULTS.items()}
 DEFAULTS |= {f"{ACTOR}optim.lr": 1e-6, "critic.optim.lr": 1e-5}
 
 
@@ -601,7 +621,7 @@ def base(keys: Keys, *, search: bool = False) -> str:
 
 # Patterns of one key come before those of many.
 MEMORY_KEYS: dict[str, Rule] = {
-    **each(
+    **same_rule(
         Idle(MEMORY),
         """use_dynamic_bsz ppo_max_token_len_per_gpu use_torch_compile ulysses_sequence_parallel_size rollout_n
         use_remove_padding use_fused_kernels use_prefix_grouper entropy_checkpointing pad_to_length
@@ -612,6 +632,15 @@ MEMORY_KEYS: dict[str, Rule] = {
 }
 CLASSES: dict[str, Rule] = {"*_target_": Idle("a class of veRL")}
 RULES = (
-    CLASSES | DTYPES | OF_DATA | OF_ALGORITHM | OF_ACTOR | OF_ROLLOUT | OF_CRITIC | OF_REWARD | OF_TRAINER | MEMORY_KEYS
+    CLASSES
+    | DTYPES
+    | DATA_RULES
+    | ALGORITHM_RULES
+    | ACTOR_RULES
+    | ROLLOUT_RULES
+    | CRITIC_RULES
+    | REWARD_RULES
+    | TRAINER_RULES
+    | MEMORY_KEYS
 )
 VERL = System("veRL", "0.9.1", RULES, DEFAULTS, partial(base))
