@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from test_train import ROOT
 
+from benchmarks.judging import judge, kept
 from jaxrl_llm import doctor
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import faults, logs, rules
@@ -15,9 +16,21 @@ def test_every_rule_has_a_fault():
     assert set(faults.FAULTS) == {rule.__name__ for rule in rules.RULES}
 
 
-@pytest.mark.slow
+# `python -m benchmarks.alarms --make-runs --only first- --keep tests/references/faults.json.gz`
+LOGS = kept(ROOT / "tests" / "references" / "faults.json.gz")
+
+
 @pytest.mark.parametrize("name", faults.FAULTS)
-def test_a_rule_finds_its_fault_in_time(name, tmp_path, monkeypatch):
+def test_a_rule_finds_its_fault_in_the_log_of_a_run(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    fault = faults.FAULTS[name]
+    step, _ = judge(name, LOGS[f"first-{name}"], faults.config_of(fault).health.to_dict()).alarms[name]
+    assert fault.begins <= step < fault.begins + fault.within
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, fault in faults.FAULTS.items() if fault.within <= 16])
+def test_a_run_is_found_ill_in_time(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     fault, history = faults.FAULTS[name], History()
     bounds = faults.config_of(fault).health.to_dict()
