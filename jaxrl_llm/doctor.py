@@ -45,7 +45,7 @@ SAME_RESULT = (
     "log.",
 )
 REASONS = 3  # why rules could not look, in a line
-OTHERS = {"max_skipped": 0}  # no bound: other trainers do not count skipped updates
+FOREIGN_BOUNDS = {"max_skipped": 0}  # for logs of other trainers, which do not count skipped updates
 
 
 class Spell(NamedTuple):
@@ -74,18 +74,18 @@ def main() -> None:
         sys.exit(int(not demonstrate(args.demonstrate)))
     if (args.config is None) == (args.run is None) or (args.run and (rest or args.selftest)):
         raise UserError("give --config FILE, with --config.field=value, or --run DIR alone")
-    found = look_at_run(args.run, args.json) if args.run else look_at_config(*parse_config(parser))
-    sys.exit(int(any(finding.severity == "error" for finding in found)))
+    findings = look_at_run(args.run, args.json) if args.run else look_at_config(*parse_config(parser))
+    sys.exit(int(any(finding.severity == "error" for finding in findings)))
 
 
 def look_at_run(path: Path, as_json: bool) -> list[Finding]:
     """Applies the rules over records to a log, prints what they find, and returns it. Raises: UserError."""
     records = logs.read(path)
-    spells = judge(records, logs.bounds(path) or OTHERS, logs.found_before(path))
+    spells = judge(records, logs.bounds(path) or FOREIGN_BOUNDS, logs.found_before(path))
     if as_json:
-        found = [spell.record() for spell in spells]
-        told = {"findings": found, "rules": len(rules.RULES), "could_not_look": rules.blind(records)}
-        print(json.dumps(told, indent=2))
+        spell_records = [spell.record() for spell in spells]
+        report = {"findings": spell_records, "rules": len(rules.RULES), "could_not_look": rules.blind(records)}
+        print(json.dumps(report, indent=2))
     else:
         print_spells(spells, records)
     return [spell.finding for spell in spells]
@@ -99,12 +99,13 @@ def demonstrate(rule: str) -> bool:
         run = Path(workdir) / "run"
         for _ in faults.demonstrate(faults.FAULTS[rule], run):
             pass
-        records = logs.read(run)  # also that of a step at which a rule stops the run
-        spells = judge(records, logs.bounds(run) or OTHERS)
+        # From the log, not from the loop: the record of a step at which a rule stops the run is only there.
+        records = logs.read(run)
+        spells = judge(records, logs.bounds(run) or FOREIGN_BOUNDS)
     print_spells(spells, records)
-    found = [spell.first for spell in spells if spell.finding.id == rule]
-    print(f"{rule} should find it within {fault.within} steps: " + (f"step {found[0]:,}" if found else "it did not"))
-    return bool(found) and fault.begins <= found[0] < fault.begins + fault.within
+    steps = [spell.first for spell in spells if spell.finding.id == rule]
+    print(f"{rule} should find it within {fault.within} steps: " + (f"step {steps[0]:,}" if steps else "it did not"))
+    return bool(steps) and fault.begins <= steps[0] < fault.begins + fault.within
 
 
 def look_at_config(config: Config, args: Namespace) -> list[Finding]:
@@ -114,18 +115,18 @@ def look_at_config(config: Config, args: Namespace) -> list[Finding]:
     """
     totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
     changed = tuple(overrides(config, Path(args.config)))
-    given = settings.Settings(config, totals, settings.width_of(config), changed=changed)
-    found, blind = settings.findings(given), settings.blind(given)
-    checks_done = self_test_of(config, quiet=args.json) if args.selftest else []
-    found += [finding for checked in checks_done for finding in checked.answer.findings]
+    judged = settings.Settings(config, totals, settings.width_of(config), changed=changed)
+    findings, blind = settings.findings(judged), settings.blind(judged)
+    self_tests = self_test_of(config, quiet=args.json) if args.selftest else []
+    findings += [finding for checked in self_tests for finding in checked.answer.findings]
     if args.json:
-        told = {"totals": vars(totals), "findings": [finding.record() for finding in found]}
-        told |= {"rules": len(settings.RULES), "could_not_look": blind}
-        told |= {"self_test": [checked.record() for checked in checks_done if checked.id]} if checks_done else {}
-        print(json.dumps(told, indent=2))
+        report = {"totals": vars(totals), "findings": [finding.record() for finding in findings]}
+        report |= {"rules": len(settings.RULES), "could_not_look": blind}
+        report |= {"self_test": [checked.record() for checked in self_tests if checked.id]} if self_tests else {}
+        print(json.dumps(report, indent=2))
     else:
-        print_config(totals, found, blind)
-    return found
+        print_config(totals, findings, blind)
+    return findings
 
 
 def overrides(config: Config, file: Path) -> list[str]:
@@ -147,19 +148,20 @@ def self_test_of(config: Config, *, quiet: bool) -> list[Checked]:
     with config.unlocked():  # it saves and logs nothing
         config.checkpoint.keep, config.checkpoint.keep_best = 1, 0
         config.log.to, config.log.project = (), ""
-    with ExitStack() as opened:
-        if quiet:  # standard output is for the JSON alone
-            opened.enter_context(redirect_stdout(sys.stderr))
-        workdir = Path(opened.enter_context(TemporaryDirectory()))
-        run = opened.enter_context(build(config, workdir))
+    with ExitStack() as resources:
+        # Standard output is for the JSON alone.
+        if quiet:
+            resources.enter_context(redirect_stdout(sys.stderr))
+        workdir = Path(resources.enter_context(TemporaryDirectory()))
+        run = resources.enter_context(build(config, workdir))
         run.restore()
         assert run.tested
-        done = []
+        checks_run = []
         for checked in self_test.check(run, run.tested, full=True):
             print(printable(checked.line()), flush=True)
-            done.append(checked)
+            checks_run.append(checked)
         run.actor.finish_push(run.policy(run.states))
-    return done
+    return checks_run
 
 
 def judge(records: Iterable[Record], bounds: dict[str, Any], before: Iterable[Finding] = ()) -> list[Spell]:
@@ -188,6 +190,7 @@ class Judge:
             last = self._spells.get(finding.id)
             at = record.get("at", record["step"])
             first, steps, lapses = (last.first, last.steps, last.lapses) if last else (at, 0, 0)
+            # It was not found at the last record, so it had gone and comes back.
             lapses += last is not None and last.last != self._at
             self._spells[finding.id] = Spell(finding, first, at, steps + 1, lapses)
         self._at = record.get("at", record["step"])
@@ -217,21 +220,24 @@ def could_look(count: int, blind: dict[str, str]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for rule, why in blind.items():
         reasons.setdefault(why, []).append(rule)
-    most = sorted(reasons, key=lambda why: -len(reasons[why]))
-    told = ", ".join(f"{', '.join(reasons[why])} ({why})" for why in most[:REASONS])
-    rest = sum(len(reasons[why]) for why in most[REASONS:])
+    by_frequency = sorted(reasons, key=lambda why: -len(reasons[why]))
+    listed = ", ".join(f"{', '.join(reasons[why])} ({why})" for why in by_frequency[:REASONS])
+    rest = sum(len(reasons[why]) for why in by_frequency[REASONS:])
     more = f", and {rest} more (--json tells all)" if rest else ""
-    return [f"{count - len(blind)} of {count} rules could look", *([f"could not look: {told}{more}"] if told else [])]
+    return [
+        f"{count - len(blind)} of {count} rules could look",
+        *([f"could not look: {listed}{more}"] if listed else []),
+    ]
 
 
-def print_config(totals: checks.Totals, found: list[Finding], blind: dict[str, str]) -> None:
+def print_config(totals: checks.Totals, findings: list[Finding], blind: dict[str, str]) -> None:
     """Prints what follows from a config, its findings, and which rules could look; blind: {rule: why it could not}."""
     console = Console(highlight=False, soft_wrap=True)
     for name, value in totals_table(totals):
         console.print(f"  {name:<28}  {value:,}", markup=False)
-    for finding in found:
+    for finding in findings:
         console.print(printable(finding.line()), markup=False)
-    if not found:
+    if not findings:
         console.print("no rule finds anything")
     for line in could_look(len(settings.RULES), blind):
         console.print(printable(line), markup=False)

@@ -52,7 +52,7 @@ ENVIRONMENT = dict(
     VLLM_SERVER_DEV_MODE="1",  # without it there is no route for weight pushes
     VLLM_NO_USAGE_STATS="1",
 )
-ON_A_CPU = dict(
+CPU_ENVIRONMENT = dict(
     VLLM_CPU_KVCACHE_SPACE="1",  # GiB; the default is a share of all memory
     VLLM_CPU_OMP_THREADS_BIND="nobind",  # a trainer may use the same cores
     TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),  # saves 15 s of compiling a start
@@ -61,18 +61,18 @@ SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.|vllm_|__KMP_)[^/\s]*$", re.MULTILIN
 TERMINATE, KILLED = 10.0, 5.0  # seconds to wait after SIGTERM and after SIGKILL
 WAITS = (1.0, 60.0)  # seconds: the first and the longest pause after a failed start; each failure doubles it
 STOPS = (signal.SIGTERM, signal.SIGINT)
-ASKED = 5.0  # seconds between two questions whether the server is healthy, and that an answer may take
-LOG = 2**26  # bytes of the log; what is older is in FILE.1, and then gone
+HEALTH_SECONDS = 5.0  # between two health checks, and the timeout of one
+LOG = 2**26  # bytes of the log; older lines are in FILE.1, and after that dropped
 
 
 def check_python(python: str, name: str) -> None:
     """Raises: UserError, with the field's name, if an interpreter cannot import vLLM."""
-    look = "import sys; from importlib.util import find_spec; sys.exit(not find_spec('vllm'))"
+    code = "import sys; from importlib.util import find_spec; sys.exit(not find_spec('vllm'))"
     try:
-        found = subprocess.run([python, "-c", look], capture_output=True).returncode == 0
+        has_vllm = subprocess.run([python, "-c", code], capture_output=True).returncode == 0
     except OSError:
-        found = False
-    if not found:
+        has_vllm = False
+    if not has_vllm:
         raise UserError(f"{name} {python!r} has no vLLM: launch/vllm_cpu.sh and launch/vllm_gpu.sh install one")
 
 
@@ -109,33 +109,33 @@ def remove_socket(uds: Path) -> None:
         uds.parent.rmdir()
 
 
-class Server(NamedTuple):
-    """A vLLM that runs."""
+class VllmProcess(NamedTuple):
+    """A running vLLM: its process, the thread that writes its log, and its shared memory."""
 
     process: subprocess.Popen[bytes]
     writes: threading.Thread  # its output into the log
-    left: set[Path]  # shared-memory files to remove at the end
+    shared_files: set[Path]  # in /dev/shm, to remove at the end
 
 
 def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subprocess.Popen[bytes]:
     """Starts vLLM in a separate process group."""
-    where = ["--uds", str(args.uds)] if args.uds else ["--host", args.host, "--port", str(args.port)]
+    address = ["--uds", str(args.uds)] if args.uds else ["--host", args.host, "--port", str(args.port)]
     if args.uds:
-        args.uds.unlink(missing_ok=True)  # that of a server that was killed
+        args.uds.unlink(missing_ok=True)  # a killed server leaves its socket, and a bind to it fails
     command = [
         args.python,
         "-m",
         "vllm.entrypoints.launchers.api_server.entry",
         "--model",
         args.model,
-        *where,
+        *address,
         "--dtype",
         args.dtype,
         *FIXED,
         *(("--max-model-len", str(args.max_model_len)) if args.max_model_len else ()),
         *extra,
     ]
-    environment = ON_A_CPU | os.environ | ENVIRONMENT | {"PYTHONPATH": python_path(), "TMPDIR": temporary}
+    environment = CPU_ENVIRONMENT | os.environ | ENVIRONMENT | {"PYTHONPATH": python_path(), "TMPDIR": temporary}
     return subprocess.Popen(
         command,
         env=environment,
@@ -150,9 +150,11 @@ def write_log(process: subprocess.Popen[bytes], log: Path) -> threading.Thread:
     """Starts to write the output of a process into a log of bounded size."""
     assert process.stdout
     output = io.TextIOWrapper(process.stdout, encoding="utf-8", errors="replace")
-    logging.raiseExceptions = False  # a full disk loses lines of the log, and must not stop the server
+    # A full disk loses lines of the log. Without this the thread would die, the pipe fill up, and vLLM block.
+    logging.raiseExceptions = False
     handler = RotatingFileHandler(log, maxBytes=LOG, backupCount=1, encoding="utf-8")
-    handler.rotator = _cut  # the file keeps its name and place: others append to it too
+    # Copied and cut, not renamed: this program's own output may be appended to the same file.
+    handler.rotator = _cut
 
     def write() -> None:
         with output:
@@ -180,21 +182,22 @@ def guard(process: subprocess.Popen[bytes], uds: Path | None) -> subprocess.Pope
 
 
 @contextmanager
-def running(args: argparse.Namespace, extra: list[str], temporary: str) -> Iterator[Server]:
+def running(args: argparse.Namespace, extra: list[str], temporary: str) -> Iterator[VllmProcess]:
     """Runs vLLM and its guard, and ends both."""
-    process, watch, left = None, None, set()
+    process, watchdog, shared_files = None, None, set()
     try:
-        with undisturbed():  # a signal in here could leave a process that nothing ends
+        # A signal between the two starts would leave a vLLM that no guard ends.
+        with undisturbed():
             process = start(args, extra, temporary)
-            watch = guard(process, args.uds)
-        yield Server(process, write_log(process, args.log), left)
+            watchdog = guard(process, args.uds)
+        yield VllmProcess(process, write_log(process, args.log), shared_files)
     finally:
         if process:
-            end(process.pid, process.poll, left)
+            end(process.pid, process.poll, shared_files)
             process.wait()
-        if watch:
-            watch.kill()
-            watch.wait()
+        if watchdog:
+            watchdog.kill()
+            watchdog.wait()
 
 
 def python_path() -> str:
@@ -202,24 +205,24 @@ def python_path() -> str:
     return os.pathsep.join(x for x in (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")) if x)
 
 
-def wait(server: Server, door: httpx.Client, log: Path) -> None:
+def wait(server: VllmProcess, http: httpx.Client, log: Path) -> None:
     """Returns when the server answers. Raises: UserError, if it ends before that."""
     while True:
         with suppress(httpx.TransportError):
-            if door.get("/health").is_success:
+            if http.get("/health").is_success:
                 return
         if server.process.poll() is not None:
-            server.writes.join(KILLED)
-            said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line][-1:]
-            raise UserError(f"vLLM did not start ({' '.join(said)[-300:]}): see {log}")
+            server.writes.join(KILLED)  # the last lines of its log say why
+            errors = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line][-1:]
+            raise UserError(f"vLLM did not start ({' '.join(errors)[-300:]}): see {log}")
         time.sleep(0.25)
 
 
-def wait_for_the_end(process: subprocess.Popen[bytes], door: httpx.Client) -> None:
+def wait_for_the_end(process: subprocess.Popen[bytes], http: httpx.Client) -> None:
     """Returns when vLLM has ended, reports a dead engine, or refuses connections: a broken server may never exit."""
     while process.poll() is None:
         try:
-            if door.get("/health").is_error:
+            if http.get("/health").is_error:
                 return
         except httpx.ConnectError as error:
             if f"[Errno {errno.EAGAIN}]" not in str(error):  # of a socket whose queue is full
@@ -227,57 +230,61 @@ def wait_for_the_end(process: subprocess.Popen[bytes], door: httpx.Client) -> No
         except httpx.TransportError:
             pass  # the server is busy or hangs, and may recover
         with suppress(subprocess.TimeoutExpired):
-            process.wait(ASKED)
+            process.wait(HEALTH_SECONDS)
 
 
-def end(group: int, reap: Callable[[], object] = lambda: None, made: Iterable[Path] = ()) -> None:
-    """Ends a whole process group, because vLLM's workers survive when only the server is killed.
+def end(group: int, reap: Callable[[], object] = lambda: None, files: Iterable[Path] = ()) -> None:
+    """Ends a whole process group with SIGTERM, then SIGKILL, and removes its files in shared memory.
 
-    Sends SIGTERM first, then SIGKILL. Removes the files that the group leaves in shared memory, and the files `made`,
-    from processes that may have ended before.
+    reap: waits for a child that is in the group; files: others to remove, of processes that may have ended before.
     """
-    left = {*made, *shared_memory(group)}
+    # The group, because vLLM's workers survive when only the server is killed.
+    shared_files = {*files, *shared_memory(group)}
     with suppress(ProcessLookupError):  # the group is empty
         for number, seconds in ((signal.SIGTERM, TERMINATE), (signal.SIGKILL, KILLED)):
             os.killpg(group, number)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
-                reap()  # a zombie would keep its group in existence
-                left |= shared_memory(group)
+                # A zombie would keep its group in existence, so `killpg` would never say that the group is empty.
+                reap()
+                # In each round: workers map files until they end, and /proc does not list them afterwards.
+                shared_files |= shared_memory(group)
                 os.killpg(group, 0)
                 time.sleep(0.1)
-    for file in left:
+    for file in shared_files:
         file.unlink(missing_ok=True)
 
 
 def shared_memory(group: int) -> set[Path]:
     """Finds shared-memory files that Python, vLLM and OpenMP made for a process group. Finds none outside Linux."""
-    found = set()
+    files = set()
     for process in Path("/proc").glob("[0-9]*"):
+        # A process may end, or belong to another user, while /proc is read.
         with suppress(OSError, IndexError):
             if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
-                found |= {Path(name) for name in SHARED.findall((process / "maps").read_text())}
-    return found
+                files |= {Path(name) for name in SHARED.findall((process / "maps").read_text())}
+    return files
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Delays stop signals until the end of the block."""
-    came: list[object] = []
-    for asked in STOPS:
-        signal.signal(asked, lambda *of: came.append(of))
+    signals: list[object] = []
+    for number in STOPS:
+        signal.signal(number, lambda *arguments: signals.append(arguments))
     try:
         yield
     finally:
-        for asked in STOPS:
-            signal.signal(asked, _end)
-        if came:
+        for number in STOPS:
+            signal.signal(number, _end)
+        if signals:
             _end()
 
 
-def _end(*of: object) -> None:
-    for asked in STOPS:
-        signal.signal(asked, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
+def _end(*_: object) -> None:
+    # A second signal must not interrupt the cleanup, which SystemExit runs on its way through the `finally` blocks.
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(0)
 
 
@@ -308,8 +315,8 @@ def main() -> None:
     parser.add_argument("--with-parent", action="store_true", help="end when standard input closes")
     args = parser.parse_args(argv[:cut])
     extra = argv[cut + 1 :]
-    if mine := [word for word in extra if word.split("=")[0] in ARGUMENTS]:
-        raise UserError(f"{mine[0]} belongs before the --: it is an argument of this command")
+    if misplaced := [word for word in extra if word.split("=")[0] in ARGUMENTS]:
+        raise UserError(f"{misplaced[0]} belongs before the --: it is an argument of this command")
     if args.host not in LOOPBACK and not args.public:
         raise UserError(
             f"--host {args.host}: whoever reaches the server can replace its weights, and --api-key does not guard "
@@ -318,31 +325,33 @@ def main() -> None:
     check_python(args.python, "--python")
     if not args.uds:
         check_port(args.host, args.port)
-    for asked in STOPS:
-        signal.signal(asked, _end)
+    for number in STOPS:
+        signal.signal(number, _end)
     if args.with_parent:
         threading.Thread(target=_end_at_eof, daemon=True).start()
-    with ExitStack() as opened:
+    with ExitStack() as resources:
         if args.uds:
-            opened.enter_context(socket_folder(args.uds))
+            resources.enter_context(socket_folder(args.uds))
         temporary = tempfile.TemporaryDirectory(prefix="jaxrl_llm-vllm-", ignore_cleanup_errors=True)
-        keep(args, extra, opened.enter_context(temporary))
+        serve(args, extra, resources.enter_context(temporary))
 
 
-def keep(args: argparse.Namespace, extra: list[str], temporary: str) -> None:
-    """Runs vLLM for ever. Raises: UserError, if it ends before it has ever answered: a restart would not help."""
+def serve(args: argparse.Namespace, extra: list[str], temporary: str) -> None:
+    """Runs vLLM, and starts it again when it ends. Raises: UserError, if it ends before its first answer."""
+    # Before the first answer a wrong argument or a missing file ends it, and a restart would not help.
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
-    at = f"{UNIX}{args.uds}" if args.uds else url
+    address = f"{UNIX}{args.uds}" if args.uds else url
     guarded = "" if args.uds else "; each user of this machine may replace its weights: --uds PATH is for you alone"
     answered, pause = False, WAITS[0]
     while True:
         try:
-            with running(args, extra, temporary) as server, client(at, timeout=ASKED) as door:
-                wait(server, door, args.log)
+            with running(args, extra, temporary) as server, client(address, timeout=HEALTH_SECONDS) as http:
+                wait(server, http, args.log)
                 answered, pause = True, WAITS[0]
-                server.left.update(shared_memory(server.process.pid))
-                print(f"vLLM answers at {at}; its log is {args.log}{guarded}", flush=True)
-                wait_for_the_end(server.process, door)
+                # Now, while the engine lives: after a crash /proc no longer says which files were its own.
+                server.shared_files.update(shared_memory(server.process.pid))
+                print(f"vLLM answers at {address}; its log is {args.log}{guarded}", flush=True)
+                wait_for_the_end(server.process, http)
             print(f"vLLM ended with exit code {server.process.returncode}: it is started again", flush=True)
         except UserError as error:
             if not answered:

@@ -48,7 +48,7 @@ def watched(code: int, answers: int) -> Iterator[tuple[subprocess.Popen[bytes], 
                     break
             time.sleep(0.02)
         with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
-            door = stack.enter_context(address.client(url, timeout=serve_vllm.ASKED))
+            door = stack.enter_context(address.client(url, timeout=serve_vllm.HEALTH_SECONDS))
             yield process, pool.submit(serve_vllm.wait_for_the_end, process, door)
             process.kill()
     finally:
@@ -60,7 +60,7 @@ def watched(code: int, answers: int) -> Iterator[tuple[subprocess.Popen[bytes], 
 def test_a_server_that_closes_its_door_or_says_its_engine_is_dead_has_ended_though_its_process_lives(
     code, answers, monkeypatch
 ):
-    monkeypatch.setattr(serve_vllm, "ASKED", 0.5)
+    monkeypatch.setattr(serve_vllm, "HEALTH_SECONDS", 0.5)
     with watched(code, answers) as (process, watch):
         watch.result(timeout=15)
         assert process.poll() is None
