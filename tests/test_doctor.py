@@ -332,10 +332,12 @@ def test_a_sampler_that_differs_is_found_in_verls_log():
         "critic/score/mean": 0.5, "rollout_corr/k3_kl": 0.02, "rollout_corr/rollout_is_mean": 1.0,
         "rollout_corr/rollout_is_eff_sample_size": 0.9,
     }  # fmt: skip
-    (spell,) = doctor.judge([logs.ours(row) | {"step": 1}], doctor.OTHERS)
+    (spell,) = doctor.judge([logs.ours(row) | {"step": 1}], doctor.FOREIGN_BOUNDS)
     assert spell.finding.id == "sampler_mismatch" and spell.finding.severity == "error"
     assert (
-        doctor.judge([logs.ours(row | {"fully_async/count/current_param_version": 1}) | {"step": 1}], doctor.OTHERS)
+        doctor.judge(
+            [logs.ours(row | {"fully_async/count/current_param_version": 1}) | {"step": 1}], doctor.FOREIGN_BOUNDS
+        )
         == []
     )
 
