@@ -118,7 +118,7 @@ def test_a_token_sees_the_window_before_it_in_its_completion_and_its_prompt(wind
     expected, real = visible_of(segment_ids, mask, window), ids > 0
     found = Visible(causal_within(segment_ids, window), in_prompt(mask, positions, window))
     of_prompt = np.broadcast_to(found.prompt, expected.prompt.shape)
-    np.testing.assert_array_equal(np.asarray(found.own)[real], np.asarray(expected.own)[real])
+    np.testing.assert_array_equal(np.asarray(found.row)[real], np.asarray(expected.row)[real])
     np.testing.assert_array_equal(of_prompt[real], np.asarray(expected.prompt)[real])
 
 

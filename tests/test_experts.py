@@ -77,8 +77,8 @@ def test_blocks_compute_what_the_instruction_of_a_tpu_computes():
     sizes = jnp.asarray([33, 0, 37], jnp.int32)
     by_blocks = grouped._by_blocks(rows, kernels, sizes, precision=None)
     np.testing.assert_allclose(by_blocks, jax.lax.ragged_dot(rows, kernels, sizes), atol=1e-5)
-    of_kernels = grouped._of_kernels_by_blocks(rows, more, sizes, precision=None)
-    on_tpu = jax.lax.ragged_dot_general(rows, more, sizes, grouped._OF_KERNELS)
+    of_kernels = grouped._kernel_gradients_by_blocks(rows, more, sizes, precision=None)
+    on_tpu = jax.lax.ragged_dot_general(rows, more, sizes, grouped._KERNEL_GRADIENT)
     np.testing.assert_allclose(of_kernels, on_tpu, atol=1e-4)
 
 

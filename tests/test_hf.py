@@ -354,7 +354,7 @@ def test_load_save_load_is_identical(loaded, mesh, tmp_path):
 
 def test_weights_that_are_pushed_to_vllm_have_the_names_and_values_of_the_file(loaded, tmp_path):
     with (tmp_path / "pushed").open("wb") as file:
-        weights.write_stream(file, loaded.params, names.of_family(loaded.model.cfg.family), np.float32)
+        weights.write_stream(file, loaded.params, names.family_table(loaded.model.cfg.family), np.float32)
     pushed, stored = load_file(tmp_path / "pushed"), tensors_of(loaded.folder)
     assert pushed.keys() == stored.keys()
     for name, tensor in stored.items():

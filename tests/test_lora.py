@@ -50,12 +50,12 @@ def drawn(lora: Lora, size: float = 0.3) -> PyTree:
 
 
 def tensors_of(params: PyTree) -> dict[str, np.ndarray]:
-    return dict(hf_export.tensors(params, names.of_family("qwen2"), np.float32))
+    return dict(hf_export.tensors(params, names.family_table("qwen2"), np.float32))
 
 
 def kept(lora: Lora, params: PyTree) -> PyTree:
     """The base as a run keeps it."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: lora.kept(sharding.path_name(path), x), params)
+    return jax.tree_util.tree_map_with_path(lambda path, x: lora.as_stored(sharding.path_name(path), x), params)
 
 
 def by_hand(base: PyTree, adapters: PyTree, scale: float) -> PyTree:
@@ -238,7 +238,7 @@ def test_the_copy_of_the_sampler_and_the_exported_tensors_are_merged(base_dtype)
     copy = Placing(model, tiny.mesh_of((1, 2, 2)))(whole)
     jax.tree.map(close, copy, model.unstack(expected))
     jax.tree.map(close, tensors := tensors_of(whole), tensors_of(expected))
-    shapes = hf_export.shapes(whole, names.of_family("qwen2"))
+    shapes = hf_export.shapes(whole, names.family_table("qwen2"))
     assert [(name, tensor.shape) for name, tensor in tensors.items()] == list(shapes.items())
 
 

@@ -29,13 +29,13 @@ class KeyValue(NamedTuple):
 class Visible(NamedTuple):
     """The keys that a token of a row sees."""
 
-    own: Array  # [B, N, T, S] bool, of its row
+    row: Array  # [B, N, T, S] bool, of its row
     prompt: Array | None = None  # [B, N, T, P] bool, of its prompt; [B, 1, 1, P], if all tokens see the same ones
 
 
 def attend(
     query: Array,
-    own: KeyValue,
+    row: KeyValue,
     visible: Visible,
     prompt: KeyValue | None = None,
     *,
@@ -44,20 +44,21 @@ def attend(
 ) -> jax.Array:
     """Computes softmax attention of query [B, K, N, R, T, h] to its row and its prompt -> the same shape.
 
-    Keys and values are own [B, K, N, S, h] and prompt [B, K, P, h]. A score is the product of query and key, bounded
+    Keys and values are row [B, K, N, S, h] and prompt [B, K, P, h]. A score is the product of query and key, bounded
     by soft_cap * tanh(score / soft_cap); 0: not bounded. Scores and softmax are float32.
     """
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    hidden = jnp.finfo(jnp.float32).min  # not -inf: a query without a visible key would give NaN
+    # Not -inf: a query without a visible key would give NaN.
+    hidden = jnp.finfo(jnp.float32).min
     if query.shape[4] == 1:
         # Decoding. With the keys first, a CPU need not rearrange them for every token. The barrier keeps its compiler
         # from turning the product around, together with the transpose that follows.
-        scored = product("bknsh,bknrh->bknsr", own.keys, query[..., 0, :])
+        scored = product("bknsh,bknrh->bknsr", row.keys, query[..., 0, :])
         scored = jax.lax.platform_dependent(scored, cpu=jax.lax.optimization_barrier, default=lambda x: x)
         scored = jnp.swapaxes(scored, -1, -2)[..., None, :]
     else:
-        scored = product("bknrth,bknsh->bknrts", query, own.keys)
-    scores = [jnp.where(visible.own[:, None, :, None], bounded(scored, soft_cap), hidden)]
+        scored = product("bknrth,bknsh->bknrts", query, row.keys)
+    scores = [jnp.where(visible.row[:, None, :, None], bounded(scored, soft_cap), hidden)]
     if prompt is not None and visible.prompt is not None:
         shared = product("bknrth,bkph->bknrtp", query, prompt.keys)
         scores.append(jnp.where(visible.prompt[:, None, :, None], bounded(shared, soft_cap), hidden))
@@ -65,7 +66,9 @@ def attend(
     top = jnp.max(jnp.stack([jnp.max(s, axis=-1) for s in scores]), axis=0)[..., None]
     weights = [jnp.exp(s - jax.lax.stop_gradient(top)) for s in scores]
     total = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
-    out = product("bknrts,bknsh->bknrth", weights[0].astype(query.dtype), own.values)
+    # Weights are rounded to the query's dtype before the products, and divided after their sum: one division for both
+    # parts.
+    out = product("bknrts,bknsh->bknrth", weights[0].astype(query.dtype), row.values)
     if prompt is not None:
         out = out + product("bknrtp,bkph->bknrth", weights[1].astype(query.dtype), prompt.values)
     return (out / total).astype(query.dtype)
@@ -81,6 +84,7 @@ def causal_within(segment_ids: Array, window: int = 0) -> jax.Array:
 
     window: the number of tokens that it sees, with itself; 0: all.
     """
+    # Equal segment ids alone would also show later tokens of the same completion.
     causal = jnp.tril(jnp.ones((segment_ids.shape[-1],) * 2, bool))
     if window:
         causal = jnp.triu(causal, 1 - window)
@@ -119,22 +123,23 @@ def over_mesh(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: int
     heads = sharding.heads_spec(kv_heads, mesh)
     rows = P(("data", "fsdp"))
 
-    def on_shards(of_rows: tuple[Array, ...], of_prompts: tuple[Array, ...]) -> jax.Array:
-        specs = (heads,) * 3 + (rows,) * (len(of_rows) - 3), (heads, heads, rows)
+    def on_shards(row_arrays: tuple[Array, ...], prompt_arrays: tuple[Array, ...]) -> jax.Array:
+        # check_vma is off: a Pallas kernel does not say over which mesh axes its output varies.
+        specs = (heads,) * 3 + (rows,) * (len(row_arrays) - 3), (heads, heads, rows)
         run = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
-        return run(of_rows, of_prompts)
+        return run(row_arrays, prompt_arrays)
 
     return on_shards
 
 
 def head_major(query: Array, key: Array, value: Array) -> tuple[jax.Array, KeyValue]:
-    """A layer's projections [B, N, T, heads, h] -> query [B, K, N, R, T, h], keys and values [B, K, N, T, h]."""
+    """Reorders projections [B, N, T, heads, h] -> query [B, K, N, R, T, h], keys and values [B, K, N, T, h]."""
     b, n, t, kv_heads, size = key.shape
     query = query.reshape(b, n, t, kv_heads, -1, size).transpose(0, 3, 1, 4, 2, 5)
     return query, KeyValue(key.transpose(0, 3, 1, 2, 4), value.transpose(0, 3, 1, 2, 4))
 
 
 def token_major(attended: Array) -> jax.Array:
-    """[B, K, N, R, T, h] -> [B, N, T, heads, h]."""
+    """Reorders the output of `attend`: [B, K, N, R, T, h] -> [B, N, T, heads, h]."""
     b, _, n, _, t, size = attended.shape
     return attended.transpose(0, 2, 4, 1, 3, 5).reshape(b, n, t, -1, size)

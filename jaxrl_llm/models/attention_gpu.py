@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jaxrl_llm.models.attention import KeyValue, Visible, no_prompt, over_mesh
 from jaxrl_llm.structs import Array
 
-TILE = 64  # lengths are padded to a multiple of it: cuDNN accepts no odd length with a mask
+# Lengths are padded to a multiple of it: cuDNN accepts no odd length with a mask.
+TILE = 64
 
 
 def fits(device: Any, head_dim: int, dtype: str, soft_cap: float) -> bool:
@@ -24,7 +25,7 @@ def fits(device: Any, head_dim: int, dtype: str, soft_cap: float) -> bool:
 
 def attend_gpu(
     query: Array,
-    own: KeyValue,
+    row: KeyValue,
     segment_ids: Array,
     visible: Visible,
     prompt: KeyValue | None = None,
@@ -32,40 +33,43 @@ def attend_gpu(
     mesh: Mesh | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """query [B, K, N, R, T, h], own [B, K, N, T, h], prompt [B, K, P, h] -> the shape of query.
+    """Attends with cuDNN: query [B, K, N, R, T, h], row [B, K, N, T, h], prompt [B, K, P, h] -> the shape of query.
 
     segment_ids [B, N, T]: a number per completion, 0 for padding. The output at padding is 0.
     """
-    of_prompt = visible.prompt
-    if prompt is None or of_prompt is None:
+    prompt_visible = visible.prompt
+    if prompt is None or prompt_visible is None:
         prompt, mask = no_prompt(query)
-        of_prompt = mask[:, None, None]
+        prompt_visible = mask[:, None, None]
     attend = over_mesh(partial(_attend, implementation=implementation), mesh, kv_heads=query.shape[1])
-    return attend((query, *own, segment_ids, visible.own), (*prompt, of_prompt))
+    return attend((query, *row, segment_ids, visible.row), (*prompt, prompt_visible))
 
 
 def _attend(
     rows: tuple[Array, ...], prompts: tuple[Array, ...], *, implementation: Literal["cudnn", "xla"]
 ) -> jax.Array:
-    (query, keys, values, segment_ids, own_visible), (prompt_keys, prompt_values, prompt_visible) = rows, prompts
+    (query, keys, values, segment_ids, row_visible), (prompt_keys, prompt_values, prompt_visible) = rows, prompts
     b, k, n, r, t, h = query.shape
     p = prompt_visible.shape[-1]
     more_queries, more_keys = -t % TILE, -(t + p) % TILE
     length = lambda more: ((0, 0), (0, more), (0, 0), (0, 0))  # noqa: E731
 
-    def row_major(own: Array, shared: Array) -> jax.Array:
-        shared = jnp.broadcast_to(shared[:, :, None], (b, k, n, p, h))  # cuDNN cannot share keys between rows
-        return jnp.concatenate([own, shared], axis=3).transpose(0, 2, 3, 1, 4).reshape(b * n, t + p, k, h)
+    def row_major(row: Array, prompt: Array) -> jax.Array:
+        # CuDNN cannot share keys between rows.
+        prompt = jnp.broadcast_to(prompt[:, :, None], (b, k, n, p, h))
+        return jnp.concatenate([row, prompt], axis=3).transpose(0, 2, 3, 1, 4).reshape(b * n, t + p, k, h)
 
-    of_prompt = jnp.broadcast_to(prompt_visible, (b, n, t, p))
-    visible = jnp.concatenate([own_visible, of_prompt], axis=-1).reshape(b * n, 1, t, t + p)
+    prompt_visible = jnp.broadcast_to(prompt_visible, (b, n, t, p))
+    visible = jnp.concatenate([row_visible, prompt_visible], axis=-1).reshape(b * n, 1, t, t + p)
     out = jax.nn.dot_product_attention(
         jnp.pad(query.transpose(0, 2, 4, 1, 3, 5).reshape(b * n, t, k * r, h), length(more_queries)),
         jnp.pad(row_major(keys, prompt_keys), length(more_keys)),
         jnp.pad(row_major(values, prompt_values), length(more_keys)),
         mask=jnp.pad(visible, ((0, 0), (0, 0), (0, more_queries), (0, more_keys))),
-        scale=1.0,  # the query has it
+        # The query has it.
+        scale=1.0,
         implementation=implementation,
     )
     out = out[:, :t].reshape(b, n, t, k, r, h).transpose(0, 3, 1, 4, 2, 5)
-    return jnp.where(segment_ids[:, None, :, None, :, None] > 0, out, 0)  # so padding gives no gradient
+    # So padding gives no gradient.
+    return jnp.where(segment_ids[:, None, :, None, :, None] > 0, out, 0)

@@ -16,7 +16,8 @@ from jaxrl_llm.models.attention import KeyValue, no_prompt, over_mesh
 from jaxrl_llm.structs import Array
 
 BLOCK = 512  # queries, and keys, per kernel block
-BITS = 16  # for a query's index within its row; the bits above hold the start of its completion
+# For a query's index within its row; the bits above hold the start of its completion.
+BITS = 16
 
 
 def fits(device: Any, head_dim: int, dtype: str, length: int) -> bool:
@@ -59,13 +60,13 @@ class _Visible(splash.Mask):
         start, index = query >> BITS, query & (2**BITS - 1)
         return self._seen(start, index - start, index, key)
 
-    def _seen(self, start: Any, place: Any, index: Any, key: Any) -> Any:
-        """place: of the query in its completion, which starts at `start` of the row."""
-        own, of_prompt = (start <= key) & (key <= index), key >= self.length
+    def _seen(self, start: Any, position: Any, index: Any, key: Any) -> Any:
+        """Whether a query sees a key. `index` and `key` count in the row, `position` in the query's completion."""
+        in_completion, in_prompt = (start <= key) & (key <= index), key >= self.length
         if self.window:
-            own = own & (key > index - self.window)
-            of_prompt = of_prompt & (key - self.shape[1] > place - self.window)
-        return own | of_prompt
+            in_completion = in_completion & (key > index - self.window)
+            in_prompt = in_prompt & (key - self.shape[1] > position - self.window)
+        return in_completion | in_prompt
 
     def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
         return self._seen(0, 0, self.q_sequence[block[0], None], np.arange(self.shape[1])[None, block[1]])
@@ -73,7 +74,7 @@ class _Visible(splash.Mask):
 
 def attend_tpu(
     query: Array,
-    own: KeyValue,
+    row: KeyValue,
     segment_ids: Array,
     prompt: KeyValue | None = None,
     prompt_mask: Array | None = None,
@@ -82,12 +83,14 @@ def attend_tpu(
     mesh: Mesh | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """query [B, K, N, R, T, h], own [B, K, N, T, h], prompt [B, K, P, h], its mask [B, P] -> the shape of query.
+    """Attends with the TPU's kernel: query [B, K, N, R, T, h], row [B, K, N, T, h] -> the shape of query.
 
+    prompt [B, K, P, h], prompt_mask [B, P].
     segment_ids [B, N, T]: a number per completion, 0 for padding. The tokens of a completion are contiguous.
     A token sees its prompt, itself and the earlier tokens of its completion. The output at padding is 0.
     """
     k, t = query.shape[1], query.shape[-2]
+    # Blocks are multiples of 128, the lanes of a TPU register.
     block = min(BLOCK, t + -t % 128)
     if prompt is None or prompt_mask is None:
         prompt, prompt_mask = no_prompt(query)
@@ -95,11 +98,11 @@ def attend_tpu(
     def padded(x: Array, axis: int) -> jax.Array:
         return jnp.pad(x, [(0, -x.shape[axis] % block if i == axis % x.ndim else 0) for i in range(x.ndim)])
 
-    row = (padded(query, -2), padded(own.keys, -2), padded(own.values, -2), padded(segment_ids, -1))
-    shared = (padded(prompt.keys, -2), padded(prompt.values, -2), padded(prompt_mask, -1))
-    one = partial(_attend_row, block=block, limits=limits, interpret=interpret)
-    attend = over_mesh(jax.vmap(jax.vmap(one, in_axes=((1, 1, 1, 0), None), out_axes=1)), mesh, k)
-    return attend(row, shared)[..., :t, :]
+    row_arrays = (padded(query, -2), padded(row.keys, -2), padded(row.values, -2), padded(segment_ids, -1))
+    prompt_arrays = (padded(prompt.keys, -2), padded(prompt.values, -2), padded(prompt_mask, -1))
+    attend_row = partial(_attend_row, block=block, limits=limits, interpret=interpret)
+    attend = over_mesh(jax.vmap(jax.vmap(attend_row, in_axes=((1, 1, 1, 0), None), out_axes=1)), mesh, k)
+    return attend(row_arrays, prompt_arrays)[..., :t, :]
 
 
 def _attend_row(
@@ -108,6 +111,7 @@ def _attend_row(
     """Attention of one row and its prompt, both padded to blocks: query [K, R, T, h] -> [K, R, T, h]."""
     (query, keys, values, segment_ids), (prompt_keys, prompt_values, prompt_mask) = row, prompt
     k, r, t, h = query.shape
+    # All heads have the same mask. It is static: the kernel finds its empty blocks when it is compiled.
     masks = splash.MultiHeadMask([_Visible(t, prompt_mask.size, limits.window)] * (k * r))
     sizes = splash.BlockSizes(block, block, block, block, block, block, block, block)
     kernel: Any = splash.make_splash_mha_single_device(
@@ -131,4 +135,5 @@ def _attend_row(
     # Segment ids only hide the prompt's padding: all queries are in segment 1, hidden keys in 0.
     real = jnp.concatenate([jnp.ones_like(index), prompt_mask.astype(jnp.int32)])
     out = kernel(query.reshape(k * r, t, h), keys, values, splash.SegmentIds(jnp.ones_like(index), real))
-    return jnp.where(segment_ids[None, :, None] > 0, out, 0).reshape(k, r, t, h)  # so padding gives no gradient
+    # So padding gives no gradient.
+    return jnp.where(segment_ids[None, :, None] > 0, out, 0).reshape(k, r, t, h)

@@ -58,6 +58,7 @@ class DecoderConfig:
     centered_norms: bool = False  # the factor of a norm is 1 + scale
     post_norms: bool = False  # attention and MLP also have a norm behind them
     mixture: Mixture | None = None  # experts instead of an MLP
+    # Arithmetic, not architecture: the same parameters serve all values of these fields.
     dtype: str = "float32"  # of activations and matrix products; parameters stay float32
     remat: str = "none"  # rematerialization in the backward pass: none | dots | full
     transposed: bool = False  # kernels of layers are [E, D], not [D, E]: on a CPU, products with few rows are faster
@@ -99,6 +100,7 @@ class Attention(nnx.Module):
         value = self.value(x).reshape(*lead, cfg.kv_heads, cfg.head_dim)
         if cfg.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
+        # Rotated and scaled in float32, rounded once: rounding between the two would move every score.
         query = rotate(query, angles) * (cfg.score_size or cfg.head_dim) ** -0.5
         return query.astype(value.dtype), rotate(key, angles).astype(value.dtype), value
 
@@ -142,12 +144,12 @@ class Block(nnx.Module):
         return self.attention.project(self.attention_norm(x), angles)
 
     def finish(self, x: Array, attended: Array) -> tuple[jax.Array, Routing | None]:
-        """Returns the output of the layer, and what its router has decided, if it has one."""
-        made = self.attention(attended)
-        x = x + (self.attention_post_norm(made) if self.post_norms else made)
-        given = self.mlp_norm(x)
-        made, routing = self.experts(given) if self.mixture else (self.mlp(given), None)
-        return x + (self.mlp_post_norm(made) if self.post_norms else made), routing
+        """Returns the output of the layer, and the router's decisions, if the layer has experts."""
+        update = self.attention(attended)
+        x = x + (self.attention_post_norm(update) if self.post_norms else update)
+        normed = self.mlp_norm(x)
+        update, routing = self.experts(normed) if self.mixture else (self.mlp(normed), None)
+        return x + (self.mlp_post_norm(update) if self.post_norms else update), routing
 
 
 class CenteredNorm(nnx.Module):
@@ -158,6 +160,7 @@ class CenteredNorm(nnx.Module):
         self.scale = nnx.Param(jnp.zeros(size))
 
     def __call__(self, x: Array) -> jax.Array:
+        # The mean of squares is in float32: bfloat16 has 8 bits, too few for a sum over the width.
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
         factor = (1 + self.scale[...]).reshape((1,) * (x.ndim - 1) + (-1,))
@@ -169,7 +172,8 @@ class EmbedAndHead(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
-        self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=init, rngs=rngs)  # returns the table's dtype
+        # Returns the table's dtype.
+        self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=init, rngs=rngs)
         self.norm = _norm(cfg, cfg.width, rngs=rngs)
         if not cfg.tied_head:
             self.head = _linear(cfg, cfg.width, cfg.vocab_size, rngs=rngs)
@@ -185,13 +189,15 @@ class Linear(nnx.Linear):
     def __call__(self, x: Array) -> jax.Array:
         # One token axis: with several, XLA copies and transposes both factors of the kernel's gradient.
         flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        given = self.kernel.get_value()
-        adapter = given if isinstance(given, Adapted) else None
-        kernel = adapter.frozen if adapter else given
+        stored = self.kernel.get_value()
+        adapter = stored if isinstance(stored, Adapted) else None
+        kernel = adapter.frozen if adapter else stored
         # The backward pass needs W. Without a checkpoint here or around the layer, it would keep all kernels as floats.
-        alone = isinstance(kernel, QArray) and self.cfg.remat == "none"
-        y = (jax.checkpoint(self._product) if alone else self._product)(flat, kernel)
-        if adapter:  # the product with W is that of the base, so that with B = 0 both say exactly the same
+        recompute = isinstance(kernel, QArray) and self.cfg.remat == "none"
+        y = (jax.checkpoint(self._product) if recompute else self._product)(flat, kernel)
+        if adapter:
+            # The product with W is computed as in the base, so that with B = 0 base and adapted model give the same
+            # bits.
             y = (y.astype(jnp.float32) + adapter.added(flat, self.cfg.precision)).astype(self.dtype)
         if self.bias is not None:
             # The bias is rounded as in the engines, but added in float32: its gradient is a sum over all tokens.
@@ -204,7 +210,8 @@ class Linear(nnx.Linear):
         if not self.cfg.transposed:
             return jnp.matmul(x, w, precision=precision)
         product = jax.lax.dot_general(w, x, (((1,), (1,)), ((), ())), precision=precision)
-        return jax.lax.optimization_barrier(product).T  # it keeps the compiler from turning the product around
+        # The barrier keeps the compiler from turning the product around.
+        return jax.lax.optimization_barrier(product).T
 
 
 def _linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> Linear:

@@ -1,4 +1,4 @@
-"""What the families share in reading config.json: a module of a family adds what is its own."""
+"""Reads the fields of config.json that all families have. A family's module adds the fields of its own."""
 
 from __future__ import annotations
 
@@ -25,42 +25,44 @@ NUMBERS = (
 KINDS = {"full_attention", "sliding_attention"}  # of layers
 
 
-class Settings(dict):
+class ConfigJson(dict):
     """The settings of a config.json. Raises: UserError, naming a key that is missing."""
 
     def __missing__(self, key: str) -> Any:
         raise UserError(f"config.json has no {key!r}, which a decoder needs: restore the file")
 
 
-def read(hf: dict[str, Any], **defaults: Any) -> Settings:
-    """Returns the settings without nulls, which mean missing; defaults: of the family, for keys that may be missing.
+def read(hf: dict[str, Any], **defaults: Any) -> ConfigJson:
+    """Returns the settings without nulls, which mean missing; defaults: the family's, for keys that may be missing.
 
     Raises: UserError, naming a setting that is no number.
     """
-    settings = Settings(defaults | {name: value for name, value in hf.items() if value is not None})
+    settings = ConfigJson(defaults | {name: value for name, value in hf.items() if value is not None})
+    # A wrong type would otherwise fail deep in a shape computation, without the key's name.
     for name in NUMBERS:
         number(settings, name, missing=0)
     return settings
 
 
 def number(settings: dict[str, Any], name: str, missing: float) -> Any:
-    """Returns a number. Raises: UserError, if it is none."""
-    found = settings.get(name, missing)
-    if not isinstance(found, (int, float)):
-        raise UserError(f"config.json: {name} is {found!r}, which is no number: restore the file")
-    return found
+    """Returns the number under a key, or `missing` without the key. Raises: UserError, if it is no number."""
+    setting = settings.get(name, missing)
+    if not isinstance(setting, (int, float)):
+        raise UserError(f"config.json: {name} is {setting!r}, which is no number: restore the file")
+    return setting
 
 
-def decoder(settings: Settings, dtype: str, remat: str, **own: Any) -> DecoderConfig:
-    """Makes a DecoderConfig of what all families have; own: fields that only this family sets.
+def decoder(settings: ConfigJson, dtype: str, remat: str, **family_fields: Any) -> DecoderConfig:
+    """Makes a DecoderConfig from settings; family_fields: those that this family sets otherwise than most.
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    if "local_rope" not in own and "sliding_attention" in (settings.get("rope_parameters") or ()):
+    if "local_rope" not in family_fields and "sliding_attention" in (settings.get("rope_parameters") or ()):
         raise UserError("config.json: rope_parameters differ between layers: this family has one rotary embedding")
     full, positions = rope.settings(settings), settings["max_position_embeddings"]
     size = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-    usual = {
+    shared_fields = {
+        # A family may set each of these otherwise.
         "mlp_width": settings["intermediate_size"],
         "rope": rope.read(full, size, positions),
         "qkv_bias": settings.get("attention_bias", False),
@@ -81,44 +83,45 @@ def decoder(settings: Settings, dtype: str, remat: str, **own: Any) -> DecoderCo
         tied_head=settings.get("tie_word_embeddings", False),
         dtype=dtype,
         remat=remat,
-        **usual | own,
+        **shared_fields | family_fields,
     )
 
 
-def count(settings: Settings, name: str) -> int:
-    """Returns a number of at least 1. Raises: UserError, if it is missing or something else."""
-    if not isinstance(found := settings[name], int) or found < 1:
-        raise UserError(f"config.json: {name} is {found!r}, and must be a number of at least 1: restore the file")
-    return found
+def count(settings: ConfigJson, key: str) -> int:
+    """Returns the number under a key. Raises: UserError, if it is missing, no whole number, or below 1."""
+    if not isinstance(number := settings[key], int) or number < 1:
+        raise UserError(f"config.json: {key} is {number!r}, and must be a number of at least 1: restore the file")
+    return number
 
 
-def mixture(settings: Settings, experts: str, *, normalized: bool) -> Mixture:
+def mixture(settings: ConfigJson, experts: str, *, normalized: bool) -> Mixture:
     """Returns the experts of each layer, whose number is in the key `experts`.
 
     Raises: UserError, naming a key that is missing or does not fit.
     """
-    made = Mixture(count(settings, experts), count(settings, "num_experts_per_tok"), normalized)
-    if made.chosen > made.experts:
+    layer_experts = Mixture(count(settings, experts), count(settings, "num_experts_per_tok"), normalized)
+    if layer_experts.chosen > layer_experts.experts:
         raise UserError(
-            f"config.json: num_experts_per_tok is {made.chosen}, {experts} {made.experts}: restore the file"
+            f"config.json: num_experts_per_tok is {layer_experts.chosen}, {experts} {layer_experts.experts}: "
+            "restore the file"
         )
-    return made
+    return layer_experts
 
 
-def activation(settings: Settings, name: str) -> str:
+def activation(settings: ConfigJson, key: str) -> str:
     """Returns the activation that a key names. Raises: UserError, if it is not supported."""
-    found = settings.get(name, "silu")
-    if found not in ACTIVATIONS:
-        raise UserError(f"config.json: {name} is {found!r}: only {', '.join(map(repr, ACTIVATIONS))} are supported")
-    return found
+    name = settings.get(key, "silu")
+    if name not in ACTIVATIONS:
+        raise UserError(f"config.json: {key} is {name!r}: only {', '.join(map(repr, ACTIVATIONS))} are supported")
+    return name
 
 
-def windows(settings: Settings, usual: list[bool]) -> dict[str, Any]:
-    """Returns the fields of DecoderConfig on sliding windows; usual: the layers with one if layer_types is missing.
+def windows(settings: ConfigJson, default_local: list[bool]) -> dict[str, Any]:
+    """Returns the fields of DecoderConfig on sliding windows; default_local: which layers have one without layer_types.
 
     Raises: UserError, if layer_types has another kind or number of layers.
     """
-    local = tuple(usual)
+    local = tuple(default_local)
     if types := settings.get("layer_types"):
         if other := set(types) - KINDS:
             raise UserError(

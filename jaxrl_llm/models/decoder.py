@@ -39,6 +39,7 @@ Collect: TypeAlias = Callable[[Routing], PyTree]
 
 def last_state(hidden: Array, mask: Array) -> jax.Array:
     """Hidden state [B, D] of the last real token. hidden is [B, P, D]; mask [B, P] may be padded left or right."""
+    # argmax returns the first True of the reversed mask, which is the last real token.
     last = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
     return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
@@ -50,7 +51,7 @@ class PerKind(NamedTuple):
     local: Any
 
     @classmethod
-    def of_window(cls, make: Callable[[int], Any], window: int) -> PerKind:
+    def for_window(cls, make: Callable[[int], Any], window: int) -> PerKind:
         """Returns make(window) for local layers, and make(0) for the others."""
         full = make(0)
         return cls(full, make(window) if window else full)
@@ -59,7 +60,7 @@ class PerKind(NamedTuple):
         """Returns the value of a layer. In a scan, the layer's kind is known only at run time."""
         if self.full is self.local or isinstance(local, bool):
             return self.local if local is True else self.full
-        return jax.tree.map(lambda full, own: jnp.where(local, own, full), self.full, self.local)
+        return jax.tree.map(lambda full, in_local: jnp.where(local, in_local, full), self.full, self.local)
 
 
 class Decoder:
@@ -73,6 +74,7 @@ class Decoder:
     def __init__(self, cfg: DecoderConfig, mesh: Mesh | None = None):
         self.cfg = cfg
         self.mesh = mesh
+        # Only the structure, without arrays: parameters come as an argument of each call.
         self._block_def, self._block_state = nnx.split(nnx.eval_shape(lambda: Block(cfg, nnx.Rngs(0), mesh)))
         self._embed_and_head_def, self._embed_and_head_state = nnx.split(
             nnx.eval_shape(lambda: EmbedAndHead(cfg, nnx.Rngs(0)))
@@ -81,6 +83,7 @@ class Decoder:
     def init(self, key: Array) -> PyTree:
         """Initializes float32 parameters; kernels and embedding are normal(0, 0.02)."""
         block_key, ends_key = jax.random.split(key)
+        # One layer is traced, and vmap stacks it: the program does not grow with the number of layers.
         blocks = jax.vmap(lambda k: _pure(Block(self.cfg, nnx.Rngs(k))))(jax.random.split(block_key, self.cfg.layers))
         return {"layers": blocks, **_pure(EmbedAndHead(self.cfg, nnx.Rngs(ends_key)))}
 
@@ -90,28 +93,28 @@ class Decoder:
 
     def size(self, *, active: bool = False) -> int:
         """Returns the number of parameters; active: of those that a token meets, with the experts that it chooses."""
-        found = {path_name(path): x.size for path, x in jax.tree_util.tree_leaves_with_path(self.shapes())}
+        sizes = {path_name(path): x.size for path, x in jax.tree_util.tree_leaves_with_path(self.shapes())}
         if active and (mixture := self.cfg.mixture):
-            of_experts = [name for name in found if "experts/" in name and "router" not in name]
-            found |= {name: found[name] * mixture.chosen // mixture.experts for name in of_experts}
-        return sum(found.values())
+            expert_kernels = [name for name in sizes if "experts/" in name and "router" not in name]
+            sizes |= {name: sizes[name] * mixture.chosen // mixture.experts for name in expert_kernels}
+        return sum(sizes.values())
 
     def linears(self) -> list[str]:
         """Paths of the kernels, each [L, D, E], that may have adapters (`lora.Adapted`)."""
         block = nnx.merge(self._block_def, self._block_state)
-        found = [path for path, node in nnx.iter_graph(block) if isinstance(node, Linear)]
-        return [f"layers/{'/'.join(map(str, path))}/kernel" for path in found]
+        paths = [path for path, node in nnx.iter_graph(block) if isinstance(node, Linear)]
+        return [f"layers/{'/'.join(map(str, path))}/kernel" for path in paths]
 
     def as_used(self, params: PyTree) -> PyTree:
         """Casts parameters to the dtype of their products. Norms and routers compute in float32, and stay in it.
 
-        This is all that a model needs that never learns: it computes the same numbers.
+        A model that never learns may be stored so: the casts of the forward pass give the same numbers.
         """
         dtypes = self.used_dtypes(params)
         return jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
 
     def used_dtypes(self, params: PyTree) -> PyTree:
-        """Returns the dtypes of `as_used`; of params, shapes are enough."""
+        """Returns the dtype of each parameter after `as_used`; `params` may be shapes."""
         stays = lambda path: path_name(path).endswith(("scale", "router/kernel"))  # noqa: E731
         dtype = lambda path, x: jnp.dtype(x.dtype if stays(path) else self.cfg.dtype)  # noqa: E731
         return jax.tree_util.tree_map_with_path(dtype, params)
@@ -123,9 +126,9 @@ class Decoder:
 
         def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, KeyValue]:
             block = self._block(params_l)
-            query, own = head_major(*block.project(x, angles.of(local)))
-            x, _ = block.finish(x, token_major(attend_packed(local, query, own)))
-            return x, _of_prompt(own)
+            query, keys_values = head_major(*block.project(x, angles.of(local)))
+            x, _ = block.finish(x, token_major(attend_packed(local, query, keys_values)))
+            return x, _without_row_axis(keys_values)
 
         x, prefix = self._through(layer, self._embed(params, tokens[:, None]), params["layers"])
         return self._embed_and_head(params).norm(x)[:, 0], prefix
@@ -148,10 +151,10 @@ class Decoder:
         """
         length = prompts.shape[1]
 
-        def join(of_prompts: Array, of_packed: Array) -> jax.Array:
+        def join(x_prompts: Array, x_rows: Array) -> jax.Array:
             """[B, 1, P, ...] and [B, N, T, ...] -> [B, 1, P + N * T, ...]."""
-            of_packed = of_packed.reshape(len(of_packed), 1, -1, *of_packed.shape[3:])
-            return jnp.concatenate([of_prompts, of_packed], axis=2)
+            x_rows = x_rows.reshape(len(x_rows), 1, -1, *x_rows.shape[3:])
+            return jnp.concatenate([x_prompts, x_rows], axis=2)
 
         def split(x: Array) -> tuple[jax.Array, jax.Array]:
             return x[:, :, :length], x[:, :, length:].reshape(*tokens.shape, *x.shape[3:])
@@ -163,17 +166,18 @@ class Decoder:
 
         def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, PyTree]:
             block = self._block(params_l)
-            of_prompts, of_packed = zip(*(split(y) for y in block.project(x, angles.of(local))), strict=True)
-            query, own = head_major(*of_prompts)
-            from_prompts = attend_prompts(local, query, own)
-            from_packed = attend_packed(local, *head_major(*of_packed), _of_prompt(own))
+            x_prompts, x_rows = zip(*(split(y) for y in block.project(x, angles.of(local))), strict=True)
+            # Prompts first: the rows of a group read these very keys and values, and gradients flow back through them.
+            query, prompt = head_major(*x_prompts)
+            from_prompts = attend_prompts(local, query, prompt)
+            from_packed = attend_packed(local, *head_major(*x_rows), _without_row_axis(prompt))
             x, routing = block.finish(x, join(token_major(from_prompts), token_major(from_packed)))
             return x, _collected(collect, jax.tree.map(lambda y: split(y)[1], routing))
 
         x = self._embed(params, join(prompts[:, None], tokens), by_width=True)
         x, collected = self._through(layer, x, params["layers"])
-        of_prompts, of_packed = split(self._embed_and_head(params).norm(x))
-        return of_prompts[:, 0], of_packed, collected
+        x_prompts, x_rows = split(self._embed_and_head(params).norm(x))
+        return x_prompts[:, 0], x_rows, collected
 
     def extend(
         self,
@@ -211,7 +215,7 @@ class Decoder:
     def decode_and_route(
         self, params: PyTree, tokens: Array, t: Array, cache: Any, prefix: Any, prefix_mask: Array
     ) -> tuple[jax.Array, Any, Any]:
-        """Does the same, and also returns the experts [B, N, 1, chosen] of each layer."""
+        """Decodes completion token t, as `decode` -> hidden [B, N, D], cache, experts [B, N, 1, chosen] of layers."""
 
         def write(cache: Array, now: Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(cache, now, t, axis=3)
@@ -255,33 +259,36 @@ class Decoder:
         places: [B, N, T], or [1, 1, 1] if all are the same.
         Returns hidden [B, N, T, D], cache, and the experts [B, N, T, chosen] of each layer.
         """
+        # Position in the text for rotary angles; place in the completion for the cache and the mask.
         cfg, room = self.cfg, cache[0].keys.shape[3]
         positions = jnp.broadcast_to(jnp.sum(prefix_mask, axis=-1)[:, None, None] + places, tokens.shape)
         angles, steps, at = self._angles(positions), jnp.arange(room)[None, None, None], places[..., None]
 
         def visible(window: int) -> Visible:
-            own = (steps <= at) & (steps > at - window) if window else steps <= at
-            return Visible(own, in_prompt(prefix_mask, positions, window))
+            row = (steps <= at) & (steps > at - window) if window else steps <= at
+            return Visible(row, in_prompt(prefix_mask, positions, window))
 
-        masks = PerKind.of_window(visible, self._window(room + prefix_mask.shape[1]))
+        masks = PerKind.for_window(visible, self._window(room + prefix_mask.shape[1]))
 
         def layer(
             x: Array, local: Array | bool, params_l: PyTree, prompt: KeyValue, cache_l: KeyValue
         ) -> tuple[Array, Any]:
             block = self._block(params_l)
             query, now = head_major(*block.project(x, angles.of(local)))
+            # Written before it is read: a token sees itself.
             cache_l = KeyValue(*(write(c, n) for c, n in zip(cache_l, now, strict=True)))
             seen = masks.of(local)
             attended = attend(query, cache_l, seen, prompt, soft_cap=cfg.soft_cap, precision=cfg.precision)
             x, routing = block.finish(x, token_major(attended))
             return x, (cache_l, routing and routing.chosen)
 
-        x, made = self._through(layer, self._embed(params, tokens), params["layers"], prefix, cache)
-        cache, chosen = map(list, zip(*made, strict=True)) if isinstance(made, list) else made
+        x, outputs = self._through(layer, self._embed(params, tokens), params["layers"], prefix, cache)
+        cache, chosen = map(list, zip(*outputs, strict=True)) if isinstance(outputs, list) else outputs
         return self._embed_and_head(params).norm(x), cache, chosen
 
     def logits(self, params: PyTree, hidden: Array) -> jax.Array:
         """hidden [..., D] -> float32 logits [..., V]."""
+        # Products in the model's dtype, sums in float32: the log-probabilities are differences of logits.
         flat, kernel = (
             x.astype(self.cfg.dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), self.head_kernel(params))
         )
@@ -294,6 +301,7 @@ class Decoder:
 
     def unstack(self, params: PyTree) -> PyTree:
         """Returns the parameter tree with the stacked layers as a list."""
+        # Slices copy: for as long as both live, the parameters of the layers are in memory twice.
         layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(self.cfg.layers)]
         return params | {"layers": layers}
 
@@ -308,7 +316,7 @@ class Decoder:
     def _attend_packed(
         self, segment_ids: Array, prompt_mask: Array | None = None, positions: Array | None = None
     ) -> Callable[..., jax.Array]:
-        """Returns `attend(local, query, own, prompt)`, causal within each completion of rows [B, N, T].
+        """Returns `attend(local, query, row, prompt)`, causal within each completion of rows [B, N, T].
 
         It is the platform's kernel, if this fits. positions [B, N, T] count from the first token of the prompt.
         """
@@ -316,20 +324,21 @@ class Decoder:
         window = self._window(length + (0 if prompt_mask is None else prompt_mask.shape[-1]))
 
         def visible(window: int) -> Visible:
-            of_prompt = None if prompt_mask is None else in_prompt(prompt_mask, positions, window)
-            return Visible(causal_within(segment_ids, window), of_prompt)
+            prompt = None if prompt_mask is None else in_prompt(prompt_mask, positions, window)
+            return Visible(causal_within(segment_ids, window), prompt)
 
-        masks, cap = PerKind.of_window(visible, window), cfg.soft_cap
+        masks, cap = PerKind.for_window(visible, window), cfg.soft_cap
         if self.mesh is not None:
             device = self.mesh.devices.flat[0]
             if attention_tpu.fits(device, cfg.head_dim, cfg.dtype, length):
+                # The kernel has its own masks; `masks` of this function is never computed, because jit drops it.
                 return self._attend_tpu(segment_ids, prompt_mask, window)
             if attention_gpu.fits(device, cfg.head_dim, cfg.dtype, cap):
-                return lambda local, query, own, prompt=None: attention_gpu.attend_gpu(
-                    query, own, segment_ids, masks.of(local), prompt, mesh=self.mesh
+                return lambda local, query, row, prompt=None: attention_gpu.attend_gpu(
+                    query, row, segment_ids, masks.of(local), prompt, mesh=self.mesh
                 )
-        return lambda local, query, own, prompt=None: attend(
-            query, own, masks.of(local), prompt, soft_cap=cap, precision=cfg.precision
+        return lambda local, query, row, prompt=None: attend(
+            query, row, masks.of(local), prompt, soft_cap=cap, precision=cfg.precision
         )
 
     def _attend_tpu(self, segment_ids: Array, prompt_mask: Array | None, window: int) -> Callable[..., jax.Array]:
@@ -337,14 +346,15 @@ class Decoder:
 
         def kernel(window: int) -> Callable[..., jax.Array]:
             limits = attention_tpu.Limits(window, self.cfg.soft_cap)
-            return lambda query, own, prompt: attention_tpu.attend_tpu(
-                query, own, segment_ids, prompt, prompt_mask, limits=limits, mesh=self.mesh
+            return lambda query, row, prompt: attention_tpu.attend_tpu(
+                query, row, segment_ids, prompt, prompt_mask, limits=limits, mesh=self.mesh
             )
 
-        def attend(local: Array | bool, query: Array, own: KeyValue, prompt: KeyValue | None = None) -> jax.Array:
+        def attend(local: Array | bool, query: Array, row: KeyValue, prompt: KeyValue | None = None) -> jax.Array:
+            # Known when the program is traced: no `cond`, which would compile both kernels.
             if not window or isinstance(local, bool):
-                return kernel(window if local is True else 0)(query, own, prompt)
-            return jax.lax.cond(local, kernel(window), kernel(0), query, own, prompt)
+                return kernel(window if local is True else 0)(query, row, prompt)
+            return jax.lax.cond(local, kernel(window), kernel(0), query, row, prompt)
 
         return attend
 
@@ -352,12 +362,13 @@ class Decoder:
         """Runs x through all layers. `layer(x, local, its parameters, ...)` returns x and an output to collect."""
         kinds = self.cfg.kinds
         if not isinstance(layers, list):
+            # With one kind, `local` is a Python bool, so the layer's masks need no selection at run time.
             same = len(set(kinds)) == 1
 
-            def one(x: Array, scanned: tuple[Any, ...]) -> tuple[Array, Any]:
+            def scanned_layer(x: Array, scanned: tuple[Any, ...]) -> tuple[Array, Any]:
                 return layer(x, kinds[0] if same else scanned[0], *scanned[1:])
 
-            return jax.lax.scan(self._remat(one), x, (jnp.asarray(kinds), layers, *per_layer))
+            return jax.lax.scan(self._remat(scanned_layer), x, (jnp.asarray(kinds), layers, *per_layer))
         collected = []
         for local, *scanned in zip(kinds, layers, *per_layer, strict=True):
             x, more = layer(x, local, *scanned)
@@ -369,7 +380,8 @@ class Decoder:
         # The cast follows the lookup: a frequent token's gradient sums thousands of rows, which must happen in float32.
         x = self._embed_and_head(params).embed(tokens).astype(self.cfg.dtype)
         if self.cfg.scaled_embedding:
-            x = x * jnp.asarray(self.cfg.width**0.5, self.cfg.dtype)  # rounded, as in transformers
+            # Rounded, as in transformers.
+            x = x * jnp.asarray(self.cfg.width**0.5, self.cfg.dtype)
         if self.mesh is None:
             return x
         if by_width and self.cfg.width % self.mesh.shape["fsdp"] == 0:
@@ -389,6 +401,8 @@ class Decoder:
     def _remat(self, layer: Callable) -> Callable:
         if self.cfg.remat == "none":
             return layer
+        # "No batch dims": products with kernels are kept; those of attention, whose size grows with the square of the
+        # length, are not.
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         return jax.checkpoint(layer, policy=dots if self.cfg.remat == "dots" else None)
 
@@ -397,9 +411,9 @@ def _collected(collect: Collect | None, routing: Routing | None) -> PyTree:
     return collect(routing) if collect and routing else None
 
 
-def _of_prompt(own: KeyValue) -> KeyValue:
+def _without_row_axis(prompt: KeyValue) -> KeyValue:
     """Removes the row axis of a prompt's keys and values: [B, K, 1, P, h] -> [B, K, P, h]."""
-    return KeyValue(own.keys[:, :, 0], own.values[:, :, 0])
+    return KeyValue(prompt.keys[:, :, 0], prompt.values[:, :, 0])
 
 
 def _pure(module: nnx.Module) -> PyTree:
@@ -407,6 +421,7 @@ def _pure(module: nnx.Module) -> PyTree:
 
 
 def _merge(graphdef: Any, state: Any, params: PyTree) -> Any:
-    state = jax.tree.map(lambda x: x, state)  # a copy, because `replace_by_pure_dict` writes in place
+    # A copy, because `replace_by_pure_dict` writes in place.
+    state = jax.tree.map(lambda x: x, state)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)

@@ -70,6 +70,8 @@ class Experts(nnx.Module):
     def __call__(self, x: Array) -> tuple[jax.Array, Routing]:
         """x [B, N, T, D] -> the sum of the chosen experts' outputs, each times its weight, and the routing."""
         router, kernels = self.router.kernel[...], [part.kernel[...] for part in (self.gate, self.up, self.down)]
+        # Cast before the kernels are sent between devices: half the bytes. `_learned` gives the gradient to the float32
+        # kernel.
         cast = [jax.lax.stop_gradient(kernel).astype(self.cfg.dtype) for kernel in kernels]
         if self.mesh is None:
             return self._on_device(x, router, *map(_learned, cast, kernels))
@@ -96,19 +98,25 @@ class Experts(nnx.Module):
     def _on_device(
         self, x: Array, router: Array, gate: Array, up: Array, down: Array, first: Array | int = 0
     ) -> tuple[jax.Array, Routing]:
-        """Does it for some of the experts, `first` and those after it, whose kernels are given."""
+        """Returns the outputs of this device's experts, numbers `first` to `first + len(gate) - 1`, and the routing.
+
+        An expert of another device adds 0 to the sum.
+        """
         flat, chosen_each, count = x.reshape(-1, x.shape[-1]), self.mixture.chosen, len(gate)
         routing, weights = self._route(flat, router)
         expert = routing.chosen.reshape(-1) - first
-        own = (expert >= 0) & (expert < count)
-        expert = jnp.where(own, expert, count)  # the experts of other devices come last
+        on_this_device = (expert >= 0) & (expert < count)
+        # The experts of other devices come last.
+        expert = jnp.where(on_this_device, expert, count)
+        # Stable: a kernel's gradient sums its tokens in the order of the batch.
         order = jnp.argsort(expert, stable=True)
         sizes = jnp.sum(expert[None] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
         rows = _permuted(jnp.repeat(flat, chosen_each, axis=0), order)
         product = partial(grouped_matmul, sizes=sizes, precision=self.cfg.precision)
         out = product(self.activation(product(rows, gate)) * product(rows, up), down)
         out = _permuted(out, jnp.argsort(order)).reshape(-1, chosen_each, x.shape[-1])
-        weights = jnp.where(own.reshape(weights.shape), weights, 0.0)[..., None]
+        weights = jnp.where(on_this_device.reshape(weights.shape), weights, 0.0)[..., None]
+        # In float32: the weighted sum of a few rounded outputs must not be rounded again at each term.
         y = jnp.sum(out.astype(jnp.float32) * weights, axis=1).astype(x.dtype)
         return y.reshape(x.shape), jax.tree.map(lambda r: r.reshape(*x.shape[:-1], -1), routing)
 
@@ -133,7 +141,8 @@ def _learned(cast: Array, kernel: Array) -> Array:
 
 
 def _learned_forward(cast: Array, kernel: Array) -> tuple[Array, Array]:
-    return cast, jnp.zeros(0, kernel.dtype)  # the dtype alone: the kernel itself must not be gathered
+    # The dtype alone: the kernel itself must not be gathered.
+    return cast, jnp.zeros(0, kernel.dtype)
 
 
 def _learned_backward(like: Array, gradient: Array) -> tuple[None, jax.Array]:
@@ -144,4 +153,5 @@ _learned.defvjp(_learned_forward, _learned_backward)
 
 
 def _permuted(rows: Array, order: Array) -> jax.Array:
-    return rows.at[order].get(unique_indices=True)  # so its gradient is a permutation too, not a sum
+    # So its gradient is a permutation too, not a sum.
+    return rows.at[order].get(unique_indices=True)

@@ -18,22 +18,22 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
     settings = read(hf)
-    own = shared(settings) | {
+    fields = shared(settings) | {
         "soft_cap": cap(hf, "attn_logit_softcapping", 50.0),
         "final_soft_cap": cap(hf, "final_logit_softcapping", 30.0),
     }
-    own |= config_json.windows(settings, [i % 2 == 0 for i in range(settings["num_hidden_layers"])])
-    return config_json.decoder(settings, dtype, remat, **own)
+    fields |= config_json.windows(settings, [i % 2 == 0 for i in range(settings["num_hidden_layers"])])
+    return config_json.decoder(settings, dtype, remat, **fields)
 
 
-def read(hf: dict[str, Any]) -> config_json.Settings:
+def read(hf: dict[str, Any]) -> config_json.ConfigJson:
     """Returns the settings, with the defaults of the Gemma families. Raises: UserError, if tokens see later ones."""
     if hf.get("use_bidirectional_attention"):
         raise UserError("config.json: use_bidirectional_attention is true: only models that write text are supported")
     return config_json.read(hf, tie_word_embeddings=True, head_dim=256, hidden_activation="gelu_pytorch_tanh")
 
 
-def shared(settings: config_json.Settings) -> dict[str, Any]:
+def shared(settings: config_json.ConfigJson) -> dict[str, Any]:
     """Returns the fields of DecoderConfig that the Gemma families set alike."""
     return {
         "activation": config_json.activation(settings, "hidden_activation"),

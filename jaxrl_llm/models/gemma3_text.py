@@ -26,19 +26,19 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
         raise UserError("config.json: attn_logit_softcapping is set: Gemma 3 has norms on query and key instead")
     settings = gemma2.read({"rope_theta": THETA} | hf)
     every = settings.get("sliding_window_pattern", 6)
-    own = gemma2.shared(settings) | {
+    fields = gemma2.shared(settings) | {
         "qk_norm": True,
         "final_soft_cap": gemma2.cap(hf, "final_logit_softcapping", 0.0),
         "local_rope": local_rope(settings),
     }
-    own |= config_json.windows(settings, [(i + 1) % every > 0 for i in range(settings["num_hidden_layers"])])
-    return config_json.decoder(settings, dtype, remat, **own)
+    fields |= config_json.windows(settings, [(i + 1) % every > 0 for i in range(settings["num_hidden_layers"])])
+    return config_json.decoder(settings, dtype, remat, **fields)
 
 
-def local_rope(settings: config_json.Settings) -> rope.Rope:
+def local_rope(settings: config_json.ConfigJson) -> rope.Rope:
     """Returns the rotary embedding of the local layers: rope scaling of an old config.json is not for them."""
-    of_layers = settings.get("rope_parameters") or {}
-    own = of_layers.get("sliding_attention") if isinstance(of_layers, dict) else None
+    by_kind = settings.get("rope_parameters") or {}
+    parameters = by_kind.get("sliding_attention") if isinstance(by_kind, dict) else None
     theta = settings.get("rope_local_base_freq", LOCAL_THETA)
-    local = rope.settings({"rope_theta": theta, "rope_parameters": own})
+    local = rope.settings({"rope_theta": theta, "rope_parameters": parameters})
     return rope.read(local, settings["head_dim"], settings["max_position_embeddings"])

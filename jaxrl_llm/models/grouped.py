@@ -14,10 +14,11 @@ import jax.numpy as jnp
 
 from jaxrl_llm.structs import Array
 
-LEAST, MOST = 8, 256  # rows of a block
+# Rows of a block. Few make the loop long; with many, more rows of later groups are computed in vain.
+MIN_ROWS, MAX_ROWS = 8, 256
 
 # dW of a group: rows [M, D] and gradients [M, F] -> [E, D, F].
-_OF_KERNELS = jax.lax.RaggedDotDimensionNumbers(
+_KERNEL_GRADIENT = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
 
@@ -32,6 +33,7 @@ def grouped_matmul(rows: Array, kernels: Array, sizes: Array, precision: jax.lax
     product = jax.lax.platform_dependent(
         rows, kernels, sizes, tpu=on_tpu, default=partial(_by_blocks, precision=precision)
     )
+    # The two implementations leave different numbers in the rows after the last group.
     return _in_groups(product, sizes)
 
 
@@ -41,12 +43,12 @@ def _forward(rows: Array, kernels: Array, sizes: Array, precision: Any) -> tuple
 
 def _backward(precision: Any, saved: tuple[Array, ...], gradients: Array) -> tuple[Any, Any, None]:
     rows, kernels, sizes = saved
-    of_rows = grouped_matmul(gradients, jnp.swapaxes(kernels, 1, 2), sizes, precision)
-    on_tpu = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_OF_KERNELS, precision=precision)
-    of_kernels = jax.lax.platform_dependent(
-        rows, gradients, sizes, tpu=on_tpu, default=partial(_of_kernels_by_blocks, precision=precision)
+    row_gradients = grouped_matmul(gradients, jnp.swapaxes(kernels, 1, 2), sizes, precision)
+    on_tpu = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_KERNEL_GRADIENT, precision=precision)
+    kernel_gradients = jax.lax.platform_dependent(
+        rows, gradients, sizes, tpu=on_tpu, default=partial(_kernel_gradients_by_blocks, precision=precision)
     )
-    return of_rows, of_kernels, None
+    return row_gradients, kernel_gradients, None
 
 
 grouped_matmul.defvjp(_forward, _backward)
@@ -58,7 +60,7 @@ def _in_groups(rows: Array, sizes: Array) -> jax.Array:
 
 
 class _Blocks(NamedTuple):
-    """Blocks of rows of one group each. What is left of a group's last block are rows of later groups."""
+    """Blocks of rows of one group each. The last block of a group also holds rows of later groups."""
 
     size: int
     starts: Array  # [E] first row of each group
@@ -68,13 +70,14 @@ class _Blocks(NamedTuple):
 
     def at(self, i: Array) -> tuple[jax.Array, jax.Array]:
         """Returns group and first row of block i."""
-        group = jnp.sum(self.before <= i) - 1  # the last one that begins here: those before it are empty
+        # The last one that begins here: those before it are empty.
+        group = jnp.sum(self.before <= i) - 1
         return group, self.starts[group] + (i - self.before[group]) * self.size
 
 
 def _blocks(rows: int, sizes: Array) -> _Blocks:
     """Makes blocks of about as many rows as a group has."""
-    size = min(max(1 << (rows // len(sizes)).bit_length(), LEAST), MOST)
+    size = min(max(1 << (rows // len(sizes)).bit_length(), MIN_ROWS), MAX_ROWS)
     ends, counts = jnp.cumsum(sizes), -(-sizes // size)
     return _Blocks(size, ends - sizes, ends, jnp.cumsum(counts) - counts, jnp.sum(counts))
 
@@ -88,29 +91,31 @@ def _by_blocks(rows: Array, kernels: Array, sizes: Array, *, precision: Any) -> 
     blocks = _blocks(len(rows), sizes)
     padded = _padded(rows, blocks)
 
-    def step(i: Array, made: Array) -> jax.Array:
+    def step(i: Array, products: Array) -> jax.Array:
         group, first = blocks.at(i)
         block = jax.lax.dynamic_slice_in_dim(padded, first, blocks.size)
         kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
         # In order: the next group writes over what this one leaves in its rows.
-        return jax.lax.dynamic_update_slice_in_dim(made, jnp.matmul(block, kernel, precision=precision), first, 0)
+        return jax.lax.dynamic_update_slice_in_dim(products, jnp.matmul(block, kernel, precision=precision), first, 0)
 
-    made = jnp.zeros((len(padded), kernels.shape[2]), rows.dtype)
-    return jax.lax.fori_loop(0, blocks.total, step, made)[: len(rows)]
+    products = jnp.zeros((len(padded), kernels.shape[2]), rows.dtype)
+    return jax.lax.fori_loop(0, blocks.total, step, products)[: len(rows)]
 
 
-def _of_kernels_by_blocks(rows: Array, gradients: Array, sizes: Array, *, precision: Any) -> jax.Array:
+def _kernel_gradients_by_blocks(rows: Array, gradients: Array, sizes: Array, *, precision: Any) -> jax.Array:
     blocks = _blocks(len(rows), sizes)
     rows, gradients = _padded(rows, blocks), _padded(gradients, blocks)
 
-    def step(i: Array, made: Array) -> jax.Array:
+    def step(i: Array, totals: Array) -> jax.Array:
         group, first = blocks.at(i)
         x, gradient = (jax.lax.dynamic_slice_in_dim(y, first, blocks.size) for y in (rows, gradients))
-        own = (first + jnp.arange(blocks.size) < blocks.ends[group])[:, None]
-        gradient = jnp.where(own, gradient, 0)
+        in_group = (first + jnp.arange(blocks.size) < blocks.ends[group])[:, None]
+        # Rows of the next groups are in this block too, and belong to their kernels.
+        gradient = jnp.where(in_group, gradient, 0)
         more = jnp.matmul(x.T, gradient, precision=precision, preferred_element_type=jnp.float32)
-        sums = jax.lax.dynamic_index_in_dim(made, group, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(made, sums + more, group, 0)
+        total = jax.lax.dynamic_index_in_dim(totals, group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(totals, total + more, group, 0)
 
-    made = jnp.zeros((len(sizes), rows.shape[1], gradients.shape[1]), jnp.float32)  # it sums over many blocks
-    return jax.lax.fori_loop(0, blocks.total, step, made).astype(rows.dtype)
+    # It sums over many blocks.
+    totals = jnp.zeros((len(sizes), rows.shape[1], gradients.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, blocks.total, step, totals).astype(rows.dtype)

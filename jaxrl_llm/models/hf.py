@@ -102,16 +102,17 @@ def _download(path: str, field: str, *, weights: bool) -> Path:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        wanted = ["*.json", "*.jinja", "*.txt", "*.model"] + ["*.safetensors"] * weights
-        return Path(snapshot_download(path, allow_patterns=wanted))
-    except Exception as error:  # offline, unknown, gated: the hub raises many types, all for the user
+        patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + ["*.safetensors"] * weights
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    # Offline, unknown, gated: the hub raises many types, all for the user.
+    except Exception as error:
         remedy = f"fetch it where there is a network (hf download {path} --local-dir DIR) and give that folder"
         if isinstance(error, GatedRepoError):
             remedy = "ask for access on its page, and log in with a token (hf auth login, or HF_TOKEN)"
         elif isinstance(error, RepositoryNotFoundError):
             remedy = "check the name; a private one needs a token (hf auth login, or HF_TOKEN)"
-        said = f"{field} {path!r} is no local folder, and the hub says: {_reason(error)}"
-        raise UserError(f"{said.rstrip('.: ')}: {remedy}") from error
+        problem = f"{field} {path!r} is no local folder, and the hub says: {_reason(error)}"
+        raise UserError(f"{problem.rstrip('.: ')}: {remedy}") from error
 
 
 def _is_adapter(folder: Path, path: str, field: str) -> str:
@@ -130,12 +131,12 @@ def _reason(error: Exception) -> str:
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Reads config.json, or another JSON file of a folder. Raises: UserError, if it holds no JSON object."""
     try:
-        found = json.loads((folder / name).read_text())
+        settings = json.loads((folder / name).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / name} cannot be read ({error}): restore the file") from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise UserError(f"{folder / name} holds no JSON object: restore the file")
-    return found
+    return settings
 
 
 def load_model(
@@ -189,8 +190,8 @@ def _named_dtype(folder: Path) -> str:
 
 def families() -> list[str]:
     """Names of the modules in this package that define a model family."""
-    here = Path(__file__).parent
-    return sorted(f.stem for f in here.glob("*.py") if "\ndef decoder_config(" in f.read_text(encoding="utf-8"))
+    package = Path(__file__).parent
+    return sorted(f.stem for f in package.glob("*.py") if "\ndef decoder_config(" in f.read_text(encoding="utf-8"))
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -205,11 +206,14 @@ def load_tokenizer(folder: Path) -> Any:
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(str(folder))
-    except Exception as error:  # transformers raises many types here, all about the files
+    # Transformers raises many types here, all about the files.
+    except Exception as error:
         raise UserError(f"{folder}: no tokenizer can be loaded ({_reason(error)}): restore tokenizer.json") from error
-    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):  # transformers returns this for missing files
+    # Transformers returns this for missing files.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
         raise UserError(f"{folder}: the tokenizer has no vocabulary: restore tokenizer.json")
-    if tokenizer.pad_token_id is None:  # padding is never attended to or scored, so any id works
+    # Padding is never attended to or scored, so any id works.
+    if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
@@ -219,6 +223,7 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
     Raises: UserError, if there is none, because a completion would never end.
     """
+    # Each of the three may miss some: a chat model's end of turn often stands in generation_config.json alone.
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
@@ -251,21 +256,23 @@ def load_params(
     """
     where = _index(folder)
     shapes = model.shapes()
-    table = names.of_family(model.cfg.family)
+    table = names.family_table(model.cfg.family)
     used = {name: file for name, file in where.items() if name not in unused}
     _check_tensors(folder, used, shapes, table)
 
     def load(shown: progress.Task, path: Any, leaf: Any, dtype: Any) -> jax.Array:
         name = sharding.path_name(path)
         place = jax.NamedSharding(mesh, sharding.spec_for(name, leaf.shape, mesh))
+        # Replicas read the same bytes: each part is read from the disk once, and copied to all devices that hold it.
         devices: dict[tuple[range, ...], list[Any]] = {}  # devices that have the same part
         for device, index in place.addressable_devices_indices_map(leaf.shape).items():
             spans = tuple(range(*s.indices(size)) for s, size in zip(index or (), leaf.shape, strict=True))
             devices.setdefault(spans, []).append(device)
         arrays = []
-        for spans, same in devices.items():  # the host holds one part at a time
+        # The host holds one part at a time.
+        for spans, replicas in devices.items():
             part = _read(where, table[name], spans, dtype, turned=name.endswith("kernel"))
-            arrays += [jax.device_put(part, device) for device in same]
+            arrays += [jax.device_put(part, device) for device in replicas]
         shown.advance()
         return keep(name, jax.make_array_from_single_device_arrays(leaf.shape, place, arrays))
 
@@ -279,13 +286,13 @@ def load_readout(folder: Path, model: Decoder) -> PyTree:
 
     Raises: UserError, if the folder has no such head.
     """
-    where, name, wanted = _index(folder), SCORE, (1, model.cfg.width)
+    where, name, shape = _index(folder), SCORE, (1, model.cfg.width)
     if name not in where:
         raise UserError(f"{folder}: no tensor {name}: give a model with a head for sequence classification")
-    found = where[name].get_tensor(name)
-    if found.shape != wanted:
-        raise UserError(f"{folder}: tensor {name} is {found.shape}, not {wanted}: give a model with one label")
-    return {"kernel": found.astype(np.float32).T, "bias": np.zeros(1, np.float32)}
+    tensor = where[name].get_tensor(name)
+    if tensor.shape != shape:
+        raise UserError(f"{folder}: tensor {name} is {tensor.shape}, not {shape}: give a model with one label")
+    return {"kernel": tensor.astype(np.float32).T, "bias": np.zeros(1, np.float32)}
 
 
 def has_readout(folder: Path) -> bool:
@@ -314,7 +321,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _conversion(folder: Path) -> str:
     """Says how a folder gets its weights as safetensors."""
-    if folder.parent.name == "snapshots":  # in the hub's cache, which has only files that we can read
+    # In the hub's cache, which has only files that we can read.
+    if folder.parent.name == "snapshots":
         repo = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         return (
             f"the hub has none of {repo}: fetch all of it (hf download {repo} --local-dir DIR) and give DIR; another "
@@ -348,30 +356,32 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: N
         form = table[name]
         shape = leaf.shape[names.stacked(form) :]
         shape = shape[::-1] if name.endswith("kernel") else shape
-        for tensor in names.of_tensors(form, leaf.shape):
+        for tensor in names.tensor_names(form, leaf.shape):
             if tensor not in where:
                 raise UserError(f"{folder}: no tensor {tensor}, which config.json asks for: use one checkpoint's files")
-            found = tuple(where[tensor].get_slice(tensor).get_shape())
-            if found != shape:
+            stored = tuple(where[tensor].get_slice(tensor).get_shape())
+            if stored != shape:
                 raise UserError(
-                    f"{folder}: tensor {tensor} is {found}, config.json makes it {shape}: use one checkpoint's files"
+                    f"{folder}: tensor {tensor} is {stored}, config.json makes it {shape}: use one checkpoint's files"
                 )
             expected.add(tensor)
+    # A copy of the tied head is harmless. Another head would be dropped, and the model would say something else.
     if HEAD in where and HEAD not in expected and not _equal(where, HEAD, EMBEDDING):
         raise UserError(
             f"{folder}: config.json ties the head to the embedding, but {HEAD} differs from {EMBEDDING}: "
             "set tie_word_embeddings to false in config.json"
         )
-    harmless = (HEAD, "rotary_emb.inv_freq")  # a copy of a tied head; rotary constants
+    # Older versions of transformers wrote both: a copy of a tied head, and constants of the rotary embedding.
+    harmless = (HEAD, "rotary_emb.inv_freq")
     for tensor in sorted(set(where) - expected):
         if not tensor.endswith(harmless):
             family = read_config(folder)["model_type"]
             raise UserError(f"{folder}: tensor {tensor} is unknown to {family}: use one checkpoint's files")
 
 
-def _equal(where: dict[str, Any], one: str, other: str) -> bool:
+def _equal(where: dict[str, Any], name: str, other_name: str) -> bool:
     """Whether two tensors of a vocabulary have the same numbers. Holds a few of their rows at a time."""
-    a, b, rows = where[one].get_slice(one), where[other].get_slice(other), 2**14
+    a, b, rows = where[name].get_slice(name), where[other_name].get_slice(other_name), 2**14
     if a.get_shape() != b.get_shape():
         return False
     size = a.get_shape()[0]
@@ -382,11 +392,11 @@ def _equal(where: dict[str, Any], one: str, other: str) -> bool:
 def _read(where: dict[str, Any], form: str, spans: tuple[range, ...], dtype: Any, *, turned: bool) -> np.ndarray:
     """Reads the part `spans` of the parameter whose tensors are called `form`; turned: they are transposed."""
     part, stacked = np.empty([len(span) for span in spans], dtype), names.stacked(form)
-    of_tensor = tuple(slice(span.start, span.stop) for span in spans[stacked:])
+    in_tensor = tuple(slice(span.start, span.stop) for span in spans[stacked:])
     for place in np.ndindex(*part.shape[:stacked]):
         tensor = form.format(*(span[i] for span, i in zip(spans, place, strict=False)))
         stored = where[tensor].get_slice(tensor)
-        part[place] = stored[of_tensor[::-1]].T if turned else stored[of_tensor]
+        part[place] = stored[in_tensor[::-1]].T if turned else stored[in_tensor]
     return part
 
 

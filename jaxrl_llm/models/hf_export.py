@@ -42,7 +42,8 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
         with disk.writing(folder):
             _save(folder, params, source, dtype)
     else:
-        deque(tensors(params, table_of(source), dtype), maxlen=0)  # gathers them together with the first process
+        # Gathers them together with the first process.
+        deque(tensors(params, table_of(source), dtype), maxlen=0)
     distributed.wait("export")
 
 
@@ -51,20 +52,23 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for file in source.iterdir():
-        of_weights = "safetensors" in file.name or file.name in NOT_COPIED
-        if file.is_file() and file.suffix in COPIED and not of_weights and _belongs_to(source, file):
+        about_weights = "safetensors" in file.name or file.name in NOT_COPIED
+        if file.is_file() and file.suffix in COPIED and not about_weights and _belongs_to(source, file):
             shutil.copy(file, partial)
     weight_map: dict[str, Path] = {}
     shard: dict[str, np.ndarray] = {}
     files: list[Path] = []
 
-    def flush() -> None:  # one shard in host memory at a time; the final name needs the number of shards
+    # One shard in host memory at a time; the final name needs the number of shards.
+    def flush() -> None:
         files.append(partial / f"{len(files)}.safetensors")
         try:
             save_file(shard, files[-1], metadata={"format": "pt"})
-        except SafetensorError as error:  # safetensors raises it instead of an OSError
+        # safetensors raises it instead of an OSError.
+        except SafetensorError as error:
             raise OSError(str(error)) from error
-        files[-1].chmod(0o644)  # like the other files; safetensors makes it readable by the owner only
+        # Like the other files; safetensors makes it readable by the owner only.
+        files[-1].chmod(0o644)
         weight_map.update(dict.fromkeys(shard, files[-1]))
         shard.clear()
 
@@ -106,7 +110,8 @@ def _belongs_to(folder: Path, file: Path) -> bool:
     return any(file.resolve().is_relative_to(allowed) for allowed in inside)
 
 
-AT_ONCE = 2**28  # bytes that the host may hold of all layers together
+# Bytes that the host may hold of all layers together.
+AT_ONCE = 2**28
 
 
 def _layer(stacked: Array, i: int) -> Array:
@@ -116,12 +121,12 @@ def _layer(stacked: Array, i: int) -> Array:
 
 @jax.jit
 def _index(stacked: PyTree, i: Array) -> jax.Array:
-    return lora.whole(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked))
+    return lora.merged_kernel(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked))
 
 
 def table_of(folder: Path) -> Names:
     """Returns the tensor names of the family of a folder."""
-    return names.of_family(read_config(folder)["model_type"])
+    return names.family_table(read_config(folder)["model_type"])
 
 
 def tensors(params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
@@ -132,16 +137,16 @@ def tensors(params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, lora.is_kernel):
         name = sharding.path_name(path)
-        form, tensor_names = table[name], iter(names.of_tensors(table[name], leaf.shape))
+        form, remaining_names = table[name], iter(names.tensor_names(table[name], leaf.shape))
         # A slice on the device is a program for each shape, so the host slices what is small.
         on_host = not lora.is_kernel(leaf) and leaf.nbytes <= AT_ONCE
         values: Any = sharding.whole_to_host(leaf) if on_host else leaf
         for i in range(leaf.shape[0] if names.stacked(form) else 1):
-            whole = sharding.whole_to_host(_layer(values, i) if names.stacked(form) else values)
+            fetched = sharding.whole_to_host(_layer(values, i) if names.stacked(form) else values)
             # The experts of a layer come together.
-            for part in whole if names.stacked(form) > 1 else (whole,):
+            for part in fetched if names.stacked(form) > 1 else (fetched,):
                 part = part.astype(dtype, copy=False)
-                part, tensor = np.ascontiguousarray(part.T if name.endswith("kernel") else part), next(tensor_names)
+                part, tensor = np.ascontiguousarray(part.T if name.endswith("kernel") else part), next(remaining_names)
                 yield tensor, part
                 if untied and tensor in TIED and "head" not in params:
                     yield TIED[tensor], part
@@ -149,12 +154,12 @@ def tensors(params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -
 
 def shapes(params: PyTree, table: Names, *, untied: bool = False) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that `tensors` yields, in the same order."""
-    made = {}
+    by_tensor = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, lora.is_kernel):
         name = sharding.path_name(path)
         shape = leaf.shape[names.stacked(table[name]) :]
-        for tensor in names.of_tensors(table[name], leaf.shape):
-            made[tensor] = tuple(reversed(shape)) if name.endswith("kernel") else tuple(shape)
+        for tensor in names.tensor_names(table[name], leaf.shape):
+            by_tensor[tensor] = tuple(reversed(shape)) if name.endswith("kernel") else tuple(shape)
             if untied and tensor in TIED and "head" not in params:
-                made[TIED[tensor]] = made[tensor]
-    return made
+                by_tensor[TIED[tensor]] = by_tensor[tensor]
+    return by_tensor

@@ -45,6 +45,7 @@ class Adapted:
 
     def merged(self) -> jax.Array:
         """Returns W + s A B, in float32."""
+        # HIGHEST: what is exported must be what was trained, to float32.
         product = jnp.matmul(self.a, self.b, precision=jax.lax.Precision.HIGHEST)
         return as_array(self.frozen).astype(jnp.float32) + self.scale * product
 
@@ -69,8 +70,8 @@ class Lora:
         """Number of parameters."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.shapes))
 
-    def kept(self, path: str, parameter: AnyArray) -> Stored:
-        """Returns a parameter of the base as a run keeps it."""
+    def as_stored(self, path: str, parameter: AnyArray) -> Stored:
+        """Returns a parameter of the base as a run stores it: int8 for the kernels in `in_int8`."""
         return int8(parameter) if path in self.in_int8 else parameter
 
     def init(self, key: Array) -> PyTree:
@@ -78,13 +79,14 @@ class Lora:
         leaves, tree = jax.tree.flatten_with_path(self.shapes)
         keys = jax.random.split(key, len(leaves))
 
-        def one(path: Any, leaf: Any, key: Array) -> jax.Array:
+        def init_leaf(path: Any, leaf: Any, key: Array) -> jax.Array:
             if path[-1].key == "lora_b":
                 return jnp.zeros(leaf.shape)
+            # PEFT's kaiming_uniform with a = sqrt(5): the bound depends on D alone, not on the rank.
             bound = 1 / math.sqrt(leaf.shape[1])
             return jax.random.uniform(key, leaf.shape, minval=-bound, maxval=bound)
 
-        return jax.tree.unflatten(tree, [one(*leaf, key) for leaf, key in zip(leaves, keys, strict=True)])
+        return jax.tree.unflatten(tree, [init_leaf(*leaf, key) for leaf, key in zip(leaves, keys, strict=True)])
 
     def combine(self, base: PyTree, adapters: PyTree) -> PyTree:
         """Returns the parameters of the whole model. Copies nothing; shapes are enough."""
@@ -108,11 +110,11 @@ def is_kernel(x: Any) -> bool:
     return isinstance(x, Adapted | QArray)
 
 
-def whole(kernel: Any) -> Any:
-    """Returns a kernel with its adapter merged. Other leaves stay as they are."""
+def merged_kernel(kernel: Any) -> Any:
+    """Returns W [D, E] of a kernel as an array, its adapter merged. Plain arrays stay as they are."""
     return kernel.merged() if isinstance(kernel, Adapted) else as_array(kernel)
 
 
 def merged(params: PyTree) -> PyTree:
     """Merges all adapters of a tree into their kernels."""
-    return jax.tree.map(whole, params, is_leaf=is_kernel)
+    return jax.tree.map(merged_kernel, params, is_leaf=is_kernel)

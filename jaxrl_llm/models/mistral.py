@@ -19,6 +19,6 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
     settings = config_json.read({"sliding_window": WINDOW} | hf)
-    usual = ["sliding_window" in settings] * settings["num_hidden_layers"]
-    own = {"qkv_bias": False, "output_bias": False} | config_json.windows(settings, usual)
-    return config_json.decoder(settings, dtype, remat, **own)
+    default_local = ["sliding_window" in settings] * settings["num_hidden_layers"]
+    fields = {"qkv_bias": False, "output_bias": False} | config_json.windows(settings, default_local)
+    return config_json.decoder(settings, dtype, remat, **fields)

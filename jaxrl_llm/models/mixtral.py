@@ -25,7 +25,7 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
     """
     uniform = {name: value for name, value in hf.items() if name != "layer_types"}  # transformers ignores it too
     settings = config_json.read(uniform, rope_theta=1_000_000.0)
-    usual = ["sliding_window" in settings] * settings["num_hidden_layers"]
-    own = {"qkv_bias": False, "output_bias": False} | config_json.windows(settings, usual)
-    own["mixture"] = config_json.mixture(settings, "num_local_experts", normalized=True)
-    return config_json.decoder(settings, dtype, remat, **own)
+    default_local = ["sliding_window" in settings] * settings["num_hidden_layers"]
+    fields = {"qkv_bias": False, "output_bias": False} | config_json.windows(settings, default_local)
+    fields["mixture"] = config_json.mixture(settings, "num_local_experts", normalized=True)
+    return config_json.decoder(settings, dtype, remat, **fields)

@@ -52,8 +52,8 @@ EXPERTS = DENSE | {
 }
 
 
-def of_family(family: str) -> Names:
-    """Returns the table of a family, a module of this package."""
+def family_table(family: str) -> Names:
+    """Returns the table of a family: NAMES of its module in this package."""
     return importlib.import_module(f"jaxrl_llm.models.{family}").NAMES
 
 
@@ -62,6 +62,6 @@ def stacked(form: str) -> int:
     return form.count("{}")
 
 
-def of_tensors(form: str, shape: Sequence[int]) -> list[str]:
+def tensor_names(form: str, shape: Sequence[int]) -> list[str]:
     """Returns the names of a parameter's tensors, in the order of its leading axes."""
     return [form.format(*index) for index in product(*map(range, shape[: stacked(form)]))]

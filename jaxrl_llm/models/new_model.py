@@ -40,7 +40,7 @@ def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, An
     from transformers import PreTrainedTokenizerFast
 
     texts = [text for row in rows for text in (*_texts(row["prompt"]), *_texts(row.get(column, "")))]
-    core = _learned(texts, sizes.get("vocabulary", 0))
+    core = _train_tokenizer(texts, sizes.get("vocabulary", 0))
     vocabulary = core.get_vocab()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END)
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -52,31 +52,34 @@ def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, An
     (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
 
 
-def _texts(said: Any) -> list[str]:
+def _texts(content: Any) -> list[str]:
     """Returns the texts of a text or of messages; none of anything else, which is refused when all rows are known."""
-    if isinstance(said, str):
-        return [said]
-    messages = said if isinstance(said, (list, tuple)) else ()
+    if isinstance(content, str):
+        return [content]
+    messages = content if isinstance(content, (list, tuple)) else ()
     return [str(message["content"]) for message in messages if isinstance(message, dict) and "content" in message]
 
 
-def _learned(texts: list[str], most: int) -> Any:
-    """Returns a byte-level BPE of the texts with `most` tokens; 0: no merges."""
+def _train_tokenizer(texts: list[str], max_tokens: int) -> Any:
+    """Trains a byte-level BPE of the texts with at most `max_tokens` tokens; 0: no merges."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     special = [PAD, USER, ASSISTANT, END]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # Without a merge every byte that occurs is a token; a byte that does not occur has none.
     characters = {c for piece, _ in byte_level.pre_tokenize_str("".join(sorted(set("".join(texts))))) for c in piece}
+    # Sorted: the same texts give the same ids, in every process.
     vocabulary = {token: i for i, token in enumerate([*special, *sorted(characters)])}
     core = Tokenizer(models.BPE(vocabulary, merges=[]))
     core.pre_tokenizer, core.decoder = byte_level, decoders.ByteLevel()
-    if most:
+    if max_tokens:
         split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
         core.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
         alphabet = sorted(characters)
         trainer = trainers.BpeTrainer(
-            vocab_size=most, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+            vocab_size=max_tokens, special_tokens=special, initial_alphabet=alphabet, show_progress=False
         )
         core.train_from_iterator(texts, trainer)
+    # Marks them as special: without training they are only words of the vocabulary.
     core.add_special_tokens(special)
     return core

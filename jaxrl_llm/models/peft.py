@@ -61,25 +61,28 @@ def make_lora(
 ) -> Lora:
     """Returns the adapters of a model.
 
-    targets: a regular expression; a kernel of the layers gets an adapter if it is found in the kernel's name, such as
-    self_attn.q_proj. rs: rank-stabilized scaling. base_dtype: of the kernels of the layers, which do not learn; "":
-    that of their products. path: of a folder to start from, as `load` reads it; "": none.
+    targets: a regular expression; a kernel of the layers gets an adapter if the expression matches a part of its name,
+    such as self_attn.q_proj. rs: rank-stabilized scaling. base_dtype: of the kernels of the layers, which do not learn;
+    "": that of their products. path: of a folder to start from, as `load` reads it; "": none.
     Raises: UserError, if no kernel has such a name.
     """
-    of_model, table, of = model.shapes(), names.of_family(model.cfg.family), jax.ShapeDtypeStruct
-    there = {name: table[name].removesuffix(".weight") for name in model.linears()}
+    model_shapes, table, shape_of = model.shapes(), names.family_table(model.cfg.family), jax.ShapeDtypeStruct
+    module_names = {name: table[name].removesuffix(".weight") for name in model.linears()}
     shapes, modules = dict[str, Any](), dict[str, str]()
-    for name, module in there.items():
+    for name, module in module_names.items():
         if re.search(targets, _in_layer(module)):
-            layers, d, e = _node(of_model, name).shape
+            layers, d, e = _node(model_shapes, name).shape
             *parts, _ = name.split("/")
             node = reduce(lambda node, part: node.setdefault(part, {}), parts, shapes)
-            node |= {"lora_a": of((layers, d, rank), np.float32), "lora_b": of((layers, rank, e), np.float32)}
+            node |= {
+                "lora_a": shape_of((layers, d, rank), np.float32),
+                "lora_b": shape_of((layers, rank, e), np.float32),
+            }
             modules["/".join(parts)] = module
     if not modules:
-        known = ", ".join(map(_in_layer, there.values()))
+        known = ", ".join(map(_in_layer, module_names.values()))
         raise UserError(f"config.lora.targets = {targets!r} is in no name of a kernel; there is {known}")
-    return Lora(shapes, modules, rank, alpha, rs, frozenset(there if base_dtype else ()))
+    return Lora(shapes, modules, rank, alpha, rs, frozenset(module_names if base_dtype else ()))
 
 
 def load_base(folder: Path, model: Decoder, mesh: Mesh, lora: Lora) -> PyTree:
@@ -88,7 +91,8 @@ def load_base(folder: Path, model: Decoder, mesh: Mesh, lora: Lora) -> PyTree:
     def keep(path: str, leaf: jax.Array) -> Any:
         if path not in lora.in_int8:
             return leaf
-        rounded = partial(lora.kept, path)
+        rounded = partial(lora.as_stored, path)
+        # Rounded tensor by tensor while loading: the float kernels of all layers are never in memory together.
         place = sharding.shardings({path: jax.eval_shape(rounded, leaf)}, mesh)[path]
         return jax.jit(rounded, out_shardings=place)(leaf)
 
@@ -97,8 +101,8 @@ def load_base(folder: Path, model: Decoder, mesh: Mesh, lora: Lora) -> PyTree:
 
 def base_shapes(shapes: PyTree, lora: Lora) -> PyTree:
     """Returns the parameters beside the adapters as shapes, from those of the model."""
-    kept = lambda path, leaf: jax.eval_shape(partial(lora.kept, sharding.path_name(path)), leaf)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(kept, shapes)
+    stored = lambda path, leaf: jax.eval_shape(partial(lora.as_stored, sharding.path_name(path)), leaf)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(stored, shapes)
 
 
 def first_adapters(lora: Lora, path: str, seed: int, mesh: Mesh) -> PyTree:
@@ -106,6 +110,7 @@ def first_adapters(lora: Lora, path: str, seed: int, mesh: Mesh) -> PyTree:
     place = sharding.shardings(lora.shapes, mesh)
     if path:
         return jax.device_put(load(Path(path).expanduser(), lora), place)
+    # Made where they stay: no process holds all of them.
     return jax.jit(lora.init, out_shardings=place)(jax.random.key(seed))
 
 
@@ -114,20 +119,23 @@ def save(folder: Path, adapters: PyTree, lora: Lora, base: str) -> None:
 
     The new folder is complete before it replaces an old one. Raises: UserError, if the disk write fails.
     """
-    whole = jax.tree.map(sharding.whole_to_host, adapters)
+    # All processes take part: a sharded array is gathered by all of them, and only the first one writes.
+    on_host = jax.tree.map(sharding.whole_to_host, adapters)
     if distributed.first():
-        partial = folder.with_name(folder.name + ".partial")
+        unfinished = folder.with_name(folder.name + ".partial")
         with disk.writing(folder):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            (partial / SETTINGS).write_text(json.dumps(settings(lora, base), indent=2) + "\n")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            (unfinished / SETTINGS).write_text(json.dumps(settings(lora, base), indent=2) + "\n")
             try:
-                save_file(tensors(whole, lora), partial / WEIGHTS, metadata={"format": "pt"})
-            except SafetensorError as error:  # safetensors raises it instead of an OSError
+                save_file(tensors(on_host, lora), unfinished / WEIGHTS, metadata={"format": "pt"})
+            # safetensors raises it instead of an OSError.
+            except SafetensorError as error:
                 raise OSError(str(error)) from error
-            (partial / WEIGHTS).chmod(0o644)  # safetensors makes it readable by the owner only
+            # safetensors makes it readable by the owner only.
+            (unfinished / WEIGHTS).chmod(0o644)
             shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
+            unfinished.rename(folder)
     distributed.wait("adapter")
 
 
@@ -150,11 +158,11 @@ def settings(lora: Lora, base: str) -> dict[str, Any]:
 
 def tensors(adapters: PyTree, lora: Lora) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, from adapters on the host. PEFT keeps A as [r, D] and B as [E, r]."""
-    made = {}
+    by_name = {}
     for path, which, name in _names(lora):
         stacked = _node(adapters, path)[which]
-        made |= {name.format(i): np.ascontiguousarray(layer.T) for i, layer in enumerate(stacked)}
-    return made
+        by_name |= {name.format(i): np.ascontiguousarray(layer.T) for i, layer in enumerate(stacked)}
+    return by_name
 
 
 def load(folder: Path, lora: Lora) -> PyTree:
@@ -162,27 +170,27 @@ def load(folder: Path, lora: Lora) -> PyTree:
 
     Raises: UserError, if they are of another kind or shape, or if the config describes others.
     """
-    found = hf.read_config(folder, SETTINGS)
+    settings = hf.read_config(folder, SETTINGS)
     idle = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(OTHERS)
     for name, value in idle.items():
-        if (there := found.get(name, value)) and there != value:
-            raise UserError(f"{folder / SETTINGS}: {name} is {there!r}, which is not supported: use plain LoRA")
-    if (began := found.get("init_lora_weights")) not in BEGINNINGS:
+        if (setting := settings.get(name, value)) and setting != value:
+            raise UserError(f"{folder / SETTINGS}: {name} is {setting!r}, which is not supported: use plain LoRA")
+    if (began := settings.get("init_lora_weights")) not in BEGINNINGS:
         raise UserError(
             f"{folder / SETTINGS}: init_lora_weights is {began!r}, with which PEFT changes the base too: convert it to "
             "plain LoRA in PEFT, by save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
     ours = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rs}
     for (key, value), field in zip(ours.items(), ("rank", "alpha", "rs"), strict=True):
-        if (there := found.get(key, False)) != value:
-            raise UserError(f"config.lora.{field} = {value!r}, but {folder / SETTINGS} has {key} = {there!r}: set it")
+        if (setting := settings.get(key, False)) != value:
+            raise UserError(f"config.lora.{field} = {value!r}, but {folder / SETTINGS} has {key} = {setting!r}: set it")
     try:
         stored = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder / WEIGHTS} cannot be read ({error}): fetch it again") from None
-    made = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), lora.shapes)
+    adapters = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), lora.shapes)
     for path, which, name in _names(lora):
-        stacked = _node(made, path)[which]
+        stacked = _node(adapters, path)[which]
         for i in range(len(stacked)):
             tensor = stored.pop(name.format(i), None)
             if tensor is None or tensor.T.shape != stacked[i].shape:
@@ -190,13 +198,14 @@ def load(folder: Path, lora: Lora) -> PyTree:
                 remedy = "config.lora.targets may name only kernels that it adapts in all layers"
                 raise UserError(f"{folder / WEIGHTS}: tensor {name.format(i)} {has}: {remedy}")
             stacked[i] = tensor.T
+    # What is left has no kernel here: training would go on without a part of what the folder's model has learned.
     if stored:
         outside = next((name for name in stored if ".layers." not in name), None)  # of the embedding or the head
         remedy = "set config.lora.targets to all kernels that it adapts"
         if outside:
             remedy = "only kernels of the layers have adapters here; merge it into its base with PEFT, and train that"
         raise UserError(f"{folder / WEIGHTS} also has {outside or next(iter(stored))}: {remedy}")
-    return made
+    return adapters
 
 
 def fingerprint(path: str) -> str:

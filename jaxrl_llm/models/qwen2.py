@@ -17,14 +17,14 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
     settings = config_json.read(hf)
-    own = {"qkv_bias": True, "output_bias": False} | windows(settings)
-    return config_json.decoder(settings, dtype, remat, **own)
+    fields = {"qkv_bias": True, "output_bias": False} | windows(settings)
+    return config_json.decoder(settings, dtype, remat, **fields)
 
 
-def windows(settings: config_json.Settings) -> dict[str, Any]:
+def windows(settings: config_json.ConfigJson) -> dict[str, Any]:
     """Returns the fields on sliding windows: if switched on, layers from max_window_layers on have one."""
     if not settings.get("use_sliding_window"):
-        settings = config_json.Settings(settings)
+        settings = config_json.ConfigJson(settings)
         settings.pop("sliding_window", None)  # it does nothing
         return config_json.windows(settings, [False] * settings["num_hidden_layers"])
     usual = [i >= settings["max_window_layers"] for i in range(settings["num_hidden_layers"])]

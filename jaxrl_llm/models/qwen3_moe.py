@@ -25,10 +25,10 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
         )
     # The hub's files have the first key; transformers 5 writes the second one.
     experts = "num_experts" if "num_experts" in settings else "num_local_experts"
-    own = {
+    fields = {
         "mlp_width": config_json.count(settings, "moe_intermediate_size"),
         "mixture": config_json.mixture(settings, experts, normalized=settings["norm_topk_prob"]),
     }
     if settings.get("use_sliding_window"):  # in all layers
-        own |= config_json.windows(settings, [True] * settings["num_hidden_layers"])
-    return config_json.decoder(settings, dtype, remat, qk_norm=True, **own)
+        fields |= config_json.windows(settings, [True] * settings["num_hidden_layers"])
+    return config_json.decoder(settings, dtype, remat, qk_norm=True, **fields)

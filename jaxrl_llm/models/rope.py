@@ -31,7 +31,9 @@ def plain(theta: float, size: int) -> Rope:
 
 def rotary(positions: Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine [B, N, T, h / 2] for positions [B, N, T]."""
+    # In float32 whatever the model's dtype: bfloat16 cannot count positions above 256.
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope.frequencies, jnp.float32)[None, None, None]
+    # A product with 1 would be one more operation in each program.
     if rope.scale == 1.0:
         return jnp.cos(angles), jnp.sin(angles)
     return jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale
@@ -49,13 +51,14 @@ def settings(hf: dict[str, Any], layers: str = "full_attention") -> dict[str, An
 
     Raises: UserError, if they are no JSON object or of a kind that is not supported.
     """
-    found = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if isinstance(found, dict) and isinstance(found.get(layers), dict):
-        found = found[layers]
-    if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
-        raise UserError(f"config.json: the rope settings are {found!r}: restore the file")
-    found = {name: value for name, value in found.items() if value is not None}
-    kind = found.get("rope_type", found.get("type", "default"))
+    # Old files have rope_scaling; transformers 5 writes rope_parameters, for one kind of layers or for each.
+    settings = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if isinstance(settings, dict) and isinstance(settings.get(layers), dict):
+        settings = settings[layers]
+    if not isinstance(settings, dict) or any(isinstance(value, dict) for value in settings.values()):
+        raise UserError(f"config.json: the rope settings are {settings!r}: restore the file")
+    settings = {name: value for name, value in settings.items() if value is not None}
+    kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in KINDS:
         why = " (it changes with the length of a text, so that tokens could not be computed once)"
         raise UserError(
@@ -63,9 +66,10 @@ def settings(hf: dict[str, Any], layers: str = "full_attention") -> dict[str, An
             f"{', '.join(KINDS)}: take the rope scaling out, and stay within the positions that the model was first "
             "trained with"
         )
-    if found.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
+    if settings.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError("config.json: partial_rotary_factor is not 1: only heads that rotate as a whole are supported")
-    return {"rope_theta": hf.get("rope_theta", 10_000.0)} | found | {"rope_type": kind}
+    # Within rope_parameters theta stands among the settings, and wins.
+    return {"rope_theta": hf.get("rope_theta", 10_000.0)} | settings | {"rope_type": kind}
 
 
 def read(rope: dict[str, Any], size: int, max_positions: int) -> Rope:
@@ -92,6 +96,7 @@ def read(rope: dict[str, Any], size: int, max_positions: int) -> Rope:
 
 
 def _plain(theta: float, size: int) -> np.ndarray:
+    # In float32 from the start, as transformers and vLLM: float64 would give other angles at large positions.
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     return np.float32(1) / np.float32(theta) ** exponents
 
@@ -104,8 +109,8 @@ def _llama3(base: np.ndarray, rope: dict[str, Any]) -> np.ndarray:
     """Llama 3.1: divides low frequencies by `factor`, leaves high ones, and interpolates in between."""
     turns = rope["original_max_position_embeddings"] * base / (2 * np.pi)  # within the positions of pre-training
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 - kept) * base / rope["factor"] + kept * base
+    unscaled = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - unscaled) * base / rope["factor"] + unscaled * base
 
 
 def _yarn(base: np.ndarray, rope: dict[str, Any]) -> np.ndarray:

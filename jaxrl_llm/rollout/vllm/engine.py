@@ -176,7 +176,7 @@ class VllmEngine:
         self._run, self._dtype = f"jaxrl_llm:{run}:", dtype
         self._pulls = push != "reload"  # the server has `receive.PullBackend`
         self._push = weights.pull if self._pulls else weights.reload
-        self._table = names.of_family(model.family)
+        self._table = names.family_table(model.family)
         self._offer = weights.WeightFile(
             Path(weights_dir) / f"{address.FOLDER}{run}",
             dtype,
