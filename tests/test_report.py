@@ -29,7 +29,7 @@ from jaxrl_llm.health.bands import Band, bands
 from jaxrl_llm.report import __main__ as report
 from jaxrl_llm.report import page, tables
 from jaxrl_llm.report.runs import read_all
-from jaxrl_llm.report.serve import Server
+from jaxrl_llm.report.serve import PageServer
 from jaxrl_llm.report.thinning import thin
 
 ROOT = Path(__file__).parent.parent
@@ -221,7 +221,7 @@ def test_every_band_is_of_a_plot_and_is_drawn_with_its_words(tmp_path):
     assert numbers(high["y"]) == pytest.approx([0.8, 0.8]) and high["fill"] == "tonexty"
 
 
-def get(server: Server, path: str, host: str = "") -> str:
+def get(server: PageServer, path: str, host: str = "") -> str:
     request = urllib.request.Request(f"http://{server.address}{path}", headers={"Host": host or server.address})
     with urllib.request.urlopen(request, timeout=20) as answer:
         return answer.read().decode()
@@ -229,7 +229,7 @@ def get(server: Server, path: str, host: str = "") -> str:
 
 def test_the_server_shows_new_steps_and_answers_only_this_machine(tmp_path):
     folder = write(tmp_path, [])
-    with Server([folder]) as server:
+    with PageServer([folder]) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         assert "has no record yet" in get(server, "/")
         write(folder, run()[:20])
@@ -243,7 +243,7 @@ def test_the_server_shows_new_steps_and_answers_only_this_machine(tmp_path):
                 get(server, path, host)
         assert server.socket.getsockname()[0] == "127.0.0.1"
         with pytest.raises(UserError, match="the port cannot be used"):
-            Server([folder], server.server_port)
+            PageServer([folder], server.server_port)
         server.shutdown()
 
 
@@ -275,13 +275,13 @@ def test_a_served_page_judges_each_record_once_and_a_run_that_goes_back_anew(tmp
 
 def test_a_page_that_cannot_be_made_is_one_line_and_the_server_lives_on(tmp_path, monkeypatch, capsys):
     folder = write(tmp_path, run())
-    with Server([folder]) as server:
+    with PageServer([folder]) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         (folder / "completions.jsonl").write_text('{"step": 1}\n')
         assert "the page cannot be made: KeyError" in unescape(get(server, "/"))
         (folder / "completions.jsonl").write_text(json.dumps(GROUP) + "\n")
         assert "40 of 40" in get(server, "/")
-        monkeypatch.setattr(Server, "stamp", lambda self: 1 / 0)
+        monkeypatch.setattr(PageServer, "stamp", lambda self: 1 / 0)
         with pytest.raises((HTTPException, OSError)):
             get(server, "/stamp")
         server.shutdown()

@@ -52,11 +52,11 @@ def write(workdirs: Sequence[Path], file: Path) -> None:
 
 def serve(workdirs: Sequence[Path], port: int) -> None:
     """Serves the page until Ctrl-C. Raises: UserError, if a folder is no run or the port cannot be used."""
-    from jaxrl_llm.report.serve import Server  # it imports plotly
+    from jaxrl_llm.report.serve import PageServer  # it imports plotly
 
     for workdir in workdirs:
         read_config(workdir)
-    with Server(workdirs, port) as server:
+    with PageServer(workdirs, port) as server:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # the package lets Ctrl-C end a program at once
             print(f"http://{server.address} (Ctrl-C ends it)", flush=True)

@@ -59,6 +59,7 @@ def fit(curves: Sequence[np.ndarray], bounds: Sequence[float | np.ndarray], mark
     values = np.log10(positive) if log else values
     low, high = float(values.min()), float(values.max())
     span = high - low or abs(high) or 1.0
+    # A bound far from the curves is left out: with it they would be a flat line.
     near = [low - NEAR * span, high + NEAR * span]
     for bound in bounds:
         edges = np.atleast_1d(np.asarray(bound, float))
@@ -66,6 +67,7 @@ def fit(curves: Sequence[np.ndarray], bounds: Sequence[float | np.ndarray], mark
         edges = np.log10(edges) if log else edges
         edges = edges[(edges >= near[0]) & (edges <= near[1])]
         low, high = float(np.min(edges, initial=low)), float(np.max(edges, initial=high))
+    # A constant curve still needs a range, and one that differs by rounding alone must not look like a change.
     span = max(high - low, 0.0 if log else LEAST * max(abs(low), abs(high))) or 1.0
     middle = (low + high) / 2
     low, high = min(low, middle - span / 2), max(high, middle + span / 2)

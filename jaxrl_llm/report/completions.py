@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jaxrl_llm.report.runs import Run
+from jaxrl_llm.report.runs import LoggedRun
 
 MOST = 3000  # characters of a text on the page
 
 
-class Completion(NamedTuple):
+class LabelledCompletion(NamedTuple):
     label: str
     text: str
 
@@ -20,10 +20,10 @@ class Group(NamedTuple):
     step: int
     prompt: str
     rewards: str  # their mean, and how many have none
-    shown: list[Completion]
+    shown: list[LabelledCompletion]
 
 
-def groups(run: Run) -> list[Group]:
+def groups(run: LoggedRun) -> list[Group]:
     """Returns the first, the middle and the last group in the log of a run."""
     return [_group(line) for line in run.groups]
 
@@ -34,12 +34,15 @@ def _group(line: dict[str, Any]) -> Group:
     without = len(pairs) - len(judged)
     of = f"{len(pairs)} completions" + (f", {without} without a verdict" if without else "")
     if not judged:
-        shown, rewards = [Completion("one of them: no verdict", cut(pairs[0][1]))], of
+        shown, rewards = [LabelledCompletion("one of them: no verdict", cut(pairs[0][1]))], of
     else:
         (low, worst), (high, best) = judged[0], judged[-1]
-        shown = [Completion(f"best, reward {high:.3g}", cut(best)), Completion(f"worst, reward {low:.3g}", cut(worst))]
+        shown = [
+            LabelledCompletion(f"best, reward {high:.3g}", cut(best)),
+            LabelledCompletion(f"worst, reward {low:.3g}", cut(worst)),
+        ]
         if low == high:
-            shown = [Completion(f"one of them: all have reward {high:.3g}", cut(best))]
+            shown = [LabelledCompletion(f"one of them: all have reward {high:.3g}", cut(best))]
         rewards = f"mean reward {sum(reward for reward, _ in judged) / len(judged):.3g} of {of}"
     return Group(line["step"], cut(prompt_text(line["prompt"])), rewards, shown)
 

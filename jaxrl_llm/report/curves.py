@@ -12,7 +12,7 @@ from jaxrl_llm.health.bands import Band, bands
 from jaxrl_llm.health.finding import channels
 from jaxrl_llm.report import traces
 from jaxrl_llm.report.axis import Axis, fit
-from jaxrl_llm.report.runs import Run
+from jaxrl_llm.report.runs import LoggedRun
 from jaxrl_llm.report.thinning import part
 from jaxrl_llm.report.traces import Curve
 
@@ -75,30 +75,30 @@ class Plot(NamedTuple):
     figure: str  # JSON
 
 
-def plots(runs: Sequence[Run]) -> list[Plot]:
+def plots(runs: Sequence[LoggedRun]) -> list[Plot]:
     """Returns the plots that the runs have values for."""
     limits = [bands(run.records) for run in runs]
-    made = []
+    plots_drawn = []
     for panel in PANELS:
         panel = panel if panel.metrics else panel._replace(metrics=_channels(runs))
         curves = [curve for at, run in enumerate(runs) for name in panel.metrics if (curve := _curve(at, run, name))]
         if curves:
-            made.append(_plot(panel, curves, limits, runs))
-    return made
+            plots_drawn.append(_plot(panel, curves, limits, runs))
+    return plots_drawn
 
 
-def thinned(runs: Sequence[Run]) -> int:
-    """Returns of how many points of the longest curve two are drawn; 1: all points are drawn."""
+def thinned(runs: Sequence[LoggedRun]) -> int:
+    """Returns how many points of the longest curve become two on the page; 1: all points are drawn."""
     return max(part(len(run.records)) for run in runs)
 
 
-def _channels(runs: Sequence[Run]) -> tuple[str, ...]:
+def _channels(runs: Sequence[LoggedRun]) -> tuple[str, ...]:
     """Returns the metrics of the reward functions, if there are two or more."""
-    found = channels({name for run in runs for record in run.records[-1:] for name in record})
-    return tuple(found) if len(found) > 1 else ()
+    metrics = channels({name for run in runs for record in run.records[-1:] for name in record})
+    return tuple(metrics) if len(metrics) > 1 else ()
 
 
-def _curve(at: int, run: Run, metric: str) -> Curve | None:
+def _curve(at: int, run: LoggedRun, metric: str) -> Curve | None:
     """Returns the curve of a metric, or None for a run without a finite value of it."""
     points = [(record["step"], record[metric]) for record in run.records if metric in record]
     if all(y is None for _, y in points):
@@ -107,16 +107,25 @@ def _curve(at: int, run: Run, metric: str) -> Curve | None:
     return Curve(at, run.letter, metric, np.array(x, np.int32), np.array(y, float))
 
 
-def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Sequence[Run]) -> Plot:
+def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Sequence[LoggedRun]) -> Plot:
     several = len({curve.metric for curve in curves}) > 1
-    own = {curve.run: [b for b in limits[curve.run] if b.metric == curve.metric and not several] for curve in curves}
+    bands_by_run = {
+        curve.run: [b for b in limits[curve.run] if b.metric == curve.metric and not several] for curve in curves
+    }
     spells = [(at, spell) for at, run in enumerate(runs) for spell in run.spells if spell.finding.id in panel.rules]
-    bounds = [edge for of_run in own.values() for band in of_run for edge in (band.low, band.high) if edge is not None]
+    bounds = [
+        edge
+        for run_bands in bands_by_run.values()
+        for band in run_bands
+        for edge in (band.low, band.high)
+        if edge is not None
+    ]
     values = [y for curve in curves for y in (curve.y, curve.mean())]
     axis = fit(values, bounds, len(spells), log=panel.log)
+    # The order is that of drawing: bands lie under the curves, marks of findings over them.
     drawn: list[go.Scatter] = []
-    for at, of_run in own.items():
-        drawn += traces.band(at, of_run, runs[at], axis) if of_run else []
+    for at, run_bands in bands_by_run.items():
+        drawn += traces.band(at, run_bands, runs[at], axis) if run_bands else []
     for curve in curves:
         dash = DASHES[panel.metrics.index(curve.metric) % len(DASHES)] if several else ""
         drawn += traces.points(curve, panel.form, dash) if panel.plain else traces.lines(curve, panel.form, dash, axis)
@@ -126,7 +135,9 @@ def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Seq
         text = f"{runs[at].letter} {spell.finding.id}" if len(runs) > 1 else spell.finding.id
         drawn += traces.mark(at, text, spell, last, axis.level(number))
     keys = [(DASHES[i % len(DASHES)], name) for i, name in enumerate(panel.metrics)] if several else []
-    return Plot(panel.title, _words(curves, own, runs, axis), keys, traces.as_json(drawn, _layout(panel, last, axis)))
+    return Plot(
+        panel.title, _words(curves, bands_by_run, runs, axis), keys, traces.as_json(drawn, _layout(panel, last, axis))
+    )
 
 
 def _layout(panel: Panel, last: int, axis: Axis) -> dict[str, Any]:
@@ -153,14 +164,16 @@ def _ticks(axis: Axis) -> dict[str, Any]:
     return dict(type="log", dtick=max(1, round(axis.span / 5)) if axis.span > 2 else "D2")
 
 
-def _words(curves: list[Curve], own: dict[int, list[Band]], runs: Sequence[Run], axis: Axis) -> list[str]:
+def _words(
+    curves: list[Curve], bands_by_run: dict[int, list[Band]], runs: Sequence[LoggedRun], axis: Axis
+) -> list[str]:
     """Returns the lines of text below a plot."""
-    told: dict[str, list[str]] = {}
-    for at, of_run in own.items():
-        for band in of_run:
-            told.setdefault(f"{band.words} ({band.rule})", []).append(runs[at].letter)
-    everywhere = len(own)
-    words = [f"Healthy{'' if len(who) == everywhere else ' for ' + ', '.join(who)}: {x}" for x, who in told.items()]
+    letters: dict[str, list[str]] = {}
+    for at, run_bands in bands_by_run.items():
+        for band in run_bands:
+            letters.setdefault(f"{band.words} ({band.rule})", []).append(runs[at].letter)
+    everywhere = len(bands_by_run)
+    words = [f"Healthy{'' if len(who) == everywhere else ' for ' + ', '.join(who)}: {x}" for x, who in letters.items()]
     for curve in curves:
         if lost := int(np.isnan(curve.y).sum()):
             first = int(curve.x[np.isnan(curve.y)][0])

@@ -24,6 +24,7 @@ class Lines:
             with self.file.open("rb") as file:
                 about = os.fstat(file.fileno())
                 file.seek(self._end - len(self._last))
+                # An inode is used again after a file is replaced, so the last line is compared too.
                 same = about.st_ino == self._inode and about.st_size >= self._end
                 if same and file.read(len(self._last)) == self._last:
                     return False

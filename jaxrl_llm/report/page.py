@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 import jaxrl_llm
 from jaxrl_llm.health.rollback import Rollbacks
 from jaxrl_llm.report import completions, curves, tables
-from jaxrl_llm.report.runs import FILES, Reader, Run, read_all
+from jaxrl_llm.report.runs import FILES, LoggedRun, Reader, read_all
 
 ASSETS = Path(jaxrl_llm.__file__).parent / "assets" / "report"
 PLOTLY = "/plotly.js"  # where the server has it
@@ -59,13 +59,13 @@ def stamp(workdirs: Sequence[Path]) -> str:
     return "-".join("0" if x is None else f"{x.st_mtime_ns:x}.{x.st_size:x}" for x in states)
 
 
-def card(run: Run) -> list[tuple[str, str]]:
+def card(run: LoggedRun) -> list[tuple[str, str]]:
     """Returns what the header tells of a run besides its verdict."""
     metrics = {"eval/accuracy": "last accuracy", "reward/mean": "last reward", "loss/sft": "last loss"}
     rows = [("last step", f"{run.last:,} of {run.config.num_steps:,}")]
     for metric, label in metrics.items():
-        if found := run.latest(metric):
-            step, value = found
+        if latest := run.latest(metric):
+            step, value = latest
             text = f"{value:.1%}" if metric == "eval/accuracy" else f"{value:.4g}"
             rows.append((label, text if step == run.last else f"{text} (step {step:,})"))
     accuracies = [(r["eval/accuracy"], -r["step"]) for r in run.records if r.get("eval/accuracy") is not None]
@@ -90,6 +90,7 @@ def template(name: str) -> jinja2.Template:
 
 def _script_json(text: str) -> str:
     """Escapes JSON for a <script> element."""
+    # Text of a policy may hold "</script>", which would end the element.
     return text.replace("<", "\\u003c")
 
 

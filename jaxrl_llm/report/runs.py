@@ -22,23 +22,23 @@ FILES = ("config.json", logs.METRICS, "completions.jsonl", "health.jsonl")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-class Verdict(NamedTuple):
-    """What a run's rules say of it, in a few words."""
+class RunVerdict(NamedTuple):
+    """The judgement of the rules on a run, in a few words."""
 
     level: str  # "error", "warning", "healthy", or "early": too few steps
     words: str
 
 
-class Settings(NamedTuple):
-    """What follows from a config."""
+class SettingsReport(NamedTuple):
+    """The totals of a config, and the findings of the rules over its settings."""
 
     totals: checks.Totals | None  # None, if the config does not pass the checks of this version
     findings: list[Finding]
     problem: str = ""  # why something is missing
 
 
-class Run(NamedTuple):
-    """A run as its files tell it."""
+class LoggedRun(NamedTuple):
+    """A run, read from the files in its workdir."""
 
     letter: str  # short name in plots
     name: str
@@ -47,7 +47,7 @@ class Run(NamedTuple):
     records: list[Record]
     spells: list[doctor.Spell]
     groups: list[dict[str, Any]]  # the first, the middle and the last of completions.jsonl
-    settings: Settings
+    settings: SettingsReport
     wrote: list[str]  # ids in health.jsonl that the rules of this version do not find
 
     @property
@@ -55,14 +55,14 @@ class Run(NamedTuple):
         return self.records[-1]["step"]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RunVerdict:
         count = {severity: sum(s.finding.severity == severity for s in self.spells) for severity in SEVERITIES}
-        told = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in reversed(count.items()) if n]
+        counts = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in reversed(count.items()) if n]
         if count["error"] or count["warning"]:
-            return Verdict("error" if count["error"] else "warning", ", ".join(told))
+            return RunVerdict("error" if count["error"] else "warning", ", ".join(counts))
         if self.last <= FEW + RECENT:
-            return Verdict("early", f"no finding yet; most rules need {FEW + RECENT + 1} steps")
-        return Verdict("healthy", ", ".join(["healthy", *told]))
+            return RunVerdict("early", f"no finding yet; most rules need {FEW + RECENT + 1} steps")
+        return RunVerdict("healthy", ", ".join(["healthy", *counts]))
 
     def latest(self, metric: str) -> tuple[int, float] | None:
         """Returns the last finite value of a metric and its step."""
@@ -72,7 +72,7 @@ class Run(NamedTuple):
         return None
 
 
-def read_all(workdirs: Sequence[Path], readers: dict[Path, Reader] | None = None) -> list[Run]:
+def read_all(workdirs: Sequence[Path], readers: dict[Path, Reader] | None = None) -> list[LoggedRun]:
     """Reads runs; `readers` of an earlier call read only what is new. Raises: UserError, as `Reader.read` does."""
     readers = {} if readers is None else readers
     if len(workdirs) > len(LETTERS):
@@ -95,10 +95,11 @@ class Reader:
         self._records, self._judge = list[Record](), doctor.Judge(*self._rules)
         self._groups = list[int]()  # the places of their lines: all of them may be gigabytes
 
-    def read(self, letter: str, name: str) -> Run:
+    def read(self, letter: str, name: str) -> LoggedRun:
         """Reads what is new. Raises: UserError, if the folder is no run, has no record yet, or a file is broken."""
         config = read_config(self._workdir)
         rules = config.health.to_dict(), logs.found_before(self._workdir)
+        # Other bounds, or a self-test that has ended meanwhile: all records are judged again, from the first line.
         if rules != self._rules:
             self._metrics = Lines(self._metrics.file)
         if self._metrics.begin():
@@ -109,12 +110,14 @@ class Reader:
             self._records.append(record)
         if not self._records:
             raise UserError(f"{self._workdir} has no record yet: wait for its first step")
-        found, wrote = {spell.finding.id for spell in self._judge.spells()}, Lines(self._workdir / "health.jsonl")
-        wrote.begin()
-        others = sorted({wrote.parse(line)["id"] for _, line in wrote.new()} - found)
-        shown, settings = self._shown(), of_config(config)
+        ids = {spell.finding.id for spell in self._judge.spells()}
+        findings_file = Lines(self._workdir / "health.jsonl")
+        findings_file.begin()
+        outdated = sorted({findings_file.parse(line)["id"] for _, line in findings_file.new()} - ids)
+        shown, settings = self._shown(), read_settings(config)
+        # A copy: the list grows at the next call, while a page is still made of this one.
         records = list(self._records)
-        return Run(letter, name, self._workdir, config, records, self._judge.spells(), shown, settings, others)
+        return LoggedRun(letter, name, self._workdir, config, records, self._judge.spells(), shown, settings, outdated)
 
     def _shown(self) -> list[dict[str, Any]]:
         """Returns the first, the middle and the last group of completions in the log."""
@@ -142,13 +145,13 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
 
 
-def of_config(config: Config) -> Settings:
+def read_settings(config: Config) -> SettingsReport:
     """Applies the checks and the rules over settings. Looks only at files of this machine."""
     try:
         totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
     except UserError as error:
-        return Settings(None, [], f"The config does not pass the checks here: {error}")
+        return SettingsReport(None, [], f"The config does not pass the checks here: {error}")
     try:
-        return Settings(totals, settings.findings(settings.Settings(config, totals, settings.width_of(config))))
+        return SettingsReport(totals, settings.findings(settings.Settings(config, totals, settings.width_of(config))))
     except UserError as error:
-        return Settings(totals, [], f"The rules over settings need the model: {error}")
+        return SettingsReport(totals, [], f"The rules over settings need the model: {error}")

@@ -22,7 +22,7 @@ class Turn(NamedTuple):
     text: str
 
 
-class Completion(NamedTuple):
+class ScoredCompletion(NamedTuple):
     score: float
     channels: str  # all scores, in a line
     turns: list[Turn]
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
     columns: str  # what else the row has
     solved: int
     of: int  # number of completions
-    shown: list[Completion]
+    shown: list[ScoredCompletion]
 
 
 def render(title: str, measured: Measured, graded: Graded, rows: Sequence[dict[str, Any]]) -> str:
@@ -63,7 +63,7 @@ def problem(at: int, graded: Graded, row: dict[str, Any]) -> Problem:
     return Problem(at + 1, cut(prompt_text(row["prompt"])), cut(columns), solved, len(scores), shown)
 
 
-def completion(at: int, i: int, graded: Graded) -> Completion:
+def completion(at: int, i: int, graded: Graded) -> ScoredCompletion:
     """Returns what the page shows of completion i of problem `at`: its text, or the turns of its episode."""
     values = {name: float(x[at, i]) for name, x in graded.channels.items()}
     score = values.pop("total")
@@ -72,4 +72,4 @@ def completion(at: int, i: int, graded: Graded) -> Completion:
         turns = [Turn(turn["role"], cut(turn["content"])) for turn in graded.turns[at][i]]
     else:
         turns = [Turn("", cut(graded.texts[at][i]))]
-    return Completion(score, text, turns)
+    return ScoredCompletion(score, text, turns)

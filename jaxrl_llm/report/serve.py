@@ -17,7 +17,7 @@ from jaxrl_llm.report.runs import Reader
 HOST = "127.0.0.1"  # completions are not for other machines
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """The server of some runs. Raises: UserError, if the port cannot be used."""
 
     daemon_threads = True
@@ -46,24 +46,26 @@ class Server(ThreadingHTTPServer):
 
     def page(self) -> str:
         """Returns the page, made again if the files have changed."""
+        # One thread at a time makes the page: the readers keep their place in the files between calls.
         with self._lock:
+            # Before the files are read: what is written meanwhile then changes the next stamp.
             now = self.stamp()
             if now != self._stamp:
                 try:
                     self._page = page.render(self._workdirs, live=now, readers=self._readers)
-                except UserError as error:  # a run that has only begun
+                except UserError as error:  # a run without a record yet
                     self._page = page.render_waiting(str(error), now)
                 except Exception as error:  # a file that another version wrote, or a bug: the next page may work
                     self._readers = {}
-                    said = f"the page cannot be made: {describe(error)}"
-                    print(said, file=sys.stderr, flush=True)
-                    self._page = page.render_waiting(said, now)
+                    message = f"the page cannot be made: {describe(error)}"
+                    print(message, file=sys.stderr, flush=True)
+                    self._page = page.render_waiting(message, now)
                 self._stamp = now
             return self._page
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
         # A page of another site whose name was made to mean this machine has another Host.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.banner import totals_table
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.health.finding import Record
-from jaxrl_llm.report.runs import Run
+from jaxrl_llm.report.runs import LoggedRun
 
 SIZES = ("num_steps", "prompts_per_step", "group_size", "prompts_per_update", "epochs", "microbatch")
 MISSING = "–"
@@ -23,7 +23,7 @@ class Row(NamedTuple):
     shares: Sequence[float] = ()  # of a bar above each text, from 0 to 1; (): no bars
 
 
-def batch_table(runs: Sequence[Run]) -> list[Row]:
+def batch_table(runs: Sequence[LoggedRun]) -> list[Row]:
     """Returns the batch words of the configs, and what follows from them."""
     rows = [{name: run.config[name] for name in SIZES if name in run.config} for run in runs]
     for row, run in zip(rows, runs, strict=True):
@@ -32,7 +32,7 @@ def batch_table(runs: Sequence[Run]) -> list[Row]:
     return [Row(name, [f"{row[name]:,}" if name in row else MISSING for row in rows]) for name in names]
 
 
-def config_difference(runs: Sequence[Run]) -> list[Row]:
+def config_difference(runs: Sequence[LoggedRun]) -> list[Row]:
     """Returns the fields in which the configs differ."""
     flat = [flatten(run.config) for run in runs]
     names = list(dict.fromkeys(name for fields in flat for name in fields))
@@ -40,17 +40,18 @@ def config_difference(runs: Sequence[Run]) -> list[Row]:
     return [Row(name, values) for name, values in rows if len(set(values)) > 1]
 
 
-def phase_table(runs: Sequence[Run]) -> list[Row]:
+def phase_table(runs: Sequence[LoggedRun]) -> list[Row]:
     """Returns the median seconds of each phase of a step, and the seconds of the first step, which compiles."""
     timed = [[record for record in run.records if record.get("time/step")] for run in runs]
     names = list(dict.fromkeys(name for records in timed for r in records for name in r if name.startswith("time/")))
+    # Without the first record, whose step compiles. Medians, because a checkpoint makes single steps much longer.
     medians = [{name: _median(name, records[1:] or records) for name in names} for records in timed]
-    most = max((value or 0.0 for row in medians for value in row.values()), default=0.0)
+    longest = max((value or 0.0 for row in medians for value in row.values()), default=0.0)
     rows = []
     for name in names:
         values = [row[name] for row in medians]
         texts = [_seconds(row[name], row["time/step"]) for row in medians]
-        rows.append(Row(name.removeprefix("time/"), texts, [(x or 0.0) / most if most else 0.0 for x in values]))
+        rows.append(Row(name.removeprefix("time/"), texts, [(x or 0.0) / longest if longest else 0.0 for x in values]))
     if rows:
         first = [f"{records[0]['time/step']:.2f} s" if records else MISSING for records in timed]
         speed = [_median("tokens_per_second", records[1:] or records) for records in timed]
@@ -77,16 +78,16 @@ class Parting(NamedTuple):
     rows: list[tuple[str, int, str, str]]  # metric, first step at which it differs, and its two values
 
 
-def partings(runs: Sequence[Run]) -> list[Parting]:
+def partings(runs: Sequence[LoggedRun]) -> list[Parting]:
     """Compares every other run with the first one."""
     return [parting(runs[0], run) for run in runs[1:]]
 
 
-def parting(one: Run, other: Run) -> Parting:
+def parting(first: LoggedRun, other: LoggedRun) -> Parting:
     """Says at which step the numbers of two runs differ for the first time. Times are left out."""
-    names = f"{one.letter} and {other.letter}"
+    names = f"{first.letter} and {other.letter}"
     theirs = {record["step"]: record for record in other.records}
-    pairs = [(record, theirs[record["step"]]) for record in one.records if record["step"] in theirs]
+    pairs = [(record, theirs[record["step"]]) for record in first.records if record["step"] in theirs]
     if not pairs:
         return Parting(f"{names} have no step in common.", [])
     firsts: dict[str, tuple[str, int, str, str]] = {}
@@ -98,8 +99,8 @@ def parting(one: Run, other: Run) -> Parting:
     if not rows:
         return Parting(f"{names} have the same numbers at all {len(pairs):,} steps that both logged.", [])
     at = rows[0][1]
-    there = [row[0] for row in rows if row[1] == at]
-    listed = ", ".join(there[:6]) + (f" and {len(there) - 6} more" if len(there) > 6 else "")
+    metrics = [row[0] for row in rows if row[1] == at]
+    listed = ", ".join(metrics[:6]) + (f" and {len(metrics) - 6} more" if len(metrics) > 6 else "")
     before = sum(a["step"] < at for a, _ in pairs)
     same = (
         f"; the {before:,} records before are equal" if before > 1 else "; the record before is equal" if before else ""

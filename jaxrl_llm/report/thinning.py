@@ -7,21 +7,23 @@ import numpy as np
 POINTS = 2000  # of a curve, at most
 
 
-def thin(x: np.ndarray, y: np.ndarray, most: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
+def thin(x: np.ndarray, y: np.ndarray, limit: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
     """Returns at most `most` points of a curve: the lowest and the highest of every part. NaN stays a gap."""
-    if len(x) <= most:
+    if len(x) <= limit:
         return x, y
-    size = part(len(x), most)
+    size = part(len(x), limit)
     rows = -(-len(x) // size)
+    # Both extremes of each part are drawn, so a spike of a single step stays in sight. A mean would hide it.
     padded = np.full(rows * size, np.nan)
     padded[: len(y)] = y
     grid = padded.reshape(rows, size)
+    # argmin stops at a NaN, so a NaN counts as infinite. A part of NaN alone keeps its first one, and stays a gap.
     lows = np.where(np.isnan(grid), np.inf, grid).argmin(axis=1)
     highs = np.where(np.isnan(grid), -np.inf, grid).argmax(axis=1)
-    kept = np.unique(np.concatenate([np.arange(rows) * size + lows, np.arange(rows) * size + highs]))
-    return x[kept], y[kept]
+    points = np.unique(np.concatenate([np.arange(rows) * size + lows, np.arange(rows) * size + highs]))
+    return x[points], y[points]
 
 
-def part(count: int, most: int = POINTS) -> int:
+def part(count: int, limit: int = POINTS) -> int:
     """Returns how many points of a curve of `count` points become two."""
-    return -(-count // (most // 2)) if count > most else 1
+    return -(-count // (limit // 2)) if count > limit else 1

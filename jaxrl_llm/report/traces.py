@@ -17,7 +17,7 @@ from jaxrl_llm.doctor import Spell
 from jaxrl_llm.health.bands import Band
 from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.report.axis import Axis
-from jaxrl_llm.report.runs import Run
+from jaxrl_llm.report.runs import LoggedRun
 from jaxrl_llm.report.thinning import thin
 
 
@@ -32,6 +32,7 @@ class Curve(NamedTuple):
 
     def mean(self) -> np.ndarray:
         """Returns the mean of the last values, as many as the rules take, without those that are not finite."""
+        # By differences of running sums: one pass for any length of the run. A NaN adds 0 to both sums.
         ends = np.arange(1, len(self.y) + 1)
         starts = np.maximum(ends - RECENT, 0)
         total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(self.y))])
@@ -45,23 +46,23 @@ def lines(curve: Curve, form: str, dash: str, axis: Axis) -> list[go.Scatter]:
 
     dash: of a metric in a plot of several, where only the means are drawn; "": the plot has one metric.
     """
-    made = []
+    scatters = []
     for role, values in (("raw", curve.y), ("mean", curve.mean())):
         x, y = thin(curve.x, np.where(values > 0, values, np.nan) if axis.log else values)
-        how = dict(x=x, y=y, mode="lines" if len(x) > 1 else "markers", meta=_meta(curve.run, role))
+        style = dict(x=x, y=y, mode="lines" if len(x) > 1 else "markers", meta=_meta(curve.run, role))
         if role == "raw":
-            made.append(go.Scatter(**how, line=dict(width=1), hoverinfo="skip"))
+            scatters.append(go.Scatter(**style, line=dict(width=1), hoverinfo="skip"))
         else:
-            made.append(go.Scatter(**how, line=dict(width=2, dash=dash or "solid"), **_hover(curve, form)))
-    return made[1:] if dash else made
+            scatters.append(go.Scatter(**style, line=dict(width=2, dash=dash or "solid"), **_hover(curve, form)))
+    return scatters[1:] if dash else scatters
 
 
 def points(curve: Curve, form: str, dash: str) -> list[go.Scatter]:
     """Returns only the values themselves."""
     x, y = thin(curve.x, curve.y)
     mode = "lines+markers" if len(x) < 60 else "lines"
-    how = dict(x=x, y=y, mode=mode, marker=dict(size=4), line=dict(width=2, dash=dash or "solid"))
-    return [go.Scatter(**how, meta=_meta(curve.run, "mean"), **_hover(curve, form))]
+    style = dict(x=x, y=y, mode=mode, marker=dict(size=4), line=dict(width=2, dash=dash or "solid"))
+    return [go.Scatter(**style, meta=_meta(curve.run, "mean"), **_hover(curve, form))]
 
 
 def _hover(curve: Curve, form: str) -> dict[str, str]:
@@ -73,28 +74,29 @@ def not_finite(curve: Curve, axis: Axis) -> list[go.Scatter]:
     x = curve.x[np.isnan(curve.y)]
     if not len(x):
         return []
-    x, y = thin(x, np.full(len(x), axis.at(0.03)), most=200)
+    x, y = thin(x, np.full(len(x), axis.at(0.03)), limit=200)
     marker = dict(symbol="x-thin", size=7, line=dict(width=1.5))
     return [go.Scatter(x=x, y=y, meta=_meta(curve.run, "cross"), mode="markers", marker=marker, hoverinfo="skip")]
 
 
-def band(at: int, of_run: Sequence[Band], run: Run, axis: Axis) -> list[go.Scatter]:
+def band(at: int, bands: Sequence[Band], run: LoggedRun, axis: Axis) -> list[go.Scatter]:
     """Returns the area between the highest lower bound and the lowest upper bound, and those of its edges in sight."""
     steps = np.array([record["step"] for record in run.records], np.int32)
-    lows = [np.broadcast_to(band.low, len(steps)) for band in of_run if band.low is not None]
-    highs = [np.broadcast_to(band.high, len(steps)) for band in of_run if band.high is not None]
+    lows = [np.broadcast_to(band.low, len(steps)) for band in bands if band.low is not None]
+    highs = [np.broadcast_to(band.high, len(steps)) for band in bands if band.high is not None]
     low = np.fmax.reduce(lows) if lows else np.full(len(steps), np.nan)
     high = np.fmin.reduce(highs) if highs else np.full(len(steps), np.nan)
-    made = []
+    scatters = []
+    # "tonexty" fills down to the trace before it, so the lower edge must come first.
     for edge, outside, fill in ((low, axis.bottom, "none"), (high, axis.top, "tonexty")):
         x, y = _few(steps, np.clip(np.nan_to_num(edge, nan=outside), axis.bottom, axis.top))
-        how = dict(mode="lines", line=dict(width=0, shape="hv"), fill=fill, hoverinfo="skip")
-        made.append(go.Scatter(x=x, y=y, meta=_meta(at, "band"), **how))
+        style = dict(mode="lines", line=dict(width=0, shape="hv"), fill=fill, hoverinfo="skip")
+        scatters.append(go.Scatter(x=x, y=y, meta=_meta(at, "band"), **style))
     for edge in (low, high):
         x, y = _few(steps, np.where((edge > axis.bottom) & (edge < axis.top), edge, np.nan))
-        how = dict(mode="lines", line=dict(width=1.2, dash="dot", shape="hv"), hoverinfo="skip")
-        made += [go.Scatter(x=x, y=y, meta=_meta(at, "edge"), **how)] if np.isfinite(y).any() else []
-    return made
+        style = dict(mode="lines", line=dict(width=1.2, dash="dot", shape="hv"), hoverinfo="skip")
+        scatters += [go.Scatter(x=x, y=y, meta=_meta(at, "edge"), **style)] if np.isfinite(y).any() else []
+    return scatters
 
 
 def _few(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
