@@ -114,7 +114,7 @@ def main() -> None:
             config.update_from_flattened_dict(USUAL | {"model.path": str(folder)} | fields)
             seen.clear()
             plan = phases.make_plan(
-                config.lock(), mesh_over(devices, **config.mesh), WIDTH, dump, most=chip.memory * 2**30
+                config.lock(), mesh_over(devices, **config.mesh), WIDTH, dump, memory_limit=chip.memory * 2**30
             )
             peaks, differ = [], []
             for phase in plan.phases:

@@ -114,9 +114,9 @@ def test_a_phase_takes_as_long_as_its_slowest_resource():
 
 
 def test_a_program_that_the_compiler_refuses_is_a_phase_that_does_not_fit(plan):
-    refused = phases.Plan(plan.models, plan.holds, [*plan.phases, Phase("update", 1, error="too big")], 1)
+    refused = phases.SlicePlan(plan.models, plan.holds, [*plan.phases, Phase("update", 1, error="too big")], 1)
     assert plan.fits(V5E) and not refused.fits(V5E)
-    crowded = phases.Plan(plan.models, plan.holds, [Phase("update", 1, program=9 * 2**30, beside=7 * 2**30)], 1)
+    crowded = phases.SlicePlan(plan.models, plan.holds, [Phase("update", 1, program=9 * 2**30, beside=7 * 2**30)], 1)
     assert not crowded.fits(V5E)
 
 
@@ -125,7 +125,7 @@ def test_a_search_compiles_nothing_for_what_cannot_fit_and_tries_only_meshes_tha
     found = list(candidates(config, 16))
     assert {(c.mesh.fsdp, c.mesh.tensor) for c in found} == {(16, 1), (8, 2)}  # the model has 2 heads of keys
     assert all(c.prompts_per_update % c.microbatch == 0 and c.microbatch % c.mesh.fsdp == 0 for c in found)
-    small = make_plan(config, tiny.mesh_of((1, 4, 2)), 8, tmp_path, most=2**20)
+    small = make_plan(config, tiny.mesh_of((1, 4, 2)), 8, tmp_path, memory_limit=2**20)
     assert [phase.name for phase in small.phases] == ["sampling"] and not small.fits(V5E)
 
 

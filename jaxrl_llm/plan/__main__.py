@@ -20,7 +20,7 @@ from jaxrl_llm.config.load import config_parser, parse_config
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.plan.chips import Chip, topology
 from jaxrl_llm.plan.collectives import BETWEEN_SLICES
-from jaxrl_llm.plan.phases import Phase, Plan, make_plan
+from jaxrl_llm.plan.phases import Phase, SlicePlan, make_plan
 from jaxrl_llm.plan.search import search
 from jaxrl_llm.sharding import mesh_over
 from jaxrl_llm.structs import Config
@@ -59,20 +59,20 @@ def main() -> None:
         console = Console(stderr=args.json, width=150, highlight=False)
         with redirect_stdout(sys.stderr) if args.json else nullcontext():
             if args.search:
-                found = search(config, devices, chip, width, Path(dump), args.search, console)
+                plans = search(config, devices, chip, width, Path(dump), args.search, console)
             else:
                 say = lambda phase: console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")  # noqa: E731
-                found = [make_plan(config, mesh_over(devices, **config.mesh), width, Path(dump), say=say)]
+                plans = [make_plan(config, mesh_over(devices, **config.mesh), width, Path(dump), say=say)]
     if args.json:
-        print(json.dumps([as_json(plan, chip) for plan in found], indent=2))
+        print(json.dumps([as_json(plan, chip) for plan in plans], indent=2))
     else:
-        for plan in found:
+        for plan in plans:
             print_plan(plan, chip, args, console)
-    if not any(plan.fits(chip) for plan in found):
+    if not any(plan.fits(chip) for plan in plans):
         sys.exit(1)
 
 
-def print_plan(plan: Plan, chip: Chip, args: Namespace, console: Console) -> None:
+def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -> None:
     """Prints what a chip holds, a table of the phases, and what to change where one does not fit."""
     where = args.topology if args.slices == 1 else f"{args.slices} x {args.topology}"
     console.print(f"\n{title(plan.models.config, plan, where)}")
@@ -115,15 +115,16 @@ def print_collectives(phase: Phase, count: int, console: Console) -> None:
     console.print(table)
 
 
-def title(config: Config, plan: Plan, topology: str) -> str:
+def title(config: Config, plan: SlicePlan, topology: str) -> str:
     """Returns a line with the model, the mesh and the sizes of a step."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.models.mesh.shape.items())
     sizes = f"B {config.prompts_per_step}, G {config.group_size}, C {config.rollout.max_completion_tokens}"
     how = f"microbatch {config.microbatch}, remat {config.model.remat}, row_parts {config.model.row_parts}"
-    return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {how}, engine.max_sequences {_turns(config)}"
+    how += f", engine.max_sequences {_max_sequences(config)}"
+    return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {how}"
 
 
-def _turns(config: Config) -> Any:
+def _max_sequences(config: Config) -> Any:
     return config.engine.max_sequences if "max_sequences" in config.engine else "of another engine"
 
 
@@ -149,7 +150,7 @@ def row(phase: Phase, chip: Chip) -> list[str]:
     ]
 
 
-def as_json(plan: Plan, chip: Chip) -> dict[str, Any]:
+def as_json(plan: SlicePlan, chip: Chip) -> dict[str, Any]:
     """Returns a plan as JSON values. Sizes are bytes of a chip."""
     phases = []
     for phase in plan.phases:

@@ -40,18 +40,20 @@ def topology(name: str, slices: int = 1) -> tuple[Chip, list[Any]]:
     if not find_spec("libtpu"):
         raise UserError("--topology needs the TPU compiler, which is not installed: pip install 'jaxrl_llm[tpu]'")
     jax.config.update("jax_platforms", "cpu")
+    # Without these libtpu locks the machine for one process, asks Google's metadata server, and writes logs to /tmp.
     os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
-    one = all(size == "1" for size in name.partition(":")[2].split("x"))
-    more: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if one else {}
+    is_single_chip = all(size == "1" for size in name.partition(":")[2].split("x"))
+    # libtpu takes hosts of several chips for granted, and refuses a slice of one chip otherwise.
+    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if is_single_chip else {}
     if slices > 1:
-        more["num_slices"] = slices
+        options["num_slices"] = slices
     if kind == "v4":  # two cores of a chip as one device
-        more["chip_config_name"] = "megacore"
+        options["chip_config_name"] = "megacore"
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **more)
+        description = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except Exception as error:  # libtpu raises many types, all about the name
-        said = str(error).splitlines()[0]
+        message = str(error).splitlines()[0]
         raise UserError(
-            f"--topology {name}: the TPU compiler does not know it ({said}): for example v5e:4x4"
+            f"--topology {name}: the TPU compiler does not know it ({message}): for example v5e:4x4"
         ) from error
-    return CHIPS[kind], list(found.devices)
+    return CHIPS[kind], list(description.devices)

@@ -48,23 +48,24 @@ def collectives(text: str, turns: int = 1) -> list[Collective]:
     def walk(name: str, loops: tuple[int, ...]) -> Iterator[Collective]:
         for line in computations[name]:
             if loop := re.search(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)", line):
+                # A collective in the body of a loop runs once a trip, but stands in the text once.
                 known = trip_count(line, computations[loop[1]], computations[loop[2]])
                 yield from walk(loop[2], (*loops, known or turns))
-            elif found := COLLECTIVE.search(line):
+            elif match := COLLECTIVE.search(line):
                 # The TPU compiler has no reduce-scatter: it fuses an all-reduce and a slice into a computation.
-                kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else found[3]
+                kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else match[3]
                 chain = re.search(r"channel_id=\d+.*chain_id=", line)
                 if chain and chain[0] in begun:  # a later part of it, which runs beside other operations
                     continue
                 begun.update([chain[0]] if chain else [])
-                if one := _collective(kind, found[2], bool(found[4]), line, loops):
-                    yield one
-            elif found := SENT.search(line):
-                if one := _collective(BETWEEN_SLICES, found[1], True, line, loops):
-                    yield one
+                if collective := _collective(kind, match[2], bool(match[4]), line, loops):
+                    yield collective
+            elif match := SENT.search(line):
+                if collective := _collective(BETWEEN_SLICES, match[1], True, line, loops):
+                    yield collective
             else:
-                for one_name, more in CALLED.findall(line):
-                    for called in [one_name] if one_name else re.findall(r"[\w.-]+", more):
+                for computation, branches in CALLED.findall(line):
+                    for called in [computation] if computation else re.findall(r"[\w.-]+", branches):
                         yield from walk(called, loops)
 
     return list(walk(entry, ()))

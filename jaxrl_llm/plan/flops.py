@@ -15,33 +15,35 @@ def flops(traced: jax.stages.Traced, turns: int = 1) -> float:
     turns: of a loop that the program itself decides to end, such as that over micro-batches. Of the branches of a
     condition the largest counts. A kernel counts all its blocks, also those that its mask skips.
     """
-    return _of_jaxpr(traced.jaxpr.jaxpr, turns)
+    return _jaxpr_flops(traced.jaxpr.jaxpr, turns)
 
 
-def _of_jaxpr(jaxpr: Any, turns: int) -> float:
+def _jaxpr_flops(jaxpr: Any, turns: int) -> float:
     total = 0.0
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
-            total += _of_product(equation.params["dimension_numbers"], equation)
-        elif name == "ragged_dot_general":  # each row is multiplied once, with the kernel of its group
+            total += _product_flops(equation.params["dimension_numbers"], equation)
+        # Each row is multiplied once, with the kernel of its group: the groups are no factor.
+        elif name == "ragged_dot_general":
             ragged = params["ragged_dot_dimension_numbers"]
-            total += _of_product(ragged.dot_dimension_numbers, equation, ragged.rhs_group_dimensions)
+            total += _product_flops(ragged.dot_dimension_numbers, equation, ragged.rhs_group_dimensions)
         elif name == "cond":
             branches = params["branches"]
-            if params.get("branches_platforms"):  # of different platforms, TPUs first
+            # A branch for each platform, TPUs first: only one of them is compiled.
+            if params.get("branches_platforms"):
                 branches = branches[:1]
-            total += max(_of_jaxpr(branch.jaxpr, turns) for branch in branches)
+            total += max(_jaxpr_flops(branch.jaxpr, turns) for branch in branches)
         else:
-            total += _times(name, params, turns) * sum(_of_jaxpr(inner, turns) for inner in _inner(params))
+            total += _times(name, params, turns) * sum(_jaxpr_flops(inner, turns) for inner in _inner(params))
     return total
 
 
-def _of_product(dimensions: Any, equation: Any, groups: Sequence[int] = ()) -> float:
-    left, right = (x.aval.shape for x in equation.invars[:2])
-    (_, right_contracted), (_, right_batch) = dimensions
-    free = [n for i, n in enumerate(right) if i not in (*right_contracted, *right_batch, *groups)]
-    return 2.0 * math.prod(left) * math.prod(free)
+def _product_flops(dimensions: Any, equation: Any, groups: Sequence[int] = ()) -> float:
+    first, second = (x.aval.shape for x in equation.invars[:2])
+    (_, second_contracted), (_, second_batch) = dimensions
+    free = [n for i, n in enumerate(second) if i not in (*second_contracted, *second_batch, *groups)]
+    return 2.0 * math.prod(first) * math.prod(free)
 
 
 def _times(name: str, params: dict[str, Any], turns: int) -> int:
@@ -51,9 +53,8 @@ def _times(name: str, params: dict[str, Any], turns: int) -> int:
     if name == "while":
         return turns
     if name == "shard_map":  # its shapes are those of a device
-        axes = (
-            params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
-        )  # by version of JAX
+        # The name depends on the version of JAX.
+        axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
         return math.prod(params["mesh"].shape[axis] for axis in axes)
     if name == "pallas_call":
         return math.prod(params["grid_mapping"].grid)
@@ -63,7 +64,7 @@ def _times(name: str, params: dict[str, Any], turns: int) -> int:
 def _inner(params: dict[str, Any]) -> Iterator[Any]:
     """Yields the jaxprs in the parameters of an equation."""
     for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            one = getattr(one, "jaxpr", one)  # of a closed one
-            if hasattr(one, "eqns"):
-                yield one
+        for nested in value if isinstance(value, tuple | list) else (value,):
+            nested = getattr(nested, "jaxpr", nested)  # a ClosedJaxpr holds one
+            if hasattr(nested, "eqns"):
+                yield nested

@@ -66,8 +66,8 @@ class Phase:
     def sent(self) -> dict[str, int]:
         """Bytes that a chip sends, by kind of collective."""
         total: Counter[str] = Counter()
-        for one in self.collectives:
-            total[one.kind] += one.bytes * one.times
+        for collective in self.collectives:
+            total[collective.kind] += collective.bytes * collective.times
         return dict(total)
 
     @property
@@ -85,8 +85,8 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run on a mesh: what its chips hold, and the phases of a step."""
+class SlicePlan:
+    """The plan of a run on a slice: what its chips hold, and the phases of a step."""
 
     models: Models
     holds: dict[str, int]  # bytes on a chip: parameters, optimizer ...
@@ -108,12 +108,12 @@ def make_plan(
     dump: Path,
     *,
     say: Callable[[Phase], None] = lambda phase: None,
-    most: float = math.inf,
-) -> Plan:
+    memory_limit: float = math.inf,
+) -> SlicePlan:
     """Compiles the programs of a step, in the shapes of completions that all have their largest length.
 
     width: tokens of a prompt; dump: the empty folder in which XLA reports the memory of programs.
-    say: gets each phase as soon as it is there. most: bytes of a chip; the first phase that needs more is the last one.
+    say: gets each phase when it is compiled. memory_limit: bytes of a chip; the first phase above it ends the plan.
     Raises: UserError, if the config is wrong. A program that does not fit is no error.
     """
     totals = checks.check_train(config)
@@ -130,20 +130,21 @@ def make_plan(
     lengths = np.full((config.prompts_per_step, config.group_size), config.rollout.max_completion_tokens)
     shape = packing(lengths, width).shape[1:]
     sampler = _sampler(models, book)
+    # The sampler's copy of the weights: in the dtype and with the sharding of the decode loop.
     copy = sampler.resident(policy.whole(policy.shapes))
     holds = _holds(_on_chips(states, config), copy, models)
-    if sum(holds.values()) > most:
+    if sum(holds.values()) > memory_limit:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
-        return Plan(models, holds, phases, 0)
+        return SlicePlan(models, holds, phases, 0)
     for program in _programs(models, learning, sampler, shape[1:], width):
         phase = _measure(models, program, _beside(states, program, config), shape[0], copy, dump)
         say(phase)
         phases.append(phase)
-        if most < math.inf and (phase.error or phase.peak > most):
+        if memory_limit < math.inf and (phase.error or phase.peak > memory_limit):
             break
     book.close()
     tokens = math.prod(lengths.shape) * config.rollout.max_completion_tokens
-    return Plan(models, holds, phases, tokens)
+    return SlicePlan(models, holds, phases, tokens)
 
 
 def _frozen(models: Models, name: str) -> Frozen:
@@ -151,22 +152,22 @@ def _frozen(models: Models, name: str) -> Frozen:
     model = frozen_model(name, models.others[name], models.config, models.mesh)
     params = _placed(model.shapes(), model, models.mesh)
     if name == "reward_model":
-        whole = NamedSharding(models.mesh, PartitionSpec())
-        of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole)  # noqa: E731
-        params = {"decoder": params, "readout": {"kernel": of(model.cfg.width, 1), "bias": of(1)}}
+        sharding = NamedSharding(models.mesh, PartitionSpec())
+        replicated = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)  # noqa: E731
+        params = {"decoder": params, "readout": {"kernel": replicated(model.cfg.width, 1), "bias": replicated(1)}}
     return Frozen(model, params)
 
 
 def _base(models: Models, lora: Lora) -> PyTree:
     """Returns the parameters beside the adapters, as shapes."""
     shapes = peft.base_shapes(_placed(models.model.shapes(), models.model, models.mesh), lora)
-    of = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
-    return jax.tree.map(of, shapes, shardings(shapes, models.mesh))
+    abstract = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
+    return jax.tree.map(abstract, shapes, shardings(shapes, models.mesh))
 
 
 def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
-    of = lambda x, dtype, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)  # noqa: E731
-    return jax.tree.map(of, shapes, model.used_dtypes(shapes), shardings(shapes, mesh))
+    abstract = lambda x, dtype, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)  # noqa: E731
+    return jax.tree.map(abstract, shapes, model.used_dtypes(shapes), shardings(shapes, mesh))
 
 
 def _on_chips(states: PyTree, config: Config, *, learns: bool = False) -> PyTree:
@@ -180,9 +181,10 @@ def _on_chips(states: PyTree, config: Config, *, learns: bool = False) -> PyTree
 
 def _beside(states: PyTree, program: Program, config: Config) -> int:
     """Returns the bytes on a chip of what a program does not use, and what is in memory with it."""
+    # By identity: two arrays of equal shape are different memory.
     used = {id(x) for x in jax.tree.leaves(program.states)}
-    there = jax.tree.leaves(_on_chips(states, config, learns=program.phase == "update"))
-    return chip_bytes([x for x in there if id(x) not in used]) + chip_bytes(program.beside)
+    resident = jax.tree.leaves(_on_chips(states, config, learns=program.phase == "update"))
+    return chip_bytes([x for x in resident if id(x) not in used]) + chip_bytes(program.beside)
 
 
 def _sampler(models: Models, book: Book) -> Sampler:
@@ -205,8 +207,8 @@ def _programs(
     config = models.config
     batch = dict(prompts=config.prompts_per_step, width=width, group=config.group_size, sampling=learning.sampling)
     policy = learning.learners["policy"]
-    of_sampler = sampler.programs(policy.whole(policy.shapes), **batch, episodes="env" in config)
-    for program in of_sampler if engines.choose(config).in_trainer else ():
+    sampler_programs = sampler.programs(policy.whole(policy.shapes), **batch, episodes="env" in config)
+    for program in sampler_programs if engines.choose(config).in_trainer else ():
         yield program
         if program.phase == "decoding":
             break
@@ -219,8 +221,10 @@ def _measure(models: Models, program: Program, beside: int, parts: int, copy: Py
     prompts = config.prompts_per_update if program.phase == "update" else config.prompts_per_step
     turns = prompts // (config.microbatch or prompts) * parts
     batches = config.prompts_per_step // at_once(models)
+    # A program is compiled once, for one batch. A step calls it this often.
     runs = {"update": totals.updates_per_rollout, "prompts": batches, "decoding": batches}
     times = runs.get(program.phase, program.times)
+    # The decode loop has one turn a token. It may end sooner, but a plan is of the longest completions.
     if program.phase == "decoding":
         turns = config.rollout.max_completion_tokens
     traced, began = program.trace(), time.perf_counter()
@@ -246,14 +250,15 @@ def _measure(models: Models, program: Program, beside: int, parts: int, copy: Py
 def at_once(models: Models) -> int:
     """Returns how many prompts have a KV cache at once."""
     config = models.config
-    most = engines.choose(config).max_sequences
-    return prompts_at_once(config.prompts_per_step, config.group_size, prompt_shards(models.mesh), most)
+    max_sequences = engines.choose(config).max_sequences
+    return prompts_at_once(config.prompts_per_step, config.group_size, prompt_shards(models.mesh), max_sequences)
 
 
 def _traffic(program: Program, compiled: jax.stages.Compiled, turns: int, models: Models, copy: PyTree) -> float:
     """Bytes that a chip must at least read and write: no activations, and of a scoring model what the layers gather."""
     used: Any = compiled.memory_analysis()
-    if program.phase == "decoding":  # each token reads the weights and the whole cache
+    # Each token reads the weights and the whole cache: both are arguments of the decode program.
+    if program.phase == "decoding":
         return turns * used.argument_size_in_bytes
     if program.phase in ("push", "prompts"):
         return used.argument_size_in_bytes + used.output_size_in_bytes
@@ -276,9 +281,10 @@ def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
     # The newest is of this program. The helper functions of JAX are compiled for the CPU.
     reports = [file for file in dump.glob("*memory-usage-report.txt") if ".cpu_" not in file.name]
     text = max(reports, key=lambda file: file.stat().st_mtime).read_text() if reports else ""
-    found = re.search(r"Memory Space: default.*?Total bytes[^\d]*([\d,]+)", text, re.DOTALL)
-    if found:
-        return int(found[1].replace(",", ""))
+    match = re.search(r"Memory Space: default.*?Total bytes[^\d]*([\d,]+)", text, re.DOTALL)
+    if match:
+        return int(match[1].replace(",", ""))
+    # A donated argument and the result that takes its place are the same memory.
     results = used.output_size_in_bytes - used.alias_size_in_bytes
     return used.argument_size_in_bytes + used.temp_size_in_bytes + results
 
@@ -286,10 +292,10 @@ def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
 def chip_bytes(tree: PyTree) -> int:
     """Returns the bytes of a tree of shapes with shardings on each chip."""
 
-    def of(x: Any) -> int:
+    def array_bytes(x: Any) -> int:
         return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
-    return sum(of(x) for x in jax.tree.leaves(tree))
+    return sum(array_bytes(x) for x in jax.tree.leaves(tree))
 
 
 def _holds(states: PyTree, copy: PyTree, models: Models) -> dict[str, int]:
@@ -304,8 +310,9 @@ def _holds(states: PyTree, copy: PyTree, models: Models) -> dict[str, int]:
     config, cfg, tensor = models.config, models.model.cfg, models.mesh.shape["tensor"]
     if engines.choose(config).in_trainer:
         completions = at_once(models) // prompt_shards(models.mesh) * config.group_size
+        # Heads that the tensor axis does not divide are whole on every chip.
         heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
-        of_token = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
+        bytes_per_token = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
         holds["sampler's copy (while it samples)"] = chip_bytes(copy)
-        holds["KV cache (while it samples)"] = completions * config.rollout.max_completion_tokens * of_token
+        holds["KV cache (while it samples)"] = completions * config.rollout.max_completion_tokens * bytes_per_token
     return holds

@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.plan.chips import Chip
-from jaxrl_llm.plan.phases import Plan, make_plan
+from jaxrl_llm.plan.phases import SlicePlan, make_plan
 from jaxrl_llm.sharding import mesh_over
 from jaxrl_llm.structs import Config
 
@@ -21,24 +21,25 @@ PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}  # forward passes of an update 
 
 
 def search(
-    config: Config, devices: Sequence[Any], chip: Chip, width: int, dump: Path, wanted: int, console: Console
-) -> list[Plan]:
-    """Returns the plans of the first `wanted` candidates that fit, the fastest by its estimate first."""
-    found: list[Plan] = []
+    config: Config, devices: Sequence[Any], chip: Chip, width: int, dump: Path, count: int, console: Console
+) -> list[SlicePlan]:
+    """Returns the plans of the first `count` candidates that fit, the one with the shortest estimated step first."""
+    # Compiling takes minutes a candidate, so a rough estimate without the compiler decides the order.
+    plans: list[SlicePlan] = []
     for candidate in sorted(candidates(config, len(devices)), key=lambda c: _promise(c, len(devices), chip)):
-        if len(found) == wanted:
+        if len(plans) == count:
             break
         text = f"mesh {dict(candidate.mesh)}, microbatch {candidate.microbatch}, remat {candidate.model.remat}"
         try:
             mesh = mesh_over(devices, **candidate.mesh)
-            plan = make_plan(candidate, mesh, width, dump, most=chip.memory * 2**30)
+            plan = make_plan(candidate, mesh, width, dump, memory_limit=chip.memory * 2**30)
         except UserError as error:  # this mesh does not suit the batch or the slice
             console.print(f"{text}: {error}")
             continue
         fits = plan.fits(chip)
         console.print(f"{text}: {f'{plan.seconds(chip):.1f} s a step' if fits else 'does not fit'}")
-        found += [plan] if fits else []
-    return sorted(found, key=lambda plan: plan.seconds(chip))
+        plans += [plan] if fits else []
+    return sorted(plans, key=lambda plan: plan.seconds(chip))
 
 
 def candidates(config: Config, devices: int) -> Iterator[Config]:
