@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from benchmarks import stability
 from benchmarks.stability import ROOT, folder_of
-from jaxrl_llm.health import faults
-from jaxrl_llm.health.faults import FAULTS, TURNS, Fault, credit, engine, fast
 from jaxrl_llm.health.history import RECENT
+from jaxrl_llm.tools import faults
+from jaxrl_llm.tools.faults import FAULTS, TURNS, Fault, credit, engine, fast
 
 LOG = ("config.json", "metrics.jsonl", "health.jsonl")  # what is kept of a run
 

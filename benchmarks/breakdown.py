@@ -17,7 +17,7 @@ import jax
 from benchmarks.ours import one_run, step_function
 from benchmarks.step import make_model
 from benchmarks.workloads import WORKLOADS
-from jaxrl_llm.compilation import Compilations
+from jaxrl_llm.machine.compilation import Compilations
 
 NOT_OPERATIONS = re.compile(r"^(\$|Thunk|np\.|Pjit|Common|Slinky|Execute|jit_)")
 

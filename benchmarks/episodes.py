@@ -20,16 +20,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.envs.protocol import Reply
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf, hf_export, new_model
 from jaxrl_llm.rollout import engines
+from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.episodes import TURN, Episodes
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs, Environments
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.shapes import Book
 from jaxrl_llm.structs import Prompts, Rollouts
 
 ROOT = Path(__file__).parent.parent

@@ -90,8 +90,9 @@ def measure(folder: Path, workdir: Path, address: str, lean: bool) -> dict[str, 
     """Loads, trains two steps with a checkpoint after each, and exports, in this process."""
     import jax
 
-    from jaxrl_llm import distributed, sharding, train
+    from jaxrl_llm import train
     from jaxrl_llm.config.load import load
+    from jaxrl_llm.machine import distributed, sharding
     from jaxrl_llm.models import hf
 
     with distributed.joined(address):

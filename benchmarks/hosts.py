@@ -50,7 +50,7 @@ def in_processes(count: int, *words: str) -> Any:
 
 def measure(place: str) -> dict[str, float]:
     """Returns the median seconds of each exchange."""
-    from jaxrl_llm import distributed, sharding
+    from jaxrl_llm.machine import distributed, sharding
 
     def seconds(act: Callable[[], object]) -> float:
         times = []
@@ -74,9 +74,10 @@ def measure(place: str) -> dict[str, float]:
 
 def count(place: str, config: str, tokens: int, workdir: str) -> dict[str, float]:
     """Returns the exchanges of a step of process 0 through the store, and the bytes that it gives to them."""
-    from jaxrl_llm import distributed, train
+    from jaxrl_llm import train
     from jaxrl_llm.config.load import parse_arguments
-    from jaxrl_llm.distributed import store
+    from jaxrl_llm.machine import distributed
+    from jaxrl_llm.machine.distributed import store
 
     sent: list[int] = []
     exchanged = store._exchange

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import sharding
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, lora, peft
-from jaxrl_llm.saved_run import SavedRun
+from jaxrl_llm.session.saved_run import SavedRun
 
 
 def main() -> None:

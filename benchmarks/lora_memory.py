@@ -27,8 +27,8 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     with TemporaryDirectory() as made:
         from jaxrl_llm.config.load import load
-        from jaxrl_llm.plan.phases import make_plan
-        from jaxrl_llm.sharding import make_mesh
+        from jaxrl_llm.machine.sharding import make_mesh
+        from jaxrl_llm.tools.plan.phases import make_plan
 
         workload, folder = WORKLOADS["even"], Path(made) / "model"
         write(workload, folder)

@@ -18,12 +18,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from jaxrl_llm.distributed.joining import HEARTBEAT
+from jaxrl_llm.machine.distributed.joining import HEARTBEAT
 
 EXCHANGES = """
 import sys, time
-from jaxrl_llm import distributed
-from jaxrl_llm.distributed import joining
+from jaxrl_llm.machine import distributed
+from jaxrl_llm.machine.distributed import joining
 address, joining.HEARTBEAT, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 with distributed.joined(address):
     distributed.wait("start")

@@ -20,13 +20,13 @@ from ml_collections import ConfigDict
 from benchmarks.workloads import CLIP_NORM, KL_COEF, PAD, TEMPERATURE, Workload, read, reward
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
-from jaxrl_llm.checkpoint import Pending
-from jaxrl_llm.compilation import Compilations, keep_compilations
 from jaxrl_llm.config import load as configs
+from jaxrl_llm.machine.compilation import Compilations, keep_compilations
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import Graded, Samples
-from jaxrl_llm.run import Run
+from jaxrl_llm.session.checkpoint import Pending
+from jaxrl_llm.session.run import Run
 from jaxrl_llm.structs import Prompts, PyTree
 from jaxrl_llm.train import rl_step
 

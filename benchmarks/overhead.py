@@ -14,9 +14,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jaxrl_llm import log, record
 from jaxrl_llm.config.load import config_parser, parse_config
-from jaxrl_llm.health import Health
+from jaxrl_llm.session import log, record
+from jaxrl_llm.session.health import Health
 from jaxrl_llm.train import steps
 
 FIRST = 5  # step from which it counts: the earlier ones compile

@@ -59,7 +59,7 @@ def accepted(program: Any, compiled: Any, beside: int, devices: int) -> bool:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from jaxrl_llm.compilation import ROUND_AS_WRITTEN
+    from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 
     traced = program.trace()
     infos, tree = jax.tree.flatten(traced.args_info)
@@ -94,11 +94,11 @@ def main() -> None:
         dump = Path(made) / "dump"
         dump.mkdir()
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
-        from jaxrl_llm.compilation import Program
         from jaxrl_llm.config.load import load
-        from jaxrl_llm.plan import phases
-        from jaxrl_llm.plan.chips import topology
-        from jaxrl_llm.sharding import mesh_over
+        from jaxrl_llm.machine.compilation import Program
+        from jaxrl_llm.machine.sharding import mesh_over
+        from jaxrl_llm.tools.plan import phases
+        from jaxrl_llm.tools.plan.chips import topology
 
         wrong, seen, compile = 0, {}, Program.compile
 

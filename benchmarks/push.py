@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.step import environment, make_model
 from benchmarks.workloads import WORKLOADS
-from jaxrl_llm import sharding
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer

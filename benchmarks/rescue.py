@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health import faults
-from jaxrl_llm.run import Run
+from jaxrl_llm.session.run import Run
+from jaxrl_llm.tools import faults
 from jaxrl_llm.train import train
 
 ROOT = Path(__file__).parent.parent

@@ -74,7 +74,7 @@ def main() -> None:
     with TemporaryDirectory() as made:
         corpus = Path(made) / "corpus.jsonl"
         queries = write_corpus(corpus, args.documents)
-        command = [sys.executable, "-m", "jaxrl_llm.serve_retriever", "--corpus", str(corpus), "--port", "8317"]
+        command = [sys.executable, "-m", "jaxrl_llm.tools.serve_retriever", "--corpus", str(corpus), "--port", "8317"]
         environment = os.environ | {"XDG_CACHE_HOME": made}  # so that nothing is left there
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxrl_llm
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, optim, update
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Batch, Prompts

@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.ours import one_run, step_function
 from benchmarks.step import PHASES, make_model
 from benchmarks.workloads import Workload
-from jaxrl_llm.compilation import Compilations
+from jaxrl_llm.machine.compilation import Compilations
 
 BASE = Workload(
     "base", width=256, layers=4, heads=4, kv_heads=2, mlp_width=704, vocab_size=2048, prompts=4, group=8,

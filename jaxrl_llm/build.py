@@ -14,45 +14,47 @@ import grain
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import alike, compatibility, distributed, model_card, other_rows, rewards, sharding
+from jaxrl_llm import rewards
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.banner import adapters_table, batch_table, models_table, print_banner, shapes_table, unconfined
-from jaxrl_llm.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_beginning, open_workdir
-from jaxrl_llm.compilation import Compilations, Program, compute_deterministically, keep_compilations
-from jaxrl_llm.config import checks
 from jaxrl_llm.config.names import with_names
 from jaxrl_llm.config.schema import check_reach
 from jaxrl_llm.data import columns, encoding, order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum
-from jaxrl_llm.distributed import agreement
-from jaxrl_llm.envs.batch import EnvironmentPool, open_environments
 from jaxrl_llm.evaluate import evaluate, mean_score, whole_batches
-from jaxrl_llm.health import Health, settings
-from jaxrl_llm.health.rollback import Rollbacks
-from jaxrl_llm.health.trial import Tested
-from jaxrl_llm.host.hang import WATCHDOG
-from jaxrl_llm.host.lock import Lock, locked
-from jaxrl_llm.host.signals import Stop, stop_signals
+from jaxrl_llm.learner.learning import Models, describe_models, make_learning, make_packing
 from jaxrl_llm.learner.packing import minibatches
+from jaxrl_llm.learner.programs import compile_all, of_learning
 from jaxrl_llm.learner.scorers import FROZEN, States, load_frozen
 from jaxrl_llm.learner.update import Learner
-from jaxrl_llm.learning import Models, describe_models, make_learning, make_packing
-from jaxrl_llm.log import Log
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine.compilation import Compilations, Program, compute_deterministically, keep_compilations
+from jaxrl_llm.machine.distributed import agreement
+from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf, hf_export, peft
-from jaxrl_llm.other_rows import Rows
-from jaxrl_llm.programs import compile_all, of_learning
-from jaxrl_llm.rewards.reward_fn import RewardFn
+from jaxrl_llm.recipe import checks, compatibility, settings
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.compaction import Slots, prompts_at_once, slot_shapes
+from jaxrl_llm.rollout.environments import EnvironmentPool, open_environments
+from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import SampleSource, Task
 from jaxrl_llm.rollout.weight_check import WeightCheck
-from jaxrl_llm.run import Run
-from jaxrl_llm.saved_run import model_folder
-from jaxrl_llm.shapes import Book
+from jaxrl_llm.selftest.trial import Tested
+from jaxrl_llm.session import alike, model_card, other_rows
+from jaxrl_llm.session.banner import adapters_table, batch_table, models_table, print_banner, shapes_table, unconfined
+from jaxrl_llm.session.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_beginning, open_workdir
+from jaxrl_llm.session.health import Health
+from jaxrl_llm.session.lock import Lock, locked
+from jaxrl_llm.session.log import Log
+from jaxrl_llm.session.other_rows import Rows
+from jaxrl_llm.session.rollback import Rollbacks
+from jaxrl_llm.session.run import Run
+from jaxrl_llm.session.saved_run import model_folder
+from jaxrl_llm.session.signals import Stop, stop_signals
 from jaxrl_llm.structs import Config, PyTree
 
 

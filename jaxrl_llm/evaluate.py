@@ -18,28 +18,31 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl_llm import compatibility, distributed, envs, extras, progress, rewards, scores, sharding
+from jaxrl_llm import envs, rewards
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.banner import print_banner
-from jaxrl_llm.compilation import keep_compilations
-from jaxrl_llm.config.fields import TRAIN, TURNS
 from jaxrl_llm.config.names import closest, offered, resolve, split_call
 from jaxrl_llm.config.schema import Field, check_call, check_fields, check_reach
 from jaxrl_llm.data import columns, encoding, tasks
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task
-from jaxrl_llm.envs.batch import open_environments
 from jaxrl_llm.errors import Parser, UserError, run_main
+from jaxrl_llm.machine import distributed, extras, progress, sharding
+from jaxrl_llm.machine.compilation import keep_compilations
+from jaxrl_llm.machine.terminal import printable
 from jaxrl_llm.models import hf
-from jaxrl_llm.rewards.reward_fn import RewardFn
+from jaxrl_llm.recipe import compatibility
+from jaxrl_llm.recipe.fields import TRAIN, TURNS
+from jaxrl_llm.rollout import scores
+from jaxrl_llm.rollout.environments import open_environments
+from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import Graded, Task, measured_alike
 from jaxrl_llm.sandbox import program as sandbox
-from jaxrl_llm.saved_run import SavedRun
+from jaxrl_llm.session.banner import print_banner
+from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.structs import Config
-from jaxrl_llm.terminal import printable
 
 LIMITS = {
     "problems": Field(int, low=1),
@@ -120,7 +123,7 @@ def main() -> None:
     measured = scores.measure_all(graded, rows, extract, args.by)
     title = f"{f'step {step} of {args.run}' if run else args.model} on {args.task or args.source}"
     if args.page:
-        from jaxrl_llm.report import samples  # it imports plotly
+        from jaxrl_llm.tools.report import samples  # it imports plotly
 
         page = samples.render(title, measured, graded, rows)
         try:

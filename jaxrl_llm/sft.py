@@ -13,24 +13,24 @@ import grain
 import jax
 import numpy as np
 
-from jaxrl_llm import distributed, sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import Loaded, load, make_evaluation, open_outputs
-from jaxrl_llm.checkpoint import Pending
-from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.data import columns, encoding, order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.host.hang import WATCHDOG
-from jaxrl_llm.host.signals import Stop, stop_signals
 from jaxrl_llm.learner import optim, update
+from jaxrl_llm.learner.learning import policy_parameters
 from jaxrl_llm.learner.scorers import States
-from jaxrl_llm.learning import policy_parameters
-from jaxrl_llm.record import Record
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.recipe import checks
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.run import Run
+from jaxrl_llm.session.checkpoint import Pending
+from jaxrl_llm.session.record import Record
+from jaxrl_llm.session.run import Run
+from jaxrl_llm.session.signals import Stop, stop_signals
 from jaxrl_llm.structs import Batch, Config, PyTree
 from jaxrl_llm.train import train
 

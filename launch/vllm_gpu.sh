@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a vLLM server on GPUs of this machine, for a trainer on other GPUs of it or on another machine:
 #
-#   launch/vllm_gpu.sh --model DIR [other arguments of python -m jaxrl_llm.serve_vllm; -- arguments of vLLM]
+#   launch/vllm_gpu.sh --model DIR [other arguments of python -m jaxrl_llm.tools.serve_vllm; -- arguments of vLLM]
 #
 #   CUDA_VISIBLE_DEVICES=1  the GPUs that the server may use [all]
 #   PYTHON=python3          interpreter for its environment .vllm (3.11 or newer)
@@ -16,4 +16,4 @@ if ! [ -e .vllm/.installed ]; then
   .vllm/bin/python -m pip install -q vllm==0.32.0
   touch .vllm/.installed
 fi
-exec .vllm/bin/python -m jaxrl_llm.serve_vllm "$@"
+exec .vllm/bin/python -m jaxrl_llm.tools.serve_vllm "$@"

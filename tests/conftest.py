@@ -33,7 +33,7 @@ def pytest_configure(config):
 
     Parity and vLLM tests, and the processes that tests start without `test_train.environment`, compile as a run does.
     """
-    from jaxrl_llm import progress
+    from jaxrl_llm.machine import progress
 
     progress.FIRST_LINE = math.inf  # a busy machine must not add lines to what a test reads
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses")

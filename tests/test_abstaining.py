@@ -14,13 +14,13 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxrl_llm import rewards
-from jaxrl_llm.config.checks import check_train
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.names import bind
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.models import hf
+from jaxrl_llm.recipe.checks import check_train
 from jaxrl_llm.rewards import search, verl
-from jaxrl_llm.rewards.reward_fn import RewardFn, call
+from jaxrl_llm.rollout.grading import RewardFn, call
 
 ROOT = Path(__file__).parent.parent
 TURNS = [{"role": "assistant", "content": "<think>x</think><answer>2</answer>"}]

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.config.names import _functions, required_inputs
+from jaxrl_llm.machine import sharding
 
 GROUPS = [2, 3, 5, 16]
 

@@ -15,13 +15,13 @@ import pytest
 from ml_collections import ConfigDict
 from test_distributed import ROOT, TINY, Processes
 
-from jaxrl_llm import sharding
-from jaxrl_llm.checkpoint import Checkpoints, Pending, check_workdir
-from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.config.names import own_files
-from jaxrl_llm.distributed import agreement
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.distributed import agreement
+from jaxrl_llm.recipe import checks
+from jaxrl_llm.session.checkpoint import Checkpoints, Pending, check_workdir
 
 # ---- what a line says, without processes
 
@@ -113,7 +113,7 @@ def test_processes_with_another_config_version_or_reward_end_before_the_first_st
         "import os, runpy\n"
         "def get_config():\n"
         "    if os.environ.get('OTHER'):\n"
-        "        from jaxrl_llm import alike\n"
+        "        from jaxrl_llm.session import alike\n"
         "        alike.VERSIONS['JAX'] = '0.11.0'\n"
         f"    return runpy.run_path({str(ROOT / 'configs' / 'grpo.py')!r})['get_config']()\n"
     )
@@ -146,7 +146,7 @@ def test_processes_with_other_rows_end_before_the_first_step(tmp_path):
 @pytest.mark.slow
 def test_processes_with_workdirs_of_their_own_end_before_the_first_step(tmp_path):
     (tmp_path / "config.py").write_text(
-        "from jaxrl_llm.distributed import agreement\n"
+        "from jaxrl_llm.machine.distributed import agreement\n"
         "from jaxrl_llm.configs import grpo\n"
         "agreement.LISTED = 2\n"
         "get_config = grpo.get_config\n"
@@ -163,9 +163,9 @@ LAGGING = """
 import os, sys, time
 from pathlib import Path
 from ml_collections import ConfigDict
-from jaxrl_llm import distributed, sharding
-from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.distributed import agreement
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.session.checkpoint import Checkpoints
+from jaxrl_llm.machine.distributed import agreement
 
 address, workdir, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 agreement.LISTED = 5
@@ -237,7 +237,7 @@ import sys, time
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxrl_llm import distributed, sharding
+from jaxrl_llm.machine import distributed, sharding
 
 def collectives():
     mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)

@@ -24,12 +24,13 @@ import tiny
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
-from jaxrl_llm import compatibility, sharding
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import DENSE
+from jaxrl_llm.recipe import compatibility
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.vllm import weights

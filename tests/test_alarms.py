@@ -10,7 +10,7 @@ import pytest
 from benchmarks import simulated
 from benchmarks.alarm_runs import HEALTHY, UNSEEN, makers
 from benchmarks.judging import BOUNDS, judge, kept, rate
-from jaxrl_llm.health.faults import FAULTS
+from jaxrl_llm.tools.faults import FAULTS
 
 LOGS = Path(__file__).parent / "references" / "alarms.json.gz"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.host.process import cpus
+from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.rewards import code
 from jaxrl_llm.sandbox import bubblewrap, system_calls
 from jaxrl_llm.sandbox import program as sandbox
@@ -283,7 +283,7 @@ def test_honest_programs_earn_1(monkeypatch):
 @pytest.mark.parametrize("form", ["output", "calls"])
 def test_no_program_outlives_a_trainer_that_is_killed(form):
     started = textwrap.dedent(f"""
-        from jaxrl_llm.host.process import Process
+        from jaxrl_llm.machine.process import Process
         from jaxrl_llm.sandbox.program import run
         from jaxrl_llm.sandbox.program_tests import Limits, in_python
         program = "import ctypes, time; ctypes.CDLL(None).prctl(1, 0); time.sleep(600)"
@@ -315,7 +315,7 @@ def descendants(pid: int) -> list[int]:
 
 def test_what_is_not_judged_before_the_deadline_is_late_and_the_run_goes_on(monkeypatch):
     from jaxrl_llm import rewards
-    from jaxrl_llm.rewards.reward_fn import RewardFn
+    from jaxrl_llm.rollout.grading import RewardFn
 
     rows, texts = [{"prompt": "", "tests": ["assert f() == 1"]}] * 8, [["```python\nwhile True: pass\n```"]] * 8
     texts[0] = ["```python\ndef f(): return 1\n```"]

@@ -15,9 +15,9 @@ import tiny
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, Mesh
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import attention_gpu, attention_tpu
 from jaxrl_llm.models.attention import KeyValue, Visible, attend, causal_within, in_prompt
 from jaxrl_llm.models.attention_gpu import attend_gpu

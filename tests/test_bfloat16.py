@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.rounding import measure
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import plain

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.banner import unconfined
-from jaxrl_llm.config.checks import check_train
 from jaxrl_llm.config.load import load
 from jaxrl_llm.envs.python import Python
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.process import cpus
+from jaxrl_llm.machine.process import cpus
+from jaxrl_llm.recipe.checks import check_train
 from jaxrl_llm.rewards import code
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox.program_tests import Limits, in_python
+from jaxrl_llm.session.banner import unconfined
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 LIMITS = Limits(5.0, 512)

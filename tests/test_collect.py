@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
-from jaxrl_llm import distributed
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.machine import distributed
 from jaxrl_llm.rollout.samples import Graded, Samples, SampleSource, Task, per_episode, refill, settled
 from jaxrl_llm.structs import Prompts, Rollouts
 

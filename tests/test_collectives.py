@@ -11,16 +11,16 @@ import pytest
 import tiny
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import critic, forward, optim, update
 from jaxrl_llm.learner.packing import index_shape
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import plain
-from jaxrl_llm.plan.collectives import BETWEEN_SLICES, Collective, collectives
 from jaxrl_llm.structs import Batch
+from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
-from jaxrl_llm.rewards import is_empty, reward_fn
+from jaxrl_llm.rewards import is_empty
+from jaxrl_llm.rollout import grading
 
 MINE = """
 def plain(completions, answer, **columns):
@@ -161,7 +162,7 @@ def test_the_rewards_of_the_package_have_no_verdict_where_a_row_says_nothing():
         usual |= {"data_source": "gsm8k", "numbers": [1], "target": 1, "tests": None, "inputs": None, "outputs": None}
         for column in columns[:2]:
             rows = [usual | {column: x} for x in empty]
-            values = reward_fn.call_by_name(function, function, rows, completions, [[1]] * 7).values
+            values = grading.call_by_name(function, function, rows, completions, [[1]] * 7).values
             if not np.isnan(values).all():
                 wrong[function, column] = values
     assert wrong == {}
@@ -177,7 +178,7 @@ def test_answers_of_any_type_of_number_are_judged():
     for function, (i, kinds) in functions.items():
         rows = [{"prompt": "1", "answer": x} for x in kinds]
         completions = [[{"role": "assistant", "content": said[i]}]] * len(rows)
-        values = reward_fn.call_by_name(function, function, rows, completions, [[1]] * len(rows)).values
+        values = grading.call_by_name(function, function, rows, completions, [[1]] * len(rows)).values
         if values != [1.0] * len(rows):
             wrong[function] = values
     assert wrong == {}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxrl_llm.compilation import Compilations
+from jaxrl_llm.machine.compilation import Compilations
 
 
 def test_determinism_is_a_flag_that_xla_knows_and_has_before_it_finds_its_devices():
@@ -14,7 +14,7 @@ def test_determinism_is_a_flag_that_xla_knows_and_has_before_it_finds_its_device
         import os
         os.environ["XLA_FLAGS"] = "--xla_cpu_enable_fast_math=false"
         import jax
-        from jaxrl_llm.compilation import compute_deterministically
+        from jaxrl_llm.machine.compilation import compute_deterministically
         compute_deterministically()
         print(jax.numpy.ones(2) + 1, os.environ["XLA_FLAGS"])  # XLA ends a process that gives it an unknown flag
     """
@@ -35,7 +35,7 @@ def test_programs_of_the_cache_and_compiled_ones_are_told_apart():
 def test_compiled_programs_are_kept_in_the_users_cache_folder_unless_told_otherwise(tmp_path):
     code = """if True:
         import jax
-        from jaxrl_llm.compilation import keep_compilations
+        from jaxrl_llm.machine.compilation import keep_compilations
         print(keep_compilations())
         jax.jit(lambda x: x @ x)(jax.numpy.ones((2, 2)))
     """

@@ -14,11 +14,12 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxrl_llm import configs
-from jaxrl_llm.config import checks, suggestions
 from jaxrl_llm.config import load as config
+from jaxrl_llm.config import suggestions
 from jaxrl_llm.config.names import with_names
 from jaxrl_llm.configs import grpo, ppo
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.recipe import checks
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "configs"

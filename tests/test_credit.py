@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import credit
-from jaxrl_llm.record import Record, Timer, error_of_mean, of_rollouts
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.session.record import Record, Timer, error_of_mean, of_rollouts
 from jaxrl_llm.structs import Batch, Rewards, Rollouts
 
 MASK = np.array([[[True, True, True], [True, False, False]]])

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import compatibility, sharding
 from jaxrl_llm.algorithms import credit, losses
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import critic, forward, update
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.recipe import compatibility
 from jaxrl_llm.structs import Batch
 
 

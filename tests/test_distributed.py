@@ -22,12 +22,12 @@ import pytest
 from conftest import QUICK
 from safetensors.numpy import load_file
 
-from jaxrl_llm import distributed, sharding
-from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config.load import parse_arguments
-from jaxrl_llm.distributed import joining
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine.distributed import joining
 from jaxrl_llm.rollout.vllm import engine
+from jaxrl_llm.session.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parent.parent
 TINY = (
@@ -241,8 +241,8 @@ EXCHANGES = """
 import json, sys
 from types import SimpleNamespace
 import numpy as np
-from jaxrl_llm import distributed, sharding
-from jaxrl_llm.distributed import store
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine.distributed import store
 from jaxrl_llm.rollout.samples import Graded, Samples, refill, settled
 from jaxrl_llm.structs import Prompts, Rollouts
 
@@ -301,8 +301,8 @@ def test_groups_go_to_other_processes_by_the_devices_and_not_through_the_store()
 PROGRAM = """
 import sys, time
 from jax.experimental import multihost_utils
-from jaxrl_llm import distributed
-from jaxrl_llm.host.signals import AgreedSignals
+from jaxrl_llm.machine import distributed
+from jaxrl_llm.session.signals import AgreedSignals
 
 with distributed.joined(sys.argv[1]), AgreedSignals(command=True):
     multihost_utils.sync_global_devices("both have compiled it")

@@ -66,13 +66,16 @@ def test_the_paper_index_has_all_configs_and_names_what_is_there():
 
 FAILURES = (ROOT / "docs" / "failures.md").read_text()
 HEALTH = (ROOT / "docs" / "health.md").read_text()
+JUDGES = [  # that make findings
+    file for room in ("health", "recipe", "selftest") for file in sorted((ROOT / "jaxrl_llm" / room).rglob("*.py"))
+]
 FAILURE = r"\bF\d{1,2}[a-c]?\b"
 
 
 def test_a_failure_that_a_message_or_a_page_cites_is_on_the_page_of_failures():
     rows = re.findall(rf"^\| ({FAILURE}) \|", FAILURES, re.MULTILINE)
     assert len(rows) == len(set(rows)) > 30
-    rules = [(file, file.read_text()) for file in sorted((ROOT / "jaxrl_llm" / "health").rglob("*.py"))]
+    rules = [(file, file.read_text()) for file in JUDGES]
     for file, text in [*rules, (Path("docs/health.md"), HEALTH)]:
         assert set(re.findall(FAILURE, text)) <= set(rows), file
     for file in (ROOT / "jaxrl_llm").rglob("*.py"):
@@ -89,7 +92,7 @@ def test_the_page_of_failures_names_rules_that_are_there_and_every_rule_that_war
         rule for line in FAILURES.splitlines() if line.startswith("| F") for rule in re.findall(r"`(\w+)`", cell(line))
     }
     findings = {}  # {id: what may be its severity}, of every finding that the package makes
-    for file in (ROOT / "jaxrl_llm" / "health").rglob("*.py"):
+    for file in JUDGES:
         for call in ast.walk(ast.parse(file.read_text())):
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Finding" and len(call.args) > 1:
                 findings[ast.literal_eval(call.args[0])] = ast.unparse(call.args[1])

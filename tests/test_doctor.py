@@ -13,13 +13,13 @@ import pytest
 from tensorboardX import SummaryWriter
 from test_health import FAULTS, run
 
-from jaxrl_llm import doctor
-from jaxrl_llm.banner import totals_table
-from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health import logs, rules
-from jaxrl_llm.tensorboard import TensorBoardWriter
+from jaxrl_llm.health import rules
+from jaxrl_llm.loggers.events import TensorBoardWriter
+from jaxrl_llm.recipe import checks
+from jaxrl_llm.session.banner import totals_table
+from jaxrl_llm.tools import doctor, logs
 
 ROOT = Path(__file__).parent.parent
 HEALTH_PAGE = (ROOT / "docs" / "health.md").read_text()

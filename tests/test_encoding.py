@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from test_recipes import TEMPLATE, write_qwen
 
-from jaxrl_llm import compilation
-from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import load, override, parse_arguments
 from jaxrl_llm.data import encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host import user_cache
+from jaxrl_llm.machine import compilation, user_cache
 from jaxrl_llm.models import hf
+from jaxrl_llm.recipe import checks
 
 ROOT = Path(__file__).parent.parent
 # As Qwen3's: no thinking is an empty thought.

@@ -11,7 +11,6 @@ import pytest
 from test_tools import LIMITS, tokenizer
 
 from jaxrl_llm.envs import time_limit
-from jaxrl_llm.envs.batch import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.envs.calculator import Calculator
 from jaxrl_llm.envs.gym import Gym
 from jaxrl_llm.envs.number_game import NumberGame
@@ -19,6 +18,7 @@ from jaxrl_llm.envs.protocol import Reply
 from jaxrl_llm.envs.time_limit import TimeLimit
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import environment
+from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
 
 
 def said(expression: str) -> str:

@@ -20,10 +20,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxrl_llm
-from jaxrl_llm import evaluate, serve_vllm, sft, train
+from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.models import hf
+from jaxrl_llm.tools import serve_vllm
 
 PACKAGE = Path(jaxrl_llm.__file__).parent
 CONFIGS = PACKAGE.parent / "configs"

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl_llm import evaluate, scores
+from jaxrl_llm import evaluate
 from jaxrl_llm.data.tasks import arithmetic
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.saved_run import SavedRun
+from jaxrl_llm.rollout import scores
+from jaxrl_llm.session.saved_run import SavedRun
 
 MODEL = Path(evaluate.__file__).parent / "assets" / "arithmetic"
 

@@ -17,24 +17,24 @@ import test_collectives
 import tiny
 from flax import nnx
 
-from jaxrl_llm import compatibility, sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.compilation import ROUND_AS_WRITTEN
-from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward, optim, update
 from jaxrl_llm.learner.packing import pack
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models import experts, grouped, hf
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.experts import Mixture
-from jaxrl_llm.plan.flops import flops
+from jaxrl_llm.recipe import checks, compatibility
 from jaxrl_llm.rollout import routing
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Batch, Prompts
+from jaxrl_llm.tools.plan.flops import flops
 
 ROOT = Path(__file__).parent.parent
 REFERENCES = ROOT / "tests" / "references"
@@ -345,7 +345,7 @@ def test_operations_and_parameters_are_those_of_the_chosen_experts():
 
 @pytest.mark.tpu
 def test_a_layer_and_its_gradient_compile_for_a_tpu_without_a_copy_of_the_rows_for_each_expert():
-    from jaxrl_llm.plan.chips import topology
+    from jaxrl_llm.tools.plan.chips import topology
 
     mesh = sharding.mesh_over(topology("v5e:2x2")[1], data=1, fsdp=2, tensor=2)
     model = Decoder(replace(CONFIG, mixture=Mixture(32, 4, True), width=512, mlp_width=256, dtype="bfloat16"), mesh)

@@ -14,7 +14,8 @@ import jax
 import pytest
 from test_train import ROOT, TINY, command, environment, log_of, records
 
-from jaxrl_llm import evaluate, export, train
+from jaxrl_llm import evaluate, train
+from jaxrl_llm.tools import export
 
 MINE = """
 import gc, time, jax

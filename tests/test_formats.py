@@ -16,13 +16,13 @@ from test_recipes import write_qwen
 from test_steps import tiny
 
 import jaxrl_llm
-from jaxrl_llm.config import checks
 from jaxrl_llm.data import formats, hub
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task, load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
+from jaxrl_llm.recipe import checks
 from jaxrl_llm.train import steps
 
 SUM = "1+2"

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl_llm.config.combinations import check_health
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host import hang
-from jaxrl_llm.host.hang import WATCHDOG, Watchdog
-from jaxrl_llm.progress import Display
-from jaxrl_llm.record import Timer
+from jaxrl_llm.machine import hang
+from jaxrl_llm.machine.hang import WATCHDOG, Watchdog
+from jaxrl_llm.machine.progress import Display
+from jaxrl_llm.recipe.combinations import check_health
+from jaxrl_llm.session.record import Timer
 
 MINUTE = 60  # ticks
 
@@ -77,7 +77,7 @@ def test_phases_tasks_and_their_parts_are_signs_of_life():
 def test_a_hang_in_a_native_call_ends_with_75_and_the_stacks_of_all_threads():
     program = """
 import hashlib, os, sys, threading, time
-from jaxrl_llm.host.hang import WATCHDOG
+from jaxrl_llm.machine.hang import WATCHDOG
 def end(code, line):
     print(line, file=sys.stderr, flush=True)
     os._exit(code)

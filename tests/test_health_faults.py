@@ -6,10 +6,10 @@ import pytest
 from test_train import ROOT
 
 from benchmarks.judging import judge, kept
-from jaxrl_llm import doctor
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health import faults, logs, rules
+from jaxrl_llm.health import rules
 from jaxrl_llm.health.history import History
+from jaxrl_llm.tools import doctor, faults, logs
 
 
 def test_every_rule_has_a_fault():

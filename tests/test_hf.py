@@ -27,12 +27,12 @@ from safetensors.numpy import load_file, save_file
 from test_recipes import write_qwen
 from tokenizers import Tokenizer
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward, head
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export, names, rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.sampler import Sampler

@@ -18,7 +18,7 @@ from jaxrl_llm import rewards
 from jaxrl_llm.config.schema import check_call, check_reach
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import judge
-from jaxrl_llm.rewards.reward_fn import RewardFn
+from jaxrl_llm.rollout.grading import RewardFn
 
 TEXTS = [[{"role": "assistant", "content": text}] for text in ("good", "bad", "good", "odd")]
 PROMPTS = [[{"role": "system", "content": "Help."}, {"role": "user", "content": "2 + 2?"}]] * 4

@@ -397,7 +397,7 @@ def test_the_manifest_asks_for_the_whole_slice_and_the_shared_disk():
 
 
 def test_the_pods_have_longer_to_save_than_a_save_takes():
-    signals = (LAUNCH.parent / "jaxrl_llm" / "host" / "signals.py").read_text()
+    signals = (LAUNCH.parent / "jaxrl_llm" / "session" / "signals.py").read_text()
     seconds = float(next(line for line in signals.splitlines() if line.startswith("SECONDS = ")).split()[2])
     assert pod_of(manifest(*DISKS[0]))["terminationGracePeriodSeconds"] > 2 * seconds
     assert pod_of(manifest(*DISKS[0], "--grace", "99"))["terminationGracePeriodSeconds"] == 99

@@ -6,12 +6,13 @@ import time
 
 import pytest
 
-from jaxrl_llm import rewards, scores
+from jaxrl_llm import rewards
 from jaxrl_llm.config.names import bind
 from jaxrl_llm.envs.number_game import GUESS
 from jaxrl_llm.envs.search import Search
 from jaxrl_llm.envs.tools import Tools
 from jaxrl_llm.rewards import judge, math
+from jaxrl_llm.rollout import scores
 
 LENGTH, SECONDS = 64_000, 0.05  # characters, and of the CPU
 FUNCTIONS = [

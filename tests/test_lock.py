@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host import lock
-from jaxrl_llm.host.lock import locked
+from jaxrl_llm.session import lock
+from jaxrl_llm.session.lock import locked
 
 PROGRAM = """
 import socket, sys, time
@@ -24,7 +24,7 @@ host, kind, workdir, start, seconds = sys.argv[1:]
 socket.gethostname = lambda: host
 import filelock._soft, filelock._util
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host import lock
+from jaxrl_llm.session import lock
 lock.RENEW, lock.STALE, lock.POLL = 0.2, 1.0, 0.05
 if kind == "nfs":  # there Linux cannot exchange two names
     filelock._soft.exchange_supported = filelock._util.exchange_supported = lambda: False

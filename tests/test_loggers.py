@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl_llm import loggers
-from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.log import Log
+from jaxrl_llm.recipe import checks
+from jaxrl_llm.session.log import Log
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,22 +15,22 @@ import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_llm import sharding, train
+from jaxrl_llm import train
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
-from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.configs.ppo import with_critic
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health import settings
 from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.packing import pack
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export, names, peft
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora, int8, merged
+from jaxrl_llm.recipe import checks, settings
 from jaxrl_llm.rollout.weights import Placing
-from jaxrl_llm.saved_run import SavedRun
+from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.structs import PyTree
 
 ROOT = Path(__file__).parent.parent

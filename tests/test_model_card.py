@@ -10,9 +10,10 @@ import pytest
 from fake_hub import online  # noqa: F401 (a fixture)
 from huggingface_hub import ModelCard
 
-from jaxrl_llm import hub, model_card
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.session import model_card
+from jaxrl_llm.tools import hub
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import kl, losses
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, optim, update
-from jaxrl_llm.record import of_updates
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.session.record import of_updates
 from jaxrl_llm.structs import Batch
 
 LOSSES = {

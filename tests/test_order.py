@@ -13,12 +13,12 @@ from test_configs import checked
 from test_steps import numbers, tiny, written
 
 from benchmarks.curriculum import simulate
-from jaxrl_llm.config import checks
 from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
 from jaxrl_llm.data.tasks import arithmetic
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.recipe import checks
 from jaxrl_llm.train import steps
 
 PARTS = {"a": range(30), "b": range(30, 40), "c": range(40, 45)}

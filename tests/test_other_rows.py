@@ -15,17 +15,18 @@ import pytest
 from ml_collections import ConfigDict
 from test_steps import tiny
 
-from jaxrl_llm import checkpoint, other_rows, sharding
 from jaxrl_llm.build import load
-from jaxrl_llm.checkpoint import Checkpoints, Pending
-from jaxrl_llm.config.checks import check_train
 from jaxrl_llm.data import order
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.other_rows import Rows
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.recipe.checks import check_train
+from jaxrl_llm.session import checkpoint, other_rows
+from jaxrl_llm.session.checkpoint import Checkpoints, Pending
+from jaxrl_llm.session.other_rows import Rows
 from jaxrl_llm.train import steps
 
 SEEN: list[str] = []
-ASSET = Path(checkpoint.__file__).parent / "assets" / "arithmetic"
+ASSET = Path(checkpoint.__file__).parents[1] / "assets" / "arithmetic"
 
 
 def looks(prompts: list, answer: list, **_: object) -> list[float]:

@@ -19,8 +19,8 @@ from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import columns
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import math as maths
-from jaxrl_llm.rewards.reward_fn import RewardFn, call
 from jaxrl_llm.rewards.signatures import adapted
+from jaxrl_llm.rollout.grading import RewardFn, call
 
 ROOT = Path(__file__).parent.parent
 ROWS = [{"prompt": "?", "answer": str(i), "data_source": "lab", "extra_info": {"i": i}} for i in range(3)]
@@ -111,7 +111,7 @@ def test_a_class_and_arguments_by_position_are_refused_before_a_run():
 SCRIPT = """
 from jaxrl_llm.config.names import with_names
 from jaxrl_llm.configs import grpo
-from jaxrl_llm.rewards.reward_fn import RewardFn
+from jaxrl_llm.rollout.grading import RewardFn
 
 print("script runs")
 BONUS = 0.5
@@ -149,7 +149,7 @@ import json
 from jaxrl_llm.config.names import with_names
 from jaxrl_llm.configs import grpo
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards.reward_fn import RewardFn
+from jaxrl_llm.rollout.grading import RewardFn
 
 def score(completions, **columns):
     def inner(text):

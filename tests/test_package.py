@@ -16,10 +16,10 @@ import pytest
 from packaging.requirements import Requirement
 
 import jaxrl_llm
-from jaxrl_llm import __main__ as jaxrl
 from jaxrl_llm.envs import search
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.retriever import index
+from jaxrl_llm.tools import __main__ as jaxrl
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -43,7 +43,7 @@ def test_every_link_of_the_papers_leads_to_a_file():
 
 def test_jaxrl_help_lists_the_programs_and_imports_nothing_that_is_slow():
     code = (
-        "import sys; from jaxrl_llm.__main__ import main; sys.argv = ['jaxrl', '--help']; main(); "
+        "import sys; from jaxrl_llm.tools.__main__ import main; sys.argv = ['jaxrl', '--help']; main(); "
         "sys.exit(str({'jax', 'numpy', 'transformers', 'rich'} & sys.modules.keys() or ''))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -123,7 +123,7 @@ MISSING = {
 def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(
     words, package, extra, tmp_path, monkeypatch, capsys
 ):
-    for name in [name for name in sys.modules if name.startswith(("jaxrl_llm.report.", "jaxrl_llm.retriever."))]:
+    for name in [name for name in sys.modules if name.startswith(("jaxrl_llm.tools.report.", "jaxrl_llm.retriever."))]:
         monkeypatch.delitem(sys.modules, name)  # they are imported again, without the package
     for cached in (search._index, index._bm25s):  # as in a process that has made no index yet
         cached.cache_clear()

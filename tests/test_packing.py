@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, microbatches, packing, update
 from jaxrl_llm.learner.packing import Packing, packed_shapes
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.shapes import Ladder
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import plain
-from jaxrl_llm.shapes import Ladder
 
 LIMIT = 32
 

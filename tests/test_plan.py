@@ -14,11 +14,11 @@ import pytest
 import tiny
 
 from jaxrl_llm.config import load as configs
-from jaxrl_llm.plan import phases
-from jaxrl_llm.plan.chips import CHIPS
-from jaxrl_llm.plan.flops import flops
-from jaxrl_llm.plan.phases import Phase, make_plan
-from jaxrl_llm.plan.search import candidates
+from jaxrl_llm.tools.plan import phases
+from jaxrl_llm.tools.plan.chips import CHIPS
+from jaxrl_llm.tools.plan.flops import flops
+from jaxrl_llm.tools.plan.phases import Phase, make_plan
+from jaxrl_llm.tools.plan.search import candidates
 
 ROOT = Path(__file__).parent.parent
 V5E = CHIPS["v5e"]
@@ -130,7 +130,7 @@ def test_a_search_compiles_nothing_for_what_cannot_fit_and_tries_only_meshes_tha
 
 
 def told(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "jaxrl_llm.plan", "--config", str(ROOT / "configs" / "grpo.py"), *arguments]
+    command = [sys.executable, "-m", "jaxrl_llm.tools.plan", "--config", str(ROOT / "configs" / "grpo.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.process import Pool, Process, cpus
+from jaxrl_llm.machine.process import Pool, Process, cpus
 
 # Makes three processes, begins a call that never returns in two of them, and says their numbers.
 PARENT = """
 import sys, time
 sys.path.insert(0, {here!r})
 import test_process as t
-from jaxrl_llm.host.process import Process
+from jaxrl_llm.machine.process import Process
 made = [Process(t.number) for _ in range(3)]
 made[1].ask(t.sleep)
 made[2].ask(t.hold_the_lock)

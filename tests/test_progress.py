@@ -13,11 +13,11 @@ import jax
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm import distributed, progress
-from jaxrl_llm.compilation import COMPILER, Program
 from jaxrl_llm.data import encoding
+from jaxrl_llm.machine import distributed, progress
+from jaxrl_llm.machine.compilation import COMPILER, Program
+from jaxrl_llm.machine.sharding import make_mesh
 from jaxrl_llm.models import hf, hf_export
-from jaxrl_llm.sharding import make_mesh
 
 MODEL = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
 

@@ -20,9 +20,9 @@ from conftest import QUICK
 from benchmarks.step import environment
 from benchmarks.workloads import WORKLOADS
 from jaxrl_llm import train
-from jaxrl_llm.__main__ import PROGRAMS
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.tools.__main__ import PROGRAMS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 from test_health import FAULTS, ids, run
 
-from jaxrl_llm.checkpoint import cut_back
-from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.bands import Band, bands
-from jaxrl_llm.report import __main__ as report
-from jaxrl_llm.report import page, tables
-from jaxrl_llm.report.runs import read_all
-from jaxrl_llm.report.serve import PageServer
-from jaxrl_llm.report.thinning import thin
+from jaxrl_llm.recipe import checks
+from jaxrl_llm.session.checkpoint import cut_back
+from jaxrl_llm.tools.report import __main__ as report
+from jaxrl_llm.tools.report import page, tables
+from jaxrl_llm.tools.report.runs import read_all
+from jaxrl_llm.tools.report.serve import PageServer
+from jaxrl_llm.tools.report.thinning import thin
 
 ROOT = Path(__file__).parent.parent
 SICK = run(**FAULTS["entropy_explosion"])
@@ -290,7 +290,7 @@ def test_a_page_that_cannot_be_made_is_one_line_and_the_server_lives_on(tmp_path
 
 
 def test_ctrl_c_ends_the_server_in_a_line(tmp_path):
-    command = [sys.executable, "-m", "jaxrl_llm.report", str(write(tmp_path, [])), "--serve"]
+    command = [sys.executable, "-m", "jaxrl_llm.tools.report", str(write(tmp_path, [])), "--serve"]
     with Popen(command, cwd=ROOT, stdout=PIPE, stderr=STDOUT, text=True) as server:
         assert server.stdout is not None
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+ \(Ctrl-C ends it\)\n", server.stdout.readline())

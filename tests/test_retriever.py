@@ -19,7 +19,6 @@ import httpx
 import numpy as np
 import pytest
 
-from jaxrl_llm import serve_retriever
 from jaxrl_llm.config.load import load
 from jaxrl_llm.envs.search import Search
 from jaxrl_llm.errors import UserError
@@ -27,6 +26,7 @@ from jaxrl_llm.retriever.client import RetrieverClient, RetrieverError
 from jaxrl_llm.retriever.documents import Document, document
 from jaxrl_llm.retriever.index import Index, words
 from jaxrl_llm.rewards import search as rewards
+from jaxrl_llm.tools import serve_retriever
 from jaxrl_llm.train import steps
 
 ROOT = Path(__file__).parent.parent
@@ -191,7 +191,7 @@ def server(tmp_path_factory) -> Iterator[str]:
     with socket.socket() as free:  # each worker of pytest has a server of its own
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jaxrl_llm.serve_retriever", "--corpus", str(corpus), "--port", str(port)]
+    command = [sys.executable, "-m", "jaxrl_llm.tools.serve_retriever", "--corpus", str(corpus), "--port", str(port)]
     bounds = ["--most-queries", "4", "--most-characters", "100", "--most-topk", "5"]
     where = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     process = subprocess.Popen([*command, *bounds], cwd=ROOT, env=where, stdout=subprocess.PIPE, text=True)

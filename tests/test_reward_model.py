@@ -19,16 +19,16 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file, save_file
 
 import jaxrl_llm
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import credit, losses
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import critic, scorers
 from jaxrl_llm.learner.packing import pack
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder, last_state
+from jaxrl_llm.recipe import checks
 from jaxrl_llm.structs import Batch, PyTree, Rewards
 from jaxrl_llm.train import steps
 

@@ -15,7 +15,7 @@ from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import choice, easyr1, gsm8k, length, repetition, verl
 from jaxrl_llm.rewards import format as forms
-from jaxrl_llm.rewards.reward_fn import RewardFn, call
+from jaxrl_llm.rollout.grading import RewardFn, call
 
 
 def chat(*texts: str) -> list[list[dict[str, str]]]:

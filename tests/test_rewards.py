@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import countdown, reward_fn
-from jaxrl_llm.rewards.reward_fn import RewardFn
+from jaxrl_llm.rewards import countdown
+from jaxrl_llm.rollout import grading
+from jaxrl_llm.rollout.grading import RewardFn
 
 ROOT = Path(__file__).parent.parent
 CHATS = [
@@ -44,7 +45,7 @@ def score(*names: str, weights: tuple[float, ...] = (), timeout: float = 60.0) -
 
 def call(function: Any) -> list[float]:
     rows = [row for row in CHATS for _ in range(2)]
-    return reward_fn.call("mine.f", function, rows, [*TEXTS[0], *TEXTS[1]], [*IDS[0], *IDS[1]]).values
+    return grading.call("mine.f", function, rows, [*TEXTS[0], *TEXTS[1]], [*IDS[0], *IDS[1]]).values
 
 
 def right(prompts, completions, answer, **kwargs):  # as in TRL's documentation
@@ -336,7 +337,7 @@ def test_the_completion_that_makes_a_quick_function_raise_is_found_and_no_other_
     with pytest.raises(UserError, match=whole):
         call(remote)
     assert calls == [4]
-    monkeypatch.setattr(reward_fn, "SEARCH", 0.1)
+    monkeypatch.setattr(grading, "SEARCH", 0.1)
 
     def slow(completions):
         time.sleep(0.15)

@@ -16,13 +16,13 @@ from test_steps import numbers, tiny, written
 from test_train import ROOT, environment
 
 from jaxrl_llm.build import build
-from jaxrl_llm.config import checks, combinations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.finding import Finding, Needs
 from jaxrl_llm.health.history import History
-from jaxrl_llm.health.rollback import Decision, target
 from jaxrl_llm.learner import optim
+from jaxrl_llm.recipe import checks, combinations
+from jaxrl_llm.session.rollback import Decision, target
 from jaxrl_llm.train import steps, train
 
 RATE = 1e-4  # of configs/grpo.py
@@ -92,9 +92,10 @@ import os, signal, sys
 sys.path[:0] = ["tests", "."]
 import conftest, test_rollback as here
 from pathlib import Path
-from jaxrl_llm.config import combinations
-from jaxrl_llm.health import rules, rollback
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.recipe import combinations
+from jaxrl_llm.health import rules
+from jaxrl_llm.session import rollback
+from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.train import steps
 
 rules.RULES = combinations.RULES = rules.RULES | {here.too_fast: here.Needs(())}

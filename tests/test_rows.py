@@ -14,18 +14,18 @@ import pyarrow.parquet
 import pytest
 from test_recipes import write_qwen
 
-from jaxrl_llm import sharding
-from jaxrl_llm.banner import batch_table, models_table, shapes_table
-from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.data.rows import check_source, load_rows
 from jaxrl_llm.data.tasks import verl
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.rewards.reward_fn import call
+from jaxrl_llm.recipe import checks
 from jaxrl_llm.rollout.compaction import Slots
+from jaxrl_llm.rollout.grading import call
+from jaxrl_llm.session.banner import batch_table, models_table, shapes_table
 
 ROOT = Path(__file__).parent.parent
 ASKED = [{"role": "user", "content": "1+1"}]

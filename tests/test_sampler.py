@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import BLOCK, Sampling, draw, log_distribution, token_logprobs
 from jaxrl_llm.learner import forward
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.shapes import Book, Rates
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.rollout import compaction
 from jaxrl_llm.rollout import sampler as sampler_module
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.shapes import Book, Rates
 from jaxrl_llm.structs import Batch, Prompts
 
 KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_p=0.7), Sampling(1.3, 8, 0.9)]

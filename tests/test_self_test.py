@@ -19,19 +19,19 @@ import pytest
 from ml_collections import ConfigDict
 from test_steps import numbers
 
-from jaxrl_llm import doctor
 from jaxrl_llm.algorithms.losses import aggregation_weights
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health import self_test
-from jaxrl_llm.health.trial import AGAIN, Trial, prepare
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.update import make_gradient
 from jaxrl_llm.models.lora import int8, merged
-from jaxrl_llm.rewards.reward_fn import Rewarded, RewardFn
+from jaxrl_llm.rollout.grading import Rewarded, RewardFn
+from jaxrl_llm.selftest import self_test
+from jaxrl_llm.selftest.trial import AGAIN, Trial, prepare
+from jaxrl_llm.tools import doctor
 from jaxrl_llm.train import steps
 
 ROOT = Path(__file__).parent.parent

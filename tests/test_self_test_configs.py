@@ -18,8 +18,8 @@ from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import is_task
-from jaxrl_llm.health import self_test
 from jaxrl_llm.models import hf, hf_export
+from jaxrl_llm.selftest import self_test
 
 # template: folder of tests/references with config.json of a model of its family
 FAMILIES = {

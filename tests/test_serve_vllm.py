@@ -15,9 +15,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from jaxrl_llm import serve_vllm
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.vllm import address
+from jaxrl_llm.tools import serve_vllm
 
 SERVER = """
 import http.server, time
@@ -104,7 +104,7 @@ def test_a_server_that_answered_once_is_started_until_it_answers_again_and_one_t
     python.chmod(0o755)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jaxrl_llm.serve_vllm", "--model", "m", "--python", str(python)]
+    command = [sys.executable, "-m", "jaxrl_llm.tools.serve_vllm", "--model", "m", "--python", str(python)]
     command += ["--port", str(port), "--log", str(tmp_path / "log")]
     keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     told = []
@@ -143,7 +143,9 @@ def test_a_server_at_a_socket_is_open_to_its_user_alone_its_log_is_bounded_and_b
     python, log, folder = tmp_path / "python", tmp_path / "log", tmp_path / "door"
     python.write_text(TALKS.format(python=sys.executable))
     python.chmod(0o755)
-    code = "import sys; from jaxrl_llm import serve_vllm as s; s.LOG = 10_000; sys.argv[0] = 'x'; s.run_main(s.main)"
+    code = (
+        "import sys; from jaxrl_llm.tools import serve_vllm as s; s.LOG = 10000; sys.argv[0] = 'x'; s.run_main(s.main)"
+    )
     command = [sys.executable, "-c", code, "--model", "m", "--python", str(python), "--uds", str(folder / "vllm")]
     old = os.umask(0)  # the folder's mode must not depend on it
     try:

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl_llm.checkpoint import keep_beginning, open_workdir
-from jaxrl_llm.config import checks
 from jaxrl_llm.config import load as config
-from jaxrl_llm.health.settings import RULES, Settings, blind, findings
 from jaxrl_llm.learner.optim import make_optimizer
+from jaxrl_llm.recipe import checks
+from jaxrl_llm.recipe.settings import RULES, Settings, blind, findings
+from jaxrl_llm.session.checkpoint import keep_beginning, open_workdir
 
 ROOT = Path(__file__).parent.parent
 SMALL, QWEN = 128, 896  # widths of the model inside the package and of Qwen2.5-0.5B

@@ -11,11 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import build, learning, shapes
+from jaxrl_llm import build
 from jaxrl_llm.config import load as configs
+from jaxrl_llm.learner import learning
+from jaxrl_llm.machine import shapes
+from jaxrl_llm.machine.shapes import Book, Ladder, Rates
 from jaxrl_llm.rollout import compaction
 from jaxrl_llm.rollout import sampler as sampler_module
-from jaxrl_llm.shapes import Book, Ladder, Rates
 from jaxrl_llm.train import rl_step
 
 ROOT = Path(__file__).parent.parent

@@ -18,16 +18,17 @@ import pytest
 import test_rewards
 from ml_collections import ConfigDict
 
-from jaxrl_llm import log, sharding
 from jaxrl_llm.build import build
-from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.record import Timer
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import Graded, Samples
-from jaxrl_llm.run import Run
+from jaxrl_llm.session import log
+from jaxrl_llm.session.checkpoint import Checkpoints
+from jaxrl_llm.session.record import Timer
+from jaxrl_llm.session.run import Run
 from jaxrl_llm.structs import Prompts, Rollouts
 from jaxrl_llm.train import rl_step, steps, train
 

@@ -16,16 +16,16 @@ import jax.numpy as jnp
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl_llm.checkpoint import Checkpoints, Pending, has_checkpoint
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host import disk
-from jaxrl_llm.host.signals import Interrupts
-from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.machine import disk
+from jaxrl_llm.machine.sharding import make_mesh
+from jaxrl_llm.session.checkpoint import Checkpoints, Pending, has_checkpoint
+from jaxrl_llm.session.signals import Interrupts
 
 PROGRAM = """
 import hashlib, multiprocessing, sys, time
 from contextlib import ExitStack
-from jaxrl_llm.host.signals import StopSignals
+from jaxrl_llm.session.signals import StopSignals
 
 def long_call():  # releases the lock of the interpreter, and runs no signal handler
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)

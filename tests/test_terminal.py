@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl_llm import doctor
-from jaxrl_llm.banner import print_banner
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError, briefly, run_main
 from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.log import Log
-from jaxrl_llm.terminal import printable
+from jaxrl_llm.machine.terminal import printable
+from jaxrl_llm.session.banner import print_banner
+from jaxrl_llm.session.log import Log
+from jaxrl_llm.tools import doctor
 
 ATTACKS = {
     "\x1b]52;c;cm0gLXJm\x07": r"\x1b]52;c;cm0gLXJm\x07",  # the clipboard

@@ -18,9 +18,10 @@ from conftest import QUICK
 from fake_hub import online  # noqa: F401 (a fixture)
 from huggingface_hub import ModelCard
 
-from jaxrl_llm import export, train
-from jaxrl_llm.checkpoint import cut_back
+from jaxrl_llm import train
 from jaxrl_llm.config.load import parse_arguments
+from jaxrl_llm.session.checkpoint import cut_back
+from jaxrl_llm.tools import export
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -329,9 +330,9 @@ def test_the_trained_folder_says_the_same_in_transformers_as_in_the_sampler(whol
     import jax
     from transformers import AutoModelForCausalLM
 
-    from jaxrl_llm import sharding
     from jaxrl_llm.algorithms.sampling import Sampling
     from jaxrl_llm.data import prompts as data
+    from jaxrl_llm.machine import sharding
     from jaxrl_llm.models import hf
     from jaxrl_llm.rollout.sampler import Sampler
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm import extras
-from jaxrl_llm.config import checks
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.translate import __main__ as program
-from jaxrl_llm.translate import easyr1, lint, readers, search_r1, trl, trl_ppo, verl, writer
-from jaxrl_llm.translate.outcome import KINDS, Keys, Outcome, Translation, Unread, translate
+from jaxrl_llm.machine import extras
+from jaxrl_llm.recipe import checks
+from jaxrl_llm.tools.translate import __main__ as program
+from jaxrl_llm.tools.translate import easyr1, lint, readers, search_r1, trl, trl_ppo, verl, writer
+from jaxrl_llm.tools.translate.outcome import KINDS, Keys, Outcome, Translation, Unread, translate
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SYSTEMS = {

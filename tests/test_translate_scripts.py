@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from jaxrl_llm.translate import launchers, lint, readers, writer
-from jaxrl_llm.translate.outcome import KINDS, Unread, translate
+from jaxrl_llm.tools.translate import launchers, lint, readers, writer
+from jaxrl_llm.tools.translate.outcome import KINDS, Unread, translate
 
 CALL = "actor_rollout_ref.model.path=a/b actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo"
 TRL = "--model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward think_format_reward --max_steps 20"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.translate import arguments, readers, shell
-from jaxrl_llm.translate.outcome import Unread
+from jaxrl_llm.tools.translate import arguments, readers, shell
+from jaxrl_llm.tools.translate.outcome import Unread
 
 # A script, and the words of the command that has a `k=`, without its name.
 FORMS = [

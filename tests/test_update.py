@@ -12,10 +12,10 @@ import pytest
 import tiny
 from jax.flatten_util import ravel_pytree
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs
 from jaxrl_llm.learner import forward, head, update
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Batch, PyTree

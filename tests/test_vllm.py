@@ -28,15 +28,15 @@ from test_episodes import Echo
 from test_families import random_model
 from test_train import ROOT, beginning, log_of, records, run, start, wait_for_step
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.tasks import arithmetic
-from jaxrl_llm.envs.batch import EnvironmentPool
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.samples import episodes
 from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.vllm import address, engine
 from jaxrl_llm.rollout.vllm.engine import VllmEngine

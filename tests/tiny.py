@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.packing import pack
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import plain

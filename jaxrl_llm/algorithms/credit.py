@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Bool, Float, Int
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms import advantages, kl
 from jaxrl_llm.algorithms.importance import high_entropy
 from jaxrl_llm.config.names import arguments, channel_weights, required_inputs, resolve
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.structs import Array, Batch, Config, Rewards
 
 Columns: TypeAlias = dict[str, Array]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxrl_llm import distributed
+from jaxrl_llm.machine import distributed
 
 if TYPE_CHECKING:  # rollout/ imports data/
     from jaxrl_llm.rollout.samples import Samples

@@ -16,9 +16,8 @@ import jinja2.meta
 import numpy as np
 from jinja2 import Environment
 
-from jaxrl_llm import progress
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host import user_cache
+from jaxrl_llm.machine import progress, user_cache
 
 Chat: TypeAlias = list[dict[str, Any]]
 CHUNK = 4096  # prompts per tokenizer call: enough for its threads, with little memory

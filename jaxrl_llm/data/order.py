@@ -7,7 +7,7 @@ from typing import Any
 
 import grain
 
-from jaxrl_llm import distributed
+from jaxrl_llm.machine import distributed
 
 Collate = Callable[[Sequence[int]], Any]
 SHARES = 100  # parts into which Grain divides the smallest weight of a mixture

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxrl_llm import distributed
 from jaxrl_llm.data import encoding, formats
 from jaxrl_llm.data.formats import Columns, Row
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import distributed
 from jaxrl_llm.structs import AnyArray, Config, Prompts
 
 Turn: TypeAlias = dict[str, str]

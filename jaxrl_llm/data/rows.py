@@ -12,11 +12,11 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm import extras
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import formats, hub, tasks
 from jaxrl_llm.data.formats import Columns, Row
 from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm.machine import extras
 
 FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = ".json, .csv, .jsonl or .parquet"  # for error messages; all but .parquet may end with .gz

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm import compatibility, sharding
 from jaxrl_llm.algorithms import losses
-from jaxrl_llm.config import checks
 from jaxrl_llm.learner import forward, optim, update
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.update import Learner, Parameters
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.recipe import checks, compatibility
 from jaxrl_llm.structs import Array, Batch, Config, PyTree
 
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.balance import Load
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.learner import head, microbatches
 from jaxrl_llm.learner.microbatches import Microbatch
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.models.experts import Routing
 from jaxrl_llm.structs import Array, Batch, PyTree

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs_and_saved, token_logprobs_gradient
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.attention import bounded
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, PyTree

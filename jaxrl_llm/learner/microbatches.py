@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm import sharding
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.structs import Array, Batch, PyTree
 
 

@@ -13,7 +13,7 @@ from jaxrl_llm.config.schema import AtLeastOne, Count, Field, NotNegative, Posit
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import noise
 from jaxrl_llm.health.rules.bounds import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE
-from jaxrl_llm.sharding import path_name
+from jaxrl_llm.machine.sharding import path_name
 from jaxrl_llm.structs import Array, Config, PyTree
 
 Schedule: TypeAlias = optax.Schedule

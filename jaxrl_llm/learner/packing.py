@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jaxrl_llm import distributed
+from jaxrl_llm.machine import distributed
+from jaxrl_llm.machine.shapes import Ladder, Shape
 from jaxrl_llm.rollout.samples import Samples
-from jaxrl_llm.shapes import Ladder, Shape
 from jaxrl_llm.structs import AnyArray, Batch, Config
 
 ROW = 32  # tokens; narrower rows are slower, so several short completions share one

@@ -11,16 +11,17 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm import compatibility, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.compilation import Program
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.forward import REMEDY
 from jaxrl_llm.learner.update import Base
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.recipe import compatibility
 from jaxrl_llm.structs import Batch, Config, PyTree
 
 States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference": parameters

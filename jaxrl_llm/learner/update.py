@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
 from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weights, stay_on_policy
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.compilation import ROUND_AS_WRITTEN, Program
 from jaxrl_llm.learner import microbatches
 from jaxrl_llm.learner.forward import REMEDY, completion_logprobs, completion_logprobs_and_load
 from jaxrl_llm.learner.microbatches import Microbatch
 from jaxrl_llm.learner.optim import SKIPS, Lowers, Optimizer
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN, Program
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm import sharding
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.structs import Array
 
 

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm.machine.sharding import BATCH, path_name
 from jaxrl_llm.models import attention_gpu, attention_tpu
 from jaxrl_llm.models.attention import (
     KeyValue,
@@ -30,7 +31,6 @@ from jaxrl_llm.models.attention import (
 from jaxrl_llm.models.blocks import Block, DecoderConfig, EmbedAndHead, Linear
 from jaxrl_llm.models.experts import Routing
 from jaxrl_llm.models.rope import rotary
-from jaxrl_llm.sharding import BATCH, path_name
 from jaxrl_llm.structs import Array, PyTree
 
 # What to keep of a layer's routing of completion rows [B, N, T, ...].

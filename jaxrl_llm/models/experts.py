@@ -16,8 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm.machine.sharding import BATCH
 from jaxrl_llm.models.grouped import grouped_matmul
-from jaxrl_llm.sharding import BATCH
 from jaxrl_llm.structs import Array
 
 if TYPE_CHECKING:  # it imports this module

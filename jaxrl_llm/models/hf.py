@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from jaxrl_llm import progress, sharding
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import progress, sharding
 from jaxrl_llm.models import names
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import Names

@@ -15,8 +15,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxrl_llm import distributed, progress, sharding
-from jaxrl_llm.host import disk
+from jaxrl_llm.machine import disk, distributed, progress, sharding
 from jaxrl_llm.models import lora, names
 from jaxrl_llm.models.hf import EMBEDDING, HEAD, read_config, stored_dtype
 from jaxrl_llm.models.names import Names

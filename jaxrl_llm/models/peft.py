@@ -17,10 +17,9 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_llm import distributed, sharding
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, Positive
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host import disk
+from jaxrl_llm.machine import disk, distributed, sharding
 from jaxrl_llm.models import hf, names
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora

@@ -16,7 +16,7 @@ import torch  # pyright: ignore[reportMissingImports]
 from rich.progress import track
 
 from jaxrl_llm.errors import UserError, describe
-from jaxrl_llm.host import user_cache
+from jaxrl_llm.machine import user_cache
 from jaxrl_llm.retriever.documents import DocumentFile
 from jaxrl_llm.retriever.index import Found, fingerprint
 

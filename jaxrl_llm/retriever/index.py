@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxrl_llm import extras, progress
-from jaxrl_llm.host import user_cache
+from jaxrl_llm.machine import extras, progress, user_cache
 from jaxrl_llm.retriever.documents import Document, DocumentFile
 
 Found: TypeAlias = list[tuple[Document, float]]  # the best first

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne, Positive, checked_by
-from jaxrl_llm.host.process import cpus
+from jaxrl_llm.machine.process import cpus
+from jaxrl_llm.machine.terminal import printable
 from jaxrl_llm.rewards import deadline, text_of, unlogged
 from jaxrl_llm.rewards.code_tests import tests_of
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox.program import REASONS
 from jaxrl_llm.sandbox.program_tests import Limits, Verdict, by_output, in_python
-from jaxrl_llm.terminal import printable
 
 __all__ = ["accuracy", "is_given"]
 

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import distributed
-from jaxrl_llm.checkpoint import Pending
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
+from jaxrl_llm.machine import distributed
+from jaxrl_llm.machine.shapes import SAMPLING, Book
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import Samples, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
-from jaxrl_llm.shapes import SAMPLING, Book
+from jaxrl_llm.session.checkpoint import Pending
 from jaxrl_llm.structs import Array, PyTree, Rollouts
 
 

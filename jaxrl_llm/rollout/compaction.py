@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.shapes import Cost, Ladder
+from jaxrl_llm.machine.shapes import Cost, Ladder
 from jaxrl_llm.structs import AnyArray
 
 BLOCK = 64  # tokens; no KV cache is smaller

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm import sharding
 from jaxrl_llm.algorithms.sampling import Sampling, draw, log_distribution, support
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.rollout.compaction import Plan, Slots

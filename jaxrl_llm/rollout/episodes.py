@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm import distributed, sharding
-from jaxrl_llm.compilation import ROUND_AS_WRITTEN
-from jaxrl_llm.host.hang import WATCHDOG
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
+from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.machine.shapes import placed
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.rollout.decoding import Decoding, choose
 from jaxrl_llm.rollout.protocol import Environments
-from jaxrl_llm.shapes import placed
 from jaxrl_llm.structs import AnyArray, Array, PyTree, Rollouts
 
 SEGMENT = 32  # tokens, at most, between two looks at the texts

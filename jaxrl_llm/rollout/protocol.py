@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.shapes import Book
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 

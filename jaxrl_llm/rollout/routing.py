@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.compilation import ROUND_AS_WRITTEN
+from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.weights import Placing, sampling_decoder

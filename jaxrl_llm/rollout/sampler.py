@@ -3,7 +3,7 @@
 A batch has B prompts with G completions each. Its keys and values stay where they are. When few completions are left,
 a decode loop copies these into a smaller batch (`rollout.compaction`), runs there, and writes back what it has
 sampled. So a few long completions do not cost the time of the whole batch, and every shape is one program. The shapes
-in use come from the run's book (`jaxrl_llm.shapes`).
+in use come from the run's book (`jaxrl_llm.machine.shapes`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm import distributed, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.compilation import ROUND_AS_WRITTEN, Program, compile_checked, compiling
-from jaxrl_llm.host.hang import WATCHDOG
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN, Program, compile_checked, compiling
+from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.machine.shapes import MOST, RATES, SAMPLING, Book, Shape, abstract, placed
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout import decoding
 from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compaction, prompts_at_once, slot_shapes
@@ -29,7 +30,6 @@ from jaxrl_llm.rollout.decoding import DecodeState, Decoding
 from jaxrl_llm.rollout.episodes import EpisodeSampler, Traced
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.rollout.weights import Placing, sampling_decoder
-from jaxrl_llm.shapes import MOST, RATES, SAMPLING, Book, Shape, abstract, placed
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 REMEDY = "lower engine.max_sequences or rollout.max_completion_tokens"  # if memory is short

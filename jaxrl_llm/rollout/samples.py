@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import distributed, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.envs.batch import EnvironmentPool
-from jaxrl_llm.rewards.reward_fn import RewardFn
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.rollout.environments import EnvironmentPool
+from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Config, Prompts, Rewards, Rollouts
 

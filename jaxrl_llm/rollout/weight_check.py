@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import distributed, sharding
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
+from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Batch, Prompts, PyTree, Rollouts

@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm import sharding
-from jaxrl_llm.compilation import Program
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.compilation import Program
+from jaxrl_llm.machine.shapes import placed
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.shapes import placed
 from jaxrl_llm.structs import Array, PyTree
 
 REMEDY = "raise mesh.tensor: it divides this copy, and mesh.fsdp does not"

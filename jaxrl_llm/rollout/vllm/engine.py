@@ -17,10 +17,10 @@ import httpx
 import jax
 import numpy as np
 
-from jaxrl_llm import distributed, progress
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.hang import WATCHDOG
+from jaxrl_llm.machine import distributed, progress
+from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.models import hf_export, names
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.rollout.episodes import Episodes

@@ -15,7 +15,7 @@ LONGEST = 100  # bytes of a socket's path; the system allows 107
 
 
 class ManagedServer:
-    """Runs `python -m jaxrl_llm.serve_vllm` as a child, which ends when this process ends, even by kill -9."""
+    """Runs `python -m jaxrl_llm.tools.serve_vllm` as a child, which ends when this process ends, even by kill -9."""
 
     def __init__(self, python: str, model: Path, *, dtype: str, max_model_len: int, log: Path, extra: tuple[str, ...]):
         # A port of the machine is open to its other users; serve_vllm makes the socket's folder for this one alone.
@@ -26,7 +26,7 @@ class ManagedServer:
         command = [
             sys.executable,
             "-m",
-            "jaxrl_llm.serve_vllm",
+            "jaxrl_llm.tools.serve_vllm",
             "--model",
             str(model),
             "--python",

@@ -1,1 +1,0 @@
-"""The host of a run: disk, signals, helper processes, and the user's cache folder."""

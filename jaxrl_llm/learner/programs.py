@@ -1,0 +1,71 @@
+"""The programs of a run, compiled from shapes alone: for `train --compile-only`, and for chips that are not there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_llm.config.names import channel_weights
+from jaxrl_llm.learner.learning import Learning
+from jaxrl_llm.learner.packing import index_shape
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.compilation import Program
+from jaxrl_llm.machine.shapes import Shape, placed
+from jaxrl_llm.structs import Batch, Config, Rewards
+
+
+def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None:
+    """Compiles programs one after the other, and says the seconds of each. Raises: UserError, if one is too big."""
+    seconds: dict[str, float] = {}
+    for program in programs:
+        if program.name not in seconds:
+            start = time.perf_counter()
+            program.compile()
+            seconds[program.name] = time.perf_counter() - start
+            say(f"{seconds[program.name]:7.1f}s  {program.name}")
+    say(f"{sum(seconds.values()):7.1f}s  {len(seconds)} programs")
+
+
+def of_learning(
+    config: Config, mesh: Mesh, learning: Learning, shapes: Iterable[Shape], width: int
+) -> Iterator[Program]:
+    """Yields the programs of scoring and learning, for packed rows of each of `shapes`; width: P."""
+    place = NamedSharding(mesh, sharding.BATCH)
+    plain, states = placed(batch_shapes(config, width), place), learning.all_states()
+    score = jax.ShapeDtypeStruct(plain.completions.shape, jnp.float32)
+    scores = {column: score for scorer in learning.scorers.values() for column in scorer.columns}
+    coefs = jax.eval_shape(learning.learners["policy"].coefficients, states["policy"])
+    credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, _rewards(config), coefs)
+    batch = placed(credited, place)
+    rows: Any = jax.ShapeDtypeStruct((config.prompts_per_update,), jnp.int32)
+    for shape in shapes:
+        size = index_shape(config.group_size, config.rollout.max_completion_tokens, shape)
+        index = jax.ShapeDtypeStruct((config.prompts_per_step, *size), jnp.int32, sharding=place)
+        text = f", {shape[0]} rows of {shape[1]} a prompt"
+        for name, scorer in learning.scorers.items():
+            if program := scorer.described(f"{name}{text}", states, replace(plain, packed_index=index)):
+                yield program
+        for name, learner in learning.learners.items():
+            yield learner.described(text, states[name], replace(batch, packed_index=index), rows)
+
+
+def batch_shapes(config: Config, width: int) -> Batch:
+    """Returns the batch of a step before its scores, as shapes; width: P."""
+    b, g, c = config.prompts_per_step, config.group_size, config.rollout.max_completion_tokens
+    of = jax.ShapeDtypeStruct
+    tokens, mask = of((b, g, c), jnp.int32), of((b, g, c), bool)
+    prompts = of((b, width), jnp.int32), of((b, width), bool)
+    return Batch(*prompts, tokens, mask, mask, sampler_logprobs=of((b, g, c), jnp.float32))
+
+
+def _rewards(config: Config) -> Rewards:
+    one = jax.ShapeDtypeStruct((config.prompts_per_step, config.group_size), jnp.float32)
+    greedy = jax.ShapeDtypeStruct((config.prompts_per_step, 1), jnp.float32)
+    lengths = jax.ShapeDtypeStruct((config.prompts_per_step, 1), jnp.int32)
+    return Rewards(one, dict.fromkeys(channel_weights(config), one), greedy, lengths)

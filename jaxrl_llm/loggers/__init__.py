@@ -1,0 +1,292 @@
+"""Where the numbers of a run go besides metrics.jsonl: the functions that `config.log.to` names.
+
+Each is `function(run: LoggedRun) -> Logger`, here or in a module of your own. It imports its library only when it is
+named. A run that continues at an earlier step, after a kill or a rollback, opens its loggers again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Condition, Thread
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from ml_collections import ConfigDict
+
+from jaxrl_llm.config.load import flatten
+from jaxrl_llm.errors import UserError, briefly
+
+__all__ = ["mlflow", "tensorboard", "trackio", "wandb"]
+
+TRACKERS = ("mlflow", "trackio", "wandb")  # they need a package of the same name, and a project
+CLOSING = 60.0  # seconds in which a logger must send what it still has at the end
+PAUSES = (1.0, 60.0)  # seconds: the first and the longest before a logger that failed is tried again
+TRIES = 8  # of one call, in about two minutes; then others are tried in between
+WAITING = 10_000  # calls that wait for a logger: records of some hundred numbers each
+T = TypeVar("T")
+Call: TypeAlias = tuple[Any, ...]  # method, step and more arguments
+
+
+class Logger(Protocol):
+    """Gets the numbers of a run. Its methods may raise: then the same call comes again later, and the run goes on."""
+
+    def write(self, step: int, numbers: dict[str, float]) -> None: ...
+
+    def write_text(self, step: int, name: str, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LoggedRun(NamedTuple):
+    """What a logger may know of a run."""
+
+    workdir: Path
+    step: int  # the run continues after it; what an earlier attempt has written of later steps is written again
+    project: str  # config.log.project
+    config: dict[str, Any]
+
+    def id(self) -> str:
+        """Returns the random id of the run in this workdir. It stays the same when the run is resumed, or moved."""
+        file = self.workdir / "run_id"
+        if not file.is_file():
+            file.write_text(uuid.uuid4().hex[:16])
+        return file.read_text()
+
+
+class Background:
+    """A logger in a thread of its own: a slow one delays no step.
+
+    After an error it is tried again with the same numbers, with pauses that grow, because a server may be gone for a
+    while. A call that it does not take in TRIES tries is dropped as soon as it takes another one, so that one record
+    does not hold back the others. At most WAITING calls wait; then the oldest are dropped. The first error, the
+    recovery, what is refused and what is lost at the end are told.
+    """
+
+    def __init__(self, name: str, open: Callable[[LoggedRun], Logger], run: LoggedRun, tell: Callable[[str], None]):
+        """tell: shows a line to the user."""
+        self._name, self._open, self._run, self._tell = f"config.log.to: {name}", open, run, tell
+        self._calls: deque[Call] = deque(maxlen=WAITING)
+        self._changed = Condition()
+        self._fails = False  # since the last call that it took
+        self._end, self._dropped = math.inf, 0  # end: time.monotonic() until which it may still try
+        self._thread = Thread(target=self._work, daemon=True)  # one that hangs must not keep the process
+        self._thread.start()
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        """Hands over the numbers of a step. Does not wait."""
+        self._put("write", step, numbers)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Hands over a text. Does not wait."""
+        self._put("write_text", step, name, text)
+
+    def close(self) -> None:
+        """Waits, at most CLOSING seconds, until the logger has everything."""
+        with self._changed:
+            self._end = time.monotonic() + CLOSING
+            self._changed.notify()
+        self._thread.join(CLOSING)
+        late = f"did not end within {CLOSING:g} s" if self._thread.is_alive() else ""
+        lost = f"has not got {n} of its records" if (n := len(self._calls) + self._dropped) else ""
+        if late or lost:
+            self._tell(f"warning: {self._name} {' and '.join(text for text in (late, lost) if text)}")
+
+    def _put(self, *call: Any) -> None:
+        with self._changed:
+            self._dropped += len(self._calls) == WAITING
+            self._calls.append(call)
+            self._changed.notify()
+
+    def _work(self) -> None:
+        logger = self._persist(lambda: self._open(self._run))
+        while logger:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._end < math.inf)
+                if not self._calls:
+                    break
+                call = self._calls[0]
+            sent = self._persist(lambda: _send(logger, call), lambda tries: self._is_refused(logger, call, tries))  # noqa: B023
+            with self._changed:
+                if self._calls and self._calls[0] is call:  # it may have been dropped meanwhile
+                    self._calls.popleft()
+                    self._dropped += not sent
+            if time.monotonic() > self._end:
+                return
+        if logger:
+            self._persist(lambda: (logger.close(),))
+
+    def _is_refused(self, logger: Logger, call: Call, tries: int) -> bool:
+        """Returns whether the logger takes another call, in turn the ones that wait. Then the server is there."""
+        with self._changed:
+            others = [other for other in self._calls if other is not call]
+        if not others:
+            return False
+        other = others[(tries - TRIES) % len(others)]
+        try:
+            _send(logger, other)
+        except Exception:
+            return False
+        with self._changed, suppress(ValueError):  # it may have been dropped meanwhile
+            self._calls.remove(other)
+        self._tell(f"warning: {self._name} does not take the numbers of step {call[1]} and goes on without them")
+        return True
+
+    def _persist(self, action: Callable[[], T], is_refused: Callable[[int], bool] = lambda tries: False) -> T | None:
+        """Returns action(), repeated after errors; None if the run has ended before it succeeded, or it is refused.
+
+        is_refused: of the number of tries; asked after TRIES.
+        """
+        pause, tries = PAUSES[0], 0
+        while True:
+            try:
+                result = action()
+            except Exception as error:  # whatever a library or a server does, the run goes on
+                tries += 1
+                if not self._fails:
+                    said = " ".join(briefly(error).split())[:300]
+                    self._tell(f"warning: {self._name} failed and is tried again: {said}")
+                self._fails = True
+            else:
+                if self._fails:
+                    self._tell(f"{self._name} works again")
+                self._fails = False
+                return result
+            if tries >= TRIES and is_refused(tries):
+                self._fails = False
+                return None
+            with self._changed:
+                if self._end < math.inf:
+                    return None
+                self._changed.wait_for(lambda: self._end < math.inf, pause)
+            pause = min(2 * pause, PAUSES[1])
+
+
+def _send(logger: Logger, call: Call) -> bool:
+    method, *arguments = call
+    getattr(logger, method)(*arguments)
+    return True
+
+
+def check_named(names: tuple[str, ...], project: str) -> None:
+    """Checks config.log.to and config.log.project together. Raises: UserError."""
+    if len(set(names)) < len(names):
+        raise UserError(f"config.log.to = {names} has a name twice: remove one")
+    for name in (name for name in names if name in TRACKERS):
+        if not find_spec(name):
+            raise UserError(
+                f"config.log.to names {name}, which is not installed: pip install 'jaxrl_llm[{name}]', or take it out"
+            )
+        if not project:
+            raise UserError(f"config.log.project is missing: config.log.to names {name}, which needs one")
+        if name == "wandb" and (refused := set(project) & set("/\\#?%:")):
+            raise UserError(f"config.log.project = {project!r}: W&B takes no {min(refused)!r} in a name: leave it out")
+    if project and set(names) <= {"tensorboard"}:
+        raise UserError(f"config.log.project = {project!r} does nothing: no logger in {names} needs one; set it to ''")
+
+
+def tensorboard(run: LoggedRun) -> Logger:
+    """Event files in WORKDIR/tensorboard. TensorBoard drops the steps of an earlier attempt."""
+    from jaxrl_llm.loggers.events import TensorBoardWriter
+
+    return TensorBoardWriter(run.workdir / "tensorboard", run.step)
+
+
+def wandb(run: LoggedRun) -> Logger:
+    """A run of Weights & Biases. Its environment variables hold, such as WANDB_MODE=offline."""
+    return Wandb(run)
+
+
+def trackio(run: LoggedRun) -> Logger:
+    """A run of trackio: on this disk, or in a Space if TRACKIO_SPACE_ID names one."""
+    return Trackio(run)
+
+
+def mlflow(run: LoggedRun) -> Logger:
+    """A run of MLflow in the experiment `project`, where MLFLOW_TRACKING_URI says."""
+    return Mlflow(run)
+
+
+class Wandb:
+    """Writes with `step` as a number of its own: W&B's own step must not go back, and a resumed run does."""
+
+    def __init__(self, run: LoggedRun):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        where: dict[str, Any] = dict(project=run.project, name=run.workdir.name, dir=str(run.workdir))
+        self._run: Any = wandb.init(**where, id=run.id(), config=run.config, resume="allow")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers | {"step": step})
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self._run.alert(title=name[:63], text=f"step {step}: {text}")
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """The run has the id in its name, by which trackio finds it again."""
+
+    def __init__(self, run: LoggedRun):
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        name = f"{run.workdir.name}-{run.id()}"
+        self._run: Any = trackio.init(run.project, name, config=run.config, resume="allow", embed=False)
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self._run.alert(title=name, text=text, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """Uses the client alone: the run of `mlflow.start_run` belongs to one thread. The run has the id as a tag."""
+
+    TAG = "jaxrl_llm.run_id"
+    PARAMS = 100  # in one request
+
+    def __init__(self, run: LoggedRun):
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+
+        self._client, self._metric = MlflowClient(), Metric
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        same = self._client.search_runs([experiment], f"tags.`{self.TAG}` = '{run.id()}'")
+        if same:
+            self._id = same[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        made = self._client.create_run(experiment, run_name=run.workdir.name, tags={self.TAG: run.id()})
+        self._id = made.info.run_id
+        params = [Param(self._named(name), str(value)) for name, value in flatten(ConfigDict(run.config)).items()]
+        for first in range(0, len(params), self.PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + self.PARAMS])
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        named = {self._named(name): value for name, value in numbers.items()}
+        self._client.log_batch(self._id, metrics=[self._metric(name, x, now, step) for name, x in named.items()])
+
+    @staticmethod
+    def _named(name: str) -> str:
+        return re.sub(r"[^\w./ -]", "_", name)  # MLflow refuses names with others
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self._client.set_tag(self._id, name, f"step {step}: {text}")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)

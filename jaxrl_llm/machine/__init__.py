@@ -1,0 +1,1 @@
+"""The machine below a run: mesh, processes, compilation, shapes, memory, disk, terminal."""

@@ -1,0 +1,151 @@
+"""How a process joins the others of a run, and how it ends when one of them has ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
+from typing import Any, NoReturn
+
+import jax
+
+from jaxrl_llm.errors import UserError, report
+from jaxrl_llm.machine import hang
+from jaxrl_llm.machine.distributed import lifeline
+from jaxrl_llm.machine.distributed.processes import count, first, index
+from jaxrl_llm.machine.distributed.store import POLL, client, wait
+from jaxrl_llm.machine.terminal import printable
+
+# Seconds without a sign of life after which JAX ends all processes. It gives one every half of them, so that a pause of
+# the network may take the other half; gRPC itself breaks off a connection that does not answer for 60 s.
+HEARTBEAT = 100
+ENDED = "jaxrl_llm/ended"  # key of the exit code and the line with which a process has ended
+_leaving = Event()  # set when this process ends: the ends of others, and its own line, are nothing new then
+LEAVING = 10  # seconds for which process 0 waits, at an error, until the others have ended
+
+
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """Joins the processes of a run in this block; address: "" (only this process), "auto" or HOST:PORT,INDEX/COUNT.
+
+    At an error it does not return: it reports the error, tells the other processes and ends this one.
+    Raises: UserError, if the address is wrong or the others cannot be reached.
+    """
+    if not address:
+        yield
+        return
+    _connect(address)
+    watch = Thread(target=_watch, daemon=True)
+    watch.start()
+    try:
+        lifeline.hold(_leaving, _end_without)
+        try:
+            yield
+        except SystemExit as ended:  # with 0 after a signal
+            if ended.code:
+                raise
+        wait("end")
+    except BaseException as error:
+        # A collective fails without a process that was killed. Then another thread ends this process, with its line.
+        if isinstance(error, Exception) and not isinstance(error, UserError) and _leaving.wait(2 * lifeline.GRACE):
+            time.sleep(2 * LEAVING)
+        _leave(error)
+    _leaving.set()
+    watch.join()
+    jax.distributed.shutdown()
+
+
+def _connect(address: str) -> None:
+    if address == "auto":
+        known: dict[str, Any] = {}
+    else:
+        try:
+            host, _, place = address.partition(",")
+            number, _, size = place.partition("/")
+            known = dict(coordinator_address=host, process_id=int(number), num_processes=int(size))
+        except ValueError:
+            raise UserError(f"--distributed {address}: give auto, or HOST:PORT,INDEX/COUNT") from None
+    # Signals are ours (`host.signals`): the service would take SIGTERM.
+    jax.config.update("jax_enable_preemption_service", False)
+    # A CPU may run two programs at once, in another order in each process: their collectives would be mixed up.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    try:
+        jax.distributed.initialize(**known, heartbeat_timeout_seconds=HEARTBEAT)
+    except (ValueError, RuntimeError) as error:
+        said = str(error).splitlines()[0]
+        raise UserError(
+            f"--distributed {address}: the processes cannot be joined ({said}): give HOST:PORT,INDEX/COUNT with the "
+            "address of process 0, and start all processes"
+        ) from error
+
+
+def _watch() -> None:
+    """Runs in a thread: ends this process when another one has ended by an error."""
+    while not _leaving.wait(POLL / 10_000):  # without process 0 the call below fails at once, and must not spin
+        with suppress(jax.errors.JaxRuntimeError):  # not there yet
+            code, _, line = client().blocking_key_value_get(ENDED, POLL).partition(" ")
+            if _leaving.is_set():
+                return
+            if int(code) == hang.CODE:  # this process may be the one that the other one has waited for
+                hang.tell_stacks()
+            _leaving.set()
+            print(printable(line), file=sys.stderr, flush=True)
+            _exit(int(code))
+
+
+def _end_without(process: int) -> NoReturn:
+    """Ends this process and the others, because one was killed."""
+    _leaving.set()
+    line = f"error: process {process} was killed: see its output; the same command goes on from the last checkpoint"
+    print(line, file=sys.stderr, flush=True)
+    _tell(2, line)
+    _mark_ended(process)
+    _exit(2)
+
+
+def _leave(error: BaseException) -> None:
+    """Reports the error and ends this process, without the steps at which Python and JAX wait for the others."""
+    _leaving.set()
+    code = (error.code if isinstance(error.code, int) else 1) if isinstance(error, SystemExit) else report(error)
+    _tell(2, _ended(f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"))
+    _exit(code)
+
+
+def end(code: int, line: str) -> NoReturn:
+    """Reports an error of one line, and ends this process and the others. Any thread may call it."""
+    _leaving.set()
+    print(printable(f"error: {line}"), file=sys.stderr, flush=True)
+    _tell(code, _ended(line))
+    _exit(code)
+
+
+def _ended(why: str) -> str:
+    return f"error: process {index()} has ended ({why}): see its output"
+
+
+def _tell(code: int, line: str) -> None:
+    """Ends the other processes with an exit code and a line."""
+    with suppress(Exception):  # the service may be gone, or another process was faster
+        client().key_value_set(ENDED, f"{code} {line}")
+
+
+def _mark_ended(process: int) -> None:
+    with suppress(Exception):
+        client().key_value_set(f"{ENDED}/{process}", "", allow_overwrite=True)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends this process at once. Process 0 serves the store, and JAX aborts those who lose it: it ends last."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _mark_ended(index())
+    with suppress(Exception):
+        if first():
+            end = time.monotonic() + LEAVING
+            while len(client().key_value_dir_get(f"{ENDED}/")) < count() and time.monotonic() < end:
+                time.sleep(POLL / 10_000)
+            time.sleep(POLL / 1000)  # from its key to its end a process has one call left
+    os._exit(code)

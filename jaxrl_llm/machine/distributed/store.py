@@ -1,0 +1,93 @@
+"""Exchanges of small values through the key-value store of JAX's coordination service.
+
+They do not go through a program on the devices: the order of these programs must be the same in all processes, and a
+thread that samples ahead or writes the log may exchange values at any time. Arrays of tokens go by the devices
+(`sharding.gather`): the store is in process 0, which would send them to each process.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.distributed import global_state  # no public function reaches the key-value store
+
+from jaxrl_llm.machine.distributed.processes import count, first, index
+
+POLL = 1000  # milliseconds
+_calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of `exchange`, for each channel
+
+
+def exchange(value: Any, channel: str = "step") -> list[Any]:
+    """Returns the JSON values of all processes, in their order. All processes must call it.
+
+    channel: calls of different threads need different channels, because each channel keeps its own order.
+    """
+    return [json.loads(text) for text in _exchange(json.dumps(value).encode(), channel)]
+
+
+def gather(rows: np.ndarray, channel: str = "step") -> np.ndarray:
+    """Returns the rows of all processes, in order: of small arrays. All processes must call it; channel: as above."""
+    if count() == 1:
+        return rows
+    file = io.BytesIO()
+    np.save(file, rows, allow_pickle=False)
+    return np.concatenate([np.load(io.BytesIO(x)) for x in _exchange(file.getvalue(), channel)])
+
+
+def wait(channel: str) -> None:
+    """Waits until all processes call it."""
+    exchange(None, channel)
+
+
+def _exchange(value: bytes, channel: str) -> list[bytes]:
+    if count() == 1:
+        return [value]
+    call, store = next(_calls[channel]), client()
+    of = lambda call: f"jaxrl_llm/{channel}/{call}"  # noqa: E731
+    if not first():
+        store.key_value_set_bytes(f"{of(call)}/{index()}", value)
+        return _parts(_get(f"{of(call)}/all"))
+    # Process 0 joins the values: N + N messages, where N x N would take seconds with hundreds of hosts. It waits for
+    # one that it lacks, and then takes all that have come meanwhile.
+    names = [f"{of(call)}/{process}" for process in range(1, count())]
+    came: dict[str, bytes] = {}
+    while lacking := [name for name in names if name not in came]:
+        _get(lacking[-1])
+        came = dict(store.key_value_dir_get_bytes(of(call)))
+    found = [value, *(came[name] for name in names)]
+    store.key_value_set_bytes(f"{of(call)}/all", _joined(found))
+    if call:  # everyone has read the values of the call before: they have set one for this call
+        store.key_value_delete(of(call - 1))
+    return found
+
+
+def _joined(values: list[bytes]) -> bytes:
+    return json.dumps([len(value) for value in values]).encode() + b"\n" + b"".join(values)
+
+
+def _parts(joined: bytes) -> list[bytes]:
+    sizes, _, values = joined.partition(b"\n")
+    ends = list(itertools.accumulate(json.loads(sizes)))
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def client() -> Any:
+    """Returns the client of the coordination service, whose type is not public."""
+    return global_state.client
+
+
+def _get(key: str) -> bytes:
+    """Waits for a key, for any time: if its process has ended, this one ends too."""
+    while True:
+        try:
+            return client().blocking_key_value_get_bytes(key, 10 * POLL)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise

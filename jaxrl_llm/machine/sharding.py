@@ -1,0 +1,262 @@
+"""The device mesh, and the rules that shard parameters and batches over its axes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import mesh_utils, multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.config.schema import Field, MayChange
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import distributed, progress
+from jaxrl_llm.structs import PyTree
+
+MeshSize: TypeAlias = MayChange[Annotated[int, Field(int, low=-1)]]
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = P(("data", "fsdp"))  # shards the leading axis (prompts) of each array in a batch
+DEVICE, HOST = "device", "pinned_host"  # kinds of memory
+
+# The first match counts. Parameters of `layers/` have a leading layer axis L, which is never sharded.
+RULES: tuple[tuple[str, P], ...] = (
+    (r"embed/embedding$", P("tensor", "fsdp")),  # [V, D]
+    (r"head/kernel$", P("fsdp", "tensor")),  # [D, V]
+    (r"experts/router/kernel$", P()),  # [L, D, experts]
+    (r"experts/(gate|up)/kernel$", P(None, "tensor", "fsdp")),  # [L, experts, D, width of an expert]
+    (r"experts/down/kernel$", P(None, "tensor", None, "fsdp")),  # [L, experts, width of an expert, D]
+    (r"(query|key|value|gate|up)/kernel$", P(None, "fsdp", "tensor")),  # [L, D, out]
+    (r"(query|key|value|gate|up)/bias$", P(None, "tensor")),  # [L, out]
+    (r"(output|down)/bias$", P()),  # [L, D]: added once, after the sum over tensor
+    (r"(output|down)/kernel$", P(None, "tensor", "fsdp")),  # [L, in, D]
+    (r"norm/scale$", P()),
+    (r"readout/(kernel|bias)$", P()),  # a critic's [D, 1] and [1]
+)
+
+
+def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, int, int]:
+    """Resolves the sizes of the mesh axes. At most one may be -1, for all remaining devices.
+
+    Raises: UserError, if the mesh does not fit the devices.
+    """
+    sizes: dict[str, int] = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            raise UserError(f"mesh.{axis} = {size}: give a size of 1 or more, or -1 for all devices left")
+    if len(free) > 1:
+        raise UserError(f"mesh.{' and mesh.'.join(free)} are both -1: only one axis can take the rest")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if free:
+        sizes[free[0]] = max(devices // fixed, 1)
+    total = math.prod(sizes.values())
+    text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    if total > devices:
+        raise UserError(f"mesh ({text}) needs {total} devices, but there are {devices}: make mesh.* smaller")
+    if free and total < devices:
+        raise UserError(f"mesh ({text}) leaves {devices - total} of {devices} devices idle: mesh.* must divide them")
+    return sizes["data"], sizes["fsdp"], sizes["tensor"]
+
+
+def make_mesh(*, data: MeshSize, fsdp: MeshSize, tensor: MeshSize) -> Mesh:
+    """Makes a mesh with Auto axes (the compiler propagates shardings) over the first devices.
+
+    With several processes it has all devices, and every process has consecutive prompts of a batch.
+    Raises: UserError, if the mesh does not fit the devices or the processes.
+    """
+    with progress.task("starting the devices"):
+        devices = jax.devices()
+    if jax.process_count() > distributed.count():  # a TPU slice finds itself
+        raise UserError(
+            f"JAX runs in {jax.process_count()} processes, which do not know of each other: start train and sft with "
+            "--distributed auto, and all other programs only on one host of its own"
+        )
+    return mesh_over(devices, data=data, fsdp=fsdp, tensor=tensor)
+
+
+def mesh_over(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> Mesh:
+    """Makes a mesh as `make_mesh`, over devices that need not be here. Raises: UserError, as it."""
+    shape, processes = mesh_shape(data, fsdp, tensor, len(devices)), len({d.process_index for d in devices})
+    if processes > 1:
+        placed = _split_by_process(devices, processes, shape)
+    else:
+        first = devices[: math.prod(shape)]
+        placed = mesh_utils.create_device_mesh(shape, first, allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _split_by_process(devices: Sequence[Any], count: int, shape: tuple[int, int, int]) -> np.ndarray:
+    """Returns all devices in the shape of a mesh. A process has whole prompts: no tensor axis leaves it."""
+    data, fsdp, tensor = shape
+    text = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, shape, strict=True))
+    if math.prod(shape) < len(devices):
+        raise UserError(
+            f"mesh ({text}) leaves some of {len(devices)} devices idle: several processes use all of theirs"
+        )
+    outer = (count, 1, 1) if data % count == 0 else (data, count // data, 1)
+    if math.prod(outer) != count or fsdp % outer[1]:
+        raise UserError(
+            f"mesh ({text}) cannot be split over {count} processes of {len(devices) // count} devices: let mesh.tensor "
+            "divide the devices of a process, and mesh.data their number"
+        )
+    slices = len({_slice(d) for d in devices})
+    if data % slices:
+        raise UserError(
+            f"mesh ({text}) would gather parameters over the slow network between {slices} slices: let mesh.data be a "
+            "multiple of their number"
+        )
+    inner = (data // outer[0], fsdp // outer[1], tensor)
+    # In each process the same order: on a large slice, the TPU compiler finds no route for an axis without it.
+    ordered = sorted(devices, key=lambda d: (_slice(d), d.process_index, getattr(d, "coords", None) or (), d.id))
+    blocks = np.array(ordered, dtype=object).reshape(*outer, *inner)
+    return blocks.transpose(0, 3, 1, 4, 2, 5).reshape(shape)
+
+
+def _slice(device: Any) -> int:
+    """Returns the number of a device's TPU slice. Between slices there is only a data-center network."""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+
+
+def prompt_shards(mesh: Mesh) -> int:
+    """Returns the number of devices that share the prompts of a batch: each has others, over data and fsdp."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Formats a pytree path, for example as "layers/attention/query/kernel"."""
+    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+
+
+def spec_for(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """PartitionSpec of a parameter. Drops a mesh axis if its size does not divide the dimension.
+
+    An adapter's A [L, in, r] is sharded as the input of its kernel [L, in, out], and B [L, r, out] as its output. A
+    kernel in int8 has values [L, in, out] and scales [L, 1, out], which are sharded as the kernel.
+    """
+    of, which = re.subn(r"/lora_([ab])$", "/kernel", re.sub(r"/kernel/(qvalue|scale)$", "/kernel", name))
+    rule = next((spec for pattern, spec in RULES if re.search(pattern, of)), P())
+    if which and len(rule) == 3:
+        rule = P(rule[0], rule[1], None) if name.endswith("a") else P(rule[0], None, rule[2])
+    if len(rule) > len(shape):
+        return P()
+    return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))
+
+
+def shardings(tree: PyTree, mesh: Mesh, leave_out: str = "") -> PyTree:
+    """NamedShardings of parameters, and of optimizer states with the same structure (matched by path).
+
+    leave_out: a mesh axis over which arrays are replicated.
+    """
+
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        spec = spec_for(path_name(path), leaf.shape, mesh)
+        return NamedSharding(mesh, P(*(None if axis == leave_out else axis for axis in spec)))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def heads_spec(kv_heads: int, mesh: Mesh) -> P:
+    """Returns the spec of arrays [B, K, ...]: prompts over data and fsdp, heads over tensor if it divides them."""
+    return P(("data", "fsdp"), "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None)
+
+
+def shard_batch(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Puts host arrays on the mesh, with prompts sharded over data and fsdp. They have the prompts of this process."""
+    place = NamedSharding(mesh, BATCH)
+    if distributed.count() == 1:
+        return jax.device_put(tree, place)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(place, np.asarray(x)), tree)
+
+
+def move(tree: PyTree, memory: str) -> PyTree:
+    """Moves the arrays of a tree to another memory of their devices: DEVICE or HOST. Scalars stay where they are."""
+
+    def one(x: jax.Array) -> jax.Array:
+        there = x.ndim == 0 or x.sharding.memory_kind == memory
+        return x if there else jax.device_put(x, x.sharding.with_memory_kind(memory))
+
+    return jax.tree.map(one, tree)
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Copies device arrays to NumPy arrays in one transfer: of a batch, the prompts of this process."""
+    local = jax.tree.map(lambda x: x if _whole(x) else [shard.data for shard in _rows(x)], tree)
+    arrays = jax.device_get(local)
+    return jax.tree.map(lambda x, found: np.asarray(found) if _whole(x) else np.concatenate(found), tree, arrays)
+
+
+def whole_to_host(x: jax.Array) -> np.ndarray:
+    """Copies a whole device array to NumPy in every process. All processes must call it, in the same order."""
+    return np.asarray(x if _whole(x) else multihost_utils.process_allgather(x, tiled=True))
+
+
+def gather(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Returns arrays with the rows of all processes, on the host, of arrays with those of this one: by the devices.
+
+    All processes must call it in the main thread, in the same order as other programs: one that samples ahead in
+    another thread would mix up the order, and takes `distributed.gather`, for small arrays.
+    """
+    if distributed.count() == 1:
+        return tree
+    return jax.tree.map(whole_to_host, shard_batch(tree, mesh))
+
+
+def largest(numbers: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Returns the largest value of each number [N] in any process: by the devices, as `gather`."""
+    if distributed.count() == 1:
+        return numbers
+    own = prompt_shards(mesh) // distributed.count()
+    rows = shard_batch(np.tile(numbers, (own, 1)), mesh)
+    return np.asarray(_column_maxima(rows, NamedSharding(mesh, P())))
+
+
+def put_groups(old: PyTree, new: PyTree, at: np.ndarray, found: np.ndarray, mesh: Mesh) -> PyTree:
+    """Returns `old` with its groups `at` replaced by the groups `found` of `new`, by the devices, as `gather`.
+
+    Arrays [B, ...] have the groups of this process; at, found: numbers in the batch of all processes.
+    """
+    if distributed.count() == 1:
+
+        def put(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+            x = np.array(x)
+            x[at] = y[found]
+            return x
+
+        return jax.tree.map(put, old, new)
+    source = np.full(len(jax.tree.leaves(old)[0]) * distributed.count(), -1, np.int32)
+    source[at] = found
+    placed = NamedSharding(mesh, BATCH)
+    return to_host(_put_rows(*shard_batch((old, new), mesh), source, placed))
+
+
+@partial(jax.jit, static_argnums=1)
+def _column_maxima(rows: jax.Array, placed: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(rows.max(axis=0), placed)
+
+
+@partial(jax.jit, static_argnums=3)
+def _put_rows(old: PyTree, new: PyTree, source: jax.Array, placed: NamedSharding) -> PyTree:
+    def put(x: jax.Array, y: jax.Array) -> jax.Array:
+        taken = source.reshape(-1, *[1] * (x.ndim - 1))
+        return jax.lax.with_sharding_constraint(jnp.where(taken >= 0, y[jnp.maximum(source, 0)], x), placed)
+
+    return jax.tree.map(put, old, new)
+
+
+def _whole(x: Any) -> bool:
+    """Returns whether this process has all of an array."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
+def _rows(x: jax.Array) -> list[jax.Shard]:
+    """Returns the shards of this process in the order of their rows, each once."""
+    shards = {shard.index[0].start or 0: shard for shard in x.addressable_shards}
+    return [shards[row] for row in sorted(shards)]

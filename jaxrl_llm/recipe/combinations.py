@@ -1,0 +1,251 @@
+"""Checks combinations of algorithm settings that do not work together."""
+
+from __future__ import annotations
+
+import re
+
+from jaxrl_llm import rewards
+from jaxrl_llm.algorithms import advantages, losses
+from jaxrl_llm.config.load import flatten
+from jaxrl_llm.config.names import arguments, closest, own_name, required_inputs, resolve, split_call
+from jaxrl_llm.config.schema import Field, check_call
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health.history import RECENT
+from jaxrl_llm.health.rules import RULES
+from jaxrl_llm.learner.optim import SKIPS
+from jaxrl_llm.learner.scorers import FROZEN
+from jaxrl_llm.recipe.no_effect import check_no_effect, looks_at_rewards
+from jaxrl_llm.rollout import engines
+from jaxrl_llm.structs import Config
+
+WITH_SEQUENCE_RATIO = ("gspo", "gmpo")  # losses with one importance ratio per completion
+
+
+def check_algorithm(config: Config, updates: int) -> None:
+    """Runs all checks below; updates: optimizer steps per rollout. Raises: UserError, naming the field."""
+    estimator = resolve(config.advantage.name, advantages, "config.advantage.name")
+    loss = resolve(config.loss.name, losses, "config.loss.name")
+    required = required_inputs(estimator)
+    check_rewards(config, required)
+    check_advantage(config, own_name(estimator, advantages), required)
+    check_loss(config, own_name(loss, losses), own_name(estimator, advantages), updates)
+    check_ratio_of_a_sequence(config, own_name(loss, losses))
+    loss(**arguments(config.loss))  # a loss checks its arguments when it is built
+    check_kl(config, required)
+    check_no_effect(config, required, updates)
+
+
+def check_rewards(config: Config, required: tuple[str, ...]) -> None:
+    """Checks that every reward function exists and has a weight, and that weights are not all 0 if rewards are used."""
+    names, weights, of_model = config.reward.functions, config.reward.weights, "reward_model" in config
+    if not (names or of_model) or len(names) != len(weights):
+        counts = f"{len(names)} function{'s' * (len(names) != 1)} and {len(weights)} weight{'s' * (len(weights) != 1)}"
+        example = tuple(1.0 for _ in names) or (1.0,)
+        raise UserError(f"config.reward has {counts}: give each function one, such as reward.weights = {example}")
+    for name, weight in zip(names, weights, strict=True):
+        if problem := Field(float).problem(weight):
+            raise UserError(f"config.reward.weights: {name}'s {problem}")
+        if problem := Field(str).problem(name):
+            raise UserError(f"config.reward.functions: one {problem}")
+        check_call(name, rewards, "config.reward.functions")
+    channels = [split_call(name)[0] for name in names]
+    for name in channels:
+        if channels.count(name) > 1:
+            times = "twice" if channels.count(name) == 2 else f"{channels.count(name)} times"
+            raise UserError(f"config.reward.functions has {name!r} {times}: give it once")
+    if not any(weights) and not (of_model and config.reward_model.weight) and looks_at_rewards(required):
+        raise UserError("config.reward.weights are all 0: nothing would be rewarded; give one function a weight")
+    if of_model:
+        check_reward_model(config, required)
+    tokens, limit = config.reward.overlong_tokens, config.rollout.max_completion_tokens
+    if tokens > limit:
+        raise UserError(f"config.reward.overlong_tokens = {tokens} is more than a completion's {limit}: lower it")
+
+
+def check_reward_model(config: Config, required: tuple[str, ...]) -> None:
+    """Checks that the scores of a reward model, which come after the sampling, are not needed before."""
+    if not looks_at_rewards(required):
+        raise UserError(f"config.reward_model would be of no use: advantage {config.advantage.name!r} uses no reward")
+    if config.rollout.resample_rounds:
+        raise UserError(
+            f"config.rollout.resample_rounds = {config.rollout.resample_rounds}: a reward model scores completions "
+            "after the sampling, when no group can be replaced: set it to 0"
+        )
+    if config.data.curriculum.skip:
+        raise UserError(
+            f"config.data.curriculum.skip = {config.data.curriculum.skip}: a reward model scores completions after the "
+            "curriculum has judged their prompts: set it to 0.0"
+        )
+    if "greedy_rewards" in required:
+        raise UserError(
+            f"config.reward_model: advantage {config.advantage.name!r} compares with the greedy completion, which a "
+            "reward model does not score: take another advantage"
+        )
+
+
+def check_advantage(config: Config, name: str, required: tuple[str, ...]) -> None:
+    """Checks that the estimator gets every signal it requires, and that no signal is computed without need."""
+    given = config.advantage.name
+    there = (*advantages.SIGNALS, *FROZEN.values())
+    for signal in required:
+        if signal not in there:
+            raise UserError(f"config.advantage.name = {given!r} asks for {signal!r}: there is {', '.join(there)}")
+    if config.group_size < 2 and name in advantages.OF_A_GROUP:
+        raise UserError(f"config.group_size = 1: advantage {given!r} compares the members of a group; give 2 or more")
+    if name == "pass_at_k" and config.advantage.k > config.group_size:
+        raise UserError(f"config.advantage.k = {config.advantage.k}: give 1 to group_size = {config.group_size}")
+    of = arguments(config.advantage)
+    if name and of.get("epsilon") == 0 and of.get("normalize") != "none":
+        raise UserError("config.advantage.epsilon = 0: equal rewards would be divided by 0; give more, like 1e-4")
+    sections = {"critic": ("values", "ppo")} | {name: (column, "distillation") for name, column in FROZEN.items()}
+    for section, (column, example) in sections.items():
+        if column in required and section not in config:
+            raise UserError(
+                f"config.{section} is missing: advantage {given!r} asks for {column}; see configs/{example}.py"
+            )
+        if section in config and column not in required and section != "reward_model":
+            raise UserError(f"config.{section} would be of no use: advantage {given!r} does not ask for its {column}")
+        if section in config and section in FROZEN and not config[section].path:
+            raise UserError(f"config.{section}.path = '': give the {section}'s folder or hub id")
+
+
+def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
+    """Checks that the loss fits the advantages, the updates per rollout and the age of the samples."""
+    if loss in losses.WITHOUT_RATIO and updates > 1:
+        raise UserError(
+            f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} optimizer steps on a "
+            "rollout: set epochs = 1 and prompts_per_update = prompts_per_step, or another loss"
+        )
+    if loss in losses.WITH_SEQUENCE_ADVANTAGE and advantage in advantages.OF_A_TOKEN:
+        raise UserError(f"config.loss.name = {loss!r} wants an advantage a completion, {advantage!r} gives one a token")
+    e, c = config.entropy, config.importance
+    if e.target and not (e.step and e.most >= e.coef and e.most):
+        raise UserError(
+            f"config.entropy.target = {e.target}, but the coefficient cannot move towards it with step = {e.step} and "
+            f"most = {e.most}: give both, most not below coef"
+        )
+    if c.action == "mask" and c.low >= c.high:
+        raise UserError(f"config.importance.low = {c.low} is not below high = {c.high}: no weight would be kept")
+    if loss and config.rollout.max_lag and c.action == "none":  # a user's loss may have a correction
+        raise UserError(
+            f"config.importance.action = 'none' with rollout.max_lag = {config.rollout.max_lag}: loss {loss!r} knows "
+            "the policy at the start of the step, not the older one that sampled: set action = 'auto', or max_lag = 0"
+        )
+
+
+def check_ratio_of_a_sequence(config: Config, loss: str) -> None:
+    """Checks that a loss with one ratio per completion is averaged over completions, not over tokens."""
+    if loss not in WITH_SEQUENCE_RATIO:
+        return
+    if config.aggregate.mode == "token_mean":
+        raise UserError(
+            f"config.aggregate.mode = 'token_mean': loss {loss!r} has one ratio for a completion, which would count by "
+            "its length: set 'sequence_mean', or 'sequence_sum' for a completion that counts by its length (LUSPO)"
+        )
+    of_a_token = arguments(config.loss).get("level") == "token"
+    if config.mask.top_entropy < 1 and not of_a_token:
+        raise UserError(
+            f"config.mask.top_entropy = {config.mask.top_entropy}: the gradient of loss {loss!r}'s ratio reaches every "
+            "token of a completion, chosen or not: set it to 1.0, or take loss gspo with level = 'token'"
+        )
+
+
+def check_kl(config: Config, required: tuple[str, ...]) -> None:
+    """Checks that the KL penalty has an effect where it is placed, and that its adaptive coefficient is stable."""
+    k = config.kl
+    if k.placement == "loss" and k.estimator == "k1":
+        raise UserError(
+            "config.kl: k1 in the loss does nothing (its on-policy gradient has mean zero): "
+            "use k2 or k3 there, or placement = 'reward'"
+        )
+    if k.placement == "reward" and not {"rewards", "token_rewards"} & set(required):
+        raise UserError(
+            f"config.kl.placement = 'reward': advantage {config.advantage.name!r} does not look at it; "
+            "set 'loss' or 'none'"
+        )
+    own = own_name(resolve(config.advantage.name, advantages), advantages)
+    if k.placement == "reward" and own == "grpo" and arguments(config.advantage).get("normalize") != "none":
+        raise UserError(
+            "config.advantage.normalize divides by a deviation that the KL penalty is part of: where the task gives no "
+            "signal, the penalty alone would make full-size advantages; set it to 'none', or kl.placement to 'loss'"
+        )
+    if k.target and (k.decay != "constant" or not k.coef):
+        raise UserError(
+            "config.kl.target moves the coefficient by itself: set kl.decay to 'constant' and kl.coef above 0"
+        )
+    sequences = config.prompts_per_update * config.group_size
+    if k.target and k.horizon < sequences:
+        raise UserError(
+            f"config.kl.horizon = {k.horizon} is less than an optimizer step's {sequences} sequences: the "
+            "coefficient would jump; give more, like 10000"
+        )
+
+
+def check_rollout(config: Config) -> None:
+    """Checks that the completions of a group can differ, and that the engine accepts its settings."""
+    r = config.rollout
+    if r.top_k == 1:
+        raise UserError(
+            "config.rollout.top_k = 1: every completion would be the greedy one, with nothing to learn from; "
+            "give 2 or more, or 0 for all tokens"
+        )
+    if r.max_lag and r.resample_rounds:
+        raise UserError(
+            f"config.rollout.max_lag = {r.max_lag} and resample_rounds = {r.resample_rounds}: rewards find the groups "
+            "without signal, and are not judged where batches are sampled ahead: set one of them to 0"
+        )
+    engines.choose(config).check()
+
+
+def check_turns(config: Config) -> None:
+    """Checks that a turn and an observation fit into an episode."""
+    whole, turns = config.rollout.max_completion_tokens, config.turns
+    for field in ("tokens", "observation_tokens"):
+        if turns[field] > whole:
+            raise UserError(
+                f"config.turns.{field} = {turns[field]} is more than an episode has: rollout.max_completion_tokens is "
+                f"{whole}; lower one or raise the other"
+            )
+
+
+def check_lora(config: Config) -> None:
+    """Checks that adapters have a base, and that a moving reference stays adapters of this base."""
+    if not config.model.path:
+        raise UserError("config.lora: model.path is '', and a new model has nothing to adapt: give a model's folder")
+    try:
+        re.compile(config.lora.targets)
+    except re.error as error:
+        raise UserError(f"config.lora.targets = {config.lora.targets!r} is no regular expression: {error}") from None
+    if "kl" in config and config.kl.mix < 1:
+        raise UserError(
+            f"config.kl.mix = {config.kl.mix}: the mean of two adapters is not the adapter of the mean: set it to 1.0"
+        )
+
+
+def check_health(config: Config) -> None:
+    """Checks the rules that act: their names, and that a rollback has a checkpoint to go back to; and what may wait."""
+    minutes = config.health.hang_minutes
+    for field, seconds in flatten(config).items():
+        waits = field.endswith(".timeout") or field == "engine.patience"
+        if waits and 0 < 60 * minutes < seconds:
+            raise UserError(
+                f"config.{field} = {seconds:g} seconds, but config.health.hang_minutes = {minutes:g}: such a wait "
+                "would be taken for a hang: raise hang_minutes (0: never)"
+            )
+    health, saved, rules = config.health, config.checkpoint, [rule.__name__ for rule in RULES]
+    names = {"stop": (health.stop, rules)}
+    if "rollback" in health:  # not in `sft`
+        names |= {"skip": (health.skip, SKIPS), "rollback.rules": (health.rollback.rules, rules)}
+        both = sorted(set(health.stop) & set(health.rollback.rules))
+        if both:
+            raise UserError(f"config.health.stop and config.health.rollback.rules both have {both[0]!r}: choose one")
+        if health.rollback.rules and saved.every * (saved.keep - 1) < RECENT:
+            raise UserError(
+                f"config.checkpoint.keep = {saved.keep} with every = {saved.every}: a rollback needs a checkpoint that "
+                f"is {RECENT} steps old; raise one of them until every x (keep - 1) is {RECENT} or more"
+            )
+    for field, (given, there) in names.items():
+        for name in set(given) - set(there):
+            close = closest(name, there)
+            hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(there)}"
+            raise UserError(f"config.health.{field} has {name!r}, which is not there: {hint}")

@@ -1,0 +1,85 @@
+"""Checks that config, mesh, models and data fit each other, once they are loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.data.prompts import Dataset
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.rollout import engines
+from jaxrl_llm.structs import Config
+
+
+def check_batch_fits_mesh(config: Config, mesh: Mesh, prompts_per_update: int) -> None:
+    """Checks that every device gets the same number of prompts. Raises: UserError, naming the field."""
+    devices = sharding.prompt_shards(mesh)
+    sizes = {"microbatch": config.microbatch} if config.microbatch else {"prompts_per_update": prompts_per_update}
+    for field, prompts in (sizes | {"prompts_per_step": config.prompts_per_step}).items():
+        if prompts % devices:
+            raise UserError(
+                f"config.{field} = {prompts} prompts cannot be split evenly over mesh.data x mesh.fsdp = {devices} "
+                "devices: give a multiple, or a smaller mesh"
+            )
+
+
+def check_one_at_a_time(config: Config, mesh: Mesh) -> None:
+    """Raises: UserError, if two threads would run programs on several accelerators, because these may deadlock."""
+    own, lag = engines.choose(config).in_trainer, config.rollout.max_lag
+    alone = mesh.devices.flat[0].platform == "cpu" and distributed.count() == 1
+    if own and lag and mesh.size > 1 and not alone:
+        raise UserError(
+            f"config.rollout.max_lag = {lag}: the in-JAX engine cannot sample while {mesh.size} devices learn: "
+            "set it to 0, or take an engine with devices of its own (docs/vllm.md)"
+        )
+
+
+def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -> None:
+    """Checks that the tokenizer fits the model. Raises: UserError, if it makes a token that the model does not have."""
+    largest = max(int(tokens.max()) for dataset in datasets for tokens in dataset.ids)
+    largest = max(largest, tokenizer.pad_token_id, tokenizer.eos_token_id or 0)
+    if largest >= model.vocab_size:
+        raise UserError(
+            f"{tokenizer.name_or_path}: the tokenizer makes token {largest}, but config.json has a vocabulary of "
+            f"{model.vocab_size}: use one checkpoint's files"
+        )
+
+
+def check_router(config: Config, model: DecoderConfig) -> None:
+    """Raises: UserError, if the config has settings of experts, and the model has none."""
+    if "router" in config and model.mixture is None:
+        raise UserError(
+            f"config.router is for a model with experts, and {config.model.path or 'the new model'} has none: take the "
+            "section out, or give another model.path"
+        )
+
+
+def check_sampling(config: Config, model: DecoderConfig) -> None:
+    """Raises: UserError, if top-k excludes no token."""
+    if config.rollout.top_k >= model.vocab_size:
+        raise UserError(
+            f"config.rollout.top_k = {config.rollout.top_k} does nothing: the model's vocabulary has "
+            f"{model.vocab_size} tokens; set it to 0"
+        )
+
+
+def check_other_model(field: str, other: DecoderConfig, policy: DecoderConfig) -> None:
+    """Checks that a critic or teacher covers the policy's tokens. Raises: UserError, naming the field."""
+    if other.vocab_size < policy.vocab_size:
+        raise UserError(
+            f"config.{field}: that model has a vocabulary of {other.vocab_size}, the policy, which may sample all of "
+            f"its own, {policy.vocab_size}: give one with as many"
+        )
+
+
+def check_positions(config: Config, model: DecoderConfig, *datasets: Dataset, whose: str = "the model's") -> None:
+    """Checks that prompt and completion fit a model's positions. Raises: UserError, naming the field."""
+    width = max(dataset.width for dataset in datasets)
+    if width + config.rollout.max_completion_tokens > model.max_positions:
+        raise UserError(
+            f"config.rollout.max_completion_tokens = {config.rollout.max_completion_tokens} after prompts of up to "
+            f"{width} tokens is more than {whose} {model.max_positions} positions: lower it"
+        )

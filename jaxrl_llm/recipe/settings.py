@@ -1,0 +1,283 @@
+"""Rules over a run's settings: what may ruin it, and what has no effect. They need no device and no weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
+
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.config.names import arguments, is_ours, own_name, resolve
+from jaxrl_llm.data import tasks
+from jaxrl_llm.data.rows import is_task
+from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.models import hf
+from jaxrl_llm.recipe.checks import Totals, mixture_of, scheduled_steps
+from jaxrl_llm.rollout import engines
+from jaxrl_llm.structs import Config
+
+# Full fine-tuning of Qwen3-0.6B (width 1024) was stable at rate 1e-6 and ruined the model at 5e-5. The embedded model
+# (width 128) is stable at 4e-4, oscillates at 1e-3 and is ruined at 3e-3 (docs/health.md). The bound is proportional
+# to 1 / width, as Adam's rate for a matrix should be (arXiv 2203.03466).
+RATE, WIDTH = 5e-5, 1024
+# Factor for adapters: the embedded model is stable at 4e-3 and ruined at 1e-2 (docs/lora.md).
+ADAPTERS = 10
+SUPERVISED = 10  # factor for fixed targets, in sft and for a critic: configs/sft.py has 2e-3 at width 128
+UPDATES, UPDATES_WITH_CRITIC = 4, 16  # per rollout; more give a warning
+# In an update: with as many, a published reward stayed flat, and one of a run with a critic swung.
+SEQUENCES, SEQUENCES_WITH_CRITIC = 64, 128
+LONG = 10_000  # updates, after which a published gradient norm climbed
+
+
+class Settings(NamedTuple):
+    """What the rules look at."""
+
+    config: Config
+    totals: Totals
+    width: int | None  # of the policy; None: its config.json is not here
+    platform: str = ""  # of the devices, "cpu", "gpu" or "tpu"; "": not known
+    changed: tuple[str, ...] = ()  # fields that differ from the config file, if it says what it measured
+
+    @property
+    def rl(self) -> bool:
+        return "loss" in self.config
+
+
+Rule: TypeAlias = Callable[[Settings], Iterator[Finding]]
+
+
+def findings(settings: Settings) -> list[Finding]:
+    """Applies all rules that can look."""
+    unable = blind(settings)
+    return [finding for rule in RULES if rule.__name__ not in unable for finding in rule(settings)]
+
+
+def blind(settings: Settings) -> dict[str, str]:
+    """Returns {rule: why it cannot look}."""
+    lacks = {
+        "width": f"no config.json of {settings.config.model.path} here",
+        "rl": "sft has no rollouts",
+        "platform": "no device is asked",
+    }
+    lacking = {
+        rule.__name__: [lacks[name] for name in needs if not getattr(settings, name)] for rule, needs in RULES.items()
+    }
+    return {rule: reasons[0] for rule, reasons in lacking.items() if reasons}
+
+
+def width_of(config: Config) -> int | None:
+    """Returns the width of a config's policy; None: its model is a hub id that is not on this machine.
+
+    Raises: UserError, for a folder that is no model.
+    """
+    if not config.model.path and "hidden_size" in config.model:  # a new model
+        return config.model.hidden_size
+    folder = hf.find_here(config.model.path)
+    return hf.load_model(folder).cfg.width if folder else None
+
+
+def learning_rate(given: Settings) -> Iterator[Finding]:
+    """F9: a rate that ruins a model of this width."""
+    config, width = given.config, given.width
+    assert width  # RULES says that the rule needs it
+    adapters = ADAPTERS if "lora" in config else 1
+    rates = [("optim", config.optim.learning_rate, adapters * (1 if given.rl else SUPERVISED))]
+    if "critic" in config:
+        factor = SUPERVISED * (1 if config.critic.path else adapters)
+        rates.append(("critic.optim", config.critic.optim.learning_rate, factor))
+    for section, rate, factor in rates:
+        bound = factor * RATE * WIDTH / width
+        if rate >= bound:
+            yield Finding(
+                "learning_rate",
+                "warning",
+                f"{section}.learning_rate = {rate:g} is {bound:.1g} or more",
+                f"it may ruin a model of width {width}",
+                "lower it if the reward or the accuracy falls",
+                "docs/health.md",
+            )
+
+
+def many_updates(given: Settings) -> Iterator[Finding]:
+    """F2: many optimizer steps on one rollout."""
+    bound, updates = UPDATES_WITH_CRITIC if "critic" in given.config else UPDATES, given.totals.updates_per_rollout
+    if updates > bound:
+        yield Finding(
+            "many_updates",
+            "warning",
+            f"{updates:,} optimizer steps on a rollout, more than {bound}",
+            "the policy may leave what was sampled, and collapse",
+            "raise prompts_per_update, or lower epochs",
+            "Search-R1: 10 of them collapsed, 2 did not",
+        )
+
+
+def small_updates(given: Settings) -> Iterator[Finding]:
+    """F1: few sequences in an optimizer step, as after a cut that was meant to save memory."""
+    sequences, few = given.totals.sequences_per_update, SEQUENCES_WITH_CRITIC if "critic" in given.config else SEQUENCES
+    if sequences <= few and sequences < given.totals.sequences_per_step:
+        yield Finding(
+            "small_updates",
+            "warning",
+            f"an optimizer step has {sequences} of the rollout's {given.totals.sequences_per_step:,} sequences",
+            "its gradient may be noise, and the reward stay flat",
+            "raise prompts_per_update; to save memory, lower microbatch, which never changes the gradient",
+            "EasyR1 #24, Search-R1 #97",
+        )
+
+
+def entropy_bonus(given: Settings) -> Iterator[Finding]:
+    """F1c: a constant entropy bonus."""
+    if given.config.entropy.coef > 0 and not given.config.entropy.target:
+        yield Finding(
+            "entropy_bonus",
+            "warning",
+            f"entropy.coef = {given.config.entropy.coef:g} without a target",
+            "a constant bonus lets the entropy only rise, until the text is noise",
+            "set entropy.coef = 0, or entropy.target",
+            "Search-R1 #162",
+        )
+
+
+def no_anchor(given: Settings) -> Iterator[Finding]:
+    """F6: a long run with several updates on a rollout, no KL penalty and no importance weights."""
+    config, totals = given.config, given.totals
+    if config.kl.placement != "none" or totals.updates_per_rollout == 1 or totals.updates < LONG:
+        return
+    weighed = config.importance.action != "none" and not (
+        config.importance.action == "auto" and engines.choose(config).in_trainer and not config.rollout.max_lag
+    )
+    if not weighed and not (engines.choose(config).in_trainer and config.model.dtype == "float32"):
+        yield Finding(
+            "no_anchor",
+            "warning",
+            f"{totals.updates:,} optimizer steps, {totals.updates_per_rollout} on a rollout, "
+            "without KL penalty and correction",
+            "the norm of the gradient may climb for thousands of steps",
+            "in this order: set importance.action = 'truncate', epochs = 1, or a small kl.coef in the loss",
+            "TRL #2980",
+        )
+
+
+def long_warmup(given: Settings) -> Iterator[Finding]:
+    """F28: most of the run is a warm-up."""
+    warmup, total = given.totals.warmup_steps, given.totals.scheduled_updates
+    if warmup > total / 2:
+        yield Finding(
+            "long_warmup",
+            "note",
+            f"the warm-up takes {warmup:,} of {total:,} optimizer steps",
+            "the learning rate is reached late",
+            "lower optim.warmup_steps or optim.warmup_ratio, unless it is meant",
+            "docs/failures.md F28",
+        )
+
+
+def schedule(given: Settings) -> Iterator[Finding]:
+    """The schedules end before or after the run."""
+    config = given.config
+    if config.num_steps == scheduled_steps(config):
+        return
+    rate = config.optim.learning_rate if config.optim.decay == "constant" else config.optim.end
+    longer = config.num_steps > config.schedule_steps
+    yield Finding(
+        "schedule",
+        "note",
+        f"warm-up and decay are laid out for {config.schedule_steps} steps, as the run began, and it now has "
+        f"{config.num_steps}",
+        f"the steps after them have the learning rate {rate:g}" if longer else "it ends before they do",
+        "",
+        "",
+    )
+
+
+def idle_clip(given: Settings) -> Iterator[Finding]:
+    """A clip that was changed, and clips nothing."""
+    if given.totals.updates_per_rollout == 1 and (changed := _changed(given.config)):
+        yield Finding(
+            "idle_clip",
+            "note",
+            f"with one optimizer step on a rollout the ratio is 1, so that {', '.join(changed)} has no effect",
+            "",
+            "lower prompts_per_update or raise epochs for more of them",
+            "",
+        )
+
+
+def _changed(config: Config) -> list[str]:
+    """Lists the arguments of a built-in loss that act on its ratio and differ from their defaults."""
+    loss = resolve(config.loss.name, losses)
+    defaults = inspect.signature(loss).parameters if own_name(loss, losses) else {}
+    return [
+        f"loss.{name} = {value!r}"
+        for name, value in arguments(config.loss).items()
+        if name in defaults and name != "level" and value != defaults[name].default
+    ]
+
+
+def published(given: Settings) -> Iterator[Finding]:
+    """F33: the config file says what it measured, but with other settings."""
+    if given.changed:
+        yield Finding(
+            "published",
+            "note",
+            f"the result in the config file was measured without {', '.join(given.changed)}",
+            "this run may end elsewhere",
+            "",
+            "TRL #3406",
+        )
+
+
+def other_problems(given: Settings) -> Iterator[Finding]:
+    """F34: the evaluation has the problems of a task of this package, from which no training prompt comes."""
+    config = given.config
+    sources = [part.source for part in mixture_of(config).values()] or [config.data.source]
+    judged = _task(config.eval.source) if config.eval.every else ""
+    if judged and judged not in map(_task, sources):
+        trained = f"data.source = {sources[0]!r}" if len(sources) == 1 else "data.mixture"
+        yield Finding(
+            "other_problems",
+            "warning",
+            f"eval.source = {config.eval.source!r} has other problems than {trained}",
+            "the accuracy is not that of what is trained",
+            f"set eval.source and eval.function (now {config.eval.function}), or eval.every = 0",
+            "docs/failures.md F34",
+        )
+
+
+def _task(source: str) -> str:
+    """Returns the module of a task of this package, which a source names; "": another source."""
+    if not is_task(source):
+        return ""
+    function = resolve(source, tasks)
+    return function.__module__ if is_ours(function, tasks) else ""
+
+
+def keeps_nothing(given: Settings) -> Iterator[Finding]:
+    """The best checkpoint of a run without evaluation."""
+    if not given.config.eval.every and given.config.checkpoint.keep_best:
+        why = "eval.every is 0, and nothing says which is best"
+        yield Finding("keeps_nothing", "note", "checkpoint.keep_best keeps nothing", why, "", "")
+
+
+def deterministic(given: Settings) -> Iterator[Finding]:
+    """An option of GPUs on another device."""
+    if given.config.deterministic and given.platform != "gpu":
+        told = f"deterministic = True has no effect on a {given.platform}"
+        yield Finding("deterministic", "note", told, "it is for GPUs", "", "")
+
+
+RULES: dict[Rule, tuple[str, ...]] = {  # and what each needs to know of the settings
+    learning_rate: ("width",),
+    many_updates: ("rl",),
+    small_updates: ("rl",),
+    entropy_bonus: ("rl",),
+    no_anchor: ("rl",),
+    long_warmup: (),
+    schedule: (),
+    idle_clip: ("rl",),
+    published: (),
+    other_problems: (),
+    keeps_nothing: (),
+    deterministic: ("platform",),
+}

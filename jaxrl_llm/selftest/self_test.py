@@ -1,0 +1,529 @@
+"""The self-test: what must hold at step 0, checked on the run's own model, engine, data and reward functions.
+
+A check gets a `Trial` and returns an `Answer`. To add one, write a function and add a line to CHECKS.
+docs/health.md lists the checks, their bounds, and what they cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxrl_llm.algorithms import advantages, losses
+from jaxrl_llm.config.names import arguments, own_name, required_inputs, resolve
+from jaxrl_llm.data import formats
+from jaxrl_llm.data.prompts import template_args_of
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.health.history import History
+from jaxrl_llm.health.rules.environment import tool_down
+from jaxrl_llm.machine import progress, sharding
+from jaxrl_llm.recipe.no_effect import looks_at_rewards
+from jaxrl_llm.rollout import engines
+from jaxrl_llm.rollout.routing import routing_agreement
+from jaxrl_llm.selftest.trial import AGAIN, KEY, TOKENS, Dialog, Tested, Trial, prepare, to_batch
+from jaxrl_llm.structs import Array, Batch, Rollouts
+
+if TYPE_CHECKING:  # it imports this module
+    from jaxrl_llm.session.run import Run
+
+# Of equal weights in two programs: half the square of a difference of log-probabilities, 1e-6 for float32.
+KL, KL_ROUNDED = 1e-9, 1e-3
+# Of log-probabilities. In float32 the largest difference: 3e-6 for the embedded model on a CPU. Otherwise the mean,
+# because rare tokens differ by much more: 1.8e-3 in bfloat16 over 1,000 tokens (docs/LOG.md). `engine.max_gap` bounds
+# the largest difference of another engine, and so its mean too.
+GAP, MEAN_GAP = 1e-4, 1e-2
+RATIO, RATIO_ROUNDED = 1e-4, 1e-2  # distance of the mean ratio from 1: exp of the above
+CLIPPED, CLIPPED_ROUNDED = 0.0, 0.01  # share of tokens; rounding may clip a few: the bound of the rule phantom_clipping
+CENTERED = 1e-4  # mean of a group's advantages, whose size is about 1: G sums in float32
+# |difference of gradients| / |gradient|. In float32 another order of sums changes 1e-6; bfloat16 has 8 bits.
+GRADIENT, GRADIENT_ROUNDED = 1e-4, 5e-2
+CHANCE = 1e-4  # probability below which equal samples are no accident
+MOVED = 1.05  # factor of all weights in a trial push: it changes log-probabilities by far more than rounding
+ROWS = 2  # of the data, whose answers the reward functions judge
+MEANT = 16  # completions, of which one should have stopped
+
+OF_GROUP_MEAN = ("grpo", "rloo", "gdpo", "pass_at_k")  # estimators whose advantages have mean 0 in each group
+ANSWERS = ("answer", "solution", "ground_truth", "completion")  # columns that may hold a good answer
+FORMS = (
+    "{}",
+    "\\boxed{{{}}}",
+    "#### {}",
+    "<answer>{}</answer>",
+    "<think>\n</think>\n<answer>\n{}\n</answer>",
+    "<answer>\\boxed{{{}}}</answer>",
+)
+
+
+class Answer(NamedTuple):
+    """What a check says."""
+
+    text: str  # what it measured, or why it did not
+    findings: tuple[Finding, ...] = ()
+    done: bool = True
+
+
+Check: TypeAlias = Callable[[Trial], Answer]
+skipped = partial(Answer, findings=(), done=False)
+MORE = "doctor --selftest does this: it needs programs that the run has not"
+
+
+class Checked(NamedTuple):
+    """A check that was run."""
+
+    id: str
+    answer: Answer
+    seconds: float
+
+    def line(self) -> str:
+        """Returns it as a line of a table."""
+        said = "found" if self.answer.findings else "passed" if self.answer.done else "not applicable"
+        return f"{self.id:<4} {said:<15} {self.answer.text}  ({self.seconds:.1f} s)"
+
+    def record(self) -> dict[str, Any]:
+        findings = [finding.record() for finding in self.answer.findings]
+        passed = self.answer.done and not findings
+        said = {"id": self.id, "passed": passed if self.answer.done else None, "text": self.answer.text}
+        return said | {"seconds": round(self.seconds, 3), "findings": findings}
+
+
+def check(run: Run, parts: Tested, *, full: bool) -> Iterator[Checked]:
+    """Runs all checks on a run that has restored its first states; full: also those with programs of their own."""
+    began = time.perf_counter()
+    trial = prepare(run, parts, full=full)
+    _, group, _ = trial.rollouts.completions.shape
+    sampled = f"sampled {len(trial.rollouts.completions)} x {group} completions, and scored them"
+    yield Checked("", Answer(sampled), time.perf_counter() - began)
+    for id, function in CHECKS:
+        began = time.perf_counter()
+        answer = function(trial)
+        yield Checked(id, answer, time.perf_counter() - began)
+
+
+def at_start(run: Run, parts: Tested) -> None:
+    """Runs the checks that need no other programs than the run, and tells what they find. Stops nothing."""
+    began = time.perf_counter()
+    answers, following = [], [*(id for id, _ in CHECKS), ""]
+    with progress.task("self-test", len(following)) as shown:
+        shown.detail = "sampling"
+        for checked, then in zip(check(run, parts, full=False), following, strict=True):
+            answers += [checked.answer] if checked.id else []
+            shown.advance(detail=then)
+    done, bad = sum(answer.done for answer in answers), sum(bool(answer.findings) for answer in answers)
+    said = f"{done - bad} checks passed" + (f", {bad} found something" if bad else "")
+    run.log.say(f"self-test: {said} in {time.perf_counter() - began:.1f} s")
+    run.health.add(run.step, [finding for answer in answers for finding in answer.findings])
+
+
+def reference_agrees(trial: Trial) -> Answer:
+    """S1: at step 0 the reference is the policy."""
+    if "ref_logprobs" not in trial.scores or trial.run.step:
+        return skipped("the run has no reference")
+    # Not by the reference's own program: it would make the same mistake twice.
+    if trial.full:
+        kl = float(trial.gradient("policy", 0)[1]["kl/ref"])
+    elif "old_logprobs" in trial.scores:
+        mask = trial.rollouts.loss_mask
+        gap = np.where(mask, _host(trial.scores["ref_logprobs"]) - _host(trial.scores["old_logprobs"]), 0.0)
+        kl = float(np.sum(np.expm1(gap) - gap) / max(mask.sum(), 1))  # k3
+    else:
+        return skipped(MORE)
+    text = f"KL to the reference {kl:.1e}"
+    if kl <= (KL if trial.config.model.dtype == "float32" else KL_ROUNDED):
+        return Answer(text)
+    cause = "the reference has other weights than the policy, or scores in another way"
+    fix = "begin a new run, with files that nobody changes"
+    return Answer(text, (Finding("reference_differs", "error", f"{text} at step 0", cause, fix, "docs/health.md S1"),))
+
+
+def ratio_is_one(trial: Trial) -> Answer:
+    """S2: the first update on a rollout has ratio 1, and clips nothing."""
+    metrics = _first_metrics(trial)
+    if metrics is None:
+        return skipped(MORE)
+    if "ratio/mean" not in metrics:
+        return skipped("the loss has no ratio")
+    ratio, clipped = float(metrics["ratio/mean"]), float(metrics.get("clip/fraction", 0.0))
+    text = f"ratio 1 {ratio - 1:+.1e}, {clipped:.2%} of the tokens clipped"
+    far, most = (RATIO, CLIPPED) if trial.exact else (RATIO_ROUNDED, CLIPPED_ROUNDED)
+    if abs(ratio - 1) <= far and clipped <= most:
+        return Answer(text)
+    cause = "old log-probabilities are not those of the policy that learns"
+    fix = "use an engine or a dtype that rounds as the trainer does, or look at your loss"
+    return Answer(
+        text, (Finding("ratio_not_one", "error", f"{text} in the first update", cause, fix, "docs/health.md S2"),)
+    )
+
+
+def sampler_agrees(trial: Trial) -> Answer:
+    """S3: sampler and trainer compute the same log-probabilities."""
+    if trial.policy is None:
+        return skipped(MORE)
+    gaps = np.abs(_host(trial.policy) - trial.rollouts.logprobs)[trial.rollouts.loss_mask]
+    text = f"log-probabilities of sampler and trainer differ by {gaps.max():.1e} at most, {gaps.mean():.1e} in the mean"
+    if trial.full and trial.parts.model.cfg.mixture and engines.choose(trial.config).in_trainer:
+        same = routing_agreement(trial.parts.model, trial.params, trial.batch, trial.run.mesh)
+        text += f"; they choose the same experts in {same:.2%} of layers and tokens"
+    gap, bound = (gaps.max(), GAP) if trial.exact else (gaps.mean(), min(trial.engine.max_gap or MEAN_GAP, MEAN_GAP))
+    if gap <= bound:
+        return Answer(text)
+    cause = f"the engine does not compute what the trainer computes (bound {bound:g})"
+    fix = "compare weights, dtype and sampling settings of both"
+    return Answer(text, (Finding("sampler_disagrees", "error", text, cause, fix, "docs/health.md S3"),))
+
+
+def groups_are_whole(trial: Trial) -> Answer:
+    """S4: each group has all its completions, and advantages relative to a group have mean 0 in it."""
+    name = own_name(resolve(trial.config.advantage.name, advantages), advantages)
+    wanted, there = trial.rewards.total.shape, trial.rollouts.completions.shape[:2]
+    found = []
+    if there != wanted:
+        evidence = f"{there[0]} groups of {there[1]} completions, not {wanted[0]} of {wanted[1]}"
+        found.append(
+            Finding("groups_broken", "error", evidence, "the engine loses completions", "mend it", "docs/health.md S4")
+        )
+    text = f"{there[0]} groups of {there[1]}"
+    if name not in OF_GROUP_MEAN:
+        return Answer(f"{text}; the estimator need not have mean 0 in a group", tuple(found))
+    mask = trial.rollouts.loss_mask
+    each = np.where(mask, _host(trial.batch.advantages), 0.0).sum(axis=-1) / np.maximum(mask.sum(axis=-1), 1)
+    mean = float(np.abs(each.mean(axis=1)).max())
+    text = f"{text}, mean of their advantages {mean:.1e} at most"
+    if not mean <= CENTERED:
+        cause, fix = "a group is not its own baseline", f"mend the estimator {name}"
+        found.append(Finding("advantages_not_centered", "error", text, cause, fix, "docs/health.md S4"))
+    return Answer(text, tuple(found))
+
+
+def reward_sees(trial: Trial) -> Answer:
+    """S5: functions judge what a policy may say, and a good answer earns more than an empty completion."""
+    config, rows = trial.config, trial.parts.dataset.rows[:ROWS]
+    if not any(config.reward.weights) or not looks_at_rewards(_required(trial)):
+        return skipped("no reward is used")
+    if not config.reward.timeout and not trial.full:  # a call more may change the state of a function
+        return skipped("reward.timeout = 0: the functions run in this process; doctor --selftest calls them")
+    columns = [name for name in ANSWERS if all(isinstance(row.get(name), str | int | float) for row in rows)]
+    texts = [["", *(form.format(x) for name in columns for x in _said(row[name]) for form in FORMS)] for row in rows]
+    try:
+        earned = _earned(trial, rows, texts)
+    except UserError as error:
+        fix = "make it judge any text, since a policy may say nothing"
+        return Answer(
+            "an error", (Finding("reward_fails", "error", str(error), "it was asked", fix, "docs/health.md S5"),)
+        )
+    if np.isnan(earned).all():
+        evidence = f"no function has a verdict on {earned.size} completions"
+        cause = (
+            f"{', '.join(map(str, config.reward.functions))}: a judge does not answer, or the rows lack what it reads"
+        )
+        fix = "start the judge, or mend the data"
+        return Answer(evidence, (Finding("no_verdict", "error", evidence, cause, fix, "docs/health.md S5"),))
+    if not columns:
+        return Answer(
+            f"the functions judge; the data has no column {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]} to compare"
+        )
+    earned = np.nan_to_num(earned)
+    empty, best = earned[:, 0], earned[:, 1:].max(axis=1)
+    text = f"good answers earn up to {best.max():g}, empty completions {empty.min():g}"
+    if np.any(best > empty):
+        return Answer(text)
+    evidence = "no form of the row's answer earns more than an empty completion"
+    cause = f"the reward is blind, or wants a form that the self-test does not try ({text}; {', '.join(columns)})"
+    fix = "judge a good answer by hand with your reward function"
+    return Answer(text, (Finding("reward_blind", "warning", evidence, cause, fix, "docs/health.md S5"),))
+
+
+def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) -> np.ndarray:
+    """Returns what completions of rows earn, NaN without a verdict. Raises: UserError, as the functions do."""
+    ids = [[trial.parts.tokenizer(x, add_special_tokens=False)["input_ids"] for x in group] for group in texts]
+    columns = {}
+    if trial.parts.environments:  # as of an episode of one turn, in which the environment measured 0
+        columns["turns"] = [[[{"role": "assistant", "content": text}] for text in group] for group in texts]
+        columns["episode"] = [[defaultdict(float) for _ in group] for group in texts]
+        columns["loss_mask"] = [[[True] * len(tokens) for tokens in group] for group in ids]
+    with closing(trial.parts.reward_fn()) as reward_fn:
+        return reward_fn(rows, texts, ids, columns).channels["total"]
+
+
+def stop_is_learned(trial: Trial) -> Answer:
+    """S6: prompts end where the answer begins; a completion can stop, and learns its stop token."""
+    rollouts, stops, limit = trial.rollouts, trial.parts.stop_ids, trial.config.rollout.max_completion_tokens
+    found = list(_generation_prompt(trial))
+    if not any(0 <= stop < trial.parts.model.cfg.vocab_size for stop in stops):
+        fix = "add eos_token_id to the model's generation_config.json"
+        evidence = f"stop tokens {list(stops)}, none in the vocabulary"
+        found.append(
+            Finding(
+                "no_stop_token",
+                "error",
+                evidence,
+                "no completion can end",
+                fix,
+                "docs/health.md S6, docs/failures.md F14",
+            )
+        )
+    last = np.maximum(rollouts.completion_mask.sum(axis=-1, keepdims=True) - 1, 0)
+    at_end = lambda x: np.take_along_axis(x, last, axis=-1)[..., 0]  # noqa: E731
+    learned = np.isin(at_end(rollouts.completions), stops) & at_end(rollouts.loss_mask)
+    ended, count = ~rollouts.truncated, rollouts.truncated.size
+    text = f"{ended.sum()} of {count} completions stopped, all by a token that is trained"
+    if lost := int((ended & ~learned).sum()):
+        text = f"{lost} of {ended.sum()} completions that stopped do not end with a trained stop token"
+        cause, fix = "stopping is never learned", "let the engine keep the stop token in the completion and its mask"
+        found.append(Finding("stop_not_trained", "error", text, cause, fix, "docs/health.md S6, docs/failures.md F14"))
+    elif not ended.any() and count >= MEANT and limit <= TOKENS:
+        text = f"none of {count} completions stopped within {limit} tokens"
+        fix = "raise rollout.max_completion_tokens, or use a model that knows its stop token"
+        found.append(
+            Finding(
+                "nothing_stops",
+                "warning",
+                text,
+                "the limit cuts all of them",
+                fix,
+                "docs/health.md S6, docs/failures.md F14",
+            )
+        )
+    return Answer(text, tuple(found))
+
+
+def gradient_stays(trial: Trial) -> Answer:
+    """S7: the gradient is the same for all prompts at once, and for one packed row of a prompt at a time."""
+    if not trial.full:
+        return skipped(MORE)
+    one = sharding.prompt_shards(trial.run.mesh)  # one prompt of each device
+    bound = GRADIENT if trial.config.model.dtype == trial.config.optim.gradient_dtype == "float32" else GRADIENT_ROUNDED
+    found, said = [], []
+    for name in trial.run.learners:
+        whole, _ = trial.gradient(name, 0)
+        far = {"packed rows": _distance(trial.gradient(name, one, packed=True)[0], whole)}
+        if not far["packed rows"] <= bound:  # another program says which of the two it is
+            far["one prompt at a time"] = _distance(trial.gradient(name, one)[0], whole)
+        said.append(f"{name} {max(far.values()):.1e}")
+        for how in [how for how, x in far.items() if not x <= bound]:
+            evidence = f"with {how}, the gradient of the {name} differs by {far[how]:.1e} of its norm"
+            cause, fix = "the loss depends on more than the tokens it gets", "sum over the tokens of a loss alone"
+            found.append(
+                Finding(
+                    "microbatch_changes_gradient",
+                    "error",
+                    evidence,
+                    cause,
+                    fix,
+                    "docs/health.md S7, docs/failures.md F25, F29",
+                )
+            )
+    return Answer(f"packed rows and micro-batches change the gradient by {', '.join(said)} of its norm", tuple(found))
+
+
+def environment_is_masked(trial: Trial) -> Answer:
+    """S8: what an environment says is read, but not trained on."""
+    if not trial.parts.environments:
+        return skipped("the run has no environment")
+    if not trial.full:
+        return skipped(MORE)
+    rollouts, dialogs = trial.episodes()
+    if down := _tool_down(trial, rollouts):
+        return Answer(down.evidence, (down,))
+    arrays = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask
+    flat = [x.reshape(-1, x.shape[-1]) for x in arrays]
+    heard = [Heard.of(*episode) for episode in zip(*flat, dialogs, strict=True)]
+    tokens, trained = sum(one.tokens for one in heard), sum(one.trained for one in heard)
+    text = f"the environment said {tokens} of {rollouts.completion_mask.sum()} tokens in {len(dialogs)} episodes"
+    if not tokens:
+        cause = "the policy ends each episode in its first turn, or the environment says nothing"
+        fix = "look at completions.jsonl; start from a model that knows the protocol"
+        return Answer(
+            text,
+            (Finding("environment_silent", "warning", text, cause, fix, "docs/health.md S8, docs/failures.md F22"),),
+        )
+    if changed := sum(one.changed for one in heard):
+        evidence = f"{changed} of {tokens} tokens that the environment said are others in the completion"
+        cause, fix = "text is encoded again between turns", "append the ids that the environment returns"
+        return Answer(
+            text,
+            (Finding("observation_changed", "error", evidence, cause, fix, "docs/health.md S8, docs/failures.md F21"),),
+        )
+    if trained:
+        evidence = f"{trained} of {tokens} tokens that the environment said are in the loss mask"
+        cause, fix = "the policy learns to say what it only reads", "append an observation with loss_mask False"
+        return Answer(
+            text,
+            (Finding("environment_trained", "error", evidence, cause, fix, "docs/health.md S8, docs/failures.md F20"),),
+        )
+    return Answer(f"{text}, and none of them is trained")
+
+
+class Heard(NamedTuple):
+    """Tokens of an episode that the environment said."""
+
+    tokens: int
+    trained: int  # in the loss mask
+    changed: int  # that are others in the completion
+
+    @classmethod
+    def of(cls, completion: np.ndarray, real: np.ndarray, trained: np.ndarray, dialog: Dialog) -> Heard:
+        """Finds what an environment said in a completion [C], by the ids that went to and from it."""
+        at, length, counts = 0, int(real.sum()), np.zeros(3, int)
+        for turn, said in dialog:
+            at += len(turn)
+            if said is None or length <= at:  # the episode ended there, or had no room for an answer
+                break
+            there = slice(at, at := at + len(said))
+            counts += len(said), trained[there].sum(), (completion[there] != said).sum()
+        return cls(*counts.tolist())
+
+
+def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
+    """Finds a tool that fails in all calls of these episodes."""
+    measured = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
+    found = tool_down(History([{"step": 1} | measured]))
+    if not found or "url" not in trial.config.env:
+        return found
+    return replace(found, cause=f"{found.cause} (config.env.url = {trial.config.env.url!r})")
+
+
+def samples_differ(trial: Trial) -> Answer:
+    """S9: completions of a prompt differ, in their group and between two keys."""
+    rollouts = trial.rollouts
+    tokens, logprobs = (np.where(rollouts.completion_mask, x, 0) for x in (rollouts.completions, rollouts.logprobs))
+    first, mask = slice(0, AGAIN), trial.again.completion_mask
+    again, others = np.where(mask, trial.again.completions, 0)[..., first], tokens.shape[1] - 1
+    # With the probability of the first completion, another one of its group repeats it by chance.
+    equal = {"members of a group": (tokens == tokens[:, :1]).all() and others * logprobs[:, 0].sum()}
+    equal["keys"] = np.array_equal(tokens[..., first], again) and logprobs[..., first].sum()
+    found = []
+    for what in [what for what, chance in equal.items() if chance < np.log(CHANCE)]:  # False, if they differ, is 0
+        evidence = f"all completions are the same for different {what}"
+        cause, fix = f"the engine uses one key (by chance: e^{equal[what]:.0f})", "draw with the key and the member"
+        found.append(Finding("samples_repeat", "error", evidence, cause, fix, "docs/health.md S9"))
+    distinct = np.mean([len(np.unique(group, axis=0)) for group in tokens])
+    moved = (tokens[..., first] != again).any(axis=-1).mean()
+    text = f"{distinct:.1f} of {tokens.shape[1]} completions of a group are distinct, another key changes {moved:.0%}"
+    return Answer(text, tuple(found))
+
+
+def push_arrives(trial: Trial) -> Answer:
+    """S10: after a push the engine samples with the new weights."""
+    if not trial.full:
+        return skipped(MORE)
+    if trial.engine.max_gap is not None:
+        return _weight_check(trial)
+    # A base in int8 has numbers that mean something only with their scales, which are moved.
+    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    moved = jax.tree.map(lambda x: x * MOVED if floating(x) else x, trial.params)
+    trial.engine.update_weights(moved, trial.run.step)
+    sampled = trial.sample(KEY, AGAIN)
+    trial.engine.update_weights(trial.params, trial.run.step)
+    new, old = (_gap(trial, params, sampled) for params in (moved, trial.params))
+    text = f"after a push, log-probabilities differ from the new weights by {new:.1e}, from the old by {old:.1e}"
+    if new < old and (new <= GAP or not trial.exact):
+        return Answer(text)
+    cause, fix = "the engine does not sample with the weights that it got", "mend its update_weights"
+    return Answer(
+        text, (Finding("push_has_no_effect", "error", text, cause, fix, "docs/health.md S10, docs/failures.md F23"),)
+    )
+
+
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("S1", reference_agrees),
+    ("S2", ratio_is_one),
+    ("S3", sampler_agrees),
+    ("S4", groups_are_whole),
+    ("S5", reward_sees),
+    ("S6", stop_is_learned),
+    ("S7", gradient_stays),
+    ("S8", environment_is_masked),
+    ("S9", samples_differ),
+    ("S10", push_arrives),
+)
+
+
+def _host(x: Array) -> np.ndarray:
+    """Returns an array [B, ...] of the devices on the host, with the rows of all processes."""
+    return sharding.whole_to_host(x)
+
+
+def _first_metrics(trial: Trial) -> dict[str, Array] | None:
+    """Returns the metrics of the first update; None: the run has no program for the log-probabilities alone."""
+    if trial.full:
+        return trial.gradient("policy", 0)[1]
+    if trial.policy is None:
+        return None
+    loss_fn = resolve(trial.config.loss.name, losses)(**arguments(trial.config.loss))
+
+    @jax.jit
+    def metrics(logprobs: Array, batch: Batch) -> dict[str, Array]:
+        mask = batch.loss_mask
+        mean = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / jnp.sum(mask)  # noqa: E731
+        return {name: mean(x) for name, x in loss_fn(logprobs, batch)[1].items()}
+
+    return metrics(trial.policy, replace(trial.batch, packed_index=None))
+
+
+def _required(trial: Trial) -> tuple[str, ...]:
+    return required_inputs(resolve(trial.config.advantage.name, advantages))
+
+
+def _said(answer: Any) -> list[str]:
+    """Returns an answer as text, and what is after "####", as in GSM8K."""
+    text = str(answer)
+    return [text, text.split("####")[-1].strip()] if "####" in text else [text]
+
+
+def _generation_prompt(trial: Trial) -> Iterator[Finding]:
+    """Compares the end of the first prompt with what the chat template puts before an answer."""
+    prompt, tokenizer = trial.parts.dataset.rows[0]["prompt"], trial.parts.tokenizer
+    if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":  # no template, or an answer that goes on
+        return
+    schemas = trial.parts.environments.schemas if trial.parts.environments else ()
+    args = template_args_of(trial.config, schemas) | formats.template_args(trial.parts.dataset.rows[0])
+    render = partial(tokenizer.apply_chat_template, prompt, tokenize=False, **args)
+    closed, opened = (render(add_generation_prompt=add) for add in (False, True))
+    expected = opened.removeprefix(closed) if opened.startswith(closed) else ""
+    told = tokenizer.decode(trial.parts.dataset.ids[0], skip_special_tokens=False)
+    if not "".join(told.split()).endswith("".join(expected.split())):
+        evidence = f"the prompt ends with {told[-40:]!r}, not with {expected!r} of the chat template"
+        cause, fix = "the model is not asked to answer", "mend data.convert or the chat template"
+        yield Finding("no_generation_prompt", "error", evidence, cause, fix, "docs/health.md S6")
+
+
+def _distance(gradient: Any, other: Any) -> float:
+    """Returns |gradient - other| / |other|."""
+    norm = optax.global_norm(other)
+    return float(optax.global_norm(jax.tree.map(jnp.subtract, gradient, other)) / jnp.maximum(norm, 1e-30))
+
+
+def _gap(trial: Trial, params: Any, sampled: Any) -> float:
+    """Returns the largest difference of sampled log-probabilities to those of the trainer with these parameters."""
+    assert trial.logprobs  # a full trial has it
+    ours = _host(trial.logprobs(params, to_batch(trial.run, trial.prompts, sampled, full=trial.full)))
+    mask, theirs = sharding.gather((sampled.loss_mask, sampled.logprobs), trial.run.mesh)
+    return float(np.abs(np.where(mask, ours - theirs, 0.0)).max())
+
+
+def _weight_check(trial: Trial) -> Answer:
+    """Asks the check that a run with such an engine makes after each push."""
+    try:
+        gap = trial.parts.actor.finish_push(trial.params)["weight_check/gap"]
+    except UserError as error:
+        cause, fix = "the engine does not have the pushed weights", "start the server again"
+        return Answer(
+            "",
+            (
+                Finding(
+                    "push_has_no_effect", "error", str(error), cause, fix, "docs/health.md S10, docs/failures.md F23"
+                ),
+            ),
+        )
+    return Answer(f"weight check: log-probabilities differ by {gap:.1e} at most, the bound is {trial.engine.max_gap:g}")

@@ -1,0 +1,233 @@
+"""A trial of a run at step 0: completions, scores and advantages that the checks of `health.self_test` look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.algorithms.losses import Metrics
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.config.names import channel_weights, required_inputs, resolve
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.learner.forward import make_logprob_fn
+from jaxrl_llm.learner.packing import pack, packed_shapes
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
+from jaxrl_llm.machine.shapes import SAMPLING, TRAINING, Book
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rollout import engines
+from jaxrl_llm.rollout.actor import Actor
+from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
+from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.protocol import Engine
+from jaxrl_llm.structs import Array, Batch, Config, Prompts, PyTree, Rewards, Rollouts
+
+if TYPE_CHECKING:  # it imports this module
+    from jaxrl_llm.session.run import Run
+
+PROMPTS, GROUP = 4, 4  # prompts at least, completions of each at most, if the trial has shapes of its own
+TOKENS = 256  # of a completion at most: it costs little, and most that stop have stopped by then
+AGAIN = 16  # tokens of the completions that are only compared with others
+# Token ids of the turns of an episode, and of what the environment answered; None: the episode ended.
+Dialog: TypeAlias = list[tuple[list[int], list[int] | None]]
+KEY = 2**31 - 1  # folded into the run's key: no step has this number, so no step draws the same
+
+
+@dataclass(frozen=True)
+class Tested:
+    """The parts of a run that only its self-test needs."""
+
+    actor: Actor
+    model: Decoder
+    tokenizer: Any
+    dataset: data.Dataset
+    stop_ids: tuple[int, ...]
+    sampling: Sampling
+    environments: EnvironmentPool | None  # what the policy talks to; None: nothing
+    reward_fn: Callable[[], RewardFn]  # opens one, which the caller closes: after an error the run's own is of no use
+
+
+class Recorder(EnvironmentBatch):
+    """The environments of a batch. Keeps the token ids that go to and from each episode."""
+
+    def __init__(self, pool: EnvironmentPool, rows: list[dict[str, Any]], group_size: int):
+        super().__init__(pool, [row for row in rows for _ in range(group_size)], group_size)
+        self._asked: list[list[tuple[list[int], Future[list[int] | None]]]] = [
+            [] for _ in range(len(rows) * group_size)
+        ]
+
+    def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
+        answer = super().answer(episode, turn)
+        self._asked[episode].append((turn, answer))
+        return answer
+
+    def dialogs(self) -> list[Dialog]:
+        """Returns the turns of each episode, and what the environment answered to each."""
+        return [[(turn, answer.result()) for turn, answer in asked] for asked in self._asked]
+
+
+@dataclass
+class Trial:
+    """Completions of the first prompts, scored and with advantages. Arrays on the host are those of all processes."""
+
+    run: Run
+    parts: Tested
+    full: bool  # also run what needs programs that the run has not
+    prompts: Prompts  # of this process
+    rollouts: Rollouts
+    again: Rollouts  # the same prompts with another key, and only the first tokens
+    rewards: Rewards  # made up
+    batch: Batch  # on the devices, with advantages from these rewards
+    scores: dict[str, Array]
+    logprobs: Callable[[PyTree, Batch], Array] | None  # of the policy with these parameters; None: no program for it
+    policy: Array | None  # log-probabilities [B, G, C] of the completions, by the trainer; on the devices
+    gradients: dict[Any, tuple[PyTree, Metrics]] = field(default_factory=dict)  # those computed until now
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    def episodes(self) -> tuple[Rollouts, list[Dialog]]:
+        """Samples episodes of the prompts of this process, and returns them with what was said in each."""
+        key = jax.random.fold_in(jax.random.key(self.config.seed), KEY)
+        assert self.parts.environments
+        recorder = Recorder(self.parts.environments, self.prompts.rows, GROUP)
+        rollouts = self.engine.converse(
+            self.prompts, key, group_size=GROUP, sampling=self.parts.sampling, environments=recorder
+        )
+        return replace(rollouts, episodes=recorder.metrics()), recorder.dialogs()
+
+    @property
+    def engine(self) -> Engine:
+        return self.parts.actor.engine
+
+    @property
+    def params(self) -> PyTree:
+        return self.run.policy(self.run.states)
+
+    @property
+    def exact(self) -> bool:
+        """Whether sampler and trainer compute the same numbers, to the rounding of float32."""
+        return engines.choose(self.config).in_trainer and self.config.model.dtype == "float32"
+
+    def sample(self, key: int, tokens: int) -> Rollouts:
+        """Samples completions of the prompts of this process, of at most so many tokens."""
+        group = self.rollouts.completions.shape[1]
+        return _sample(self.run, self.parts, self.prompts, group, key, tokens)
+
+    def gradient(self, name: str, microbatch: int, *, packed: bool = False) -> tuple[PyTree, Metrics]:
+        """Returns the gradient of a learner and its metrics, for `microbatch` prompts at a time (0: all).
+
+        packed: with several completions in a row, and one row of a prompt at a time. Else each completion is a row.
+        """
+        if (name, microbatch, packed) not in self.gradients:
+            index = None
+            if packed:
+                _, group, limit = self.rollouts.completions.shape
+                lengths = self.rollouts.completion_mask.sum(axis=-1)
+                index = pack(lengths, limit, packed_shapes(group, limit)[-1])[distributed.part(len(lengths))]
+                index = sharding.shard_batch(index, self.run.mesh)
+            learner, state = self.run.learners[name], self.run.states[name]
+            placed = jax.tree.map(lambda x: x.sharding, state.params), None
+            program = jax.jit(learner.gradient(microbatch), out_shardings=placed, compiler_options=ROUND_AS_WRITTEN)
+            batch, coefs = replace(self.batch, packed_index=index), learner.coefficients(state)
+            self.gradients[name, microbatch, packed] = program(state.params, batch, coefs, learner.base.params)
+        return self.gradients[name, microbatch, packed]
+
+
+def prepare(run: Run, parts: Tested, *, full: bool) -> Trial:
+    """Samples and scores the first prompts of the data. Data, keys, shapes and states of the run stay as they are.
+
+    full: few prompts, in shapes of their own. Otherwise those of the run, whose programs its first step needs anyway.
+    """
+    config, params = run.config, run.policy(run.states)
+    parts.actor.wait()
+    parts.actor.pending()  # a thread that samples ahead uses the same engine and the same book
+    group, count = config.group_size, config.prompts_per_step
+    if full:  # at least two prompts of each device, so that there are several micro-batches
+        group, count = min(group, GROUP), max(2 * sharding.prompt_shards(run.mesh), PROMPTS)
+    numbers = [number % len(parts.dataset.rows) for number in range(count)]
+    prompts = data.make_prompts(parts.dataset, numbers[distributed.part(count)], parts.tokenizer.pad_token_id)
+    with _shapes_stay(run.book):
+        sampled = _sample(run, parts, prompts, group, KEY, TOKENS)
+        again = _sample(run, parts, prompts, group, KEY - 1, AGAIN)
+        rollouts, again = sharding.gather((sampled, again), run.mesh)
+        plain = to_batch(run, prompts, sampled, full=full)
+    # The sampler's weights are not in memory while a step scores, unless the engine samples ahead.
+    if alone := engines.choose(config).in_trainer and not config.rollout.max_lag:
+        parts.actor.engine.release()
+    scores, logprobs = run.score(run.states, plain), _logprob_program(run, parts, full=full)
+    policy = logprobs(params, plain) if logprobs else None
+    rewards = _made_up(config, count, group)
+    of_process = jax.tree.map(lambda x: x[distributed.part(count)], rewards)
+    placed = sharding.shard_batch(of_process, run.mesh)
+    batch, _ = run.assign_credit(plain, scores, placed, run.coefficients(run.states))
+    if alone:
+        parts.actor.engine.update_weights(params, run.step)
+    return Trial(run, parts, full, prompts, rollouts, again, rewards, batch, scores, logprobs, policy)
+
+
+@contextmanager
+def _shapes_stay(book: Book) -> Iterator[None]:
+    """Undoes what the block changes in the book: the run must take the shapes that it takes without a self-test."""
+    kept = {kind: book.state(kind) for kind in (SAMPLING, TRAINING)}
+    yield
+    for kind, state in kept.items():
+        book.load(kind, state)
+
+
+def _sample(run: Run, parts: Tested, prompts: Prompts, group: int, key: int, tokens: int) -> Rollouts:
+    limits = np.full((len(prompts.tokens), group), min(tokens, run.config.rollout.max_completion_tokens))
+    key_of_run = jax.random.fold_in(jax.random.key(run.config.seed), key)
+    return parts.actor.engine.generate(
+        prompts, key_of_run, group_size=group, sampling=parts.sampling, max_tokens=limits
+    )
+
+
+def to_batch(run: Run, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
+    """Puts completions of this process on the devices, in packed rows."""
+    lengths, (_, group, limit) = rollouts.completion_mask.sum(axis=-1), rollouts.completions.shape
+    shape, lengths = packed_shapes(group, limit)[0], distributed.gather(lengths)
+    if run.packing and not full:  # the shape that the first step takes, if what was cut here goes on to the limit
+        whole = np.where(distributed.gather(rollouts.truncated), limit, lengths)
+        shape = run.packing(whole, prompts.tokens.shape[1]).shape[2:]
+    given = Batch(
+        prompts.tokens,
+        prompts.mask,
+        rollouts.completions,
+        rollouts.completion_mask,
+        rollouts.loss_mask,
+        sampler_logprobs=rollouts.logprobs,
+        packed_index=pack(lengths, limit, shape)[distributed.part(len(lengths))],
+    )
+    return sharding.shard_batch(given, run.mesh)
+
+
+def _logprob_program(run: Run, parts: Tested, *, full: bool) -> Callable[[PyTree, Batch], Array] | None:
+    """Returns a function of the policy's parameters and a batch, with a program that the run has if there is one."""
+    if run.reference:  # the same program for policy and reference: equal weights give equal numbers
+        reference = run.reference
+        dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]  # noqa: E731
+        same = dtypes(reference.shapes) == dtypes(run.states["policy"].params)
+        program = run.scorers["reference"].program
+        return lambda params, batch: program(params if same else reference.copy(params), batch)["ref_logprobs"]
+    scorer = run.scorers.get("policy")
+    if scorer and "old_logprobs" in scorer.columns:
+        return lambda params, batch: scorer.program(params, batch)["old_logprobs"]
+    return make_logprob_fn(parts.model, parts.sampling, run.mesh, microbatch=0) if full else None
+
+
+def _made_up(config: Config, count: int, group: int) -> Rewards:
+    """Returns rewards of 0 and 1 in turn: what the policy earns at step 0 may be the same everywhere."""
+    total = ((np.arange(count)[:, None] + np.arange(group)) % 2).astype(np.float32)
+    channels = dict.fromkeys(channel_weights(config), total)
+    if "greedy_rewards" not in required_inputs(resolve(config.advantage.name, advantages)):
+        return Rewards(total, channels)
+    return Rewards(total, channels, np.zeros((count, 1), np.float32), np.ones((count, 1), int))

@@ -1,0 +1,1 @@
+"""What lasts in a run: its workdir, checkpoints, log, signals and rollbacks."""

@@ -1,0 +1,144 @@
+"""The banner at the start of a run: model, mesh, data and batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jaxrl_llm.data.prompts import Dataset
+from jaxrl_llm.learner.scorers import Scorer
+from jaxrl_llm.learner.update import Learner
+from jaxrl_llm.machine.shapes import MOST, SAMPLING, TRAINING, Shape
+from jaxrl_llm.machine.terminal import printable
+from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.recipe.checks import Totals
+from jaxrl_llm.rollout.compaction import Slots
+from jaxrl_llm.structs import Config
+
+
+def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str] = ()) -> None:
+    """Prints a title, aligned pairs, and lines of text below them."""
+    console = Console(highlight=False, soft_wrap=True, force_jupyter=False)
+    console.print(printable(title), markup=False, style="bold")
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        text = f"{value:,}" if isinstance(value, int) else f"{value}"
+        console.print(printable(f"  {name:<{width}}  {text}"), markup=False)
+    for line in lines:
+        console.print(printable(line), markup=False)
+
+
+def batch_table(
+    config: Config, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset, held_out: Dataset, start: int
+) -> list[tuple[str, Any]]:
+    """Returns the banner's rows on model, mesh, data and batch sizes, and the step at which the run begins."""
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
+    few = len(dataset.rows) < config.prompts_per_step
+    once = ""
+    if "curriculum" in config.data and config.data.curriculum.skip and _draws(config) <= len(dataset.rows):
+        once = f"none is drawn twice in {config.num_steps:,} steps"
+    path = config.model.path.removeprefix(f"{Path.cwd()}/") or "new"
+    return [
+        ("model", f"{path} ({shape})"),
+        ("mesh", f"{axes} on {mesh.devices.flat[0].device_kind}"),
+        ("prompts", f"{_count(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
+        *_sources(config, dataset),
+        *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
+        *([("", f"{once}, so that data.curriculum changes nothing")] if once else []),
+        *[("", note) for note in (*dataset.notes, *_repeated(dataset))],
+        *([("problems", _count(held_out, "eval.convert"))] if config.eval.every else []),
+        *([("", f"of {config.eval.source}, judged by {config.eval.function}")] if config.eval.every else []),
+        *([("", held_out.read_as)] if config.eval.every and held_out.read_as else []),
+        *([("", note) for note in (*held_out.notes, *_repeated(held_out))] if config.eval.every else []),
+        *totals_table(totals),
+        ("begins", f"after step {start} of {config.num_steps}, resumed" if start else "anew"),
+    ]
+
+
+def unconfined(config: Config) -> list[str]:
+    """Returns the line of a run whose programs of the policy may run without a sandbox."""
+    if not config.reward.unconfined:
+        return []
+    return [
+        "WARNING: config.reward.unconfined = True: programs that the policy writes run WITHOUT a sandbox. They can "
+        "read, change and send all that you can: keys, data, other processes."
+    ]
+
+
+def _sources(config: Config, dataset: Dataset) -> list[tuple[str, str]]:
+    """Returns the rows on how the columns were read, and on the sources of a mixture."""
+    weights = {name: config.data.mixture[name].weight for name in dataset.parts}
+    shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+    parts = [f"{name}: {len(rows):,} prompts, {shares[name]:.1%} of a step" for name, rows in dataset.parts.items()]
+    return [("", line) for line in [*([dataset.read_as] if dataset.read_as else []), *parts]]
+
+
+def _repeated(dataset: Dataset) -> list[str]:
+    count, number, before = dataset.repeated()
+    if not count:
+        return []
+    return [
+        f"{count:,} of {len(dataset.rows):,} prompts equal an earlier one, the first is row {number:,} (as {before:,})"
+    ]
+
+
+def _draws(config: Config) -> int:
+    """Returns the prompts that a run draws, at least."""
+    return config.num_steps * config.prompts_per_step
+
+
+def totals_table(totals: Totals) -> list[tuple[str, int]]:
+    """Returns the rows on batch sizes and step counts."""
+    return [
+        ("sequences per step", totals.sequences_per_step),
+        ("sequences per optimizer step", totals.sequences_per_update),
+        ("optimizer steps per rollout", totals.updates_per_rollout),
+        ("optimizer steps", totals.updates),
+        ("warm-up steps", totals.warmup_steps),
+        ("completion tokens, at most", totals.completion_tokens),
+    ]
+
+
+def _count(dataset: Dataset, convert: str) -> str:
+    refused = f", {dataset.refused:,} dropped by {convert}" if dataset.refused else ""
+    return f"{len(dataset.rows):,} of at most {dataset.width} tokens{refused}"
+
+
+def models_table(scorers: dict[str, Scorer], learners: dict[str, Learner]) -> list[tuple[str, str]]:
+    """Returns the banner's rows on models: scorers with their columns, and learners with their first step."""
+    columns = [f"{name} ({', '.join(scorer.columns)})" for name, scorer in scorers.items()]
+    late = {name: f" (from step {x.frozen_steps + 1})" for name, x in learners.items() if x.frozen_steps}
+    return [
+        ("models that score", ", ".join(columns) or "none"),
+        ("models that learn", ", ".join(f"{name}{late.get(name, '')}" for name in learners)),
+    ]
+
+
+def adapters_table(lora: Lora | None) -> list[tuple[str, str]]:
+    """Returns the banner's row on adapters, if the run has some."""
+    if not lora:
+        return []
+    names = ", ".join(module.rpartition(".")[2] for module in lora.modules.values())
+    rows = [("adapters that learn", f"{lora.size:,} parameters, rank {lora.rank}, of {names}")]
+    return rows + [("kernels of the base", "int8, with a scale for each output")] * bool(lora.in_int8)
+
+
+def shapes_table(slots: Sequence[Slots], packed: Sequence[Shape]) -> list[tuple[str, str]]:
+    """Returns the banner's rows on shapes, each a program to compile: the largest of decoding and of packed rows."""
+    rows = []
+    if slots:
+        largest = slots[0]
+        smaller = min(len(slots), MOST[SAMPLING]) - 1
+        later = f"; up to {smaller} smaller ones are compiled where they save time" if smaller else ""
+        text = f"{largest.entries} x {largest.width} completions of {largest.capacity} tokens on a device{later}"
+        rows.append(("decoding, largest shape", text))
+    n, t = packed[0]
+    later = f"; up to {MOST[TRAINING]} shapes, none larger than the first batch needs" if len(packed) > 1 else ""
+    rows.append(("learning, largest shape", f"{n} row{'s' * (n > 1)} of {t} completion tokens for a prompt{later}"))
+    return rows

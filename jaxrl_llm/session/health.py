@@ -1,0 +1,87 @@
+"""Applies the health rules after every step, writes their findings, and decides what the run does about them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from jaxrl_llm.health.finding import Finding, Record
+from jaxrl_llm.health.history import WINDOW, History
+from jaxrl_llm.health.rules import findings
+from jaxrl_llm.machine import disk, distributed
+from jaxrl_llm.session.checkpoint import cut_back
+
+
+class Verdict(NamedTuple):
+    """The decision after a step."""
+
+    action: str = "go on"  # "go on", "stop" or "roll back"
+    step: int = 0  # of the record
+    finding: Finding | None = None  # the reason, if the run does not go on
+
+
+class Tell(Protocol):
+    def __call__(self, step: int, finding: Finding, /) -> None: ...
+
+
+class Health:
+    """Judges the records of a run. Writes findings to health.jsonl, and tells those that are new."""
+
+    def __init__(self, workdir: Path, bounds: dict[str, Any], tell: Tell):
+        """bounds: the `health` section of the config; tell: shows a finding on the console."""
+        self._workdir, self._file, self._bounds, self._tell = workdir, workdir / "health.jsonl", bounds, tell
+        self._actions = dict.fromkeys(bounds["stop"], "stop")
+        if "rollback" in bounds:  # not in `sft`
+            self._actions |= dict.fromkeys(bounds["rollback"]["rules"], "roll back")
+        self._history = History()
+        self._said: dict[str, int] = {}  # last step of each finding
+        self._verdict = Verdict()
+
+    def begin(self, records: Iterable[Record]) -> None:
+        """Continues after these records, which are those of the run. Drops later findings: rules find them again."""
+        self._history, self._said, self._verdict = History(records), {}, Verdict()
+        if distributed.first():
+            self._forget_after(self._history.records[-1]["step"] if self._history.records else -1)
+
+    def _forget_after(self, step: int) -> None:
+        """Removes the findings of later steps from the file."""
+        with disk.writing(self._workdir):
+            cut_back(self._file, step)
+        if self._file.is_file():
+            lines = map(json.loads, self._file.read_text(encoding="utf-8").splitlines())
+            self._said = {line["id"]: line["step"] for line in lines}
+
+    def add(self, step: int, found: Iterable[Finding]) -> None:
+        """Writes findings that need no record, such as those of the self-test, and shows them on the console."""
+        for finding in found:
+            self._write(step, finding)
+            self._tell(step, finding)
+
+    def _write(self, step: int, finding: Finding) -> None:
+        if distributed.first():
+            with disk.writing(self._workdir), self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step} | finding.record()) + "\n")
+
+    def judge(self, record: Record | None) -> Verdict:
+        """Returns the verdict after a record: the next one, or the last one again, perhaps with more entries."""
+        last = self._history.latest[-1:]
+        if record is None or record in last:
+            return self._verdict
+        again = last and last[0]["step"] == record["step"]
+        if again and distributed.first():  # with more entries: its findings are written again
+            self._forget_after(record["step"] - 1)
+        self._history.add(record)
+        self._verdict = Verdict()
+        for finding in findings(self._history, self._bounds):
+            # A finding that comes and goes is said once: it is new after WINDOW steps without it.
+            new = record["step"] - self._said.get(finding.id, -WINDOW) >= WINDOW
+            self._said[finding.id] = record["step"]
+            self._write(record["step"], finding)
+            action = self._actions.get(finding.id)
+            if new and not action:
+                self._tell(record["step"], finding)
+            if action and self._verdict.action != "stop":
+                self._verdict = Verdict(action, record["step"], finding)
+        return self._verdict

@@ -1,0 +1,159 @@
+"""The model card of a trained model: README.md of its folder, with config, data and the measured curve."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.repocard_data import EvalResult
+
+import jaxrl_llm
+from jaxrl_llm.machine import disk
+from jaxrl_llm.models import hf
+from jaxrl_llm.session import other_rows
+from jaxrl_llm.structs import Config
+
+POINTS = 20  # rows of the curve
+COLUMNS = {  # metric -> heading, format
+    "eval/accuracy": ("accuracy", ".1%"),
+    "reward/mean": ("reward", ".3f"),
+    "loss/sft": ("loss", ".4f"),
+    "completion/length": ("completion tokens", ".1f"),
+    "kl/ref": ("KL to the reference", ".1e"),
+    "entropy": ("entropy", ".3f"),
+}
+
+
+def write(folder: Path, text: str) -> None:
+    """Writes a card into a model's folder. Raises: UserError."""
+    with disk.writing(folder):
+        (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def card(workdir: Path, config: Config, began_with: Mapping[str, str], step: int | None = None) -> str:
+    """Returns the card of the model after `step` of a run; None: after the last one.
+
+    began_with: the hash of the model and of the data that the run began with, by config field.
+    """
+    records = [record for record in _records(workdir) if step is None or record["step"] <= step]
+    last = records[-1]["step"] if records else 0
+    name, rl = workdir.resolve().name, "loss" in config
+    accuracy = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
+    commit = _commit()
+    by = f"jaxrl_llm {jaxrl_llm.__version__}" + (f", commit {commit}" if commit else "")
+    how = f"`{config.advantage.name}` advantages and the `{config.loss.name}` loss" if rl else "supervised fine-tuning"
+    base = _plain(config.model.path) or "a new model"
+    parts = [
+        f"# {name}",
+        f"This model was trained from `{base}` with {how}, by {by}. It is the model after step {last:,} of "
+        f"{config.num_steps:,}.",
+        "```python\nfrom transformers import pipeline\n\n"
+        'generate = pipeline("text-generation", "THIS_MODEL")  # or a folder, for vLLM too\n```',
+        "## Measured",
+        _curve(records),
+        "## Data",
+        _data(config, began_with, [change for change in other_rows.read(workdir) if change.after_step < last]),
+        "## Config",
+        f"```json\n{_plain(json.dumps(config.to_dict(), indent=2))}\n```",
+    ]
+    return f"---\n{_head(name, config, accuracy)}\n---\n\n" + "\n\n".join(parts) + "\n"
+
+
+def _head(name: str, config: Config, accuracy: Sequence[float]) -> str:
+    """Returns the metadata that a hub reads."""
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="custom",
+            dataset_name=_plain(config.eval.source),
+            metric_type="accuracy",
+            metric_value=round(value, 4),
+            metric_name=config.eval.function,
+        )
+        for value in accuracy[-1:]
+    ]
+    path = config.model.path
+    made = ModelCardData(
+        model_name=name,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["jaxrl_llm", *(["reinforcement-learning", config.advantage.name] if "loss" in config else ["sft"])],
+        base_model=path if hf.is_hub_id(path) else None,
+        eval_results=results or None,
+    )
+    return made.to_yaml().strip()
+
+
+def _curve(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table: the evaluations, or if there are none the steps; of many, some at equal distances."""
+    chosen = [r for r in records if r.get("eval/accuracy") is not None] or list(records)
+    if len(chosen) > POINTS:
+        chosen = [chosen[round(i * (len(chosen) - 1) / (POINTS - 1))] for i in range(POINTS)]
+    names = [name for name in COLUMNS if any(r.get(name) is not None for r in chosen)]
+    if not names:
+        return "Nothing was measured."
+    head = ["step", *(COLUMNS[name][0] for name in names)]
+    rows = [
+        [f"{r['step']:,}", *("" if r.get(name) is None else format(r[name], COLUMNS[name][1]) for name in names)]
+        for r in chosen
+    ]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def _data(config: Config, began_with: Mapping[str, str], changes: Sequence[other_rows.Change]) -> str:
+    lines = []
+    for section, use in (("data", "training"), ("eval", "evaluation")):
+        if section == "eval" and not config.eval.every:
+            continue
+        convert = f", converted by `{config[section].convert}`" if config[section].convert else ""
+        found = began_with.get(f"{section}.source")
+        lines.append(
+            f"- {use}: `{_plain(config[section].source)}`{convert}" + (f", SHA-256 `{found}`" if found else "")
+        )
+    for change in changes:
+        lines.append(
+            f"- after step {change.after_step:,}, {change.field} had other rows: SHA-256 `{change.before}` before"
+        )
+    lines.append(f"- base model: SHA-256 `{began_with['model.path']}` of its config and of the ends of its weights")
+    if config.eval.every:
+        lines.append(f"- accuracy: the mean of `{config.eval.function}` over greedy completions")
+    return "\n".join(lines)
+
+
+def _records(workdir: Path) -> list[dict[str, Any]]:
+    file = workdir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+def _plain(text: str) -> str:
+    """Returns a text without the folder of this package and the home folder: a card may become public."""
+    package = Path(jaxrl_llm.__file__).parent
+    return text.replace(f"{package.parent}/", "").replace(str(Path.home()), "~")
+
+
+def _commit() -> str:
+    """Returns the commit of this package's checkout, marked if files have changed; "": there is no checkout."""
+    folder = Path(jaxrl_llm.__file__).resolve().parent.parent
+
+    def git(*command: str) -> str:
+        words = ["git", "-C", str(folder), *command]
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != folder:  # a checkout of something else
+            return ""
+        return git("rev-parse", "--short=12", "HEAD") + (
+            " with changes" if git("status", "--porcelain", "-uno") else ""
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def for_hub(text: str, repo: str) -> str:
+    """Returns a card that names its place on a hub."""
+    ModelCard(text)  # raises if the metadata cannot be read
+    return text.replace("THIS_MODEL", repo)

@@ -1,0 +1,84 @@
+"""Rollbacks: a run goes back to a checkpoint before a problem, and does not repeat the steps after it.
+
+Each decision is a file in WORKDIR/rollbacks before anything is changed. So a run that is killed at any moment resumes
+with the same decisions, and repeats bit for bit what it did.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health.history import RECENT
+from jaxrl_llm.machine import disk, distributed
+
+LOGS = ("metrics.jsonl", "completions.jsonl", "health.jsonl")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision to go back."""
+
+    step: int  # whose record a rule found ill
+    to: int  # step of the checkpoint; 0: the start of the run
+    finding: dict[str, Any]
+
+
+class Rollbacks:
+    """The decisions of a run, in WORKDIR/rollbacks: N.json, and in N the logs as they were."""
+
+    def __init__(self, workdir: Path):
+        self._workdir, self._folder = workdir, workdir / "rollbacks"
+
+    def read(self) -> list[Decision]:
+        """Returns all decisions, in order, the same in all processes."""
+        found: list[dict[str, Any]] = []
+        if distributed.first() and self._folder.is_dir():
+            files = sorted(self._folder.glob("*.json"), key=lambda file: int(file.stem))
+            found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        return [Decision(**one) for one in distributed.exchange(found)[0]]
+
+    def decide(self, step: int, finding: dict[str, Any], checkpoints: Collection[int], most: int) -> Decision:
+        """Decides to go back because of a finding at `step`. The decision is on the disk when this returns.
+
+        checkpoints: steps of the complete checkpoints. Raises: UserError, after `most` decisions.
+        """
+        before = self.read()
+        if len(before) >= most:
+            raise UserError(
+                f"step {step}: {finding['evidence']}, because {finding['cause']}; the run has gone back {most} times "
+                f"already (config.health.rollback.most): {finding['fix']}"
+            )
+        decision = Decision(step, target(step, checkpoints, before), finding)
+        if distributed.first():
+            self._write(len(before) + 1, decision)
+        distributed.wait("rollback")
+        return decision
+
+    def _write(self, number: int, decision: Decision) -> None:
+        logs = self._folder / str(number)
+        with disk.writing(self._workdir):
+            logs.mkdir(parents=True, exist_ok=True)
+            for name in LOGS:
+                if (self._workdir / name).is_file():
+                    shutil.copy2(self._workdir / name, logs / name)
+            disk.replace(self._folder / f"{number}.json", json.dumps(asdict(decision), indent=2) + "\n")
+
+
+def target(step: int, checkpoints: Collection[int], before: list[Decision]) -> int:
+    """Returns the step to go back to: of the newest checkpoint that is RECENT steps older than the problem, or 0.
+
+    A rule sees the mean of RECENT steps, so the problem may be as old. If the run has just gone back to that
+    checkpoint, it takes the one before it, if there is one.
+    """
+    old = sorted(saved for saved in checkpoints if saved <= step - RECENT)
+    if not old:
+        return 0
+    again = before and old[-1] <= before[-1].to
+    older = [saved for saved in old if saved < before[-1].to] if again else []
+    return older[-1] if older else old[-1]

@@ -1,0 +1,121 @@
+"""Reads a run from outside: its config, its checkpoints, and the policy's parameters in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxrl_llm.data.prompts import columns_of
+from jaxrl_llm.data.rows import load_rows
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.models import hf, new_model, peft
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.session import checkpoint
+from jaxrl_llm.structs import Config, PyTree
+
+
+class SavedRun:
+    """Read-only access to the run of a workdir, also while it runs. Raises: UserError, if there is no run."""
+
+    def __init__(self, workdir: Path):
+        self._folder = workdir / "checkpoints"
+        try:
+            self.config: Config = ConfigDict(json.loads((workdir / "config.json").read_text()))
+        except (OSError, ValueError):
+            raise UserError(f"{workdir} is no run (it has no config.json of one): give a run's --workdir") from None
+        if not checkpoint.has_checkpoint(self._folder):
+            raise UserError(f"{workdir} has no checkpoint yet: wait for the first one, or give another run")
+        checkpoint.quieten_orbax()
+        options = ocp.CheckpointManagerOptions(read_only=True)
+        handlers = {"state": ocp.PyTreeCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self._folder.absolute(), options=options, item_handlers=handlers)
+
+    def find(self, which: str) -> int:
+        """Finds a step with a checkpoint: a number, "last", or "best" by the accuracy that the run measured.
+
+        Raises: UserError, listing the steps, if there is no such checkpoint.
+        """
+        steps = {step: self._accuracy(step) for step in self._manager.all_steps()}
+        judged = [(accuracy, step) for step, accuracy in steps.items() if accuracy is not None]
+        names = [f"{step}" + ("" if x is None else f" ({x:.1%})") for step, x in steps.items()]
+        there = ", ".join([*names, *(["best"] if judged else []), "last"])
+        if which == "last":
+            return max(steps)
+        if which == "best":
+            if not judged:
+                raise UserError(f"--step best: no checkpoint of {self._folder} has an evaluation; there is {there}")
+            return max(judged)[1]
+        if not which.isdecimal() or int(which) not in steps:
+            raise UserError(f"--step {which}: {self._folder} has no such checkpoint; there is {there}")
+        return int(which)
+
+    def params(self, step: int, place: Callable[[PyTree], PyTree] | None = None) -> PyTree:
+        """Reads only the parameters that the policy learns, float32.
+
+        place(shapes) -> shardings; without it, returns NumPy arrays.
+        """
+        states = self._manager.item_metadata(step)["state"].tree
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states["policy"]["params"])
+        whole = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # Orbax skips placeholders
+        if place:
+            how = jax.tree.map(lambda x, at: ocp.ArrayRestoreArgs(sharding=at, dtype=x.dtype), shapes, place(shapes))
+        else:
+            how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(), whole)
+        whole["policy"]["params"], args["policy"]["params"] = shapes, how
+        wanted = ocp.args.Composite(state=ocp.args.PyTreeRestore(whole, restore_args=args))
+        return checkpoint.read(self._manager, step, wanted)["state"]["policy"]["params"]
+
+    def policy(self, step: int, folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
+        """Reads all parameters of the policy onto a mesh, as its model takes them; folder: the run's `model_folder`."""
+        params = self.params(step, partial(sharding.shardings, mesh=mesh))
+        if "lora" not in self.config:
+            return params
+        lora = self.lora(model)
+        return lora.combine(peft.load_base(folder, model, mesh, lora), params)
+
+    def lora(self, model: Decoder) -> Lora:
+        """Returns the adapters of the run, which has some."""
+        return peft.make_lora(model, **self.config.lora)
+
+    def began_with(self, step: int) -> dict[str, str]:
+        """Returns the hashes of the models and the data that the run began with, by config field."""
+        wanted = ocp.args.Composite(host=ocp.args.JsonRestore())
+        return checkpoint.read(self._manager, step, wanted)["host"]["began_with"]
+
+    @contextmanager
+    def model_folder(self, step: int) -> Iterator[Path]:
+        """The model folder that the run began with. Raises: UserError, if its model has changed since."""
+        with model_folder(self.config) as folder:
+            if hf.fingerprint(folder) != self.began_with(step)["model.path"]:
+                raise UserError(f"model.path = {folder} holds another model than when the run began: put that back")
+            yield folder
+
+    def _accuracy(self, step: int) -> float | None:
+        metrics: Any = self._manager.metrics(step)
+        return metrics["accuracy"] if metrics else None
+
+
+@contextmanager
+def model_folder(config: Config) -> Iterator[Path]:
+    """The Hugging Face folder that a run begins with. For a new model it is a temporary folder, removed at the end."""
+    if config.model.path or "hidden_size" not in config.model:  # a size of a new model
+        yield hf.find(config.model.path)
+        return
+    with TemporaryDirectory() as made:
+        rows = load_rows(config.data.source, config.data.convert, columns=columns_of(config)).rows
+        new_model.write_folder(Path(made), config.model, rows, config.data.completion_column)
+        yield Path(made)

@@ -1,0 +1,1 @@
+"""The programs beside the trainer: `jaxrl NAME` starts them."""

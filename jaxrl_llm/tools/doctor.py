@@ -1,0 +1,249 @@
+"""Says what is wrong with a run: `jaxrl doctor --config FILE` before it, `--run DIR` during or after.
+
+`--demonstrate RULE` makes a run that this rule finds ill.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from jaxrl_llm.build import build
+from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
+from jaxrl_llm.errors import UserError, run_main
+from jaxrl_llm.health import rules
+from jaxrl_llm.health.finding import SEVERITIES, Finding, Record
+from jaxrl_llm.health.history import History
+from jaxrl_llm.machine.terminal import printable
+from jaxrl_llm.recipe import checks, settings
+from jaxrl_llm.selftest import self_test
+from jaxrl_llm.selftest.self_test import Checked
+from jaxrl_llm.session.banner import totals_table
+from jaxrl_llm.structs import Config
+from jaxrl_llm.tools import faults, logs
+
+DESCRIPTION = (
+    "Looks at a config (with --selftest also at its run, at step 0), or at the log of a run: a workdir of ours; "
+    "TensorBoard's folder, JSON lines, a CSV file of W&B or a trainer_state.json of TRL, veRL or EasyR1. "
+    "Exit code 0: no error is found; 1: one is; 2: it could not look."
+)
+SAME_RESULT = (
+    "microbatch",
+    "model.row_parts",
+    "model.remat",
+    "host_memory.",
+    "mesh.",
+    "health.",
+    "checkpoint.",
+    "log.",
+)
+REASONS = 3  # why rules could not look, in a line
+FOREIGN_BOUNDS = {"max_skipped": 0}  # for logs of other trainers, which do not count skipped updates
+
+
+class Spell(NamedTuple):
+    """A finding, and when it was there."""
+
+    finding: Finding  # the last one
+    first: int
+    last: int
+    steps: int  # in which it was there
+    lapses: int = 0  # times that it had gone and came back
+
+    def record(self) -> dict[str, Any]:
+        return self.finding.record() | {"first_step": self.first, "last_step": self.last, "steps": self.steps}
+
+
+def main() -> None:
+    parser = config_parser("jaxrl_llm.tools.doctor", DESCRIPTION, required=False)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="a workdir, or the log of another trainer")
+    parser.add_argument("--demonstrate", choices=sorted(faults.FAULTS), metavar="RULE", help="a run that it finds ill")
+    parser.add_argument(
+        "--selftest", action="store_true", help="also build the run of the config, and check what must hold at step 0"
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    args, rest = parser.parse_known_args()
+    if args.demonstrate:
+        sys.exit(int(not demonstrate(args.demonstrate)))
+    if (args.config is None) == (args.run is None) or (args.run and (rest or args.selftest)):
+        raise UserError("give --config FILE, with --config.field=value, or --run DIR alone")
+    findings = look_at_run(args.run, args.json) if args.run else look_at_config(*parse_config(parser))
+    sys.exit(int(any(finding.severity == "error" for finding in findings)))
+
+
+def look_at_run(path: Path, as_json: bool) -> list[Finding]:
+    """Applies the rules over records to a log, prints what they find, and returns it. Raises: UserError."""
+    records = logs.read(path)
+    spells = judge(records, logs.bounds(path) or FOREIGN_BOUNDS, logs.found_before(path))
+    if as_json:
+        spell_records = [spell.record() for spell in spells]
+        report = {"findings": spell_records, "rules": len(rules.RULES), "could_not_look": rules.blind(records)}
+        print(json.dumps(report, indent=2))
+    else:
+        print_spells(spells, records)
+    return [spell.finding for spell in spells]
+
+
+def demonstrate(rule: str) -> bool:
+    """Runs the fault of a rule and prints what the rules find. Returns whether this rule found it in time."""
+    fault = faults.FAULTS[rule]
+    print(f"{rule}: {fault.story}, from step {fault.begins:,} on")
+    with TemporaryDirectory() as workdir:
+        run = Path(workdir) / "run"
+        for _ in faults.demonstrate(faults.FAULTS[rule], run):
+            pass
+        # From the log, not from the loop: the record of a step at which a rule stops the run is only there.
+        records = logs.read(run)
+        spells = judge(records, logs.bounds(run) or FOREIGN_BOUNDS)
+    print_spells(spells, records)
+    steps = [spell.first for spell in spells if spell.finding.id == rule]
+    print(f"{rule} should find it within {fault.within} steps: " + (f"step {steps[0]:,}" if steps else "it did not"))
+    return bool(steps) and fault.begins <= steps[0] < fault.begins + fault.within
+
+
+def look_at_config(config: Config, args: Namespace) -> list[Finding]:
+    """Applies the rules over settings to a config, prints what they find, and returns it. Uses no device.
+
+    With --selftest, it also runs the self-test, on the devices. Raises: UserError, if the config is wrong.
+    """
+    totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
+    changed = tuple(overrides(config, Path(args.config)))
+    judged = settings.Settings(config, totals, settings.width_of(config), changed=changed)
+    findings, blind = settings.findings(judged), settings.blind(judged)
+    self_tests = self_test_of(config, quiet=args.json) if args.selftest else []
+    findings += [finding for checked in self_tests for finding in checked.answer.findings]
+    if args.json:
+        report = {"totals": vars(totals), "findings": [finding.record() for finding in findings]}
+        report |= {"rules": len(settings.RULES), "could_not_look": blind}
+        report |= {"self_test": [checked.record() for checked in self_tests if checked.id]} if self_tests else {}
+        print(json.dumps(report, indent=2))
+    else:
+        print_config(totals, findings, blind)
+    return findings
+
+
+def overrides(config: Config, file: Path) -> list[str]:
+    """Returns what a config changes of its file, if the file says what it measured: ["epochs = 4", ...]."""
+    if "Measured" not in (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""):
+        return []
+    measured = flatten(load(file))
+    changed = {name: value for name, value in flatten(config).items() if value != measured[name]}
+    return [f"{name} = {value!r}" for name, value in changed.items() if not name.startswith(SAME_RESULT)]
+
+
+def self_test_of(config: Config, *, quiet: bool) -> list[Checked]:
+    """Runs the self-test of a config's run in a temporary workdir. Prints a line for each check, unless quiet.
+
+    Raises: UserError, if the run cannot be built.
+    """
+    if "loss" not in config:
+        raise UserError("--selftest: supervised fine-tuning has no self-test; give the config of a run of `train`")
+    with config.unlocked():  # it saves and logs nothing
+        config.checkpoint.keep, config.checkpoint.keep_best = 1, 0
+        config.log.to, config.log.project = (), ""
+    with ExitStack() as resources:
+        # Standard output is for the JSON alone.
+        if quiet:
+            resources.enter_context(redirect_stdout(sys.stderr))
+        workdir = Path(resources.enter_context(TemporaryDirectory()))
+        run = resources.enter_context(build(config, workdir))
+        run.restore()
+        assert run.tested
+        checks_run = []
+        for checked in self_test.check(run, run.tested, full=True):
+            print(printable(checked.line()), flush=True)
+            checks_run.append(checked)
+        run.actor.finish_push(run.policy(run.states))
+    return checks_run
+
+
+def judge(records: Iterable[Record], bounds: dict[str, Any], before: Iterable[Finding] = ()) -> list[Spell]:
+    """Applies the rules after every record, as a run does, and returns what they find, the worst first.
+
+    before: findings of step 0, which no record shows.
+    """
+    judge = Judge(bounds, before)
+    for record in records:
+        judge.add(record)
+    return judge.spells()
+
+
+class Judge:
+    """Applies the rules to records one by one. before: findings of step 0, which no record shows."""
+
+    def __init__(self, bounds: dict[str, Any], before: Iterable[Finding] = ()):
+        self._bounds, self._history = bounds, History()
+        self._spells = {finding.id: Spell(finding, 0, 0, 1) for finding in before}
+        self._at = 0  # step of the last record
+
+    def add(self, record: Record) -> None:
+        """Adds the next record."""
+        self._history.add(record)
+        for finding in rules.findings(self._history, self._bounds):
+            last = self._spells.get(finding.id)
+            at = record.get("at", record["step"])
+            first, steps, lapses = (last.first, last.steps, last.lapses) if last else (at, 0, 0)
+            # It was not found at the last record, so it had gone and comes back.
+            lapses += last is not None and last.last != self._at
+            self._spells[finding.id] = Spell(finding, first, at, steps + 1, lapses)
+        self._at = record.get("at", record["step"])
+
+    def spells(self) -> list[Spell]:
+        """Returns what the rules have found, the worst first."""
+        return sorted(self._spells.values(), key=lambda x: (-SEVERITIES.index(x.finding.severity), x.first))
+
+
+def print_spells(spells: list[Spell], records: list[Record]) -> None:
+    """Prints the findings of a run."""
+    console = Console(highlight=False, soft_wrap=True)
+    first, last = (record.get("at", record["step"]) for record in (records[0], records[-1]))
+    console.print(f"{len(records):,} records, of steps {first:,} to {last:,}", markup=False)
+    for spell in spells:
+        when = f"steps {spell.first:,} to {spell.last:,}" if spell.last > spell.first else f"step {spell.first:,}"
+        when = f"{spell.steps:,} of the {when}" if spell.lapses else when
+        console.print(printable(f"{when}: {spell.finding.line()}"), markup=False)
+    if not spells:
+        console.print("no rule finds anything")
+    for line in could_look(len(rules.RULES), rules.blind(records)):
+        console.print(line, markup=False)
+
+
+def could_look(count: int, blind: dict[str, str]) -> list[str]:
+    """Says how many of `count` rules could look, and the most frequent reasons why others could not: {rule: reason}."""
+    reasons: dict[str, list[str]] = {}
+    for rule, why in blind.items():
+        reasons.setdefault(why, []).append(rule)
+    by_frequency = sorted(reasons, key=lambda why: -len(reasons[why]))
+    listed = ", ".join(f"{', '.join(reasons[why])} ({why})" for why in by_frequency[:REASONS])
+    rest = sum(len(reasons[why]) for why in by_frequency[REASONS:])
+    more = f", and {rest} more (--json tells all)" if rest else ""
+    return [
+        f"{count - len(blind)} of {count} rules could look",
+        *([f"could not look: {listed}{more}"] if listed else []),
+    ]
+
+
+def print_config(totals: checks.Totals, findings: list[Finding], blind: dict[str, str]) -> None:
+    """Prints what follows from a config, its findings, and which rules could look; blind: {rule: why it could not}."""
+    console = Console(highlight=False, soft_wrap=True)
+    for name, value in totals_table(totals):
+        console.print(f"  {name:<28}  {value:,}", markup=False)
+    for finding in findings:
+        console.print(printable(finding.line()), markup=False)
+    if not findings:
+        console.print("no rule finds anything")
+    for line in could_look(len(settings.RULES), blind):
+        console.print(printable(line), markup=False)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,72 @@
+"""Exports a checkpoint as a Hugging Face folder: `jaxrl export WORKDIR [--step N|best|last] --to DIR`.
+
+`--push-to ORG/NAME` also uploads it to a hub, with a model card.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from jaxrl_llm.errors import Parser, UserError, run_main
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.models import hf, hf_export, peft
+from jaxrl_llm.session import model_card
+from jaxrl_llm.session.lock import locked
+from jaxrl_llm.session.saved_run import SavedRun
+from jaxrl_llm.tools import hub
+
+
+def main() -> None:
+    parser = Parser("jaxrl_llm.tools.export", description=__doc__)
+    parser.add_argument("workdir", type=Path, metavar="WORKDIR", help="of a run of train or sft, which may be going on")
+    parser.add_argument("--step", default="last", help="of a checkpoint: a number, best or last (default)")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="the new folder (without it, --push-to needs none)")
+    parser.add_argument(
+        "--adapter", action="store_true", help="of a run with LoRA: only its adapters, as a folder that PEFT loads"
+    )
+    parser.add_argument("--push-to", metavar="ORG/NAME", help="also upload it to this repository, which is made if new")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    args = parser.parse_args()
+    if not args.to and not args.push_to:
+        raise UserError("give --to, a new folder, or --push-to ORG/NAME, or both")
+    if args.private and not args.push_to:
+        raise UserError("--private does nothing without --push-to")
+    run = SavedRun(args.workdir)
+    step = run.find(args.step)
+    if args.adapter and "lora" not in run.config:
+        raise UserError(f"--adapter: {args.workdir} is a run without section lora: leave it out")
+    if args.to and args.to.exists() and (not args.to.is_dir() or any(args.to.iterdir())):
+        raise UserError(f"--to {args.to} is there already and not empty: give a new folder")
+    if args.push_to:
+        hub.open_repo(args.push_to, private=args.private)
+    with ExitStack() as opened:
+        to = args.to or Path(opened.enter_context(TemporaryDirectory())) / "hf"
+        if args.workdir.resolve() in to.resolve().parents:
+            # Inside the workdir a running run may write at the same time, so the export takes the run's lock.
+            opened.enter_context(locked(args.workdir))
+        save(run, step, to, adapter=args.adapter)
+        model_card.write(to, model_card.card(args.workdir, run.config, run.began_with(step), step))
+        if args.to:
+            reads = "PEFT loads" if args.adapter else "transformers and vLLM load"
+            print(f"step {step} of {args.workdir}, as {reads} it, is {args.to}")
+        if args.push_to:
+            print(f"pushed: {hub.push(to, args.push_to, f'step {step} of {args.workdir.resolve().name}')}")
+
+
+def save(run: SavedRun, step: int, to: Path, *, adapter: bool) -> None:
+    """Writes the policy of a checkpoint into a new folder; adapter: only its adapters. Raises: UserError."""
+    with run.model_folder(step) as folder:
+        if adapter:
+            peft.save(to, run.params(step), run.lora(hf.load_model(folder)), run.config.model.path)
+        elif "lora" in run.config:  # the base has the dtype of the run
+            mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
+            model = hf.load_model(folder, mesh, dtype=run.config.model.dtype)
+            hf_export.save(to, run.policy(step, folder, model, mesh), folder)
+        else:
+            hf_export.save(to, run.params(step), folder)
+
+
+if __name__ == "__main__":
+    run_main(main)

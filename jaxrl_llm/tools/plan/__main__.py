@@ -1,0 +1,174 @@
+"""Sizes a run for a TPU slice, without a TPU: `jaxrl plan --config FILE --topology v5e:4x4`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from argparse import Namespace
+from collections import Counter
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl_llm.config.load import config_parser, parse_config
+from jaxrl_llm.errors import run_main
+from jaxrl_llm.machine.sharding import mesh_over
+from jaxrl_llm.structs import Config
+from jaxrl_llm.tools.plan.chips import Chip, topology
+from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES
+from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan
+from jaxrl_llm.tools.plan.search import search
+
+DESCRIPTION = (
+    "Compiles the programs of a step with the TPU compiler, for a slice that need not be there, and prints the memory, "
+    "work and traffic of each chip. The times are estimates that nothing has validated. Exit code 0: it fits; 1: not."
+)
+GIB = 2**30
+
+
+def main() -> None:
+    parser = config_parser("jaxrl_llm.tools.plan", DESCRIPTION)
+    parser.add_argument("--topology", required=True, help="of the slice, for example v5e:2x2, v5e:16x16, v5p:2x2x2")
+    parser.add_argument("--slices", type=int, default=1, metavar="N", help="N of them, joined by a network")
+    parser.add_argument(
+        "--prompt-tokens", type=int, help="length of the prompts (default: the limit, config.data.max_prompt_tokens)"
+    )
+    parser.add_argument(
+        "--collectives", type=int, default=0, metavar="N", help="also list the N largest collectives of each program"
+    )
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.add_argument(
+        "--search",
+        type=int,
+        default=0,
+        metavar="N",
+        help="try meshes, micro-batches and remat until N of them fit, those first that promise to be fast",
+    )
+    config, args = parse_config(parser)
+    with TemporaryDirectory() as dump:
+        # Before XLA starts. JAX below 0.12 does not say how much memory a TPU program needs, but XLA reports it here.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
+        chip, devices = topology(args.topology, args.slices)
+        width = args.prompt_tokens or config.data.max_prompt_tokens
+        console = Console(stderr=args.json, width=150, highlight=False)
+        with redirect_stdout(sys.stderr) if args.json else nullcontext():
+            if args.search:
+                plans = search(config, devices, chip, width, Path(dump), args.search, console)
+            else:
+                say = lambda phase: console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")  # noqa: E731
+                plans = [make_plan(config, mesh_over(devices, **config.mesh), width, Path(dump), say=say)]
+    if args.json:
+        print(json.dumps([as_json(plan, chip) for plan in plans], indent=2))
+    else:
+        for plan in plans:
+            print_plan(plan, chip, args, console)
+    if not any(plan.fits(chip) for plan in plans):
+        sys.exit(1)
+
+
+def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -> None:
+    """Prints what a chip holds, a table of the phases, and what to change where one does not fit."""
+    where = args.topology if args.slices == 1 else f"{args.slices} x {args.topology}"
+    console.print(f"\n{title(plan.models.config, plan, where)}")
+    holds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.holds.items())
+    console.print(f"each chip holds, GiB: {holds}")
+    table = Table()
+    columns = ("a step", "times", "compile s", "program GiB", "beside GiB", f"of {chip.memory} GiB", "fused")
+    for column in (*columns, "TFLOP", "memory GB", "sent GB", "seconds", "bound by"):
+        table.add_column(column, justify="left" if column in ("a step", "bound by") else "right")
+    for phase in plan.phases:
+        table.add_row(*row(phase, chip))
+    console.print(table)
+    for phase in plan.phases:
+        if phase.error:
+            console.print(phase.error)
+        elif phase.peak > chip.memory * GIB:
+            console.print(f"{phase.name} does not fit beside what else the chip holds")
+        if args.collectives and phase.collectives:
+            print_collectives(phase, args.collectives, console)
+    if between := sum(phase.times * phase.sent.get(BETWEEN_SLICES, 0) for phase in plan.phases):
+        console.print(f"a chip sends {between / 1e9:,.2f} GB a step between slices, which the estimate leaves out")
+    if plan.fits(chip):
+        seconds = plan.seconds(chip)
+        speed = f"{seconds:.1f} s a step, {plan.tokens / seconds:,.0f} tokens/s"
+        console.print(f"fits. Unvalidated estimate at published speeds: {speed}")
+
+
+def print_collectives(phase: Phase, count: int, console: Console) -> None:
+    """Prints the largest groups of equal collectives of a phase."""
+    groups = Counter((c.kind, c.shape, c.loops, c.bytes) for c in phase.collectives)
+    rows = sorted(((n * math.prod(key[2]) * key[3], n, *key) for key, n in groups.items()), reverse=True)
+    table = Table(title=f"{phase.name}: {sum(row[0] for row in rows) / 1e9:,.2f} GB a chip")
+    for column in ("collective", "array", "MB", "times", "loops around it", "GB"):
+        table.add_column(column, justify="left" if column in ("collective", "array") else "right")
+    for total, n, kind, shape, loops, size in rows[:count]:
+        times, around = n * math.prod(loops), " x ".join(map(str, loops))
+        table.add_row(kind, shape, f"{size / 1e6:,.3f}", f"{times:,}", around, f"{total / 1e9:,.3f}")
+    rest = sum(row[0] for row in rows[count:])
+    table.add_row(f"{len(rows[count:])} smaller", "", "", "", "", f"{rest / 1e9:,.3f}")
+    console.print(table)
+
+
+def title(config: Config, plan: SlicePlan, topology: str) -> str:
+    """Returns a line with the model, the mesh and the sizes of a step."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.models.mesh.shape.items())
+    sizes = f"B {config.prompts_per_step}, G {config.group_size}, C {config.rollout.max_completion_tokens}"
+    how = f"microbatch {config.microbatch}, remat {config.model.remat}, row_parts {config.model.row_parts}"
+    how += f", engine.max_sequences {_max_sequences(config)}"
+    return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {how}"
+
+
+def _max_sequences(config: Config) -> Any:
+    return config.engine.max_sequences if "max_sequences" in config.engine else "of another engine"
+
+
+def row(phase: Phase, chip: Chip) -> list[str]:
+    """Returns a phase as a row of the table."""
+    if phase.error:
+        return [phase.name, f"{phase.times}", "", "too big", f"{phase.beside / GIB:.2f}"]
+    seconds = phase.seconds(chip)
+    bound = max(seconds, key=lambda name: seconds[name])
+    return [
+        phase.name,
+        f"{phase.times}",
+        f"{phase.compile_seconds:.0f}",
+        f"{phase.program / GIB:.2f}",
+        f"{phase.beside / GIB:.2f}",
+        f"{phase.peak / GIB / chip.memory:.0%}",
+        "yes" if phase.fused else "no",
+        f"{phase.flops / 1e12:.2f}",
+        f"{phase.traffic / 1e9:.1f}",
+        f"{phase.sent_in_slice / 1e9:.2f}",
+        f"{phase.times * seconds[bound]:.2f}",
+        bound,
+    ]
+
+
+def as_json(plan: SlicePlan, chip: Chip) -> dict[str, Any]:
+    """Returns a plan as JSON values. Sizes are bytes of a chip."""
+    phases = []
+    for phase in plan.phases:
+        numbers = {name: x for name, x in vars(phase).items() if name != "collectives"}
+        phases.append(numbers | {"peak": phase.peak, "sent": phase.sent, "estimated_seconds": phase.seconds(chip)})
+    config = plan.models.config
+    return {
+        "fits": plan.fits(chip),
+        "mesh": dict(plan.models.mesh.shape),
+        "config": {name: config[name] for name in ("prompts_per_step", "group_size", "microbatch")}
+        | {"model.remat": config.model.remat, "model.row_parts": config.model.row_parts},
+        "memory": chip.memory * GIB,
+        "holds": plan.holds,
+        "phases": phases,
+        "estimated_seconds": plan.seconds(chip),
+        "tokens": plan.tokens,
+    }
+
+
+if __name__ == "__main__":
+    run_main(main)

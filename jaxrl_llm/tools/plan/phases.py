@@ -1,0 +1,317 @@
+"""The phases of a step on a TPU slice: memory, operations, traffic and an estimated time of each of their programs."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.learning import Learning, Models, describe_models, make_learning, make_packing
+from jaxrl_llm.learner.programs import of_learning
+from jaxrl_llm.learner.scorers import FROZEN, Frozen, frozen_model
+from jaxrl_llm.machine.compilation import Program
+from jaxrl_llm.machine.shapes import Book
+from jaxrl_llm.machine.sharding import prompt_shards, shardings
+from jaxrl_llm.models import hf, peft
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.recipe import checks, compatibility
+from jaxrl_llm.rollout import engines
+from jaxrl_llm.rollout.compaction import prompts_at_once
+from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.structs import Config, PyTree, TrainState
+from jaxrl_llm.tools.plan.chips import Chip
+from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
+from jaxrl_llm.tools.plan.flops import flops
+
+FUSED = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel, such as that of attention
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A program of a step, on one chip. Its time is the largest one of arithmetic, memory and collectives.
+
+    What goes between slices takes no time here: their network has no published speed.
+    """
+
+    name: str
+    times: int  # that a step runs it
+    error: str = ""  # why the compiler refuses it
+    compile_seconds: float = 0.0
+    instructions: int = 0
+    program: int = 0  # bytes at its peak: arguments, temporaries and results
+    beside: int = 0  # bytes of arrays that it does not use, and that are in memory with it
+    fused: bool = False  # attention is the fused kernel
+    flops: float = 0.0
+    traffic: float = 0.0  # bytes of weights, optimizer state and KV cache that it must read and write
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        return self.program + self.beside
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that a chip sends, by kind of collective."""
+        total: Counter[str] = Counter()
+        for collective in self.collectives:
+            total[collective.kind] += collective.bytes * collective.times
+        return dict(total)
+
+    @property
+    def sent_in_slice(self) -> int:
+        """Bytes that a chip sends to others of its slice."""
+        return sum(size for kind, size in self.sent.items() if kind != BETWEEN_SLICES)
+
+    def seconds(self, chip: Chip) -> dict[str, float]:
+        """Returns the seconds that arithmetic, memory and collectives each need at the chip's published speeds."""
+        return {
+            "arithmetic": self.flops / chip.flops,
+            "memory": self.traffic / chip.bandwidth,
+            "collectives": self.sent_in_slice / chip.ring,
+        }
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """The plan of a run on a slice: what its chips hold, and the phases of a step."""
+
+    models: Models
+    holds: dict[str, int]  # bytes on a chip: parameters, optimizer ...
+    phases: list[Phase]
+    tokens: int  # of the completions of a step, at most
+
+    def seconds(self, chip: Chip) -> float:
+        """Returns the estimated seconds of a step."""
+        return sum(phase.times * max(phase.seconds(chip).values()) for phase in self.phases)
+
+    def fits(self, chip: Chip) -> bool:
+        return not any(phase.error or phase.peak > chip.memory * 2**30 for phase in self.phases)
+
+
+def make_plan(
+    config: Config,
+    mesh: Mesh,
+    width: int,
+    dump: Path,
+    *,
+    say: Callable[[Phase], None] = lambda phase: None,
+    memory_limit: float = math.inf,
+) -> SlicePlan:
+    """Compiles the programs of a step, in the shapes of completions that all have their largest length.
+
+    width: tokens of a prompt; dump: the empty folder in which XLA reports the memory of programs.
+    say: gets each phase when it is compiled. memory_limit: bytes of a chip; the first phase above it ends the plan.
+    Raises: UserError, if the config is wrong. A program that does not fit is no error.
+    """
+    totals = checks.check_train(config)
+    compatibility.check_batch_fits_mesh(config, mesh, totals.prompts_per_update)
+    folder = hf.find(config.model.path, weights=False)
+    models = describe_models(config, totals, mesh, folder, weights=False)
+    frozen = {name: _frozen(models, name) for name in FROZEN if name in models.others}
+    base = {"base": _base(models, models.lora)} if models.lora else {}
+    learning = make_learning(models, lambda: None, frozen, base.get("base"))
+    states = learning.all_states() | {name: other.params for name, other in frozen.items()} | base
+    policy = learning.learners["policy"]
+    book, phases = Book(), list[Phase]()
+    packing = make_packing(models, learning, book)
+    lengths = np.full((config.prompts_per_step, config.group_size), config.rollout.max_completion_tokens)
+    shape = packing(lengths, width).shape[1:]
+    sampler = _sampler(models, book)
+    # The sampler's copy of the weights: in the dtype and with the sharding of the decode loop.
+    copy = sampler.resident(policy.whole(policy.shapes))
+    holds = _holds(_on_chips(states, config), copy, models)
+    if sum(holds.values()) > memory_limit:
+        phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
+        return SlicePlan(models, holds, phases, 0)
+    for program in _programs(models, learning, sampler, shape[1:], width):
+        phase = _measure(models, program, _beside(states, program, config), shape[0], copy, dump)
+        say(phase)
+        phases.append(phase)
+        if memory_limit < math.inf and (phase.error or phase.peak > memory_limit):
+            break
+    book.close()
+    tokens = math.prod(lengths.shape) * config.rollout.max_completion_tokens
+    return SlicePlan(models, holds, phases, tokens)
+
+
+def _frozen(models: Models, name: str) -> Frozen:
+    """Returns a model that never learns, with the shapes of its parameters."""
+    model = frozen_model(name, models.others[name], models.config, models.mesh)
+    params = _placed(model.shapes(), model, models.mesh)
+    if name == "reward_model":
+        sharding = NamedSharding(models.mesh, PartitionSpec())
+        replicated = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)  # noqa: E731
+        params = {"decoder": params, "readout": {"kernel": replicated(model.cfg.width, 1), "bias": replicated(1)}}
+    return Frozen(model, params)
+
+
+def _base(models: Models, lora: Lora) -> PyTree:
+    """Returns the parameters beside the adapters, as shapes."""
+    shapes = peft.base_shapes(_placed(models.model.shapes(), models.model, models.mesh), lora)
+    abstract = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
+    return jax.tree.map(abstract, shapes, shardings(shapes, models.mesh))
+
+
+def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
+    abstract = lambda x, dtype, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)  # noqa: E731
+    return jax.tree.map(abstract, shapes, model.used_dtypes(shapes), shardings(shapes, mesh))
+
+
+def _on_chips(states: PyTree, config: Config, *, learns: bool = False) -> PyTree:
+    """Returns the states without those in the host's memory (`Run.put_away`). learns: while learners learn."""
+    away = ("reference", *FROZEN) if config.host_memory.reference else ()
+    states = {name: state for name, state in states.items() if name not in away}
+    if learns or not config.host_memory.optimizer:
+        return states
+    return {name: replace(x, opt_state=()) if isinstance(x, TrainState) else x for name, x in states.items()}
+
+
+def _beside(states: PyTree, program: Program, config: Config) -> int:
+    """Returns the bytes on a chip of what a program does not use, and what is in memory with it."""
+    # By identity: two arrays of equal shape are different memory.
+    used = {id(x) for x in jax.tree.leaves(program.states)}
+    resident = jax.tree.leaves(_on_chips(states, config, learns=program.phase == "update"))
+    return chip_bytes([x for x in resident if id(x) not in used]) + chip_bytes(program.beside)
+
+
+def _sampler(models: Models, book: Book) -> Sampler:
+    config = models.config
+    return Sampler(
+        models.model,
+        models.mesh,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        stop_ids=(1,),
+        pad_id=0,
+        max_sequences=engines.choose(config).max_sequences,
+        book=book,
+    )
+
+
+def _programs(
+    models: Models, learning: Learning, sampler: Sampler, shape: tuple[int, int], width: int
+) -> Iterator[Program]:
+    """Yields the programs of a step: of the decode loops, the largest. Another engine samples elsewhere."""
+    config = models.config
+    batch = dict(prompts=config.prompts_per_step, width=width, group=config.group_size, sampling=learning.sampling)
+    policy = learning.learners["policy"]
+    sampler_programs = sampler.programs(policy.whole(policy.shapes), **batch, episodes="env" in config)
+    for program in sampler_programs if engines.choose(config).in_trainer else ():
+        yield program
+        if program.phase == "decoding":
+            break
+    yield from of_learning(config, models.mesh, learning, [shape], width)
+
+
+def _measure(models: Models, program: Program, beside: int, parts: int, copy: PyTree, dump: Path) -> Phase:
+    """Compiles a program. parts: micro-batches that a prompt is in; copy: the sampler's weights."""
+    config, totals = models.config, models.totals
+    prompts = config.prompts_per_update if program.phase == "update" else config.prompts_per_step
+    turns = prompts // (config.microbatch or prompts) * parts
+    batches = config.prompts_per_step // at_once(models)
+    # A program is compiled once, for one batch. A step calls it this often.
+    runs = {"update": totals.updates_per_rollout, "prompts": batches, "decoding": batches}
+    times = runs.get(program.phase, program.times)
+    # The decode loop has one turn a token. It may end sooner, but a plan is of the longest completions.
+    if program.phase == "decoding":
+        turns = config.rollout.max_completion_tokens
+    traced, began = program.trace(), time.perf_counter()
+    try:
+        compiled = program.compile()
+    except UserError as error:
+        return Phase(program.name, times, error=str(error), beside=beside)
+    seconds, text = time.perf_counter() - began, compiled.as_text() or ""
+    return Phase(
+        program.name,
+        times,
+        compile_seconds=seconds,
+        instructions=text.count(" = "),
+        program=allocated(compiled, dump),
+        beside=beside,
+        fused=FUSED in text,
+        flops=flops(traced, turns) / models.mesh.size,
+        traffic=_traffic(program, compiled, turns, models, copy),
+        collectives=tuple(collectives(text, turns)),
+    )
+
+
+def at_once(models: Models) -> int:
+    """Returns how many prompts have a KV cache at once."""
+    config = models.config
+    max_sequences = engines.choose(config).max_sequences
+    return prompts_at_once(config.prompts_per_step, config.group_size, prompt_shards(models.mesh), max_sequences)
+
+
+def _traffic(program: Program, compiled: jax.stages.Compiled, turns: int, models: Models, copy: PyTree) -> float:
+    """Bytes that a chip must at least read and write: no activations, and of a scoring model what the layers gather."""
+    used: Any = compiled.memory_analysis()
+    # Each token reads the weights and the whole cache: both are arguments of the decode program.
+    if program.phase == "decoding":
+        return turns * used.argument_size_in_bytes
+    if program.phase in ("push", "prompts"):
+        return used.argument_size_in_bytes + used.output_size_in_bytes
+    # The gathered weights are written and read in each pass: one to score, three to learn, with the recomputed one.
+    gathered = 2 * chip_bytes(copy)
+    if program.phase == "scoring":
+        return turns * gathered
+    gradients = 2 * chip_bytes(program.states[0].params)
+    return turns * (3 * gathered + gradients) + used.argument_size_in_bytes + used.output_size_in_bytes
+
+
+def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
+    """Returns the bytes of memory that a program needs on a chip, as the TPU compiler has placed them.
+
+    Of another compiler, the arguments, temporaries and results.
+    """
+    used: Any = compiled.memory_analysis()
+    if hasattr(used, "total_allocation_bytes"):  # JAX 0.12
+        return used.total_allocation_bytes
+    # The newest is of this program. The helper functions of JAX are compiled for the CPU.
+    reports = [file for file in dump.glob("*memory-usage-report.txt") if ".cpu_" not in file.name]
+    text = max(reports, key=lambda file: file.stat().st_mtime).read_text() if reports else ""
+    match = re.search(r"Memory Space: default.*?Total bytes[^\d]*([\d,]+)", text, re.DOTALL)
+    if match:
+        return int(match[1].replace(",", ""))
+    # A donated argument and the result that takes its place are the same memory.
+    results = used.output_size_in_bytes - used.alias_size_in_bytes
+    return used.argument_size_in_bytes + used.temp_size_in_bytes + results
+
+
+def chip_bytes(tree: PyTree) -> int:
+    """Returns the bytes of a tree of shapes with shardings on each chip."""
+
+    def array_bytes(x: Any) -> int:
+        return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(array_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def _holds(states: PyTree, copy: PyTree, models: Models) -> dict[str, int]:
+    """Returns the bytes on a chip of what stays in memory between programs."""
+    holds = {}
+    for name, state in states.items():
+        if isinstance(state, TrainState):
+            holds[f"{name} parameters"] = chip_bytes(state.params)
+            holds[f"{name} optimizer"] = chip_bytes(state.opt_state)
+        else:
+            holds[name] = chip_bytes(state)
+    config, cfg, tensor = models.config, models.model.cfg, models.mesh.shape["tensor"]
+    if engines.choose(config).in_trainer:
+        completions = at_once(models) // prompt_shards(models.mesh) * config.group_size
+        # Heads that the tensor axis does not divide are whole on every chip.
+        heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
+        bytes_per_token = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
+        holds["sampler's copy (while it samples)"] = chip_bytes(copy)
+        holds["KV cache (while it samples)"] = completions * config.rollout.max_completion_tokens * bytes_per_token
+    return holds

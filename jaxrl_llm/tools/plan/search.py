@@ -1,0 +1,71 @@
+"""Tries meshes, micro-batches and remat for a TPU slice, the most promising first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine.sharding import mesh_over
+from jaxrl_llm.models import hf
+from jaxrl_llm.structs import Config
+from jaxrl_llm.tools.plan.chips import Chip
+from jaxrl_llm.tools.plan.phases import SlicePlan, make_plan
+
+PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}  # forward passes of an update that costs about as much
+
+
+def search(
+    config: Config, devices: Sequence[Any], chip: Chip, width: int, dump: Path, count: int, console: Console
+) -> list[SlicePlan]:
+    """Returns the plans of the first `count` candidates that fit, the one with the shortest estimated step first."""
+    # Compiling takes minutes a candidate, so a rough estimate without the compiler decides the order.
+    plans: list[SlicePlan] = []
+    for candidate in sorted(candidates(config, len(devices)), key=lambda c: _promise(c, len(devices), chip)):
+        if len(plans) == count:
+            break
+        text = f"mesh {dict(candidate.mesh)}, microbatch {candidate.microbatch}, remat {candidate.model.remat}"
+        try:
+            mesh = mesh_over(devices, **candidate.mesh)
+            plan = make_plan(candidate, mesh, width, dump, memory_limit=chip.memory * 2**30)
+        except UserError as error:  # this mesh does not suit the batch or the slice
+            console.print(f"{text}: {error}")
+            continue
+        fits = plan.fits(chip)
+        console.print(f"{text}: {f'{plan.seconds(chip):.1f} s a step' if fits else 'does not fit'}")
+        plans += [plan] if fits else []
+    return sorted(plans, key=lambda plan: plan.seconds(chip))
+
+
+def candidates(config: Config, devices: int) -> Iterator[Config]:
+    """Yields configs with another mesh, micro-batch and remat. The tensor axis divides the heads of keys."""
+    kv_heads = hf.load_model(hf.find(config.model.path, weights=False)).cfg.kv_heads
+    for tensor, remat in itertools.product((1, 2, 4, 8, 16), ("full", "dots")):
+        shards = devices // tensor
+        if kv_heads % tensor or devices % tensor or config.prompts_per_update % shards:
+            continue
+        for at_once in (1, 2, 4, 8):
+            if config.prompts_per_update % (shards * at_once) == 0:
+                candidate = deepcopy(config).unlock()
+                candidate.mesh.update(data=1, fsdp=shards, tensor=tensor)
+                candidate.microbatch, candidate.model.remat = shards * at_once, remat
+                yield candidate.lock()
+
+
+def _promise(config: Config, devices: int, chip: Chip) -> float:
+    """Rough seconds of an update without what all candidates share: recomputed passes, and the layers' collectives."""
+    cfg = hf.load_model(hf.find(config.model.path, weights=False)).cfg
+    experts, chosen = (cfg.mixture.experts, cfg.mixture.chosen) if cfg.mixture else (1, 1)
+    weights, active = (cfg.layers * cfg.width * (3 * n * cfg.mlp_width + 2 * cfg.width) for n in (experts, chosen))
+    tokens = config.prompts_per_update * config.group_size * config.rollout.max_completion_tokens
+    arithmetic = 2 * active * tokens * PASSES[config.model.remat] / devices / chip.flops
+    gathered = 3 * 2 * weights / config.mesh.tensor * (config.prompts_per_update // config.microbatch)
+    summed = 0.0
+    if config.mesh.tensor > 1:  # two sums of the states in each layer and pass
+        summed = 2 * 2 * 2 * PASSES[config.model.remat] * cfg.layers * cfg.width * tokens / config.mesh.fsdp
+    return max(arithmetic, (gathered + summed) / chip.ring)

@@ -1,0 +1,69 @@
+"""Makes a page about runs: `jaxrl report WORKDIR [WORKDIR ...] [--to FILE.html | --serve [PORT]]`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl_llm.errors import Parser, UserError, run_main
+from jaxrl_llm.machine import extras
+from jaxrl_llm.tools.report.runs import read_config
+
+DESCRIPTION = (
+    "Makes one HTML page about one or several runs, also while they go on: what the health rules find, curves, batch "
+    "sizes, differences, times and completions. The page needs no network."
+)
+
+
+def main() -> None:
+    parser = Parser("jaxrl_llm.tools.report", description=DESCRIPTION)
+    parser.add_argument("workdirs", type=Path, nargs="+", metavar="WORKDIR", help="a run's --workdir; all in one page")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="the page (default: report.html in the first WORKDIR)")
+    parser.add_argument(
+        "--serve",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PORT",
+        help="instead of a file, serve a page on this machine alone, which follows the runs (default: a free port)",
+    )
+    args = parser.parse_args()
+    extras.require("plotly", "report", "the page")
+    if args.serve is None:
+        write(args.workdirs, args.to or args.workdirs[0] / "report.html")
+    elif args.to:
+        raise UserError("--serve writes no file: give --to or --serve")
+    else:
+        serve(args.workdirs, args.serve)
+
+
+def write(workdirs: Sequence[Path], file: Path) -> None:
+    """Writes the page to a file. Raises: UserError, if a run cannot be read or the file not be written."""
+    from jaxrl_llm.tools.report import page  # it imports plotly
+
+    text = page.render(workdirs)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}): give another file with --to") from error
+    print(f"{file} ({len(text.encode()) / 1e6:.1f} MB)")
+
+
+def serve(workdirs: Sequence[Path], port: int) -> None:
+    """Serves the page until Ctrl-C. Raises: UserError, if a folder is no run or the port cannot be used."""
+    from jaxrl_llm.tools.report.serve import PageServer  # it imports plotly
+
+    for workdir in workdirs:
+        read_config(workdir)
+    with PageServer(workdirs, port) as server:
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # the package lets Ctrl-C end a program at once
+            print(f"http://{server.address} (Ctrl-C ends it)", flush=True)
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("\nended by Ctrl-C")
+
+
+if __name__ == "__main__":
+    run_main(main)

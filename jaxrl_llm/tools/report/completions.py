@@ -1,0 +1,62 @@
+"""Completions of a run by reward: the best and the worst of the first, the middle and the last step in the log."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jaxrl_llm.tools.report.runs import LoggedRun
+
+MOST = 3000  # characters of a text on the page
+
+
+class LabelledCompletion(NamedTuple):
+    label: str
+    text: str
+
+
+class Group(NamedTuple):
+    """The completions of a prompt at a step."""
+
+    step: int
+    prompt: str
+    rewards: str  # their mean, and how many have none
+    shown: list[LabelledCompletion]
+
+
+def groups(run: LoggedRun) -> list[Group]:
+    """Returns the first, the middle and the last group in the log of a run."""
+    return [_group(line) for line in run.groups]
+
+
+def _group(line: dict[str, Any]) -> Group:
+    pairs = list(zip(line["rewards"], line["completions"], strict=True))
+    judged = sorted((pair for pair in pairs if pair[0] is not None), key=lambda pair: pair[0])  # None: no verdict
+    without = len(pairs) - len(judged)
+    of = f"{len(pairs)} completions" + (f", {without} without a verdict" if without else "")
+    if not judged:
+        shown, rewards = [LabelledCompletion("one of them: no verdict", cut(pairs[0][1]))], of
+    else:
+        (low, worst), (high, best) = judged[0], judged[-1]
+        shown = [
+            LabelledCompletion(f"best, reward {high:.3g}", cut(best)),
+            LabelledCompletion(f"worst, reward {low:.3g}", cut(worst)),
+        ]
+        if low == high:
+            shown = [LabelledCompletion(f"one of them: all have reward {high:.3g}", cut(best))]
+        rewards = f"mean reward {sum(reward for reward, _ in judged) / len(judged):.3g} of {of}"
+    return Group(line["step"], cut(prompt_text(line["prompt"])), rewards, shown)
+
+
+def prompt_text(prompt: Any) -> str:
+    """Returns a prompt as text. A chat of several messages has the role before each."""
+    if not isinstance(prompt, list):
+        return str(prompt)
+    if len(prompt) == 1:
+        return str(prompt[0]["content"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def cut(text: str) -> str:
+    """Returns the beginning of a text that is too long."""
+    more = len(text) - MOST
+    return text if more <= 0 else f"{text[:MOST]}… ({more:,} more characters)"

@@ -1,0 +1,183 @@
+"""The curves of runs as plotly figures, with the healthy bands of the rules and the findings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from jaxrl_llm.health.bands import Band, bands
+from jaxrl_llm.health.finding import channels
+from jaxrl_llm.tools.report import traces
+from jaxrl_llm.tools.report.axis import Axis, fit
+from jaxrl_llm.tools.report.runs import LoggedRun
+from jaxrl_llm.tools.report.thinning import part
+from jaxrl_llm.tools.report.traces import Curve
+
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+
+
+class Panel(NamedTuple):
+    """A plot: its metrics, and the rules that look at them."""
+
+    title: str
+    metrics: tuple[str, ...]
+    rules: tuple[str, ...] = ()
+    form: str = ".3~g"  # of its values, as d3 has it
+    log: bool = False  # whether its axis may be logarithmic
+    plain: bool = False  # only points, no mean over steps
+
+
+PANELS = (
+    Panel("Accuracy on held-out problems", ("eval/accuracy",), form=".1%", plain=True),
+    Panel("Reward", ("reward/mean",), ("reward_collapse",)),
+    Panel("Reward functions", (), ("channels_diverge",)),  # its metrics are those of the runs
+    Panel("Completions without a verdict", ("reward/no_verdict",), ("no_verdict",), ".0%"),
+    Panel("Groups without a signal", ("groups/no_signal",), ("no_signal",), ".0%"),
+    Panel("Loss", ("loss/sft",)),
+    Panel("Entropy", ("entropy",), ("entropy_collapse", "entropy_explosion"), log=True),
+    Panel("KL to the reference", ("kl/ref",), ("kl_alone",), log=True),
+    Panel("KL term in the reward", ("reward/kl",), ("kl_pays",)),
+    Panel("Gradient norm", ("grad_norm",), ("gradient_climb", "gradient_spike", "updates_skipped"), log=True),
+    Panel("Clipped tokens", ("clip/fraction",), ("gradient_climb",), ".1%"),
+    Panel("Clipped tokens in the first optimizer step on a rollout", ("clip/first",), ("phantom_clipping",), ".1%"),
+    Panel("Log-probability of a token in good completions", ("logprobs/good",), ("good_fades",)),
+    Panel("Tokens that repeat", ("completion/repeated",), ("repeats",), ".0%"),
+    Panel("Completion length in tokens", ("completion/length",), ("length_collapse",)),
+    Panel("Truncated completions", ("completion/truncated",), ("truncated", "never_stops"), ".0%"),
+    Panel("Turns of an episode", ("episode/turns",), ("tools_unused",), ".2f"),
+    Panel("Errors of environments in an episode", ("episode/errors",), ("tool_down", "tool_errors"), ".2f"),
+    Panel("Seconds that an episode waits for its environment", ("time/environment",), log=True),
+    Panel("Importance weight, mean", ("importance/mean",), ("sampler_mismatch", "stale_samples")),
+    Panel("Effective sample size", ("importance/ess",), ("sampler_mismatch",), ".1%"),
+    Panel("KL(sampler || trainer)", ("importance/kl",), ("sampler_mismatch",), ".1e", log=True),
+    Panel(
+        "Gap of sampler and trainer",
+        ("sampler/gap_mean", "sampler/gap_max"),
+        ("engine_drift", "stale_weights"),
+        ".1e",
+        log=True,
+    ),
+    Panel("Learning rate", ("learning_rate", "critic/learning_rate"), form=".2~g", plain=True),
+    Panel("Explained variance of the critic", ("critic/explained_variance",), ("critic_lags",)),
+    Panel("Seconds of a step", ("time/step",), log=True),
+)
+
+
+class Plot(NamedTuple):
+    """A figure and the text beside it."""
+
+    title: str
+    words: list[str]  # a line for each band, and for what is not drawn
+    lines: list[tuple[str, str]]  # dash and metric, if the panel has several
+    figure: str  # JSON
+
+
+def plots(runs: Sequence[LoggedRun]) -> list[Plot]:
+    """Returns the plots that the runs have values for."""
+    limits = [bands(run.records) for run in runs]
+    plots_drawn = []
+    for panel in PANELS:
+        panel = panel if panel.metrics else panel._replace(metrics=_channels(runs))
+        curves = [curve for at, run in enumerate(runs) for name in panel.metrics if (curve := _curve(at, run, name))]
+        if curves:
+            plots_drawn.append(_plot(panel, curves, limits, runs))
+    return plots_drawn
+
+
+def thinned(runs: Sequence[LoggedRun]) -> int:
+    """Returns how many points of the longest curve become two on the page; 1: all points are drawn."""
+    return max(part(len(run.records)) for run in runs)
+
+
+def _channels(runs: Sequence[LoggedRun]) -> tuple[str, ...]:
+    """Returns the metrics of the reward functions, if there are two or more."""
+    metrics = channels({name for run in runs for record in run.records[-1:] for name in record})
+    return tuple(metrics) if len(metrics) > 1 else ()
+
+
+def _curve(at: int, run: LoggedRun, metric: str) -> Curve | None:
+    """Returns the curve of a metric, or None for a run without a finite value of it."""
+    points = [(record["step"], record[metric]) for record in run.records if metric in record]
+    if all(y is None for _, y in points):
+        return None
+    x, y = zip(*points, strict=True)
+    return Curve(at, run.letter, metric, np.array(x, np.int32), np.array(y, float))
+
+
+def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Sequence[LoggedRun]) -> Plot:
+    several = len({curve.metric for curve in curves}) > 1
+    bands_by_run = {
+        curve.run: [b for b in limits[curve.run] if b.metric == curve.metric and not several] for curve in curves
+    }
+    spells = [(at, spell) for at, run in enumerate(runs) for spell in run.spells if spell.finding.id in panel.rules]
+    bounds = [
+        edge
+        for run_bands in bands_by_run.values()
+        for band in run_bands
+        for edge in (band.low, band.high)
+        if edge is not None
+    ]
+    values = [y for curve in curves for y in (curve.y, curve.mean())]
+    axis = fit(values, bounds, len(spells), log=panel.log)
+    # The order is that of drawing: bands lie under the curves, marks of findings over them.
+    drawn: list[go.Scatter] = []
+    for at, run_bands in bands_by_run.items():
+        drawn += traces.band(at, run_bands, runs[at], axis) if run_bands else []
+    for curve in curves:
+        dash = DASHES[panel.metrics.index(curve.metric) % len(DASHES)] if several else ""
+        drawn += traces.points(curve, panel.form, dash) if panel.plain else traces.lines(curve, panel.form, dash, axis)
+        drawn += traces.not_finite(curve, axis)
+    last = max(run.last for run in runs)
+    for number, (at, spell) in enumerate(spells):
+        text = f"{runs[at].letter} {spell.finding.id}" if len(runs) > 1 else spell.finding.id
+        drawn += traces.mark(at, text, spell, last, axis.level(number))
+    keys = [(DASHES[i % len(DASHES)], name) for i, name in enumerate(panel.metrics)] if several else []
+    return Plot(
+        panel.title, _words(curves, bands_by_run, runs, axis), keys, traces.as_json(drawn, _layout(panel, last, axis))
+    )
+
+
+def _layout(panel: Panel, last: int, axis: Axis) -> dict[str, Any]:
+    form = panel.form
+    if form.endswith("%") and axis.span > 0.05:
+        form = ".0%"
+    if axis.log:
+        form = ".0e" if axis.low < -5 else "~g"
+    return dict(
+        template="none",
+        margin=dict(l=44, r=12, t=8, b=40),
+        height=240,
+        showlegend=False,
+        hovermode="x unified",
+        xaxis=dict(range=[-0.01 * last, 1.01 * max(last, 1)], title=dict(text="step", standoff=6), nticks=6),
+        yaxis=dict(range=axis.range, tickformat=form, automargin=True) | _ticks(axis),
+    )
+
+
+def _ticks(axis: Axis) -> dict[str, Any]:
+    """Returns the ticks of an axis. On a logarithmic one they are at powers of 10, or at 1, 2 and 5 of each."""
+    if not axis.log:
+        return dict(nticks=5)
+    return dict(type="log", dtick=max(1, round(axis.span / 5)) if axis.span > 2 else "D2")
+
+
+def _words(
+    curves: list[Curve], bands_by_run: dict[int, list[Band]], runs: Sequence[LoggedRun], axis: Axis
+) -> list[str]:
+    """Returns the lines of text below a plot."""
+    letters: dict[str, list[str]] = {}
+    for at, run_bands in bands_by_run.items():
+        for band in run_bands:
+            letters.setdefault(f"{band.words} ({band.rule})", []).append(runs[at].letter)
+    everywhere = len(bands_by_run)
+    words = [f"Healthy{'' if len(who) == everywhere else ' for ' + ', '.join(who)}: {x}" for x, who in letters.items()]
+    for curve in curves:
+        if lost := int(np.isnan(curve.y).sum()):
+            first = int(curve.x[np.isnan(curve.y)][0])
+            words.append(f"{curve.letter}: {lost:,} values of {curve.metric} are not finite (×), from step {first:,}")
+    if axis.log and any((curve.y <= 0).any() for curve in curves):
+        words.append("Logarithmic: values of 0 or less are not drawn")
+    return words

@@ -1,0 +1,156 @@
+"""Reads the files of a run and judges it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health.finding import SEVERITIES, Finding, Record
+from jaxrl_llm.health.history import FEW, RECENT
+from jaxrl_llm.recipe import checks, settings
+from jaxrl_llm.structs import Config
+from jaxrl_llm.tools import doctor, logs
+from jaxrl_llm.tools.report.follow import Lines
+
+FILES = ("config.json", logs.METRICS, "completions.jsonl", "health.jsonl")
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class RunVerdict(NamedTuple):
+    """The judgement of the rules on a run, in a few words."""
+
+    level: str  # "error", "warning", "healthy", or "early": too few steps
+    words: str
+
+
+class SettingsReport(NamedTuple):
+    """The totals of a config, and the findings of the rules over its settings."""
+
+    totals: checks.Totals | None  # None, if the config does not pass the checks of this version
+    findings: list[Finding]
+    problem: str = ""  # why something is missing
+
+
+class LoggedRun(NamedTuple):
+    """A run, read from the files in its workdir."""
+
+    letter: str  # short name in plots
+    name: str
+    workdir: Path
+    config: Config
+    records: list[Record]
+    spells: list[doctor.Spell]
+    groups: list[dict[str, Any]]  # the first, the middle and the last of completions.jsonl
+    settings: SettingsReport
+    wrote: list[str]  # ids in health.jsonl that the rules of this version do not find
+
+    @property
+    def last(self) -> int:
+        return self.records[-1]["step"]
+
+    @property
+    def verdict(self) -> RunVerdict:
+        count = {severity: sum(s.finding.severity == severity for s in self.spells) for severity in SEVERITIES}
+        counts = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in reversed(count.items()) if n]
+        if count["error"] or count["warning"]:
+            return RunVerdict("error" if count["error"] else "warning", ", ".join(counts))
+        if self.last <= FEW + RECENT:
+            return RunVerdict("early", f"no finding yet; most rules need {FEW + RECENT + 1} steps")
+        return RunVerdict("healthy", ", ".join(["healthy", *counts]))
+
+    def latest(self, metric: str) -> tuple[int, float] | None:
+        """Returns the last finite value of a metric and its step."""
+        for record in reversed(self.records):
+            if record.get(metric) is not None:
+                return record["step"], record[metric]
+        return None
+
+
+def read_all(workdirs: Sequence[Path], readers: dict[Path, Reader] | None = None) -> list[LoggedRun]:
+    """Reads runs; `readers` of an earlier call read only what is new. Raises: UserError, as `Reader.read` does."""
+    readers = {} if readers is None else readers
+    if len(workdirs) > len(LETTERS):
+        raise UserError(f"{len(workdirs)} runs are too many for a page: give {len(LETTERS)} or fewer")
+    names = [workdir.resolve().name for workdir in workdirs]
+    unique = len(set(names)) == len(names)
+    return [
+        readers.setdefault(workdir, Reader(workdir)).read(letter, name if unique else str(workdir))
+        for workdir, letter, name in zip(workdirs, LETTERS, names, strict=False)
+    ]
+
+
+class Reader:
+    """Reads a run again and again while it goes on: it judges each record once."""
+
+    def __init__(self, workdir: Path):
+        self._workdir = workdir
+        self._metrics, self._completions = Lines(workdir / logs.METRICS), Lines(workdir / "completions.jsonl")
+        self._rules: tuple[dict[str, Any], list[Finding]] = {}, []
+        self._records, self._judge = list[Record](), doctor.Judge(*self._rules)
+        self._groups = list[int]()  # the places of their lines: all of them may be gigabytes
+
+    def read(self, letter: str, name: str) -> LoggedRun:
+        """Reads what is new. Raises: UserError, if the folder is no run, has no record yet, or a file is broken."""
+        config = read_config(self._workdir)
+        rules = config.health.to_dict(), logs.found_before(self._workdir)
+        # Other bounds, or a self-test that has ended meanwhile: all records are judged again, from the first line.
+        if rules != self._rules:
+            self._metrics = Lines(self._metrics.file)
+        if self._metrics.begin():
+            self._rules, self._records, self._judge = rules, [], doctor.Judge(*rules)
+        for _, line in self._metrics.new():
+            record = self._metrics.parse(line)
+            self._judge.add(record)
+            self._records.append(record)
+        if not self._records:
+            raise UserError(f"{self._workdir} has no record yet: wait for its first step")
+        ids = {spell.finding.id for spell in self._judge.spells()}
+        findings_file = Lines(self._workdir / "health.jsonl")
+        findings_file.begin()
+        outdated = sorted({findings_file.parse(line)["id"] for _, line in findings_file.new()} - ids)
+        shown, settings = self._shown(), read_settings(config)
+        # A copy: the list grows at the next call, while a page is still made of this one.
+        records = list(self._records)
+        return LoggedRun(letter, name, self._workdir, config, records, self._judge.spells(), shown, settings, outdated)
+
+    def _shown(self) -> list[dict[str, Any]]:
+        """Returns the first, the middle and the last group of completions in the log."""
+        if self._completions.begin():
+            self._groups = []
+        self._groups += [at for at, line in self._completions.new() if b'"completions": []' not in line]
+        last = len(self._groups) - 1
+        return [self._completions.line(self._groups[i]) for i in sorted({0, (last + 1) // 2, last}) if last >= 0]
+
+
+def read_config(workdir: Path) -> Config:
+    """Reads the config of a run. Raises: UserError, if the folder has none."""
+    try:
+        config: Config = ConfigDict(_tuples(json.loads((workdir / "config.json").read_text(encoding="utf-8"))))
+        config.health.to_dict()
+    except (OSError, ValueError, TypeError, AttributeError):
+        raise UserError(f"{workdir} is no run (it has no config.json of one): give a run's --workdir") from None
+    return config
+
+
+def _tuples(value: Any) -> Any:
+    """Returns a value of JSON with tuples for lists, as configs have them."""
+    if isinstance(value, dict):
+        return {name: _tuples(x) for name, x in value.items()}
+    return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
+
+
+def read_settings(config: Config) -> SettingsReport:
+    """Applies the checks and the rules over settings. Looks only at files of this machine."""
+    try:
+        totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
+    except UserError as error:
+        return SettingsReport(None, [], f"The config does not pass the checks here: {error}")
+    try:
+        return SettingsReport(totals, settings.findings(settings.Settings(config, totals, settings.width_of(config))))
+    except UserError as error:
+        return SettingsReport(totals, [], f"The rules over settings need the model: {error}")

@@ -1,0 +1,75 @@
+"""A page about an evaluation: its tables, and the first problems with their completions and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import jaxrl_llm
+from jaxrl_llm.rollout.samples import Graded
+from jaxrl_llm.rollout.scores import Measured, channel_text, lines
+from jaxrl_llm.tools.report.completions import cut, prompt_text
+from jaxrl_llm.tools.report.page import template
+
+MOST = 100  # problems on the page
+SHOWN = 8  # completions of a problem on the page
+
+
+class Turn(NamedTuple):
+    role: str
+    text: str
+
+
+class ScoredCompletion(NamedTuple):
+    score: float
+    channels: str  # all scores, in a line
+    turns: list[Turn]
+
+
+class Problem(NamedTuple):
+    number: int
+    prompt: str
+    columns: str  # what else the row has
+    solved: int
+    of: int  # number of completions
+    shown: list[ScoredCompletion]
+
+
+def render(title: str, measured: Measured, graded: Graded, rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the page. Of several completions of a problem it has the first ones."""
+    by = measured.get("by")
+    values = [(value, lines(part)) for value, part in by["values"].items()] if by else []
+    return template("samples.html").render(
+        title=title,
+        version=jaxrl_llm.__version__,
+        lines=lines(measured),
+        channels=[(name, channel_text(channel)) for name, channel in measured["channels"].items()],
+        column=by["column"] if by else "",
+        head=[name for name, _ in values[0][1]] if values else [],
+        values=values,
+        problems=[problem(i, graded, rows[i]) for i in range(min(len(rows), MOST))],
+        of=len(rows),
+    )
+
+
+def problem(at: int, graded: Graded, row: dict[str, Any]) -> Problem:
+    """Returns what the page shows of a problem."""
+    scores = graded.channels["total"][at]
+    columns = ", ".join(f"{key}: {value}" for key, value in row.items() if key != "prompt")
+    shown = [completion(at, i, graded) for i in range(min(len(scores), SHOWN))]
+    solved = int((scores >= 1).sum())
+    return Problem(at + 1, cut(prompt_text(row["prompt"])), cut(columns), solved, len(scores), shown)
+
+
+def completion(at: int, i: int, graded: Graded) -> ScoredCompletion:
+    """Returns what the page shows of completion i of problem `at`: its text, or the turns of its episode."""
+    values = {name: float(x[at, i]) for name, x in graded.channels.items()}
+    score = values.pop("total")
+    text = ", ".join(f"{name} {'–' if np.isnan(x) else f'{x:.4g}'}" for name, x in values.items())
+    if graded.turns:
+        turns = [Turn(turn["role"], cut(turn["content"])) for turn in graded.turns[at][i]]
+    else:
+        turns = [Turn("", cut(graded.texts[at][i]))]
+    return ScoredCompletion(score, text, turns)

@@ -1,0 +1,116 @@
+"""The tables of a page: batch sizes, differences of configs, times of phases, and where runs part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from jaxrl_llm.config.load import flatten
+from jaxrl_llm.health.finding import Record
+from jaxrl_llm.session.banner import totals_table
+from jaxrl_llm.tools.report.runs import LoggedRun
+
+SIZES = ("num_steps", "prompts_per_step", "group_size", "prompts_per_update", "epochs", "microbatch")
+MISSING = "–"
+
+
+class Row(NamedTuple):
+    """A row of a table: its name, and a text for each run."""
+
+    name: str
+    values: list[str]
+    shares: Sequence[float] = ()  # of a bar above each text, from 0 to 1; (): no bars
+
+
+def batch_table(runs: Sequence[LoggedRun]) -> list[Row]:
+    """Returns the batch words of the configs, and what follows from them."""
+    rows = [{name: run.config[name] for name in SIZES if name in run.config} for run in runs]
+    for row, run in zip(rows, runs, strict=True):
+        row |= dict(totals_table(run.settings.totals)) if run.settings.totals else {}
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return [Row(name, [f"{row[name]:,}" if name in row else MISSING for row in rows]) for name in names]
+
+
+def config_difference(runs: Sequence[LoggedRun]) -> list[Row]:
+    """Returns the fields in which the configs differ."""
+    flat = [flatten(run.config) for run in runs]
+    names = list(dict.fromkeys(name for fields in flat for name in fields))
+    rows = [(name, [repr(fields[name]) if name in fields else MISSING for fields in flat]) for name in names]
+    return [Row(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def phase_table(runs: Sequence[LoggedRun]) -> list[Row]:
+    """Returns the median seconds of each phase of a step, and the seconds of the first step, which compiles."""
+    timed = [[record for record in run.records if record.get("time/step")] for run in runs]
+    names = list(dict.fromkeys(name for records in timed for r in records for name in r if name.startswith("time/")))
+    # Without the first record, whose step compiles. Medians, because a checkpoint makes single steps much longer.
+    medians = [{name: _median(name, records[1:] or records) for name in names} for records in timed]
+    longest = max((value or 0.0 for row in medians for value in row.values()), default=0.0)
+    rows = []
+    for name in names:
+        values = [row[name] for row in medians]
+        texts = [_seconds(row[name], row["time/step"]) for row in medians]
+        rows.append(Row(name.removeprefix("time/"), texts, [(x or 0.0) / longest if longest else 0.0 for x in values]))
+    if rows:
+        first = [f"{records[0]['time/step']:.2f} s" if records else MISSING for records in timed]
+        speed = [_median("tokens_per_second", records[1:] or records) for records in timed]
+        rows.append(Row("the first step logged", first))
+        rows.append(Row("completion tokens per second", [MISSING if x is None else f"{x:,.0f}" for x in speed]))
+    return rows
+
+
+def _median(name: str, records: Sequence[Record]) -> float | None:
+    values = [record[name] for record in records if record.get(name) is not None]
+    return median(values) if values else None
+
+
+def _seconds(value: float | None, step: float | None) -> str:
+    if value is None:
+        return MISSING
+    return f"{value:.2f} s" + (f" ({value / step:.0%})" if step and value != step else "")
+
+
+class Parting(NamedTuple):
+    """Where a run parts from the first run."""
+
+    words: str
+    rows: list[tuple[str, int, str, str]]  # metric, first step at which it differs, and its two values
+
+
+def partings(runs: Sequence[LoggedRun]) -> list[Parting]:
+    """Compares every other run with the first one."""
+    return [parting(runs[0], run) for run in runs[1:]]
+
+
+def parting(first: LoggedRun, other: LoggedRun) -> Parting:
+    """Says at which step the numbers of two runs differ for the first time. Times are left out."""
+    names = f"{first.letter} and {other.letter}"
+    theirs = {record["step"]: record for record in other.records}
+    pairs = [(record, theirs[record["step"]]) for record in first.records if record["step"] in theirs]
+    if not pairs:
+        return Parting(f"{names} have no step in common.", [])
+    firsts: dict[str, tuple[str, int, str, str]] = {}
+    for a, b in pairs:
+        for metric in a.keys() & b.keys():
+            if metric not in firsts and a[metric] != b[metric] and not _is_time(metric):
+                firsts[metric] = (metric, a["step"], _number(a[metric]), _number(b[metric]))
+    rows = sorted(firsts.values(), key=lambda row: (row[1], row[0]))
+    if not rows:
+        return Parting(f"{names} have the same numbers at all {len(pairs):,} steps that both logged.", [])
+    at = rows[0][1]
+    metrics = [row[0] for row in rows if row[1] == at]
+    listed = ", ".join(metrics[:6]) + (f" and {len(metrics) - 6} more" if len(metrics) > 6 else "")
+    before = sum(a["step"] < at for a, _ in pairs)
+    same = (
+        f"; the {before:,} records before are equal" if before > 1 else "; the record before is equal" if before else ""
+    )
+    return Parting(f"{names} part at step {at:,}, in {listed}{same}.", rows)
+
+
+def _is_time(metric: str) -> bool:
+    return metric.startswith("time/") or metric == "tokens_per_second"
+
+
+def _number(value: Any) -> str:
+    return "not finite" if value is None else f"{value:.6g}"

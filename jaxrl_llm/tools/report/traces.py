@@ -1,0 +1,137 @@
+"""What a figure is made of: curves, healthy bands, and marks of findings.
+
+A trace has no color. It has its run and its role in `meta`, and the page's script paints it, light or dark.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from jaxrl_llm.health.bands import Band
+from jaxrl_llm.health.history import RECENT
+from jaxrl_llm.tools.doctor import Spell
+from jaxrl_llm.tools.report.axis import Axis
+from jaxrl_llm.tools.report.runs import LoggedRun
+from jaxrl_llm.tools.report.thinning import thin
+
+
+class Curve(NamedTuple):
+    """A metric of a run."""
+
+    run: int
+    letter: str
+    metric: str
+    x: np.ndarray
+    y: np.ndarray  # NaN, where the value was not finite
+
+    def mean(self) -> np.ndarray:
+        """Returns the mean of the last values, as many as the rules take, without those that are not finite."""
+        # By differences of running sums: one pass for any length of the run. A NaN adds 0 to both sums.
+        ends = np.arange(1, len(self.y) + 1)
+        starts = np.maximum(ends - RECENT, 0)
+        total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(self.y))])
+        count = np.concatenate([[0], np.cumsum(~np.isnan(self.y))])
+        number = count[ends] - count[starts]
+        return np.where(number > 0, (total[ends] - total[starts]) / np.maximum(number, 1), np.nan)
+
+
+def lines(curve: Curve, form: str, dash: str, axis: Axis) -> list[go.Scatter]:
+    """Returns the values of each step, thin, and their mean over some steps, which the rules compare.
+
+    dash: of a metric in a plot of several, where only the means are drawn; "": the plot has one metric.
+    """
+    scatters = []
+    for role, values in (("raw", curve.y), ("mean", curve.mean())):
+        x, y = thin(curve.x, np.where(values > 0, values, np.nan) if axis.log else values)
+        style = dict(x=x, y=y, mode="lines" if len(x) > 1 else "markers", meta=_meta(curve.run, role))
+        if role == "raw":
+            scatters.append(go.Scatter(**style, line=dict(width=1), hoverinfo="skip"))
+        else:
+            scatters.append(go.Scatter(**style, line=dict(width=2, dash=dash or "solid"), **_hover(curve, form)))
+    return scatters[1:] if dash else scatters
+
+
+def points(curve: Curve, form: str, dash: str) -> list[go.Scatter]:
+    """Returns only the values themselves."""
+    x, y = thin(curve.x, curve.y)
+    mode = "lines+markers" if len(x) < 60 else "lines"
+    style = dict(x=x, y=y, mode=mode, marker=dict(size=4), line=dict(width=2, dash=dash or "solid"))
+    return [go.Scatter(**style, meta=_meta(curve.run, "mean"), **_hover(curve, form))]
+
+
+def _hover(curve: Curve, form: str) -> dict[str, str]:
+    return dict(name=f"{curve.letter} {curve.metric}", hovertemplate=f"%{{y:{form}}}")
+
+
+def not_finite(curve: Curve, axis: Axis) -> list[go.Scatter]:
+    """Returns crosses at the steps whose value is not finite."""
+    x = curve.x[np.isnan(curve.y)]
+    if not len(x):
+        return []
+    x, y = thin(x, np.full(len(x), axis.at(0.03)), limit=200)
+    marker = dict(symbol="x-thin", size=7, line=dict(width=1.5))
+    return [go.Scatter(x=x, y=y, meta=_meta(curve.run, "cross"), mode="markers", marker=marker, hoverinfo="skip")]
+
+
+def band(at: int, bands: Sequence[Band], run: LoggedRun, axis: Axis) -> list[go.Scatter]:
+    """Returns the area between the highest lower bound and the lowest upper bound, and those of its edges in sight."""
+    steps = np.array([record["step"] for record in run.records], np.int32)
+    lows = [np.broadcast_to(band.low, len(steps)) for band in bands if band.low is not None]
+    highs = [np.broadcast_to(band.high, len(steps)) for band in bands if band.high is not None]
+    low = np.fmax.reduce(lows) if lows else np.full(len(steps), np.nan)
+    high = np.fmin.reduce(highs) if highs else np.full(len(steps), np.nan)
+    scatters = []
+    # "tonexty" fills down to the trace before it, so the lower edge must come first.
+    for edge, outside, fill in ((low, axis.bottom, "none"), (high, axis.top, "tonexty")):
+        x, y = _few(steps, np.clip(np.nan_to_num(edge, nan=outside), axis.bottom, axis.top))
+        style = dict(mode="lines", line=dict(width=0, shape="hv"), fill=fill, hoverinfo="skip")
+        scatters.append(go.Scatter(x=x, y=y, meta=_meta(at, "band"), **style))
+    for edge in (low, high):
+        x, y = _few(steps, np.where((edge > axis.bottom) & (edge < axis.top), edge, np.nan))
+        style = dict(mode="lines", line=dict(width=1.2, dash="dot", shape="hv"), hoverinfo="skip")
+        scatters += [go.Scatter(x=x, y=y, meta=_meta(at, "edge"), **style)] if np.isfinite(y).any() else []
+    return scatters
+
+
+def _few(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the two ends of a curve that is constant, or else a thinned one."""
+    return (x[[0, -1]], y[[0, -1]]) if (y == y[0]).all() else thin(x, y)
+
+
+def mark(at: int, text: str, spell: Spell, end: int, level: tuple[float, float]) -> list[go.Scatter]:
+    """Returns the mark of a finding: a line at its first step, and a bar with its id up to its last step.
+
+    end: last step of the plot; level: bottom of the line, and height of the bar.
+    """
+    bottom, height = level
+    down = dict(x=[spell.first] * 2, y=[bottom, height], mode="lines", line=dict(width=1, dash="dash"))
+    bar = dict(x=[spell.first, spell.last], y=[height] * 2, mode="lines+markers+text", line=dict(width=3))
+    label = dict(
+        marker=dict(symbol=["triangle-down", "line-ns"], size=[8, 1]),
+        text=[text, ""],
+        textposition="top left" if spell.first > 0.55 * end else "top right",
+        textfont=dict(size=11),
+        cliponaxis=False,
+    )
+    return [go.Scatter(meta=_meta(at, "mark"), hoverinfo="skip", **how) for how in (down, bar | label)]
+
+
+def _meta(run: int, role: str) -> dict[str, Any]:
+    return {"run": run, "role": role}
+
+
+def as_json(drawn: Sequence[go.Scatter], layout: dict[str, Any]) -> str:
+    """Returns a figure as JSON."""
+    return json.dumps(go.Figure(drawn, layout).to_plotly_json(), default=_encode)
+
+
+def _encode(array: np.ndarray) -> dict[str, str]:
+    """Returns an array as the binary data that plotly reads: it is small, and NaN is a gap."""
+    kind, name = (np.int32, "i4") if array.dtype.kind == "i" else (np.float32, "f4")
+    return {"dtype": name, "bdata": base64.b64encode(array.astype(kind).tobytes()).decode()}

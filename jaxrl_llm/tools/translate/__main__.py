@@ -1,0 +1,116 @@
+"""Translates a config of another trainer: `jaxrl translate FILE [--to mine.py]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl_llm.errors import Parser, UserError, run_main
+from jaxrl_llm.machine.terminal import printable
+from jaxrl_llm.tools.doctor import print_config
+from jaxrl_llm.tools.translate import images, lint, readers, writer
+from jaxrl_llm.tools.translate.outcome import KINDS, Translation, translate
+
+DESCRIPTION = (
+    "Translates a config of TRL (JSON, YAML, a command line, or a Python script, which is not run), veRL, EasyR1 or "
+    "Search-R1 (YAML or a shell script, which is not run) into a config of this package, names every key that has no "
+    "counterpart, and checks the result. Exit code 0: the checks pass; 1: they do not, or the run is another one here: "
+    "it has images, or lines of the file belong to no key; 2: the file is no such config."
+)
+
+
+def main() -> None:
+    parser = Parser("jaxrl_llm.tools.translate", description=DESCRIPTION)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the config or script")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="a new file, in any folder (default: print the config)")
+    parser.add_argument("--rows", type=int, default=0, help="of the training data: makes steps of epochs")
+    parser.add_argument("--processes", type=int, default=0, help="that TRL is launched with, which multiply its batch")
+    args = parser.parse_args()
+    if min(args.rows, args.processes) < 0:
+        raise UserError("--rows and --processes count something: give 1 or more")
+    sys.exit(run(args.file, args.to, args.rows, args.processes))
+
+
+def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
+    """Translates a file, writes or prints the config, and prints what became of its keys. Returns the exit code."""
+    source = readers.read(file)
+    if processes and not source.system.name.startswith("TRL"):
+        raise UserError(f"--processes: the batch of {source.system.name} does not depend on it; leave it out")
+    if to and (to.suffix != ".py" or to.exists()):
+        raise UserError(f"--to {to}: give a new file that ends with .py" + (", this one is there" * to.exists()))
+    if to and not to.parent.is_dir():
+        raise UserError(f"--to {to}: there is no folder {to.parent}: make it first")
+    translation = translate(source.system, source.keys, rows=rows, processes=processes, referred=source.referred)
+    text = writer.source(translation, file, to or Path(f"{file.stem}.py"), source.lost)
+    linted = lint.lint(lint.load_text(text), set(translation.yours()))
+    if to:
+        try:
+            to.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--to {to} cannot be written ({error.strerror}): name a file in another folder") from None
+    else:
+        print(text)
+    pictures = images.evidence(source.keys)
+    print_first(source, pictures)
+    print_keys(translation, file)
+    print_checks(
+        translation, linted, f"{to} is written and complete; " if to else "", "of all but the images " * bool(pictures)
+    )
+    return int(bool(linted.refused or pictures or source.lost))
+
+
+def print_first(source: readers.Source, pictures: str) -> None:
+    """Prints what makes the run another one here, and what the file says only with a default."""
+    if pictures:
+        _say(f"not supported: this run has images ({pictures}), and no model here takes them: train refuses the config")
+    for line in source.lost:
+        _say(f"belongs to no key of the training command: {line}")
+    for note in source.notes:
+        _say(f"note: {note}")
+
+
+def print_keys(translation: Translation, file: Path) -> None:
+    """Prints how many keys are mapped, changed, unsupported and without effect, and which."""
+    system = translation.system
+    table = Table(title=f"{file.name}: {len(translation.outcomes)} keys of {system.name} ({system.version})")
+    table.add_column("", no_wrap=True)
+    table.add_column("keys", justify="right")
+    table.add_column("which")
+    for kind in KINDS:
+        outcomes = translation.with_kind(kind)
+        if kind in ("mapped", "changed"):
+            lines = [f"{key} -> {', '.join(outcome.fields) or 'nothing to set'}" for key, outcome in outcomes.items()]
+        else:
+            lines = [f"{', '.join(keys)}: {reason}" for reason, keys in writer.by_reason(outcomes).items()]
+        table.add_row(kind, str(len(outcomes)), printable("\n".join(lines)))
+    Console(highlight=False, markup=False, width=120).print(table)
+
+
+def print_checks(translation: Translation, linted: lint.Linted, written: str, subject: str) -> None:
+    """Prints what the checks and the rules of the doctor say, and what is left to the user.
+
+    written: that the file is there; of: what the checks look at.
+    """
+    for name, why in translation.yours().items():
+        _say(f"yours to set: {name}: {why}")
+    if linted.totals:
+        _say(
+            f"{written}the checks {subject}pass"
+            + (", with stand-ins for what is yours to set" if translation.yours() else "")
+        )
+        print_config(linted.totals, linted.findings, linted.blind)
+    else:
+        _say(f"{written}the checks refuse it: {linted.refused}")
+    if linted.missing:
+        _say(linted.missing)
+
+
+def _say(text: str) -> None:
+    Console(highlight=False, soft_wrap=True, markup=False).print(printable(text))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,130 @@
+"""The arguments of a command: keys with values, as Hydra, OmegaConf and argparse read them."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.tools.translate.outcome import Unread
+
+OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)  # of Hydra and OmegaConf
+SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}  # of Hydra
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A text, and the places in the script that it is from."""
+
+    text: str
+    places: frozenset[int] = frozenset()
+
+    def __add__(self, other: Value) -> Value:
+        return Value(self.text + other.text, self.places | other.places)
+
+
+def keys_of(command: Sequence[Value]) -> tuple[dict[str, str], list[Value]]:
+    """Returns the key=value arguments of a command with its --flags as "--flag", and the words that are neither."""
+    keys: dict[str, str] = {}
+    rest: list[Value] = []
+    option = ""
+    for value in command:
+        word = SHORT.get(value.text, value.text)
+        flag = word.startswith("--")
+        match = OVERRIDE.fullmatch(word.removeprefix("--"))
+        if match:
+            keys["--" * flag + match[1]] = match[2]
+        elif flag:
+            keys[word] = "True"
+        elif option in ("--config-name", "--config-path", "--config-dir"):
+            keys[option] = word
+        else:
+            rest.append(value)
+        option = word if flag and not match else ""
+    return keys, rest
+
+
+def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
+    """Returns the --key value arguments, with _ for - in the keys, and the words before the first key.
+
+    A key without a value is "True".
+    """
+    options: dict[str, Any] = {}
+    rest: list[Value] = []
+    key = ""
+    for value in values:
+        word = value.text
+        if word.startswith("--") and word != "--":
+            key, sign, text = word.removeprefix("--").partition("=")
+            key = key.replace("-", "_")
+            options[key] = text if sign else "True"
+        elif not key:
+            rest.append(value)
+        else:
+            earlier = options[key]
+            listed = earlier if isinstance(earlier, list) else [] if earlier == "True" else [earlier]
+            options[key] = [*listed, word] if listed else word
+    return options, rest
+
+
+def again(words: Sequence[str]) -> list[str]:
+    """Returns the keys that key=value arguments set more than once, to other values, with all that they say."""
+    settings: dict[str, list[str]] = {}
+    for word in words:
+        if match := OVERRIDE.fullmatch(word):
+            settings.setdefault(match[1], []).append(match[2])
+    several = {key: values for key, values in settings.items() if len(set(values)) > 1}
+    return [f"{key} is set to {', '.join(values)}: the last one counts" for key, values in several.items()]
+
+
+def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Joins the keys of a command that a loop or a function makes several times.
+
+    What they do not agree on is `Unread`.
+    """
+    joined: dict[str, Any] = {}
+    for key in dict.fromkeys(key for keys in runs for key in keys):
+        values = list({repr(keys.get(key)): keys.get(key) for keys in runs}.values())
+        several = f"the script runs this command {len(runs)} times, with {', '.join(map(str, values))}"
+        joined[key] = values[0] if len(values) == 1 else Unread(several)
+    return joined
+
+
+def calculated(text: str, names: dict[str, Any]) -> int | float:
+    """Computes a sum of numbers and names. Raises: ValueError, KeyError or SyntaxError, for anything else."""
+
+    def value(node: ast.AST) -> int | float:
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+            return node.value
+        if isinstance(node, ast.Name):
+            return value(ast.parse(str(names[node.id]).strip(), mode="eval").body)
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        raise ValueError(f"{text} is no sum of numbers")
+
+    return value(ast.parse(text.strip(), mode="eval").body)
+
+
+def value_of(text: Any, parse: Any) -> Any:
+    """Parses the text of a value; what still has a variable in it is `Unread`."""
+    if isinstance(text, list):
+        return [value_of(element, parse) for element in text]
+    if isinstance(text, Unread):
+        return text
+    # ${a.b} is no variable of the shell: in Hydra it names another key, which `documents.resolved` looks up later.
+    variable = re.search(r"\$(\{\w+[^\w.]|\w+|\(|\[)", text)
+    return Unread(f"{text!r}, which the script does not say") if variable else parse(text)

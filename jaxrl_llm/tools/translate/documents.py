@@ -1,0 +1,213 @@
+"""Reads YAML and JSON of other trainers, with the files that they name and the keys that they refer to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tools.translate.outcome import Unread
+
+SECTIONS = ("actor_rollout_ref", "worker", "algorithm", "trainer", "critic")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+# ${a.b}, ${.b} of the same section, ${oc.select:a.b,default}, ${oc.env:NAME,default}
+REFERENCE = re.compile(r"\$\{(oc\.select:|oc\.env:)?([\w.]+)(?:,([^{}]*))?\}")
+FOLDERS = ("", "config/", "configs/", "conf/")  # beside a script, for --config-name without a path
+# Files of veRL itself: the tables have their keys as defaults.
+VERL_FILES = re.compile(r"/?(ppo_trainer|ppo_megatron_trainer|_generated_ppo_\w+|default|hydra/.*)")
+VERL_GROUPS = re.compile(
+    r"/?(actor|critic|data|ref|rollout|model|reward|reward_model|reward_manager|algorithm|engine|optim|profiler|"
+    r"npu_profile|model_engine|distillation|transfer_queue)/.*"
+)
+
+
+@dataclass
+class Document:
+    """The keys of a document or command, and what is to be said of them.
+
+    lost: lines that have no effect there; notes: values that are not written there; referred: keys that others name.
+    """
+
+    values: dict[str, Any]
+    lost: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    referred: set[str] = field(default_factory=set)
+
+
+class Loader(yaml.SafeLoader):
+    """Remembers keys that stand twice in a mapping, with different values: the last one counts."""
+
+    def __init__(self, stream: str):
+        super().__init__(stream)
+        self.again: list[str] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            if seen.get(name, value.value) != value.value and key.tag != "tag:yaml.org,2002:merge":
+                self.again.append(f"line {key.start_mark.line + 1}: {name} again, and the last one counts")
+            seen[name] = value.value
+        return super().construct_mapping(node, deep)
+
+
+def parse(path: Path, text: str) -> tuple[dict[Any, Any], list[str]]:
+    """Returns the mapping of a document, and what it says twice. Raises: UserError, if it holds none."""
+    again: list[str] = []
+    try:
+        if path.suffix == ".json":
+            document = json.loads(text)
+        else:
+            loader = Loader(text)
+            document, again = loader.get_single_data(), loader.again
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be parsed: {' '.join(str(error).split())}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path} holds no mapping of keys to values: give a config")
+    return document, again
+
+
+def read_document(path: Path, text: str) -> Document:
+    """Returns the keys of a document: a.b of sections, or those of one level."""
+    document, again = parse(path, text)
+    if "defaults" in document or any(isinstance(document.get(section), dict) for section in SECTIONS):
+        return Document(composed(path, document), again)
+    return Document({str(key): number(value) for key, value in document.items()}, again)
+
+
+def composed(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
+    """Returns the keys of a document of Hydra: those of the files in its list `defaults`, then its own.
+
+    The key "defaults" is the list of those that are not there.
+    """
+    document_keys = flat({key: value for key, value in document.items() if key != "defaults"})
+    if not isinstance(document.get("defaults"), list):
+        return document_keys
+    keys: dict[str, Any] = {}
+    missing = []
+    for entry in [*document["defaults"], *(() if "_self_" in document["defaults"] else ("_self_",))]:
+        if entry == "_self_":
+            keys |= document_keys
+            continue
+        name, package = _named(entry)
+        file = path.parent / f"{name.lstrip('/')}.yaml"
+        if name and file.is_file():
+            inside, _ = parse(file, file.read_text(encoding="utf-8"))
+            keys |= {f"{package}{key}": value for key, value in composed(file, inside).items() if key != "defaults"}
+        elif name and not VERL_FILES.fullmatch(name) and not VERL_GROUPS.fullmatch(name):
+            missing.append(name)
+    return keys | {"defaults": missing}
+
+
+def _named(entry: Any) -> tuple[str, str]:
+    """Returns the file of an entry of `defaults`, and what is before its keys: group@package: file."""
+    if not isinstance(entry, dict):
+        return str(entry).partition("@")[0].removesuffix(".yaml"), ""
+    group, option = next(iter(entry.items()))
+    group = str(group).removeprefix("override ").removeprefix("optional ")
+    group, _, package = group.partition("@")
+    if option in (None, "null"):
+        return "", ""
+    before = "" if package == "_global_" else f"{package or group.replace('/', '.')}."
+    return f"{group}/{option}".removesuffix(".yaml"), before
+
+
+def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> Document:
+    """Adds the keys of the file that a command names, if it is there. written: files that the script writes itself."""
+    name = keys.get("config")
+    if isinstance(name, str) and not isinstance(name, Unread) and (file := beside(path, name, written)):
+        base = read_document(*file)
+        return Document(base.values | {key: value for key, value in keys.items() if key != "config"}, base.lost)
+    name, named_folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir"))
+    if isinstance(name, str) and not isinstance(name, Unread) and not VERL_FILES.fullmatch(name.removesuffix(".yaml")):
+        is_known = isinstance(named_folder, str) and not isinstance(named_folder, Unread)
+        folders = [f"{named_folder}/"] * is_known + list(FOLDERS)
+        for folder in folders:
+            if file := beside(path, f"{folder}{name.removesuffix('.yaml')}.yaml", written):
+                base = read_document(*file)
+                others = {key: x for key, x in keys.items() if key not in ("--config-name", "--config-path")}
+                return Document(base.values | others, base.lost)
+    return Document(keys)
+
+
+def beside(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, str] | None:
+    """Returns a file that a script names, and its text: written by the script, or beside it, or in a folder above."""
+    for other, text in written.items():
+        if Path(other).name == Path(name).name:
+            return Path(name), text
+    for folder in (*path.resolve().parents, Path()):
+        if (folder / name).is_file():
+            return folder / name, (folder / name).read_text(encoding="utf-8", errors="replace")
+    return None
+
+
+def flat(document: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns {"a.b": 1} for {"a": {"b": 1}}."""
+    flattened: dict[str, Any] = {}
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            flattened |= flat(value, f"{prefix}{key}.")
+        else:
+            flattened[f"{prefix}{key}"] = number(value)
+    return flattened
+
+
+def resolved(keys: Document) -> Document:
+    """Replaces references to other keys by their values. A reference that leads nowhere makes a value `Unread`."""
+    referred, notes = set[str](), list(keys.notes)
+
+    def referred_value(key: str, match: re.Match[str], depth: int) -> Any:
+        how, name, default = match.groups()
+        if how == "oc.env:":
+            if default is None:
+                return Unread(match[0])
+            notes.append(f"{key}: {match[0]} is its default here, {default.strip()}")
+            return scalar(default.strip())
+        name = f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name
+        if name in keys.values and depth:
+            referred.add(name)
+            return resolve(name, keys.values[name], depth - 1)
+        return Unread(match[0]) if default is None else scalar(default.strip())
+
+    def resolve(key: str, value: Any, depth: int) -> Any:
+        if isinstance(value, list):
+            return [resolve(key, element, depth) for element in value]
+        if not isinstance(value, str) or isinstance(value, Unread):
+            return value
+        while match := REFERENCE.search(value):
+            other = referred_value(key, match, depth)
+            if match[0] == value or isinstance(other, Unread):
+                return other
+            value = value.replace(match[0], "null" if other is None else str(other))
+        return Unread(value) if re.search(r"\$\{[\w.]+[:}]", value) else value
+
+    values = {key: resolve(key, value, 5) for key, value in keys.values.items()}
+    lists = {key: value for key, value in values.items() if isinstance(value, list)}
+    unread = {key: value for key, value in lists.items() if any(isinstance(element, Unread) for element in value)}
+    values |= {key: Unread(", ".join(map(str, value))) for key, value in unread.items()}
+    return Document(values, keys.lost, list(dict.fromkeys(notes)), referred)
+
+
+def scalar(text: str) -> Any:
+    """Parses a value of a command line, as Hydra and argparse do. "[a, b]" and "{a: 1}" are values too."""
+    try:
+        return number(yaml.safe_load(text)) if text else ""
+    except yaml.YAMLError:
+        return text
+
+
+def number(value: Any) -> Any:
+    """Makes 1e-6 a number, also inside lists and mappings: YAML takes it for text."""
+    if isinstance(value, str) and not isinstance(value, Unread) and NUMBER.fullmatch(value):
+        return float(value)
+    if isinstance(value, list):
+        return [number(element) for element in value]
+    if isinstance(value, dict):
+        return {key: number(element) for key, element in value.items()}
+    return value

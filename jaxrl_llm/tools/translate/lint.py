@@ -1,0 +1,80 @@
+"""Checks a translated config, and applies the rules of the doctor to it. Uses no device, and reads no data."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from jaxrl_llm.config.load import load
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.recipe import checks, settings
+from jaxrl_llm.structs import Config
+from jaxrl_llm.tools.translate import ours
+
+STAND_INS = {  # for what the user must complete, so that all the rest is checked
+    "data.source": "arithmetic.train",
+    "eval.source": "arithmetic.held_out",
+    "data.convert": "",
+    "eval.convert": "",
+    "reward.functions": (ours.STAND_IN,),
+    "reward.weights": (1.0,),
+    "eval.function": ours.STAND_IN,
+    "data.format_prompt": "",
+}
+
+
+class Linted(NamedTuple):
+    """What the checks and the rules say."""
+
+    totals: checks.Totals | None
+    refused: str  # the first problem of the checks; "": none
+    findings: list[Finding]
+    blind: dict[str, str]  # {rule that could not look: why}
+    missing: str  # the package that reads the rows, and is not installed here; "": none
+
+
+def load_text(text: str) -> Config:
+    """Runs the text of a config, and returns what it makes."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "translated_config.py"
+        path.write_text(text, encoding="utf-8")
+        return load(path)
+
+
+def lint(config: Config, yours: set[str]) -> Linted:
+    """Checks a config. Fields in `yours` have a stand-in meanwhile."""
+    missing = _without_pyarrow(config)
+    for name in yours & STAND_INS.keys():
+        section, field = name.split(".")
+        config[section][field] = STAND_INS[name]
+    if "data.mixture" in yours:
+        config.data.mixture = {}
+        config.data.source = STAND_INS["data.source"]
+    if "reward.functions" in yours:
+        config.reward.weights = (1.0,)
+    config.lock()
+    try:
+        totals = checks.check_train(config)
+    except UserError as error:
+        return Linted(None, str(error), [], {}, missing)
+    try:
+        width, wrong = None if "model.path" in yours else settings.width_of(config), {}
+    except UserError as error:
+        width, wrong = None, {"learning_rate": str(error)}
+    judged = settings.Settings(config, totals, width)
+    return Linted(totals, "", settings.findings(judged), settings.blind(judged) | wrong, missing)
+
+
+def _without_pyarrow(config: Config) -> str:
+    """Lets the checks pass Parquet files where pyarrow is not installed. Returns what reads them; "": it is here."""
+    sections = [config.data, *([config.eval] if config.eval.every else []), *config.data.mixture.values()]
+    parquet = [section for section in sections if section.source.endswith(".parquet")]
+    if not parquet or find_spec("pyarrow"):
+        return ""
+    names = ", ".join(section.source for section in parquet)
+    for section in parquet:
+        section.source = section.source.removesuffix(".parquet") + ".jsonl"
+    return f"train needs pyarrow for {names}, which is not installed here: pip install 'jaxrl_llm[parquet]'"

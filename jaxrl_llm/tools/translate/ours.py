@@ -1,0 +1,143 @@
+"""The names of this package that names of other trainers become: rewards, data formats and adapters."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+from jaxrl_llm.tools.translate.outcome import Outcome
+
+ACCURACY = "math.accuracy"
+SEARCH = "search.exact_match"
+# As TRL's, these also read "The final answer is $5$", without a box.
+ANCHORED = "math.accuracy(anchors=True)"
+AFTER_THOUGHT = "math.accuracy(after='</think>', anchors=True)"
+STAND_IN = "arithmetic.accuracy"  # for a reward function of the user, while the rest of a config is checked
+# Reward functions of TRL and open-r1, by the names that their command lines and scripts use.
+REWARDS = {
+    "accuracy": ANCHORED,
+    "accuracy_reward": ANCHORED,
+    "reasoning_accuracy_reward": AFTER_THOUGHT,
+    "think_format_reward": "format.think",
+    "format": "format.think_answer",
+}
+SOLUTION_REWARDS = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")  # these read the column "solution"
+EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}  # the files of its examples that have a counterpart
+
+PARQUET = "verl.convert"  # rows of veRL: prompt, reward_model.ground_truth
+SEARCH_R1_ROWS = "search_r1.convert"
+FILES = (".parquet", ".json", ".jsonl", ".csv")
+
+
+def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the reward fields for functions by their names in TRL, and the fields that the user must complete.
+
+    A name with dots, such as mymod.rewards.good, stays as it is.
+    """
+    last = [name.rpartition(".")[2] for name in names]
+    functions = tuple(
+        REWARDS.get(short) or (name if "." in name else f"my_rewards.{name}")
+        for name, short in zip(names, last, strict=True)
+    )
+    fields = reward_fields(functions, weights)
+    if not set(last).isdisjoint(SOLUTION_REWARDS):
+        fields["data.answer_column"] = "solution"
+    unknown = [name for name, short in zip(names, last, strict=True) if short not in REWARDS]
+    if not unknown:
+        return fields, {}
+    alone = [name for name in unknown if "." not in name]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in unknown if "." in name)
+    tasks = [f"move {', '.join(alone)} to a module my_rewards.py beside this file"] if alone else []
+    tasks += [f"{', '.join(modules)} must be a module beside this file, or installed"] if modules else []
+    reason = f"{'; '.join(tasks)}; the signature of TRL is the one here"
+    return fields, {"reward.functions": reason} | ({"eval.function": "as above"} if names[0] in unknown else {})
+
+
+def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None) -> dict[str, Any]:
+    """Returns the reward fields for functions by our names."""
+    return {
+        "reward.functions": functions,
+        "reward.weights": tuple(map(float, weights)) if weights else (1.0,) * len(functions),
+        "eval.function": functions[0],
+    }
+
+
+def reward_model(path: str, reason: str) -> Outcome:
+    """Returns what a reward model becomes. said: what differs from the other trainer."""
+    fields = {"reward_model.path": path, "reward_model.weight": 1.0}
+    return Outcome(
+        "changed", fields, f"{reason}; its tokenizer must number the policy's tokens alike (docs/rewards.md)"
+    )
+
+
+def custom_reward(path: str, function: str) -> Outcome:
+    """Returns what a reward function in a file of veRL or EasyR1 becomes: it runs as it is, but must be found."""
+    why = f"copy {path} to my_rewards.py beside this file; its signature is taken here too (docs/rewards.md)"
+    yours = {"reward.functions": why, "eval.function": "as above"}
+    return Outcome("changed", reward_fields((f"my_rewards.{function}",)), f"{path} is not read", yours)
+
+
+def by_data_source(files: Any) -> Outcome:
+    """Returns veRL's own reward, which the column data_source of the rows selects. files: of the training data."""
+    names = [str(file).lower() for file in (files if isinstance(files, list) else [files])]
+    if all("gsm8k" in name for name in names):
+        return Outcome(
+            "changed", reward_fields(("gsm8k.accuracy",)), "data_source selects a function there, the config here"
+        )
+    fields = reward_fields(("verl.score",)) | {"eval.function": "verl.accuracy"}
+    reason = "data_source selects a function here too, but not all of veRL's: those of mathematics and questions"
+    return Outcome("changed", fields, reason)
+
+
+def easyr1_reward(path: str, function: str) -> Outcome:
+    """Returns what the reward function of a file of EasyR1 becomes."""
+    folder, _, file = path.rpartition("/")
+    if file not in EASYR1_REWARDS or not folder.endswith(("reward_function", "score_function")):
+        return custom_reward(path, function)
+    return Outcome("mapped", reward_fields((EASYR1_REWARDS[file],)))
+
+
+def dataset(section: str, name: str, split: str) -> Outcome:
+    """Returns what a file or a data set of the hub becomes; section: "data" or "eval".
+
+    name: of a data set, may have its own split, as owner/name:configuration@split.
+    """
+    source, function = f"{section}.source", f"{section}.convert"
+    if name.endswith(FILES):
+        return Outcome("mapped", {source: name, function: ""})
+    owned = re.split("[:@]", name)[0]
+    fetch = f"hf download {owned} --repo-type dataset --local-dir data/{owned.split('/')[-1]}, and name its files"
+    needs = {} if find_spec("datasets") else {source: f"pip install 'jaxrl_llm[hub]', or {fetch}"}
+    return Outcome("mapped", {source: name if "@" in name else f"{name}@{split}", function: ""}, "", needs)
+
+
+def column(field: str, value: str, usual: str) -> Outcome:
+    """Returns what the name of a column becomes. usual: the name that needs no field."""
+    if value == usual:
+        return Outcome("no effect", reason="the column has this name here too")
+    return Outcome("mapped", {field: value, "data.convert": ""})
+
+
+def template(value: str) -> Outcome:
+    """Returns what a template around the question becomes."""
+    why = f"a copy of {value}, or the template itself"
+    return Outcome("mapped", {"data.format_prompt": value}, "", {"data.format_prompt": why})
+
+
+def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False, base_dtype: str = "") -> Outcome:
+    """Returns what an adapter becomes. targets: "all-linear", names of modules, or None for PEFT's own choice."""
+    reason = ""
+    if targets is None:
+        targets, reason = ["q_proj", "v_proj"], "PEFT chooses the modules by the model's family; for most, these two"
+    listed = targets.split(",") if isinstance(targets, str) else list(targets)
+    pattern = "_proj" if listed == ["all-linear"] else "|".join(name.strip() for name in listed)
+    fields = {
+        "lora.rank": int(rank),
+        "lora.alpha": float(alpha),
+        "lora.rs": rs,
+        "lora.targets": pattern,
+        "lora.base_dtype": base_dtype,
+        "lora.path": "",
+    }
+    return Outcome("changed" if reason else "mapped", fields, reason)

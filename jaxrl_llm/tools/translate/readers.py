@@ -1,0 +1,192 @@
+"""Reads a file of another trainer: finds out whose it is, and returns its keys and values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tools.translate import arguments, easyr1, launchers, search_r1, shell, trl, trl_ppo, verl
+from jaxrl_llm.tools.translate.arguments import Value
+from jaxrl_llm.tools.translate.documents import SECTIONS, Document, read_document, resolved, scalar, with_files
+from jaxrl_llm.tools.translate.outcome import System
+from jaxrl_llm.tools.translate.script import read_script
+from jaxrl_llm.tools.translate.shell import Command
+from jaxrl_llm.tools.translate.shell_values import ASSIGNMENT
+
+NAME = re.compile(r"[\w./@-]+")
+MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+SEARCH_R1_KEY = re.compile(
+    r"max_turns|do_search|(retriever|reranker)\..*|.*\.(n_agent|state_masking|no_think_rl)|"
+    r"data\.(max_start_length|max_obs_length)"
+)
+# The first words of keys of veRL, EasyR1 and Search-R1, and the flags of TRL.
+HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
+OVERRIDDEN = {key.split(".")[0] for system in HYDRA for key in system.rules if "." in key}
+FLAGS = {*trl.GRPO_RULES, *trl.SHARED, *trl_ppo.PPO_RULES}
+STARTERS = ("torch.distributed", *launchers.TORCH)  # modules that start a script, whose name comes later
+
+
+@dataclass(frozen=True)
+class Source:
+    """The keys of a file, and the trainer that they are for. lost, notes and referred: as of `documents.Document`."""
+
+    path: Path
+    system: System
+    keys: dict[str, Any]
+    lost: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    referred: frozenset[str] = frozenset()
+
+
+def read(path: Path) -> Source:
+    """Reads a file. Raises: UserError, if it cannot be read or is of none of the trainers."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give a config or script of TRL, veRL, EasyR1 or Search-R1")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as text ({error}): give a config or a script") from None
+    try:
+        return _read(path, text)
+    except RecursionError:
+        raise UserError(f"{path} refers to itself, or is nested too deeply: give a config or a script") from None
+
+
+def _read(path: Path, text: str) -> Source:
+    if path.suffix == ".py":
+        kind, values, lost = read_script(path, text)
+        return Source(path, trl.GRPO if kind == "grpo" else trl_ppo.PPO, values, tuple(lost))
+    keys = resolved(read_document(path, text)) if path.suffix in (".json", ".yaml", ".yml") else _from_shell(path, text)
+    # A key becomes a comment of the config, so it must be a name.
+    if wrong := next((key for key in keys.values if not NAME.fullmatch(key)), ""):
+        raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
+    system = detect(path, keys.values, keys.lost)
+    return Source(path, system, keys.values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
+
+
+def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System:
+    """Returns the trainer whose keys these are. Raises: UserError, if it is none, with the first line that is lost."""
+    if any(key.startswith("worker.") for key in keys):
+        return easyr1.EASYR1
+    if any(SEARCH_R1_KEY.fullmatch(key) for key in keys):
+        return search_r1.SEARCH_R1
+    if any(key.startswith("actor_rollout_ref.") for key in keys):
+        return verl.VERL
+    best = max((trl.GRPO, trl_ppo.PPO), key=lambda system: _known(system, keys))
+    if 2 * _known(best, keys) < max(len(keys), 1):
+        some = ", ".join(list(keys)[:3])
+        beside = f"; belongs to no key of the training command: {lost[0]}" if lost else ""
+        raise UserError(
+            f"{path} is of none of TRL, veRL, EasyR1 and Search-R1: its keys are {some or 'none'} ...{beside}"
+        )
+    return best
+
+
+def _known(system: System, keys: dict[str, Any]) -> int:
+    return sum(key in system.rules or key.startswith(launchers.LAUNCHERS) for key in keys)
+
+
+def _from_shell(path: Path, text: str) -> Document:
+    """Returns the keys of the training command of a script. What a loop makes of it several times is one command."""
+    try:
+        script = shell.follow(text)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    allocated = launchers.allocation(text)
+    runs: dict[int, list[tuple[Command, Document]]] = {}
+    for command in script.commands:
+        if keys := _from_command(path, command, script.files, allocated):
+            runs.setdefault(command.place, []).append((command, keys))
+    if len(runs) > 1:
+        raise UserError(f"{path} has {len(runs)} training commands: keep one in the file")
+    its = next(iter(runs.values()), [])
+    lost = unreached(script, {command.place for command, _ in its})
+    if not its:
+        which = f" that is reached ({lost[0]} belongs to none)" if lost else ""
+        raise UserError(
+            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{which}: give a script that has one"
+        )
+    first = its[0][1]
+    words = [word for _, keys in its for word in keys.lost]
+    return replace(
+        first, values=arguments.merged([keys.values for _, keys in its]), lost=list(dict.fromkeys(words + lost))
+    )
+
+
+def unreached(script: shell.Script, training: set[int]) -> list[str]:
+    """Returns the words of a script that look like keys of a trainer, but belong to no command that it reaches.
+
+    training: the places of the training command. A command that begins with such a word is what a comment cut off.
+    """
+    reached = [command for command in script.commands if command.place in training or not _like_keys(command.words[0])]
+    places = frozenset().union(*(command.places for command in reached))
+    lost = []
+    texts = [
+        "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in w.parts) for w in script.words
+    ]
+    for word, written, after in zip(script.words, texts, [*texts[1:], ""], strict=True):
+        assigned = ASSIGNMENT.match(written)
+        keys = _like_keys(written[assigned.end() :] if assigned else written) if word.at not in places else []
+        value = after if keys == [written] and "=" not in written and not after.startswith("-") else ""
+        lost += [f"line {word.line}: {' '.join([*keys, value])}".rstrip()] if keys else []
+    for line, text in script.heredocs:
+        keys = _like_keys(text)
+        lost += [f"line {line}: {' '.join(keys)}"] if keys else []
+    return lost
+
+
+def _like_keys(text: str) -> list[str]:
+    """Returns the words of a text that look like keys of one of the trainers."""
+    words = text.split()
+    dotted = [word for word in words if shell.DOTTED.fullmatch(word) and word.lstrip("+~").split(".")[0] in OVERRIDDEN]
+    flags = [word for word in words if word.startswith("--") and _flag(word) in FLAGS]
+    return dotted + flags
+
+
+def _flag(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0].replace("-", "_").removeprefix("no_")
+
+
+def _from_command(
+    path: Path, command: Command, files: Mapping[str, str], allocated: Sequence[Value]
+) -> Document | None:
+    """Returns the keys of a command; None, if it starts no training. files, allocated: as of `launchers.flags`."""
+    words = command.words
+    start = next((i for i in range(len(words)) if _starts(words, i)), None)
+    if start is None:
+        return None
+    inside = command.values[start + 1 + (words[start] in ("-m", "trl")) :]
+    hydra, rest = arguments.keys_of(inside)
+    if any(key.split(".")[0] in SECTIONS for key in hydra) or "--config-name" in hydra:
+        keys = with_files(path, {key: arguments.value_of(value, scalar) for key, value in hydra.items()}, files)
+        keys.lost += _unkeyed(rest)
+        keys.notes += arguments.again([value.text for value in inside])
+        return resolved(keys)
+    options, rest = arguments.flags(inside)
+    values = {key: arguments.value_of(value, scalar) for key, value in options.items()}
+    denied = {key for key in values if key.removeprefix("no_") in trl.GRPO.rules and key not in trl.GRPO.rules}
+    values = {key.removeprefix("no_") if key in denied else key: key not in denied and x for key, x in values.items()}
+    keys = with_files(path, values, files)
+    if not any(key in trl.GRPO.rules or key in trl_ppo.PPO.rules for key in keys.values):
+        return None
+    keys.values |= launchers.flags(path, command.values[:start], files, allocated)
+    keys.lost += _unkeyed(rest)
+    return keys
+
+
+def _unkeyed(values: Sequence[Value]) -> list[str]:
+    return [f"{value.text}: not a key with a value that the script says" for value in values if value.text.strip("- ")]
+
+
+def _starts(words: list[str], i: int) -> bool:
+    """Whether the arguments of a training begin after word i. What is after it may hold names of files too."""
+    after = words[i + 1] if i + 1 < len(words) else ""
+    if words[i] == "trl":
+        return after in ("grpo", "ppo")
+    if words[i] == "-m":
+        return MODULE.fullmatch(after) is not None and not after.startswith(STARTERS)
+    return re.fullmatch(r"[^=]*\.py", words[i]) is not None
