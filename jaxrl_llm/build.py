@@ -306,7 +306,7 @@ def open_outputs(
                 *adapters_table(given.lora),
                 ("compiled code", given.cache),
             ],
-            lines=[*unconfined(config), *(x.line() for x in settings.findings(settings.Settings(*judged)))],
+            lines=[*unconfined(config), *(x.line() for x in settings.findings(settings.RunSettings(*judged)))],
         )
     log = opened.enter_context(closing(Log(workdir, config)))
     health = Health(workdir, config.health.to_dict(), log.tell)

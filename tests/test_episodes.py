@@ -305,7 +305,7 @@ def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
         assert run.tested
         trial = prepare(run, run.tested, full=True)
         good = self_test.environment_is_masked(trial)
-        assert good.done and not good.findings
+        assert good.applicable and not good.findings
         rollouts, dialogs = trial.episodes()
         said = rollouts.completion_mask & ~rollouts.loss_mask
         one = np.zeros_like(said)

@@ -412,7 +412,7 @@ def test_a_config_is_refused_for(changes, words):
 @pytest.mark.parametrize(("rate", "found"), [(1e-3, False), (4e-3, True)])
 def test_the_bound_of_the_rate_is_ten_times_that_of_full_fine_tuning(rate, found):
     config = config_of(**{"optim.learning_rate": rate})
-    told = settings.learning_rate(settings.Settings(config, checks.check_train(config), width=128))
+    told = settings.learning_rate(settings.RunSettings(config, checks.check_train(config), width=128))
     assert bool(list(told)) == found
 
 

@@ -73,14 +73,14 @@ def trial(healthy) -> Trial:
     return replace(healthy, run=replace(healthy.run), gradients=dict(healthy.gradients))
 
 
-def findings(answer: self_test.Answer) -> list[str]:
-    assert answer.done and answer.text
+def findings(answer: self_test.CheckReport) -> list[str]:
+    assert answer.applicable and answer.text
     return [finding.id for finding in answer.findings]
 
 
 def said(run, *, full: bool) -> dict[str, tuple[bool, list[str]]]:
     checked = self_test.check(run, run.tested, full=full)
-    return {x.id: (x.answer.done, [finding.id for finding in x.answer.findings]) for x in checked if x.id}
+    return {x.id: (x.report.applicable, [finding.id for finding in x.report.findings]) for x in checked if x.id}
 
 
 class Faulty:
@@ -159,7 +159,7 @@ def test_a_reference_with_other_weights_is_found(run, monkeypatch):
 
 def test_a_run_without_a_reference_is_not_compared(trial):
     trial.scores = {}
-    assert not self_test.reference_agrees(trial).done
+    assert not self_test.reference_agrees(trial).applicable
 
 
 @pytest.mark.parametrize(("shift", "clipped"), [(0.01, False), (0.5, True)])
@@ -225,7 +225,7 @@ class Judge:
         pass
 
 
-def judged(trial: Trial, judge, **row) -> self_test.Answer:
+def judged(trial: Trial, judge, **row) -> self_test.CheckReport:
     rows = [{k: v for k, v in r.items() if k != "answer"} | row for r in trial.parts.dataset.rows[:4]]
     dataset = replace(trial.parts.dataset, rows=rows) if row else trial.parts.dataset
     trial.parts = replace(trial.parts, reward_fn=lambda: Judge(judge), dataset=dataset)

@@ -137,5 +137,5 @@ def test_it_is_silent_on(file, template, models, updates, tmp_path):
         checked = [x for x in self_test.check(run, run.tested, full=full) if x.id]
         run.actor.finish_push(run.policy(run.states))
     shutil.rmtree(tmp_path / "run")  # checkpoints are large
-    assert [finding.line() for x in checked for finding in x.answer.findings] == []
-    assert not full or sum(x.answer.done for x in checked) >= 6
+    assert [finding.line() for x in checked for finding in x.report.findings] == []
+    assert not full or sum(x.report.applicable for x in checked) >= 6

@@ -45,10 +45,10 @@ class Band(NamedTuple):
 
 def bands(records: Sequence[Record]) -> list[Band]:
     """Returns the bands of a run. Those that the start of the run decides are there once the start is over."""
-    return [*_of_numbers(), *_of_the_start(records), *_of_the_best(records)]
+    return [*_fixed_bands(), *_start_bands(records), *_best_bands(records)]
 
 
-def _of_numbers() -> list[Band]:
+def _fixed_bands() -> list[Band]:
     return [
         Band("groups/no_signal", "no_signal", f"at most {NO_SIGNAL:.0%}, unless the task is solved", None, NO_SIGNAL),
         Band("completion/truncated", "never_stops", f"below {NEVER_STOPS:.0%}", None, NEVER_STOPS),
@@ -73,38 +73,42 @@ def _of_numbers() -> list[Band]:
     ]
 
 
-def _of_the_start(records: Sequence[Record]) -> list[Band]:
+def _start_bands(records: Sequence[Record]) -> list[Band]:
     """Bounds that are multiples of the mean of the first 4 steps."""
     start = _start(records).then
-    found = []
+    start_bands = []
     if entropy := start("entropy"):
         low, high = ENTROPY
         words = f"at least {low:g} times the start, unless the task is solved"
-        found.append(Band("entropy", "entropy_collapse", words, low * entropy))
-        found.append(Band("entropy", "entropy_explosion", f"at most {high:g} times the start", None, high * entropy))
+        start_bands.append(Band("entropy", "entropy_collapse", words, low * entropy))
+        start_bands.append(
+            Band("entropy", "entropy_explosion", f"at most {high:g} times the start", None, high * entropy)
+        )
     norm, clipped = start("grad_norm"), start("clip/fraction")
     if norm is not None and clipped is not None:
         words = f"at most {GRADIENT[0]:g} times the start, or {GRADIENT[1]:g} times if few tokens are clipped"
-        found.append(Band("grad_norm", "gradient_climb", words, None, GRADIENT[0] * norm))
+        start_bands.append(Band("grad_norm", "gradient_climb", words, None, GRADIENT[0] * norm))
         words = f"at most {CLIPPED[0]:g} times the start or {CLIPPED[1]:.0%}, unless the gradient norm stays"
-        found.append(Band("clip/fraction", "gradient_climb", words, None, max(CLIPPED[0] * clipped, CLIPPED[1])))
+        start_bands.append(Band("clip/fraction", "gradient_climb", words, None, max(CLIPPED[0] * clipped, CLIPPED[1])))
     if (cut := start("completion/truncated")) is not None:
         words = f"at most {TRUNCATED[0]:g} times the start or {TRUNCATED[1]:.0%}, unless the reward stays"
-        found.append(Band("completion/truncated", "truncated", words, None, max(TRUNCATED[0] * cut, TRUNCATED[1])))
+        start_bands.append(
+            Band("completion/truncated", "truncated", words, None, max(TRUNCATED[0] * cut, TRUNCATED[1]))
+        )
     if length := start("completion/length"):
         words = f"at least {LENGTH:g} times the start, unless the reward falls"
-        found.append(Band("completion/length", "length_collapse", words, LENGTH * length))
+        start_bands.append(Band("completion/length", "length_collapse", words, LENGTH * length))
     if (again := start("completion/repeated")) is not None:
         words = f"at most {REPEATED[0]:g} times the start or {REPEATED[1]:.0%}"
-        found.append(Band("completion/repeated", "repeats", words, None, max(REPEATED[0] * again, REPEATED[1])))
+        start_bands.append(Band("completion/repeated", "repeats", words, None, max(REPEATED[0] * again, REPEATED[1])))
     spread, kl = start("reward/std"), start("reward/kl")
     if spread and kl is not None:
         words = f"at most {KL_PAYS:g} spreads of the rewards above the start, unless the reward stays"
-        found.append(Band("reward/kl", "kl_pays", words, None, max(kl, 0.0) + KL_PAYS * spread))
-    return found
+        start_bands.append(Band("reward/kl", "kl_pays", words, None, max(kl, 0.0) + KL_PAYS * spread))
+    return start_bands
 
 
-def _of_the_best(records: Sequence[Record]) -> list[Band]:
+def _best_bands(records: Sequence[Record]) -> list[Band]:
     """The reward stays near its best mean of 8 steps so far."""
     spread = _start(records).then("reward/std")
     if not spread:

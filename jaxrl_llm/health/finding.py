@@ -1,4 +1,4 @@
-"""A problem that a rule found, and what a rule needs."""
+"""A problem that a rule finds, and the metrics that a rule needs."""
 
 from __future__ import annotations
 

@@ -67,11 +67,11 @@ class History:
             distance *= 2
         judged = _evaluations(self.records)
 
-        def kept(one: Record) -> bool:
-            step = one["step"]
+        def stays(past: Record) -> bool:
+            step = past["step"]
             return step <= SLOWER * FEW or step > last - GAPLESS or step % distance < 2 or step in judged
 
-        self.records = [one for one in self.records if kept(one)]
+        self.records = [past for past in self.records if stays(past)]
 
     def slowly(self) -> History:
         """Returns the same records, for means over SLOWER times as many steps: a small batch shows less in few."""
@@ -84,8 +84,8 @@ class History:
         if name not in self._columns:
             values = _values(name, self.records)
             rows = [(record["step"], x) for record, x in zip(self.records, values, strict=True) if x is not None]
-            steps, kept = zip(*rows, strict=True) if rows else ((), ())
-            self._columns[name] = Column(np.array(steps, int), np.array(kept, float))
+            steps, present = zip(*rows, strict=True) if rows else ((), ())
+            self._columns[name] = Column(np.array(steps, int), np.array(present, float))
         return self._columns[name]
 
     @property
@@ -157,8 +157,8 @@ class History:
             return 0.0
         best = windows[np.argmax(windows.mean(axis=1))]
         look = self.records[-1]["step"] - self.recent
-        of_best = self._strength(name, best, now, look=look, choices=len(windows) / FROM_BEST)
-        return max(of_best, -self.risen(name, choices=1 / (1 - FROM_BEST)))
+        from_best = self._strength(name, best, now, look=look, choices=len(windows) / FROM_BEST)
+        return max(from_best, -self.risen(name, choices=1 / (1 - FROM_BEST)))
 
     def above(self, name: Metric, bound: float, *, error: float = 0.0) -> float:
         """Returns how far the recent values are above a bound, likewise: below -1 they are below it.
@@ -193,10 +193,10 @@ class History:
 
     def noise_of(self, name: Metric, error: float = 0.0) -> noise.Noise:
         """Returns the noise of a step: from neighbouring steps, and at least what the groups of a step show."""
-        deviation, freedom = noise.of_steps(*self.column(name))
-        if isinstance(name, str) and name in ERRORS and (of_groups := self.now(ERRORS[name])) is not None:
+        deviation, freedom = noise.step_noise(*self.column(name))
+        if isinstance(name, str) and name in ERRORS and (group_error := self.now(ERRORS[name])) is not None:
             groups = (self.now("groups/count") or 2.0) - 1
-            return noise.Noise(max(deviation, of_groups), max(freedom, groups * self.recent))
+            return noise.Noise(max(deviation, group_error), max(freedom, groups * self.recent))
         return noise.Noise(deviation, freedom) if deviation > error else noise.Noise(error, inf)
 
     @property
@@ -208,11 +208,11 @@ class History:
     def solved(self) -> bool:
         """Whether the rewards have risen, and what is left to learn is little: they hardly differ, or most are best."""
         before, now = self.then("reward/mean"), self.now("reward/mean")
-        spread, left = self.then("reward/std"), self.now("reward/std")
-        if before is None or now is None or spread is None or left is None or now <= before:
+        spread, spread_now = self.then("reward/std"), self.now("reward/std")
+        if before is None or now is None or spread is None or spread_now is None or now <= before:
             return False
         easy = self.easy
-        return left < 0.7 * spread or (easy is not None and easy > MOSTLY)
+        return spread_now < 0.7 * spread or (easy is not None and easy > MOSTLY)
 
     @property
     def easy(self) -> float | None:
@@ -220,16 +220,18 @@ class History:
 
         Right is the largest reward that the run has seen, wrong the smallest.
         """
-        mean, least, most = (self.column(f"reward/{name}").values for name in ("without_signal", "min", "max"))
-        if not len(mean) or not len(least) or not len(most) or most.max() <= least.min():
+        mean, lowest, highest = (self.column(f"reward/{name}").values for name in ("without_signal", "min", "max"))
+        if not len(mean) or not len(lowest) or not len(highest) or highest.max() <= lowest.min():
             return None
-        return float((mean[-self.recent :].mean() - least.min()) / (most.max() - least.min()))
+        return float((mean[-self.recent :].mean() - lowest.min()) / (highest.max() - lowest.min()))
 
 
 def _evaluations(records: Sequence[Record]) -> set[int]:
     """Returns the steps of the evaluations that stay: the best one, and the last ones."""
-    found = [(one["eval/accuracy"], -one["step"]) for one in records if one.get("eval/accuracy") is not None]
-    return {-step for _, step in [*found[-EVALUATIONS:], *([max(found)] if found else [])]}
+    accuracies = [
+        (record["eval/accuracy"], -record["step"]) for record in records if record.get("eval/accuracy") is not None
+    ]
+    return {-step for _, step in [*accuracies[-EVALUATIONS:], *([max(accuracies)] if accuracies else [])]}
 
 
 def _values(name: Metric, records: Sequence[Record]) -> list[float | None]:
@@ -251,9 +253,9 @@ def _mean(values: np.ndarray | None) -> float | None:
 @cache
 def _logarithm(name: Metric) -> Metric:
     """Returns the function of a record that is the logarithm of a metric."""
-    of = name if callable(name) else lambda record: record.get(name)
+    metric = name if callable(name) else lambda record: record.get(name)
 
     def logarithm(record: Record) -> float | None:
-        return None if (x := of(record)) is None else log(max(x, TINY))
+        return None if (x := metric(record)) is None else log(max(x, TINY))
 
     return logarithm

@@ -28,7 +28,7 @@ class Noise(NamedTuple):
     freedom: float  # degrees of freedom of the estimate; inf: it is known
 
 
-def of_steps(steps: np.ndarray, values: np.ndarray) -> Noise:
+def step_noise(steps: np.ndarray, values: np.ndarray) -> Noise:
     """Estimates the noise from differences of neighbouring steps, which slow changes do not move.
 
     deviation^2 = sum (x[t + 1] - x[t])^2 / 2 n over n pairs (von Neumann, Annals of Mathematical Statistics 12, 1941).
@@ -36,13 +36,13 @@ def of_steps(steps: np.ndarray, values: np.ndarray) -> Noise:
     others are of all for normal values. The degrees of freedom are those of a simulation.
     """
     moves = np.sort(np.abs(np.diff(values)[np.diff(steps) == 1]))
-    kept = len(moves) - ceil(JUMPS * len(moves))
-    if kept < 2:
+    count = len(moves) - ceil(JUMPS * len(moves))
+    if count < 2:
         return Noise(inf, 1.0)
-    share = kept / len(moves)
+    share = count / len(moves)
     edge = ndtri((1 + share) / 2)
     whole = 1 - 2 * edge * np.exp(-(edge**2) / 2) / np.sqrt(2 * np.pi) / share  # E[z^2] for |z| <= edge
-    return Noise(float(np.sqrt(np.mean(np.square(moves[:kept])) / (2 * whole))), max(len(moves) / 2, 1.0))
+    return Noise(float(np.sqrt(np.mean(np.square(moves[:count])) / (2 * whole))), max(len(moves) / 2, 1.0))
 
 
 def level(look: int) -> float:

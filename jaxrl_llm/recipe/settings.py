@@ -29,8 +29,8 @@ SEQUENCES, SEQUENCES_WITH_CRITIC = 64, 128
 LONG = 10_000  # updates, after which a published gradient norm climbed
 
 
-class Settings(NamedTuple):
-    """What the rules look at."""
+class RunSettings(NamedTuple):
+    """The settings of a run that the rules judge, and what follows from them."""
 
     config: Config
     totals: Totals
@@ -43,16 +43,16 @@ class Settings(NamedTuple):
         return "loss" in self.config
 
 
-Rule: TypeAlias = Callable[[Settings], Iterator[Finding]]
+SettingsRule: TypeAlias = Callable[[RunSettings], Iterator[Finding]]
 
 
-def findings(settings: Settings) -> list[Finding]:
+def findings(settings: RunSettings) -> list[Finding]:
     """Applies all rules that can look."""
     unable = blind(settings)
     return [finding for rule in RULES if rule.__name__ not in unable for finding in rule(settings)]
 
 
-def blind(settings: Settings) -> dict[str, str]:
+def blind(settings: RunSettings) -> dict[str, str]:
     """Returns {rule: why it cannot look}."""
     lacks = {
         "width": f"no config.json of {settings.config.model.path} here",
@@ -76,12 +76,12 @@ def width_of(config: Config) -> int | None:
     return hf.load_model(folder).cfg.width if folder else None
 
 
-def learning_rate(given: Settings) -> Iterator[Finding]:
+def learning_rate(settings: RunSettings) -> Iterator[Finding]:
     """F9: a rate that ruins a model of this width."""
-    config, width = given.config, given.width
+    config, width = settings.config, settings.width
     assert width  # RULES says that the rule needs it
     adapters = ADAPTERS if "lora" in config else 1
-    rates = [("optim", config.optim.learning_rate, adapters * (1 if given.rl else SUPERVISED))]
+    rates = [("optim", config.optim.learning_rate, adapters * (1 if settings.rl else SUPERVISED))]
     if "critic" in config:
         factor = SUPERVISED * (1 if config.critic.path else adapters)
         rates.append(("critic.optim", config.critic.optim.learning_rate, factor))
@@ -98,9 +98,10 @@ def learning_rate(given: Settings) -> Iterator[Finding]:
             )
 
 
-def many_updates(given: Settings) -> Iterator[Finding]:
+def many_updates(settings: RunSettings) -> Iterator[Finding]:
     """F2: many optimizer steps on one rollout."""
-    bound, updates = UPDATES_WITH_CRITIC if "critic" in given.config else UPDATES, given.totals.updates_per_rollout
+    bound = UPDATES_WITH_CRITIC if "critic" in settings.config else UPDATES
+    updates = settings.totals.updates_per_rollout
     if updates > bound:
         yield Finding(
             "many_updates",
@@ -112,36 +113,37 @@ def many_updates(given: Settings) -> Iterator[Finding]:
         )
 
 
-def small_updates(given: Settings) -> Iterator[Finding]:
+def small_updates(settings: RunSettings) -> Iterator[Finding]:
     """F1: few sequences in an optimizer step, as after a cut that was meant to save memory."""
-    sequences, few = given.totals.sequences_per_update, SEQUENCES_WITH_CRITIC if "critic" in given.config else SEQUENCES
-    if sequences <= few and sequences < given.totals.sequences_per_step:
+    bound = SEQUENCES_WITH_CRITIC if "critic" in settings.config else SEQUENCES
+    sequences = settings.totals.sequences_per_update
+    if sequences <= bound and sequences < settings.totals.sequences_per_step:
         yield Finding(
             "small_updates",
             "warning",
-            f"an optimizer step has {sequences} of the rollout's {given.totals.sequences_per_step:,} sequences",
+            f"an optimizer step has {sequences} of the rollout's {settings.totals.sequences_per_step:,} sequences",
             "its gradient may be noise, and the reward stay flat",
             "raise prompts_per_update; to save memory, lower microbatch, which never changes the gradient",
             "EasyR1 #24, Search-R1 #97",
         )
 
 
-def entropy_bonus(given: Settings) -> Iterator[Finding]:
+def entropy_bonus(settings: RunSettings) -> Iterator[Finding]:
     """F1c: a constant entropy bonus."""
-    if given.config.entropy.coef > 0 and not given.config.entropy.target:
+    if settings.config.entropy.coef > 0 and not settings.config.entropy.target:
         yield Finding(
             "entropy_bonus",
             "warning",
-            f"entropy.coef = {given.config.entropy.coef:g} without a target",
+            f"entropy.coef = {settings.config.entropy.coef:g} without a target",
             "a constant bonus lets the entropy only rise, until the text is noise",
             "set entropy.coef = 0, or entropy.target",
             "Search-R1 #162",
         )
 
 
-def no_anchor(given: Settings) -> Iterator[Finding]:
+def no_anchor(settings: RunSettings) -> Iterator[Finding]:
     """F6: a long run with several updates on a rollout, no KL penalty and no importance weights."""
-    config, totals = given.config, given.totals
+    config, totals = settings.config, settings.totals
     if config.kl.placement != "none" or totals.updates_per_rollout == 1 or totals.updates < LONG:
         return
     weighed = config.importance.action != "none" and not (
@@ -159,9 +161,9 @@ def no_anchor(given: Settings) -> Iterator[Finding]:
         )
 
 
-def long_warmup(given: Settings) -> Iterator[Finding]:
+def long_warmup(settings: RunSettings) -> Iterator[Finding]:
     """F28: most of the run is a warm-up."""
-    warmup, total = given.totals.warmup_steps, given.totals.scheduled_updates
+    warmup, total = settings.totals.warmup_steps, settings.totals.scheduled_updates
     if warmup > total / 2:
         yield Finding(
             "long_warmup",
@@ -173,9 +175,9 @@ def long_warmup(given: Settings) -> Iterator[Finding]:
         )
 
 
-def schedule(given: Settings) -> Iterator[Finding]:
+def schedule(settings: RunSettings) -> Iterator[Finding]:
     """The schedules end before or after the run."""
-    config = given.config
+    config = settings.config
     if config.num_steps == scheduled_steps(config):
         return
     rate = config.optim.learning_rate if config.optim.decay == "constant" else config.optim.end
@@ -191,9 +193,9 @@ def schedule(given: Settings) -> Iterator[Finding]:
     )
 
 
-def idle_clip(given: Settings) -> Iterator[Finding]:
+def idle_clip(settings: RunSettings) -> Iterator[Finding]:
     """A clip that was changed, and clips nothing."""
-    if given.totals.updates_per_rollout == 1 and (changed := _changed(given.config)):
+    if settings.totals.updates_per_rollout == 1 and (changed := _changed(settings.config)):
         yield Finding(
             "idle_clip",
             "note",
@@ -215,22 +217,22 @@ def _changed(config: Config) -> list[str]:
     ]
 
 
-def published(given: Settings) -> Iterator[Finding]:
+def published(settings: RunSettings) -> Iterator[Finding]:
     """F33: the config file says what it measured, but with other settings."""
-    if given.changed:
+    if settings.changed:
         yield Finding(
             "published",
             "note",
-            f"the result in the config file was measured without {', '.join(given.changed)}",
+            f"the result in the config file was measured without {', '.join(settings.changed)}",
             "this run may end elsewhere",
             "",
             "TRL #3406",
         )
 
 
-def other_problems(given: Settings) -> Iterator[Finding]:
+def other_problems(settings: RunSettings) -> Iterator[Finding]:
     """F34: the evaluation has the problems of a task of this package, from which no training prompt comes."""
-    config = given.config
+    config = settings.config
     sources = [part.source for part in mixture_of(config).values()] or [config.data.source]
     judged = _task(config.eval.source) if config.eval.every else ""
     if judged and judged not in map(_task, sources):
@@ -253,21 +255,21 @@ def _task(source: str) -> str:
     return function.__module__ if is_ours(function, tasks) else ""
 
 
-def keeps_nothing(given: Settings) -> Iterator[Finding]:
+def keeps_nothing(settings: RunSettings) -> Iterator[Finding]:
     """The best checkpoint of a run without evaluation."""
-    if not given.config.eval.every and given.config.checkpoint.keep_best:
+    if not settings.config.eval.every and settings.config.checkpoint.keep_best:
         why = "eval.every is 0, and nothing says which is best"
         yield Finding("keeps_nothing", "note", "checkpoint.keep_best keeps nothing", why, "", "")
 
 
-def deterministic(given: Settings) -> Iterator[Finding]:
+def deterministic(settings: RunSettings) -> Iterator[Finding]:
     """An option of GPUs on another device."""
-    if given.config.deterministic and given.platform != "gpu":
-        told = f"deterministic = True has no effect on a {given.platform}"
-        yield Finding("deterministic", "note", told, "it is for GPUs", "", "")
+    if settings.config.deterministic and settings.platform != "gpu":
+        evidence = f"deterministic = True has no effect on a {settings.platform}"
+        yield Finding("deterministic", "note", evidence, "it is for GPUs", "", "")
 
 
-RULES: dict[Rule, tuple[str, ...]] = {  # and what each needs to know of the settings
+RULES: dict[SettingsRule, tuple[str, ...]] = {  # and what each needs to know of the settings
     learning_rate: ("width",),
     many_updates: ("rl",),
     small_updates: ("rl",),

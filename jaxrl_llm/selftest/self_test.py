@@ -1,6 +1,6 @@
 """The self-test: what must hold at step 0, checked on the run's own model, engine, data and reward functions.
 
-A check gets a `Trial` and returns an `Answer`. To add one, write a function and add a line to CHECKS.
+A check gets a `Trial` and returns a `CheckReport`. To add one, write a function and add a line to CHECKS.
 docs/health.md lists the checks, their bounds, and what they cost.
 """
 
@@ -53,7 +53,7 @@ MOVED = 1.05  # factor of all weights in a trial push: it changes log-probabilit
 ROWS = 2  # of the data, whose answers the reward functions judge
 MEANT = 16  # completions, of which one should have stopped
 
-OF_GROUP_MEAN = ("grpo", "rloo", "gdpo", "pass_at_k")  # estimators whose advantages have mean 0 in each group
+GROUP_CENTERED = ("grpo", "rloo", "gdpo", "pass_at_k")  # estimators whose advantages have mean 0 in each group
 ANSWERS = ("answer", "solution", "ground_truth", "completion")  # columns that may hold a good answer
 FORMS = (
     "{}",
@@ -65,16 +65,16 @@ FORMS = (
 )
 
 
-class Answer(NamedTuple):
-    """What a check says."""
+class CheckReport(NamedTuple):
+    """The findings of a check, and the numbers that it measured."""
 
-    text: str  # what it measured, or why it did not
+    text: str  # the numbers, or why it measured none
     findings: tuple[Finding, ...] = ()
-    done: bool = True
+    applicable: bool = True
 
 
-Check: TypeAlias = Callable[[Trial], Answer]
-skipped = partial(Answer, findings=(), done=False)
+Check: TypeAlias = Callable[[Trial], CheckReport]
+skipped = partial(CheckReport, findings=(), applicable=False)
 MORE = "doctor --selftest does this: it needs programs that the run has not"
 
 
@@ -82,19 +82,19 @@ class Checked(NamedTuple):
     """A check that was run."""
 
     id: str
-    answer: Answer
+    report: CheckReport
     seconds: float
 
     def line(self) -> str:
         """Returns it as a line of a table."""
-        said = "found" if self.answer.findings else "passed" if self.answer.done else "not applicable"
-        return f"{self.id:<4} {said:<15} {self.answer.text}  ({self.seconds:.1f} s)"
+        verdict = "found" if self.report.findings else "passed" if self.report.applicable else "not applicable"
+        return f"{self.id:<4} {verdict:<15} {self.report.text}  ({self.seconds:.1f} s)"
 
     def record(self) -> dict[str, Any]:
-        findings = [finding.record() for finding in self.answer.findings]
-        passed = self.answer.done and not findings
-        said = {"id": self.id, "passed": passed if self.answer.done else None, "text": self.answer.text}
-        return said | {"seconds": round(self.seconds, 3), "findings": findings}
+        findings = [finding.record() for finding in self.report.findings]
+        passed = self.report.applicable and not findings
+        fields = {"id": self.id, "passed": passed if self.report.applicable else None, "text": self.report.text}
+        return fields | {"seconds": round(self.seconds, 3), "findings": findings}
 
 
 def check(run: Run, parts: Tested, *, full: bool) -> Iterator[Checked]:
@@ -103,29 +103,30 @@ def check(run: Run, parts: Tested, *, full: bool) -> Iterator[Checked]:
     trial = prepare(run, parts, full=full)
     _, group, _ = trial.rollouts.completions.shape
     sampled = f"sampled {len(trial.rollouts.completions)} x {group} completions, and scored them"
-    yield Checked("", Answer(sampled), time.perf_counter() - began)
+    yield Checked("", CheckReport(sampled), time.perf_counter() - began)
     for id, function in CHECKS:
         began = time.perf_counter()
-        answer = function(trial)
-        yield Checked(id, answer, time.perf_counter() - began)
+        report = function(trial)
+        yield Checked(id, report, time.perf_counter() - began)
 
 
 def at_start(run: Run, parts: Tested) -> None:
     """Runs the checks that need no other programs than the run, and tells what they find. Stops nothing."""
     began = time.perf_counter()
-    answers, following = [], [*(id for id, _ in CHECKS), ""]
+    reports, following = [], [*(id for id, _ in CHECKS), ""]
     with progress.task("self-test", len(following)) as shown:
         shown.detail = "sampling"
         for checked, then in zip(check(run, parts, full=False), following, strict=True):
-            answers += [checked.answer] if checked.id else []
+            reports += [checked.report] if checked.id else []
             shown.advance(detail=then)
-    done, bad = sum(answer.done for answer in answers), sum(bool(answer.findings) for answer in answers)
-    said = f"{done - bad} checks passed" + (f", {bad} found something" if bad else "")
-    run.log.say(f"self-test: {said} in {time.perf_counter() - began:.1f} s")
-    run.health.add(run.step, [finding for answer in answers for finding in answer.findings])
+    applicable = sum(report.applicable for report in reports)
+    alarming = sum(bool(report.findings) for report in reports)
+    summary = f"{applicable - alarming} checks passed" + (f", {alarming} found something" if alarming else "")
+    run.log.say(f"self-test: {summary} in {time.perf_counter() - began:.1f} s")
+    run.health.add(run.step, [finding for report in reports for finding in report.findings])
 
 
-def reference_agrees(trial: Trial) -> Answer:
+def reference_agrees(trial: Trial) -> CheckReport:
     """S1: at step 0 the reference is the policy."""
     if "ref_logprobs" not in trial.scores or trial.run.step:
         return skipped("the run has no reference")
@@ -140,13 +141,15 @@ def reference_agrees(trial: Trial) -> Answer:
         return skipped(MORE)
     text = f"KL to the reference {kl:.1e}"
     if kl <= (KL if trial.config.model.dtype == "float32" else KL_ROUNDED):
-        return Answer(text)
+        return CheckReport(text)
     cause = "the reference has other weights than the policy, or scores in another way"
     fix = "begin a new run, with files that nobody changes"
-    return Answer(text, (Finding("reference_differs", "error", f"{text} at step 0", cause, fix, "docs/health.md S1"),))
+    return CheckReport(
+        text, (Finding("reference_differs", "error", f"{text} at step 0", cause, fix, "docs/health.md S1"),)
+    )
 
 
-def ratio_is_one(trial: Trial) -> Answer:
+def ratio_is_one(trial: Trial) -> CheckReport:
     """S2: the first update on a rollout has ratio 1, and clips nothing."""
     metrics = _first_metrics(trial)
     if metrics is None:
@@ -155,17 +158,17 @@ def ratio_is_one(trial: Trial) -> Answer:
         return skipped("the loss has no ratio")
     ratio, clipped = float(metrics["ratio/mean"]), float(metrics.get("clip/fraction", 0.0))
     text = f"ratio 1 {ratio - 1:+.1e}, {clipped:.2%} of the tokens clipped"
-    far, most = (RATIO, CLIPPED) if trial.exact else (RATIO_ROUNDED, CLIPPED_ROUNDED)
-    if abs(ratio - 1) <= far and clipped <= most:
-        return Answer(text)
+    ratio_bound, clip_bound = (RATIO, CLIPPED) if trial.exact else (RATIO_ROUNDED, CLIPPED_ROUNDED)
+    if abs(ratio - 1) <= ratio_bound and clipped <= clip_bound:
+        return CheckReport(text)
     cause = "old log-probabilities are not those of the policy that learns"
     fix = "use an engine or a dtype that rounds as the trainer does, or look at your loss"
-    return Answer(
+    return CheckReport(
         text, (Finding("ratio_not_one", "error", f"{text} in the first update", cause, fix, "docs/health.md S2"),)
     )
 
 
-def sampler_agrees(trial: Trial) -> Answer:
+def sampler_agrees(trial: Trial) -> CheckReport:
     """S3: sampler and trainer compute the same log-probabilities."""
     if trial.policy is None:
         return skipped(MORE)
@@ -176,36 +179,38 @@ def sampler_agrees(trial: Trial) -> Answer:
         text += f"; they choose the same experts in {same:.2%} of layers and tokens"
     gap, bound = (gaps.max(), GAP) if trial.exact else (gaps.mean(), min(trial.engine.max_gap or MEAN_GAP, MEAN_GAP))
     if gap <= bound:
-        return Answer(text)
+        return CheckReport(text)
     cause = f"the engine does not compute what the trainer computes (bound {bound:g})"
     fix = "compare weights, dtype and sampling settings of both"
-    return Answer(text, (Finding("sampler_disagrees", "error", text, cause, fix, "docs/health.md S3"),))
+    return CheckReport(text, (Finding("sampler_disagrees", "error", text, cause, fix, "docs/health.md S3"),))
 
 
-def groups_are_whole(trial: Trial) -> Answer:
+def groups_are_whole(trial: Trial) -> CheckReport:
     """S4: each group has all its completions, and advantages relative to a group have mean 0 in it."""
     name = own_name(resolve(trial.config.advantage.name, advantages), advantages)
-    wanted, there = trial.rewards.total.shape, trial.rollouts.completions.shape[:2]
-    found = []
-    if there != wanted:
-        evidence = f"{there[0]} groups of {there[1]} completions, not {wanted[0]} of {wanted[1]}"
-        found.append(
+    expected, sampled = trial.rewards.total.shape, trial.rollouts.completions.shape[:2]
+    findings = []
+    if sampled != expected:
+        evidence = f"{sampled[0]} groups of {sampled[1]} completions, not {expected[0]} of {expected[1]}"
+        findings.append(
             Finding("groups_broken", "error", evidence, "the engine loses completions", "mend it", "docs/health.md S4")
         )
-    text = f"{there[0]} groups of {there[1]}"
-    if name not in OF_GROUP_MEAN:
-        return Answer(f"{text}; the estimator need not have mean 0 in a group", tuple(found))
+    text = f"{sampled[0]} groups of {sampled[1]}"
+    if name not in GROUP_CENTERED:
+        return CheckReport(f"{text}; the estimator need not have mean 0 in a group", tuple(findings))
     mask = trial.rollouts.loss_mask
-    each = np.where(mask, _host(trial.batch.advantages), 0.0).sum(axis=-1) / np.maximum(mask.sum(axis=-1), 1)
-    mean = float(np.abs(each.mean(axis=1)).max())
+    sums = np.where(mask, _host(trial.batch.advantages), 0.0).sum(axis=-1)
+    # An estimator may give every token its own advantage. That of a completion is the mean of its trained tokens.
+    completion_means = sums / np.maximum(mask.sum(axis=-1), 1)
+    mean = float(np.abs(completion_means.mean(axis=1)).max())
     text = f"{text}, mean of their advantages {mean:.1e} at most"
     if not mean <= CENTERED:
         cause, fix = "a group is not its own baseline", f"mend the estimator {name}"
-        found.append(Finding("advantages_not_centered", "error", text, cause, fix, "docs/health.md S4"))
-    return Answer(text, tuple(found))
+        findings.append(Finding("advantages_not_centered", "error", text, cause, fix, "docs/health.md S4"))
+    return CheckReport(text, tuple(findings))
 
 
-def reward_sees(trial: Trial) -> Answer:
+def reward_sees(trial: Trial) -> CheckReport:
     """S5: functions judge what a policy may say, and a good answer earns more than an empty completion."""
     config, rows = trial.config, trial.parts.dataset.rows[:ROWS]
     if not any(config.reward.weights) or not looks_at_rewards(_required(trial)):
@@ -213,12 +218,14 @@ def reward_sees(trial: Trial) -> Answer:
     if not config.reward.timeout and not trial.full:  # a call more may change the state of a function
         return skipped("reward.timeout = 0: the functions run in this process; doctor --selftest calls them")
     columns = [name for name in ANSWERS if all(isinstance(row.get(name), str | int | float) for row in rows)]
-    texts = [["", *(form.format(x) for name in columns for x in _said(row[name]) for form in FORMS)] for row in rows]
+    texts = [
+        ["", *(form.format(x) for name in columns for x in _answer_texts(row[name]) for form in FORMS)] for row in rows
+    ]
     try:
         earned = _earned(trial, rows, texts)
     except UserError as error:
         fix = "make it judge any text, since a policy may say nothing"
-        return Answer(
+        return CheckReport(
             "an error", (Finding("reward_fails", "error", str(error), "it was asked", fix, "docs/health.md S5"),)
         )
     if np.isnan(earned).all():
@@ -227,20 +234,20 @@ def reward_sees(trial: Trial) -> Answer:
             f"{', '.join(map(str, config.reward.functions))}: a judge does not answer, or the rows lack what it reads"
         )
         fix = "start the judge, or mend the data"
-        return Answer(evidence, (Finding("no_verdict", "error", evidence, cause, fix, "docs/health.md S5"),))
+        return CheckReport(evidence, (Finding("no_verdict", "error", evidence, cause, fix, "docs/health.md S5"),))
     if not columns:
-        return Answer(
+        return CheckReport(
             f"the functions judge; the data has no column {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]} to compare"
         )
     earned = np.nan_to_num(earned)
     empty, best = earned[:, 0], earned[:, 1:].max(axis=1)
     text = f"good answers earn up to {best.max():g}, empty completions {empty.min():g}"
     if np.any(best > empty):
-        return Answer(text)
+        return CheckReport(text)
     evidence = "no form of the row's answer earns more than an empty completion"
     cause = f"the reward is blind, or wants a form that the self-test does not try ({text}; {', '.join(columns)})"
     fix = "judge a good answer by hand with your reward function"
-    return Answer(text, (Finding("reward_blind", "warning", evidence, cause, fix, "docs/health.md S5"),))
+    return CheckReport(text, (Finding("reward_blind", "warning", evidence, cause, fix, "docs/health.md S5"),))
 
 
 def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) -> np.ndarray:
@@ -255,14 +262,14 @@ def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) ->
         return reward_fn(rows, texts, ids, columns).channels["total"]
 
 
-def stop_is_learned(trial: Trial) -> Answer:
+def stop_is_learned(trial: Trial) -> CheckReport:
     """S6: prompts end where the answer begins; a completion can stop, and learns its stop token."""
     rollouts, stops, limit = trial.rollouts, trial.parts.stop_ids, trial.config.rollout.max_completion_tokens
-    found = list(_generation_prompt(trial))
+    findings = list(_generation_prompt(trial))
     if not any(0 <= stop < trial.parts.model.cfg.vocab_size for stop in stops):
         fix = "add eos_token_id to the model's generation_config.json"
         evidence = f"stop tokens {list(stops)}, none in the vocabulary"
-        found.append(
+        findings.append(
             Finding(
                 "no_stop_token",
                 "error",
@@ -272,6 +279,7 @@ def stop_is_learned(trial: Trial) -> Answer:
                 "docs/health.md S6, docs/failures.md F14",
             )
         )
+    # The last token of a completion; 0 where the engine returns an empty one.
     last = np.maximum(rollouts.completion_mask.sum(axis=-1, keepdims=True) - 1, 0)
     at_end = lambda x: np.take_along_axis(x, last, axis=-1)[..., 0]  # noqa: E731
     learned = np.isin(at_end(rollouts.completions), stops) & at_end(rollouts.loss_mask)
@@ -280,11 +288,13 @@ def stop_is_learned(trial: Trial) -> Answer:
     if lost := int((ended & ~learned).sum()):
         text = f"{lost} of {ended.sum()} completions that stopped do not end with a trained stop token"
         cause, fix = "stopping is never learned", "let the engine keep the stop token in the completion and its mask"
-        found.append(Finding("stop_not_trained", "error", text, cause, fix, "docs/health.md S6, docs/failures.md F14"))
+        findings.append(
+            Finding("stop_not_trained", "error", text, cause, fix, "docs/health.md S6, docs/failures.md F14")
+        )
     elif not ended.any() and count >= MEANT and limit <= TOKENS:
         text = f"none of {count} completions stopped within {limit} tokens"
         fix = "raise rollout.max_completion_tokens, or use a model that knows its stop token"
-        found.append(
+        findings.append(
             Finding(
                 "nothing_stops",
                 "warning",
@@ -294,26 +304,27 @@ def stop_is_learned(trial: Trial) -> Answer:
                 "docs/health.md S6, docs/failures.md F14",
             )
         )
-    return Answer(text, tuple(found))
+    return CheckReport(text, tuple(findings))
 
 
-def gradient_stays(trial: Trial) -> Answer:
+def gradient_stays(trial: Trial) -> CheckReport:
     """S7: the gradient is the same for all prompts at once, and for one packed row of a prompt at a time."""
     if not trial.full:
         return skipped(MORE)
-    one = sharding.prompt_shards(trial.run.mesh)  # one prompt of each device
+    microbatch = sharding.prompt_shards(trial.run.mesh)  # one prompt of each device
     bound = GRADIENT if trial.config.model.dtype == trial.config.optim.gradient_dtype == "float32" else GRADIENT_ROUNDED
-    found, said = [], []
+    findings, distances = [], []
     for name in trial.run.learners:
         whole, _ = trial.gradient(name, 0)
-        far = {"packed rows": _distance(trial.gradient(name, one, packed=True)[0], whole)}
-        if not far["packed rows"] <= bound:  # another program says which of the two it is
-            far["one prompt at a time"] = _distance(trial.gradient(name, one)[0], whole)
-        said.append(f"{name} {max(far.values()):.1e}")
-        for how in [how for how, x in far.items() if not x <= bound]:
-            evidence = f"with {how}, the gradient of the {name} differs by {far[how]:.1e} of its norm"
+        distances_by_layout = {"packed rows": _distance(trial.gradient(name, microbatch, packed=True)[0], whole)}
+        # Packing and micro-batches together failed. A program without packing says which of the two it is.
+        if not distances_by_layout["packed rows"] <= bound:
+            distances_by_layout["one prompt at a time"] = _distance(trial.gradient(name, microbatch)[0], whole)
+        distances.append(f"{name} {max(distances_by_layout.values()):.1e}")
+        for how in [how for how, x in distances_by_layout.items() if not x <= bound]:
+            evidence = f"with {how}, the gradient of the {name} differs by {distances_by_layout[how]:.1e} of its norm"
             cause, fix = "the loss depends on more than the tokens it gets", "sum over the tokens of a loss alone"
-            found.append(
+            findings.append(
                 Finding(
                     "microbatch_changes_gradient",
                     "error",
@@ -323,10 +334,12 @@ def gradient_stays(trial: Trial) -> Answer:
                     "docs/health.md S7, docs/failures.md F25, F29",
                 )
             )
-    return Answer(f"packed rows and micro-batches change the gradient by {', '.join(said)} of its norm", tuple(found))
+    return CheckReport(
+        f"packed rows and micro-batches change the gradient by {', '.join(distances)} of its norm", tuple(findings)
+    )
 
 
-def environment_is_masked(trial: Trial) -> Answer:
+def environment_is_masked(trial: Trial) -> CheckReport:
     """S8: what an environment says is read, but not trained on."""
     if not trial.parts.environments:
         return skipped("the run has no environment")
@@ -334,37 +347,37 @@ def environment_is_masked(trial: Trial) -> Answer:
         return skipped(MORE)
     rollouts, dialogs = trial.episodes()
     if down := _tool_down(trial, rollouts):
-        return Answer(down.evidence, (down,))
+        return CheckReport(down.evidence, (down,))
     arrays = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask
     flat = [x.reshape(-1, x.shape[-1]) for x in arrays]
-    heard = [Heard.of(*episode) for episode in zip(*flat, dialogs, strict=True)]
-    tokens, trained = sum(one.tokens for one in heard), sum(one.trained for one in heard)
+    observed = [Observed.of(*episode) for episode in zip(*flat, dialogs, strict=True)]
+    tokens, trained = sum(episode.tokens for episode in observed), sum(episode.trained for episode in observed)
     text = f"the environment said {tokens} of {rollouts.completion_mask.sum()} tokens in {len(dialogs)} episodes"
     if not tokens:
         cause = "the policy ends each episode in its first turn, or the environment says nothing"
         fix = "look at completions.jsonl; start from a model that knows the protocol"
-        return Answer(
+        return CheckReport(
             text,
             (Finding("environment_silent", "warning", text, cause, fix, "docs/health.md S8, docs/failures.md F22"),),
         )
-    if changed := sum(one.changed for one in heard):
+    if changed := sum(episode.changed for episode in observed):
         evidence = f"{changed} of {tokens} tokens that the environment said are others in the completion"
         cause, fix = "text is encoded again between turns", "append the ids that the environment returns"
-        return Answer(
+        return CheckReport(
             text,
             (Finding("observation_changed", "error", evidence, cause, fix, "docs/health.md S8, docs/failures.md F21"),),
         )
     if trained:
         evidence = f"{trained} of {tokens} tokens that the environment said are in the loss mask"
         cause, fix = "the policy learns to say what it only reads", "append an observation with loss_mask False"
-        return Answer(
+        return CheckReport(
             text,
             (Finding("environment_trained", "error", evidence, cause, fix, "docs/health.md S8, docs/failures.md F20"),),
         )
-    return Answer(f"{text}, and none of them is trained")
+    return CheckReport(f"{text}, and none of them is trained")
 
 
-class Heard(NamedTuple):
+class Observed(NamedTuple):
     """Tokens of an episode that the environment said."""
 
     tokens: int
@@ -372,28 +385,28 @@ class Heard(NamedTuple):
     changed: int  # that are others in the completion
 
     @classmethod
-    def of(cls, completion: np.ndarray, real: np.ndarray, trained: np.ndarray, dialog: Dialog) -> Heard:
+    def of(cls, completion: np.ndarray, real: np.ndarray, trained: np.ndarray, dialog: Dialog) -> Observed:
         """Finds what an environment said in a completion [C], by the ids that went to and from it."""
         at, length, counts = 0, int(real.sum()), np.zeros(3, int)
-        for turn, said in dialog:
+        for turn, observation in dialog:
             at += len(turn)
-            if said is None or length <= at:  # the episode ended there, or had no room for an answer
+            if observation is None or length <= at:  # the episode ended there, or had no room for an answer
                 break
-            there = slice(at, at := at + len(said))
-            counts += len(said), trained[there].sum(), (completion[there] != said).sum()
+            span = slice(at, at := at + len(observation))
+            counts += len(observation), trained[span].sum(), (completion[span] != observation).sum()
         return cls(*counts.tolist())
 
 
 def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
     """Finds a tool that fails in all calls of these episodes."""
     measured = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
-    found = tool_down(History([{"step": 1} | measured]))
-    if not found or "url" not in trial.config.env:
-        return found
-    return replace(found, cause=f"{found.cause} (config.env.url = {trial.config.env.url!r})")
+    finding = tool_down(History([{"step": 1} | measured]))
+    if not finding or "url" not in trial.config.env:
+        return finding
+    return replace(finding, cause=f"{finding.cause} (config.env.url = {trial.config.env.url!r})")
 
 
-def samples_differ(trial: Trial) -> Answer:
+def samples_differ(trial: Trial) -> CheckReport:
     """S9: completions of a prompt differ, in their group and between two keys."""
     rollouts = trial.rollouts
     tokens, logprobs = (np.where(rollouts.completion_mask, x, 0) for x in (rollouts.completions, rollouts.logprobs))
@@ -402,18 +415,18 @@ def samples_differ(trial: Trial) -> Answer:
     # With the probability of the first completion, another one of its group repeats it by chance.
     equal = {"members of a group": (tokens == tokens[:, :1]).all() and others * logprobs[:, 0].sum()}
     equal["keys"] = np.array_equal(tokens[..., first], again) and logprobs[..., first].sum()
-    found = []
+    findings = []
     for what in [what for what, chance in equal.items() if chance < np.log(CHANCE)]:  # False, if they differ, is 0
         evidence = f"all completions are the same for different {what}"
         cause, fix = f"the engine uses one key (by chance: e^{equal[what]:.0f})", "draw with the key and the member"
-        found.append(Finding("samples_repeat", "error", evidence, cause, fix, "docs/health.md S9"))
+        findings.append(Finding("samples_repeat", "error", evidence, cause, fix, "docs/health.md S9"))
     distinct = np.mean([len(np.unique(group, axis=0)) for group in tokens])
     moved = (tokens[..., first] != again).any(axis=-1).mean()
     text = f"{distinct:.1f} of {tokens.shape[1]} completions of a group are distinct, another key changes {moved:.0%}"
-    return Answer(text, tuple(found))
+    return CheckReport(text, tuple(findings))
 
 
-def push_arrives(trial: Trial) -> Answer:
+def push_arrives(trial: Trial) -> CheckReport:
     """S10: after a push the engine samples with the new weights."""
     if not trial.full:
         return skipped(MORE)
@@ -424,13 +437,15 @@ def push_arrives(trial: Trial) -> Answer:
     moved = jax.tree.map(lambda x: x * MOVED if floating(x) else x, trial.params)
     trial.engine.update_weights(moved, trial.run.step)
     sampled = trial.sample(KEY, AGAIN)
+    # The run goes on with its own weights, whatever this check finds.
     trial.engine.update_weights(trial.params, trial.run.step)
+    # The tokens were sampled with the pushed weights, so their log-probabilities must be those of the new weights.
     new, old = (_gap(trial, params, sampled) for params in (moved, trial.params))
     text = f"after a push, log-probabilities differ from the new weights by {new:.1e}, from the old by {old:.1e}"
     if new < old and (new <= GAP or not trial.exact):
-        return Answer(text)
+        return CheckReport(text)
     cause, fix = "the engine does not sample with the weights that it got", "mend its update_weights"
-    return Answer(
+    return CheckReport(
         text, (Finding("push_has_no_effect", "error", text, cause, fix, "docs/health.md S10, docs/failures.md F23"),)
     )
 
@@ -475,7 +490,7 @@ def _required(trial: Trial) -> tuple[str, ...]:
     return required_inputs(resolve(trial.config.advantage.name, advantages))
 
 
-def _said(answer: Any) -> list[str]:
+def _answer_texts(answer: Any) -> list[str]:
     """Returns an answer as text, and what is after "####", as in GSM8K."""
     text = str(answer)
     return [text, text.split("####")[-1].strip()] if "####" in text else [text]
@@ -491,9 +506,9 @@ def _generation_prompt(trial: Trial) -> Iterator[Finding]:
     render = partial(tokenizer.apply_chat_template, prompt, tokenize=False, **args)
     closed, opened = (render(add_generation_prompt=add) for add in (False, True))
     expected = opened.removeprefix(closed) if opened.startswith(closed) else ""
-    told = tokenizer.decode(trial.parts.dataset.ids[0], skip_special_tokens=False)
-    if not "".join(told.split()).endswith("".join(expected.split())):
-        evidence = f"the prompt ends with {told[-40:]!r}, not with {expected!r} of the chat template"
+    decoded = tokenizer.decode(trial.parts.dataset.ids[0], skip_special_tokens=False)
+    if not "".join(decoded.split()).endswith("".join(expected.split())):
+        evidence = f"the prompt ends with {decoded[-40:]!r}, not with {expected!r} of the chat template"
         cause, fix = "the model is not asked to answer", "mend data.convert or the chat template"
         yield Finding("no_generation_prompt", "error", evidence, cause, fix, "docs/health.md S6")
 
@@ -512,13 +527,13 @@ def _gap(trial: Trial, params: Any, sampled: Any) -> float:
     return float(np.abs(np.where(mask, ours - theirs, 0.0)).max())
 
 
-def _weight_check(trial: Trial) -> Answer:
+def _weight_check(trial: Trial) -> CheckReport:
     """Asks the check that a run with such an engine makes after each push."""
     try:
         gap = trial.parts.actor.finish_push(trial.params)["weight_check/gap"]
     except UserError as error:
         cause, fix = "the engine does not have the pushed weights", "start the server again"
-        return Answer(
+        return CheckReport(
             "",
             (
                 Finding(
@@ -526,4 +541,6 @@ def _weight_check(trial: Trial) -> Answer:
                 ),
             ),
         )
-    return Answer(f"weight check: log-probabilities differ by {gap:.1e} at most, the bound is {trial.engine.max_gap:g}")
+    return CheckReport(
+        f"weight check: log-probabilities differ by {gap:.1e} at most, the bound is {trial.engine.max_gap:g}"
+    )

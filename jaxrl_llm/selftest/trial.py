@@ -59,18 +59,18 @@ class Recorder(EnvironmentBatch):
 
     def __init__(self, pool: EnvironmentPool, rows: list[dict[str, Any]], group_size: int):
         super().__init__(pool, [row for row in rows for _ in range(group_size)], group_size)
-        self._asked: list[list[tuple[list[int], Future[list[int] | None]]]] = [
+        self._exchanges: list[list[tuple[list[int], Future[list[int] | None]]]] = [
             [] for _ in range(len(rows) * group_size)
         ]
 
     def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
         answer = super().answer(episode, turn)
-        self._asked[episode].append((turn, answer))
+        self._exchanges[episode].append((turn, answer))
         return answer
 
     def dialogs(self) -> list[Dialog]:
         """Returns the turns of each episode, and what the environment answered to each."""
-        return [[(turn, answer.result()) for turn, answer in asked] for asked in self._asked]
+        return [[(turn, answer.result()) for turn, answer in exchanges] for exchanges in self._exchanges]
 
 
 @dataclass
@@ -151,7 +151,8 @@ def prepare(run: Run, parts: Tested, *, full: bool) -> Trial:
     parts.actor.wait()
     parts.actor.pending()  # a thread that samples ahead uses the same engine and the same book
     group, count = config.group_size, config.prompts_per_step
-    if full:  # at least two prompts of each device, so that there are several micro-batches
+    # At least two prompts of each device, so that there are several micro-batches.
+    if full:
         group, count = min(group, GROUP), max(2 * sharding.prompt_shards(run.mesh), PROMPTS)
     numbers = [number % len(parts.dataset.rows) for number in range(count)]
     prompts = data.make_prompts(parts.dataset, numbers[distributed.part(count)], parts.tokenizer.pad_token_id)
@@ -165,9 +166,9 @@ def prepare(run: Run, parts: Tested, *, full: bool) -> Trial:
         parts.actor.engine.release()
     scores, logprobs = run.score(run.states, plain), _logprob_program(run, parts, full=full)
     policy = logprobs(params, plain) if logprobs else None
-    rewards = _made_up(config, count, group)
-    of_process = jax.tree.map(lambda x: x[distributed.part(count)], rewards)
-    placed = sharding.shard_batch(of_process, run.mesh)
+    rewards = _synthetic_rewards(config, count, group)
+    local_rewards = jax.tree.map(lambda x: x[distributed.part(count)], rewards)
+    placed = sharding.shard_batch(local_rewards, run.mesh)
     batch, _ = run.assign_credit(plain, scores, placed, run.coefficients(run.states))
     if alone:
         parts.actor.engine.update_weights(params, run.step)
@@ -177,28 +178,28 @@ def prepare(run: Run, parts: Tested, *, full: bool) -> Trial:
 @contextmanager
 def _shapes_stay(book: Book) -> Iterator[None]:
     """Undoes what the block changes in the book: the run must take the shapes that it takes without a self-test."""
-    kept = {kind: book.state(kind) for kind in (SAMPLING, TRAINING)}
+    saved = {kind: book.state(kind) for kind in (SAMPLING, TRAINING)}
     yield
-    for kind, state in kept.items():
+    for kind, state in saved.items():
         book.load(kind, state)
 
 
 def _sample(run: Run, parts: Tested, prompts: Prompts, group: int, key: int, tokens: int) -> Rollouts:
     limits = np.full((len(prompts.tokens), group), min(tokens, run.config.rollout.max_completion_tokens))
-    key_of_run = jax.random.fold_in(jax.random.key(run.config.seed), key)
-    return parts.actor.engine.generate(
-        prompts, key_of_run, group_size=group, sampling=parts.sampling, max_tokens=limits
-    )
+    run_key = jax.random.fold_in(jax.random.key(run.config.seed), key)
+    return parts.actor.engine.generate(prompts, run_key, group_size=group, sampling=parts.sampling, max_tokens=limits)
 
 
 def to_batch(run: Run, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
     """Puts completions of this process on the devices, in packed rows."""
     lengths, (_, group, limit) = rollouts.completion_mask.sum(axis=-1), rollouts.completions.shape
     shape, lengths = packed_shapes(group, limit)[0], distributed.gather(lengths)
-    if run.packing and not full:  # the shape that the first step takes, if what was cut here goes on to the limit
-        whole = np.where(distributed.gather(rollouts.truncated), limit, lengths)
-        shape = run.packing(whole, prompts.tokens.shape[1]).shape[2:]
-    given = Batch(
+    # The shape that the first step takes, if a completion that was cut here goes on to the limit: then the step finds
+    # its program compiled.
+    if run.packing and not full:
+        lengths_at_most = np.where(distributed.gather(rollouts.truncated), limit, lengths)
+        shape = run.packing(lengths_at_most, prompts.tokens.shape[1]).shape[2:]
+    batch = Batch(
         prompts.tokens,
         prompts.mask,
         rollouts.completions,
@@ -207,12 +208,13 @@ def to_batch(run: Run, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> B
         sampler_logprobs=rollouts.logprobs,
         packed_index=pack(lengths, limit, shape)[distributed.part(len(lengths))],
     )
-    return sharding.shard_batch(given, run.mesh)
+    return sharding.shard_batch(batch, run.mesh)
 
 
 def _logprob_program(run: Run, parts: Tested, *, full: bool) -> Callable[[PyTree, Batch], Array] | None:
     """Returns a function of the policy's parameters and a batch, with a program that the run has if there is one."""
-    if run.reference:  # the same program for policy and reference: equal weights give equal numbers
+    # One program for policy and reference: two programs round in another order, and equal weights would differ.
+    if run.reference:
         reference = run.reference
         dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]  # noqa: E731
         same = dtypes(reference.shapes) == dtypes(run.states["policy"].params)
@@ -224,8 +226,9 @@ def _logprob_program(run: Run, parts: Tested, *, full: bool) -> Callable[[PyTree
     return make_logprob_fn(parts.model, parts.sampling, run.mesh, microbatch=0) if full else None
 
 
-def _made_up(config: Config, count: int, group: int) -> Rewards:
-    """Returns rewards of 0 and 1 in turn: what the policy earns at step 0 may be the same everywhere."""
+def _synthetic_rewards(config: Config, count: int, group: int) -> Rewards:
+    """Returns rewards of 0 and 1 in turn."""
+    # Real rewards of step 0 may be the same everywhere: then all advantages and gradients would be 0.
     total = ((np.arange(count)[:, None] + np.arange(group)) % 2).astype(np.float32)
     channels = dict.fromkeys(channel_weights(config), total)
     if "greedy_rewards" not in required_inputs(resolve(config.advantage.name, advantages)):

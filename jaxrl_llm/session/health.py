@@ -36,12 +36,12 @@ class Health:
         if "rollback" in bounds:  # not in `sft`
             self._actions |= dict.fromkeys(bounds["rollback"]["rules"], "roll back")
         self._history = History()
-        self._said: dict[str, int] = {}  # last step of each finding
+        self._last_steps: dict[str, int] = {}  # last step of each finding
         self._verdict = Verdict()
 
     def begin(self, records: Iterable[Record]) -> None:
         """Continues after these records, which are those of the run. Drops later findings: rules find them again."""
-        self._history, self._said, self._verdict = History(records), {}, Verdict()
+        self._history, self._last_steps, self._verdict = History(records), {}, Verdict()
         if distributed.first():
             self._forget_after(self._history.records[-1]["step"] if self._history.records else -1)
 
@@ -51,11 +51,11 @@ class Health:
             cut_back(self._file, step)
         if self._file.is_file():
             lines = map(json.loads, self._file.read_text(encoding="utf-8").splitlines())
-            self._said = {line["id"]: line["step"] for line in lines}
+            self._last_steps = {line["id"]: line["step"] for line in lines}
 
-    def add(self, step: int, found: Iterable[Finding]) -> None:
+    def add(self, step: int, new_findings: Iterable[Finding]) -> None:
         """Writes findings that need no record, such as those of the self-test, and shows them on the console."""
-        for finding in found:
+        for finding in new_findings:
             self._write(step, finding)
             self._tell(step, finding)
 
@@ -70,14 +70,15 @@ class Health:
         if record is None or record in last:
             return self._verdict
         again = last and last[0]["step"] == record["step"]
-        if again and distributed.first():  # with more entries: its findings are written again
+        # The last record with more entries, such as those of an evaluation: its findings are written again.
+        if again and distributed.first():
             self._forget_after(record["step"] - 1)
         self._history.add(record)
         self._verdict = Verdict()
         for finding in findings(self._history, self._bounds):
             # A finding that comes and goes is said once: it is new after WINDOW steps without it.
-            new = record["step"] - self._said.get(finding.id, -WINDOW) >= WINDOW
-            self._said[finding.id] = record["step"]
+            new = record["step"] - self._last_steps.get(finding.id, -WINDOW) >= WINDOW
+            self._last_steps[finding.id] = record["step"]
             self._write(record["step"], finding)
             action = self._actions.get(finding.id)
             if new and not action:

@@ -37,26 +37,27 @@ class Rollbacks:
 
     def read(self) -> list[Decision]:
         """Returns all decisions, in order, the same in all processes."""
-        found: list[dict[str, Any]] = []
+        decisions: list[dict[str, Any]] = []
         if distributed.first() and self._folder.is_dir():
             files = sorted(self._folder.glob("*.json"), key=lambda file: int(file.stem))
-            found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        return [Decision(**one) for one in distributed.exchange(found)[0]]
+            decisions = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        return [Decision(**fields) for fields in distributed.exchange(decisions)[0]]
 
-    def decide(self, step: int, finding: dict[str, Any], checkpoints: Collection[int], most: int) -> Decision:
+    def decide(self, step: int, finding: dict[str, Any], checkpoints: Collection[int], limit: int) -> Decision:
         """Decides to go back because of a finding at `step`. The decision is on the disk when this returns.
 
         checkpoints: steps of the complete checkpoints. Raises: UserError, after `most` decisions.
         """
         before = self.read()
-        if len(before) >= most:
+        if len(before) >= limit:
             raise UserError(
-                f"step {step}: {finding['evidence']}, because {finding['cause']}; the run has gone back {most} times "
+                f"step {step}: {finding['evidence']}, because {finding['cause']}; the run has gone back {limit} times "
                 f"already (config.health.rollback.most): {finding['fix']}"
             )
         decision = Decision(step, target(step, checkpoints, before), finding)
         if distributed.first():
             self._write(len(before) + 1, decision)
+        # No process may change its checkpoints before the decision is on the disk.
         distributed.wait("rollback")
         return decision
 
@@ -67,6 +68,7 @@ class Rollbacks:
             for name in LOGS:
                 if (self._workdir / name).is_file():
                     shutil.copy2(self._workdir / name, logs / name)
+            # Last: a decision counts once its file is there, and a run that is killed before it decides again.
             disk.replace(self._folder / f"{number}.json", json.dumps(asdict(decision), indent=2) + "\n")
 
 

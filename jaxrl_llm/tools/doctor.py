@@ -83,7 +83,7 @@ def main() -> None:
 def look_at_run(path: Path, as_json: bool) -> list[Finding]:
     """Applies the rules over records to a log, prints what they find, and returns it. Raises: UserError."""
     records = logs.read(path)
-    spells = judge(records, logs.bounds(path) or FOREIGN_BOUNDS, logs.found_before(path))
+    spells = judge(records, logs.bounds(path) or FOREIGN_BOUNDS, logs.initial_findings(path))
     if as_json:
         spell_records = [spell.record() for spell in spells]
         report = {"findings": spell_records, "rules": len(rules.RULES), "could_not_look": rules.blind(records)}
@@ -117,10 +117,10 @@ def look_at_config(config: Config, args: Namespace) -> list[Finding]:
     """
     totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
     changed = tuple(overrides(config, Path(args.config)))
-    judged = settings.Settings(config, totals, settings.width_of(config), changed=changed)
+    judged = settings.RunSettings(config, totals, settings.width_of(config), changed=changed)
     findings, blind = settings.findings(judged), settings.blind(judged)
     self_tests = self_test_of(config, quiet=args.json) if args.selftest else []
-    findings += [finding for checked in self_tests for finding in checked.answer.findings]
+    findings += [finding for checked in self_tests for finding in checked.report.findings]
     if args.json:
         report = {"totals": vars(totals), "findings": [finding.record() for finding in findings]}
         report |= {"rules": len(settings.RULES), "could_not_look": blind}

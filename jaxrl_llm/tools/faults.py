@@ -175,21 +175,21 @@ class Repeating(Sampler):
     """Uses one key for all members of a group."""
 
     def generate(self, prompts: structs.Prompts, key: jax.Array, *, group_size: int, **named: Any) -> structs.Rollouts:
-        one = super().generate(prompts, key, group_size=1, **named)
-        return jax.tree.map(lambda x: np.repeat(x, group_size, axis=1), one)
+        single = super().generate(prompts, key, group_size=1, **named)
+        return jax.tree.map(lambda x: np.repeat(x, group_size, axis=1), single)
 
 
 def engine_of(kind: type[Sampler], **settings: Any) -> EngineChoice:
     """Returns the choice of a faulty sampler."""
 
-    def start(given: EngineInputs) -> Engine:
-        made = kind(
-            given.model, given.mesh, max_completion_tokens=given.max_completion_tokens, stop_ids=given.stop_ids,
-            pad_id=given.pad_id, book=given.book,
+    def start(inputs: EngineInputs) -> Engine:
+        engine = kind(
+            inputs.model, inputs.mesh, max_completion_tokens=inputs.max_completion_tokens, stop_ids=inputs.stop_ids,
+            pad_id=inputs.pad_id, book=inputs.book,
         )  # fmt: skip
         for name, value in settings.items():
-            setattr(made, name, value)
-        return made
+            setattr(engine, name, value)
+        return engine
 
     return EngineChoice(start, in_trainer=True)
 

@@ -102,9 +102,9 @@ def _lines(path: Path) -> Iterable[Any]:
     """Returns the rows of a log. Raises: ValueError, if it has none."""
     if path.is_dir():
         checkpoints = sorted(path.glob(f"checkpoint-*/{STATE}"), key=_number)
-        found = [*(path / name for name in FILES if (path / name).is_file()), *checkpoints[-1:]]
-        if found:
-            return _lines(found[0])
+        logs = [*(path / name for name in FILES if (path / name).is_file()), *checkpoints[-1:]]
+        if logs:
+            return _lines(logs[0])
         events = sorted(path.rglob("*tfevents*"))
         if not events:
             raise ValueError(f"the folder has no {STATE}, no checkpoint-N with one, and no TensorBoard files")
@@ -126,7 +126,7 @@ def _number(state: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def found_before(workdir: Path) -> list[Finding]:
+def initial_findings(workdir: Path) -> list[Finding]:
     """Returns the findings of a run before its first step: those of the self-test."""
     file = workdir / "health.jsonl"
     lines = map(json.loads, whole_lines(file)) if file.is_file() else ()

@@ -23,11 +23,11 @@ def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
         return []
     slowly = history.slowly()
 
-    def found(rule: Callable[..., Finding | None]) -> Finding | None:
-        given = {name: bounds[name] for name in _fields(rule)}
-        return rule(history, **given) or rule(slowly, **given)
+    def apply(rule: Callable[..., Finding | None]) -> Finding | None:
+        arguments = {name: bounds[name] for name in _fields(rule)}
+        return rule(history, **arguments) or rule(slowly, **arguments)
 
-    return [finding for finding in map(found, RULES) if finding]
+    return [finding for finding in map(apply, RULES) if finding]
 
 
 @cache

@@ -28,7 +28,7 @@ def tools_unused(history: History) -> Finding | None:
 def tool_down(history: History) -> Finding | None:
     """F36: every call of a tool fails, from the first step on."""
     last = [r for r in history.latest if r.get("episode/errors") is not None and r.get("episode/turns")][-3:]
-    if not last or any(r["episode/errors"] < max(_asked(r), DOWN) for r in last):
+    if not last or any(r["episode/errors"] < max(_calls(r), DOWN) for r in last):
         return None
     return Finding(
         "tool_down",
@@ -40,7 +40,7 @@ def tool_down(history: History) -> Finding | None:
     )
 
 
-def _asked(record: Record) -> float:
+def _calls(record: Record) -> float:
     """Returns how often an episode asks its tools, if the environment counts that; else its turns."""
     count = lambda name: record.get(f"episode/{name}") or 0.0  # noqa: E731
     calls = count("calls") and count("calls") - count("invalid")  # an invalid call asks nobody

@@ -97,7 +97,7 @@ class Reader:
     def read(self, letter: str, name: str) -> LoggedRun:
         """Reads what is new. Raises: UserError, if the folder is no run, has no record yet, or a file is broken."""
         config = read_config(self._workdir)
-        rules = config.health.to_dict(), logs.found_before(self._workdir)
+        rules = config.health.to_dict(), logs.initial_findings(self._workdir)
         # Other bounds, or a self-test that has ended meanwhile: all records are judged again, from the first line.
         if rules != self._rules:
             self._metrics = Lines(self._metrics.file)
@@ -151,6 +151,8 @@ def read_settings(config: Config) -> SettingsReport:
     except UserError as error:
         return SettingsReport(None, [], f"The config does not pass the checks here: {error}")
     try:
-        return SettingsReport(totals, settings.findings(settings.Settings(config, totals, settings.width_of(config))))
+        return SettingsReport(
+            totals, settings.findings(settings.RunSettings(config, totals, settings.width_of(config)))
+        )
     except UserError as error:
         return SettingsReport(totals, [], f"The rules over settings need the model: {error}")

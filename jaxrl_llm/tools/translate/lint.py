@@ -64,7 +64,7 @@ def lint(config: Config, yours: set[str]) -> Linted:
         width, wrong = None if "model.path" in yours else settings.width_of(config), {}
     except UserError as error:
         width, wrong = None, {"learning_rate": str(error)}
-    judged = settings.Settings(config, totals, width)
+    judged = settings.RunSettings(config, totals, width)
     return Linted(totals, "", settings.findings(judged), settings.blind(judged) | wrong, missing)
 
 
