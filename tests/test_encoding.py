@@ -46,7 +46,7 @@ def tokenizer(folder):
 def home(tmp_path, monkeypatch) -> Path:
     """A cache of its own that keeps token ids of even the shortest prompts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(encoding, "KEPT", 1)
+    monkeypatch.setattr(encoding, "MIN_CACHED", 1)
     return tmp_path / "jaxrl_llm" / "tokens"
 
 

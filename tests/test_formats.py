@@ -172,7 +172,7 @@ def test_tools_and_arguments_of_a_row_reach_its_chat_template_alone(tokenizer):
 
 def test_kept_token_ids_know_the_arguments_of_rows(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("jaxrl_llm.data.encoding.KEPT", 1)
+    monkeypatch.setattr("jaxrl_llm.data.encoding.MIN_CACHED", 1)
     plain, quiet = ({"prompt": ASKED, "chat_template_kwargs": own} for own in ({}, {"enable_thinking": False}))
     first = [texts(tokenizer, [row]) for row in (plain, quiet)]
     monkeypatch.setattr("jaxrl_llm.data.encoding._encode", None)

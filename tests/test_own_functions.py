@@ -86,7 +86,7 @@ def test_a_function_with_our_signature_stays_as_it_is():
     {"answer", "data_source", "extra_info"}),
 ])  # fmt: skip
 def test_the_columns_of_such_a_function_are_known_before_a_model_is_loaded(name, needs):
-    asked = columns.asked([f"test_own_functions.{name}"], episodes=False)
+    asked = columns.demands_of([f"test_own_functions.{name}"], episodes=False)
     assert {column for one in asked for column in one.columns} == needs
 
 

@@ -17,9 +17,17 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import is_empty
 from jaxrl_llm.rewards.signatures import bound
 
-OF_COMPLETIONS = ("prompts", "completions", "completion_ids", "log_metric")  # arguments that are no columns of rows
-OF_EPISODES = ("turns", "episode", "loss_mask")  # columns that an environment gives
-OF_TRL = {"trainer_state": "the state of TRL's trainer", "log_extra": "TRL's log of columns"}  # arguments of TRL alone
+COMPLETION_ARGUMENTS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "log_metric",
+)  # arguments that are no columns of rows
+EPISODE_COLUMNS = ("turns", "episode", "loss_mask")  # columns that an environment gives
+TRL_ARGUMENTS = {
+    "trainer_state": "the state of TRL's trainer",
+    "log_extra": "TRL's log of columns",
+}  # arguments of TRL alone
 Turns: TypeAlias = list[tuple[bool, str]]
 # Names that the answer of a problem has in published data sets.
 ANSWERS = (
@@ -34,8 +42,8 @@ ANSWERS = (
 )
 
 
-class Asked(NamedTuple):
-    """What a reward function asks of each row: one of these columns."""
+class Demand(NamedTuple):
+    """A reward function needs one of these columns in each row."""
 
     function: str
     columns: tuple[str, ...]
@@ -47,33 +55,36 @@ class Asked(NamedTuple):
         return f"{', '.join(others)} or {last}" if others else last
 
 
-def asked(functions: Sequence[str], *, episodes: bool) -> list[Asked]:
-    """Returns what the signatures of reward functions ask of a row; episodes: an environment gives columns, too.
+def demands_of(functions: Sequence[str], *, episodes: bool) -> list[Demand]:
+    """Returns the columns that reward functions need, by their signatures; episodes: an environment gives columns, too.
 
     An argument without a default is a column that each row needs. A function of this package that has defaults for
     all columns needs one of them.
     """
-    found = []
+    demands = []
     for text in functions:
         function, (name, _) = bound(text), split_call(text)
-        plain = getattr(function, "func", function)  # without the arguments that the config gives
+        # Without the arguments that the config gives.
+        plain = getattr(function, "func", function)
         ours, readers = is_ours(plain, rewards), getattr(plain, "reads", {})
-        columns = _parameters(function, {*OF_COMPLETIONS, *(OF_EPISODES if episodes else ())})
-        needed = [column for column, has_default in columns.items() if not has_default]
-        found += [Asked(name, (column,), ours, readers.get(column)) for column in needed]
-        if more := getattr(plain, "asks", None):  # it shows what a row has, also None
-            found += [Asked(name, (column,), False) for column in sorted(more(**getattr(function, "keywords", {})))]
-        optional = tuple(column for column in columns if column not in OF_EPISODES)
-        if ours and optional and not needed:
-            found.append(Asked(name, optional, ours))
-    return found
+        columns = _parameters(function, {*COMPLETION_ARGUMENTS, *(EPISODE_COLUMNS if episodes else ())})
+        required = [column for column, has_default in columns.items() if not has_default]
+        demands += [Demand(name, (column,), ours, readers.get(column)) for column in required]
+        if more := getattr(plain, "asks", None):
+            # It shows what a row has, also None.
+            demands += [Demand(name, (column,), False) for column in sorted(more(**getattr(function, "keywords", {})))]
+        optional = tuple(column for column in columns if column not in EPISODE_COLUMNS)
+        if ours and optional and not required:
+            demands.append(Demand(name, optional, ours))
+    return demands
 
 
 def _parameters(function: Callable[..., Any], offered: set[str]) -> dict[str, bool]:
     """Returns the arguments of a function that are columns of the data, and whether they have a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a function in C may have none
+    except ValueError:
+        # A function in C may have none.
         return {}
     columns = {}
     for p in parameters:
@@ -95,40 +106,48 @@ def check(
     or if it refuses one.
     """
     parts = dataset.parts or {"": range(len(dataset.rows))}
-    lacking: dict[tuple[str, ...], dict[str, list[int]]] = {}  # rows without a column, of each source
-    notes: dict[str, list[str]] = {}  # what the functions do with such rows
-    for one in asked(functions, episodes=episodes):
-        if one.columns not in lacking:
-            lacking[one.columns] = {name: _without(dataset.rows, rows, one.columns) for name, rows in parts.items()}
-        without = lacking[one.columns]
+    # Rows without a column, of each source.
+    # Several functions may need the same columns: rows are searched once for each set of columns.
+    lacking: dict[tuple[str, ...], dict[str, list[int]]] = {}
+    # What the functions do with such rows.
+    notes: dict[str, list[str]] = {}
+    for demand in demands_of(functions, episodes=episodes):
+        if demand.columns not in lacking:
+            lacking[demand.columns] = {
+                name: _without(dataset.rows, rows, demand.columns) for name, rows in parts.items()
+            }
+        without = lacking[demand.columns]
         count = sum(map(len, without.values()))
-        named = any(column in row for row in dataset.rows for column in one.columns) if count else True
-        if not named or (one.ours and count == len(dataset.rows)):
-            raise UserError(_refusal(one, dataset, section, convert, named))
-        if one.reader:
-            _check_readable(one, set(chain(*without.values())), dataset, section)
+        named = any(column in row for row in dataset.rows for column in demand.columns) if count else True
+        if not named or (demand.ours and count == len(dataset.rows)):
+            raise UserError(_refusal(demand, dataset, section, convert, named))
+        if demand.reader:
+            _check_readable(demand, set(chain(*without.values())), dataset, section)
         for name, rows in without.items():
             if rows:
-                note = _note(one, rows, parts[name], dataset, name)
-                notes.setdefault(note, []).append(f"{one.function} {_effect(one, dataset.rows[rows[0]])}")
+                note = _note(demand, rows, parts[name], dataset, name)
+                notes.setdefault(note, []).append(f"{demand.function} {_effect(demand, dataset.rows[rows[0]])}")
     lines = [f"{note}: {', '.join(effects)}" for note, effects in notes.items()]
     return replace(dataset, notes=(*dataset.notes, *lines))
 
 
 def _without(rows: Sequence[Row], part: range, columns: tuple[str, ...]) -> list[int]:
-    if len(columns) == 1:  # the usual case, of perhaps a million rows
+    if len(columns) == 1:
+        # The usual case, of perhaps a million rows.
         (column,) = columns
         return [i for i in part if is_empty(rows[i].get(column))]
     return [i for i in part if all(is_empty(rows[i].get(column)) for column in columns)]
 
 
-def _check_readable(one: Asked, empty: set[int], dataset: Dataset, section: str) -> None:
+def _check_readable(demand: Demand, empty: set[int], dataset: Dataset, section: str) -> None:
     """Raises: UserError, with the first row and how many there are, for values that a reward function refuses."""
-    refused: list[tuple[int, ValueError]] = []  # places and what was wrong
+    # Places and what was wrong.
+    # All rows are read before the error: its count tells a broken row from a wrong column.
+    refused: list[tuple[int, ValueError]] = []
     for i, row in enumerate(dataset.rows):
-        if one.reader and i not in empty:
+        if demand.reader and i not in empty:
             try:
-                one.reader(row[one.columns[0]])
+                demand.reader(row[demand.columns[0]])
             except ValueError as error:
                 refused.append((i, error))
     if refused:
@@ -136,46 +155,48 @@ def _check_readable(one: Asked, empty: set[int], dataset: Dataset, section: str)
         source = next((f"{name} " for name, part in dataset.parts.items() if i in part), "")
         source = source or (f"{section}.source " if section else "")
         more = f"; {len(refused):,} of {len(dataset.rows):,} rows are like this" if len(refused) > 1 else ""
-        raise UserError(f"{source}row {dataset.numbers[i]:,}: reward {one.function} cannot judge it: {error}{more}")
+        raise UserError(f"{source}row {dataset.numbers[i]:,}: reward {demand.function} cannot judge it: {error}{more}")
 
 
-def _note(one: Asked, without: list[int], part: range, dataset: Dataset, source: str) -> str:
+def _note(demand: Demand, without: list[int], part: range, dataset: Dataset, source: str) -> str:
     prefix = f"{source}: " if source else ""
     if len(without) == len(part):
-        return f"{prefix}no row has {one}"
+        return f"{prefix}no row has {demand}"
     first, verb = dataset.numbers[without[0]], "has" if len(without) == 1 else "have"
-    return f"{prefix}{len(without):,} of {len(part):,} rows {verb} no {one}, the first is row {first:,}"
+    return f"{prefix}{len(without):,} of {len(part):,} rows {verb} no {demand}, the first is row {first:,}"
 
 
-def _effect(one: Asked, row: Row) -> str:
-    return "abstains" if one.ours else f"gets {row.get(one.columns[0])!r}"
+def _effect(demand: Demand, row: Row) -> str:
+    return "abstains" if demand.ours else f"gets {row.get(demand.columns[0])!r}"
 
 
-def _refusal(one: Asked, dataset: Dataset, section: str, convert: str, named: bool) -> str:
-    there = sorted({column for row in dataset.rows for column in row} - {"prompt"})
+def _refusal(demand: Demand, dataset: Dataset, section: str, convert: str, named: bool) -> str:
+    present = sorted({column for row in dataset.rows for column in row} - {"prompt"})
     what = "which the data does not have"
-    if named:  # the columns are there, but empty
-        there = [column for column in there if column not in one.columns]
+    if named:
+        # The columns are there, but empty.
+        present = [column for column in present if column not in demand.columns]
         what = f"which is empty in all {len(dataset.rows):,} rows{f' of {dataset.source}' * bool(dataset.source)}"
     by, answer = (f"{section}.convert", "data.answer_column") if section else ("--convert", "--answer-column")
-    likely = next((column for column in ANSWERS if column in there), "")
-    if one.columns[0] in OF_EPISODES:
+    likely = next((column for column in ANSWERS if column in present), "")
+    if demand.columns[0] in EPISODE_COLUMNS:
         remedy = "only episodes have it, in a run with an environment (config.env)"
-    elif name := next((column for column in one.columns if column in OF_TRL), ""):
+    elif name := next((column for column in demand.columns if column in TRL_ARGUMENTS), ""):
         return (
-            f"reward {one.function} asks for {name!r}, {OF_TRL[name]}, which does not exist here: take it out of the "
-            f"function's arguments, or give it a default, as {name}=None"
+            f"reward {demand.function} asks for {name!r}, {TRL_ARGUMENTS[name]}, which does not exist here: "
+            f"take it out of the function's arguments, or give it a default, as {name}=None"
         )
     elif convert:
         remedy = f"let {by} = {convert!r} make it"
-    elif one.columns[0] == "answer":
-        other = f"fill it{f', name another in {answer}' * bool(there)}" if named else f"name one in {answer}"
+    elif demand.columns[0] == "answer":
+        other = f"fill it{f', name another in {answer}' * bool(present)}" if named else f"name one in {answer}"
         remedy = f"name the column that holds it, {answer} = {likely!r}" if likely else other
         remedy += f", or make it with {by}"
     else:
         remedy = f"{'fill it' if named else 'rename one'}, or make it with {by}"
-    of = f" ({section}.source)" if section else ""
-    return f"reward {one.function} asks for column {one}, {what}{of}; there is {', '.join(there) or 'none'}: {remedy}"
+    where = f" ({section}.source)" if section else ""
+    listed = ", ".join(present) or "none"
+    return f"reward {demand.function} asks for column {demand}, {what}{where}; there is {listed}: {remedy}"
 
 
 def check_completions(dataset: Dataset, column: str, source: str) -> Dataset:
@@ -183,24 +204,25 @@ def check_completions(dataset: Dataset, column: str, source: str) -> Dataset:
 
     Raises: UserError, with the first such row and how many there are, if rows have something else or nothing.
     """
-    said = [turns(row.get(column)) for row in dataset.rows]
-    without = [i for i, one in enumerate(said) if not one]
+    completions = [turns(row.get(column)) for row in dataset.rows]
+    without = [i for i, messages in enumerate(completions) if not messages]
     if without and not any(column in row for row in dataset.rows):
-        there = formats.there(dict.fromkeys(name for row in dataset.rows for name in row))
-        raise UserError(f"{source} has no column {column!r} ({there}): name the one to learn in data.completion_column")
+        columns = formats.columns_text(dict.fromkeys(name for row in dataset.rows for name in row))
+        raise UserError(
+            f"{source} has no column {column!r} ({columns}): name the one to learn in data.completion_column"
+        )
     if without:
         raise UserError(
             f"{source} row {dataset.numbers[without[0]]}: {column!r} is {dataset.rows[without[0]].get(column)!r:.200} "
-            f"({len(without):,} of {len(said):,} rows have no completion): make it text, or messages of the roles "
-            "assistant and environment, or drop these rows with data.convert"
+            f"({len(without):,} of {len(completions):,} rows have no completion): make it text, or messages of the "
+            "roles assistant and environment, or drop these rows with data.convert"
         )
-    blank = [i for i, one in enumerate(said) if not any(text.strip() for _, text in one)]
+    blank = [i for i, messages in enumerate(completions) if not any(text.strip() for _, text in messages)]
     if not blank:
         return dataset
     first = dataset.numbers[blank[0]]
-    note = (
-        f"{len(blank):,} of {len(said):,} rows have an empty {column!r}, the first is row {first:,}: they teach to end"
-    )
+    share = f"{len(blank):,} of {len(completions):,} rows"
+    note = f"{share} have an empty {column!r}, the first is row {first:,}: they teach to end"
     return replace(dataset, notes=(*dataset.notes, note))
 
 
@@ -209,9 +231,9 @@ def turns(completion: Any) -> Turns:
     if isinstance(completion, str):
         return [(True, completion)]
     try:
-        said = [(message["role"], message["content"]) for message in completion]
+        messages = [(message["role"], message["content"]) for message in completion]
     except (TypeError, KeyError):
         return []
-    if any(role not in ("assistant", "environment") or not isinstance(text, str) for role, text in said):
+    if any(role not in ("assistant", "environment") or not isinstance(text, str) for role, text in messages):
         return []
-    return [(role == "assistant", text) for role, text in said]
+    return [(role == "assistant", text) for role, text in messages]

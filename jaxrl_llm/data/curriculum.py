@@ -42,12 +42,15 @@ class Curriculum:
 
     def visited(self, known: np.ndarray, samples: Samples) -> np.ndarray:
         """Returns the bits [N] after the visits of a step, of all processes. Waits for the reward functions."""
+        # Every process needs the same bits, or the processes would draw different rows.
         numbers, no_signal = distributed.gather(samples.prompts.numbers), distributed.gather(samples.no_signal)
-        made = known.copy()
-        made[samples.replaced] = True
-        made[numbers] = True
-        made[numbers[~no_signal]] = False  # last: a row may be drawn twice in a step
-        return made
+        # A copy: batches already drawn ahead keep the bits that they were drawn with.
+        updated = known.copy()
+        updated[samples.replaced] = True
+        updated[numbers] = True
+        # Last: a row may be drawn twice in a step.
+        updated[numbers[~no_signal]] = False
+        return updated
 
 
 def to_text(bits: np.ndarray) -> str:

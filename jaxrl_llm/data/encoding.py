@@ -23,7 +23,7 @@ Chat: TypeAlias = list[dict[str, Any]]
 CHUNK = 4096  # prompts per tokenizer call: enough for its threads, with little memory
 CLOCK = re.compile(r"strftime_now\s*\(")  # a chat template asks for today's date
 DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # in a format that can be read here
-KEPT = 2**20  # minimum number of characters for storing token ids in the user's cache folder
+MIN_CACHED = 2**20  # minimum number of characters for storing token ids in the user's cache folder
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # unpaired surrogates: valid as JSON escapes, but not for tokenizers
 FORMAT = 2  # version of stored token ids: raise it if a change of this file changes them
 
@@ -48,14 +48,15 @@ def encode(
     if any(not isinstance(prompt, str) for prompt in prompts):
         check_template(tokenizer, source, template_args)
         check_row_args(tokenizer, source, numbers, row_args)
+    # The cache saves minutes at the start of a run with a large data set.
     key, ids = _key(tokenizer, prompts, template_args, row_args), None
     if key:
         ids = user_cache.load_ids(key, len(prompts))
     if ids is None:
         ids = []
         for chunk in _chunks(len(prompts), source):
-            given = [template_args | dict(own) for own in row_args[chunk]] or repeat(template_args)
-            rows = zip(numbers[chunk], prompts[chunk], given, strict=False)
+            prompt_args = [template_args | dict(row_arg) for row_arg in row_args[chunk]] or repeat(template_args)
+            rows = zip(numbers[chunk], prompts[chunk], prompt_args, strict=False)
             texts = [_render(source, number, prompt, tokenizer, args) for number, prompt, args in rows]
             ids += _encode(texts, tokenizer, source, numbers[chunk])
         if key:
@@ -65,7 +66,8 @@ def encode(
 
 def encode_text(text: str, tokenizer: Any) -> list[int]:
     """Returns the token ids of a text as it is, with nothing added. Several threads may call it."""
-    if tokenizer.is_fast:  # its own call may change the tokenizer's settings, which another thread uses
+    if tokenizer.is_fast:
+        # Its own call may change the tokenizer's settings, which another thread uses.
         return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -89,8 +91,8 @@ def check_template(tokenizer: Any, source: str, template_args: Mapping[str, Any]
 def check_row_args(tokenizer: Any, source: str, numbers: Sequence[int], row_args: Sequence[Mapping[str, Any]]) -> None:
     """Checks that the chat template reads the arguments of all rows. Raises: UserError, naming a row."""
     read = _read_by_template(tokenizer) if any(row_args) else set()
-    for number, own in zip(numbers, row_args, strict=False):
-        for name in own:
+    for number, args in zip(numbers, row_args, strict=False):
+        for name in args:
             if name not in read:
                 raise UserError(
                     f"{source} row {number} has {name!r} for the chat template, which does not read it: use a model "
@@ -106,13 +108,13 @@ def on_day(tokenizer: Any, day: str) -> Any:
     """
 
     def dated(template: str) -> str:
-        there = DATE.sub(lambda call: repr(date.fromisoformat(day).strftime(call[2])), template)
-        if CLOCK.search(there):
+        text = DATE.sub(lambda call: repr(date.fromisoformat(day).strftime(call[2])), template)
+        if CLOCK.search(text):
             raise UserError(
                 f"{tokenizer.name_or_path}: the chat template gives strftime_now no literal format, so that its date "
                 "would be that of the clock: write one, such as strftime_now('%d %b %Y')"
             )
-        return there
+        return text
 
     template = tokenizer.chat_template
     if isinstance(template, dict):  # several, by name
@@ -136,8 +138,8 @@ def _read_by_template(tokenizer: Any) -> set[str]:
         read = jinja2.meta.find_undeclared_variables(environment.parse(template))
     except (ValueError, jinja2.TemplateSyntaxError) as error:
         raise UserError(f"{tokenizer.name_or_path}: the chat template cannot be read ({error}): mend it") from error
-    given = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *environment.globals}
-    return {name for name in read - given if not name.endswith("_token")}  # such as bos_token
+    set_here = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *environment.globals}
+    return {name for name in read - set_here if not name.endswith("_token")}  # such as bos_token
 
 
 def _key(
@@ -153,12 +155,13 @@ def _key(
     versions = [FORMAT, *(version(name) for name in ("transformers", "tokenizers"))]
     settings = [versions, tokenizer.chat_template, dict(template_args), tokenizer.special_tokens_map]
     digest, size = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()), 0
-    for start in range(0, len(prompts), CHUNK):  # in pieces: the text of all prompts may be large
+    for start in range(0, len(prompts), CHUNK):
+        # In pieces: the text of all prompts may be large.
         chunk = slice(start, start + CHUNK)
-        said = json.dumps([prompts[chunk], list(row_args[chunk])], default=str).encode()
-        size += len(said)
-        digest.update(said)
-    if size < KEPT or not tokenizer.is_fast or CLOCK.search(str(tokenizer.chat_template)):
+        serialized = json.dumps([prompts[chunk], list(row_args[chunk])], default=str).encode()
+        size += len(serialized)
+        digest.update(serialized)
+    if size < MIN_CACHED or not tokenizer.is_fast or CLOCK.search(str(tokenizer.chat_template)):
         return ""
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     return digest.hexdigest()
@@ -175,12 +178,18 @@ def _chunks(count: int, source: str) -> Iterator[slice]:
 def _render(source: str, number: int, prompt: str | Chat, tokenizer: Any, template_args: Mapping[str, Any]) -> str:
     if isinstance(prompt, str):
         return prompt
-    begun = prompt[-1]["role"] == "assistant"  # the completion continues this answer, as in TRL
+    # The completion continues this answer, as in TRL.
+    continues = prompt[-1]["role"] == "assistant"
     try:
         return tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun, **template_args
+            prompt,
+            tokenize=False,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            **template_args,
         )
-    except Exception as error:  # a template may raise anything
+    except Exception as error:
+        # A template may raise anything.
         raise UserError(
             f"{source} row {number}: the chat template does not take the prompt: {error}; mend one of them"
         ) from error
@@ -193,14 +202,15 @@ def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int
             raise UserError(f"{source} row {number}: {text[:200]!r} holds half of a character: mend the row")
     if tokenizer.is_fast:
         core = tokenizer.backend_tokenizer
-        core.no_truncation()  # a tokenizer.json may switch on truncation and padding
+        # A tokenizer.json may switch on truncation and padding.
+        core.no_truncation()
         core.no_padding()
         ids = [encoding.ids for encoding in core.encode_batch_fast(texts, add_special_tokens=False)]
-        said = core.decode_batch(ids, skip_special_tokens=False)
+        decoded = core.decode_batch(ids, skip_special_tokens=False)
     else:
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        said = tokenizer.batch_decode(ids)
-    for text, back, number in zip(texts, said, numbers, strict=True):
+        decoded = tokenizer.batch_decode(ids)
+    for text, back, number in zip(texts, decoded, numbers, strict=True):
         # Tokenizers may normalize text and change spaces. Only lost characters are an error.
         if back != text and len(_letters(back)) < len(_letters(unicodedata.normalize("NFC", text))):
             raise UserError(

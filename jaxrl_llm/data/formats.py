@@ -36,7 +36,7 @@ class Columns:
 
 
 def read(row: Row, columns: Columns) -> tuple[Row, str]:
-    """Returns a row with the column "prompt" and, if there is a known answer, "answer"; and what was done.
+    """Returns a row with the column "prompt" and, if there is a known answer, "answer"; and a note on how it was read.
 
     Text in the column "prompt" stays text, as in TRL. Text in another column, or in a format prompt, becomes the
     message of a user, as in EasyR1. Raises: ValueError, saying what is wrong and what helps.
@@ -46,28 +46,30 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
         raise ValueError(_missing(row, name))
     if (images := row.get("images")) is not None and len(images):
         raise ValueError("it has images, which no model here reads: leave such rows out")
-    prompt, done = row[name], []
+    prompt, notes = row[name], []
     if isinstance(prompt, str) and prompt and (name != "prompt" or columns.format_prompt):
         content = template(columns.format_prompt).render(content=prompt) if columns.format_prompt else prompt
         prompt = [{"role": "user", "content": content}]
-        done.append(f"{name!r} is the user's message")
+        notes.append(f"{name!r} is the user's message")
     elif columns.format_prompt:
         raise ValueError("data.format_prompt does nothing, because the prompt is no text: leave it empty")
+    # A new dict: the caller's rows stay as they were read.
     row = row | {"prompt": prompt}
     if columns.answer_column:
-        row["answer"] = row.get(columns.answer_column)  # a row of JSON lines may lack it: `rows` counts
-        done.append(f"{columns.answer_column!r} is the answer")
+        # A row of JSON lines may lack it: `rows` counts.
+        row["answer"] = row.get(columns.answer_column)
+        notes.append(f"{columns.answer_column!r} is the answer")
     elif isinstance(row.get("reward_model"), dict) and row["reward_model"].get("ground_truth") is not None:
-        row, found = _of_verl(row)
-        done.append(found)
+        row, note = _from_verl(row)
+        notes.append(note)
     elif name == "problem":
-        done.append("as in EasyR1")
-    if not isinstance(prompt, str) and (own := template_args(row)):
-        done.append(f"{' and '.join(sorted(own))} of a row go to the chat template")
-    return row, ", ".join(done)
+        notes.append("as in EasyR1")
+    if not isinstance(prompt, str) and (args := template_args(row)):
+        notes.append(f"{' and '.join(sorted(args))} of a row go to the chat template")
+    return row, ", ".join(notes)
 
 
-def _of_verl(row: Row) -> tuple[Row, str]:
+def _from_verl(row: Row) -> tuple[Row, str]:
     truth = row["reward_model"]["ground_truth"]
     if isinstance(truth, dict) and truth.keys() == {"target"} and hasattr(truth["target"], "__len__"):
         return search_r1.convert(verl.convert(row)), "'reward_model' holds the accepted answers, as in Search-R1"
@@ -75,17 +77,17 @@ def _of_verl(row: Row) -> tuple[Row, str]:
 
 
 def _missing(row: Row, name: str) -> str:
-    said = f"has no column {name!r} ({there(row)})"
-    for column, what in WITHOUT.items():
+    problem = f"has no column {name!r} ({columns_text(row)})"
+    for column, content in WITHOUT.items():
         if name == "prompt" and column in row:
-            return f"{said}, but {column!r} holds {what}; or set data.convert"
+            return f"{problem}, but {column!r} holds {content}; or set data.convert"
     return (
-        f"{said}: rename one, name one in data.prompt_column, or set data.convert "
+        f"{problem}: rename one, name one in data.prompt_column, or set data.convert "
         "(eval.convert for the problems to be judged by)"
     )
 
 
-def there(row: Row) -> str:
+def columns_text(row: Row) -> str:
     """Lists the columns of a row, for an error message."""
     return f"there is {', '.join(sorted(map(str, row)))}"
 
@@ -102,7 +104,7 @@ def template(format_prompt: str) -> jinja2.Template:
     environment = jinja2.Environment()
     try:
         reads = jinja2.meta.find_undeclared_variables(environment.parse(text))
-        made = environment.from_string(text.strip())
+        compiled = environment.from_string(text.strip())
     except jinja2.TemplateError as error:
         raise UserError(f"{where} is no jinja template ({error}): mend it") from None
     if reads != {"content"}:
@@ -110,7 +112,7 @@ def template(format_prompt: str) -> jinja2.Template:
             f"{where} reads {', '.join(sorted(reads)) or 'nothing'}: write {{{{ content }}}} where the prompt is to "
             "stand, and no other variable"
         )
-    return made
+    return compiled
 
 
 def template_args(row: Row) -> dict[str, Any]:
@@ -118,16 +120,18 @@ def template_args(row: Row) -> dict[str, Any]:
 
     tools: a list of JSON schemas, or its JSON. Columns of these names that hold something else are columns as others.
     """
-    tools, own = row.get("tools"), row.get("chat_template_kwargs")
+    tools, keywords = row.get("tools"), row.get("chat_template_kwargs")
     if isinstance(tools, str):
         with suppress(ValueError):
             tools = json.loads(tools)
     listed = isinstance(tools, (list, tuple)) and bool(tools) and all(isinstance(tool, dict) for tool in tools)
-    return (_given(own) if isinstance(own, dict) else {}) | ({"tools": _given(tools)} if listed else {})
+    return (_without_nulls(keywords) if isinstance(keywords, dict) else {}) | (
+        {"tools": _without_nulls(tools)} if listed else {}
+    )
 
 
-def _given(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """Returns a value without the keys that hold None: a Parquet file has every key in every row."""
     if isinstance(value, dict):
-        return {key: _given(x) for key, x in value.items() if x is not None}
-    return [_given(x) for x in value] if isinstance(value, (list, tuple)) else value
+        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, (list, tuple)) else value

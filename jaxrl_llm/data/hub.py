@@ -12,7 +12,8 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 
 ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?(?:@([\w.-]+))?")  # owner/name:configuration@split
-FILE = re.compile(r"\.[a-z]\w*$")  # the ending of a file's name
+# The ending of a file's name.
+FILE = re.compile(r"\.[a-z]\w*$")
 SAVED = ("dataset_info.json", "dataset_dict.json")  # one of them is in each folder of `save_to_disk`
 
 
@@ -35,15 +36,16 @@ def check(field: str, source: str) -> bool:
         if name := ID.fullmatch(source):
             fetch = f", or fetch its files (hf download {name[1]} --repo-type dataset --local-dir data) and name them"
         raise UserError(f"{field} = {source!r} needs the package datasets: pip install 'jaxrl_llm[hub]'{fetch}")
-    if found := names_one(source):
+    if is_dataset := names_one(source):
         _check_split(f"{field} = {source!r}", *_folder(source))
-    return found
+    return is_dataset
 
 
 def _check_split(what: str, folder: Path, split: str) -> None:
     """Raises: UserError, naming the splits of a saved folder, if the one that is asked for is not among them."""
     splits: list[str] | None = None
-    with suppress(OSError, ValueError, KeyError):  # no folder, or `load` reports the error
+    with suppress(OSError, ValueError, KeyError):
+        # No folder, or `load` reports the error.
         splits = list(json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
     if splits and (split or "train") not in splits:
         some = " or ".join(f"{folder}@{name}" for name in splits)
@@ -60,20 +62,21 @@ def load(source: str) -> list[dict[str, Any]]:
     _check_split(f"data set {source}", folder, split)
     try:
         if folder.exists():
-            found = datasets.load_from_disk(str(folder))
-            if isinstance(found, datasets.DatasetDict):
-                found = found[split or "train"]
+            dataset = datasets.load_from_disk(str(folder))
+            if isinstance(dataset, datasets.DatasetDict):
+                dataset = dataset[split or "train"]
         else:
             name = ID.fullmatch(source)
             assert name
-            found = datasets.load_dataset(name[1], name[2], split=name[3] or "train")
-        return found.to_list()
-    except Exception as error:  # of the network, of the hub, of a file: the package raises many types
-        said = next(iter(str(error).splitlines()), type(error).__name__)
+            dataset = datasets.load_dataset(name[1], name[2], split=name[3] or "train")
+        return dataset.to_list()
+    except Exception as error:
+        # Of the network, of the hub, of a file: the package raises many types.
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         fix = "give a folder of save_to_disk, and its split as FOLDER@SPLIT"
         if not folder.exists():
             fix = "check the name (owner/name:configuration@split) and the network, or give a file"
-        raise UserError(f"data set {source} cannot be loaded ({said[:200]}): {fix}") from error
+        raise UserError(f"data set {source} cannot be loaded ({reason[:200]}): {fix}") from error
 
 
 def _folder(source: str) -> tuple[Path, str]:

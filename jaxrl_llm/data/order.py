@@ -19,7 +19,9 @@ def iterate(size: int, batch: int, seed: int, collate: Collate) -> grain.Dataset
     A batch is `collate(numbers)` of this process's part of the numbers of its rows.
     Its `get_state()` is a small dict. `set_state` moves another iterator to the same position.
     """
+    # Shuffled before it is repeated: each epoch draws every row once, in an order of its own.
     numbers = grain.MapDataset.range(size).seed(seed).shuffle().repeat()
+    # All processes draw the same numbers, and each collates its part: no message is needed.
     dataset = numbers.batch(batch, batch_fn=lambda rows: collate(rows[distributed.part(batch)]))
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
@@ -32,7 +34,7 @@ def mix(
     collate: Collate,
     draws: Callable[[int, int], bool] | None = None,
 ) -> grain.DatasetIterator:
-    """Returns an iterator like `iterate` that draws from several sources, in proportion to their weights.
+    """Returns an endless iterator of batches that draws from several sources, in proportion to their weights.
 
     parts: the numbers of the rows of each source. Sources take turns in a fixed order, each in its own shuffled order.
     draws(turn, number) -> whether the row is drawn, where `turn` counts the rows that its source has offered. The next
@@ -43,6 +45,7 @@ def mix(
     shares = [round(SHARES * weights[name] / least) for name in parts]
     sources = []
     for i, rows in enumerate(parts.values()):
+        # A seed for each source: with one for all, sources of equal size would be shuffled alike.
         numbers = grain.MapDataset.range(rows.start, rows.stop).seed((seed + i) % 2**32).shuffle().repeat()
         offered = numbers.map_with_index(lambda turn, number: (turn, int(number)))
         source = offered.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
@@ -50,5 +53,6 @@ def mix(
         sources.append(source.filter(lambda offer: draws(*offer)) if draws else source)
     mixed = grain.IterDataset.mix(sources, shares).map(lambda offer: offer[1])
     dataset = mixed.batch(batch, batch_fn=lambda rows: collate(rows[distributed.part(batch)]))
-    quiet = grain.experimental.DatasetOptions(filter_warn_threshold_ratio=None)  # `draws` may refuse most rows
+    # `draws` may refuse most rows.
+    quiet = grain.experimental.DatasetOptions(filter_warn_threshold_ratio=None)
     return iter(grain.experimental.WithOptionsIterDataset(dataset, quiet))

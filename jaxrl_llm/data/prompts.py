@@ -76,9 +76,11 @@ def load(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -
         max_prompt_tokens=d.max_prompt_tokens, overlong=d.overlong, template_args=args, columns=columns_of(config)
     )
     if "mixture" in d and d.mixture:
-        of = lambda name, part: dict(convert=part.convert, field=f"data.mixture.{name}.convert")  # noqa: E731
-        made = {name: read(part.source, tokenizer, **of(name, part), **shared) for name, part in d.mixture.items()}
-        dataset = join(made)
+        convert_of = lambda name, part: dict(convert=part.convert, field=f"data.mixture.{name}.convert")  # noqa: E731
+        parts = {
+            name: read(part.source, tokenizer, **convert_of(name, part), **shared) for name, part in d.mixture.items()
+        }
+        dataset = join(parts)
     else:
         dataset = read(d.source, tokenizer, convert=d.convert, **shared)
     if tools and all(isinstance(row["prompt"], str) for row in dataset.rows):
@@ -95,18 +97,18 @@ def load(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -
 def join(parts: Mapping[str, Dataset]) -> Dataset:
     """Joins the sources of a mixture, one after the other. A column that a source does not have is None in its rows."""
     sets = list(parts.values())
-    columns = dict.fromkeys(name for one in sets for row in one.rows for name in row)
-    ends = [0, *accumulate(len(one.rows) for one in sets)]
+    columns = dict.fromkeys(name for part in sets for row in part.rows for name in row)
+    ends = [0, *accumulate(len(part.rows) for part in sets)]
     return Dataset(
-        list(chain(*(one.ids for one in sets))),
-        [dict.fromkeys(columns) | row for one in sets for row in one.rows],
-        sum(one.dropped for one in sets),
-        max(one.width for one in sets),
-        list(chain(*(one.numbers for one in sets))),
-        sum(one.refused for one in sets),
-        "; ".join(f"{name}: {one.read_as}" for name, one in parts.items() if one.read_as),
+        list(chain(*(part.ids for part in sets))),
+        [dict.fromkeys(columns) | row for part in sets for row in part.rows],
+        sum(part.dropped for part in sets),
+        max(part.width for part in sets),
+        list(chain(*(part.numbers for part in sets))),
+        sum(part.refused for part in sets),
+        "; ".join(f"{name}: {part.read_as}" for name, part in parts.items() if part.read_as),
         {name: range(*ends) for name, ends in zip(parts, pairwise(ends), strict=True)},
-        source=", ".join(one.source for one in sets if one.source),
+        source=", ".join(part.source for part in sets if part.source),
     )
 
 
@@ -117,8 +119,9 @@ def template_args_of(config: Config, tools: Sequence[dict[str, Any]]) -> dict[st
 
 def columns_of(config: Config) -> Columns:
     """Returns how rows are read that no convert function makes."""
-    there = [field.name for field in fields(Columns) if field.name in config.data]  # not in runs of earlier versions
-    return Columns(**{name: config.data[name] for name in there})
+    # Not in runs of earlier versions.
+    names = [field.name for field in fields(Columns) if field.name in config.data]
+    return Columns(**{name: config.data[name] for name in names})
 
 
 def load_held_out(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Dataset:
@@ -151,10 +154,10 @@ def read(
 
     columns: how rows are read without `convert`; limits: arguments of `tokenize`.
     """
-    found = load_rows(source, convert, field, columns)
-    rows, numbers = found.rows[:problems], found.numbers[:problems]
-    made = tokenize(rows, tokenizer, source=source, numbers=numbers, **limits)
-    return replace(made, refused=found.dropped, read_as=found.read_as, source=source)
+    source_rows = load_rows(source, convert, field, columns)
+    rows, numbers = source_rows.rows[:problems], source_rows.numbers[:problems]
+    dataset = tokenize(rows, tokenizer, source=source, numbers=numbers, **limits)
+    return replace(dataset, refused=source_rows.dropped, read_as=source_rows.read_as, source=source)
 
 
 def check_template_args_used(field: str, template_args: Mapping[str, Any], dataset: Dataset) -> None:
@@ -181,11 +184,12 @@ def tokenize(
     """
     numbers = list(numbers or range(1, len(rows) + 1))
     prompts = [row["prompt"] for row in rows]
-    own = [formats.template_args(row) for row in rows]
-    row_args = own if any(own) else ()
+    args = [formats.template_args(row) for row in rows]
+    row_args = args if any(args) else ()
     ids = encoding.encode(prompts, tokenizer, source, numbers=numbers, template_args=template_args, row_args=row_args)
     if begin := encoding.beginning(tokenizer):
-        ids = [_begun(begin, t) if isinstance(p, str) else t for p, t in zip(prompts, ids, strict=True)]
+        ids = [_with_begin_tokens(begin, t) if isinstance(p, str) else t for p, t in zip(prompts, ids, strict=True)]
+    # An empty prompt does not fit either: its completion would have no token to follow.
     fits = [0 < len(tokens) <= max_prompt_tokens for tokens in ids]
     if overlong == "error" and not all(fits):
         i = fits.index(False)
@@ -193,32 +197,34 @@ def tokenize(
             f"{source} row {numbers[i]}: the prompt has {len(ids[i])} tokens, config.data.max_prompt_tokens is "
             f"{max_prompt_tokens}: raise it, or drop the row (data.overlong = 'drop' does)"
         )
-    kept = [i for i, fit in enumerate(fits) if fit]
-    if not kept:
+    fitting = [i for i, fit in enumerate(fits) if fit]
+    if not fitting:
         limit = f"config.data.max_prompt_tokens = {max_prompt_tokens}"
         raise UserError(f"all {len(rows)} prompts of {source} are longer than {limit}: raise it")
-    ids = [ids[i] for i in kept]
+    ids = [ids[i] for i in fitting]
     width = max(len(tokens) for tokens in ids)
-    return Dataset(ids, [rows[i] for i in kept], len(rows) - len(kept), width, [numbers[i] for i in kept])
+    return Dataset(ids, [rows[i] for i in fitting], len(rows) - len(fitting), width, [numbers[i] for i in fitting])
 
 
-def _begun(begin: list[int], tokens: np.ndarray) -> np.ndarray:
+def _with_begin_tokens(begin: list[int], tokens: np.ndarray) -> np.ndarray:
     """Puts `begin` before the token ids, unless they already start with it."""
-    given = tokens[: len(begin)].tolist() == begin
-    return tokens if given else np.concatenate([np.array(begin, np.int32), tokens])
+    begins = tokens[: len(begin)].tolist() == begin
+    return tokens if begins else np.concatenate([np.array(begin, np.int32), tokens])
 
 
 def _canonical(row: Row) -> str:
     """Returns a row as text. Equal rows give equal text in every process and for any order of columns."""
     try:
         return json.dumps(row, sort_keys=True, default=_plain)
-    except TypeError:  # keys that JSON does not support, or keys of several types
+    except TypeError:
+        # Keys that JSON does not support, or keys of several types.
         return json.dumps(_with_text_keys(row), sort_keys=True, default=lambda value: _with_text_keys(_plain(value)))
 
 
 def _plain(value: Any) -> Any:
     """Converts a value for JSON, independent of memory addresses and of the order of a set."""
-    if hasattr(value, "tolist"):  # NumPy arrays and numbers
+    if hasattr(value, "tolist"):
+        # NumPy arrays and numbers.
         return value.tolist()
     if isinstance(value, (set, frozenset)):
         return sorted(map(_canonical, value))
@@ -238,6 +244,7 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
     """Makes one batch of the rows `indices`, padded on the left."""
     tokens = np.full((len(indices), dataset.width), pad_id, np.int32)
     mask = np.zeros(tokens.shape, bool)
+    # On the left, so that the last token of each prompt is in the last column, where sampling starts.
     for b, i in enumerate(indices):
         length = len(dataset.ids[i])
         tokens[b, dataset.width - length :] = dataset.ids[i]
@@ -268,11 +275,11 @@ def decode_turns(tokenizer: Any, completions: AnyArray, mask: AnyArray, sampled:
     The role is "assistant" for tokens of the policy and "environment" for those of an observation.
     """
 
-    def turns(tokens: np.ndarray, real: np.ndarray, own: np.ndarray) -> list[Turn]:
-        own, tokens = own[real], tokens[real]
-        parts = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(own)) + 1) if len(tokens) else []
+    def turns(tokens: np.ndarray, real: np.ndarray, by_policy: np.ndarray) -> list[Turn]:
+        by_policy, tokens = by_policy[real], tokens[real]
+        parts = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(by_policy)) + 1) if len(tokens) else []
         texts = tokenizer.batch_decode([tokens[part].tolist() for part in parts], skip_special_tokens=True)
-        roles = ["assistant" if own[part[0]] else "environment" for part in parts]
+        roles = ["assistant" if by_policy[part[0]] else "environment" for part in parts]
         return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
 
     groups = zip(completions, mask, sampled, strict=True)

@@ -24,8 +24,8 @@ SHOWN = 5  # files in an error message
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of a source. The column "prompt" of each row is text or a list of messages."""
+class SourceRows:
+    """The rows of a source. The column "prompt" of each row is text or a list of messages."""
 
     rows: list[Row]
     numbers: list[int]  # number of each row in its source, from 1
@@ -71,7 +71,7 @@ def is_task(source: str) -> bool:
     return not (source.endswith(FILES) or hub.names_one(source))
 
 
-def load_rows(source: str, convert: str = "", field: str = "data.convert", columns: Columns = Columns()) -> Rows:  # noqa: B008
+def load_rows(source: str, convert: str = "", field: str = "data.convert", columns: Columns = Columns()) -> SourceRows:  # noqa: B008
     """Loads the rows of a task ("arithmetic.train"), a user function, a file, a file pattern or a hub id.
 
     convert: name of a function row -> row, in `jaxrl_llm.data.tasks` or dotted. The function makes the column
@@ -85,17 +85,17 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
     read_as: dict[str, None] = {}
     if convert:
         function = resolve(convert, tasks, field)
-        made = [_converted(source, convert, function, i, row) for i, row in enumerate(rows, 1)]
+        converted = [_converted(source, convert, function, i, row) for i, row in enumerate(rows, 1)]
     else:
-        made = [_read_as(source, i, row, columns, read_as) for i, row in enumerate(rows, 1)]
+        converted = [_read_as(source, i, row, columns, read_as) for i, row in enumerate(rows, 1)]
         if columns.answer_column and not any(columns.answer_column in row for row in rows):
-            said = formats.there(dict.fromkeys(name for row in rows for name in row))
-            raise UserError(f"{source} has no column {columns.answer_column!r} ({said}): see data.answer_column")
-    kept = [(i, _checked(source, i, row)) for i, row in enumerate(made, 1) if row is not None]
-    if not kept:
+            known = formats.columns_text(dict.fromkeys(name for row in rows for name in row))
+            raise UserError(f"{source} has no column {columns.answer_column!r} ({known}): see data.answer_column")
+    checked = [(i, _checked(source, i, row)) for i, row in enumerate(converted, 1) if row is not None]
+    if not checked:
         raise UserError(f"{source}: {convert} returned None for all {len(rows)} rows: set {field} to another")
-    said = "; ".join(x for x in read_as if x)
-    return Rows([row for _, row in kept], [i for i, _ in kept], len(rows) - len(kept), said)
+    read_as_text = "; ".join(x for x in read_as if x)
+    return SourceRows([row for _, row in checked], [i for i, _ in checked], len(rows) - len(checked), read_as_text)
 
 
 def _rows(source: str, convert: str) -> list[Row]:
@@ -103,7 +103,7 @@ def _rows(source: str, convert: str) -> list[Row]:
     if source.endswith(FILES):
         field = "--task" if convert == "--convert" else f"config.{convert.removesuffix('convert')}source"
         return [row for path in _files(source, field) for row in _read(path)]
-    return hub.load(source) if hub.names_one(source) else _made(source)
+    return hub.load(source) if hub.names_one(source) else _generated(source)
 
 
 def _read_as(source: str, number: int, row: Any, columns: Columns, seen: dict[str, None]) -> Row:
@@ -111,18 +111,18 @@ def _read_as(source: str, number: int, row: Any, columns: Columns, seen: dict[st
     if not isinstance(row, dict):
         raise UserError(f"{source} row {number} is {row!r}: make every row a dict of columns")
     try:
-        row, done = formats.read(row, columns)
+        row, note = formats.read(row, columns)
     except ValueError as error:
         raise UserError(f"{source} row {number} {error}") from None
-    seen[done] = None
+    seen[note] = None
     return row
 
 
 def _checked(source: str, number: int, row: Any) -> Row:
     """Returns a row with a checked prompt: text, or a list of messages with text as content."""
     if not isinstance(row, dict) or "prompt" not in row:
-        said = formats.there(row) if isinstance(row, dict) else repr(row)
-        raise UserError(f"{source} row {number} has no column 'prompt' ({said}): let the convert function make it")
+        columns = formats.columns_text(row) if isinstance(row, dict) else repr(row)
+        raise UserError(f"{source} row {number} has no column 'prompt' ({columns}): let the convert function make it")
     prompt = row["prompt"].tolist() if hasattr(row["prompt"], "tolist") else row["prompt"]  # an array from pandas
     if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
         raise UserError(
@@ -131,6 +131,7 @@ def _checked(source: str, number: int, row: Any) -> Row:
     if isinstance(prompt, str):
         return row
     contents = [message.get("content") for message in prompt]
+    # The usual case: no copy of the row.
     if isinstance(row["prompt"], list) and all(isinstance(content, str) for content in contents):
         return row
     texts = [_text(source, number, content) for content in contents]
@@ -153,7 +154,7 @@ def _text(source: str, number: int, content: Any) -> Any:
     return "".join(part["text"] for part in content)
 
 
-def _made(source: str) -> list[Any]:
+def _generated(source: str) -> list[Any]:
     function = resolve(source, tasks, "data source")
     try:
         return list(function())
@@ -165,8 +166,8 @@ def _converted(source: str, convert: str, function: Any, number: int, row: Row) 
     try:
         return function(row)
     except KeyError as error:
-        there = formats.there(row)
-        raise UserError(f"{source} row {number} has no column {error} for {convert} ({there}): add it") from error
+        columns = formats.columns_text(row)
+        raise UserError(f"{source} row {number} has no column {error} for {convert} ({columns}): add it") from error
     except Exception as error:  # user code
         raise UserError(f"{source} row {number}: {convert} raised {describe(error)}") from error
 
@@ -174,15 +175,16 @@ def _converted(source: str, convert: str, function: Any, number: int, row: Row) 
 def _files(source: str, field: str) -> list[Path]:
     """Returns the file, or all files that match a pattern, sorted by name."""
     path = Path(source).expanduser()
-    if path.exists() or not has_magic(source):  # an existing file may have [ or * in its name
-        found = [path] if path.exists() else []
+    if path.exists() or not has_magic(source):
+        # An existing file may have [ or * in its name.
+        files = [path] if path.exists() else []
     else:
-        found = sorted(map(Path, glob(str(path))))
-    if not found:
+        files = sorted(map(Path, glob(str(path))))
+    if not files:
         folder = "this folder" if path.parent == Path() else f"the folder {path.parent}"
         near = f"{folder} has {_some(path.parent)}" if path.parent.is_dir() else f"there is no {folder[4:]}"
         raise UserError(f"{field}: data file {path} does not exist; {near}: give the path of one that does")
-    return found
+    return files
 
 
 def _some(folder: Path) -> str:
@@ -202,7 +204,8 @@ def _read(path: Path) -> list[Row]:
         content = gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({error}): give a file of yours") from None
-    content = content.removeprefix(b"\xef\xbb\xbf")  # byte-order mark, written by Windows programs
+    # Byte-order mark, written by Windows programs.
+    content = content.removeprefix(b"\xef\xbb\xbf")
     if ".csv" in path.suffixes:
         return _read_csv(path, content)
     if ".json" in path.suffixes and content.lstrip().startswith(b"["):
@@ -210,19 +213,22 @@ def _read(path: Path) -> list[Row]:
         return [_object(path, f" element {i}", row) for i, row in enumerate(rows, 1)]
     # Lines of bytes: `splitlines` of a str would also split at U+2028, which may be inside a JSON string.
     lines = enumerate(content.splitlines(), 1)
-    wanted = "every line must be one JSON object"
-    wanted += ", or the file an array of them" if ".json" in path.suffixes else ""
-    return [_object(path, f" line {i}", _parse(path, f" line {i}", line, wanted)) for i, line in lines if line.strip()]
+    expected = "every line must be one JSON object"
+    expected += ", or the file an array of them" if ".json" in path.suffixes else ""
+    return [
+        _object(path, f" line {i}", _parse(path, f" line {i}", line, expected)) for i, line in lines if line.strip()
+    ]
 
 
-def _parse(path: Path, where: str, text: bytes, wanted: str) -> Any:
+def _parse(path: Path, where: str, text: bytes, expected: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
+    except (ValueError, RecursionError) as error:
+        # No JSON, no UTF-8, or nested too deeply.
         if isinstance(error, json.JSONDecodeError):
             line = where or f" line {error.lineno}"
-            raise UserError(f"{path}{line}, column {error.colno} is no JSON ({error.msg}): {wanted}") from None
-        raise UserError(f"{path}{where} cannot be read ({error}): {wanted}") from None
+            raise UserError(f"{path}{line}, column {error.colno} is no JSON ({error.msg}): {expected}") from None
+        raise UserError(f"{path}{where} cannot be read ({error}): {expected}") from None
 
 
 def _object(path: Path, where: str, row: Any) -> Row:
@@ -248,7 +254,8 @@ def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet
 
     try:
-        pieces = pyarrow.parquet.ParquetFile(path).iter_batches()  # not the whole table beside its rows
+        # Not the whole table beside its rows.
+        pieces = pyarrow.parquet.ParquetFile(path).iter_batches()
         return [row for piece in pieces for row in piece.to_pylist()]
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path} cannot be read as Parquet ({error}): give a Parquet file") from None

@@ -237,7 +237,7 @@ def reset(environment: Environment, row: dict[str, Any]) -> None:
         raise
     except Exception as error:
         raise UserError(
-            f"config.env: {type(environment).__name__}.reset does not take a row ({formats.there(row)}): "
+            f"config.env: {type(environment).__name__}.reset does not take a row ({formats.columns_text(row)}): "
             f"{describe(error)}: mend the data or the environment"
         ) from error
 

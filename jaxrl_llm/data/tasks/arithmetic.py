@@ -31,6 +31,7 @@ def demonstrations() -> list[dict[str, Any]]:
 
 
 def _problems() -> list[dict[str, Any]]:
+    # A fixed seed: the two splits are disjoint and the same in every run.
     return [_row(*divmod(int(i), 100)) for i in np.random.default_rng(0).permutation(10_000)]
 
 
@@ -43,6 +44,6 @@ def _quick(row: dict[str, Any]) -> str:
 
 
 def _thought(row: dict[str, Any]) -> str:
-    ones = row["a"] % 10 + row["b"] % 10
-    tens = row["a"] // 10 + row["b"] // 10 + ones // 10
-    return f"<{ones},{tens}>{row['answer']}"
+    units = row["a"] % 10 + row["b"] % 10
+    tens = row["a"] // 10 + row["b"] // 10 + units // 10
+    return f"<{units},{tens}>{row['answer']}"

@@ -24,6 +24,7 @@ def held_out() -> list[dict[str, Any]]:
 
 
 def _is_held_out(row: dict[str, Any]) -> bool:
+    # By a hash of the sorted numbers: the same problem in another order stays in its split.
     return zlib.crc32(repr((sorted(row["numbers"]), row["target"])).encode()) % 10 == 0
 
 
@@ -46,6 +47,6 @@ def _problems() -> list[dict[str, Any]]:
 
 
 def _chat(numbers: list[int], target: int) -> list[dict[str, str]]:
-    given = ", ".join(map(str, numbers))
-    text = f"Make {target} from the numbers {given}. Use each number once, and only + - * and brackets. "
+    listed = ", ".join(map(str, numbers))
+    text = f"Make {target} from the numbers {listed}. Use each number once, and only + - * and brackets. "
     return [{"role": "user", "content": text + "Answer with the expression alone."}]

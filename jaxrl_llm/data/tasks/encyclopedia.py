@@ -96,9 +96,10 @@ def demonstrations() -> list[dict[str, Any]]:
 
 
 @cache
-def _found(text: str) -> str:
+def _observation(text: str) -> str:
     """Returns what the environment answers to a turn with a search."""
-    from jaxrl_llm.envs.search import Search  # the environment knows tasks
+    # The environment knows tasks.
+    from jaxrl_llm.envs.search import Search
 
     environment = Search(corpus="encyclopedia.documents", url="", topk=2, most_searches=1, timeout=1.0, retries=0)
     return str(environment.step(text).observation)
@@ -114,7 +115,7 @@ def _episode(question: Question, number: int, guess: str) -> list[dict[str, str]
     for name in searches:
         text = f"<think> I look it up </think> <search> {name} </search>"
         turns.append({"role": "assistant", "content": text})
-        turns.append({"role": "environment", "content": _found(text)})
+        turns.append({"role": "environment", "content": _observation(text)})
     thought = "I know it" if searches else "I guess"
     turns.append({"role": "assistant", "content": f"<think> {thought} </think> <answer> {answer} </answer>"})
     return turns
@@ -167,14 +168,14 @@ def _held_out(count: int) -> int:
 def _world() -> World:
     rng = np.random.default_rng(0)
     words = _words(rng, 4 * WORDS + RIVERS)
-    given, family, first, second = (words[i * WORDS : (i + 1) * WORDS] for i in range(4))
-    people, towns = _pairs(rng, given, family, PEOPLE), _pairs(rng, first, second, TOWNS)
+    first_names, family_names, town_prefixes, town_suffixes = (words[i * WORDS : (i + 1) * WORDS] for i in range(4))
+    people, towns = _pairs(rng, first_names, family_names, PEOPLE), _pairs(rng, town_prefixes, town_suffixes, TOWNS)
     rivers = words[4 * WORDS :]
 
-    def partners(count: int, of: int) -> list[int]:
-        """Draws for each thing another: one to learn from gets one to learn from, a held-out one a held-out one."""
-        begin, known = _held_out(of), _held_out(count)
-        drawn = [rng.integers(0, begin, known), rng.integers(begin, of, count - known)]
+    def partners(count: int, pool: int) -> list[int]:
+        """Draws a partner of `pool` for each of `count`, of the same split: no fact joins the two splits."""
+        begin, known = _held_out(pool), _held_out(count)
+        drawn = [rng.integers(0, begin, known), rng.integers(begin, pool, count - known)]
         return np.concatenate(drawn).tolist()
 
     born = partners(PEOPLE, TOWNS)

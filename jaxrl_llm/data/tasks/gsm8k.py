@@ -11,6 +11,7 @@ def convert(row: dict[str, Any]) -> dict[str, Any]:
     """{question, answer: "… #### 72"} -> {prompt: chat, answer: "72"}. Raises: KeyError, ValueError."""
     if "####" not in row["answer"]:
         raise ValueError("column 'answer' has no '#### result' at its end")
+    # The rewards compare numbers without separators of thousands.
     result = row["answer"].split("####")[-1].strip().replace(",", "")
     chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": row["question"]}]
     return {"prompt": chat, "answer": result}

@@ -16,7 +16,8 @@ def convert(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(row["reward_model"], dict):
         raise KeyError("reward_model.ground_truth")
     truth = row["reward_model"]["ground_truth"]
-    truth = truth.tolist() if isinstance(truth, np.ndarray) else truth  # of rows that pandas read
+    # Of rows that pandas read.
+    truth = truth.tolist() if isinstance(truth, np.ndarray) else truth
     if isinstance(truth, (list, tuple)) and len(truth) == 1:
         truth = truth[0]
     return row | (truth if isinstance(truth, dict) else {"answer": str(truth)})
