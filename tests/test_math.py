@@ -131,7 +131,7 @@ def test_an_answer_column_of_anything_else_is_refused(answer):
 
 
 def test_what_is_not_judged_in_time_earns_nothing_holds_nothing_and_is_counted(monkeypatch, capfd):
-    monkeypatch.setattr(math, "EACH", 2.0)
+    monkeypatch.setattr(math, "ANSWER_SECONDS", 2.0)
     boxes = ["9^{9^{9^{9}}}", "\\sqrt{4}", "9999999!", "\\sqrt{9}", "9^{9^{9^{9}}}"]
     began = time.monotonic()
     assert math.accuracy(chats(*(f"\\boxed{{{box}}}" for box in boxes)), ["2"] * 5) == [0, 1, 0, 0, 0]
@@ -140,12 +140,12 @@ def test_what_is_not_judged_in_time_earns_nothing_holds_nothing_and_is_counted(m
     assert said == ("math.accuracy: 3 of 5 answers were not judged in time and earn 0, the first is 9^{9^{9^{9}}}\n")
 
 
-@pytest.mark.parametrize("limit", ["WHOLE", "reward.timeout"])
+@pytest.mark.parametrize("limit", ["BATCH_SECONDS", "reward.timeout"])
 def test_a_batch_of_endless_answers_ends_at_the_deadline(limit, monkeypatch, capfd):
-    if limit == "WHOLE":
-        monkeypatch.setattr(math, "WHOLE", 2.0)
+    if limit == "BATCH_SECONDS":
+        monkeypatch.setattr(math, "BATCH_SECONDS", 2.0)
     began = time.monotonic()
-    if limit != "WHOLE":
+    if limit != "BATCH_SECONDS":
         monkeypatch.setattr(math, "deadline", lambda: began + 2.0)
     assert math.accuracy(chats(*(f"\\boxed{{9^{{9^{{9^{{{i}}}}}}}}}" for i in range(9, 50))), ["2"] * 41) == [0] * 41
     assert time.monotonic() - began < 10

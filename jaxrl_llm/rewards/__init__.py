@@ -36,6 +36,7 @@ def deadline() -> float:
 def set_deadline(seconds: float) -> None:
     """Begins the time of a batch. seconds: its limit, config.reward.timeout; 0: none."""
     global _deadline
+    # Earlier than the limit: a function that waits can then still return what it has.
     _deadline = time.monotonic() + (1 - MARGIN) * seconds if seconds else inf
 
 
@@ -96,12 +97,13 @@ def sampled(completion_ids: list[list[int]], loss_mask: list[list[bool]] | None)
     """Returns the tokens that the policy sampled, without those of an environment. loss_mask: None without one."""
     if loss_mask is None:
         return completion_ids
-    return [list(compress(ids, own)) for ids, own in zip(completion_ids, loss_mask, strict=True)]
+    return [list(compress(ids, mask)) for ids, mask in zip(completion_ids, loss_mask, strict=True)]
 
 
 def last_tagged(text: str, tag: str) -> str | None:
     """Returns the content of the last <tag> that </tag> closes; None if there is none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
+    # From the end: an earlier pair, such as one in a thought, does not count.
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
     if start < 0:

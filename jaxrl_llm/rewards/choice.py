@@ -41,7 +41,8 @@ BEFORE = re.compile(
 WOULD = re.compile(r"(?i)\b(?:if|unless|otherwise|in that case)\b|^\W*(?:had|were)\b")
 CONDITION = re.compile(r"[)\]\"'”]*,? (?:only )?(?:if|unless|assuming|provided)\b")
 QUESTION = re.compile(r"[)\]\"'”]*\?")
-LOOKED_AT = 100  # the last letters of a form, so that the time is linear
+# The last letters of a form, so that the time is linear.
+LOOKED_AT = 100
 BEGINNING = re.compile(rf"{LETTER}[)\]]*[.):,]")
 LINES = re.compile(r"^[ \t*(]*([A-Z])[.):]", re.MULTILINE)
 BRACKETS = re.compile(r"\(([A-Z])\)")
@@ -53,7 +54,7 @@ SEVERAL = re.compile(r"\W*[A-Z]\b(?:\W+(?:(?:and|or) )?[A-Z]\b)+\W*")
 CONTENT = re.compile(rf"{FILLED}(?:{LETTER}|\(?([a-z])(?:[).:]|$))")
 
 
-@reads(answer=lambda value: _wanted(value))
+@reads(answer=lambda value: _expected_letter(value))
 def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float | None]:
     """1 where the completion chooses the letter of the row.
 
@@ -66,7 +67,7 @@ def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[
     """
 
     def judge(completions: list[Any], answer: list[Any]) -> list[float]:
-        return [float(_chosen(text_of(c)) == _wanted(a)) for c, a in zip(completions, answer, strict=True)]
+        return [float(_chosen(text_of(c)) == _expected_letter(a)) for c, a in zip(completions, answer, strict=True)]
 
     return abstaining(judge, completions, answer)
 
@@ -100,11 +101,11 @@ def _chosen(text: str) -> str:
 
 def _contained(content: str) -> str:
     """Returns the letter of a box or a tag."""
-    found = CONTENT.match(content)
-    if SEVERAL.fullmatch(content) or (found and SECOND.match(content, found.end())):
+    letter = CONTENT.match(content)
+    if SEVERAL.fullmatch(content) or (letter and SECOND.match(content, letter.end())):
         return ""
-    if found:
-        return (found[1] or found[2]).upper()
+    if letter:
+        return (letter[1] or letter[2]).upper()
     return _stated(content, FORMS[:3]) or _stated(content, FORMS[:3], supposed=True) or ""
 
 
@@ -114,25 +115,27 @@ def _stated(plain: str, forms: list[re.Pattern[str]], *, supposed: bool = False)
     supposed: letters that are only supposed count too.
     """
     for form in forms:
-        found = list(form.finditer(plain))[-LOOKED_AT:]
-        found = [one for one in found if supposed or not _is_supposed(plain, one)]
-        if found:
+        matches = list(form.finditer(plain))[-LOOKED_AT:]
+        matches = [match for match in matches if supposed or not _is_supposed(plain, match)]
+        if matches:
             # "The answer is C if …" gives way to one without a condition.
-            chosen = next((one for one in reversed(found) if not CONDITION.match(plain, one.end(1))), found[-1])
+            chosen = next(
+                (match for match in reversed(matches) if not CONDITION.match(plain, match.end(1))), matches[-1]
+            )
             start, end = chosen.span(1)
-            two = FIRST.search(plain, max(start - 10, 0), start) or SECOND.match(plain, end)
-            return "" if two else chosen[1]
+            second_letter = FIRST.search(plain, max(start - 10, 0), start) or SECOND.match(plain, end)
+            return "" if second_letter else chosen[1]
     return None
 
 
-def _is_supposed(plain: str, found: re.Match[str]) -> bool:
+def _is_supposed(plain: str, match: re.Match[str]) -> bool:
     """Returns whether a letter is only supposed, asked or denied: "the answer would be C if …", "is the answer C?"."""
-    before = plain[max(found.start() - 120, 0) : found.start()]
+    before = plain[max(match.start() - 120, 0) : match.start()]
     before = before[max(before.rfind(mark) for mark in (". ", "! ", "? ")) + 1 :]
-    if QUESTION.match(plain, found.end(1)) or BEFORE.search(before):
+    if QUESTION.match(plain, match.end(1)) or BEFORE.search(before):
         return True
-    after = re.split(r"[.!?]", plain[found.end(1) : found.end(1) + 60])[0]
-    return "would be" in found[0] and bool(WOULD.search(before) or WOULD.search(after))
+    after = re.split(r"[.!?]", plain[match.end(1) : match.end(1) + 60])[0]
+    return "would be" in match[0] and bool(WOULD.search(before) or WOULD.search(after))
 
 
 def _plain(text: str) -> str:
@@ -140,12 +143,13 @@ def _plain(text: str) -> str:
     return " ".join(MARKUP.sub("", text).split())
 
 
-def _wanted(answer: Any) -> str:
+def _expected_letter(answer: Any) -> str:
     numeric = isinstance(answer, (Integral, float, Decimal)) and not isinstance(answer, bool)
     number = float(answer) if numeric else -1.0
-    if 0 <= number < 26 and number.is_integer():  # Parquet of pandas has 2.0, where another row has null
+    if 0 <= number < 26 and number.is_integer():
+        # Parquet of pandas has 2.0, where another row has null.
         return chr(ord("A") + int(number))
-    found = re.fullmatch(r"\s*\(?([A-Za-z])[.)]?\s*", str(answer))
-    if not found:
+    letter = re.fullmatch(r"\s*\(?([A-Za-z])[.)]?\s*", str(answer))
+    if not letter:
         raise ValueError(f"column 'answer' is {answer!r}: make it a letter, or a number that counts from 0")
-    return found[1].upper()
+    return letter[1].upper()

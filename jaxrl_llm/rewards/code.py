@@ -37,7 +37,7 @@ from math import ceil, comb, floor, gcd, inf, sqrt
 from typing import *
 """
 BLOCK = re.compile(r"```(?:python|py)3?[ \t]*\n(.*?)```", re.DOTALL)
-_told = False  # whether this process has told of tests that can judge no program
+_warned = False  # whether this process has told of tests that can judge no program
 
 
 @checked_by(lambda **_: sandbox.refuse_without())
@@ -75,7 +75,7 @@ def accuracy(
     rows = [tests_of(*row) for row in zip(tests or nothing, answer or nothing, columned, strict=True)]
     cases, faults = [row.tests for row in rows], [row.fault for row in rows if row.fault]
     if faults:
-        _tell(faults[0])
+        _warn(faults[0])
     limits = Limits(seconds, memory, deadline())
 
     def verdicts(program: str | None, case: list[Any]) -> list[Verdict]:
@@ -84,16 +84,19 @@ def accuracy(
     def judged(program: str | None, case: list[Any]) -> tuple[list[Verdict], bool]:
         return verdicts(program, case), time.monotonic() >= limits.end
 
+    # Threads are enough: each waits for a process of the sandbox.
     with ThreadPoolExecutor(cpus()) as threads:
-        both = list(threads.map(judged, programs, cases))
-    found = [one for one, _ in both]
-    why = Counter(next((v.reason for v in one if v.reason), "") for one in found)
+        judgements = list(threads.map(judged, programs, cases))
+    verdicts_of_rows = [row_verdicts for row_verdicts, _ in judgements]
+    reasons = Counter(next((v.reason for v in row_verdicts if v.reason), "") for row_verdicts in verdicts_of_rows)
     for reason in ("time", *REASONS):
-        log_metric(reason, why[reason] / len(found))
-    log_metric("late", sum(late and bool(one) for one, late in both) / len(both))
-    log_metric("broken_tests", len(faults) / len(found))
-    log_metric("no_code", programs.count(None) / len(found))
-    return [_reward(one, len(case), partial) for one, case in zip(found, cases, strict=True)]
+        log_metric(reason, reasons[reason] / len(verdicts_of_rows))
+    log_metric("late", sum(late and bool(row_verdicts) for row_verdicts, late in judgements) / len(judgements))
+    log_metric("broken_tests", len(faults) / len(verdicts_of_rows))
+    log_metric("no_code", programs.count(None) / len(verdicts_of_rows))
+    return [
+        _reward(row_verdicts, len(case), partial) for row_verdicts, case in zip(verdicts_of_rows, cases, strict=True)
+    ]
 
 
 def is_given(completions: list[Any], **columns: Any) -> list[float]:
@@ -112,24 +115,24 @@ def _program(text: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def _tell(fault: str) -> None:
+def _warn(fault: str) -> None:
     """Tells of tests that can judge no program, once in this process."""
-    global _told
-    if not _told:
+    global _warned
+    if not _warned:
         why = f"{printable(fault)}: rows with such tests have no verdict, and code.accuracy/broken_tests is their share"
         print(f"warning: code.accuracy: {why}; mend them, or make them with data.convert", file=sys.stderr, flush=True)
-    _told = True
+    _warned = True
 
 
 def _verdicts(program: str, cases: list[Any], limits: Limits, partial: bool) -> list[Verdict]:
     """Returns the verdicts until one decides: after a test that took too long, the others do not run."""
     if len(cases[0]) == 2 and not isinstance(cases[0], str):
-        found: list[Verdict] = []
+        verdicts: list[Verdict] = []
         for stdin, expected in cases:
-            found.append(by_output(program, stdin, expected, limits))
-            if found[-1].reason == "time" or not (partial or found[-1].passed):
+            verdicts.append(by_output(program, stdin, expected, limits))
+            if verdicts[-1].reason == "time" or not (partial or verdicts[-1].passed):
                 break
-        return found
+        return verdicts
     method = bool(re.search(r"^class Solution\b", program, re.MULTILINE))
     tests = [x if isinstance(x, str) else [x[0], method, *x[1:]] for x in cases]
     imports = IMPORTS if not isinstance(cases[0], str) and "from __future__" not in program else ""

@@ -14,7 +14,8 @@ from jaxrl_llm.rewards import is_empty
 
 __all__: tuple[str, ...] = ()  # no function here is a reward that a config may name
 
-CHECK = re.compile("assert|fail|exit", re.IGNORECASE)  # in the name of a function that ends a test, such as assertEqual
+# In the name of a function that ends a test, such as assertEqual.
+CHECK = re.compile("assert|fail|exit", re.IGNORECASE)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -34,46 +35,46 @@ def tests_of(tests: Any, answer: Any, columned: Any) -> RowTests:
     tests, answer = (None if is_empty(value) else _loaded(value) for value in (tests, answer))
     if not (isinstance(answer, dict) and answer.get("inputs")) and "assert" not in str(answer):
         answer = None
-    given = next((x for x in (tests, answer, columned) if x is not None), None)
-    if given is None:
+    chosen = next((x for x in (tests, answer, columned) if x is not None), None)
+    if chosen is None:
         return RowTests([])
-    if isinstance(given, dict) and given.get("inputs") and len(given["inputs"]) == len(given.get("outputs", ())):
-        pairs = list(zip(given["inputs"], given["outputs"], strict=True))
-        name = given.get("fn_name")
+    if isinstance(chosen, dict) and chosen.get("inputs") and len(chosen["inputs"]) == len(chosen.get("outputs", ())):
+        pairs = list(zip(chosen["inputs"], chosen["outputs"], strict=True))
+        name = chosen.get("fn_name")
         if not name:
             return RowTests([(_text(i), _text(o)) for i, o in pairs])
         try:
             return RowTests([(name, _arguments(i), _value(o)) for i, o in pairs])
         except (ValueError, TypeError) as error:
             return RowTests([], f"an input or output of {name} is no JSON ({error})")
-    if isinstance(given, (list, tuple)) and given and all(isinstance(x, str) for x in given):
-        fault = _fault(given)
-        return RowTests([] if fault else list(given), fault)
+    if isinstance(chosen, (list, tuple)) and chosen and all(isinstance(x, str) for x in chosen):
+        fault = _fault(chosen)
+        return RowTests([] if fault else list(chosen), fault)
     raise ValueError(
-        f"a row has the tests {str(given)[:100]!r}: make them a list of Python texts, or inputs and outputs"
+        f"a row has the tests {str(chosen)[:100]!r}: make them a list of Python texts, or inputs and outputs"
     )
 
 
-def _loaded(given: Any) -> Any:
+def _loaded(tests: Any) -> Any:
     """Returns the value of JSON text, and other text as one test in Python."""
     try:
-        return json.loads(given) if isinstance(given, str) else given
+        return json.loads(tests) if isinstance(tests, str) else tests
     except ValueError:
-        return [given]
+        return [tests]
 
 
-def _text(given: Any) -> str:
+def _text(stream: Any) -> str:
     """Returns standard input or output: text, or a list of its lines."""
-    return "\n".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given)
+    return "\n".join(map(str, stream)) if isinstance(stream, (list, tuple)) else str(stream)
 
 
-def _arguments(given: Any) -> list[Any]:
+def _arguments(arguments: Any) -> list[Any]:
     """Returns the arguments of a call: a list, or text with the JSON of one on each line."""
-    return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+    return [json.loads(line) for line in arguments.splitlines()] if isinstance(arguments, str) else list(arguments)
 
 
-def _value(given: Any) -> Any:
-    return json.loads(given) if isinstance(given, str) else given
+def _value(result: Any) -> Any:
+    return json.loads(result) if isinstance(result, str) else result
 
 
 def _fault(tests: Sequence[str]) -> str:
@@ -96,8 +97,10 @@ def _read(test: str) -> tuple[bool, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(test)
-            compile(tree, "test", "exec", dont_inherit=True)  # it refuses more, such as a return outside a function
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # null bytes, brackets in brackets
+            # It refuses more, such as a return outside a function.
+            compile(tree, "test", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        # Null bytes, brackets in brackets.
         return False, f"the test {_shown(test)} is no Python ({getattr(error, 'msg', error)})"
     definitions = {x.name for x in ast.walk(tree) if isinstance(x, (*FUNCTIONS, ast.ClassDef))}
     running = list(_running(tree))
@@ -117,7 +120,8 @@ def _running(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _is_check(node: ast.AST) -> bool:
     """Returns whether a part of a test may make it fail."""
-    if isinstance(node, ast.Assert):  # `assert (f(1) == 2, "text")` never fails
+    if isinstance(node, ast.Assert):
+        # `assert (f(1) == 2, "text")` never fails.
         return not isinstance(node.test, ast.Tuple) and not (isinstance(node.test, ast.Constant) and node.test.value)
     name = getattr(node, "id", getattr(node, "attr", ""))
     return isinstance(node, ast.Raise) or bool(CHECK.search(name))

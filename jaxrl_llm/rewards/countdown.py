@@ -39,6 +39,7 @@ def used(text: str) -> list[int]:
 
 def value(text: str) -> int | None:
     """What an expression of + - * and brackets comes to; None if it is not one."""
+    # Digits, signs and brackets alone, and few of them: only then is the text parsed.
     if not re.fullmatch(r"[\d+\-*() ]{1,100}", text):
         return None
     try:
@@ -50,6 +51,7 @@ def value(text: str) -> int | None:
 def _evaluate(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
+    # No power and no division: both could make numbers of any length.
     if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
         return SIGNS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     raise ValueError("not + - * of numbers")

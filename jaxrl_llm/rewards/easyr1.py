@@ -21,7 +21,7 @@ __all__ = ["math", "r1v"]
 AROUND_TAGS = re.compile(r"(?<!\s)\s+(?=[<>/])|(?<=[<>/])\s+")
 
 
-@reads(answer=maths.wanted)
+@reads(answer=maths.expected_text)
 def math(
     completions: list[Any],
     answer: list[Any],
@@ -31,11 +31,12 @@ def math(
     **columns: Any,
 ) -> list[float | None]:
     """The answer is the last \\boxed{}, the format `<think>...</think>...\\boxed{}`: `reward_function/math.py`."""
-    texts = [AROUND_TAGS.sub("", text_of(c)) for c in completions]  # Qwen2.5-VL puts spaces around tags
+    # Qwen2.5-VL puts spaces around tags.
+    texts = [AROUND_TAGS.sub("", text_of(c)) for c in completions]
     return _mixed(maths.accuracy(texts, answer), forms.think_boxed(texts), format_weight, log_metric)
 
 
-@reads(answer=maths.wanted)
+@reads(answer=maths.expected_text)
 def r1v(
     completions: list[Any],
     answer: list[Any],
@@ -51,6 +52,7 @@ def r1v(
 
 
 def _answer(text: str) -> str:
+    # By hand: a regular expression with ".*?" takes quadratic time where a tag is repeated.
     for line in text.split("\n"):
         start = line.find("<answer>")
         end = line.find("</answer>", start)

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from jaxrl_llm.rewards import abstaining, reads, text_of
 
-LAST = 300  # characters at the end of a completion in which the answer is looked for, as in veRL
+# Characters at the end of a completion in which the answer is looked for, as in veRL.
+LAST = 300
 MINUS = str.maketrans("−–", "--")
 # -5, $-5, -$5, .5, 1,000, 1,00,000. A hyphen behind a digit or a letter is no sign: "pages 2-3".
 NUMBER = r"(?:(?<!\w)-)?(?:[$€£¥]-?)?(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -22,7 +23,7 @@ AFTER_MARK = re.compile(rf"####[\s*`$:]*(?:\\boxed\s*\{{)?[\s*$]*({NUMBER})")
 GOES_ON = re.compile(r"[.:]?\d|[eE][-+]?\d|\s*(?:[-+*/^×÷=:,;]|\\times|\\cdot|or\b|and\b|to\b)\s*[$€£¥]?\d")
 
 
-@reads(answer=lambda value: _wanted(value))
+@reads(answer=lambda value: _expected_number(value))
 def accuracy(
     completions: list[Any], answer: list[Any], *, method: Literal["strict", "flexible"] = "strict", **columns: Any
 ) -> list[float | None]:
@@ -34,7 +35,7 @@ def accuracy(
     find = _after_mark if method == "strict" else _last
 
     def judge(completions: list[Any], answer: list[Any]) -> list[float]:
-        return [float(find(text_of(c)) == _wanted(a)) for c, a in zip(completions, answer, strict=True)]
+        return [float(find(text_of(c)) == _expected_number(a)) for c, a in zip(completions, answer, strict=True)]
 
     return abstaining(judge, completions, answer)
 
@@ -59,7 +60,7 @@ def _value(number: str) -> Decimal:
     return Decimal(re.sub(r"[,$€£¥]", "", number))
 
 
-def _wanted(answer: Any) -> Decimal:
+def _expected_number(answer: Any) -> Decimal:
     try:
         return _value(str(answer).split("####")[-1].strip().translate(MINUS))
     except InvalidOperation:

@@ -34,7 +34,8 @@ Think about it in a few sentences. Then give a score from 0 (useless) to 10 (per
 AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses that another try may change
 WRONG = {401: "the key", 403: "the key", 404: "url and model", 405: "url"}  # statuses that only the user can change
 LONGEST_WAIT = 60.0  # seconds between two tries
-SILENT = 3  # time-outs in a row after which the rest of a batch is not asked
+# Time-outs in a row after which the rest of a batch is not asked.
+SILENT = 3
 
 
 @dataclass
@@ -117,6 +118,7 @@ async def score(
         {"prompt": _conversation(p), "completion": text_of(c), **{key: values[i] for key, values in columns.items()}}
         for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
     ]
+    # Equal questions are asked once: completions of a group are often equal.
     questions = [_filled(form, row) for row in rows]
     request = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
     limits = httpx.Limits(max_connections=concurrency)
@@ -135,25 +137,27 @@ async def score(
 
 async def _ask_all(endpoint: Endpoint, questions: list[str]) -> dict[str, Reply]:
     """Asks each different question once, until the time of the batch is over. Raises: UserError, as `_ask` does."""
-    asked = {question: asyncio.ensure_future(_ask(endpoint, question)) for question in dict.fromkeys(questions)}
-    left = deadline() - time.monotonic()
-    seconds = None if left == math.inf else max(left, 0.0)
+    tasks = {question: asyncio.ensure_future(_ask(endpoint, question)) for question in dict.fromkeys(questions)}
+    remaining = deadline() - time.monotonic()
+    seconds = None if remaining == math.inf else max(remaining, 0.0)
     try:
-        done, _ = await asyncio.wait(asked.values(), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        for question in done:
+        finished, _ = await asyncio.wait(tasks.values(), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for question in finished:
             question.result()
-        return {text: question.result() if question in done else GIVEN_UP for text, question in asked.items()}
+        return {text: question.result() if question in finished else GIVEN_UP for text, question in tasks.items()}
     finally:
-        for question in asked.values():
+        # Also after an error: no request may go on when the batch is over.
+        for question in tasks.values():
             question.cancel()
-        await asyncio.gather(*asked.values(), return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
 async def _ask(endpoint: Endpoint, question: str) -> Reply:
     """Asks until there is a reply, at most 1 + retries times. Raises: UserError, for an error that does not pass."""
     message = endpoint.request | {"messages": [{"role": "user", "content": question}]}
     for tried in range(1, endpoint.retries + 2):
-        wait = endpoint.backoff * 2 ** (tried - 1) * random.uniform(0.5, 1.0)  # not all at the same time
+        # Not all at the same time.
+        wait = endpoint.backoff * 2 ** (tried - 1) * random.uniform(0.5, 1.0)
         try:
             async with endpoint.at_once:
                 if endpoint.silent >= SILENT:
@@ -165,23 +169,25 @@ async def _ask(endpoint: Endpoint, question: str) -> Reply:
                 raise UserError(f"judge.score: {endpoint.url} answers {response.status_code}: put {what} right")
             if response.is_success:
                 return Reply(str(response.json()["choices"][0]["message"]["content"]), tried)
-            if response.status_code not in AGAIN:  # such as a question that is too long
+            if response.status_code not in AGAIN:
+                # Such as a question that is too long.
                 return Reply(None, tried)
-            asked = response.headers.get("retry-after", "")
-            wait = max(wait, float(asked) if asked.isdigit() else 0.0)
+            retry_after = response.headers.get("retry-after", "")
+            wait = max(wait, float(retry_after) if retry_after.isdigit() else 0.0)
         except httpx.TimeoutException:
             endpoint.silent += 1
         except (httpx.TransportError, ValueError, KeyError, IndexError, TypeError):
-            pass  # no connection, or no reply of this API
+            # No connection, or no reply of this API.
+            pass
         if tried <= endpoint.retries:
             await asyncio.sleep(min(wait, LONGEST_WAIT))
     return Reply(None, endpoint.retries + 1)
 
 
-def _score(reply: str | None, tag: str, most: float) -> float | None:
+def _score(reply: str | None, tag: str, max_score: float) -> float | None:
     name = re.escape(tag)
-    found = re.findall(rf"<{name}>\s*(-?\d+(?:\.\d+)?)\s*(?:/\s*\d+\s*)?</{name}>", reply or "")
-    value = float(found[-1]) / most if found else None
+    scores = re.findall(rf"<{name}>\s*(-?\d+(?:\.\d+)?)\s*(?:/\s*\d+\s*)?</{name}>", reply or "")
+    value = float(scores[-1]) / max_score if scores else None
     return value if value is not None and 0 <= value <= 1 else None
 
 

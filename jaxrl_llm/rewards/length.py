@@ -25,7 +25,7 @@ def distance(completion_ids: list[list[int]], *, target: Count, scale: AtLeastOn
     return [-min(abs(len(ids) - target) / scale, 1.0) for ids in sampled(completion_ids, columns.get("loss_mask"))]
 
 
-@reads(answer=maths.wanted)
+@reads(answer=maths.expected_text)
 def cosine(
     completions: list[Any],
     answer: list[Any],

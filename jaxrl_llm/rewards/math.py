@@ -22,12 +22,13 @@ from jaxrl_llm.rewards.notation import rewritten, unwrapped
 
 __all__ = ["accuracy", "is_boxed"]
 
-EACH, WHOLE = 5.0, 60.0  # seconds for one answer (most take 0.01), and for all answers of a batch
+# For one answer (most take 0.01), and for all answers of a batch.
+ANSWER_SECONDS, BATCH_SECONDS = 5.0, 60.0
 LONGEST = 2000  # characters; a longer answer earns 0
 PROCESSES, SHARE = 8, 32  # at most PROCESSES processes, and one per SHARE answers
 
 
-@reads(answer=lambda value: wanted(value))
+@reads(answer=lambda value: expected_text(value))
 def accuracy(
     completions: list[Any], answer: list[Any], *, after: str = "", anchors: bool = False, **columns: Any
 ) -> list[float | None]:
@@ -40,28 +41,34 @@ def accuracy(
     """
     texts = [text_of(c) for c in completions]
     texts = [text.rpartition(after)[2] if after in text else "" for text in texts] if after else texts
-    boxes = [last_box(text) or (_whole(anchored(text)) if anchors and not BOX.search(text) else "") for text in texts]
+    boxes = [
+        last_box(text) or (_if_balanced(anchored(text)) if anchors and not BOX.search(text) else "") for text in texts
+    ]
     return abstaining(_judge, boxes, answer)
 
 
 def equal(texts: list[str], answer: list[Any]) -> list[float | None]:
-    """Returns 1 where a text, which may be a box, is mathematically equal to the answer, else 0, as `accuracy`."""
-    return abstaining(_judge, [last_box(text) or _whole(text) for text in texts], answer)
+    """Returns 1 where a text, which may be a box, is mathematically equal to the answer, else 0."""
+    return abstaining(_judge, [last_box(text) or _if_balanced(text) for text in texts], answer)
 
 
-def _whole(text: str) -> str:
+def _if_balanced(text: str) -> str:
     """Returns a text whose braces fit, else "": of "34} or {35" math-verify would read 34."""
     return text if last_box(f"\\boxed{{{text}}}") == text.strip() else ""
 
 
 def _judge(texts: list[str], answer: list[Any]) -> list[float]:
-    pairs = [(_clean(text), _clean(wanted(a))) for text, a in zip(texts, answer, strict=True)]
+    pairs = [(_clean(text), _clean(expected_text(a))) for text, a in zip(texts, answer, strict=True)]
+    # A dictionary: equal pairs of a group are judged once.
     equal = {pair: _plainly_equal(*pair) for pair in pairs}
+    # Most answers are plain text or numbers: only the others cross to the processes of math-verify.
     hard = [pair for pair, known in equal.items() if known is None]
     size = min(PROCESSES, cpus(), -(-len(hard) // SHARE))
-    whole = min(WHOLE, deadline() - time.monotonic())
-    equal |= zip(hard, _pool().map(hard, size=size, each=EACH, whole=whole), strict=True) if hard else ()
-    late = [box for box, wanted in pairs if equal[box, wanted] is None]
+    batch_seconds = min(BATCH_SECONDS, deadline() - time.monotonic())
+    if hard:
+        verdicts = _pool().map(hard, size=size, each=ANSWER_SECONDS, whole=batch_seconds)
+        equal |= zip(hard, verdicts, strict=True)
+    late = [pair[0] for pair in pairs if equal[pair] is None]
     if late:
         line = f"math.accuracy: {len(late)} of {len(pairs)} answers were not judged in time and earn 0, the first is "
         print(line + printable(late[0][:100].replace("\n", " ")), file=sys.stderr, flush=True)
@@ -106,7 +113,7 @@ def last_box(text: str) -> str | None:
     return None
 
 
-def wanted(answer: Any) -> str:
+def expected_text(answer: Any) -> str:
     """Returns the answer of a row as text, without GSM8K's "####" and all text before it, or without its box."""
     if isinstance(answer, Number) and not isinstance(answer, complex) and math.isfinite(answer):  # pyright: ignore
         answer = str(answer)
@@ -165,7 +172,7 @@ def _plainly_equal(box: str, answer: str) -> bool | None:
 def _is_same_percent(box: str, answer: str) -> bool:
     """Tells whether one is the other one with a percent sign: 50\\% is 50 here, and 0.5 by math-verify."""
     percents = [PERCENT.fullmatch(text) for text in (box, answer)]
-    bare = [found[1] if found else text for found, text in zip(percents, (box, answer), strict=True)]
+    bare = [match[1] if match else text for match, text in zip(percents, (box, answer), strict=True)]
     if bool(percents[0]) == bool(percents[1]) or not all(NUMBER.fullmatch(text) for text in bare):
         return False
     return len({Decimal(text.replace(",", "")) for text in bare}) == 1
@@ -173,8 +180,8 @@ def _is_same_percent(box: str, answer: str) -> bool:
 
 def _digits(text: str) -> tuple[str, str]:
     """Returns the digits of a number and its base, "": it has none. math-verify takes 52_8 for 52."""
-    found = BASE.fullmatch(text)
-    digits, base = found.groups() if found else (text, "")
+    match = BASE.fullmatch(text)
+    digits, base = match.groups() if match else (text, "")
     return digits.upper().lstrip("0"), str(BASES.index(base) + 2) if base in BASES else base
 
 
@@ -198,10 +205,10 @@ def _words(text: str) -> str:
 
 def _choice(text: str) -> str:
     """Returns "A" for A, (A), \\text{(A)}, A. and (A) 5; "" for anything else."""
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"(?:Option |Choice |Answer |option |choice )?\(?([A-Z])(?:\)?|[.):]\s+(?!and\b|or\b)[^()]*)", unwrapped(text)
     )
-    return found[1] if found else ""
+    return match[1] if match else ""
 
 
 @cache
@@ -210,8 +217,10 @@ def _pool() -> Pool:
 
 
 def _prepare() -> None:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about its missing time limit; the pool has one
-    _equal("\\sqrt{4}", "2")  # the slow import must not count against the first answer's limit
+    # It warns about its missing time limit; the pool has one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # The slow import must not count against the first answer's limit.
+    _equal("\\sqrt{4}", "2")
 
 
 def _equal(box: str, answer: str) -> bool:
@@ -223,29 +232,29 @@ def _equal(box: str, answer: str) -> bool:
     normal = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
     config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)]
     # The whole text or nothing: any_match, the default, takes a fraction out of a text that cannot be read.
-    found, wanted = (
+    box_values, answer_values = (
         parse(f"\\boxed{{{text}}}", config, extraction_mode="first_match", parsing_timeout=None)  # pyright: ignore
         for text in (box, answer)
     )
-    _read_imaginary(found, wanted)
-    if not found or _computes_with_infinity(found[0]):
+    _read_imaginary(box_values, answer_values)
+    if not box_values or _computes_with_infinity(box_values[0]):
         return False
-    return verify(wanted, found, timeout_seconds=None, allow_set_relation_comp=True)
+    return verify(answer_values, box_values, timeout_seconds=None, allow_set_relation_comp=True)
 
 
 def _read_imaginary(*parsed: list[Any]) -> None:
     """Makes i the imaginary unit if only one of two answers has it, as in √-4 = 2i. math-verify reads a variable."""
     from sympy import Expr, FiniteSet, I
 
-    having = [
-        (one, variables)
-        for one in parsed
-        if one and isinstance(one[0], (Expr, FiniteSet))
-        if (variables := {x: I for x in one[0].free_symbols if str(x) == "i"})
+    with_i = [
+        (values, variables)
+        for values in parsed
+        if values and isinstance(values[0], (Expr, FiniteSet))
+        if (variables := {x: I for x in values[0].free_symbols if str(x) == "i"})
     ]
-    if len(having) == 1:
-        one, variables = having[0]
-        one[0] = one[0].subs(variables)
+    if len(with_i) == 1:
+        values, variables = with_i[0]
+        values[0] = values[0].subs(variables)
 
 
 def _computes_with_infinity(value: Any) -> bool:

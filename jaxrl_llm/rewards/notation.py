@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 __all__: tuple[str, ...] = ()  # no function here is a reward that a config may name
 
-Rule: TypeAlias = tuple[str, str | Callable[[re.Match[str]], str]]
+Rewriting: TypeAlias = tuple[str, str | Callable[[re.Match[str]], str]]
 
 SIGNS = str.maketrans(
     {
@@ -41,7 +41,7 @@ RADICAND = re.compile(rf"{THOUSANDS.pattern}(?!\d)|\d+(?:\.\d+)?|[^\W\d_]|\\[A-Z
 FRACTION = re.compile(r"\\[dt]?frac\s*")
 BRACKETS = re.compile(r"\\.|[(){}]", re.DOTALL)
 # Unicode writes without braces what LaTeX needs braces for.
-UNICODE: dict[str, Rule] = {
+UNICODE: dict[str, Rewriting] = {
     "x²": (r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(RAISED)}}}"),
     "52₈": (r"[₀-₉]+", lambda m: f"_{{{m[0].translate(LOWERED)}}}"),
     "½": (r"[¼½¾⅐-⅞]", lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("\u2044"))),
@@ -59,7 +59,7 @@ BESIDE = r"(?:[cdkm]m|k?g|mg|m?[lL]|km/h|mph|ft|lbs?|oz|hrs?|mins?|secs?|dollars
 POWER = r"(?:\^\{?-?\d\}?)?"
 FACTORS = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
 # What stands around or inside an answer and does not change it, and notation that math-verify does not read. In order.
-NOTATION: dict[str, Rule] = {
+NOTATION: dict[str, Rewriting] = {
     # spaces, brackets of another size, marks around a formula or bold text
     "1\\,234": (r"(?<!\\)\\[!,;:]|(?<!\\)\\q?quad(?![a-z])", ""),
     "1{,}234": (r"\{,\}(?=\d)", ","),
@@ -121,13 +121,14 @@ NOTATION: dict[str, Rule] = {
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 DEGREES = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*\^\{?\s*\\circ\s*\}?")
 RULES = [(re.compile(pattern, re.DOTALL), by) for pattern, by in NOTATION.values()]
-OF_UNICODE = [(re.compile(pattern), by) for pattern, by in UNICODE.values()]
+UNICODE_RULES = [(re.compile(pattern), by) for pattern, by in UNICODE.values()]
 
 
 def rewritten(text: str) -> str:
     """Returns an answer in the notation that math-verify reads."""
-    text = _with_roots(text)  # before the others, whose braces end no root
-    for pattern, by in OF_UNICODE:
+    # Before the others, whose braces end no root.
+    text = _with_roots(text)
+    for pattern, by in UNICODE_RULES:
         text = pattern.sub(by, text)
     # NFKC makes plain letters, digits and spaces of their wide, narrow and mathematical forms.
     # With single spaces, and few words of a unit, the patterns take linear time.
@@ -147,21 +148,23 @@ def unwrapped(text: str) -> str:
 def _with_roots(text: str) -> str:
     """Returns a text with \\sqrt{12} for √12. In LaTeX, \\sqrt 12 is √1 · 2."""
     closing = _closing(text)
-    edits: list[tuple[int, int, str]] = []  # start and end of what is replaced, and by what
+    # Start and end of what is replaced, and by what.
+    edits: list[tuple[int, int, str]] = []
     for root in ROOT.finditer(text):
         start, end = root.end(), _end(text, root.end(), closing)
         if end is None:
             continue
-        bare = int(not root[3] and text[start] in "({")  # brackets around all of it, which the braces replace
+        # Brackets around all of it, which the braces replace.
+        bare = int(not root[3] and text[start] in "({")
         if THOUSANDS.fullmatch(text, start + bare, end - bare):
             edits += [(i, i + 1, "") for i in range(start, end) if text[i] == ","]
         edits.append((root.start(), start + bare, f"\\sqrt{_index(root[1] or root[2])}{{{root[3]}"))
         edits.append((end - bare, end, "}"))
-    pieces, done = [], 0
+    pieces, copied = [], 0
     for start, end, by in sorted(edits):
-        pieces += [text[done:start], by]
-        done = end
-    return "".join((*pieces, text[done:]))
+        pieces += [text[copied:start], by]
+        copied = end
+    return "".join((*pieces, text[copied:]))
 
 
 def _end(text: str, start: int, closing: dict[int, int]) -> int | None:
@@ -173,12 +176,13 @@ def _end(text: str, start: int, closing: dict[int, int]) -> int | None:
             if end not in closing:
                 return None
             end = closing[end] + 1
-        elif fraction and text[end : end + 1].isalnum():  # \frac14
+        # \frac14.
+        elif fraction and text[end : end + 1].isalnum():
             end += 1
-        elif fraction or not (found := RADICAND.match(text, end)):
+        elif fraction or not (radicand := RADICAND.match(text, end)):
             return None
         else:
-            end = found.end()
+            end = radicand.end()
     return end
 
 

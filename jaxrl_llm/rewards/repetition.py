@@ -27,8 +27,8 @@ def penalty(
     if unit == "tokens":
         sequences: list[list[Any]] = list(sampled(completion_ids, loss_mask))
     elif turns:
-        own = [[turn["content"] for turn in episode if turn["role"] == "assistant"] for episode in turns]
-        sequences = [" ".join(texts).lower().split() for texts in own]
+        policy_texts = [[turn["content"] for turn in episode if turn["role"] == "assistant"] for episode in turns]
+        sequences = [" ".join(texts).lower().split() for texts in policy_texts]
     else:
         sequences = [text_of(c).lower().split() for c in completions]
     return [_repeated(sequence, ngram_size) * max_penalty for sequence in sequences]

@@ -12,7 +12,8 @@ from jaxrl_llm.rewards import abstaining, last_tagged, reads, text_of
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
-INSIDE = r"(?:(?!</?(?:think|search|information|answer)>).)*"  # text without a tag of the protocol
+# Text without a tag of the protocol.
+INSIDE = r"(?:(?!</?(?:think|search|information|answer)>).)*"
 THOUGHT = rf"\s*<think>{INSIDE}</think>\s*"
 SEARCHES = re.compile(rf"{THOUGHT}<search>{INSIDE}</search>\s*", re.DOTALL)
 ANSWERS = re.compile(rf"{THOUGHT}<answer>{INSIDE}</answer>\s*", re.DOTALL)
@@ -55,11 +56,11 @@ def with_format(completions: list[Any], answer: list[Any], turns: list[Any], **c
 
 
 def _has_format(turns: list[Any]) -> bool:
-    said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    found = [turn["content"] for turn in turns if turn["role"] != "assistant"]
-    if not said or not all("<information>" in text for text in found):
+    policy_texts = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    observations = [turn["content"] for turn in turns if turn["role"] != "assistant"]
+    if not policy_texts or not all("<information>" in text for text in observations):
         return False
-    return all(map(SEARCHES.fullmatch, said[:-1])) and bool(ANSWERS.fullmatch(said[-1]))
+    return all(map(SEARCHES.fullmatch, policy_texts[:-1])) and bool(ANSWERS.fullmatch(policy_texts[-1]))
 
 
 def normal(text: str) -> str:
@@ -78,7 +79,7 @@ def _compared(
 
     def judge(texts: list[str], accepted: list[Any]) -> list[float]:
         return [
-            max((compare(normal(text), normal(one)) for one in _accepted(row)), default=0.0)
+            max((compare(normal(text), normal(accepted_text)) for accepted_text in _accepted(row)), default=0.0)
             for text, row in zip(texts, accepted, strict=True)
         ]
 
@@ -104,8 +105,11 @@ def _answers(completions: list[Any], turns: list[Any] | None) -> list[str]:
         texts = [[text_of(c)] for c in completions]
     else:
         texts = [[turn["content"] for turn in episode if turn["role"] == "assistant"] for episode in turns]
-    tagged = [[found for text in own if (found := last_tagged(text, "answer")) is not None] for own in texts]
-    return [found[-1].strip() if found else "" for found in tagged]
+    tagged = [
+        [answers for text in policy_texts if (answers := last_tagged(text, "answer")) is not None]
+        for policy_texts in texts
+    ]
+    return [answers[-1].strip() if answers else "" for answers in tagged]
 
 
 def _equal(text: str, accepted: str) -> float:
@@ -113,6 +117,6 @@ def _equal(text: str, accepted: str) -> float:
 
 
 def _f1(text: str, accepted: str) -> float:
-    words, wanted = text.split(), accepted.split()
-    common = sum((Counter(words) & Counter(wanted)).values())
-    return 2 * common / (len(words) + len(wanted)) if common else 0.0
+    words, accepted_words = text.split(), accepted.split()
+    common = sum((Counter(words) & Counter(accepted_words)).values())
+    return 2 * common / (len(words) + len(accepted_words)) if common else 0.0

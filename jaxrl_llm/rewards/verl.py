@@ -16,7 +16,8 @@ __all__ = ["accuracy", "score"]
 
 Judge: TypeAlias = Callable[..., list[float | None]]
 ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-LAST = 300  # characters at the end of a completion in which "Answer:" is looked for, as in veRL
+# Characters at the end of a completion in which "Answer:" is looked for, as in veRL.
+LAST = 300
 
 
 @reads(data_source=lambda value: _judge(value))
@@ -47,9 +48,9 @@ def accuracy(
     right: list[float | None] = [None] * len(completions)
     for judge in dict.fromkeys(judge for judge in judges if judge):
         # A judge gets all of its rows at once, because math-verify judges many answers at the same time.
-        rows = [i for i, one in enumerate(judges) if one is judge]
-        said = [turns[i] for i in rows] if turns else None
-        verdicts = judge([completions[i] for i in rows], [answer[i] for i in rows], turns=said)
+        rows = [i for i, row_judge in enumerate(judges) if row_judge is judge]
+        judged_turns = [turns[i] for i in rows] if turns else None
+        verdicts = judge([completions[i] for i in rows], [answer[i] for i in rows], turns=judged_turns)
         for i, verdict in zip(rows, verdicts, strict=True):
             right[i] = verdict
     return right
@@ -68,8 +69,8 @@ def _after_answer(completions: list[Any], answer: list[Any], **columns: Any) -> 
 
 def _stated(text: str) -> str:
     """Returns what follows the last "Answer:" in its line, without Markdown's asterisks; "" if there is none."""
-    found = ANSWER.findall(text[-LAST:])
-    return found[-1].strip(" *") if found else ""
+    matches = ANSWER.findall(text[-LAST:])
+    return matches[-1].strip(" *") if matches else ""
 
 
 JUDGES: tuple[tuple[str, Judge], ...] = (

@@ -31,8 +31,10 @@ __all__: tuple[str, ...] = ()  # no function here is a reward that a config may 
 T = TypeVar("T")
 Reward: TypeAlias = Callable[..., Any]
 COPIED = cloudpickle.Pickler.dispatch_table
-SEARCH = 1.0  # seconds: a function that fails within this time is called again for single completions, for this long
-LARGEST = float(np.finfo(np.float32).max)  # channels are float32
+# Seconds: a function that fails within this time is called again for single completions, for this long.
+SEARCH = 1.0
+# Channels are float32.
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class Rewarded(NamedTuple):
@@ -99,21 +101,24 @@ class RewardFn:
         for process in self._processes.values():
             process.close()
 
-    def _ask_here(self, *batch: Any) -> dict[str, Answer]:
+    def _ask_here(self, *batch: Any) -> dict[str, FunctionRewards]:
         answers = {}
         for name, text in self._functions.items():
             try:
                 answers[name] = call_by_name(name, text, *batch)
-            except SystemExit as error:  # it would end the trainer without a word
+            except SystemExit as error:
+                # It would end the trainer without a word.
                 raise UserError(
                     f"reward {name} ended the program ({describe(error)}): make it return or raise"
                 ) from error
         return answers
 
-    def _ask_processes(self, rows: list[dict[str, Any]], *completions: Any) -> dict[str, Answer]:
+    def _ask_processes(self, rows: list[dict[str, Any]], *completions: Any) -> dict[str, FunctionRewards]:
         try:
-            while self._starting:  # no limit: this process has run the same imports before
+            while self._starting:
+                # No limit: this process has run the same imports before.
                 self._answer(self._starting.pop(), math.inf, len(rows))
+            # One end for all functions: they run at the same time, so the batch takes no longer than the limit.
             end = time.monotonic() + self._timeout
             for name, process in self._processes.items():
                 try:
@@ -124,7 +129,8 @@ class RewardFn:
                     raise self._cannot_be_sent(name, rows, error) from error
             return {name: self._answer(name, end, len(rows)) for name in self._processes}
         except BaseException:
-            self.close()  # a process that still works would return this batch's numbers for the next one
+            # A process that still works would return this batch's numbers for the next one.
+            self.close()
             raise
 
     def _answer(self, name: str, end: float, count: int) -> Any:
@@ -156,18 +162,21 @@ class RewardFn:
 
 def weighted_sum(channels: Sequence[np.ndarray], weights: Sequence[float], shape: tuple[int, int]) -> np.ndarray:
     """Returns the weighted sum [B, G] of the channels. NaN adds 0; the sum is NaN if all channels with a weight are."""
+    # NaN is an abstention, and would make the whole sum NaN.
     weighted = [w * np.nan_to_num(c) for w, c in zip(weights, channels, strict=True)]
     total = np.asarray(np.sum([np.zeros(shape, np.float32), *weighted], axis=0), np.float32)
     silent = [np.isnan(c) for w, c in zip(weights, channels, strict=True) if w]
     return np.where(np.all(silent, axis=0), np.float32(np.nan), total) if silent else total
 
 
-def call_by_name(name: str, text: str, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]) -> Answer:
+def call_by_name(
+    name: str, text: str, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
+) -> FunctionRewards:
     """Runs `call` for the function of a config, "name" or "name(argument=value)"."""
     return call(name, bound(text), rows, texts, ids)
 
 
-def _call_in_time(seconds: float, *batch: Any) -> Answer:
+def _call_in_time(seconds: float, *batch: Any) -> FunctionRewards:
     rewards.set_deadline(seconds)
     return call_by_name(*batch)
 
@@ -208,14 +217,16 @@ def _can_be_sent(value: Any) -> bool:
     return True
 
 
-class Answer(NamedTuple):
+class FunctionRewards(NamedTuple):
     """What a function returned for a flat list of completions."""
 
     values: list[float]  # NaN where it returned None
     metrics: dict[str, float]  # that it gave to `log_metric`
 
 
-def call(name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]) -> Answer:
+def call(
+    name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
+) -> FunctionRewards:
     """Calls one reward function on a flat list of completions and checks the result."""
     metrics: dict[str, float] = {}
     arguments = _arguments(name, function, rows, texts, ids, metrics.__setitem__)
@@ -228,6 +239,7 @@ def call(name: str, function: Reward, rows: list[dict[str, Any]], texts: list[st
     except UserError:
         raise
     except Exception as error:
+        # A slow function is not called again: the search for the culprit could take hours.
         slow = slow or time.monotonic() - began > SEARCH
         i = None if slow else _culprit(name, function, rows, texts, ids)
         where = _show(rows[i or 0], texts[i or 0])
@@ -240,7 +252,7 @@ def call(name: str, function: Reward, rows: list[dict[str, Any]], texts: list[st
             f"number each, the first of them for {_show(rows[0], texts[0])}"
         )
     numbers = [_number(name, value, row, text) for value, row, text in zip(values, rows, texts, strict=True)]
-    return Answer(numbers, {str(key): float(value) for key, value in metrics.items()})
+    return FunctionRewards(numbers, {str(key): float(value) for key, value in metrics.items()})
 
 
 @cache
@@ -255,7 +267,8 @@ async def _awaited(values: Any) -> Any:
 
 def _listed(values: Any, count: int) -> Any:
     """Converts a sequence, an array [N] or an iterator to a list; returns anything else as it is."""
-    if hasattr(values, "tolist"):  # NumPy, jax, torch, pandas
+    if hasattr(values, "tolist"):
+        # NumPy, jax, torch, pandas.
         return values.tolist()
     if isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping, Set)):
         # An iterator may be endless; one value more than `count` is enough to see that it is too long.
@@ -280,7 +293,8 @@ def _number(name: str, value: Any, row: dict[str, Any], text: str) -> float:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not abs(number) <= LARGEST:  # true for NaN too
+    # True for NaN too.
+    if not abs(number) <= LARGEST:
         raise UserError(
             f"reward {name} returned {value!r:.200} for {_show(row, text)}: return a finite number, or None to abstain"
         )
@@ -297,26 +311,29 @@ def _arguments(
 ) -> dict[str, Any]:
     """Returns the arguments that the function names, or all of them if it takes **kwargs."""
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
-    prompts, said = zip(*(_said(row["prompt"], text) for row, text in zip(rows, texts, strict=True)), strict=True)
+    prompts, completions = zip(
+        *(_as_trl(row["prompt"], text) for row, text in zip(rows, texts, strict=True)), strict=True
+    )
     columns.pop("prompt")
-    offered = columns | {"prompts": list(prompts), "completions": list(said), "completion_ids": ids}
+    offered = columns | {"prompts": list(prompts), "completions": list(completions), "completion_ids": ids}
     offered |= {"log_metric": log_metric}
     for key in function.keywords if isinstance(function, partial) else ():
-        offered.pop(key, None)  # the config gives it, not the data
-    wanted = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in wanted.values()):
+        # The config gives it, not the data.
+        offered.pop(key, None)
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         chosen = offered
     else:
-        chosen = {key: offered[key] for key in wanted if key in offered}
-    for key, parameter in wanted.items():
+        chosen = {key: offered[key] for key in parameters if key in offered}
+    for key, parameter in parameters.items():
         variadic = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         if not variadic and parameter.default is inspect.Parameter.empty and key not in chosen:
-            there = ", ".join(sorted(offered.keys() - {"log_metric"}))
-            raise UserError(f"reward {name} asks for column {key!r}, which the data does not have; there is {there}")
+            present = ", ".join(sorted(offered.keys() - {"log_metric"}))
+            raise UserError(f"reward {name} asks for column {key!r}, which the data does not have; there is {present}")
     return chosen
 
 
-def _said(prompt: Any, text: str) -> tuple[Any, Any]:
+def _as_trl(prompt: Any, text: str) -> tuple[Any, Any]:
     """Returns prompt and completion as TRL does: an answer that the prompt starts is part of the completion."""
     if isinstance(prompt, str):
         return prompt, text
@@ -335,8 +352,8 @@ def _culprit(
         if time.monotonic() > end:
             return None
         try:
-            one = rows[i : i + 1], texts[i : i + 1], ids[i : i + 1]
-            _listed(function(**_arguments(name, function, *one, lambda *_: None)), 1)
+            completion = rows[i : i + 1], texts[i : i + 1], ids[i : i + 1]
+            _listed(function(**_arguments(name, function, *completion, lambda *_: None)), 1)
         except Exception:
             return i
     return None
