@@ -41,7 +41,7 @@ from jaxrl_llm.rollout.environments import EnvironmentPool, open_environments
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import SampleSource, Task
+from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.selftest.trial import Tested
 from jaxrl_llm.session import alike, model_card, other_rows
@@ -326,7 +326,7 @@ def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
         weight_check = WeightCheck(engine, given.model, given.mesh, collate, rows=rows, bound=bound)
-    task = Task(given.tokenizer, reward_fn, given.environments)
+    task = CompletionTask(given.tokenizer, reward_fn, given.environments)
     source = SampleSource(config, engine, sampling, iterator, collate, task, given.mesh, greedy=greedy)
     actor = Actor(
         engine,
@@ -393,7 +393,7 @@ def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
     """Returns `evaluation(engine)` -> accuracy of greedy completions on the held-out problems."""
     config = given.config
     reward_fn = open_reward_fn(given, (config.eval.function,) if config.eval.every else (), (1.0,))
-    task = Task(given.tokenizer, reward_fn, given.environments)
+    task = CompletionTask(given.tokenizer, reward_fn, given.environments)
     batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
     key = jax.random.key(config.seed)
     return lambda engine: mean_score(evaluate(engine, given.held_out, task, batch=batch, key=key))

@@ -38,7 +38,7 @@ from jaxrl_llm.rollout.environments import open_environments
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import Graded, Task, measured_alike
+from jaxrl_llm.rollout.samples import CompletionTask, Graded, measured_alike
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.session.banner import print_banner
 from jaxrl_llm.session.saved_run import SavedRun
@@ -65,7 +65,7 @@ def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
 def evaluate(
     engine: Engine,
     dataset: data.Dataset,
-    task: Task,
+    task: CompletionTask,
     *,
     batch: int,
     key: jax.Array,
@@ -188,7 +188,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
         graded = evaluate(
             engine,
             dataset,
-            Task(tokenizer, score, environments),
+            CompletionTask(tokenizer, score, environments),
             batch=whole_batches(args.batch, len(dataset.rows), mesh),
             key=jax.random.key(args.seed),
             samples=args.samples,

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.machine import distributed
-from jaxrl_llm.rollout.samples import Graded, Samples, SampleSource, Task, per_episode, refill, settled
+from jaxrl_llm.rollout.samples import CompletionTask, Graded, Samples, SampleSource, per_episode, refill, settled
 from jaxrl_llm.structs import Prompts, Rollouts
 
 B, G, C = 4, 2, 3
@@ -86,7 +86,7 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
         )
         source = SampleSource(
             config, SimpleNamespace(generate=generate), Sampling(), iter([sampled(0, [True] * B).prompts]), None,
-            Task(None, SimpleNamespace(start=lambda grade: grade)), None, greedy=False,
+            CompletionTask(None, SimpleNamespace(start=lambda grade: grade)), None, greedy=False,
         )  # fmt: skip
         whole = source.sample(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
@@ -109,7 +109,7 @@ def test_what_environments_of_another_process_alone_measured_is_0_here_in_reward
     )
     source = SampleSource(
         config, SimpleNamespace(converse=converse), Sampling(), iter([sampled(0, [True] * B).prompts]), collate,
-        Task(None, SimpleNamespace(start=lambda grade: grade), environments), None, greedy=True,
+        CompletionTask(None, SimpleNamespace(start=lambda grade: grade), environments), None, greedy=True,
     )  # fmt: skip
     kept = source.to_checkpoint(source.sample(jax.random.key(0)))
     for rollouts in (kept["rollouts"], kept["greedy"]):

@@ -44,7 +44,8 @@ class Actor:
         self._first_key = self._key = key
         self._lag, self._last, self._check = lag, last, weight_check
         self._curriculum = curriculum
-        self._visits = curriculum.no_signal if curriculum else None  # after the last step; draws may know less
+        # After the last step; draws may know less.
+        self._visits = curriculum.no_signal if curriculum else None
         self._beginning = self._position = self._now()
         self._prefetcher: Prefetcher[Samples] = Prefetcher(self._sample, lag=lag, last=last)
         self._current: Samples
@@ -55,13 +56,16 @@ class Actor:
 
         attempt: how often the run has gone back. Each attempt has other samples of the same prompts.
         """
-        self._prefetcher.close(wait=True)  # waits: a batch in sampling still moves the iterator
+        # Waits: a batch in sampling still moves the iterator.
+        self._prefetcher.close(wait=True)
         self._prefetcher = Prefetcher(self._sample, lag=self._lag, last=self._last)
         # Steps are below 2**31, so no step has this number.
         self._key = jax.random.fold_in(self._first_key, 2**32 - attempt) if attempt else self._first_key
         position, batches = pending or Pending(self._beginning, [])
-        if "data" not in position:  # of a checkpoint of an earlier version
+        if "data" not in position:
+            # Of a checkpoint of an earlier version.
             position = {"data": position, "shapes": {}}
+        # Before the push is ordered: with a lag, the thread samples right after it.
         self._source.go_to(position["data"])
         self._book.load(SAMPLING, position["shapes"])
         self._position = position
@@ -69,8 +73,8 @@ class Actor:
             size = len(self._visits)
             self._visits = from_text(position["visits"], size) if "visits" in position else np.zeros(size, bool)
         self._pushed = self._prefetcher.do(self._push, params, step, self._visits)
-        made = [self._source.from_checkpoint(arrays, metrics) for arrays, metrics in batches]
-        self._prefetcher.begin(step, [replace(samples, position=position) for samples in made])
+        ordered = [self._source.from_checkpoint(arrays, metrics) for arrays, metrics in batches]
+        self._prefetcher.begin(step, [replace(samples, position=position) for samples in ordered])
 
     def next(self) -> Samples:
         """Waits for the batch of the next step and returns it. Returns the same batch until `push`."""
@@ -93,11 +97,13 @@ class Actor:
     def push(self, params: PyTree, step: int) -> None:
         """Drops the batch that `step` has learned from, and pushes the weights after `step`."""
         self._position = self._current.position
+        # The position behind this batch: a checkpoint from now on begins there.
         self._prefetcher.used()
         if self._curriculum and self._visits is not None:
             self._visits = self._curriculum.visited(self._visits, self._current)
         self._pushed = self._prefetcher.do(self._push, params, step, self._visits)
-        if distributed.count() > 1:  # it gathers the weights: no other program may come between, in any process
+        if distributed.count() > 1:
+            # It gathers the weights: no other program may come between, in any process.
             self._pushed.result()
 
     def advance(self, step: int) -> None:
@@ -121,14 +127,16 @@ class Actor:
         self._prefetcher.close()
 
     def _push(self, params: PyTree, step: int, visits: np.ndarray | None) -> Rollouts | None:
-        if self._curriculum and visits is not None:  # here, so that the step decides what a draw knows, not the time
+        if self._curriculum and visits is not None:
+            # Here, so that the step decides what a draw knows, not the time.
             self._curriculum.no_signal = visits
         self.engine.update_weights(params, step)
         return self._check.ask() if self._check else None
 
     def _sample(self, step: int) -> Samples:
         samples = self._source.sample(jax.random.fold_in(self._key, step))
-        if not self._lag:  # with a lag, one push may serve several batches
+        if not self._lag:
+            # With a lag, one push may serve several batches.
             self.engine.release()
         more = self._curriculum.metrics() if self._curriculum else {}
         return replace(samples, position=self._now(), metrics=samples.metrics | more)

@@ -33,12 +33,16 @@ class Slots(NamedTuple):
         return np.all(np.sum(-(-alive // self.width), axis=-1) <= self.entries, axis=-1)
 
 
-def prompts_at_once(prompts: int, group: int, devices: int, most: int) -> int:
-    """Returns how many of a batch's prompts have a KV cache at once: with their groups at most `most`; 0: all.
+def prompts_at_once(prompts: int, group: int, devices: int, max_sequences: int) -> int:
+    """Returns how many of a batch's prompts have a KV cache at once: with their groups at most `max_sequences`; 0: all.
 
     It divides their number, and every device has equally many.
     """
-    fitting = [n for n in range(devices, prompts + 1, devices) if prompts % n == 0 and n * group <= (most or n * group)]
+    fitting = [
+        n
+        for n in range(devices, prompts + 1, devices)
+        if prompts % n == 0 and n * group <= (max_sequences or n * group)
+    ]
     return max(fitting, default=devices)
 
 
@@ -57,7 +61,7 @@ def slot_shapes(prompts: int, group: int, length: int) -> list[Slots]:
     return [Slots(*count, capacity) for count in counts for capacity in capacities]
 
 
-class Plan(NamedTuple):
+class CompactionPlan(NamedTuple):
     """The completions in the slots of a batch, for each of d devices."""
 
     prompt: AnyArray  # [d, n] the prompt of each entry, among those of its device
@@ -65,27 +69,29 @@ class Plan(NamedTuple):
     below: AnyArray  # [2] entries and width of a smaller batch: the loop ends when the living fit into it
 
 
-NONE = np.iinfo(np.int32).max  # out of range: JAX drops what is written there
+# Out of range: JAX drops what is written there.
+NONE = np.iinfo(np.int32).max
 
 
-def plan_compaction(alive: np.ndarray, slots: Slots, below: tuple[int, int], devices: int) -> Plan:
+def plan_compaction(alive: np.ndarray, slots: Slots, below: tuple[int, int], devices: int) -> CompactionPlan:
     """Plans the slots of the living completions [B, G]. They must fit. The largest shape keeps all in their places."""
     group = alive.shape[1]
+    # Nothing moves: the loop then works on the donated state itself.
     if (slots.entries * devices, slots.width) == alive.shape:
         prompt, completion = np.arange(slots.entries), np.arange(slots.count).reshape(slots[:2])
         prompt, completion = (np.stack([x] * devices).astype(np.int32) for x in (prompt, completion))
-        return Plan(prompt, completion, np.asarray(below, np.int32))
+        return CompactionPlan(prompt, completion, np.asarray(below, np.int32))
     prompt = np.zeros((devices, slots.entries), np.int32)
     completion = np.full((devices, slots.entries, slots.width), NONE, np.int32)
-    for d, of_device in enumerate(alive.reshape(devices, -1, group)):
+    for d, device_alive in enumerate(alive.reshape(devices, -1, group)):
         entry = 0
-        for p, members in enumerate(of_device):
+        for p, members in enumerate(device_alive):
             living = p * group + np.flatnonzero(members)
             for first in range(0, len(living), slots.width):
                 part = living[first : first + slots.width]
                 prompt[d, entry], completion[d, entry, : len(part)] = p, part
                 entry += 1
-    return Plan(prompt, completion, np.asarray(below, np.int32))
+    return CompactionPlan(prompt, completion, np.asarray(below, np.int32))
 
 
 class DecodeShapes:
@@ -115,14 +121,14 @@ class DecodeShapes:
 
     def first(self) -> list[Slots]:
         """Returns the shapes in use before any length is known, the largest first."""
-        whole = self._shapes[0]
-        short = [s for s in self._shapes if s.count == whole.count and 4 * s.capacity <= whole.capacity][:1]
-        long = [s for s in self._shapes if s.capacity == whole.capacity]
-        fewer = [s for n in (2, 8) for s in [s for s in long if n * s.count <= whole.count][:1]]
+        largest = self._shapes[0]
+        short = [s for s in self._shapes if s.count == largest.count and 4 * s.capacity <= largest.capacity][:1]
+        long = [s for s in self._shapes if s.capacity == largest.capacity]
+        fewer = [s for n in (2, 8) for s in [s for s in long if n * s.count <= largest.count][:1]]
         # One call of long completions should save more time than the program takes to compile.
-        tokens = [(s, s.capacity) for s in short] + [(s, whole.capacity // 2) for s in fewer]
-        pays = [s for s, n in tokens if n * (self._seconds(whole) - self._seconds(s)) >= self._price]
-        return [whole, *pays]
+        tokens = [(s, s.capacity) for s in short] + [(s, largest.capacity // 2) for s in fewer]
+        pays = [s for s, n in tokens if n * (self._seconds(largest) - self._seconds(s)) >= self._price]
+        return [largest, *pays]
 
     def choose(self, alive: np.ndarray, t: int) -> tuple[Slots, tuple[int, int]]:
         """Returns the cheapest shape for token t of the living completions [B, G], and the next smaller batch.
@@ -130,14 +136,17 @@ class DecodeShapes:
         The loop ends when the living fit into that batch, entries and width of a device; (-1, 1): none is smaller.
         """
         living = self._count(alive)
-        there = [shape for shape in self.in_use() if shape.capacity >= t]
-        best = min((shape for shape in there if shape.fits(living)), key=self._seconds)
-        smaller = [shape for shape in there if shape.count < best.count and self._seconds(shape) < self._seconds(best)]
+        large_enough = [shape for shape in self.in_use() if shape.capacity >= t]
+        best = min((shape for shape in large_enough if shape.fits(living)), key=self._seconds)
+        smaller = [
+            shape for shape in large_enough if shape.count < best.count and self._seconds(shape) < self._seconds(best)
+        ]
         below = max(smaller, key=lambda shape: shape.count, default=Slots(-1, 1, 0))
         return best, (below.entries, below.width)
 
     def cost(self, lengths: np.ndarray) -> Cost:
         """Returns `cost(shapes)`: the seconds to decode completions of these lengths [B, G]."""
+        # At most 256 places: the cost of all shapes is computed after each batch.
         ends = np.unique(np.linspace(1, lengths.max(), 256).astype(int))
         t, tokens = ends[:-1], np.diff(ends)
         living = np.moveaxis(self._count(lengths[..., None] > t), -1, 0)

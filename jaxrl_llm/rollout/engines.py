@@ -41,15 +41,15 @@ def jax(*, max_sequences: MayChange[Count] = 0) -> EngineChoice:
     max_sequences: completions that have a KV cache at once; the others wait for their turn. 0: all.
     """
 
-    def start(given: EngineInputs) -> Engine:
+    def start(inputs: EngineInputs) -> Engine:
         return sampler.Sampler(
-            given.model,
-            given.mesh,
-            max_completion_tokens=given.max_completion_tokens,
-            stop_ids=given.stop_ids,
-            pad_id=given.pad_id,
+            inputs.model,
+            inputs.mesh,
+            max_completion_tokens=inputs.max_completion_tokens,
+            stop_ids=inputs.stop_ids,
+            pad_id=inputs.pad_id,
             max_sequences=max_sequences,
-            book=given.book,
+            book=inputs.book,
         )
 
     return EngineChoice(start, in_trainer=True, max_sequences=max_sequences)

@@ -31,9 +31,11 @@ from jaxrl_llm.rollout.decoding import Decoding, choose
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.structs import AnyArray, Array, PyTree, Rollouts
 
-SEGMENT = 32  # tokens, at most, between two looks at the texts
+# Tokens, at most, between two looks at the texts.
+SEGMENT = 32
 CHUNKS = (32, 128)  # tokens of an observation that run at once
-GRACE = 0.01  # seconds in which other answers may join the first: a segment costs the same for one and for all
+# Seconds in which other answers may join the first: a segment costs the same for one and for all.
+GRACE = 0.01
 # A program: its phase, its name, and what traces it.
 Traced: TypeAlias = tuple[str, str, Callable[[], jax.stages.Traced]]
 
@@ -64,8 +66,9 @@ class Sampled(NamedTuple):
 
 def _uniform(key: Array, number: Array, t: Array) -> jax.Array:
     """Uniform numbers [B, G, 2] for token t of completion `number` [B, G]."""
-    one = lambda n, t: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, n), t), (2,))  # noqa: E731
-    return jax.vmap(jax.vmap(one))(number, t)
+    # By completion and token: what is drawn does not depend on when a tool answers.
+    draw_one = lambda n, t: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, n), t), (2,))  # noqa: E731
+    return jax.vmap(jax.vmap(draw_one))(number, t)
 
 
 def start(
@@ -76,7 +79,8 @@ def start(
     logits = model.logits(params, last_state(hidden, mask))
     uniform = _uniform(key, number, jnp.zeros_like(number))
     each = jax.vmap(partial(choose, sampling=fixed.sampling), in_axes=(None, 1), out_axes=1)
-    token, logprob = each(logits, uniform)  # a group shares its logits
+    # A group shares its logits.
+    token, logprob = each(logits, uniform)
     cfg = model.cfg
     shape = (fixed.batch, cfg.kv_heads, fixed.group, fixed.length, cfg.head_dim)
     cache = [KeyValue(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)) for _ in range(cfg.layers)]
@@ -115,8 +119,8 @@ def run(
             params, token[..., None], at - 1, alive.astype(jnp.int32), cache, caches.prefix, caches.prompt_mask
         )
         new, logprob = choose(model.logits(params, hidden[:, :, 0]), _uniform(key, number, at), fixed.sampling)
-        put = partial(jax.lax.dynamic_update_index_in_dim, index=t, axis=2)
-        tokens, logprobs = put(tokens, new), put(logprobs, logprob)
+        write = partial(jax.lax.dynamic_update_index_in_dim, index=t, axis=2)
+        tokens, logprobs = write(tokens, new), write(logprobs, logprob)
         token, at = jnp.where(alive, new, token), at + alive
         alive &= ~may_end[new] & (at < limit)
         return t + 1, alive, token, at, cache, tokens, logprobs
@@ -137,29 +141,29 @@ def feed(
     # Each device reads and writes its own part. A `vmap` over devices, as in `decoding.take`, would copy the cache.
     on_device = partial(jax.shard_map, mesh=fixed.mesh, check_vma=False)
 
-    def take(caches: Caches, rows: Array) -> tuple:
+    def read_rows(caches: Caches, rows: Array) -> tuple:
         prompt, member = rows[0] // group, rows[0] % group
-        of_rows = lambda x: x[prompt, :, member][:, :, None]  # noqa: E731
-        return jax.tree.map(lambda x: x[prompt], caches.prefix), jax.tree.map(of_rows, caches.cache)
+        row_caches = lambda x: x[prompt, :, member][:, :, None]  # noqa: E731
+        return jax.tree.map(lambda x: x[prompt], caches.prefix), jax.tree.map(row_caches, caches.cache)
 
-    def put(cache: PyTree, taken: PyTree, rows: Array) -> PyTree:
+    def write_rows(cache: PyTree, updated: PyTree, rows: Array) -> PyTree:
         prompt, member = rows[0] // group, rows[0] % group
-        return jax.tree.map(lambda x, new: x.at[prompt, :, member].set(new[:, :, 0], mode="drop"), cache, taken)
+        return jax.tree.map(lambda x, new: x.at[prompt, :, member].set(new[:, :, 0], mode="drop"), cache, updated)
 
-    prefix, cache = on_device(take, in_specs=(Caches(sharding.BATCH, heads, heads), sharding.BATCH), out_specs=heads)(
-        caches, rows
-    )
+    specs = Caches(sharding.BATCH, heads, heads), sharding.BATCH
+    prefix, cache = on_device(read_rows, in_specs=specs, out_specs=heads)(caches, rows)
     mask = on_device(lambda x, rows: x[rows[0] // group], in_specs=(sharding.BATCH,) * 2, out_specs=sharding.BATCH)(
         caches.prompt_mask, rows
     )
     flat = lambda x: x.reshape(-1, 1, *x.shape[2:])  # noqa: E731
     _, cache = model.decode_at(params, flat(tokens), flat(at), flat(count), cache, prefix, mask)
-    written = jnp.where(count > 0, rows, np.iinfo(np.int32).max)  # out of range: JAX drops what is written there
-    back = on_device(put, in_specs=(heads, heads, sharding.BATCH), out_specs=heads)
+    # Out of range: JAX drops what is written there.
+    written = jnp.where(count > 0, rows, np.iinfo(np.int32).max)
+    back = on_device(write_rows, in_specs=(heads, heads, sharding.BATCH), out_specs=heads)
     return caches._replace(cache=back(caches.cache, cache, written))
 
 
-TURN, WAITS, DONE = range(3)
+TURN, WAITS, ENDED = range(3)
 
 
 @dataclass
@@ -209,7 +213,7 @@ class Episodes:
                 self._cut(i, int(self.begin[i]) + end)
             elif turn[-1] not in stop_ids:
                 if self.length[i] >= limits[i]:
-                    self.state[i], self.truncated[i] = DONE, True
+                    self.state[i], self.truncated[i] = ENDED, True
                 continue
             self.state[i] = WAITS
             self.answers[environments.answer(self.first + i, turn[:end] if end else turn)] = i
@@ -231,15 +235,17 @@ class Episodes:
             WATCHDOG.moved()
             i, observation = self.answers.pop(answer), answer.result()
             if observation is None:
-                self.state[i] = DONE
+                self.state[i] = ENDED
                 continue
             start, end = self.length[i], self.length[i] + len(observation)
-            if end >= self.tokens.shape[1]:  # the policy needs room for a token
-                self.state[i], self.truncated[i] = DONE, True
+            if end >= self.tokens.shape[1]:
+                # The policy needs room for a token.
+                self.state[i], self.truncated[i] = ENDED, True
                 continue
             self.tokens[i, start:end], self.state[i] = observation, TURN
             self.length[i] = self.begin[i] = end
-            lacking[i] = int(start) - 1  # the turn's last token is in no cache yet
+            # The turn's last token is in no cache yet.
+            lacking[i] = int(start) - 1
         return lacking
 
 
@@ -273,12 +279,12 @@ class EpisodeSampler:
         number [B, G]: of each completion in the whole batch of all processes. first: the number of the first one here
         among the `environments`, which are those of this process.
         """
-        put = partial(sharding.shard_batch, mesh=self._mesh)
+        on_devices = partial(sharding.shard_batch, mesh=self._mesh)
         episodes = Episodes.empty(number.size, fixed.length, fixed.pad_id, first)
-        number = put(number)
+        number = on_devices(number)
         may_end = environments.may_end(self._vocabulary)
         may_end[list(fixed.stop_ids)] = True
-        caches, sampled = self._start(fixed, params, *put(prompts), number, key)
+        caches, sampled = self._start(fixed, params, *on_devices(prompts), number, key)
         episodes.add(sharding.to_host(sampled))
         while True:
             episodes.end_turns(np.flatnonzero(episodes.state == TURN), environments, fixed.stop_ids)
@@ -287,7 +293,7 @@ class EpisodeSampler:
                 shape = number.shape[0] // distributed.count(), fixed.group
                 last = np.take_along_axis(episodes.tokens, episodes.length[:, None] - 1, axis=1)
                 state = last, episodes.length, episodes.limits(environments.turn_tokens)
-                turns = put(Turns(*(x.reshape(shape).astype(np.int32) for x in state)))
+                turns = on_devices(Turns(*(x.reshape(shape).astype(np.int32) for x in state)))
                 caches, sampled = self._run(fixed, params, caches, turns, may_end, number, key)
                 episodes.add(sharding.to_host(sampled))
             elif waits:
@@ -323,26 +329,28 @@ class EpisodeSampler:
 
         Also returns whether an episode of any process is in a turn, and whether one waits for an answer.
         """
-        devices, most = fixed.devices // distributed.count(), chunk_rows(fixed)
-        of_device = fixed.batch // fixed.devices * fixed.group
-        rounds = rounds_of(episodes, episodes.take_answers(), devices, of_device)
-        sizes = np.zeros((fixed.length // max(CHUNKS) + 4, len(CHUNKS)), np.int32)  # of rounds, as `rounds_of` numbers
+        devices, chunk_limit = fixed.devices // distributed.count(), chunk_rows(fixed)
+        device_episodes = fixed.batch // fixed.devices * fixed.group
+        rounds = rounds_of(episodes, episodes.take_answers(), devices, device_episodes)
+        # Of rounds, as `rounds_of` numbers.
+        sizes = np.zeros((fixed.length // max(CHUNKS) + 4, len(CHUNKS)), np.int32)
         for (number, width), chunks in rounds.items():
             sizes[number, CHUNKS.index(width)] = max(map(len, chunks))
-        left = np.any(episodes.state == TURN), bool(episodes.answers)
+        pending = np.any(episodes.state == TURN), bool(episodes.answers)
         # All processes must call the same programs. The devices say which, because they run the next one anyway, and
         # this thread alone calls programs: the store of the processes would need milliseconds for each segment.
-        here = np.concatenate([np.array(left, np.int32), sizes.ravel()])
-        in_turn, waits, *flat = sharding.largest(here, self._mesh).tolist()
+        counts = np.concatenate([np.array(pending, np.int32), sizes.ravel()])
+        in_turn, waits, *flat = sharding.largest(counts, self._mesh).tolist()
         sizes = np.array(flat).reshape(sizes.shape)
         for number, kind in np.argwhere(sizes).tolist():
             width, size = CHUNKS[kind], int(sizes[number, kind])
             chunks = rounds.get((number, width), [[]] * devices)
-            for first in range(0, size, most):
-                rows, at, count = (np.zeros((devices, most), np.int32) for _ in range(3))
-                tokens = np.full((devices, most, width), fixed.pad_id, np.int32)
-                for d, n, chunk in _numbered(chunks, first, most):
-                    rows[d, n], at[d, n], count[d, n] = chunk.episode % of_device, chunk.start, chunk.end - chunk.start
+            for first in range(0, size, chunk_limit):
+                rows, at, count = (np.zeros((devices, chunk_limit), np.int32) for _ in range(3))
+                tokens = np.full((devices, chunk_limit, width), fixed.pad_id, np.int32)
+                for d, n, chunk in _numbered(chunks, first, chunk_limit):
+                    rows[d, n], at[d, n] = chunk.episode % device_episodes, chunk.start
+                    count[d, n] = chunk.end - chunk.start
                     tokens[d, n, : count[d, n]] = episodes.tokens[chunk.episode, chunk.start : chunk.end]
                 arrays = sharding.shard_batch((rows, tokens, at, count), self._mesh)
                 caches = self._feed(fixed, params, caches, *arrays)
@@ -363,7 +371,7 @@ class Chunk(NamedTuple):
 
 
 def rounds_of(
-    episodes: Episodes, lacking: dict[int, int], devices: int, of_device: int
+    episodes: Episodes, lacking: dict[int, int], devices: int, device_episodes: int
 ) -> dict[tuple[int, int], list[list[Chunk]]]:
     """Splits the tokens that the cache lacks: {(number, width): chunks of each device}, a chunk of each episode.
 
@@ -378,12 +386,12 @@ def rounds_of(
             # Three small chunks cost less than a large one that is not full.
             size = small if last - at <= 3 * small else large
             chunks = rounds.setdefault((number, size), [[] for _ in range(devices)])
-            chunks[i // of_device].append(Chunk(i, at, min(at + size, last)))
+            chunks[i // device_episodes].append(Chunk(i, at, min(at + size, last)))
             at, number = at + size, number + 1
     return rounds
 
 
-def _numbered(chunks: list[list[Chunk]], first: int, most: int) -> Iterator[tuple[int, int, Chunk]]:
-    for d, of_device in enumerate(chunks):
-        for n, chunk in enumerate(of_device[first : first + most]):
+def _numbered(chunks: list[list[Chunk]], first: int, limit: int) -> Iterator[tuple[int, int, Chunk]]:
+    for d, device_chunks in enumerate(chunks):
+        for n, chunk in enumerate(device_chunks[first : first + limit]):
             yield d, n, chunk

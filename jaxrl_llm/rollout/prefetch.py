@@ -25,23 +25,26 @@ class Prefetcher(Generic[T]):
     def __init__(self, sample: Callable[[int], T], *, lag: int, last: int):
         """sample(step) -> the batch of the step; last: the last step to sample for."""
         self._sample, self._lag, self._last = sample, lag, last
+        # One thread: pushes and batches keep the order in which they were ordered.
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._batches: deque[Future[T] | int] = deque()  # int: a step that the caller's thread samples for
+        # Int: a step that the caller's thread samples for.
+        self._batches: deque[Future[T] | int] = deque()
         self._failed: BaseException | None = None
 
-    def begin(self, start: int, made: Iterable[T]) -> None:
+    def begin(self, start: int, batches: Iterable[T]) -> None:
         """Starts after step `start`. made: the first batches, sampled before a resume; the others are ordered now."""
-        for batch in made:
-            there: Future[T] = Future()
-            there.set_result(batch)
-            self._batches.append(there)
+        for batch in batches:
+            finished: Future[T] = Future()
+            finished.set_result(batch)
+            self._batches.append(finished)
+        # With the batches of a checkpoint, fewer are ordered: the lag counts both.
         for step in range(start + 1 + len(self._batches), start + 2 + self._lag):
             self._order(step)
 
     def next(self) -> T:
         """Waits for the batch of the next step and returns it. Returns the same batch until `used`."""
         batch = self._batches[0]
-        return self._here(batch) if isinstance(batch, int) else batch.result()
+        return self._sample_in_caller(batch) if isinstance(batch, int) else batch.result()
 
     def used(self) -> None:
         """Drops the current batch."""
@@ -61,8 +64,8 @@ class Prefetcher(Generic[T]):
         Leaves out a batch that failed and all batches after it: `next` raises the error.
         """
         ordered = [batch for batch in self._batches if not isinstance(batch, int)]
-        done, _ = wait(ordered, seconds)
-        return [batch.result() for batch in takewhile(lambda x: x in done and not x.exception(), ordered)]
+        finished, _ = wait(ordered, seconds)
+        return [batch.result() for batch in takewhile(lambda x: x in finished and not x.exception(), ordered)]
 
     def close(self, *, wait: bool = False) -> None:
         """Starts nothing more; wait: returns when the running job has ended."""
@@ -72,11 +75,13 @@ class Prefetcher(Generic[T]):
         if step <= self._last:
             self._batches.append(self.do(self._sample, step) if self._lag else step)
 
-    def _here(self, step: int) -> T:
-        self.do(_same, None).result()  # waits for all earlier jobs, such as a push
+    def _sample_in_caller(self, step: int) -> T:
+        # Waits for all earlier jobs, such as a push.
+        self.do(_same, None).result()
         return self._sample(step)
 
     def _run(self, function: Callable[[], R]) -> R:
+        # A job after a failed push would sample from old weights.
         if self._failed:
             raise self._failed
         try:

@@ -41,8 +41,8 @@ def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
     _, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
     zeros = jnp.zeros((b, cfg.kv_heads, g, c, cfg.head_dim), cfg.dtype)
 
-    def step(cache: Any, given: tuple[Array, Array]) -> tuple[Any, jax.Array]:
-        _, cache, chosen = model.decode_and_route(params, *given, cache, prefix, batch.prompt_mask)
+    def step(cache: Any, token_and_place: tuple[Array, Array]) -> tuple[Any, jax.Array]:
+        _, cache, chosen = model.decode_and_route(params, *token_and_place, cache, prefix, batch.prompt_mask)
         return cache, jnp.stack(chosen)[:, :, :, 0]
 
     cache = [KeyValue(zeros, zeros)] * cfg.layers
@@ -50,6 +50,7 @@ def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
     return jnp.moveaxis(chosen, 0, 3)
 
 
-def _agreement(one: Array, other: Array, mask: Array) -> jax.Array:
-    same = jnp.all(jnp.sort(one, axis=-1) == jnp.sort(other, axis=-1), axis=-1)
+def _agreement(chosen: Array, other_chosen: Array, mask: Array) -> jax.Array:
+    # Sorted: which experts are chosen matters, not their order.
+    same = jnp.all(jnp.sort(chosen, axis=-1) == jnp.sort(other_chosen, axis=-1), axis=-1)
     return jnp.mean(same, where=jnp.broadcast_to(mask[None], same.shape))

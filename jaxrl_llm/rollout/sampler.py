@@ -25,7 +25,14 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.shapes import MOST, RATES, SAMPLING, Book, Shape, abstract, placed
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout import decoding
-from jaxrl_llm.rollout.compaction import DecodeShapes, Plan, Slots, plan_compaction, prompts_at_once, slot_shapes
+from jaxrl_llm.rollout.compaction import (
+    CompactionPlan,
+    DecodeShapes,
+    Slots,
+    plan_compaction,
+    prompts_at_once,
+    slot_shapes,
+)
 from jaxrl_llm.rollout.decoding import DecodeState, Decoding
 from jaxrl_llm.rollout.episodes import EpisodeSampler, Traced
 from jaxrl_llm.rollout.protocol import Environments
@@ -52,29 +59,29 @@ class Sampler:
         book: Book | None = None,
     ):
         """max_sequences: completions that have a KV cache at once, the others wait; 0: all. book: of the run."""
-        self._mesh, self._cfg, self._most = mesh, model.cfg, max_sequences
+        self._mesh, self._cfg, self._max_sequences = mesh, model.cfg, max_sequences
         self._book, self._learns = book or Book(), book is not None
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
         self._weights, self._active = model.size(), model.size(active=True)
         self._version = 0
-        own = sampling_decoder(model, mesh)
-        self._place = Placing(own, mesh)
-        self._episodes = EpisodeSampler(own, mesh)
+        decoder = sampling_decoder(model, mesh)
+        self._place = Placing(decoder, mesh)
+        self._episodes = EpisodeSampler(decoder, mesh)
         rows = NamedSharding(mesh, sharding.BATCH)
         heads = NamedSharding(mesh, sharding.heads_spec(model.cfg.kv_heads, mesh))
         # Left to itself the compiler would keep a whole KV cache on every device.
         parts: dict[str, Any] = {f.name: heads if f.name in ("prefix", "cache") else rows for f in fields(DecodeState)}
         self._placed = DecodeState(**parts)
         self._start = jax.jit(
-            partial(decoding.start, own),
+            partial(decoding.start, decoder),
             static_argnums=0,
             out_shardings=self._placed,
             compiler_options=ROUND_AS_WRITTEN,
         )
         # The state is donated: no second copy of the KV cache.
         self._run = jax.jit(
-            partial(decoding.run, own),
+            partial(decoding.run, decoder),
             static_argnums=(0, 1),
             donate_argnums=3,
             out_shardings=(self._placed, None),
@@ -83,7 +90,8 @@ class Sampler:
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Casts the weights to the compute dtype and gathers them over fsdp, once per push and not per token."""
-        self.release()  # first, so that the old and the new copy are not in memory together
+        # First, so that the old and the new copy are not in memory together.
+        self.release()
         self._version = version
         self._params = self._place(params)
 
@@ -104,19 +112,19 @@ class Sampler:
         max_tokens: np.ndarray | None = None,
     ) -> Rollouts:
         """Samples `group_size` completions of each prompt, on the host; max_tokens [B, G]: limit of each completion."""
-        own, most = len(prompts.tokens), self._length  # prompts of this process
-        count = own * distributed.count()
-        limits = np.full((own, group_size), most) if max_tokens is None else np.minimum(max_tokens, most)
+        local_prompts, length = len(prompts.tokens), self._length  # prompts of this process
+        count = local_prompts * distributed.count()
+        limits = np.full((local_prompts, group_size), length) if max_tokens is None else np.minimum(max_tokens, length)
         number = np.arange(count * group_size, dtype=np.int32).reshape(count, group_size)[distributed.part(count)]
         fixed = self._decoding(count, group_size, sampling)
         turns, at_once = [], fixed.batch // distributed.count()
-        for first in range(0, own, at_once):
+        for first in range(0, local_prompts, at_once):
             at = slice(first, first + at_once)
             arrays = prompts.tokens[at], prompts.mask[at], number[at], limits[at]
             turns.append(self._decode(fixed, key, *arrays))
-        tokens, logprobs, length = (np.concatenate(x) for x in zip(*turns, strict=True))
-        mask = np.arange(most) < length[..., None]
-        last = np.take_along_axis(tokens, length[..., None] - 1, axis=-1)[..., 0]
+        tokens, logprobs, lengths = (np.concatenate(x) for x in zip(*turns, strict=True))
+        mask = np.arange(length) < lengths[..., None]
+        last = np.take_along_axis(tokens, lengths[..., None] - 1, axis=-1)[..., 0]
         versions = np.full(mask.shape, self._version, np.int32)
         return Rollouts(tokens, mask, mask, logprobs, ~np.isin(last, self._stops), versions)
 
@@ -124,22 +132,22 @@ class Sampler:
         self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, environments: Environments
     ) -> Rollouts:
         """Samples `group_size` episodes for each prompt, on the host."""
-        own = len(prompts.tokens)  # prompts of this process
-        count = own * distributed.count()
+        local_prompts = len(prompts.tokens)  # prompts of this process
+        count = local_prompts * distributed.count()
         number = np.arange(count * group_size, dtype=np.int32).reshape(count, group_size)[distributed.part(count)]
         fixed = self._decoding(count, group_size, sampling)
-        done, at_once = [], fixed.batch // distributed.count()
-        for first in range(0, own, at_once):
+        rollouts, at_once = [], fixed.batch // distributed.count()
+        for first in range(0, local_prompts, at_once):
             at = slice(first, first + at_once)
             arrays = (prompts.tokens[at], prompts.mask[at]), number[at]
             episodes = self._episodes.sample(fixed, self._params, key, *arrays, environments, first * group_size)
             versions = np.full(episodes.tokens.shape, self._version, np.int32)
-            done.append(episodes.rollouts(group_size, versions))
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
+            rollouts.append(episodes.rollouts(group_size, versions))
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *rollouts)
 
     def _decoding(self, prompts: int, group: int, sampling: Sampling) -> Decoding:
         devices = sharding.prompt_shards(self._mesh)
-        at_once = prompts_at_once(prompts, group, devices, self._most)
+        at_once = prompts_at_once(prompts, group, devices, self._max_sequences)
         return Decoding(at_once, prompts, group, sampling, self._length, self._stops, self._pad, self._mesh)
 
     def _decode(self, fixed: Decoding, key: jax.Array, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -150,10 +158,12 @@ class Sampler:
         state, t = self._start(fixed, self._params, *sharding.shard_batch(arrays, self._mesh), key), 1
         compile = self._compiler(fixed, *abstract((self._params, state, key)))
         while (alive := sharding.whole_to_host(state.alive)).any() and t < fixed.length:
+            # The host looks at the completions only here, between two loops.
             slots, below = shapes.choose(alive, t)
             self._book.ready(name, slots, compile)
             if shapes.ladder:
-                self._book.compile_ahead(name, compile)  # the first call uses several
+                # The first call uses several.
+                self._book.compile_ahead(name, compile)
             plan = plan_compaction(alive, slots, below, fixed.devices)
             state, now = self._run(fixed, slots, self._params, state, np.int32(t), key, plan)
             WATCHDOG.moved()
@@ -173,11 +183,11 @@ class Sampler:
         """
         fixed, weights = self._decoding(prompts, group, sampling), self._place.shapes(params)
         yield from self._place.programs(params)
-        made = self._episodes.programs(fixed, weights, width) if episodes else self._of_one_turn(fixed, weights, width)
-        for phase, name, trace in made:
+        programs = self._episodes.programs if episodes else self._one_turn_programs
+        for phase, name, trace in programs(fixed, weights, width):
             yield Program(phase, name, trace, REMEDY, ())
 
-    def _of_one_turn(self, fixed: Decoding, weights: PyTree, width: int) -> Iterator[Traced]:
+    def _one_turn_programs(self, fixed: Decoding, weights: PyTree, width: int) -> Iterator[Traced]:
         shapes, _ = self._shapes(fixed, width)
         rows = NamedSharding(self._mesh, sharding.BATCH)
         numbers = (fixed.batch, fixed.group), np.int32
@@ -193,26 +203,29 @@ class Sampler:
             yield "decoding", name, partial(self._trace, fixed, weights, DecodeState(**at), key, slots)
 
     def resident(self, params: PyTree) -> PyTree:
-        """Returns the weights that the sampler holds while it samples, as shapes with shardings."""
+        """Returns the sampler's copy of the weights as shapes with shardings: a plan counts it beside the policy."""
         return self._place.shapes(params)
 
     def _shapes(self, fixed: Decoding, width: int) -> tuple[DecodeShapes, str]:
         """Returns the shapes of a batch with prompts of this width, and their name in the book."""
         cfg, rates = self._cfg, RATES[self._mesh.devices.flat[0].platform]
-        prompts, group = fixed.whole
+        prompts, group = fixed.full_size
         weights, active = (x / self._mesh.shape["tensor"] for x in (self._weights, self._active))
-        kept = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim / self._mesh.shape["tensor"]  # numbers for each token
+        # Keys and values of a token on a device.
+        cached_numbers = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim / self._mesh.shape["tensor"]
         size = jnp.dtype(cfg.dtype).itemsize
 
         def seconds(slots: Slots) -> float:
-            read = kept * (slots.count * slots.capacity + slots.entries * width)
+            read = cached_numbers * (slots.count * slots.capacity + slots.entries * width)
             work = 2 * active * slots.count / rates.flops
+            # Weights and caches are read, and products computed, one after the other: the sum ranks shapes well enough.
             return weights * size / rates.bandwidth + read * size / rates.cache + work
 
         possible = slot_shapes(prompts, group, fixed.length)
-        name = f"{SAMPLING} {fixed.whole_batch} x {group}, {width} + {fixed.length} tokens, {fixed.sampling}"
+        name = f"{SAMPLING} {fixed.all_prompts} x {group}, {width} + {fixed.length} tokens, {fixed.sampling}"
         ladder = None
-        if self._learns and fixed.sampling.temperature > 0:  # greedy: an evaluation, or a baseline
+        if self._learns and fixed.sampling.temperature > 0:
+            # Greedy: an evaluation, or a baseline.
             ladder = self._book.ladder(name, possible, price=rates.compile, most=MOST[SAMPLING])
         shapes = DecodeShapes(possible, seconds, devices=fixed.devices, price=rates.compile, ladder=ladder)
         return shapes, name
@@ -233,5 +246,5 @@ class Sampler:
         self, fixed: Decoding, params: PyTree, state: DecodeState, key: PyTree, slots: Slots
     ) -> jax.stages.Traced:
         ints = lambda *size: jax.ShapeDtypeStruct(size, np.int32)  # noqa: E731
-        plan = Plan(ints(fixed.devices, slots.entries), ints(fixed.devices, *slots[:2]), ints(2))
+        plan = CompactionPlan(ints(fixed.devices, slots.entries), ints(fixed.devices, *slots[:2]), ints(2))
         return self._run.trace(fixed, slots, params, state, ints(), key, plan)

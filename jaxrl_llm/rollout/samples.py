@@ -73,11 +73,11 @@ class Samples:
 
 
 class Move(NamedTuple):
-    """Groups `found` of a fresh batch replace groups `at`: their numbers in the batches of all processes."""
+    """Groups `sources` of a fresh batch replace groups `at`: their numbers in the batches of all processes."""
 
     at: np.ndarray
     fresh: Samples
-    found: np.ndarray
+    sources: np.ndarray
 
 
 def episodes(
@@ -106,8 +106,8 @@ def per_episode(rollouts: Rollouts) -> list[list[dict[str, float]]]:
 
 
 @dataclass(frozen=True)
-class Task:
-    """What completions are for: the environments that they talk to, and the reward functions that judge their text."""
+class CompletionTask:
+    """The environments that completions talk to, and the reward functions that judge their text."""
 
     tokenizer: Any
     score: RewardFn
@@ -128,8 +128,8 @@ class Task:
             return Graded(texts, channels, [], metrics)
         turns = data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)
         groups = zip(rollouts.loss_mask, mask, strict=True)
-        own = [[row[real].tolist() for row, real in zip(*group, strict=True)] for group in groups]
-        columns = {"turns": turns, "episode": per_episode(rollouts), "loss_mask": own}
+        loss_masks = [[row[real].tolist() for row, real in zip(*group, strict=True)] for group in groups]
+        columns = {"turns": turns, "episode": per_episode(rollouts), "loss_mask": loss_masks}
         channels, metrics = self.score(prompts.rows, texts, ids, columns)
         return Graded(texts, channels, turns, metrics)
 
@@ -144,7 +144,7 @@ class SampleSource:
         sampling: Sampling,
         prompts: grain.DatasetIterator,
         collate: Callable[[Any], Prompts],
-        task: Task,
+        task: CompletionTask,
         mesh: Mesh,
         *,
         greedy: bool,
@@ -187,10 +187,11 @@ class SampleSource:
         greedy = {"greedy": samples.greedy.rollouts} if samples.greedy else {}
         return {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
 
-    def from_checkpoint(self, kept: dict[str, Any], metrics: dict[str, Any]) -> Samples:
+    def from_checkpoint(self, arrays: dict[str, Any], metrics: dict[str, Any]) -> Samples:
         """Rebuilds the batch of `to_checkpoint` and grades it again. kept: a checkpoint holds dataclasses as dicts."""
-        prompts = self._collate(kept["numbers"])
-        rollouts, *greedy = (Rollouts(**kept[name]) for name in ("rollouts", "greedy") if name in kept)
+        # A checkpoint has no texts and no rewards: both follow from the rows and the tokens.
+        prompts = self._collate(arrays["numbers"])
+        rollouts, *greedy = (Rollouts(**arrays[name]) for name in ("rollouts", "greedy") if name in arrays)
         samples = replace(self._graded(prompts, rollouts), metrics=metrics)
         return replace(samples, greedy=self._graded(prompts, greedy[0])) if greedy else samples
 
@@ -212,49 +213,50 @@ def refill(
     A group may go to another process. collate(numbers) -> these rows of the data set. Completions and rewards are
     moved later (`settled`): this may be a thread, beside programs of the main thread on the same devices.
     """
-    whole = lambda x: distributed.gather(x, SAMPLING)  # noqa: E731
-    lacks, numbers = whole(samples.no_signal), whole(samples.prompts.numbers)
+    all_processes = lambda x: distributed.gather(x, SAMPLING)  # noqa: E731
+    lacks, numbers = all_processes(samples.no_signal), all_processes(samples.prompts.numbers)
     without, moves = numbers[lacks].tolist(), []
+    # All processes see all groups, so they stop after the same round.
     for i in range(1, rounds + 1):
         if not lacks.any():
             break
         fresh = draw(i)
-        fresh_lacks, fresh_numbers = whole(fresh.no_signal), whole(fresh.prompts.numbers)
+        fresh_lacks, fresh_numbers = all_processes(fresh.no_signal), all_processes(fresh.prompts.numbers)
         without += fresh_numbers[fresh_lacks].tolist()
-        found = np.flatnonzero(~fresh_lacks)[: lacks.sum()]
-        at = np.flatnonzero(lacks)[: len(found)]
-        lacks[at], numbers[at] = False, fresh_numbers[found]
-        moves += [Move(at, fresh, found)] if len(at) else []
+        replacing = np.flatnonzero(~fresh_lacks)[: lacks.sum()]
+        at = np.flatnonzero(lacks)[: len(replacing)]
+        lacks[at], numbers[at] = False, fresh_numbers[replacing]
+        moves += [Move(at, fresh, replacing)] if len(at) else []
     prompts = collate(numbers[distributed.part(len(numbers))]) if moves else samples.prompts
     return replace(samples, prompts=prompts, moves=moves, replaced=without), sum(len(move.at) for move in moves)
 
 
 def settled(samples: Samples, tokenizer: Any, mesh: Mesh) -> Samples:
-    """Moves completions and rewards to the places of the groups that they replace; as `sharding.gather`."""
+    """Moves completions and rewards to the places of the groups that they replace. All processes call it together."""
     rollouts, graded = samples.rollouts, samples.graded
     for move in samples.moves:
-        rollouts, moved = _put(rollouts, graded(), move, tokenizer, mesh)
+        rollouts, moved = _move_groups(rollouts, graded(), move, tokenizer, mesh)
         graded = partial(_same, moved)
     return replace(samples, rollouts=rollouts, graded=graded, moves=[])
 
 
-def _put(rollouts: Rollouts, graded: Graded, move: Move, tokenizer: Any, mesh: Mesh) -> tuple[Rollouts, Graded]:
-    at, fresh, found = move
+def _move_groups(rollouts: Rollouts, graded: Graded, move: Move, tokenizer: Any, mesh: Mesh) -> tuple[Rollouts, Graded]:
+    at, fresh, sources = move
     # The metrics of two batches may have other names: an environment need not give all of them.
     names = sorted({*rollouts.episodes, *fresh.rollouts.episodes})
     old = _filled(rollouts, names), graded.channels
     new = _filled(fresh.rollouts, names), fresh.graded().channels
-    rollouts, channels = sharding.put_groups(old, new, at, found, mesh)
+    rollouts, channels = sharding.put_groups(old, new, at, sources, mesh)
     part = distributed.part(len(rollouts.truncated) * distributed.count())
-    here = at[(part.start <= at) & (at < part.stop)] - part.start
-    if not len(here):
+    local = at[(part.start <= at) & (at < part.stop)] - part.start
+    if not len(local):
         return rollouts, graded._replace(channels=channels)
     # Their texts follow from their tokens.
-    tokens, mask, own = (x[here] for x in (rollouts.completions, rollouts.completion_mask, rollouts.loss_mask))
-    texts = dict(zip(here.tolist(), data.decode(tokenizer, tokens, mask)[0], strict=True))
-    turns = dict(zip(here.tolist(), data.decode_turns(tokenizer, tokens, mask, own), strict=True))
-    put = lambda groups, new: [new.get(b, group) for b, group in enumerate(groups)]  # noqa: E731
-    return rollouts, Graded(put(graded.texts, texts), channels, put(graded.turns, turns), graded.metrics)
+    tokens, mask, loss_mask = (x[local] for x in (rollouts.completions, rollouts.completion_mask, rollouts.loss_mask))
+    texts = dict(zip(local.tolist(), data.decode(tokenizer, tokens, mask)[0], strict=True))
+    turns = dict(zip(local.tolist(), data.decode_turns(tokenizer, tokens, mask, loss_mask), strict=True))
+    replaced = lambda groups, new: [new.get(b, group) for b, group in enumerate(groups)]  # noqa: E731
+    return rollouts, Graded(replaced(graded.texts, texts), channels, replaced(graded.turns, turns), graded.metrics)
 
 
 def _same(graded: Graded) -> Graded:

@@ -17,7 +17,8 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Batch, Prompts, PyTree, Rollouts
 
-PROMPTS, TOKENS = 4, 16  # prompts, rounded up to a multiple of the devices; tokens of an answer at most
+# Prompts, rounded up to a multiple of the devices; tokens of an answer at most.
+PROMPTS, TOKENS = 4, 16
 
 
 class WeightCheck:
@@ -66,13 +67,15 @@ class WeightCheck:
         self._last = answer, ours
         gaps = np.where(mask, np.abs(answer.logprobs - ours), 0.0)
         metrics = {"weight_check/gap": np.max(distributed.exchange(float(gaps.max())))}
-        before = np.inf  # unless no answer has changed
+        # Unless no answer has changed.
+        before = np.inf
         if last and np.array_equal(last[0].completions, answer.completions):
             before = np.where(mask, np.abs(answer.logprobs - last[1]), 0.0).max()
         before = np.max(distributed.exchange(float(before)))
         if before < np.inf:
             metrics["weight_check/gap_before"] = before
-        if not gaps.max() <= self._bound:  # not `>`, which is False for NaN
+        if not gaps.max() <= self._bound:
+            # Not `>`, which is False for NaN.
             stale = metrics.get("weight_check/gap_before", np.inf) < gaps.max()
             b, _, t = np.unravel_index(np.argmax(gaps), gaps.shape)
             raise UserError(

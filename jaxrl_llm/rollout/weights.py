@@ -38,6 +38,7 @@ class Placing:
         if model.cfg.transposed:
             self._layer_at = _turned(self._layer_at, lambda at: NamedSharding(mesh, P(*reversed(at.spec))))
         self._ends = jax.jit(model.as_used, out_shardings=self._ends_at)
+        # The number of the layer is an argument: one program for all layers.
         self._layer = jax.jit(partial(_layer, model), out_shardings=self._layer_at)
 
     def __call__(self, params: PyTree) -> PyTree:
@@ -47,13 +48,13 @@ class Placing:
         return {**self._ends(_ends_of(params)), "layers": layers}
 
     def shapes(self, params: PyTree) -> PyTree:
-        """Returns the copy of `params` as shapes with shardings. Of params, shapes are enough."""
+        """Returns the copy as shapes with shardings; `params` may be shapes."""
         layer = jax.tree.map(placed, jax.eval_shape(self._layer, params["layers"], np.int32(0)), self._layer_at)
         ends = jax.tree.map(placed, jax.eval_shape(self._ends, _ends_of(params)), self._ends_at)
         return {**ends, "layers": [layer] * self._model.cfg.layers}
 
     def programs(self, params: PyTree) -> Iterator[Program]:
-        """Yields the programs that make the copy. Of params, shapes are enough."""
+        """Yields the programs that make the copy; `params` may be shapes."""
         copy, ends, layers = self.shapes(params), _ends_of(params), params["layers"]
         layer, other = partial(self._layer.trace, layers, np.int32(0)), partial(self._ends.trace, ends)
         # The layers before it are in memory when the last one is made.
@@ -68,6 +69,7 @@ def _ends_of(params: PyTree) -> PyTree:
 def _layer(model: Decoder, layers: PyTree, i: Array) -> PyTree:
     """Returns layer i of a stack, with its adapters merged."""
     layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
+    # Merged in float32, then cast: the sum of base and adapter is rounded once.
     layer = model.as_used(lora.merged(layer))
     return _turned(layer, lambda kernel: kernel.T) if model.cfg.transposed else layer
 
@@ -78,8 +80,8 @@ def _turned(layer: PyTree, turn: Callable[[Any], Any]) -> PyTree:
     The head's is used as it is: its product has many columns.
     """
 
-    def one(path: Any, leaf: Any) -> Any:
+    def turn_kernel(path: Any, leaf: Any) -> Any:
         name = sharding.path_name(path)
         return turn(leaf) if name.endswith("kernel") and "experts/" not in name else leaf
 
-    return jax.tree_util.tree_map_with_path(one, layer)
+    return jax.tree_util.tree_map_with_path(turn_kernel, layer)

@@ -61,7 +61,9 @@ def open_weights(url: str, token: str, timeout: float) -> BinaryIO:
     """Opens the weights that a trainer serves. Raises: ValueError, if the URL is not of http or https."""
     if urlsplit(url).scheme not in ("http", "https"):
         raise ValueError(f"refused: {url} is no address of http: set config.engine.push to 'file' or 'http'")
+    # A token in a header: a URL would be in the server's log.
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
     response = DIRECT.open(request, timeout=timeout)
-    assert response is not None  # a handler for each scheme is there
+    # A handler for each scheme is there.
+    assert response is not None
     return response

@@ -29,8 +29,10 @@ from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
-SOON = 10.0  # seconds: timeout of short requests, and of the wait for a server's lock
-WAITS = (0.5, 5.0)  # seconds: the first and the longest pause before a retry; each retry doubles it
+# Seconds: timeout of short requests, and of the wait for a server's lock.
+SOON = 10.0
+# Seconds: the first and the longest pause before a retry; each retry doubles it.
+WAITS = (0.5, 5.0)
 SETTINGS = {  # required settings of a server, and the reason: its samples must mean the same as ours
     "logprobs_mode": ("processed_logprobs", "its log-probabilities would not be of the distribution sampled"),
     "generation_config": ("vllm", "the model folder's generation_config.json would change the sampling"),
@@ -65,7 +67,7 @@ class Completion(NamedTuple):
 
 
 def start(
-    given: EngineInputs,
+    inputs: EngineInputs,
     *,
     managed: bool,
     python: str,
@@ -75,31 +77,31 @@ def start(
     **settings: Any,
 ) -> VllmEngine:
     """Starts the engine, and its server if `managed` (arguments: `engines.vllm`). Raises: UserError."""
-    server, dtype = None, given.model.cfg.dtype
+    server, dtype = None, inputs.model.cfg.dtype
     servers = tuple(own_address(server, "servers") for server in servers)
     if settings["push_address"]:
         settings["push_address"] = own_address(settings["push_address"], "push_address")
     if managed:
         server = ManagedServer(
             python,
-            given.folder,
+            inputs.folder,
             dtype=dtype,
-            max_model_len=given.max_prompt_tokens + given.max_completion_tokens,
-            log=given.workdir / (f"vllm-{distributed.index()}.log" if distributed.count() > 1 else "vllm.log"),
+            max_model_len=inputs.max_prompt_tokens + inputs.max_completion_tokens,
+            log=inputs.workdir / (f"vllm-{distributed.index()}.log" if distributed.count() > 1 else "vllm.log"),
             extra=server_args,
         )
     # Does not change when the run resumes. Each process has its own servers, and a file of weights for them.
-    where = f"{socket.gethostname()} {given.workdir.absolute()} {distributed.index() or ''}".strip()
+    where = f"{socket.gethostname()} {inputs.workdir.absolute()} {distributed.index() or ''}".strip()
     try:
         engine = VllmEngine(
             (server.url,) if server else servers,
             run=hashlib.sha256(where.encode()).hexdigest()[:12],
-            model=given.model.cfg,
+            model=inputs.model.cfg,
             dtype=dtype,
-            max_completion_tokens=given.max_completion_tokens,
-            max_prompt_tokens=given.max_prompt_tokens,
-            stop_ids=given.stop_ids,
-            pad_id=given.pad_id,
+            max_completion_tokens=inputs.max_completion_tokens,
+            max_prompt_tokens=inputs.max_prompt_tokens,
+            stop_ids=inputs.stop_ids,
+            pad_id=inputs.pad_id,
             managed=server,
             **settings,
         )
@@ -174,7 +176,8 @@ class VllmEngine:
         """run: an id of the run; dtype: of the pushed weights. Raises: UserError, like `WeightFile`."""
         self._servers = tuple(server.rstrip("/") for server in servers)
         self._run, self._dtype = f"jaxrl_llm:{run}:", dtype
-        self._pulls = push != "reload"  # the server has `receive.PullBackend`
+        # The server has `receive.PullBackend`.
+        self._pulls = push != "reload"
         self._push = weights.pull if self._pulls else weights.reload
         self._table = names.family_table(model.family)
         self._offer = weights.WeightFile(
@@ -194,11 +197,15 @@ class VllmEngine:
         times = httpx.Timeout(timeout, connect=5.0, pool=None)
         self._clients = {server: address.client(server, limits, timeout=times) for server in self._servers}
         self._pool = ThreadPoolExecutor(at_once + len(servers))
-        self._reading = Lock()  # one answer is JSON at a time
+        # One answer is JSON at a time.
+        self._reading = Lock()
         self._locks = {server: Lock() for server in self._servers}
-        self._ready: dict[str, int] = {}  # versions of the servers that have been checked, with no unfinished push
-        self._pushes: dict[str, Future[None]] = {}  # the last push to each server
-        self._away: set[str] = set()  # servers that have missed the last push
+        # Versions of the servers that have been checked, with no unfinished push.
+        self._ready: dict[str, int] = {}
+        # The last push to each server.
+        self._pushes: dict[str, Future[None]] = {}
+        # Servers that have missed the last push.
+        self._away: set[str] = set()
         self._tensors: dict[str, list[int]] = {}
         self._version, self._closed = 0, Event()
 
@@ -248,10 +255,10 @@ class VllmEngine:
 
         The server finds the keys and values of these tokens in its prefix cache.
         """
-        own = len(prompts.tokens)
-        count = own * group_size * distributed.count()
+        local_prompts = len(prompts.tokens)
+        count = local_prompts * group_size * distributed.count()
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1))[distributed.part(count)]
-        episodes = Episodes.empty(own * group_size, self._length, self._pad, 0)
+        episodes = Episodes.empty(local_prompts * group_size, self._length, self._pad, 0)
         versions = np.full(episodes.tokens.shape, self._version, np.int32)
         body = _sampling_params(sampling, self._stops)
         # Strings end a turn on the server too, so that it does not sample on. They are looked for in the text.
@@ -260,19 +267,19 @@ class VllmEngine:
         def ask(i: int) -> Completion:
             b, length = i // group_size, int(episodes.length[i])
             before = prompts.tokens[b][prompts.mask[b]].tolist() + episodes.tokens[i, :length].tolist()
-            most = int(episodes.limits(environments.turn_tokens)[i]) - length
-            mine = {"n": 1, "max_tokens": most, "seed": int((int(seeds[i]) + length) % (2**31 - 1))}
+            max_tokens = int(episodes.limits(environments.turn_tokens)[i]) - length
+            mine = {"n": 1, "max_tokens": max_tokens, "seed": int((int(seeds[i]) + length) % (2**31 - 1))}
             return self._group(b, {"token_ids": before, "sampling_params": body | mine})[0]
 
-        asked = {self._pool.submit(ask, i): i for i in range(own * group_size)}
-        while asked or episodes.answers:
-            anything: list[Future[Any]] = [*asked, *episodes.answers]
-            wait(anything, return_when=FIRST_COMPLETED)
-            for request in [request for request in asked if request.done()]:
-                i, completion = asked.pop(request), request.result()
+        requests = {self._pool.submit(ask, i): i for i in range(local_prompts * group_size)}
+        while requests or episodes.answers:
+            pending: list[Future[Any]] = [*requests, *episodes.answers]
+            wait(pending, return_when=FIRST_COMPLETED)
+            for request in [request for request in requests if request.done()]:
+                i, completion = requests.pop(request), request.result()
                 episodes.append(i, completion.tokens, completion.logprobs)
                 episodes.end_turns(np.array([i]), environments, self._stops)
-            asked |= {self._pool.submit(ask, i): i for i in episodes.take_answers()}
+            requests |= {self._pool.submit(ask, i): i for i in episodes.take_answers()}
         return episodes.rollouts(group_size, versions)
 
     def _group(self, b: int, request: dict[str, Any]) -> list[Completion]:
@@ -285,6 +292,7 @@ class VllmEngine:
                 raise Unavailable(f"{len(completions)} completions came")
             return completions
 
+        # A prompt always begins at the same server of those that answer, so that its prefix cache serves all turns.
         servers = [server for server in self._servers if server not in self._away]
         return self._persist(once, islice(cycle(servers), b % len(servers), None))
 
@@ -332,7 +340,8 @@ class VllmEngine:
             # A push that still waits for its server brings these weights when the server answers.
             if server not in self._pushes or self._pushes[server].done():
                 self._pushes[server] = self._pool.submit(self._persist, self._bring, cycle([server]))
-        with progress.task("waiting until vLLM has the weights"):  # a server that starts takes minutes
+        with progress.task("waiting until vLLM has the weights"):
+            # A server that starts takes minutes.
             self._wait_for_pushes()
         away = {server for server in self._servers if self._ready.get(server) != version}
         for server in sorted(away - self._away):
@@ -349,10 +358,10 @@ class VllmEngine:
         pending, away = set(self._pushes.values()), None
         while pending:
             some = self._version in self._ready.values()
-            done, pending = wait(pending, timeout=SOON if some else None, return_when=FIRST_COMPLETED)
-            if not done:
+            finished, pending = wait(pending, timeout=SOON if some else None, return_when=FIRST_COMPLETED)
+            if not finished:
                 return
-            for job in done:
+            for job in finished:
                 error = job.exception()
                 if error and not isinstance(error, Away):
                     raise error
@@ -383,7 +392,8 @@ class VllmEngine:
         end, pause = 0.0, WAITS[0]
         for server in servers:
             try:
-                if end:  # a retry: the server may have lost its weights
+                if end:
+                    # A retry: the server may have lost its weights.
                     self._bring(server)
                 return action(server)
             except Unavailable as error:
@@ -403,14 +413,18 @@ class VllmEngine:
         post = lambda path, body=None: self.request(server, "POST", path, body)  # noqa: E731
         with self._alone(server):
             has = self._has(server)
-            fresh = has < 0 or server not in self._ready  # it was restarted, or has an unfinished push
-            version = self._version  # the file may be newer than this, but not older
+            # It was restarted, or has an unfinished push.
+            fresh = has < 0 or server not in self._ready
+            # The file may be newer than this, but not older.
+            version = self._version
             if has == version and not fresh:
                 return
-            self._ready.pop(server, None)  # before the push: if it fails, the next one starts from the check
+            # Before the push: if it fails, the next one starts from the check.
+            self._ready.pop(server, None)
             if fresh:
                 self._check(server)
-                post("/resume")  # a trainer killed during a push leaves the server paused
+                # A trainer killed during a push leaves the server paused.
+                post("/resume")
                 if self._pulls:
                     post("/collective_rpc", {"method": "forget_push"})
                     init = {"tensors": self._tensors, "model": self._model}
@@ -434,11 +448,11 @@ class VllmEngine:
 
     def _check(self, server: str) -> None:
         """Raises: UserError, if the server's settings would change the samples or do not fit the run."""
-        told = self.request(server, "GET", "/server_info?config_format=json")["vllm_config"]
-        model, backend = told["model_config"], (told["weight_transfer_config"] or {}).get("backend")
-        for name, (wanted, otherwise) in SETTINGS.items():
-            if model[name] != wanted:
-                raise UserError(f"vLLM at {server} has {name} {model[name]!r}: start it with {wanted!r}: {otherwise}")
+        server_config = self.request(server, "GET", "/server_info?config_format=json")["vllm_config"]
+        model, backend = server_config["model_config"], (server_config["weight_transfer_config"] or {}).get("backend")
+        for name, (required, reason) in SETTINGS.items():
+            if model[name] != required:
+                raise UserError(f"vLLM at {server} has {name} {model[name]!r}: start it with {required!r}: {reason}")
         if self._pulls and backend != "pull":
             raise UserError(
                 f"vLLM at {server} has the weight-transfer backend {backend!r}: start it with "
@@ -469,15 +483,17 @@ class VllmEngine:
         try:
             try:
                 answer = send()
-            except httpx.RemoteProtocolError:  # the server has closed this kept connection
+            except httpx.RemoteProtocolError:
+                # The server has closed this kept connection.
                 answer = send()
-        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
+        except (httpx.TransportError, RuntimeError) as error:
+            # RuntimeError: the client was closed.
             raise Unavailable(f"{type(error).__name__} {error} at {path}") from None
         if answer.status_code == 200:
             return read(answer) if answer.content else None
-        said = " ".join(answer.text[:400].split())
+        message = " ".join(answer.text[:400].split())
         if answer.status_code == 404:
             raise UserError(f"vLLM at {server} has no {path}: start it with jaxrl serve-vllm")
-        if "refused: " in said or answer.status_code < 500:
-            raise UserError(f"vLLM at {server} refuses {path}: {said}")
-        raise Unavailable(f"{answer.status_code} {said} at {path}")
+        if "refused: " in message or answer.status_code < 500:
+            raise UserError(f"vLLM at {server} refuses {path}: {message}")
+        raise Unavailable(f"{answer.status_code} {message} at {path}")

@@ -11,7 +11,8 @@ from pathlib import Path
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.vllm.address import UNIX
 
-LONGEST = 100  # bytes of a socket's path; the system allows 107
+# Bytes of a socket's path; the system allows 107.
+LONGEST = 100
 
 
 class ManagedServer:
@@ -52,10 +53,11 @@ class ManagedServer:
     def check(self) -> None:
         """Raises: UserError, if the child has ended."""
         if self._process.poll() is not None:
-            said = self.log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise UserError(f"the vLLM server did not start ({' '.join(said)[:300]}): see {self.log}")
+            last_line = self.log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise UserError(f"the vLLM server did not start ({' '.join(last_line)[:300]}): see {self.log}")
 
     def stop(self) -> None:
         """Ends the child and all processes that it started."""
+        # The child ends its own children: it starts vLLM, which starts workers.
         self._process.terminate()
         self._process.wait()

@@ -52,16 +52,19 @@ class PullBackend(WeightTransferEngine[Init, Update]):
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        for name, wanted in init_info.model.items():
-            if (found := getattr(self.model_config.hf_config, name)) != wanted:
-                raise ValueError(f"refused: the server's model has {name} {found}, not {wanted}: serve the run's model")
+        for name, expected in init_info.model.items():
+            if (actual := getattr(self.model_config.hf_config, name)) != expected:
+                raise ValueError(
+                    f"refused: the server's model has {name} {actual}, not {expected}: serve the run's model"
+                )
         # vLLM 0.32 packs experts for the CPU when it loads them, and then has no place to load them into again.
         if self.device.type == "cpu" and any(".experts." in name for name in init_info.tensors):
             raise ValueError("refused: on a CPU vLLM cannot load experts again: set config.engine.name = 'jax'")
         self.tensors = {name: tuple(shape) for name, shape in init_info.tensors.items()}
 
     def start_weight_update(self) -> None:
-        pass  # the model does not change before `receive_weights` has checked all tensors
+        # The model does not change before `receive_weights` has checked all tensors.
+        pass
 
     def finish_weight_update(self) -> None:
         pass
@@ -99,11 +102,11 @@ def _local(update: Update) -> Iterator[str]:
         yield address.check_weights(update.path)
         return
     # A file without a name: the system frees it even if the worker is killed.
-    with tempfile.TemporaryFile(dir=SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None) as kept:
+    with tempfile.TemporaryFile(dir=SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None) as download:
         with address.open_weights(update.url, update.token, update.timeout) as response:
-            shutil.copyfileobj(response, kept, 2**22)
-        kept.flush()
-        yield f"/proc/self/fd/{kept.fileno()}"
+            shutil.copyfileobj(response, download, 2**22)
+        download.flush()
+        yield f"/proc/self/fd/{download.fileno()}"
 
 
 def check(file: Any, tensors: dict[str, tuple[int, ...]]) -> None:
@@ -114,9 +117,9 @@ def check(file: Any, tensors: dict[str, tuple[int, ...]]) -> None:
     if unknown := sorted(names - set(tensors)):
         raise ValueError(f"refused: the weights have {len(unknown)} unknown tensors, the first {unknown[0]}")
     for name, shape in tensors.items():
-        found = tuple(file.get_slice(name).get_shape())
-        if found != shape:
-            raise ValueError(f"refused: {name} has shape {found}, not {shape}")
+        actual = tuple(file.get_slice(name).get_shape())
+        if actual != shape:
+            raise ValueError(f"refused: {name} has shape {actual}, not {shape}")
         if not torch.isfinite(file.get_tensor(name)).all():
             raise ValueError(f"refused: {name} is not finite")
 

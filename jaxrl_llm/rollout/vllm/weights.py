@@ -56,7 +56,8 @@ class WeightFile:
                 "another folder"
             )
         self._lock = FileLock(folder / LOCK, blocking=False, thread_local=False)
-        with suppress(OSError):  # a hung trainer may still hold it
+        with suppress(OSError):
+            # A hung trainer may still hold it.
             self._lock.acquire()
         self._server = WeightServer(folder / WEIGHTS, address) if address else None
 
@@ -66,7 +67,8 @@ class WeightFile:
         Raises: UserError, if a tensor is not finite or there is no room.
         """
         file = self.folder / WEIGHTS
-        file.unlink(missing_ok=True)  # first, to make room for the new file
+        # First, to make room for the new file.
+        file.unlink(missing_ok=True)
         shapes = hf_export.shapes(params, self._table, untied=self._untied).values()
         size = sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
         free = shutil.disk_usage(self.folder).free
@@ -93,7 +95,8 @@ class WeightFile:
 def sweep(parent: Path) -> None:
     """Removes the weights of killed runs: their lock files exist, but nobody holds them."""
     for lock in parent.glob(f"{FOLDER}{'[0-9a-f]' * 12}/{LOCK}"):
-        if not is_private(lock.parent):  # opening a lock could harm the target of a link
+        if not is_private(lock.parent):
+            # Opening a lock could harm the target of a link.
             continue
         with suppress(OSError):  # the run is alive
             with FileLock(lock, blocking=False):
@@ -114,6 +117,7 @@ def write_stream(file: BinaryIO, params: PyTree, table: Names, dtype: Any, *, un
         header[name] = {"dtype": DTYPES[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
+    # safetensors wants the tensors at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
     for name, tensor in hf_export.tensors(params, table, dtype, untied=untied):
@@ -133,8 +137,8 @@ class WeightServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                given = self.headers.get("Authorization", "")
-                if self.path != "/weights" or not secrets.compare_digest(given, f"Bearer {token}"):
+                authorization = self.headers.get("Authorization", "")
+                if self.path != "/weights" or not secrets.compare_digest(authorization, f"Bearer {token}"):
                     self.send_error(403)
                     return
                 with file.open("rb") as source:
@@ -143,6 +147,7 @@ class WeightServer:
                     self.end_headers()
                     shutil.copyfileobj(source, self.wfile, 2**22)
 
+            # A line for each request would end up in the trainer's terminal.
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
@@ -175,7 +180,7 @@ def pull(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
 
 
 def reload(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
-    """Does the same for a server without our backend that sees the folder. A failure in the middle ends its engine."""
+    """Makes a server without our backend load the offer's folder. A failure in the middle ends the server's engine."""
     post(PAUSE)
     try:
         post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(offer.folder)}})
