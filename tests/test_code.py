@@ -170,7 +170,7 @@ SOUND = [
 
 def test_a_row_whose_tests_can_judge_no_program_has_no_verdict_and_is_told_once(capsys, monkeypatch):
     for test, words in BROKEN:
-        monkeypatch.setattr(code, "_told", False)
+        monkeypatch.setattr(code, "_warned", False)
         assert earned(ADD, tests=[test, ASSERTS[0]] if "no Python" in words else [test, "add(1, 2)"]) == (
             [None], {"broken_tests": 1.0},
         ), test  # fmt: skip
