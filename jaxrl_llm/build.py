@@ -82,7 +82,7 @@ class Loaded(Models):
 
     def export(self, policy: Learner, states: States) -> None:
         """Writes the policy as a Hugging Face folder with its model card, and its adapters as a folder of PEFT."""
-        hf_export.save(self.workdir / "hf", policy.whole(states["policy"]), self.folder)
+        hf_export.save(self.workdir / "hf", policy.all_parameters(states["policy"]), self.folder)
         if distributed.first():
             model_card.write(self.workdir / "hf", model_card.card(self.workdir, self.config, self.began_with))
         if self.lora:
@@ -239,7 +239,9 @@ def make_run(given: Loaded, stop: Stop) -> Run:
     def programs() -> Iterator[Program]:
         if isinstance(actor.engine, Sampler):
             for batch in batches(given, learning.sampling, greedy=greedy):
-                yield from actor.engine.programs(policy.whole(policy.shapes), **batch, episodes="env" in config)
+                yield from actor.engine.programs(
+                    policy.all_parameters(policy.shapes), **batch, episodes="env" in config
+                )
         yield from of_learning(config, mesh, learning, packing.ladder.shapes, given.dataset.width)
 
     def accuracy(states: States) -> float:

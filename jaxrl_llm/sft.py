@@ -128,7 +128,7 @@ def make_run(given: Loaded, stop: Stop) -> Run:
     evaluation = make_evaluation(given)
 
     def accuracy(states: States) -> float:
-        engine.update_weights(policy.whole(states["policy"]))
+        engine.update_weights(policy.all_parameters(states["policy"]))
         found = evaluation(engine)
         engine.release()  # updates need the memory of the gathered weights
         return found

@@ -273,7 +273,7 @@ def test_the_gradient_of_the_load_balance_loss_is_that_of_the_mean_probabilities
 def test_without_a_coefficient_there_is_no_load_balance_loss():
     made = update.policy_objective(tiny.model_and_params(CONFIG)[0], losses.ppo_clip(), Sampling(), routed=True)
     batch, mesh = tiny.batch(), tiny.mesh_of((1, 1, 1))
-    assert update.whole_load(made, {}, batch, {}, microbatch=2, mesh=mesh) is None
+    assert update.full_batch_load(made, {}, batch, {}, microbatch=2, mesh=mesh) is None
 
 
 # ---- sampler and trainer

@@ -124,10 +124,13 @@ def gdpo(
     A = sum_n w_n (r_n - mean_group r_n) / (std_group r_n + epsilon), whitened over B x G. A channel that is NaN adds 0,
     and does not count in its mean and deviation.
     """
+    # A channel without weight is no reward: a completion that has nothing else has none.
     used = {name: x for name, x in channels.items() if weights[name]}
-    there = {name: ~jnp.isnan(x) for name, x in used.items()}
-    normalized = [weights[name] * grpo(jnp.nan_to_num(x), there[name], epsilon=epsilon) for name, x in used.items()]
-    total, has_reward = jnp.sum(jnp.stack(normalized), axis=0), jnp.any(jnp.stack(list(there.values())), axis=0)
+    has_channel = {name: ~jnp.isnan(x) for name, x in used.items()}
+    normalized = [
+        weights[name] * grpo(jnp.nan_to_num(x), has_channel[name], epsilon=epsilon) for name, x in used.items()
+    ]
+    total, has_reward = jnp.sum(jnp.stack(normalized), axis=0), jnp.any(jnp.stack(list(has_channel.values())), axis=0)
     centered = jnp.where(has_reward, total - _mean(total, has_reward, None), 0.0)
     return centered / (_deviation(total, has_reward, None) + epsilon)
 
@@ -178,11 +181,12 @@ def gae(
         (next_value, next_advantage), (reward, value, trained) = after, now
         advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
         # An untrained token passes on the value and the advantage of the next trained token.
-        kept = (jnp.where(trained, value, next_value), jnp.where(trained, advantage, next_advantage))
-        return kept, jnp.where(trained, advantage, 0.0)
+        carry = (jnp.where(trained, value, next_value), jnp.where(trained, advantage, next_advantage))
+        return carry, jnp.where(trained, advantage, 0.0)
 
     nothing = jnp.zeros(loss_mask.shape[:2], values.dtype)
     reward, value, trained = (jnp.moveaxis(x, 2, 0) for x in (token_rewards, values, loss_mask))
+    # From the end: a token's advantage needs those after it.
     _, advantages = jax.lax.scan(back, (nothing, nothing), (reward, value, trained), reverse=True)
     advantages = jnp.moveaxis(advantages, 0, 2)
     return _whiten(advantages, loss_mask, epsilon) if normalize else advantages
@@ -212,8 +216,8 @@ def _whiten(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"], epsilon: NotNe
 
 def _count(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
     """Counts the completions that have a reward, of each group (axis 1) or of all: [B, 1] or [1, 1]."""
-    there = jnp.ones_like(rewards) if has_reward is None else has_reward.astype(rewards.dtype)
-    return jnp.sum(there, axis=axis, keepdims=True)
+    counted = jnp.ones_like(rewards) if has_reward is None else has_reward.astype(rewards.dtype)
+    return jnp.sum(counted, axis=axis, keepdims=True)
 
 
 def _mean(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
@@ -228,6 +232,7 @@ def _deviation(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | No
     """Returns the deviation, with ddof 1, of the completions that have a reward; 0 if only one has."""
     if has_reward is None:
         return jnp.std(rewards, axis=axis, ddof=1, keepdims=True)
+    # Two passes, not the mean of squares minus the square of the mean, which cancels in float32.
     off = jnp.where(has_reward, rewards - _mean(rewards, has_reward, axis), 0.0)
     squares = jnp.sum(jnp.square(off), axis=axis, keepdims=True)
     return jnp.sqrt(squares / jnp.maximum(_count(rewards, has_reward, axis) - 1, 1))
@@ -244,8 +249,8 @@ def _zero_without_signal(
 
     Also where there is no reward.
     """
-    there = jnp.ones_like(rewards, bool) if has_reward is None else has_reward
-    return jnp.where(there & _has_signal(rewards, there), advantages, 0.0)
+    counted = jnp.ones_like(rewards, bool) if has_reward is None else has_reward
+    return jnp.where(counted & _has_signal(rewards, counted), advantages, 0.0)
 
 
 def _has_signal(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"]) -> Bool[Array, "B 1"]:
@@ -257,6 +262,7 @@ def _has_signal(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"]) ->
 def _all_from(n: Array, g: Array, k: int) -> jax.Array:
     """Returns C(n, k) / C(g, k): the probability that k random items of g are all among a given n; 0 for n < k."""
     chance = jnp.ones_like(n)
+    # Factor by factor: factorials of a large group would overflow float32.
     for i in range(k):
         chance = chance * jnp.maximum(n - i, 0) / jnp.maximum(g - i, 1)
     return chance

@@ -19,17 +19,17 @@ class Load(NamedTuple):
     entropy: Array  # [L], of the router, in nats
 
 
-def balance_loss(load: Load, whole: Load) -> jax.Array:
+def balance_loss(load: Load, full: Load) -> jax.Array:
     """Returns the part of some tokens in the load-balance loss of all tokens of an update, a mean over layers.
 
     E sum_e f_e P_e (arXiv 2101.03961, equations 4 to 6), with E experts, f_e the share of all tokens that choose expert
-    e, and P_e its mean probability. f and the number of tokens are those of `whole`, so the parts of an update add up
+    e, and P_e its mean probability. f and the number of tokens are those of `full`, so the parts of an update add up
     to its loss. The loss is k for an even load, where each token chooses k experts, and E at most. Its gradient is that
     of P.
     """
-    tokens = jnp.maximum(whole.tokens, 1.0)[:, None]
-    per_layer = jnp.sum(whole.choices / tokens * load.probabilities / tokens, axis=-1)
-    return whole.choices.shape[-1] * jnp.mean(per_layer)
+    tokens = jnp.maximum(full.tokens, 1.0)[:, None]
+    per_layer = jnp.sum(full.choices / tokens * load.probabilities / tokens, axis=-1)
+    return full.choices.shape[-1] * jnp.mean(per_layer)
 
 
 def load_metrics(load: Load) -> dict[str, jax.Array]:

@@ -37,7 +37,8 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
         weights |= {"reward_model": config.reward_model.weight}
     if "weights" in required:
         fixed |= {"weights": weights}
-    rewarded = bool({"rewards", "token_rewards", "channels"} & set(required))  # else a verdict is not needed
+    # Else a verdict is not needed.
+    rewarded = bool({"rewards", "token_rewards", "channels"} & set(required))
     estimate_kl = resolve(config.kl.estimator, kl) if config.kl.placement == "reward" else None
     place = NamedSharding(mesh, sharding.BATCH)
 
@@ -71,28 +72,29 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
             "loss_mask": mask,
         }
         if rewards.greedy is not None:
-            if tokens:  # the baseline must have the same penalty as the reward
+            if tokens:
+                # The baseline must have the same penalty as the reward.
                 greedy = greedy + overlong_penalty(rewards.greedy_lengths, mask.shape[-1], tokens)
             inputs["greedy_rewards"] = jnp.nan_to_num(greedy)[:, 0]
         advantage = estimator(**{name: inputs[name] for name in required if name != "weights"}, **fixed)
-        made = {"rewards": total, "advantages": over_tokens(advantage, mask), "loss_mask": mask}
+        columns = {"rewards": total, "advantages": over_tokens(advantage, mask), "loss_mask": mask}
         metrics = reward_metrics(total, channels, penalty if estimate_kl else None)
         metrics |= {"reward/no_verdict": 1 - jnp.mean(has_reward)}
         if "values" in scores:
             returns = lambda_returns(
                 inputs["token_rewards"], scores["values"], mask, gamma=config.critic.gamma, lam=config.critic.lam
             )
-            made |= {"returns": returns}
+            columns |= {"returns": returns}
             metrics |= {"critic/explained_variance": explained_variance(scores["values"], returns, mask)}
         if config.mask.top_entropy < 1:
-            made["policy_mask"] = high_entropy(scores["entropy"], mask, share=config.mask.top_entropy)
-        return jax.lax.with_sharding_constraint(made, place), metrics
+            columns["policy_mask"] = high_entropy(scores["entropy"], mask, share=config.mask.top_entropy)
+        return jax.lax.with_sharding_constraint(columns, place), metrics
 
     def assign_credit(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Batch, Columns]:
         # Without packed rows: it does not read them, and their shapes would be further programs.
-        made, metrics = assign(replace(batch, packed_index=None), scores, rewards, coefs)
-        wanted = {"values", "ref_logprobs"} | ({"old_logprobs"} if updates > 1 else set())
-        return replace(batch, **made, **{name: scores[name] for name in wanted & scores.keys()}), metrics
+        columns, metrics = assign(replace(batch, packed_index=None), scores, rewards, coefs)
+        used_scores = {"values", "ref_logprobs"} | ({"old_logprobs"} if updates > 1 else set())
+        return replace(batch, **columns, **{name: scores[name] for name in used_scores & scores.keys()}), metrics
 
     return assign_credit
 
@@ -112,6 +114,7 @@ def at_the_end(rewards: Float[Array, "B G"], mask: Bool[Array, "B G C"]) -> Floa
 
 def last_tokens(mask: Bool[Array, "B G C"]) -> Bool[Array, "B G C"]:
     """Returns the mask of the last token of each completion that `mask` has."""
+    # By counting, because observations may lie between the trained tokens.
     return mask & (jnp.cumsum(mask, axis=-1) == jnp.sum(mask, axis=-1, keepdims=True))
 
 
@@ -132,6 +135,7 @@ def lambda_returns(
     lam: float,
 ) -> Float[Array, "B G C"]:
     """Computes the critic's targets [B, G, C]: V + generalized advantage; 0 on untrained tokens."""
+    # Not whitened: targets of the critic are in the units of the rewards.
     ahead = advantages.gae(token_rewards, values, loss_mask, gamma=gamma, lam=lam, normalize=False)
     return ahead + jnp.where(loss_mask, values, 0.0)
 
@@ -147,11 +151,12 @@ def explained_variance(
         return jnp.sum(jnp.where(loss_mask, jnp.square(x - mean), 0.0)) / count
 
     spread = variance(returns)
+    # Both branches of `where` are computed: the floor keeps the unused one finite.
     return jnp.where(spread > 0, 1 - variance(returns - values) / jnp.maximum(spread, 1e-30), 0.0)
 
 
 def reward_metrics(total: Float[Array, "B G"], channels: Columns, penalty: Float[Array, "B G C"] | None) -> Columns:
-    """Returns means over the completions of a step that have a reward; NaN if none has, and in a channel likewise.
+    """Returns means over the completions that have a reward, and over the numbers of each channel; NaN where none is.
 
     reward/error is the standard error of reward/mean: the deviation of the means of groups over the root of their
     number (completions of a prompt are alike). reward/without_signal is the mean of groups whose rewards are all equal.
@@ -163,9 +168,9 @@ def reward_metrics(total: Float[Array, "B G"], channels: Columns, penalty: Float
     metrics |= {"reward/error": jnp.nanstd(groups, ddof=1) / jnp.sqrt(jnp.sum(~jnp.isnan(groups)))}
     metrics |= {f"reward/{name}": jnp.nanmean(x) for name, x in channels.items()}
     if penalty is not None:
-        of_sequence = jnp.sum(penalty, axis=-1)
+        sequence_penalty = jnp.sum(penalty, axis=-1)
         # k1 has a sign: a negative penalty pays the policy for leaving the reference.
-        metrics |= {"reward/kl": -jnp.mean(of_sequence), "reward/kl_pays": jnp.mean(of_sequence < 0)}
+        metrics |= {"reward/kl": -jnp.mean(sequence_penalty), "reward/kl_pays": jnp.mean(sequence_penalty < 0)}
     if total.shape[1] > 1:
         # NaN is not above NaN: a group without any reward has no signal.
         signal = jnp.nanmax(total, axis=1) > jnp.nanmin(total, axis=1)

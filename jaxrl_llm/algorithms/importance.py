@@ -16,7 +16,8 @@ from jaxrl_llm.structs import Array
 
 ImportanceFn: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Metrics]]
 
-JUDGED = 10.0  # bound of a weight in importance/raw_*, so that one token of thousands decides nothing
+# Bound of a weight in importance/raw_*, so that one token of thousands decides nothing.
+JUDGED = 10.0
 
 
 def make_importance_weights(
@@ -87,8 +88,8 @@ def stay_on_policy(
     A completion is left out if its advantage is negative and the mean of sampler - logprobs over its trained tokens is
     above the threshold.
     """
-    gone = sequence_mean(sampler - jax.lax.stop_gradient(logprobs), mask) > threshold
-    return ~(gone & (sequence_mean(advantages, mask) < 0))
+    is_off_policy = sequence_mean(sampler - jax.lax.stop_gradient(logprobs), mask) > threshold
+    return ~(is_off_policy & (sequence_mean(advantages, mask) < 0))
 
 
 def high_entropy(entropy: Float[Array, "B G C"], mask: Bool[Array, "B G C"], *, share: float) -> Bool[Array, "B G C"]:

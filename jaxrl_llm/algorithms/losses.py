@@ -25,7 +25,8 @@ __all__ = ["cispo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "topr", "ve
 
 WITHOUT_RATIO = ("reinforce",)  # correct only for samples of the current policy
 WITH_SEQUENCE_ADVANTAGE = ("gmpo",)  # needs one advantage per completion
-LARGEST = 20.0  # bound of log-ratios: keeps exp and its gradient finite
+# Bound of log-ratios: keeps exp and its gradient finite.
+LARGEST = 20.0
 
 
 def ppo_clip(*, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, delta: NotNegative = 0.0) -> LossFn:
@@ -58,7 +59,8 @@ def gspo(
 
     def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         log_ratio = sequence_mean(logprobs - old_logprobs(logprobs, batch), batch.loss_mask)
-        if level == "token":  # the two log-probabilities cancel in the value, but not in the gradient
+        if level == "token":
+            # The two log-probabilities cancel in the value, but not in the gradient.
             log_ratio = jax.lax.stop_gradient(log_ratio) + logprobs - jax.lax.stop_gradient(logprobs)
         ratio = jnp.broadcast_to(ratio_of(log_ratio), logprobs.shape)
         return _clipped(ratio, batch.advantages, clip_low, clip_high)
@@ -102,6 +104,7 @@ def cispo(*, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> LossF
     """
 
     def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
+        # The weight is a constant: also tokens beyond a bound keep the gradient of their log-probability.
         ratio = jax.lax.stop_gradient(ratio_of(logprobs - old_logprobs(logprobs, batch)))
         clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
         metrics = {"clip/fraction": _float(clipped != ratio), "ratio/mean": ratio}
@@ -158,6 +161,7 @@ def topr() -> LossFn:
     def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs(logprobs, batch))
         log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
+        # The sum of many log-ratios: its minimum with 0 comes before exp, which would overflow.
         weight = jnp.where(batch.advantages > 0, 1.0, jnp.exp(jnp.minimum(log_w, 0.0)))
         return -weight * batch.advantages * logprobs, {"ratio/mean": ratio_of(log_ratio)}
 
@@ -166,6 +170,7 @@ def topr() -> LossFn:
 
 def old_logprobs(logprobs: Float[Array, "B G C"], batch: Batch) -> Float[Array, "B G C"]:
     """Returns batch.old_logprobs. If it is None, the old policy is the current one, and the ratio is 1."""
+    # Stopped: the ratio is 1, but its gradient is that of the log-probability.
     return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
 
 

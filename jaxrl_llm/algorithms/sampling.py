@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 
 from jaxrl_llm.structs import Array, PyTree
 
-BLOCK = 128  # largest number of tokens per block in `draw`: divides most vocabularies, and is the width of a TPU vector
+# Largest number of tokens per block in `draw`: divides most vocabularies, and is the width of a TPU vector.
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,12 @@ def support(
     if sampling.top_p < 1:
         ordered = jnp.sort(masked_logits, axis=-1, descending=True)
         probs = jax.nn.softmax(ordered, axis=-1)
-        inside = jnp.cumsum(probs, axis=-1) - probs < sampling.top_p  # probability of all larger logits
+        # Probability of all larger logits.
+        inside = jnp.cumsum(probs, axis=-1) - probs < sampling.top_p
         threshold = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
         masked_logits = jnp.where(masked_logits >= threshold, masked_logits, -jnp.inf)
-    if token is not None and masked_logits is not logits:  # without top-k and top-p, the support is the vocabulary
+    if token is not None and masked_logits is not logits:
+        # Without top-k and top-p, the support is the vocabulary.
         chosen = jax.nn.one_hot(token, logits.shape[-1], dtype=bool)
         masked_logits = jnp.where(chosen, logits, masked_logits)
     return masked_logits
@@ -98,13 +101,13 @@ def token_logprobs(
     With probabilities p, log-probabilities l and entropy H, at temperature 1:
     d l_token / d logits = onehot(token) - p, and d H / d logits = -p (l + H). Other temperatures divide both.
     """
-    return token_logprobs_and_saved(logits, token, sampling)[0]
+    return token_logprobs_and_residuals(logits, token, sampling)[0]
 
 
-def token_logprobs_and_saved(logits: Array, token: Array, sampling: Sampling) -> tuple[tuple[Array, Array], PyTree]:
-    """Returns what `token_logprobs` does, and what `token_logprobs_gradient` takes.
+def token_logprobs_and_residuals(logits: Array, token: Array, sampling: Sampling) -> tuple[tuple[Array, Array], PyTree]:
+    """Returns (log-probability, entropy), and residuals for the backward pass: (logits, token, log_total, entropy).
 
-    Of the latter, the last two, [...] each, spare the backward pass sums over V, though it computes logits again.
+    log_total and entropy [...] save the backward pass two sums over V, also where it computes the logits again.
     """
     masked_logits = support(logits, sampling, token)
     top = jnp.max(masked_logits, axis=-1, keepdims=True)
@@ -118,16 +121,19 @@ def token_logprobs_and_saved(logits: Array, token: Array, sampling: Sampling) ->
     return (chosen - log_total, entropy), (logits, token, log_total, entropy)
 
 
-def token_logprobs_gradient(sampling: Sampling, saved: PyTree, given: tuple[Array, Array]) -> tuple[Array, None]:
+def token_logprobs_gradient(
+    sampling: Sampling, residuals: PyTree, gradients: tuple[Array, Array]
+) -> tuple[Array, None]:
     """Returns the gradient with respect to the logits [..., V], from those of the log-probability and the entropy."""
-    logits, token, log_total, entropy = saved
-    of_logprob, of_entropy = (x[..., None] for x in given)
+    logits, token, log_total, entropy = residuals
+    logprob_gradient, entropy_gradient = (x[..., None] for x in gradients)
     logprobs = support(logits, sampling, token) - log_total[..., None]
     p = jnp.exp(logprobs)
     surprise = jnp.where(p > 0, logprobs, 0.0) + entropy[..., None]
+    # A comparison, not a scatter: the compiler fuses it with the products.
     chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == token[..., None]
-    gradient = jnp.where(chosen, of_logprob, 0.0) - p * (of_logprob + of_entropy * surprise)
+    gradient = jnp.where(chosen, logprob_gradient, 0.0) - p * (logprob_gradient + entropy_gradient * surprise)
     return gradient / (sampling.temperature or 1.0), None
 
 
-token_logprobs.defvjp(token_logprobs_and_saved, token_logprobs_gradient)
+token_logprobs.defvjp(token_logprobs_and_residuals, token_logprobs_gradient)

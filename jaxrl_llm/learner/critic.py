@@ -41,7 +41,8 @@ def make_critic(
     c = config.model
     cfg = hf.load_model(folder, dtype=c.dtype, remat=c.remat, row_parts=c.row_parts).cfg
     compatibility.check_other_model("critic.path", cfg, policy)
-    model = Decoder(replace(cfg, tied_head=True), mesh)  # a critic needs no head; with it, the tree has none
+    # A critic needs no head; with it, the tree has none.
+    model = Decoder(replace(cfg, tied_head=True), mesh)
 
     def headless(decoder: PyTree) -> PyTree:
         return {name: decoder[name] for name in decoder if name in model.shapes()}
@@ -51,30 +52,31 @@ def make_critic(
         return {"decoder": headless(decoder), "readout": readout}
 
     def combine(base: PyTree, learned: PyTree) -> PyTree:
-        return learned | {"decoder": given.base.combine(headless(base), learned["decoder"])}
+        return learned | {"decoder": parameters.base.combine(headless(base), learned["decoder"])}
 
     def params() -> PyTree:
-        made = with_readout(given.params())
+        first_values = with_readout(parameters.params())
         if hf.has_readout(folder):
-            made["readout"] = hf.load_readout(folder, model)
-        return jax.device_put(made, sharding.shardings(made, mesh))
+            first_values["readout"] = hf.load_readout(folder, model)
+        return jax.device_put(first_values, sharding.shardings(first_values, mesh))
 
+    # The tensors of both heads stay in the file: the critic has a readout of its own.
     load = partial(hf.load_params, folder, model, mesh, unused=hf.HEADS)
-    given = shared or Parameters(model.shapes(), load, update.ALL_LEARN)
+    parameters = shared or Parameters(model.shapes(), load, update.ALL_LEARN)
     learner = update.make_learner(
         value_objective(model, clip=config.critic.clip),
         optim.make_optimizer(checks.critic_updates(config), **config.critic.optim),
-        jax.eval_shape(with_readout, given.shapes),
+        jax.eval_shape(with_readout, parameters.shapes),
         params,
         mesh,
         microbatch=config.microbatch,
         aggregate=aggregate,
-        base=update.Base(given.base.params, combine) if shared else update.ALL_LEARN,
+        base=update.Base(parameters.base.params, combine) if shared else update.ALL_LEARN,
     )
     values = lambda params, batch: {"values": forward.completion_values(model, params, batch)}  # noqa: E731
     score = forward.in_microbatches(values, mesh, config.microbatch)
     return replace(learner, prefix="critic/"), Scorer(
-        ("values",), lambda states: learner.whole(states["critic"]), score
+        ("values",), lambda states: learner.all_parameters(states["critic"]), score
     )
 
 

@@ -45,14 +45,14 @@ def over_rows(
         index = batch.packed_index.reshape(b, -1, batch.packed_index.shape[-1])
     parts = min(model.cfg.row_parts, index.shape[1])
 
-    def of_rows(first: Array, hidden: Array, rows: tuple[Array, Array, Array]) -> PyTree:
+    def values_of_rows(first: Array, hidden: Array, rows: tuple[Array, Array, Array]) -> PyTree:
         return per_token(hidden if after else _before(first, hidden, rows[1]), rows[0])
 
     if parts == 1:
         rows, collect = _rows(batch, index), partial(_load, _trained(batch, index))
         prompt_hidden, hidden, load = model.forward(params, batch.prompts, batch.prompt_mask, *rows, collect)
         first = last_state(prompt_hidden, batch.prompt_mask)
-        return _in_order(of_rows(first, hidden, rows), index, batch), load
+        return _in_order(values_of_rows(first, hidden, rows), index, batch), load
     prompt_hidden, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
     # Their gradients are sums over the parts, which must happen in float32.
     first, prefix = jax.tree.map(jnp.float32, (last_state(prompt_hidden, batch.prompt_mask), prefix))
@@ -61,10 +61,11 @@ def over_rows(
         rows, collect = _rows(batch, index), partial(_load, _trained(batch, index))
         shared = jax.tree.map(lambda x: x.astype(model.cfg.dtype), prefix)
         hidden, load = model.extend(params, shared, batch.prompt_mask, *rows, collect)
-        return of_rows(first, hidden, rows), load
+        return values_of_rows(first, hidden, rows), load
 
     size = -(-index.shape[1] // parts)
     index = jnp.pad(index, ((0, 0), (0, parts * size - index.shape[1]), (0, 0)), constant_values=-1)
+    # One part at a time: memory for one, and the backward pass computes each again.
     scored, loads = jax.lax.map(jax.checkpoint(part), jnp.swapaxes(index.reshape(b, parts, size, -1), 0, 1))
     scored = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(index.shape), scored)
     return _in_order(scored, index, batch), jax.tree.map(partial(jnp.sum, axis=0), loads)
@@ -91,6 +92,7 @@ def _load(counted: Array, routing: Routing) -> Load:
     experts, counted = routing.probabilities.shape[-1], counted.reshape(-1, 1)
     probabilities = jnp.where(counted, routing.probabilities.reshape(-1, experts), 0.0)
     chosen = jnp.where(counted, routing.chosen.reshape(len(counted), -1), experts)
+    # A comparison and not a scatter, which is slow on a TPU.
     choices = jnp.sum(chosen[..., None] == jnp.arange(experts)[None, None], axis=(0, 1), dtype=jnp.float32)
     entropy = -jnp.sum(jax.scipy.special.xlogy(probabilities, probabilities))
     tokens = jnp.sum(counted, dtype=jnp.float32)
@@ -128,7 +130,10 @@ def completion_logprobs(
 def completion_logprobs_and_load(
     model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
 ) -> tuple[tuple[jax.Array, jax.Array], Load | None]:
-    """Does the same, and also returns the load of experts by the trained tokens; None: the model has no experts."""
+    """Returns (log-probability, entropy) [B, G, C] of each completion token, and the load of experts by trained tokens.
+
+    The load is None if the model has no experts.
+    """
     return over_rows(model, params, batch, partial(head.logprobs, model, sampling, model.head_kernel(params)))
 
 
@@ -156,6 +161,7 @@ def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, mi
 
     @partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
     def score(params: PyTree, batch: Batch) -> PyTree:
+        # Jitted and inlined: `over` traces a visit twice, but the function itself once.
         run, place = jax.jit(per_token, inline=True), NamedSharding(mesh, sharding.BATCH)
 
         def visit(part: Microbatch) -> PyTree:

@@ -17,14 +17,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs_and_saved, token_logprobs_gradient
+from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs_and_residuals, token_logprobs_gradient
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.attention import bounded
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, PyTree
 
 ROWS = sharding.BATCH
-LOGITS_AT_ONCE = 2**25  # of a small kernel, on a device at a time: 128 MiB in float32
+# Of a small kernel, on a device at a time: 128 MiB in float32.
+LOGITS_AT_ONCE = 2**25
 
 
 def tokens_at_once(width: int, vocabulary: int) -> int:
@@ -50,7 +51,7 @@ def _forward(model: Decoder, sampling: Sampling, kernel: Array, states: Array, t
 
         def chunk(part: tuple[Array, Array]) -> PyTree:
             logits = _logits(model, part[0], kernel)
-            (logprob, entropy), (*_, log_total, _) = token_logprobs_and_saved(logits, part[1], sampling)
+            (logprob, entropy), (*_, log_total, _) = token_logprobs_and_residuals(logits, part[1], sampling)
             # A single chunk is small: its logits are kept for the backward pass.
             return (logprob, entropy, log_total), logits if len(parts[0]) == 1 else None
 
@@ -64,32 +65,35 @@ def _forward(model: Decoder, sampling: Sampling, kernel: Array, states: Array, t
 
 
 def _backward(
-    model: Decoder, sampling: Sampling, saved: PyTree, given: tuple[Array, Array]
+    model: Decoder, sampling: Sampling, residuals: PyTree, gradients: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
-    def on_device(kernel: Array, states: Array, tokens: Array, *more: Array) -> tuple[Array, Array]:
-        *per_token, logits = more
+    def on_device(kernel: Array, states: Array, tokens: Array, *arrays: Array) -> tuple[Array, Array]:
+        *per_token, logits = arrays
 
-        def chunk(of_kernel: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
-            x, token, log_total, entropy, of_logprob, of_entropy, logits = part
+        def chunk(kernel_gradient: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
+            x, token, log_total, entropy, logprob_gradient, entropy_gradient, logits = part
             logits = _logits(model, x, kernel) if logits is None else logits
-            of_logits, _ = token_logprobs_gradient(
-                sampling, (logits, token, log_total, entropy), (of_logprob, of_entropy)
+            logit_gradients, _ = token_logprobs_gradient(
+                sampling, (logits, token, log_total, entropy), (logprob_gradient, entropy_gradient)
             )
-            if cap := model.cfg.final_soft_cap:  # the derivative of cap * tanh(x / cap)
-                of_logits = of_logits * (1 - jnp.square(logits / cap))
-            of_logits = of_logits.astype(model.cfg.dtype)
+            if cap := model.cfg.final_soft_cap:
+                # The derivative of cap * tanh(x / cap).
+                logit_gradients = logit_gradients * (1 - jnp.square(logits / cap))
+            logit_gradients = logit_gradients.astype(model.cfg.dtype)
             # Sums over chunks, and over devices, are in float32.
-            return of_kernel + _product(model, x.T, of_logits), _product(model, of_logits, kernel.T).astype(x.dtype)
+            return kernel_gradient + _product(model, x.T, logit_gradients), _product(
+                model, logit_gradients, kernel.T
+            ).astype(x.dtype)
 
         zeros = jnp.zeros(kernel.shape, jnp.float32)
         parts = (*_chunks(model, kernel, states, tokens, *per_token), logits)
-        of_kernel, of_states = jax.lax.scan(chunk, zeros, parts)
-        return of_kernel[None], _joined(of_states, tokens)
+        kernel_gradient, state_gradients = jax.lax.scan(chunk, zeros, parts)
+        return kernel_gradient[None], _joined(state_gradients, tokens)
 
-    *saved, logits = saved
+    *residuals, logits = residuals
     run = _on_each_device(model, on_device, (P(), *(ROWS,) * 6, P(None, *ROWS)), (ROWS, ROWS))
-    of_kernel, of_states = run(*saved, *given, logits)
-    return _summed(model, of_kernel), of_states, None
+    kernel_gradient, state_gradients = run(*residuals, *gradients, logits)
+    return _summed(model, kernel_gradient), state_gradients, None
 
 
 logprobs.defvjp(_forward, _backward)
@@ -143,6 +147,7 @@ def _gathered(model: Decoder, kernel: Array) -> jax.Array:
     kernel = kernel.astype(model.cfg.dtype)
     if (mesh := _shared(model)) is None:
         return kernel
+    # The columns stay split over tensor: only fsdp is gathered.
     columns = sharding.spec_for("head/kernel", kernel.shape, mesh)[1]
     return jax.lax.with_sharding_constraint(kernel, NamedSharding(mesh, P(None, columns)))
 
@@ -153,10 +158,10 @@ def _summed(model: Decoder, gradients: Array) -> jax.Array:
         return gradients[0]
     rows, columns = sharding.spec_for("head/kernel", gradients.shape[1:], mesh)
 
-    def on_device(own: Array) -> jax.Array:
+    def on_device(gradient: Array) -> jax.Array:
         if rows is None:
-            return jax.lax.psum(own[0], ("data", "fsdp"))
-        return jax.lax.psum(jax.lax.psum_scatter(own[0], rows, tiled=True), "data")
+            return jax.lax.psum(gradient[0], ("data", "fsdp"))
+        return jax.lax.psum(jax.lax.psum_scatter(gradient[0], rows, tiled=True), "data")
 
     specs = P(*ROWS, None, columns), P(rows, columns)
     run = jax.shard_map(on_device, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)

@@ -60,13 +60,13 @@ def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Calla
     if parts == 1 and at_once == prompts:
         return 1, lambda i: Microbatch(batch, lambda tree: tree, lambda tree: tree)
 
-    def of_device(x: Array) -> Array:
+    def by_device(x: Array) -> Array:
         return x.reshape(devices, prompts, *x.shape[1:])
 
     count: int | Array = -(-prompts // at_once)
     used = jnp.ones((devices, prompts), bool)
     if parts > 1:
-        used = of_device(jnp.any(packed >= 0, axis=(2, 3))).reshape(devices, -1)
+        used = by_device(jnp.any(packed >= 0, axis=(2, 3))).reshape(devices, -1)
         count = -(-jnp.max(jnp.sum(used, axis=1)) // at_once)
     # The parts of each device that have tokens, in order, and then the others.
     order = jnp.argsort(~used, axis=1, stable=True)
@@ -74,27 +74,29 @@ def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Calla
 
     def part(i: Array | int) -> Microbatch:
         at = jax.lax.dynamic_slice_in_dim(order, i * at_once, at_once, axis=1)
+        # A device with fewer parts than another goes through empty ones: all devices run the same loop.
         has_tokens = i * at_once + jnp.arange(at_once)[None] < jnp.sum(used, axis=1, keepdims=True)
         prompt, rows = at // parts, at % parts
 
         def take(tree: PyTree) -> PyTree:
-            one = lambda x: jax.vmap(lambda x, at: x[at])(of_device(x), prompt).reshape(-1, *x.shape[1:])  # noqa: E731
-            return jax.tree.map(one, tree)
+            select = lambda x: jax.vmap(lambda x, at: x[at])(by_device(x), prompt).reshape(-1, *x.shape[1:])  # noqa: E731
+            return jax.tree.map(select, tree)
 
         def spread(tree: PyTree) -> PyTree:
-            def of(x: Array, at: Array) -> Array:
-                return jnp.zeros((prompts, *x.shape[1:]), x.dtype).at[at].add(x)  # a prompt may be here twice
+            def add_at(x: Array, at: Array) -> Array:
+                # A prompt may be here twice.
+                return jnp.zeros((prompts, *x.shape[1:]), x.dtype).at[at].add(x)
 
-            one = lambda x: jax.vmap(of)(x.reshape(devices, at_once, *x.shape[1:]), prompt)  # noqa: E731
-            return jax.tree.map(lambda x: one(x).reshape(-1, *x.shape[1:]), tree)
+            spread_array = lambda x: jax.vmap(add_at)(x.reshape(devices, at_once, *x.shape[1:]), prompt)  # noqa: E731
+            return jax.tree.map(lambda x: spread_array(x).reshape(-1, *x.shape[1:]), tree)
 
-        taken, index, here = take(replace(batch, packed_index=None)), None, has_tokens.reshape(-1, 1, 1)
+        selected, index, is_here = take(replace(batch, packed_index=None)), None, has_tokens.reshape(-1, 1, 1)
         if packed is not None:
-            index = jax.vmap(lambda x, b, n: x[b, n])(of_device(packed), prompt, rows)
+            index = jax.vmap(lambda x, b, n: x[b, n])(by_device(packed), prompt, rows)
             index = jnp.where(has_tokens[..., None, None], index, -1).reshape(-1, 1, *index.shape[2:])
-            here = _completions_of(index, *batch.completions.shape[1:])
-        masks = {name: getattr(taken, name) & here for name in ("completion_mask", "loss_mask")}
-        return Microbatch(replace(taken, packed_index=index, **masks), take, spread)
+            is_here = _completions_of(index, *batch.completions.shape[1:])
+        masks = {name: getattr(selected, name) & is_here for name in ("completion_mask", "loss_mask")}
+        return Microbatch(replace(selected, packed_index=index, **masks), take, spread)
 
     return count, part
 

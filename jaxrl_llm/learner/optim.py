@@ -80,7 +80,8 @@ def constant(coef: float) -> Coefficient:
     return Coefficient(coef, lambda state: state, lambda state, metrics: state)
 
 
-USUAL, SEEN = 16, 8  # a norm is compared with those of about USUAL updates, once SEEN of them are there
+# A norm is compared with those of about USUAL updates, once SEEN of them are there.
+USUAL, SEEN = 16, 8
 
 
 def spike_bound() -> Coefficient:
@@ -99,12 +100,14 @@ def spike_bound() -> Coefficient:
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
         norm, count = metrics["grad_norm"], state[3] + 1
         excess = jnp.where(count > 1, jnp.maximum(jnp.log(norm / usual(state)), 0.0), 0.0)
+        # A mean of the last norms without a list of them: the state is four numbers.
         last = state[0] + (norm - state[0]) / jnp.minimum(count, USUAL)
         return jnp.stack([last, state[1] + (norm - state[1]) / count, state[2] + (excess**2 - state[2]) / count, count])
 
     def bound(state: Array) -> jax.Array:
         k = jnp.maximum(state[3] - SEEN, 0.0) + 2
-        level = noise.RATE * jnp.log(2.0) / (k * jnp.log(k) ** 2)  # of `noise.level`, without its small differences
+        # Of `noise.level`, without its small differences.
+        level = noise.RATE * jnp.log(2.0) / (k * jnp.log(k) ** 2)
         freedom = jnp.maximum(state[3] - 1, 1.0)
         t = jnp.sqrt(freedom * jnp.expm1(2 * jnp.log(1 / level) / freedom))
         allowed = usual(state) * jnp.exp(jnp.maximum(jnp.log(SPIKE), t * jnp.sqrt(2 * state[2])))
@@ -200,15 +203,15 @@ def entropy_coefficient(*, coef: NotNegative, target: NotNegative, step: NotNega
 
 def objective_coefficients(config: Config, total_steps: int, sequences: int) -> dict[str, Coefficient]:
     """Returns the KL and entropy coefficients that a config uses; sequences: number of sequences per update."""
-    made = {}
+    coefficients = {}
     if config.kl.placement != "none":
         by = {name: config.kl[name] for name in ("coef", "decay", "end", "target", "horizon")}
-        made["kl/coef"] = kl_coefficient(total_steps, sequences, **by)
+        coefficients["kl/coef"] = kl_coefficient(total_steps, sequences, **by)
     if config.entropy.coef or config.entropy.target:
-        made["entropy/coef"] = entropy_coefficient(**config.entropy)
+        coefficients["entropy/coef"] = entropy_coefficient(**config.entropy)
     if "gradient_spike" in config.health.skip:
-        made["grad_norm/bound"] = spike_bound()
-    return made | router_coefficients(config)
+        coefficients["grad_norm/bound"] = spike_bound()
+    return coefficients | router_coefficients(config)
 
 
 def router_coefficients(config: Config) -> dict[str, Coefficient]:

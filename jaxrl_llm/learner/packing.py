@@ -12,15 +12,18 @@ from jaxrl_llm.machine.shapes import Ladder, Shape
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import AnyArray, Batch, Config
 
-ROW = 32  # tokens; narrower rows are slower, so several short completions share one
-KERNEL = 128  # tokens; the TPU's attention kernel needs rows of a multiple, and narrower ones pay less
+# Tokens; narrower rows are slower, so several short completions share one.
+ROW = 32
+# Tokens; the TPU's attention kernel needs rows of a multiple, and narrower ones pay less.
+KERNEL = 128
 
 
 def to_batch(samples: Samples, pack: Callable[[np.ndarray, int], np.ndarray] | None) -> Batch:
     """Converts samples to a batch on the host. pack: lengths [B, G], P -> packed_index [B, E, N, T]; None: none."""
     prompts, rollouts = samples.prompts, samples.rollouts
     index = None
-    if pack:  # the lengths of all processes decide the shape of the rows
+    if pack:
+        # The lengths of all processes decide the shape of the rows.
         lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1))
         index = pack(lengths, prompts.tokens.shape[1])[distributed.part(len(lengths))]
     return Batch(
@@ -38,7 +41,8 @@ def minibatches(config: Config, step: int) -> Iterator[AnyArray]:
     """Yields the rows of each update of a step: first epoch in order, later ones shuffled by (seed, step, epoch)."""
     for epoch in range(config.epochs):
         rows = np.arange(config.prompts_per_step)
-        if epoch:  # the seed depends on no earlier step, so a resumed run gets the same rows
+        if epoch:
+            # The seed depends on no earlier step, so a resumed run gets the same rows.
             np.random.default_rng((config.seed, step, epoch)).shuffle(rows)
         yield from rows.reshape(-1, config.prompts_per_update).astype(np.int32)
 
@@ -85,9 +89,10 @@ class Packing:
 
     def __call__(self, lengths: np.ndarray, prompt_tokens: int) -> np.ndarray:
         """Packs completions of these lengths [B, G] -> packed_index [B, E, N, T]. Counts as a step of the run."""
-        rows: dict[int, np.ndarray] = {}  # width -> rows that each prompt needs
+        # Width -> rows that each prompt needs.
+        rows: dict[int, np.ndarray] = {}
         for width in {width for _, width in self.ladder.shapes if width >= lengths.max()}:
-            rows[width] = np.array([len(fill(of_group, width)) for of_group in lengths])
+            rows[width] = np.array([len(fill(group_lengths, width)) for group_lengths in lengths])
 
         def seconds(shape: Shape) -> float:
             count, width = shape
@@ -108,10 +113,10 @@ def pack(lengths: np.ndarray, limit: int, shape: Shape) -> np.ndarray:
     """
     rows, width = shape
     packed_index = np.full((len(lengths), *index_shape(lengths.shape[1], limit, shape)), -1, np.int32)
-    for b, of_group in enumerate(lengths):
-        for n, completions in enumerate(fill(of_group, width)):
-            taken = np.concatenate([g * limit + np.arange(of_group[g]) for g in completions])
-            packed_index[b, n // rows, n % rows, : len(taken)] = taken
+    for b, group_lengths in enumerate(lengths):
+        for n, completions in enumerate(fill(group_lengths, width)):
+            token_index = np.concatenate([g * limit + np.arange(group_lengths[g]) for g in completions])
+            packed_index[b, n // rows, n % rows, : len(token_index)] = token_index
     return packed_index
 
 
@@ -119,8 +124,9 @@ def fill(lengths: np.ndarray, width: int) -> list[list[int]]:
     """Lists the completions of each row. Places the longest first, each in the first row with room."""
     rows: list[list[int]] = []
     room: list[int] = []
+    # Stable: all processes, and a resumed run, get the same rows.
     for g in np.argsort(-lengths, kind="stable"):
-        row = next((n for n, left in enumerate(room) if left >= lengths[g]), len(rows))
+        row = next((n for n, free in enumerate(room) if free >= lengths[g]), len(rows))
         if row == len(rows):
             rows.append([])
             room.append(width)

@@ -47,15 +47,17 @@ class Scorer(NamedTuple):
     program: Callable[[PyTree, Batch], dict[str, jax.Array]]  # (params, batch) -> columns
 
     def score(self, states: States, batch: Batch) -> dict[str, jax.Array]:
+        """Returns {column: [B, G, C]}."""
+        # Parameters in host memory come to the device for this call only.
         return self.program(sharding.move(self.params(states), sharding.DEVICE), batch)
 
     def compile(self, states: States, batch: Batch) -> jax.stages.Compiled | None:
-        """Compiles the program, if it is one, for batches of this shape. Of states and batch, shapes are enough."""
+        """Compiles the program, if it is one, for batches of this shape; states and batch may be shapes."""
         program = self.described(self.columns[0], states, batch)
         return program.compile() if program else None
 
     def described(self, text: str, states: States, batch: Batch) -> Program | None:
-        """Returns what `score` runs for batches of this shape, if it is a program. Shapes are enough."""
+        """Returns what `score` runs for batches of this shape, if it is a program; states and batch may be shapes."""
         if not isinstance(self.program, jax.stages.Wrapped):
             return None
         params = self.params(states)
@@ -100,8 +102,8 @@ def make_scorers(
         scorers["sampler"] = Scorer(("old_logprobs",), lambda states: None, known)
     elif columns:
         policy = score_columns(model, sampling, mesh, at_once, **columns)
-        whole = lambda states: base.combine(base.params, states["policy"].params)  # noqa: E731
-        scorers["policy"] = Scorer(tuple(columns), whole, policy)
+        policy_params = lambda states: base.combine(base.params, states["policy"].params)  # noqa: E731
+        scorers["policy"] = Scorer(tuple(columns), policy_params, policy)
     return scorers
 
 
@@ -113,8 +115,8 @@ def score_columns(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: in
 
     def per_token(params: PyTree, batch: Batch) -> dict[str, jax.Array]:
         logprobs, entropy = forward.completion_logprobs(model, params, batch, sampling)
-        made = {"logprobs": logprobs, "entropy": entropy}
-        return {name: made[what] for name, what in columns.items()}
+        values = {"logprobs": logprobs, "entropy": entropy}
+        return {name: values[what] for name, what in columns.items()}
 
     return forward.in_microbatches(per_token, mesh, microbatch)
 
@@ -129,6 +131,7 @@ def load_frozen(
     """
     model = frozen_model(section, folder, config, mesh)
     compatibility.check_other_model(f"{section}.path", model.cfg, policy)
+    # Token ids pass from one model to the other: equal text with other ids would be scored as other text.
     theirs = hf.load_tokenizer(folder).get_vocab()
     other = next((token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number), None)
     if other is not None:

@@ -59,16 +59,16 @@ class Learner:
     lowers: Lowers | None = None  # what a rollback makes of its learning rate
     base: Base = ALL_LEARN  # what does not learn; its TrainState holds only what learns
 
-    def whole(self, state: TrainState) -> PyTree:
+    def all_parameters(self, state: TrainState) -> PyTree:
         """Returns all parameters of the model. Copies nothing; shapes are enough."""
         return self.base.combine(self.base.params, state.params)
 
     def compile(self, state: TrainState, batch: Batch, rows: Array) -> jax.stages.Compiled:
-        """Compiles the update for batches of this shape. Of all arguments, shapes are enough."""
+        """Compiles the update for batches of this shape; all arguments may be shapes."""
         return self.described("", state, batch, rows).compile()
 
     def described(self, text: str, state: TrainState, batch: Batch, rows: Array) -> Program:
-        """Returns what `update` runs for batches of this shape. Of all arguments, shapes are enough."""
+        """Returns what `update` runs for batches of this shape; all arguments may be shapes."""
         trace = partial(self.update_step.trace, state, batch, rows, self.base.params)
         return Program("update", f"the {self.prefix}update{text}", trace, REMEDY, (state, self.base.params))
 
@@ -129,7 +129,8 @@ def policy_objective(
     correct = correct or make_importance_weights()
 
     def objective(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[Array, Metrics]:
-        load: Any  # its place among the metrics is that of an array
+        # Its place among the metrics is that of an array.
+        load: Any
         if routed:
             (logprobs, entropy), load = completion_logprobs_and_load(model, params, batch, sampling)
         else:
@@ -225,11 +226,11 @@ def make_update_step(
 
         metrics |= coefs | {"grad_norm": optax.global_norm(grads)}
         # Without a trained token, momentum would still move the parameters. With NaN, the optimizer skips the update.
-        wanted = jnp.any(batch.loss_mask)
+        takes_effect = jnp.any(batch.loss_mask)
         refused = {f"skip/{name}": SKIPS[name](metrics) for name in optimizer.skips}
         for reason in refused.values():
-            wanted &= ~reason
-        usable = jax.tree.map(lambda g: jnp.where(wanted, g, jnp.nan), grads)
+            takes_effect &= ~reason
+        usable = jax.tree.map(lambda g: jnp.where(takes_effect, g, jnp.nan), grads)
         updates, opt_state = optimizer.transform.update(usable, state.opt_state, state.params)
         updates = jax.tree.map(lambda x: coefs["learning_rate"] * x, updates)
         metrics |= {"update_norm": optax.global_norm(updates)} | jax.tree.map(jnp.float32, refused)
@@ -240,7 +241,7 @@ def make_update_step(
             reward = jnp.maximum(jnp.nan_to_num(jnp.nanmean(jnp.abs(batch.rewards))), 1e-6)
             metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
         # A skipped update must not advance a schedule or an adaptive coefficient.
-        learned = jnp.isfinite(metrics["grad_norm"]) & wanted
+        learned = jnp.isfinite(metrics["grad_norm"]) & takes_effect
         coef_state = {
             name: jnp.where(learned, c.adapt(state.coef_state[name], metrics), state.coef_state[name])
             for name, c in optimizer.coefficients.items()
@@ -271,23 +272,25 @@ def make_gradient(
         # Before the split into micro-batches, because the denominators count the whole update.
         weights = aggregate(batch.loss_mask)
         shares = aggregation_weights(batch.loss_mask, mode="token_mean")
-        whole = whole_load(objective, combine(base, params), batch, coefs, microbatch=microbatch, mesh=mesh)
+        full_load = full_batch_load(objective, combine(base, params), batch, coefs, microbatch=microbatch, mesh=mesh)
 
         def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, dict[str, Any]]:
             per_token, metrics = objective(combine(base, params), part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
-            shares = jnp.where(part.loss_mask, shares, 0.0)  # a part of a group counts only its own tokens
+            # A part of a group counts only its own tokens.
+            shares = jnp.where(part.loss_mask, shares, 0.0)
             load: Any = metrics.pop(LOAD, None)
             metrics = {name: reduce(name, x, shares) for name, x in metrics.items()}
             if load is not None and BALANCE in coefs:
-                balance = coefs[BALANCE] * balance_loss(load, whole or jax.lax.stop_gradient(load))
+                balance = coefs[BALANCE] * balance_loss(load, full_load or jax.lax.stop_gradient(load))
                 total, metrics = total + balance, metrics | {"loss/balance": balance}
             return total, metrics | {"loss/total": total} | ({} if load is None else {LOAD: load})
 
-        of_part = jax.jit(jax.grad(loss, has_aux=True), inline=True)
+        # Inlined into the loop over micro-batches: jitted, so that tracing twice costs one trace.
+        gradient_of_part = jax.jit(jax.grad(loss, has_aux=True), inline=True)
 
         def visit(part: Microbatch) -> tuple[PyTree, Metrics]:
-            grads, metrics = of_part(params, part.batch, *part.take((weights, shares)))
+            grads, metrics = gradient_of_part(params, part.batch, *part.take((weights, shares)))
             return jax.tree.map(lambda g: g.astype(dtype), grads), metrics
 
         grads, metrics = microbatches.over(batch, visit, join, nothing, microbatch=microbatch, mesh=mesh)
@@ -298,21 +301,22 @@ def make_gradient(
     return gradient
 
 
-def whole_load(
+def full_batch_load(
     objective: Objective, params: PyTree, batch: Batch, coefs: Metrics, *, microbatch: int, mesh: Mesh
 ) -> Load | None:
     """Returns the load of a whole batch in several micro-batches, from a forward pass of its own.
 
     None: the load-balance loss does not need it.
     """
+    # The loss is a product of two means over the whole batch: parts alone would not add up to it.
     count, _ = microbatches.split(batch, microbatch, mesh)
     if BALANCE not in coefs or (isinstance(count, int) and count == 1):
         return None
-    of_part = jax.jit(lambda params, part: objective(params, part, coefs)[1][LOAD], inline=True)
+    load_of_part = jax.jit(lambda params, part: objective(params, part, coefs)[1][LOAD], inline=True)
     zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
     add = partial(jax.tree.map, jnp.add)
     load = microbatches.over(
-        batch, lambda part: of_part(params, part.batch), add, zeros, microbatch=microbatch, mesh=mesh
+        batch, lambda part: load_of_part(params, part.batch), add, zeros, microbatch=microbatch, mesh=mesh
     )
     return jax.lax.stop_gradient(load)
 
@@ -339,8 +343,8 @@ def reduce(name: str, values: Array, shares: Array) -> jax.Array:
 def join(sums: tuple[PyTree, Metrics], more: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
     """Joins gradients and metrics of micro-batches."""
     grads = jax.tree.map(jnp.add, sums[0], more[0])
-    of = lambda name: REDUCTIONS.get(name[-4:], SUM).join  # noqa: E731
-    return grads, {name: jax.tree.map(of(name), x, more[1][name]) for name, x in sums[1].items()}
+    join_of = lambda name: REDUCTIONS.get(name[-4:], SUM).join  # noqa: E731
+    return grads, {name: jax.tree.map(join_of(name), x, more[1][name]) for name, x in sums[1].items()}
 
 
 def nothing(shapes: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
@@ -354,7 +358,7 @@ def nothing(shapes: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
 
 
 def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
-    """Returns a TrainState of shapes, dtypes and shardings, and the shardings. For params, shapes are enough."""
+    """Returns a TrainState of shapes, dtypes and shardings, and the shardings; params may be shapes."""
     init = optimizer.transform.init
     coef_state = {name: jnp.float32(c.start) for name, c in optimizer.coefficients.items()}
     shapes = jax.eval_shape(lambda p: TrainState(p, init(p), coef_state), params)

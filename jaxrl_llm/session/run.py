@@ -132,7 +132,7 @@ class Run:
 
     def policy(self, states: States) -> PyTree:
         """Returns all parameters of the policy, as its model takes them."""
-        return self.learners["policy"].whole(states["policy"])
+        return self.learners["policy"].all_parameters(states["policy"])
 
     def score(self, states: States, batch: Batch) -> dict[str, Array]:
         """Returns the columns [B, G, C] of all scorers."""

@@ -130,7 +130,7 @@ def make_plan(
     shape = packing(lengths, width).shape[1:]
     sampler = _sampler(models, book)
     # The sampler's copy of the weights: in the dtype and with the sharding of the decode loop.
-    copy = sampler.resident(policy.whole(policy.shapes))
+    copy = sampler.resident(policy.all_parameters(policy.shapes))
     holds = _holds(_on_chips(states, config), copy, models)
     if sum(holds.values()) > memory_limit:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
@@ -206,7 +206,7 @@ def _programs(
     config = models.config
     batch = dict(prompts=config.prompts_per_step, width=width, group=config.group_size, sampling=learning.sampling)
     policy = learning.learners["policy"]
-    sampler_programs = sampler.programs(policy.whole(policy.shapes), **batch, episodes="env" in config)
+    sampler_programs = sampler.programs(policy.all_parameters(policy.shapes), **batch, episodes="env" in config)
     for program in sampler_programs if engines.choose(config).in_trainer else ():
         yield program
         if program.phase == "decoding":
