@@ -19,7 +19,7 @@ from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.rewards import code
 from jaxrl_llm.sandbox import bubblewrap, system_calls
 from jaxrl_llm.sandbox import program as sandbox
-from jaxrl_llm.sandbox.program_tests import Limits, in_python, verdicts
+from jaxrl_llm.sandbox.program_tests import ProgramLimits, in_python, verdicts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -219,13 +219,15 @@ def test_no_attack_on_the_judge_passes_a_test(monkeypatch):
     monkeypatch.setattr(sandbox, "CLOCK", 3.0)
     passed = {}
     with ThreadPoolExecutor(cpus()) as threads:
-        all_found = threads.map(lambda program: in_python(program, TESTS, Limits(1.0, 256)), ON_THE_JUDGE.values())
+        all_found = threads.map(
+            lambda program: in_python(program, TESTS, ProgramLimits(1.0, 256)), ON_THE_JUDGE.values()
+        )
     for attack, found in zip(ON_THE_JUDGE, all_found, strict=True):
         assert len(found) == len(TESTS)
         passed[attack] = [test for test, one in zip(TESTS, found, strict=True) if one.passed]
         assert {one.reason for one in found} <= {"", "time", *sandbox.REASONS}
     assert {attack: tests for attack, tests in passed.items() if tests} == {}
-    assert all(one.passed for one in in_python("def add(a, b): return a + b", TESTS[:3], Limits(5.0, 256)))
+    assert all(one.passed for one in in_python("def add(a, b): return a + b", TESTS[:3], ProgramLimits(5.0, 256)))
 
 
 def test_a_report_of_the_judge_has_a_line_for_each_test_or_no_test_has_passed():
@@ -285,9 +287,9 @@ def test_no_program_outlives_a_trainer_that_is_killed(form):
     started = textwrap.dedent(f"""
         from jaxrl_llm.machine.process import Process
         from jaxrl_llm.sandbox.program import run
-        from jaxrl_llm.sandbox.program_tests import Limits, in_python
+        from jaxrl_llm.sandbox.program_tests import ProgramLimits, in_python
         program = "import ctypes, time; ctypes.CDLL(None).prctl(1, 0); time.sleep(600)"
-        tests = program, ["assert True"], Limits(600.0, 256)
+        tests = program, ["assert True"], ProgramLimits(600.0, 256)
         arguments = dict(seconds=600.0, memory=256, characters=10)
         {"run(program, **arguments)" if form == "output" else "Process(in_python, *tests).answer(600.0)"}
     """)
@@ -353,10 +355,9 @@ def test_unconfined_programs_run_with_limits_and_a_folder_of_their_own(monkeypat
     assert sandbox.run("bytearray(2**30)", **limits).reason == "memory"
     assert sandbox.run("while True: pass", **limits).reason == "time"
     assert "SECRET" not in sandbox.run("import os; print(os.environ)", **limits).output
-    assert [x.passed for x in in_python(ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], Limits(5.0, 256))] == [
-        True,
-        False,
-    ]
+    assert [
+        x.passed for x in in_python(ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], ProgramLimits(5.0, 256))
+    ] == [True, False]
 
 
 def test_the_packages_own_bubblewrap_serves_where_the_system_has_none(monkeypatch):

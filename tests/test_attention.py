@@ -21,7 +21,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import attention_gpu, attention_tpu
 from jaxrl_llm.models.attention import KeyValue, Visible, attend, causal_within, in_prompt
 from jaxrl_llm.models.attention_gpu import attend_gpu
-from jaxrl_llm.models.attention_tpu import Limits, attend_tpu
+from jaxrl_llm.models.attention_tpu import AttentionLimits, attend_tpu
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import plain
@@ -61,7 +61,7 @@ def value_and_gradients(f, arrays, segment_ids):
 
 
 def on_tpu(query, own, segment_ids, visible, prompt, mask, limits, mesh):
-    return attend_tpu(query, own, segment_ids, prompt, mask, limits=Limits(*limits), mesh=mesh, interpret=True)
+    return attend_tpu(query, own, segment_ids, prompt, mask, limits=AttentionLimits(*limits), mesh=mesh, interpret=True)
 
 
 def on_gpu(query, own, segment_ids, visible, prompt, mask, limits, mesh):

@@ -19,11 +19,11 @@ from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.recipe.checks import check_train
 from jaxrl_llm.rewards import code
 from jaxrl_llm.sandbox import program as sandbox
-from jaxrl_llm.sandbox.program_tests import Limits, in_python
+from jaxrl_llm.sandbox.program_tests import ProgramLimits, in_python
 from jaxrl_llm.session.banner import unconfined
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
-LIMITS = Limits(5.0, 512)
+LIMITS = ProgramLimits(5.0, 512)
 
 
 def earned(*programs: str, tests: object, **arguments: object) -> tuple[list[float], dict[str, float]]:

@@ -77,7 +77,7 @@ def test_what_reads_a_completion_takes_linear_time(function):
 
 
 SEARCH = Search.__new__(Search)
-SEARCH._left = 0
+SEARCH._searches_left = 0
 
 
 def test_an_answer_as_long_as_math_verify_gets_is_rewritten_in_linear_time():

@@ -16,7 +16,8 @@ OPERATORS = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,
 }  # fmt: skip
 BEGIN, END = "<calculator>", "</calculator>"
-LARGEST = 10**100  # no number is larger: a power of powers would compute for hours
+# No number is larger: a power of powers would compute for hours.
+LARGEST = 10**100
 
 
 class Calculator:
@@ -26,7 +27,7 @@ class Calculator:
 
     def __init__(self, *, most_characters: AtLeastOne):
         """most_characters: of an expression."""
-        self._most = most_characters
+        self._max_characters = most_characters
 
     def reset(self, row: dict[str, Any]) -> None:
         """Needs nothing of the row."""
@@ -37,10 +38,10 @@ class Calculator:
             return Reply(done=True)
         expression = text.rpartition(END)[0].rpartition(BEGIN)[2].strip()
         try:
-            found = calculated(expression, self._most)
+            result = calculated(expression, self._max_characters)
         except ValueError as error:
             return Reply(f"<result>error: {error}</result>", metrics={"calls": 1.0, "invalid": 1.0})
-        return Reply(f"<result>{found}</result>", metrics={"calls": 1.0})
+        return Reply(f"<result>{result}</result>", metrics={"calls": 1.0})
 
 
 def calculated(expression: str, most_characters: int) -> str:
@@ -60,8 +61,8 @@ def compute(node: ast.expr) -> float:
             return value
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
             return OPERATORS[type(op)](compute(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            a, b = compute(left), compute(right)
+        case ast.BinOp(left=left_operand, op=op, right=right_operand) if type(op) in OPERATORS:
+            a, b = compute(left_operand), compute(right_operand)
             if isinstance(op, ast.Pow) and (abs(b) > 1000 or abs(a) > LARGEST):
                 raise ValueError("the power is too large")
             value = OPERATORS[type(op)](a, b)

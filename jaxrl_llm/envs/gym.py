@@ -38,5 +38,5 @@ class Gym:
         action = text.partition(self.stops[0])[0].strip()
         observation, reward, terminated, truncated, _ = self._game.step(action)
         metrics = {"reward": float(reward), "cut": float(bool(truncated))}
-        done = bool(terminated or truncated)
-        return Reply("" if done else str(observation), done=done, metrics=metrics)
+        ended = bool(terminated or truncated)
+        return Reply("" if ended else str(observation), done=ended, metrics=metrics)

@@ -20,7 +20,7 @@ class NumberGame:
 
     def __init__(self, *, most_guesses: AtLeastOne):
         """most_guesses: the episode ends after this number of guesses."""
-        self._most, self._guesses, self._number = most_guesses, 0, 0
+        self._max_guesses, self._guesses, self._number = most_guesses, 0, 0
 
     def reset(self, row: dict[str, Any]) -> None:
         """Takes the number to guess from the row."""
@@ -28,12 +28,12 @@ class NumberGame:
 
     def step(self, text: str) -> Reply:
         """Says whether the number is higher or lower than the last guess of the turn."""
-        found = GUESS.findall(text)
-        if not found:
+        guesses = GUESS.findall(text)
+        if not guesses:
             return Reply("\nWrite <guess>a number</guess>.\n", metrics={"invalid": 1.0})
-        guess, self._guesses = int(found[-1]), self._guesses + 1
+        guess, self._guesses = int(guesses[-1]), self._guesses + 1
         if guess == self._number:
             return Reply(done=True, metrics={"guesses": 1.0, "reward": 1.0})
-        if self._guesses >= self._most:
+        if self._guesses >= self._max_guesses:
             return Reply(done=True, metrics={"guesses": 1.0})
         return Reply("\nhigher\n" if guess < self._number else "\nlower\n", metrics={"guesses": 1.0})

@@ -41,7 +41,7 @@ def checked(reply: Any) -> Reply:
     """Returns what a `step` returned. Raises: TypeError, ValueError, if it is no reply with text and numbers."""
     if not isinstance(reply, Reply):
         raise TypeError(f"step returned {type(reply).__name__}, not a Reply")
-    said = [reply.observation] if isinstance(reply.observation, str) else reply.observation
-    if not isinstance(said, (list, tuple)) or not all(isinstance(text, str) for text in said):
+    texts = [reply.observation] if isinstance(reply.observation, str) else reply.observation
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise TypeError("the observation is neither text nor a tuple of texts")
     return replace(reply, metrics={name: float(value) for name, value in reply.metrics.items()})

@@ -36,5 +36,5 @@ class Python:
             return Reply(done=True)
         code = text.rpartition(END)[0].rpartition(BEGIN)[2]
         output, errors, error, _ = self._run(code.strip("\n"))
-        said = "\n".join(filter(None, (output.rstrip(), errors.rstrip(), error and f"error: {error}")))
-        return Reply(f"<output>{said}</output>", metrics={"programs": 1.0, "own_errors": float(bool(error))})
+        shown = "\n".join(filter(None, (output.rstrip(), errors.rstrip(), error and f"error: {error}")))
+        return Reply(f"<output>{shown}</output>", metrics={"programs": 1.0, "own_errors": float(bool(error))})

@@ -46,7 +46,7 @@ class Search:
         if bool(corpus) == bool(url):
             raise UserError(f"config.env.corpus = {corpus!r} and url = {url!r}: give one of them")
         self._find = _client(url, topk, timeout, retries) if url else _index(corpus, topk)
-        self._left = most_searches
+        self._searches_left = most_searches
 
     def reset(self, row: dict[str, Any]) -> None:
         """Needs nothing of the row: only the reward looks at its answer."""
@@ -58,15 +58,16 @@ class Search:
             return Reply(done=True, metrics={"valid": 1.0})
         if not query.strip():
             return Reply(INVALID, metrics={"invalid": 1.0})
-        if not self._left:
+        if not self._searches_left:
             return Reply(SEARCHED_OUT, metrics={"invalid": 1.0})
-        self._left -= 1
+        # Before the search: one that fails counts too, or a dead server would keep the episode going.
+        self._searches_left -= 1
         metrics = {"valid": 1.0, "searches": 1.0}
         try:
-            said = shown(self._find(query.strip()))
+            information = shown(self._find(query.strip()))
         except RetrieverError:
-            said, metrics = FAILED, metrics | {"errors": 1.0}
-        return Reply(f"\n\n<information>{said}</information>\n\n", metrics=metrics)
+            information, metrics = FAILED, metrics | {"errors": 1.0}
+        return Reply(f"\n\n<information>{information}</information>\n\n", metrics=metrics)
 
 
 def first_tagged(text: str, tag: str) -> tuple[int, str]:
@@ -86,22 +87,24 @@ def shown(documents: list[Document]) -> str:
     return "".join(lines)
 
 
-@cache  # one index for all episodes of a process
+# One index for all episodes of a process.
+@cache
 def _index(corpus: str, topk: int) -> Callable[[str], list[Document]]:
     if corpus.endswith(".jsonl"):
         index = Index.open(Path(corpus))
     else:
         index = Index.of([document(row) for row in resolve(corpus, tasks, "config.env.corpus")()])
-    return lambda query: [found for found, _ in index.search([query], topk)[0]]
+    return lambda query: [hit for hit, _ in index.search([query], topk)[0]]
 
 
 @cache
 def _client(url: str, topk: int, timeout: float, retries: int) -> Callable[[str], list[Document]]:
     client = RetrieverClient(url, topk=topk, timeout=timeout, retries=retries)
-    try:  # once, before a model is loaded: in an episode a search that fails is only an observation
+    try:
+        # Once, before a model is loaded: in an episode a search that fails is only an observation.
         client.search(["a question"])
     except RetrieverError as error:
         raise UserError(
             f"config.env.url = {url!r}: {error}: start the retriever (jaxrl serve-retriever), or mend the address"
         ) from error
-    return lambda query: [found for found, _ in client.search([query])[0]]
+    return lambda query: [hit for hit, _ in client.search([query])[0]]

@@ -12,7 +12,8 @@ from typing import TypeVar
 __all__: tuple[str, ...] = ()  # no class here is an environment that a config may name
 
 T = TypeVar("T")
-MOST_LATE = 256  # calls that have not ended after their time: each keeps a thread, with its stack and its locals
+# Calls that have not ended after their time: each keeps a thread, with its stack and its locals.
+MOST_LATE = 256
 
 
 class Late(BaseException):
@@ -44,11 +45,13 @@ class TimeLimit:
         results, ended, ends = list[T](), list[bool](), Lock()
 
         def run() -> None:
-            with suppress(BaseException):  # beside `Late`, what ends this thread only, such as KeyboardInterrupt
+            with suppress(BaseException):
+                # Beside `Late`, what ends this thread only, such as KeyboardInterrupt.
                 try:
                     results.append(function())
                 finally:
-                    with ends:  # after it, nothing must be raised in this thread, whose identity another one may get
+                    with ends:
+                        # After it, nothing must be raised in this thread, whose identity another one may get.
                         ended.append(True)
 
         # A thread of its own: one that never returns must not keep a worker.

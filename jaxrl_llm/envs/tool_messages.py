@@ -27,7 +27,8 @@ class ToolMessages:
             special[tokenizer.eos_token_id] = tokenizer.eos_token
         self._special = special.keys()
         ends = "|".join(map(re.escape, sorted(special.values(), key=len, reverse=True)))
-        self._end = re.compile(rf"\s*({ends or '(?!)'})")  # without special tokens it matches nothing
+        # Without special tokens it matches nothing.
+        self._end = re.compile(rf"\s*({ends or '(?!)'})")
 
     def check(self, row_args: Mapping[str, Any]) -> None:
         """Tries results that are hard to write. Raises: UserError, if the template does not take or not show them."""
@@ -35,7 +36,8 @@ class ToolMessages:
             shown = self.between([], WORDS, row_args)
             for results in (HARD, *((result,) for result in HARD)):
                 self.between([], results, row_args)
-        except Exception as error:  # a template may raise anything
+        except Exception as error:
+            # A template may raise anything.
             raise UserError(
                 f"the chat template does not take results of tools: {describe(error)}: use another model, or an env "
                 "whose observations are text"

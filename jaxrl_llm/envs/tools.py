@@ -66,17 +66,18 @@ class Tools:
 
     def _answer(self, call: str, metrics: dict[str, float]) -> str:
         try:
-            said = json.loads(call)
-            function, given = self._functions[said["name"]], said.get("arguments", {})
-            if not isinstance(given, dict):
+            request = json.loads(call)
+            function, arguments = self._functions[request["name"]], request.get("arguments", {})
+            if not isinstance(arguments, dict):
                 raise TypeError("the arguments are no object")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             metrics["invalid"] += 1
             return f"error: this is no call of {', '.join(self._functions)}: {briefly(error)}"
         try:
-            result = function(**given)
+            result = function(**arguments)
             return result if isinstance(result, str) else json.dumps(result, default=str)
-        except Exception as error:  # a tool may raise anything
+        except Exception as error:
+            # A tool may raise anything.
             metrics["own_errors" if isinstance(error, OwnError) else "errors"] += 1
             return f"error: {briefly(error)}"
 

@@ -26,8 +26,8 @@ def fits(device: Any, head_dim: int, dtype: str, length: int) -> bool:
     return device.platform == "tpu" and length < 2 ** (31 - BITS) and head_dim % 64 == 0 and dtype == "bfloat16"
 
 
-class Limits(NamedTuple):
-    """Limits of attention; 0: none."""
+class AttentionLimits(NamedTuple):
+    """AttentionLimits of attention; 0: none."""
 
     window: int = 0  # tokens that a token sees, itself included
     soft_cap: float = 0.0  # bound of scores: soft_cap * tanh(score / soft_cap)
@@ -79,7 +79,7 @@ def attend_tpu(
     prompt: KeyValue | None = None,
     prompt_mask: Array | None = None,
     *,
-    limits: Limits,
+    limits: AttentionLimits,
     mesh: Mesh | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -106,7 +106,7 @@ def attend_tpu(
 
 
 def _attend_row(
-    row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int, limits: Limits, interpret: bool
+    row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int, limits: AttentionLimits, interpret: bool
 ) -> jax.Array:
     """Attention of one row and its prompt, both padded to blocks: query [K, R, T, h] -> [K, R, T, h]."""
     (query, keys, values, segment_ids), (prompt_keys, prompt_values, prompt_mask) = row, prompt

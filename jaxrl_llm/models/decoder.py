@@ -345,7 +345,7 @@ class Decoder:
         """Returns `_attend_packed` by the TPU's kernel, whose masks are static: the two kinds of layers have two."""
 
         def kernel(window: int) -> Callable[..., jax.Array]:
-            limits = attention_tpu.Limits(window, self.cfg.soft_cap)
+            limits = attention_tpu.AttentionLimits(window, self.cfg.soft_cap)
             return lambda query, row, prompt: attention_tpu.attend_tpu(
                 query, row, segment_ids, prompt, prompt_mask, limits=limits, mesh=self.mesh
             )

@@ -22,7 +22,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import progress, sharding
 from jaxrl_llm.models import names
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.names import Names
+from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import PyTree
 
 # Besides config.json and the weights, these files change the input tokens, the output text or the stop ids.
@@ -349,7 +349,7 @@ def _index(folder: Path) -> dict[str, Any]:
     return where
 
 
-def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: Names) -> None:
+def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: TensorNames) -> None:
     expected: set[str] = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = sharding.path_name(path)

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from jaxrl_llm.machine import disk, distributed, progress, sharding
 from jaxrl_llm.models import lora, names
 from jaxrl_llm.models.hf import EMBEDDING, HEAD, read_config, stored_dtype
-from jaxrl_llm.models.names import Names
+from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import Array, PyTree
 
 SHARD_BYTES = 5 * 2**30
@@ -123,12 +123,14 @@ def _index(stacked: PyTree, i: Array) -> jax.Array:
     return lora.merged_kernel(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked))
 
 
-def table_of(folder: Path) -> Names:
+def table_of(folder: Path) -> TensorNames:
     """Returns the tensor names of the family of a folder."""
     return names.family_table(read_config(folder)["model_type"])
 
 
-def tensors(params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+def tensors(
+    params: PyTree, table: TensorNames, dtype: Any, *, untied: bool = False
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the name and value of each Hugging Face tensor, fetched from the devices one at a time.
 
     A kernel with an adapter is merged, a layer at a time. table: of the family. untied: a head that is tied to the
@@ -151,7 +153,7 @@ def tensors(params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -
                     yield TIED[tensor], part
 
 
-def shapes(params: PyTree, table: Names, *, untied: bool = False) -> dict[str, tuple[int, ...]]:
+def shapes(params: PyTree, table: TensorNames, *, untied: bool = False) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that `tensors` yields, in the same order."""
     by_tensor = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, lora.is_kernel):

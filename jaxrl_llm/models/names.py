@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TypeAlias
 
-Names: TypeAlias = Mapping[str, str]
+TensorNames: TypeAlias = Mapping[str, str]
 
 DENSE = {
     "embed/embedding": "model.embed_tokens.weight",
@@ -52,7 +52,7 @@ EXPERTS = DENSE | {
 }
 
 
-def family_table(family: str) -> Names:
+def family_table(family: str) -> TensorNames:
     """Returns the table of a family: NAMES of its module in this package."""
     return importlib.import_module(f"jaxrl_llm.models.{family}").NAMES
 

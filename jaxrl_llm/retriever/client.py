@@ -10,7 +10,8 @@ import httpx
 
 from jaxrl_llm.retriever.documents import Document, document
 
-PAUSE = 0.2  # seconds before the first retry; each retry doubles it
+# Seconds before the first retry; each retry doubles it.
+PAUSE = 0.2
 
 
 class RetrieverError(Exception):
@@ -32,7 +33,7 @@ class RetrieverClient:
         Raises: RetrieverError, after the last retry, or if the server refuses the request.
         """
         body = {"queries": list(queries), "topk": self._topk, "return_scores": True}
-        said = ""
+        problem = ""
         for retry in range(self._retries + 1):
             if retry:
                 time.sleep(PAUSE * 2 ** (retry - 1))
@@ -42,9 +43,12 @@ class RetrieverClient:
                     raise RetrieverError(f"{self._url} refuses the request: {answer.status_code} {answer.text[:200]}")
                 answer.raise_for_status()
                 return _documents(answer.json(), len(queries))
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:  # also JSON that means nothing
-                said = f"{type(error).__name__} {error}"
-        raise RetrieverError(f"{self._url} gave no answer in {self._retries + 1} tries: {' '.join(said.split())[:300]}")
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                # Also JSON that means nothing.
+                problem = f"{type(error).__name__} {error}"
+        raise RetrieverError(
+            f"{self._url} gave no answer in {self._retries + 1} tries: {' '.join(problem.split())[:300]}"
+        )
 
     def close(self) -> None:
         """Closes the connections."""
@@ -56,9 +60,9 @@ def _documents(answer: Any, count: int) -> list[list[tuple[Document, float | Non
     result = answer["result"]
     if len(result) != count:
         raise ValueError(f"{len(result)} results for {count} queries")
-    return [[_document(one) for one in of_query] for of_query in result]
+    return [[_document(hit) for hit in hits] for hits in result]
 
 
-def _document(one: dict[str, Any]) -> tuple[Document, float | None]:
-    score = one.get("score")
-    return document({"id": ""} | one.get("document", one)), None if score is None else float(score)
+def _document(hit: dict[str, Any]) -> tuple[Document, float | None]:
+    score = hit.get("score")
+    return document({"id": ""} | hit.get("document", hit)), None if score is None else float(score)

@@ -47,7 +47,8 @@ class Encoder:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(encoding.model)
             self._model = AutoModel.from_pretrained(encoding.model).to(self._device).eval()
-        except Exception as error:  # transformers raises many kinds
+        except Exception as error:
+            # transformers raises many kinds.
             raise UserError(f"--dense {encoding.model} cannot be loaded: {describe(error)}") from error
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
@@ -61,10 +62,11 @@ class Encoder:
 
     @torch.inference_mode()
     def _encode(self, texts: Sequence[str]) -> np.ndarray:
-        given = dict(padding=True, truncation=True, max_length=self._encoding.tokens, return_tensors="pt")
-        tokens = self._tokenizer(list(texts), **given).to(self._device)
+        options = dict(padding=True, truncation=True, max_length=self._encoding.tokens, return_tensors="pt")
+        tokens = self._tokenizer(list(texts), **options).to(self._device)
         states, mask = self._model(**tokens).last_hidden_state, tokens["attention_mask"][..., None]
         pooled = states[:, 0] if self._encoding.pooling == "cls" else (states * mask).sum(1) / mask.sum(1)
+        # Of unit length, so that the inner product is the cosine.
         return torch.nn.functional.normalize(pooled.float(), dim=-1).cpu().numpy()
 
 
@@ -117,6 +119,7 @@ def _save(documents: DocumentFile, encoder: Encoder, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}.partial")
     faiss.write_index(vectors, str(partial))
+    # Another process may look for it meanwhile: it sees nothing or all of it.
     partial.rename(file)
 
 

@@ -30,9 +30,11 @@ class DocumentFile(Sequence[Document]):
         """
         self._path = path
         try:
+            # Mapped: a corpus may be larger than the memory, and processes share its pages.
             with path.open("rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: it is empty
+        except (OSError, ValueError) as error:
+            # ValueError: the file is empty.
             raise UserError(f"the corpus {path} cannot be read: {error}") from error
         self.places = np.array([0, *self._ends()], np.int64) if places is None else places
         if places is None:

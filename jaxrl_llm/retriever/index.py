@@ -21,7 +21,8 @@ from jaxrl_llm.machine import extras, progress, user_cache
 from jaxrl_llm.retriever.documents import Document, DocumentFile
 
 Found: TypeAlias = list[tuple[Document, float]]  # the best first
-FORMAT = 1  # version of a saved index: raise it if a change of this file changes its scores
+# Version of a saved index: raise it if a change of this file changes its scores.
+FORMAT = 1
 
 
 def words(texts: Sequence[str]) -> list[list[str]]:
@@ -72,8 +73,10 @@ class Index:
             return []
         scores = self._scores.get_scores(known)
         few = min(topk, len(scores))
+        # A partition, not a sort: millions of scores for a few documents.
         least = np.partition(scores, len(scores) - few)[len(scores) - few]
-        candidates = np.flatnonzero((scores >= least) & (scores > 0))  # with all that have the last score
+        # With all that have the last score.
+        candidates = np.flatnonzero((scores >= least) & (scores > 0))
         best = candidates[np.lexsort((candidates, -scores[candidates]))][:few]
         return [(self._documents[i], float(scores[i])) for i in best.tolist()]
 
@@ -89,14 +92,16 @@ def _indexed(documents: Sequence[Document]) -> Any:
 def _bm25s() -> ModuleType:
     """Imports bm25s, which only an index needs. Raises: UserError, if it is not installed."""
     extras.require("bm25s", "retriever", "an index of documents")
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it prints at level DEBUG
+    # It prints at level DEBUG.
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
     return import_module("bm25s")
 
 
 def fingerprint(path: Path) -> str:
     """Returns a hash of a corpus."""
     digest = hashlib.sha256(str(FORMAT).encode())
-    with suppress(OSError), path.open("rb") as file:  # `DocumentFile` says what is wrong
+    with suppress(OSError), path.open("rb") as file:
+        # `DocumentFile` says what is wrong.
         digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:32]
 
@@ -109,7 +114,8 @@ def _save(path: Path, folder: Path) -> None:
     try:
         _indexed(documents).save(partial, show_progress=False)
         np.save(partial / "places.npy", documents.places)
-        with suppress(OSError):  # another process was faster
+        with suppress(OSError):
+            # Another process was faster.
             os.rename(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

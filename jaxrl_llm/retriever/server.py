@@ -46,16 +46,17 @@ def application(search: Search, bounds: Bounds) -> Starlette:
         nonlocal inside
         if inside >= bounds.waiting + bounds.workers:
             return _error(429, f"{inside} requests are here already: ask again later")
+        # Without a lock: only the event loop's thread changes it.
         inside += 1
         try:
             queries, topk, scores = read(await _body(request, bounds), bounds)
             # In a thread: the event loop must go on to answer others.
-            found = await run_sync(search, queries, topk, limiter=limiter)
+            hits_by_query = await run_sync(search, queries, topk, limiter=limiter)
         except Refused as refused:
             return _error(refused.status, refused.reason)
         finally:
             inside -= 1
-        return JSONResponse({"result": [[_plain(*one, scores) for one in of_query] for of_query in found]})
+        return JSONResponse({"result": [[_plain(*hit, scores) for hit in hits] for hits in hits_by_query]})
 
     async def health(request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
@@ -64,11 +65,13 @@ def application(search: Search, bounds: Bounds) -> Starlette:
 
 
 async def _body(request: Request, bounds: Bounds) -> Any:
-    most, body = 2 * bounds.queries * (6 * bounds.characters + 64), bytearray()  # a character may be \\uXXXX
+    # A character may be \\uXXXX.
+    max_bytes, body = 2 * bounds.queries * (6 * bounds.characters + 64), bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > most:
-            raise Refused(413, f"the request has more than {most} bytes")
+        # While it comes in: a request is refused before all of it is in memory.
+        if len(body) > max_bytes:
+            raise Refused(413, f"the request has more than {max_bytes} bytes")
     try:
         return json.loads(bytes(body))
     except ValueError as error:

@@ -21,7 +21,7 @@ from jaxrl_llm.rewards import deadline, text_of, unlogged
 from jaxrl_llm.rewards.code_tests import tests_of
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox.program import REASONS
-from jaxrl_llm.sandbox.program_tests import Limits, Verdict, by_output, in_python
+from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, by_output, in_python
 
 __all__ = ["accuracy", "is_given"]
 
@@ -76,12 +76,12 @@ def accuracy(
     cases, faults = [row.tests for row in rows], [row.fault for row in rows if row.fault]
     if faults:
         _warn(faults[0])
-    limits = Limits(seconds, memory, deadline())
+    limits = ProgramLimits(seconds, memory, deadline())
 
-    def verdicts(program: str | None, case: list[Any]) -> list[Verdict]:
+    def verdicts(program: str | None, case: list[Any]) -> list[ProgramVerdict]:
         return [] if program is None or not case else _verdicts(program, case, limits, partial)
 
-    def judged(program: str | None, case: list[Any]) -> tuple[list[Verdict], bool]:
+    def judged(program: str | None, case: list[Any]) -> tuple[list[ProgramVerdict], bool]:
         return verdicts(program, case), time.monotonic() >= limits.end
 
     # Threads are enough: each waits for a process of the sandbox.
@@ -104,7 +104,7 @@ def is_given(completions: list[Any], **columns: Any) -> list[float]:
     return [float(_program(text_of(c)) is not None) for c in completions]
 
 
-def _reward(verdicts: list[Verdict], count: int, partial: bool) -> float | None:
+def _reward(verdicts: list[ProgramVerdict], count: int, partial: bool) -> float | None:
     share = sum(v.passed for v in verdicts) / count if count else None
     return share if partial or share is None else float(share == 1)
 
@@ -124,10 +124,10 @@ def _warn(fault: str) -> None:
     _warned = True
 
 
-def _verdicts(program: str, cases: list[Any], limits: Limits, partial: bool) -> list[Verdict]:
+def _verdicts(program: str, cases: list[Any], limits: ProgramLimits, partial: bool) -> list[ProgramVerdict]:
     """Returns the verdicts until one decides: after a test that took too long, the others do not run."""
     if len(cases[0]) == 2 and not isinstance(cases[0], str):
-        verdicts: list[Verdict] = []
+        verdicts: list[ProgramVerdict] = []
         for stdin, expected in cases:
             verdicts.append(by_output(program, stdin, expected, limits))
             if verdicts[-1].reason == "time" or not (partial or verdicts[-1].passed):

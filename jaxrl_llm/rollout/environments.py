@@ -67,10 +67,11 @@ class EnvironmentPool:
         Raises: UserError, if the environment cannot be made, or the chat template does not take results of its tools.
         """
         self.tokenizer, self._make = tokenizer, make
-        self.most, self.tokens, self.observation_tokens = most, tokens, observation_tokens
+        self.max_turns, self.tokens, self.observation_tokens = most, tokens, observation_tokens
         self.limit, self.threads = TimeLimit(timeout), ThreadPoolExecutor(workers)
         # The first environment finds what is wrong with the arguments before a run begins.
-        self.schemas: list[dict[str, Any]] = getattr(self.make(), "schemas", [])  # of tools, for the chat template
+        # Of tools, for the chat template.
+        self.schemas: list[dict[str, Any]] = getattr(self.make(), "schemas", [])
         self.messages = ToolMessages(tokenizer, self.schemas, template_args)
         if not self.schemas:
             return
@@ -97,8 +98,9 @@ class EnvironmentPool:
         """
         reset(self.make(), rows[0])
         if self.schemas:
-            for given in {repr(given): given for given in map(formats.template_args, rows)}.values():
-                self.messages.check(given)
+            # Each kind of arguments once: a large data set has few.
+            for row_args in {repr(row_args): row_args for row_args in map(formats.template_args, rows)}.values():
+                self.messages.check(row_args)
 
     def begin(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
         """Returns the environments of a batch, each with its data row. Raises: UserError, if one refuses its row."""
@@ -118,6 +120,7 @@ class EnvironmentPool:
         """
         cut = lambda size: self.encoded(tuple(text[:size] for text in results), row, turn)  # noqa: E731
         too_long = lambda size: len(cut(size)) > self.observation_tokens  # noqa: E731
+        # By bisection: only a few of the cuts are encoded.
         size = bisect_left(range(1, max(map(len, results)) + 1), True, key=too_long)
         return None if too_long(size) else cut(size)
 
@@ -184,16 +187,18 @@ class EnvironmentBatch:
     def _answer(self, episode: int, turn: list[int]) -> list[int] | None:
         counts, began = self._counts[episode], time.perf_counter()
         reply = self._step(episode, self._text(turn))
+        # Without an error the metric is 0, not absent.
         measured = {"errors": 0.0} | reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - began}
         counts.update({name: counts.get(name, 0.0) + value for name, value in measured.items()})
         if reply.done:
             return None
-        if counts["turns"] >= self._pool.most:
+        if counts["turns"] >= self._pool.max_turns:
             self._cut[episode] = True
             return None
         try:
             return self._observed(episode, reply.observation, turn)
-        except Exception as error:  # a template may raise anything, though it took the results of `check`
+        except Exception as error:
+            # A template may raise anything, though it took the results of `check`.
             _warn(error)
             counts["errors"], self._cut[episode] = counts["errors"] + 1, True
             return None
@@ -217,15 +222,16 @@ class EnvironmentBatch:
                 return checked(environment.step(text))
             except (Exception, SystemExit) as error:
                 _warn(error)
-                said = briefly(error)
+                reason = briefly(error)
                 # In the form of a chat, if the turns have it.
-                observation = (f"error: {said}",) if self._pool.schemas else FAILED.format(said)
+                observation = (f"error: {reason}",) if self._pool.schemas else FAILED.format(reason)
                 return Reply(observation, metrics={"errors": 1.0})
 
         try:
             return self._pool.limit.call(step)
         except TimeoutError:
-            self._cut[episode] = True  # the environment may still run, so it must not be asked again
+            # The environment may still run, so it must not be asked again.
+            self._cut[episode] = True
             return Reply(done=True, metrics={"errors": 1.0})
 
 

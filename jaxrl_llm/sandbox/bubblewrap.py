@@ -11,9 +11,11 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-FOLDER = "/tmp"  # the program's own folder, in memory
+# The program's own folder, in memory.
+FOLDER = "/tmp"
 FOLDER_SIZE = 64 * 2**20  # bytes of all its files
-OLDEST = (0, 7)  # the first version with --size
+# The first version with --size.
+OLDEST = (0, 7)
 ENVIRONMENT = {"HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 SWITCHES = {  # what an administrator may have set, and what bubblewrap needs
     "kernel/apparmor_restrict_unprivileged_userns": "0",
@@ -58,9 +60,10 @@ def _bound() -> tuple[str, ...]:
     base = dict(base=sys.base_prefix, platbase=sys.base_exec_prefix)
     base |= {f"installed_{name}": path for name, path in base.items()}
     library = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]
-    own = [f"{sys.base_prefix}/lib"] if Path(sys.base_prefix) != Path("/usr") else []
+    interpreter_library = [f"{sys.base_prefix}/lib"] if Path(sys.base_prefix) != Path("/usr") else []
     system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache"]
-    folders = dict.fromkeys([*system, *own, *library, interpreter()])
+    folders = dict.fromkeys([*system, *interpreter_library, *library, interpreter()])
+    # Installed packages are hidden: a program sees the standard library alone, on every machine.
     packages = [f"{folder}/{name}" for folder in library for name in ("site-packages", "dist-packages")]
     packages = dict.fromkeys([*packages, "/usr/lib/python3/dist-packages"])
     shown = [part for folder in folders for part in ("--ro-bind-try", folder, folder)]
@@ -80,9 +83,11 @@ def command(filter_: int, program: list[str]) -> list[str]:
     environment = [part for name, value in ENVIRONMENT.items() for part in ("--setenv", name, value)]
     return [
         binary(),
+        # In this order: bubblewrap does what its arguments say, one after the other.
         *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv", *environment),
         *_bound(),
         *("--dev-bind", "/dev/null", "/dev/null"),
+        # The root becomes read-only last, after the mounts in it.
         *("--size", str(FOLDER_SIZE), "--tmpfs", FOLDER, "--chdir", FOLDER, "--remount-ro", "/"),
         *("--seccomp", str(filter_), "--", *program),
     ]
@@ -92,10 +97,10 @@ def remedy(problem: str) -> str:
     """Returns what lets bubblewrap work here."""
     if not re.search("namespace|Operation not permitted|Permission denied|No space left|mount", problem):
         return "see the message of bwrap"
-    for name, wanted in SWITCHES.items():
+    for name, setting in SWITCHES.items():
         switch = Path("/proc/sys") / name
-        if switch.is_file() and switch.read_text().strip() != wanted:
-            return f"as root: sysctl -w {name.replace('/', '.')}={wanted}"
+        if switch.is_file() and switch.read_text().strip() != setting:
+            return f"as root: sysctl -w {name.replace('/', '.')}={setting}"
     limit = Path("/proc/sys/user/max_user_namespaces")
     if limit.is_file() and limit.read_text().strip() == "0":
         return "as root: sysctl -w user.max_user_namespaces=10000"

@@ -22,23 +22,26 @@ def limit(memory, seconds):
         resource.RLIMIT_CORE: 0,
     }
     for kind, value in limits.items():
-        most = resource.getrlimit(kind)[1]
-        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        hard_limit = resource.getrlimit(kind)[1]
+        value = value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)
         resource.setrlimit(kind, (value, value))
 
 
 def main():
     memory, seconds, program, ready, alone = map(int, sys.argv[1:])
-    if alone and sys.platform == "linux":  # without bubblewrap: end with the parent (PR_SET_PDEATHSIG)
+    if alone and sys.platform == "linux":
+        # Without bubblewrap: end with the parent (PR_SET_PDEATHSIG).
         import ctypes
 
         ctypes.CDLL(None).prctl(1, 9)
     limit(memory, seconds)
+    # Only now: the trainer takes it as proof that the limits hold.
     os.write(ready, b"1")
     os.close(ready)
     with open(program, encoding="utf-8") as file:
         code = file.read()
     sys.argv = [""]
+    # A module of its own: the program finds none of this text's names.
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     try:

@@ -27,8 +27,10 @@ from jaxrl_llm.sandbox.bubblewrap import ENVIRONMENT, FOLDER, NoSandbox, command
 from jaxrl_llm.sandbox.system_calls import refusals
 
 MOST_FILES, MOST_THREADS = 10_000, 32
-LOOK = 0.1  # seconds between two looks at a program
-CLOCK = 5.0  # seconds of the clock for each second of the CPU: a machine with other work is slower
+# Seconds between two looks at a program.
+LOOK = 0.1
+# Seconds of the clock for each second of the CPU: a machine with other work is slower.
+CLOCK = 5.0
 UNCONFINED = "JAXRL_LLM_UNCONFINED"  # environment variable, so that the processes of rewards have it too
 # Why a program failed. The last line of its error says which, or what this process saw; it decides no verdict.
 REASONS = ("error", "memory", "disk", "processes", "network", "files")
@@ -126,12 +128,14 @@ class Program(NamedTuple):
         """Waits until the program has ended, for so long at most. Returns whether it has."""
         try:
             descriptor = os.pidfd_open(self.process.pid)
-        except (AttributeError, OSError):  # another system, or Linux before 5.3
+        except (AttributeError, OSError):
+            # Another system, or Linux before 5.3.
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)
             return self.process.returncode is not None
         try:
-            ended = select.poll()  # Popen.wait would look again and again
+            # Popen.wait would look again and again.
+            ended = select.poll()
             ended.register(descriptor, select.POLLIN)
             return bool(ended.poll(1000 * seconds))
         finally:
@@ -141,7 +145,8 @@ class Program(NamedTuple):
         """Returns error and reason, if the program has more files or threads than allowed."""
         with suppress(OSError, ValueError, IndexError):  # it may end meanwhile
             pid = self.process.pid
-            for _ in () if is_unconfined() else range(2):  # bwrap outside, bwrap as process 1, the program
+            for _ in () if is_unconfined() else range(2):
+                # Bwrap outside, bwrap as process 1, the program.
                 pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
             if len(os.listdir(f"/proc/{pid}/task")) > MOST_THREADS:
                 return "it has too many threads", "processes"
@@ -153,7 +158,8 @@ class Program(NamedTuple):
     def ended(self) -> tuple[str, str]:
         """Returns error and reason of a program that has ended by itself."""
         code = self.process.wait()
-        number = -code if code < 0 else code - 128  # bubblewrap gives 128 + the signal that ended the program
+        # Bubblewrap gives 128 + the signal that ended the program.
+        number = -code if code < 0 else code - 128
         late = f"it took longer than {self.seconds:g} seconds", "time"
         if code == 0:
             return "", ""
@@ -167,7 +173,8 @@ class Program(NamedTuple):
         if is_unconfined():
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()  # the kernel then ends bubblewrap's process 1, and with it all others
+        # The kernel then ends bubblewrap's process 1, and with it all others.
+        self.process.kill()
         self.process.wait()
 
     def output(self, characters: int) -> str:
@@ -216,7 +223,8 @@ def started(
         folder, environment, handed = "/", {}, [texts[0].fileno(), ready.fileno(), *descriptors]
         if alone:
             folder = opened.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}  # not the trainer's: it may hold secrets
+            # Not the trainer's: it may hold secrets.
+            environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
         else:
             to_filter.write(refusals())
             program = command(filter_.fileno(), program)
@@ -238,8 +246,8 @@ def started(
             # No exit code says that a process is confined: its program chooses the code.
             if not is_ready.read(1):
                 process.wait()
-                said = started_program.errors(1000).strip() or f"bwrap ended with {process.returncode}"
-                raise NoSandbox(said if alone else f"{said}; {remedy(said)}")
+                message = started_program.errors(1000).strip() or f"bwrap ended with {process.returncode}"
+                raise NoSandbox(message if alone else f"{message}; {remedy(message)}")
             yield started_program
         finally:
             started_program.kill()

@@ -23,17 +23,18 @@ from jaxrl_llm.sandbox import remote_calls
 from jaxrl_llm.sandbox.remote_calls import GONE
 
 SHOWN = 10_000  # characters of an output, beyond what is expected
-ENDING = 1.0  # seconds in which a program that has left its tests ends
+# Seconds in which a program that has left its tests ends.
+ENDING = 1.0
 
 
-class Verdict(NamedTuple):
+class ProgramVerdict(NamedTuple):
     """The result of one test."""
 
     passed: bool
     reason: str = ""  # why the program failed: "time", or one of `program.REASONS`; "": its answer is wrong
 
 
-class Limits(NamedTuple):
+class ProgramLimits(NamedTuple):
     """Limits of a program."""
 
     seconds: float  # of the CPU, for a test by input and output, or for all tests in Python
@@ -41,24 +42,25 @@ class Limits(NamedTuple):
     end: float = math.inf  # time.monotonic() by which the tests have ended; those that have not are "time"
 
 
-LATE = Verdict(False, "time")
+LATE = ProgramVerdict(False, "time")
 
 
-def by_output(program: str, stdin: str, expected: str, limits: Limits) -> Verdict:
+def by_output(program: str, stdin: str, expected: str, limits: ProgramLimits) -> ProgramVerdict:
     """Runs the program with this input. It passes if it ends well, and its standard output is the expected one.
 
     Spaces at the end of lines, and empty lines at the end, do not count.
     """
     if time.monotonic() >= limits.end:
         return LATE
+    # Enough of a longer output to see that it differs.
     characters = 2 * len(expected) + SHOWN
-    found = sandbox.run(program, **limits._asdict(), characters=characters, stdin=stdin)
-    if found.error:
-        return Verdict(False, found.reason)
-    return Verdict(_lines(found.output) == _lines(expected))
+    run = sandbox.run(program, **limits._asdict(), characters=characters, stdin=stdin)
+    if run.error:
+        return ProgramVerdict(False, run.reason)
+    return ProgramVerdict(_lines(run.output) == _lines(expected))
 
 
-def in_python(program: str, tests: Sequence[str | list[Any]], limits: Limits) -> list[Verdict]:
+def in_python(program: str, tests: Sequence[str | list[Any]], limits: ProgramLimits) -> list[ProgramVerdict]:
     """Runs tests on the functions and classes of the program.
 
     A test is the text of Python statements, in which what the program defines are global names; it passes if it ends
@@ -76,7 +78,8 @@ def in_python(program: str, tests: Sequence[str | list[Any]], limits: Limits) ->
         ours = f"{_library()}judge({', '.join(map(str, numbers))}, {list(tests)!r})"
         tested = opened.enter_context(sandbox.started(theirs, **each, descriptors=(calls.fileno(), to_judge.fileno())))
         judge = opened.enter_context(sandbox.started(ours, **each, descriptors=numbers))
-        for end in ends:  # only the children keep them: when one ends, the other reads an end of file
+        for end in ends:
+            # Only the children keep them: when one ends, the other reads an end of file.
             end.close()
         _, late = judge.wait(min(time.monotonic() + sandbox.CLOCK * limits.seconds, limits.end), beside=tested)
         report.seek(0)
@@ -87,17 +90,18 @@ def in_python(program: str, tests: Sequence[str | list[Any]], limits: Limits) ->
     return verdicts(lines, len(tests), late or "error", ended or "error")
 
 
-def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list[Verdict]:
+def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list[ProgramVerdict]:
     """Returns the verdicts of a report, which has a line for each test: "1", or "0" and a reason.
 
     missing: the reason of a test without a line; ended: that of the program's early end. A report that is anything
     else has no passed test.
     """
-    known = {"1": Verdict(True), "0 ": Verdict(False), f"0 {GONE}": Verdict(False, ended)}
-    known |= {f"0 {x}": Verdict(False, x) for x in sandbox.REASONS}
+    known = {"1": ProgramVerdict(True), "0 ": ProgramVerdict(False), f"0 {GONE}": ProgramVerdict(False, ended)}
+    known |= {f"0 {x}": ProgramVerdict(False, x) for x in sandbox.REASONS}
+    # The judge's process may have been taken over: a report that it cannot have written proves nothing.
     if len(lines) > count or not known.keys() >= set(lines):
-        return [Verdict(False, "error")] * count
-    return [known[line] for line in lines] + [Verdict(False, missing)] * (count - len(lines))
+        return [ProgramVerdict(False, "error")] * count
+    return [known[line] for line in lines] + [ProgramVerdict(False, missing)] * (count - len(lines))
 
 
 @cache

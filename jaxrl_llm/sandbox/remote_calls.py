@@ -16,10 +16,12 @@ import json
 import os
 import sys
 
-LONGEST = 2**24  # bytes of a message
+# Bytes of a message.
+LONGEST = 2**24
 DEEPEST = 100  # containers in containers
 REASONS = ("error", "memory", "disk", "processes", "network", "files")
-GONE = "gone"  # the program had ended; the trainer knows why
+# The program had ended; the trainer knows why.
+GONE = "gone"
 TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object)
 NUMBERS = {
     "decimal": decimal.Decimal,
@@ -43,7 +45,7 @@ EXTENDED = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict,
 # Names that a test takes from here, whatever the program has under them.
 KNOWN = {kind.__name__: kind for kind in (*NUMBERS.values(), *list(CONTAINERS.values())[4:])}
 KNOWN["defaultdict"] = collections.defaultdict
-OF_PLAIN = {name for kind in (*TYPES, *NUMBERS.values(), *CONTAINERS.values()) for name in dir(kind)}
+PLAIN_ATTRIBUTES = {name for kind in (*TYPES, *NUMBERS.values(), *CONTAINERS.values()) for name in dir(kind)}
 # An exception of the program that would end a loop, an iterator or the judge itself is another one there.
 RAISED = {
     name: kind
@@ -54,7 +56,7 @@ RAISED = {
 }
 
 
-class Gone(BaseException):
+class Closed(BaseException):
     """The other side has ended, or sent what is no message."""
 
 
@@ -64,60 +66,65 @@ class Link:
     def __init__(self, read, write, stand_in):
         """stand_in: the class of this side for objects of the other one."""
         self.read, self.write, self.stand_in = read, write, stand_in
-        self.serves = {}  # {kind of message: what answers it}
-        self.objects, self.reason, self.gone = [], "", False
+        # {kind of message: what answers it}.
+        self.serves = {}
+        self.objects, self.reason, self.closed = [], "", False
 
     def ask(self, *message):
         """Asks the other side. Returns the parts of its answer, or raises its error."""
-        self.put(message)
+        self.send(message)
         while True:
-            kind, *more = self.get()
+            kind, *more = self.receive()
             if kind == "value":
                 return more
             if kind == "error":
                 raise self.error(*more)
-            self.put(self.answer(kind, more))  # it needs a function of this side before it can answer
+            # It needs a function of this side before it can answer.
+            self.send(self.answer(kind, more))
 
     def answer(self, kind, more):
         try:
             return ["value", *self.serves[kind](*more)]
-        except Gone:
+        except Closed:
             raise
         except BaseException as error:
             return failure(error)
 
     def error(self, name, text, last, ended):
         """Returns the exception of this side for one of the other side."""
-        if ended or type(text) is not str:  # it has tried to end its process
-            self.reason, self.gone = "error", True
-            return Gone()
+        if ended or type(text) is not str:
+            # It has tried to end its process.
+            self.reason, self.closed = "error", True
+            return Closed()
         self.reason = last if last in REASONS else "error"
         return RAISED.get(name, RuntimeError)(text)
 
-    def put(self, message):
+    def send(self, message):
         data = json.dumps(message).encode()
         if len(data) > LONGEST:
             raise ValueError("too long a message")
+        # The length goes first: JSON has no end that a stream would show.
         data = memoryview(len(data).to_bytes(8, "big") + data)
         try:
             while data:
                 data = data[os.write(self.write, data) :]
         except OSError:
-            self.gone = True
-            raise Gone from None
+            self.closed = True
+            raise Closed from None
 
-    def get(self):
+    def receive(self):
         try:
             length = int.from_bytes(self.bytes(8), "big")
             if length > LONGEST:
                 raise ValueError("too long a message")
             message = json.loads(self.bytes(length))
+            # `type`, not isinstance: nothing of a class of the program may answer for it.
             if type(message) is list and message and type(message[0]) is str:
                 return message
             raise ValueError("no message")
         except (ValueError, RecursionError, MemoryError, OSError):
-            self.gone = True
-            raise Gone from None
+            self.closed = True
+            raise Closed from None
 
     def bytes(self, count):
         data = bytearray()
@@ -139,15 +146,17 @@ class Link:
             return [TAGS[kind], *([self.encoded(k, depth + 1), self.encoded(x, depth + 1)] for k, x in value.items())]
         if kind in TAGS:
             return [TAGS[kind], *(self.encoded(x, depth + 1) for x in value)]
-        if kind in (Handle, Given):
+        if kind in (Handle, JudgeFunction):
             return ["yours", object.__getattribute__(value, f"_{kind.__name__}__number")]
         if kind is type and value in TYPES:
             return ["type", value.__name__]
         if (simple := as_text(value, kind)) is not None:
             return simple
         for plain in EXTENDED if kind is not type else ():
-            if isinstance(value, plain):  # a class that extends a plain one: its content
+            if isinstance(value, plain):
+                # A class that extends a plain one: its content.
                 return self.encoded(content(value, plain), depth)
+        # Kept for good: a number may come back at any time.
         self.objects.append(value)
         return ["mine", len(self.objects) - 1]
 
@@ -171,7 +180,7 @@ class Link:
             return self.objects[parts[0]]
         if tag == "type":
             return {kind.__name__: kind for kind in TYPES}[str(parts[0])]
-        return of_text(tag, parts)
+        return from_text(tag, parts)
 
 
 def content(value, plain):
@@ -205,7 +214,7 @@ def as_text(value, kind):
     return ["timedelta", value.days, value.seconds, value.microseconds] if kind is datetime.timedelta else None
 
 
-def of_text(tag, parts):
+def from_text(tag, parts):
     if tag == "complex":
         return complex(*map(float, parts))
     if tag in ("bytes", "bytearray"):
@@ -255,7 +264,7 @@ class Handle:
         return result
 
     def __getattr__(self, name):
-        if name.startswith("__") or (name in OF_PLAIN and not self.__built):
+        if name.startswith("__") or (name in PLAIN_ATTRIBUTES and not self.__built):
             raise AttributeError(name)
         return self.__link.decoded(*self.__link.ask("get", self.__link.encoded(self), name), name)
 
@@ -276,16 +285,16 @@ class Handle:
         raise TypeError("an object of the program is neither true nor false")
 
     def __next__(self):
-        found = call(self.__link, self, "next", (), {})
-        if found:
-            return found[0]
+        following = call(self.__link, self, "next", (), {})
+        if following:
+            return following[0]
         raise StopIteration
 
     def __iter__(self):
         """Returns one iterator, the same at each call, unless the test has built the object: a list has one content."""
         if self.__built or self.__items is None:
-            found = call(self.__link, self, "iter", (), {})
-            object.__setattr__(self, "_Handle__items", items(self.__link, plain_of(Handle, found)))
+            iterator = call(self.__link, self, "iter", (), {})
+            object.__setattr__(self, "_Handle__items", items(self.__link, plain_of(Handle, iterator)))
         return self.__items
 
     def __enter__(self):
@@ -295,24 +304,24 @@ class Handle:
         call(self.__link, self, "__exit__", (None, None, None), {})
 
     def __len__(self):
-        return plain_of(int, call(self.__link, self._own(), "__len__", (), {}))
+        return plain_of(int, call(self.__link, self._built_only(), "__len__", (), {}))
 
     def __str__(self):
-        return plain_of(str, call(self.__link, self._own(), "str", (), {}))
+        return plain_of(str, call(self.__link, self._built_only(), "str", (), {}))
 
     def __repr__(self):
-        return plain_of(str, call(self.__link, self._own(), "repr", (), {}))
+        return plain_of(str, call(self.__link, self._built_only(), "repr", (), {}))
 
     def __getitem__(self, key):
-        return call(self.__link, self._own(), "__getitem__", (key,), {})
+        return call(self.__link, self._built_only(), "__getitem__", (key,), {})
 
     def __setitem__(self, key, value):
-        call(self.__link, self._own(), "__setitem__", (key, value), {})
+        call(self.__link, self._built_only(), "__setitem__", (key, value), {})
 
     def __delitem__(self, key):
-        call(self.__link, self._own(), "__delitem__", (key,), {})
+        call(self.__link, self._built_only(), "__delitem__", (key,), {})
 
-    def _own(self):
+    def _built_only(self):
         if self.__built:
             return self
         raise TypeError("an object of the program is no plain data")
@@ -325,8 +334,8 @@ def plain_of(kind, value):
 
 
 def items(link, iterator):
-    while found := call(link, iterator, "next", (), {}):
-        yield found[0]
+    while following := call(link, iterator, "next", (), {}):
+        yield following[0]
 
 
 def call(link, handle, method, arguments, named):
@@ -366,23 +375,23 @@ def judge(read, write, report, tests):
             name: link.decoded(x, name) for name, x in link.ask("names")[0] if type(name) is str and name[:2] != "__"
         }
     except BaseException:
-        link.gone = True
+        link.closed = True
     for test in tests:
         passed = False
-        link.reason = link.reason if link.gone else ""
+        link.reason = link.reason if link.closed else ""
         try:
-            if not link.gone:
+            if not link.closed:
                 judge_call(names, *test) if isinstance(test, list) else judge_text(names, test)
                 passed = True
         except AssertionError:
             pass
         except BaseException as error:
             failed = "memory" if isinstance(error, MemoryError) else "error"
-            link.reason = link.reason or ("" if link.gone else failed)
-        if passed and not link.gone:
+            link.reason = link.reason or ("" if link.closed else failed)
+        if passed and not link.closed:
             os.write(report, b"1\n")
         else:
-            os.write(report, f"0 {link.reason or (GONE if link.gone else '')}\n".encode())
+            os.write(report, f"0 {link.reason or (GONE if link.closed else '')}\n".encode())
 
 
 def given_call(link, number, arguments, named):
@@ -399,25 +408,27 @@ def judge_text(names, test):
     modules = {name for name in used if name in sys.stdlib_module_names and (name in modules or name not in names)}
     # The program's names, but none that a test uses to check its results, as `all` or `math`.
     program = {name: x for name, x in names.items() if name not in KNOWN and name not in vars(builtins)}
-    given = program | KNOWN | imported(modules) | {"__name__": "__main__"}
-    exec(compile(tree, "test", "exec"), given)
+    global_names = program | KNOWN | imported(modules) | {"__name__": "__main__"}
+    exec(compile(tree, "test", "exec"), global_names)
 
 
 def imported(modules):
-    found = {}
+    modules_by_name = {}
     for name in modules:
         try:
-            found[name] = __import__(name)
-        except ImportError:  # a part of the library that is not here, such as tkinter
+            modules_by_name[name] = __import__(name)
+        except ImportError:
+            # A part of the library that is not here, such as tkinter.
             continue
-    return found
+    return modules_by_name
 
 
 def judge_call(names, name, method, arguments, expected):
     """Raises: AssertionError, if the function does not return the expected value. Tuples count as lists (JSON)."""
     function = getattr(names["Solution"](), name) if method else names[name]
-    found, expected = as_json(function(*arguments)), as_json(expected)
-    assert found == expected or [found] == expected  # APPS puts a result into a list
+    returned, expected = as_json(function(*arguments)), as_json(expected)
+    # APPS puts a result into a list.
+    assert returned == expected or [returned] == expected
 
 
 def as_json(value):
@@ -429,7 +440,7 @@ def as_json(value):
 # The program's side. It has the program's process, so nothing here is safe from the program; nothing here needs to be.
 
 
-class Given:
+class JudgeFunction:
     """A function of the judge's side that a test gave to the program."""
 
     def __init__(self, link, number, name):
@@ -443,7 +454,7 @@ class Given:
 
 def serve(read, write, program):
     """Runs the program, and then answers the judge."""
-    link = Link(read, write, Given)
+    link = Link(read, write, JudgeFunction)
     module = type(sys)("program")
     sys.modules["program"] = module
     error = None
@@ -471,21 +482,21 @@ def serve(read, write, program):
     }
     while True:
         try:
-            kind, *more = link.get()
+            kind, *more = link.receive()
             answer = link.answer(kind, more)
             try:
-                link.put(answer)
+                link.send(answer)
             except ValueError as problem:  # too long
-                link.put(failure(problem))
-        except Gone:  # the tests have ended
+                link.send(failure(problem))
+        except Closed:  # the tests have ended
             return
 
 
 def applied(target, method, arguments, named):
     if method == "next":
         nothing = object()
-        found = next(target, nothing)
-        return [] if found is nothing else [found]
+        following = next(target, nothing)
+        return [] if following is nothing else [following]
     if method in ("iter", "str", "repr"):
         return getattr(builtins, method)(target)
     return (getattr(target, method) if method else target)(*arguments, **named)

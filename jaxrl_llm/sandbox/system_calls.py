@@ -30,9 +30,11 @@ REFUSED = {
     errno.ENOSYS: {"clone3": (435, 435)},
 }  # fmt: skip
 CLONE = (56, 220)
-THREAD = 0x10000  # the flag of a clone that is a thread
+# The flag of a clone that is a thread.
+THREAD = 0x10000
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers above, and its name
-X32 = 0x40000000  # bit of the numbers of a second x86 interface
+# Bit of the numbers of a second x86 interface.
+X32 = 0x40000000
 LOAD, EQUAL, AT_LEAST, BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # operations of the kernel's filter language
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
 
@@ -53,6 +55,7 @@ def refusals() -> bytes:
         for numbers in calls.values():
             if numbers[column] is not None:
                 lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, REFUSE | error)]
+    # A new thread is allowed, a new process is not: limits count for a process.
     lines += [(EQUAL, 0, 3, CLONE[column]), (LOAD, 0, 0, 16), (BITS, 1, 0, THREAD)]
     lines += [(RETURN, 0, 0, REFUSE | errno.EAGAIN), (RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("=HBBI", *line) for line in lines)

@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf_export
-from jaxrl_llm.models.names import Names
+from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.rollout.vllm.address import FOLDER, WEIGHTS, is_private
 from jaxrl_llm.structs import PyTree
 
@@ -37,7 +37,7 @@ class WeightFile:
     The file stays after a push, so that a restarted server can load it again.
     """
 
-    def __init__(self, folder: Path, dtype: Any, table: Names, *, untied: bool, address: str = ""):
+    def __init__(self, folder: Path, dtype: Any, table: TensorNames, *, untied: bool, address: str = ""):
         """dtype: cast the tensors to it; table: their names; untied: also write a tied head; address: serve over HTTP.
 
         Raises: UserError, if the folder cannot be made, is open to other users, or the address is not of this host.
@@ -105,7 +105,7 @@ def sweep(parent: Path) -> None:
             lock.parent.rmdir()
 
 
-def write_stream(file: BinaryIO, params: PyTree, table: Names, dtype: Any, *, untied: bool = False) -> None:
+def write_stream(file: BinaryIO, params: PyTree, table: TensorNames, dtype: Any, *, untied: bool = False) -> None:
     """Writes params as one safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes in order.
 
     Needs one tensor in memory at a time; the safetensors library needs all of them.
