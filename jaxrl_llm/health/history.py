@@ -148,9 +148,9 @@ class History:
         return self._strength(name, now, then, look=self.records[-1]["step"] - self.few - self.recent, choices=choices)
 
     def fallen(self, name: Metric) -> float:
-        """Returns how far a metric is below its best mean of `recent` values, or below its start, likewise.
+        """Returns how far a metric is below its best mean of `recent` values, or below its start.
 
-        Above 1 it has fallen. A fall from the start, a window that nobody chose, has most of the level.
+        The unit is what noise may reach in this run: above 1 it has fallen. A fall from the start, a window that nobody chose, has most of the level.
         """
         now, windows = self.window(name), self._windows(name)
         if now is None or not len(windows):
@@ -161,8 +161,9 @@ class History:
         return max(from_best, -self.risen(name, choices=1 / (1 - FROM_BEST)))
 
     def above(self, name: Metric, bound: float, *, error: float = 0.0) -> float:
-        """Returns how far the recent values are above a bound, likewise: below -1 they are below it.
+        """Returns how far the recent values are above a bound, as a multiple of what noise may reach in this run.
 
+        Above 1 they are above it, below -1 they are below it.
         error: the standard error of a step that is known, at least.
         """
         now = self.window(name)

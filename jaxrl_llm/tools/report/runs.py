@@ -72,7 +72,10 @@ class LoggedRun(NamedTuple):
 
 
 def read_all(workdirs: Sequence[Path], readers: dict[Path, Reader] | None = None) -> list[LoggedRun]:
-    """Reads runs; `readers` of an earlier call read only what is new. Raises: UserError, as `Reader.read` does."""
+    """Reads runs; `readers` of an earlier call read only what is new.
+
+    Raises: UserError, if there are too many, or a folder is no run, has no record yet or a broken file.
+    """
     readers = {} if readers is None else readers
     if len(workdirs) > len(LETTERS):
         raise UserError(f"{len(workdirs)} runs are too many for a page: give {len(LETTERS)} or fewer")

@@ -73,6 +73,7 @@ def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
         elif not key:
             rest.append(value)
         else:
+            # A second word after a key makes a list, as nargs="+" does.
             earlier = options[key]
             listed = earlier if isinstance(earlier, list) else [] if earlier == "True" else [earlier]
             options[key] = [*listed, word] if listed else word
@@ -95,6 +96,7 @@ def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     What they do not agree on is `Unread`.
     """
     joined: dict[str, Any] = {}
+    # Compared by `repr`, because lists and mappings have no hash.
     for key in dict.fromkeys(key for keys in runs for key in keys):
         values = list({repr(keys.get(key)): keys.get(key) for keys in runs}.values())
         several = f"the script runs this command {len(runs)} times, with {', '.join(map(str, values))}"
@@ -108,6 +110,7 @@ def calculated(text: str, names: dict[str, Any]) -> int | float:
     def value(node: ast.AST) -> int | float:
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             return node.value
+        # In a shell's sum a variable may hold a sum itself.
         if isinstance(node, ast.Name):
             return value(ast.parse(str(names[node.id]).strip(), mode="eval").body)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:

@@ -89,6 +89,8 @@ def composed(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
     document_keys = flat({key: value for key, value in document.items() if key != "defaults"})
     if not isinstance(document.get("defaults"), list):
         return document_keys
+    # Hydra joins the files in the order of the list. Later ones win, and the document itself is where _self_ stands, or
+    # last.
     keys: dict[str, Any] = {}
     missing = []
     for entry in [*document["defaults"], *(() if "_self_" in document["defaults"] else ("_self_",))]:
@@ -138,6 +140,7 @@ def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> 
 
 def beside(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, str] | None:
     """Returns a file that a script names, and its text: written by the script, or beside it, or in a folder above."""
+    # What the script writes first: a file of this name beside it may be of another run.
     for other, text in written.items():
         if Path(other).name == Path(name).name:
             return Path(name), text
@@ -187,8 +190,10 @@ def resolved(keys: Document) -> Document:
             value = value.replace(match[0], "null" if other is None else str(other))
         return Unread(value) if re.search(r"\$\{[\w.]+[:}]", value) else value
 
+    # The depth ends a circle of keys that name each other.
     values = {key: resolve(key, value, 5) for key, value in keys.values.items()}
     lists = {key: value for key, value in values.items() if isinstance(value, list)}
+    # A list with an element that is not known is as a whole not known: a rule reads all of it.
     unread = {key: value for key, value in lists.items() if any(isinstance(element, Unread) for element in value)}
     values |= {key: Unread(", ".join(map(str, value))) for key, value in unread.items()}
     return Document(values, keys.lost, list(dict.fromkeys(notes)), referred)

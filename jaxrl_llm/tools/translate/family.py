@@ -101,6 +101,7 @@ def micro(names: Names, *, per_gpu: bool) -> Rule:
         if value is None:
             return Outcome("no effect", reason="not set")
         gpus = int(keys[names.nodes]) * int(keys[names.gpus]) if per_gpu else 1
+        # In prompts, rounded down to a divisor of an update: more prompts would need more memory than the file allows.
         limit = max(1, int(value) * gpus // names.group_size(keys))
         microbatch = max(x for x in divisors(names.prompts_per_update(keys)) if x <= limit)
         unit = f"sequences on each of {gpus} GPUs" if per_gpu else "sequences on all GPUs"
@@ -247,6 +248,7 @@ def kl_estimator(kind: str) -> tuple[str, str]:
     """Returns our name of a KL estimator, and what differs in the loss; ("", why) if there is none."""
     if kind.endswith("+"):
         return "k2", f"{kind} has the value of {kind[:-1]} and the gradient of k2; here it is k2"
+    # In a loss, k1 has the gradient of log p, whose mean over samples is 0.
     if kind in KL and KL[kind] == "k1":
         return "k2", f"{kind} is k1, whose gradient in the loss has mean zero; k2 has that of the KL"
     return (KL[kind], "") if kind in KL else ("", f"there is no KL estimator {kind!r}: k1, k2 and k3")
@@ -265,7 +267,7 @@ class KlKeys:
     estimator: str  # of advantages
 
     def fields(self, keys: Keys) -> tuple[Kind, dict[str, Any], str]:
-        """Returns how the penalty is translated: as `Outcome`."""
+        """Returns kind, fields and reason of the outcome of the penalty."""
         none = {"kl.placement": "none", "kl.coef": 0.0, "kl.estimator": "k3"}
         if self.in_loss(keys):
             coef, kind = float(keys[self.loss_coef]), str(keys[self.loss_kind])
@@ -281,6 +283,7 @@ class KlKeys:
         coef, kind = float(keys[self.reward_coef]), str(keys[self.reward_kind]).removesuffix("+")
         if kind not in KL:
             return "unsupported", none, f"there is no KL estimator {kind!r}: k1, k2 and k3"
+        # GRPO divides by the deviation of a group's rewards, in which a penalty in the reward would count.
         if str(keys[self.estimator]).startswith("grpo"):
             estimator, _ = kl_estimator(kind)
             reason = (

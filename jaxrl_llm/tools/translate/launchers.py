@@ -42,7 +42,7 @@ def flags(
 ) -> dict[str, Any]:
     """Returns the flags of a launcher as keys, such as torchrun.nnodes, with those of its file.
 
-    values: the words before the script; files: that the shell script writes; allocated: as of `allocation`.
+    values: the words before the script; files: that the shell script writes; allocated: the options of #SBATCH lines.
     """
     names = [value.text.rpartition("/")[2] for value in values]
     names = ["torchrun" if name.startswith("torch.distributed") else name.split(".")[0] for name in names]
@@ -111,6 +111,7 @@ def _tasks(keys: Keys) -> int:
     counts = {key: keys.explicit.get(f"srun.{key}") for key in ("ntasks", "ntasks_per_node", "nodes")}
     known = {key.removeprefix("srun.") for key in keys.explicit.keys() | keys.unread if key.startswith("srun.nt")}
     if "ntasks" in known or not known <= {"ntasks_per_node"}:
+        # --ntasks is the total, whatever --nodes says. Another option, as --ntasks-per-gpu, needs the cluster to count.
         return counts["ntasks"] if isinstance(counts["ntasks"], int) else 0
     if "srun.nodes" in keys.unread or (not known and counts["nodes"] is None):
         return 0

@@ -130,6 +130,7 @@ def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False, base_dtype:
     reason = ""
     if targets is None:
         targets, reason = ["q_proj", "v_proj"], "PEFT chooses the modules by the model's family; for most, these two"
+    # The field is a pattern that is searched in a kernel's name. All linear kernels of our models end in _proj.
     listed = targets.split(",") if isinstance(targets, str) else list(targets)
     pattern = "_proj" if listed == ["all-linear"] else "|".join(name.strip() for name in listed)
     fields = {

@@ -38,10 +38,12 @@ class Unread(str):
 
 
 class Keys:
-    """The values of all keys: those of the file, and the system's defaults."""
+    """The values of all keys: the explicit ones of the file, and the defaults of the trainer for all others."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
         """rows: of the training data, 0 if not known; processes: of the launcher, 0 if not known."""
+        # A key that is not known counts as not set: a rule that depends on it uses the default, and the key itself is
+        # reported as not read.
         self.explicit = {key: value for key, value in values.items() if not isinstance(value, Unread)}
         self.unread = values.keys() - self.explicit.keys()
         self.defaults, self.rows, self.processes = defaults, rows, processes
@@ -94,6 +96,7 @@ class Translation:
     def fields(self) -> dict[str, Any]:
         """Returns the fields of our config that the translation sets. A key of the file wins over a default."""
         fields: dict[str, Any] = {}
+        # The file comes last, so that its keys win.
         for outcome in [*self.defaults.values(), *self.outcomes.values()]:
             fields |= outcome.fields
         return fields
@@ -125,11 +128,13 @@ def translate(
 ) -> Translation:
     """Translates the keys of a file.
 
-    rows, processes: as for `Keys`; referred: keys that others of the file refer to.
+    rows: of the training data, 0 if not known; processes: of the launcher, 0 if not known; referred: keys whose values
+    other keys of the file take.
     Raises: UserError, for a value of a wrong type.
     """
     keys = Keys(values, system.defaults, rows=rows, processes=processes)
     outcomes = {key: _outcome(key, value, system, keys) for key, value in values.items()}
+    # A key of the user's own that only others refer to has done its work once their values are there.
     outcomes |= {key: REFERRED for key in referred & outcomes.keys() if not system.knows(key)}
     defaults = {key: _outcome(key, value, system, keys) for key, value in system.defaults.items() if key not in values}
     return Translation(system, system.base(keys), outcomes, defaults)
@@ -151,6 +156,7 @@ def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
 def _unread(key: str, value: Unread, system: System, keys: Keys) -> Outcome:
     """Returns the outcome of a key whose value the file does not say: the user must set its fields."""
     rule = system.rule(key)
+    # Whatever the value is, nothing depends on it.
     if isinstance(rule, Idle):
         return rule(value, keys)
     fields = rule(system.defaults[key], keys).fields if key in system.defaults else {}
@@ -195,7 +201,7 @@ def off(reason: str, *neutral: Any) -> Rule:
 
 
 def same_rule(rule: Rule, keys: str, prefix: str = "") -> dict[str, Rule]:
-    """Returns one rule for several keys, whose names have spaces between them."""
+    """Returns {key: rule} with one rule for several keys. keys: names with spaces between them."""
     return {f"{prefix}{key}": rule for key in keys.split()}
 
 

@@ -32,7 +32,10 @@ STARTERS = ("torch.distributed", *launchers.TORCH)  # modules that start a scrip
 
 @dataclass(frozen=True)
 class Source:
-    """The keys of a file, and the trainer that they are for. lost, notes and referred: as of `documents.Document`."""
+    """The keys of a file, and the trainer that they are for.
+
+    lost: lines without an effect; notes: values that are not written there; referred: keys that others name.
+    """
 
     path: Path
     system: System
@@ -70,12 +73,14 @@ def _read(path: Path, text: str) -> Source:
 
 def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System:
     """Returns the trainer whose keys these are. Raises: UserError, if it is none, with the first line that is lost."""
+    # EasyR1 and Search-R1 first: they keep most keys of veRL, from which they were made.
     if any(key.startswith("worker.") for key in keys):
         return easyr1.EASYR1
     if any(SEARCH_R1_KEY.fullmatch(key) for key in keys):
         return search_r1.SEARCH_R1
     if any(key.startswith("actor_rollout_ref.") for key in keys):
         return verl.VERL
+    # TRL's keys have no sections. Half of the keys must be known: other programs have learning_rate and seed too.
     best = max((trl.GRPO, trl_ppo.PPO), key=lambda system: _known(system, keys))
     if 2 * _known(best, keys) < max(len(keys), 1):
         some = ", ".join(list(keys)[:3])
@@ -111,6 +116,7 @@ def _from_shell(path: Path, text: str) -> Document:
             f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{which}: give a script that has one"
         )
     first = its[0][1]
+    # Commands of one place are rounds of a loop: they share most keys, and `merged` marks the others.
     words = [word for _, keys in its for word in keys.lost]
     return replace(
         first, values=arguments.merged([keys.values for _, keys in its]), lost=list(dict.fromkeys(words + lost))
@@ -154,7 +160,10 @@ def _flag(word: str) -> str:
 def _from_command(
     path: Path, command: Command, files: Mapping[str, str], allocated: Sequence[Value]
 ) -> Document | None:
-    """Returns the keys of a command; None, if it starts no training. files, allocated: as of `launchers.flags`."""
+    """Returns the keys of a command; None, if it starts no training.
+
+    files: {name: text} that the script writes; allocated: the options of its #SBATCH lines.
+    """
     words = command.words
     start = next((i for i in range(len(words)) if _starts(words, i)), None)
     if start is None:
@@ -168,6 +177,7 @@ def _from_command(
         return resolved(keys)
     options, rest = arguments.flags(inside)
     values = {key: arguments.value_of(value, scalar) for key, value in options.items()}
+    # TRL's parser makes --no_flag of each flag that is on by default.
     denied = {key for key in values if key.removeprefix("no_") in trl.GRPO.rules and key not in trl.GRPO.rules}
     values = {key.removeprefix("no_") if key in denied else key: key not in denied and x for key, x in values.items()}
     keys = with_files(path, values, files)

@@ -84,6 +84,7 @@ def _assignments(tree: ast.Module) -> tuple[Names, list[tuple[str, str, ast.expr
                 target = line.target if isinstance(line, ast.AnnAssign) else None
                 if isinstance(target, ast.Name) and isinstance(line, ast.AnnAssign) and line.value:
                     names[f"{node.name}.{target.id}"] = [line.value]
+    # Fields of a class are no names of the script: `_field` looks them up by the class.
     inside = {id(line) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for line in node.body}
     assigned = [
         (node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value, node.lineno)
@@ -138,6 +139,7 @@ def _mapping(node: ast.expr, names: Names) -> list[tuple[str, ast.expr]]:
 
 def _before(name: str, names: Names) -> tuple[ast.expr, Names]:
     """Returns what a name was last set to, and the names as they were before."""
+    # Without the last value, so that x = x + 1 ends.
     return names[name][-1], names | {name: names[name][:-1]}
 
 
@@ -189,7 +191,10 @@ def _formatted(node: ast.JoinedStr, names: Names) -> Any:
 
 
 def _trainer_value(node: ast.expr, names: Names) -> Any:
-    """As `_value`; a function is its name, a data set what it is loaded from, and a LoraConfig its arguments."""
+    """Returns the value of an argument of the trainer.
+
+    A function is its name, a data set what it is loaded from, a LoraConfig its arguments, and a literal itself.
+    """
     if isinstance(node, ast.List):
         return [_trainer_value(element, names) for element in node.elts]
     if isinstance(node, ast.Name):

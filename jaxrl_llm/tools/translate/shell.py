@@ -95,6 +95,7 @@ class Walk(Values):
 
     def node(self, node: Node) -> bool | None:
         self.steps += 1
+        # Loops in loops have 32 rounds each, so the depth alone bounds nothing.
         if self.steps > STEPS:
             raise UserError(f"it does not end within {STEPS} commands: is this a script that starts a training?")
         match node:
@@ -113,6 +114,7 @@ class Walk(Values):
             case Compound():
                 variables, arrays = dict(self.variables), dict(self.arrays)
                 status = self.block(node.body)
+                # A subshell gets copies: what it sets is gone at its end.
                 if node.subshell:
                     self.variables, self.arrays = variables, arrays
                 return status if status is None or not node.negated else not status
@@ -142,11 +144,13 @@ class Walk(Values):
 
     def in_doubt(self, bodies: Sequence[tuple[Node, ...]]) -> None:
         """Follows blocks of which one or none runs. What they leave different is not known afterwards."""
+        # Each branch begins with the variables before all of them, as only one of them runs.
         variables_before, arrays_before = self.variables, self.arrays
         ends: list[tuple[dict[str, Value], dict[str, list[Value]]]] = []
         for body in bodies:
             self.variables, self.arrays = dict(variables_before), dict(arrays_before)
             self.block(body)
+            # An `exit` in a branch that may not run does not end the script here.
             self.jump = ""
             ends.append((self.variables, self.arrays))
         self.variables, self.arrays = dict(variables_before), dict(arrays_before)
@@ -196,6 +200,7 @@ class Walk(Values):
 
     def simple(self, node: Simple) -> bool | None:
         words = list(node.words)
+        # NAME=value before a command is set for this command alone, and without one for the script.
         while words and (match := self.assigned(words[0])):
             if len(words) == 1 or all(self.assigned(word) for word in words):
                 self.assign(match, words[0])
@@ -276,7 +281,7 @@ class Walk(Values):
         try:
             status = self.block(ShellParser(text).script())
         except UserError:
-            status = None  # it is no script, or too long a one
+            status = None  # it is no script, or too long
         self.depth -= 1
         self.inside = before
         return status

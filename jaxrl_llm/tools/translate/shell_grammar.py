@@ -139,6 +139,7 @@ class ShellParser:
                 return tuple(nodes)
             if not ends and self.keyword() in ("then", "do", "done", "fi", "esac", "else", "elif", "}"):
                 return tuple(nodes)
+            # A character that nothing reads would repeat this for ever.
             start = self.at
             node = self.chain()
             nodes += [node] if node else []
@@ -182,6 +183,7 @@ class ShellParser:
         return self.simple(is_function=name == "function")
 
     def parenthesis(self) -> Node:
+        # (( … )) is a sum of the shell, though ( ( … ) ) are two subshells.
         if self.text.startswith("((", self.at):
             start, line = self.at, self.line
             inside = Part("sum", self.balanced("((", "))"))
@@ -285,7 +287,8 @@ class ShellParser:
             if self.peek() or self.at >= len(self.text):
                 break
             words.append(self.word())
-        if heredoc >= 0 and heredoc not in self.bodies:  # its text begins on the next line
+        # The text of a heredoc begins on the next line, and the rest of this line is not read yet. So it is read ahead.
+        if heredoc >= 0 and heredoc not in self.bodies:
             self.bodies[heredoc] = self.heredoc_of(heredoc)
         return Simple(tuple(words), self.bodies.get(heredoc, ""), target) if words or target else None
 

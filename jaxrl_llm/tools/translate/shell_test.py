@@ -15,6 +15,7 @@ def status(words: list[str], *, is_pattern: bool) -> bool | None:
         at = next((i for i, word in enumerate(words) if i and word in (sign, other)), None)
         if at is not None:
             sides = status(words[:at], is_pattern=is_pattern), status(words[at + 1 :], is_pattern=is_pattern)
+            # A true side decides ||, a false one &&, also where the other side is not known.
             decisive = sign == "||"
             return decisive if decisive in sides else None if None in sides else not decisive
     if words[:1] == ["!"]:
@@ -39,6 +40,7 @@ def compared(first: str, sign: str, second: str, *, is_pattern: bool = False) ->
         return None
     if sign in ("=", "==", "!="):
         same = fnmatchcase(first, second) if is_pattern else first == second
+        # -eq has become == here, so 08 and 8 are equal.
         if _whole(first) and _whole(second):
             same = int(first) == int(second)
         return same == (sign != "!=")

@@ -107,6 +107,7 @@ class Values:
         """What `$(…)` prints, where the text says it: a comment, a folder of the script, or an echo of values."""
         if text.lstrip().startswith("#") or not text.strip():
             return []
+        # The folder of the script, which is where files are looked for.
         if text.strip() == "pwd" or ("dirname" in text and re.search(r"\$\{?0|BASH_SOURCE", text)):
             return [Value(".")]
         if match := re.fullmatch(r"\s*echo\s+([^-|;&<>`][^|;&<>`]*)", text):
@@ -177,6 +178,7 @@ class Values:
                 return [other] if is_set else []
             if sign[0][-1] == "?":
                 return [value] if is_set and value else as_written
+            # ${name:=default} also sets the variable.
             if sign[0][-1] == "=" and not is_set:
                 self.variables[name] = other
             return [value] if is_set and value else [other]
@@ -200,6 +202,7 @@ class Values:
 
     def summed(self, text: str) -> Value:
         names = {name: value.text for name, value in self.variables.items()}
+        # A sum is from all places that its variables are from: their words then belong to the command.
         places = [value.places for name, value in self.variables.items() if re.search(rf"\b{name}\b", text)]
         inside = self.text_of(text).text
         try:

@@ -127,6 +127,7 @@ def rollouts(keys: Keys) -> int:
     """Steps of the run, as here; 0: the file does not say them."""
     if (steps := int(keys["max_steps"] or 0)) > 0:
         return max(1, steps // updates(keys))
+    # A pass drops its last, smaller batch, so the division is of whole steps.
     passes = float(keys["num_train_epochs"]) * (keys.rows // batch(keys)[0]["prompts_per_step"])
     return max(1, math.ceil(passes)) if keys.rows else 0
 
@@ -260,6 +261,7 @@ def loss(value: Any, keys: Keys) -> Outcome:
         "cispo": "epsilon_high is the upper bound of the ratio there, 1 + clip_high here",
     }.get(value, "")
     fields: dict[str, Any] = {f"loss.{argument}": float(keys[key]) for argument, key in arguments.items()}
+    # TRL's GSPO is a level of the clipped loss; here it is a loss of its own.
     if keys["importance_sampling_level"] == "sequence" and name == "ppo_clip":
         name = "gspo"
         if mode == "token_mean":
@@ -269,6 +271,7 @@ def loss(value: Any, keys: Keys) -> Outcome:
     elif name == "gspo":
         fields |= {"loss.clip_low": low, "loss.clip_high": high, "loss.level": "sequence"}
     elif name == "cispo":
+        # CISPO in TRL has no lower bound: a ratio is at least 1 - 1 = 0.
         fields |= {"loss.clip_low": 1.0, "loss.clip_high": max(high - 1.0, 0.0)}
     length = int(keys["max_completion_length"]) if mode == "constant" else 0
     fields |= {"loss.name": name, "aggregate.mode": mode, "aggregate.constant_length": length}
@@ -330,6 +333,7 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     listed = [str(name).split("(")[0] for name in (value if isinstance(value, list) else [value])]
     all_weights = keys.explicit.get("reward_weights") or [1.0] * len(listed)
     weight_of = dict(zip(listed, all_weights, strict=False)) if len(listed) == len(all_weights) else {}
+    # The penalty for long completions is a reward function there, and a field here.
     soft = [name for name in listed if "soft_overlong" in name]
     models = [name for name in listed if "/" in name]  # of the hub, or folders
     names = [name for name in listed if name not in soft + models]

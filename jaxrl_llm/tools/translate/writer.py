@@ -95,6 +95,7 @@ def literal(value: Any) -> str:
 def _written(translation: Translation, base: Config) -> dict[str, Any]:
     """Returns the fields to write, in the order of the complete configs. Defaults that the base has are left out."""
     text = "\n".join((configs.FOLDER / name).read_text(encoding="utf-8") for name in EXPLAINED)
+    # Read from the text: a ConfigDict does not keep the order in which a config sets its fields.
     order = list(dict.fromkeys(re.findall(r"\bc\.([a-z_]+(?:\.[a-z_0-9]+)*)", text)))
     base_fields = flatten(base)
     fields = translation.fields()
@@ -114,7 +115,7 @@ def _written(translation: Translation, base: Config) -> dict[str, Any]:
         or value != base_fields[name]
         or name.split(".")[0] in new_section
     }
-    # A section of a named function is written whole, or not at all.
+    # A section is the arguments of one function. Another name makes the fields of the base wrong, so all are written.
     whole = {name.split(".")[0] for name in shown} & set(WHOLE)
     shown = {name: value for name, value in fields.items() if name in shown or name.split(".")[0] in whole}
 
@@ -134,6 +135,7 @@ def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[
         names = [other for other in fields if other.startswith(f"{section}.")]
         if name != names[0]:
             return []
+        # The name of the function comes first, as in our configs. The sort is stable.
         names.sort(key=lambda other: not other.endswith(".name"))
         arguments = ", ".join(f"{other.split('.')[1]}={literal(fields[other])}" for other in names)
         line = f"c.{section} = ConfigDict(dict({arguments}))"
