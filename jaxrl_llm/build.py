@@ -34,7 +34,7 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.recipe import checks, compatibility, settings
-from jaxrl_llm.rollout import engines
+from jaxrl_llm.recipe.recipe import Recipe, read
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.compaction import Slots, prompts_at_once, slot_shapes
 from jaxrl_llm.rollout.environments import EnvironmentPool, open_environments
@@ -220,20 +220,29 @@ def check_columns(
 def make_run(given: Loaded, stop: Stop) -> Run:
     """Builds a run of `train`. Raises: UserError."""
     config, mesh, model = given.config, given.mesh, given.model
+    recipe = read(config, given.totals)
     compatibility.check_sampling(config, model.cfg)
-    compatibility.check_one_at_a_time(config, mesh)
+    compatibility.check_one_at_a_time(mesh, in_trainer=recipe.engine.in_trainer, max_lag=config.rollout.max_lag)
     frozen = {
         name: load_frozen(name, folder, config, model.cfg, given.tokenizer, mesh)
         for name, folder in given.others.items()
         if name in FROZEN
     }
-    learning = make_learning(given, given.params, frozen, given.base)
+    learning = make_learning(
+        given,
+        given.params,
+        frozen,
+        given.base,
+        credit=recipe.credit,
+        own_samples=recipe.own_samples,
+        exact=recipe.exact,
+    )
     packing = make_packing(given, learning, given.book)
-    slots = decode_shapes(config, mesh) if engines.choose(config).in_trainer else []
+    slots = decode_shapes(config, mesh, recipe.engine.max_sequences) if recipe.engine.in_trainer else []
     rows = [*models_table(learning.scorers, learning.learners), *shapes_table(slots, packing.ladder.shapes)]
     outputs = open_outputs(given, learning.states(), rows)
-    greedy = "greedy_rewards" in learning.required
-    actor, policy = make_actor(given, learning.sampling, greedy=greedy), learning.learners["policy"]
+    greedy = recipe.credit.estimator.needs_greedy
+    actor, policy = make_actor(given, recipe, learning.sampling), learning.learners["policy"]
     evaluation = make_evaluation(given)
 
     def programs() -> Iterator[Program]:
@@ -242,7 +251,9 @@ def make_run(given: Loaded, stop: Stop) -> Run:
                 yield from actor.engine.programs(
                     policy.all_parameters(policy.shapes), **batch, episodes="env" in config
                 )
-        yield from of_learning(config, mesh, learning, packing.ladder.shapes, given.dataset.width)
+        yield from of_learning(
+            config, mesh, learning, packing.ladder.shapes, given.dataset.width, recipe.credit.weights
+        )
 
     def accuracy(states: States) -> float:
         actor.wait()  # until the engine has the latest weights
@@ -266,17 +277,26 @@ def make_run(given: Loaded, stop: Stop) -> Run:
         programs=programs,
         book=given.book,
         packing=packing,
-        tested=make_tested(given, learning.sampling, actor),
+        tested=make_tested(given, recipe, learning.sampling, actor),
         **outputs,
     )
 
 
-def make_tested(given: Loaded, sampling: Sampling, actor: Actor) -> Tested:
+def make_tested(given: Loaded, recipe: Recipe, sampling: Sampling, actor: Actor) -> Tested:
     """Returns what the self-test needs of a run."""
     reward, timeout = given.config.reward, given.config.reward.timeout
     reward_fn = partial(RewardFn, reward.functions, reward.weights, timeout, field="config.reward.timeout")
     of_run = given.model, given.tokenizer, given.dataset, given.stop_ids
-    return Tested(actor, *of_run, sampling, given.environments, reward_fn)
+    return Tested(
+        actor,
+        *of_run,
+        sampling,
+        given.environments,
+        reward_fn,
+        credit=recipe.credit,
+        in_trainer=recipe.engine.in_trainer,
+        own_samples=recipe.own_samples,
+    )
 
 
 def open_outputs(
@@ -317,18 +337,19 @@ def open_outputs(
     )
 
 
-def make_actor(given: Loaded, sampling: Sampling, *, greedy: bool) -> Actor:
-    """Starts the config's engine and builds the actor; greedy: also sample each prompt's greedy completion."""
+def make_actor(given: Loaded, recipe: Recipe, sampling: Sampling) -> Actor:
+    """Starts the engine and builds the actor."""
     config, dataset, opened = given.config, given.dataset, given.opened
     collate = partial(data.make_prompts, dataset, pad_id=given.tokenizer.pad_token_id)
     curriculum, iterator = make_order(config, dataset, collate)
     reward_fn = open_reward_fn(given, config.reward.functions, config.reward.weights)
-    engine = opened.enter_context(closing(engines.choose(config).start(engine_inputs(given))))
+    engine = opened.enter_context(closing(recipe.engine.start(engine_inputs(given))))
     weight_check = None
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
         weight_check = WeightCheck(engine, given.model, given.mesh, collate, rows=rows, bound=bound)
     task = CompletionTask(given.tokenizer, reward_fn, given.environments)
+    greedy = recipe.credit.estimator.needs_greedy
     source = SampleSource(config, engine, sampling, iterator, collate, task, given.mesh, greedy=greedy)
     actor = Actor(
         engine,
@@ -372,10 +393,10 @@ def engine_inputs(given: Loaded) -> EngineInputs:
     )
 
 
-def decode_shapes(config: Config, mesh: Mesh) -> list[Slots]:
+def decode_shapes(config: Config, mesh: Mesh, max_sequences: int) -> list[Slots]:
     """Returns the shapes in which the JAX sampler may decode, the largest first."""
     group, devices = config.group_size, sharding.prompt_shards(mesh)
-    prompts = prompts_at_once(config.prompts_per_step, group, devices, engines.choose(config).max_sequences)
+    prompts = prompts_at_once(config.prompts_per_step, group, devices, max_sequences)
     return slot_shapes(prompts // devices, group, config.rollout.max_completion_tokens)
 
 

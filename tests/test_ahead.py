@@ -21,7 +21,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
-from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 from jaxrl_llm.algorithms.importance import make_importance_weights
@@ -116,9 +115,8 @@ def test_without_a_lag_the_caller_samples_when_the_pushes_are_done():
 )
 def test_two_threads_with_programs_over_several_accelerators_are_refused(platform, size, lag, refused):
     mesh = SimpleNamespace(size=size, devices=np.array([SimpleNamespace(platform=platform)] * size))
-    config = ConfigDict(dict(engine=dict(name="jax"), rollout=dict(max_lag=lag)))
     with pytest.raises(UserError, match="max_lag = 1") if refused else nullcontext():
-        compatibility.check_one_at_a_time(config, mesh)
+        compatibility.check_one_at_a_time(mesh, in_trainer=True, max_lag=lag)
 
 
 @pytest.mark.parametrize(("off_policy", "weight"), [(True, 2.0), (False, 1.0)])

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm.algorithms import credit
 from jaxrl_llm.machine import sharding
+from jaxrl_llm.recipe.recipe import read_credit
 from jaxrl_llm.session.record import Record, Timer, error_of_mean, of_rollouts
 from jaxrl_llm.structs import Batch, Rewards, Rollouts
 
@@ -52,7 +53,7 @@ def assign(
     )  # fmt: skip
     config.update(changes)
     scores = {"old_logprobs": PENALTY, "ref_logprobs": 0 * PENALTY}
-    made = credit.make_credit(config, sharding.make_mesh(data=1, fsdp=1, tensor=1), updates=updates)
+    made = credit.make_credit(read_credit(config, updates), sharding.make_mesh(data=1, fsdp=1, tensor=1))
     return made(batch, scores, rewards, {"kl/coef": jnp.float32(1.0)})
 
 

@@ -29,6 +29,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.recipe import checks
+from jaxrl_llm.recipe.recipe import read_credit
 from jaxrl_llm.structs import Batch, PyTree, Rewards
 from jaxrl_llm.train import steps
 
@@ -166,7 +167,7 @@ def test_a_reward_model_alone_is_enough_and_none_of_a_function_is_filled_by_it()
         advantage=dict(name="gdpo", epsilon=1e-4), reward=dict(functions=(), weights=(), overlong_tokens=0),
         reward_model=dict(path="x", weight=0.5), kl=dict(placement="none", estimator="k3"), mask=dict(top_entropy=1.0),
     ))  # fmt: skip
-    assign = credit.make_credit(c, tiny.mesh_of((1, 1, 1)), updates=1)
+    assign = credit.make_credit(read_credit(c, 1), tiny.mesh_of((1, 1, 1)))
     rewards = Rewards(np.full((1, 2), np.nan, np.float32), {})
     batch, metrics = assign(Batch(None, None, mask, mask, mask), {"reward_model_scores": scores}, rewards, {})
     np.testing.assert_allclose(batch.rewards, [[1.0, 2.0]])

@@ -20,6 +20,8 @@ variance.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -42,6 +44,25 @@ SIGNALS = (
 )
 OF_A_GROUP = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")  # these need G >= 2
 OF_A_TOKEN = ("reinforce_pp", "gae", "distillation")  # advantages differ within a completion
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An advantage estimator with its keyword arguments."""
+
+    name: str  # of a function of this module; "": a function of the user
+    compute: Callable[..., Array]  # inputs by keyword -> advantages [B, G] or [B, G, C]
+    inputs: tuple[str, ...]
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether it has a use for rewards, so that a completion without one is not trained on."""
+        return bool({"rewards", "token_rewards", "channels"} & set(self.inputs))
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the run also samples the greedy completion of each prompt."""
+        return "greedy_rewards" in self.inputs
 
 
 def grpo(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -11,62 +11,68 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Bool, Float, Int
 
-from jaxrl_llm.algorithms import advantages, kl
+from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.algorithms.advantages import Estimator
 from jaxrl_llm.algorithms.importance import high_entropy
-from jaxrl_llm.config.names import arguments, channel_weights, required_inputs, resolve
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.structs import Array, Batch, Config, Rewards
+from jaxrl_llm.structs import Array, Batch, Rewards
 
 Columns: TypeAlias = dict[str, Array]
 CreditFn: TypeAlias = Callable[[Batch, Columns, Rewards, Columns], tuple[Batch, Columns]]
 
 
-def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
+@dataclass(frozen=True)
+class Credit:
+    """How the rewards of a run become advantages."""
+
+    estimator: Estimator
+    weights: dict[str, float]  # of the reward functions, by channel
+    model_weight: float | None  # of the reward model; None: there is none
+    overlong_tokens: int  # before the limit, over which the penalty grows; 0: no penalty
+    kl: Callable[[Array, Array], Array] | None  # estimates the KL penalty in the reward; None: there is none
+    returns: Callable[[Array, Array, Array], Array] | None  # (token rewards, values, loss mask) -> a critic's targets
+    top_entropy: float  # share of tokens in the policy loss; 1: all
+    updates: int  # optimizer steps on a rollout
+
+
+def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
     """Returns `assign_credit(batch, scores, rewards, coefs) -> (batch, metrics)`. The metrics are scalars.
 
     scores: {column: [B, G, C]} of all scorers. coefs: {"kl/coef": scalar}, for a KL penalty in the reward.
     The new batch also has rewards, advantages, the policy mask, old and reference log-probabilities, and the critic's
-    values and returns. updates: number of updates on a rollout. A single update uses its own log-probabilities as the
-    old ones.
+    values and returns. A single update on a rollout uses its own log-probabilities as the old ones.
     """
-    estimator = resolve(config.advantage.name, advantages)
-    required = required_inputs(estimator)
-    fixed = arguments(config.advantage)
-    weights = channel_weights(config)
-    if "reward_model" in config:
-        weights |= {"reward_model": config.reward_model.weight}
-    if "weights" in required:
-        fixed |= {"weights": weights}
-    # Else a verdict is not needed.
-    rewarded = bool({"rewards", "token_rewards", "channels"} & set(required))
-    estimate_kl = resolve(config.kl.estimator, kl) if config.kl.placement == "reward" else None
+    estimator, weights = credit.estimator, credit.weights
+    if credit.model_weight is not None:
+        weights = weights | {"reward_model": credit.model_weight}
     place = NamedSharding(mesh, sharding.BATCH)
 
     @jax.jit
     def assign(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Columns, Columns]:
         total, channels = rewards.total, rewards.channels
-        if "reward_model" in config:
+        if credit.model_weight is not None:
             last = last_tokens(batch.completion_mask)
             score = jnp.sum(jnp.where(last, scores["reward_model_scores"], 0.0), axis=-1)
             channels = channels | {"reward_model": score}
-            if weights["reward_model"]:
-                total = jnp.nan_to_num(total) + weights["reward_model"] * score
+            if credit.model_weight:
+                total = jnp.nan_to_num(total) + credit.model_weight * score
         greedy = jnp.zeros_like(total) if rewards.greedy is None else rewards.greedy
         # Without a reward of the greedy completion, a group has no baseline.
-        has_reward = ~jnp.isnan(total) & ~jnp.isnan(greedy) | (not rewarded)
+        has_reward = ~jnp.isnan(total) & ~jnp.isnan(greedy) | (not estimator.needs_reward)
         mask = batch.loss_mask & has_reward[..., None]
-        if tokens := config.reward.overlong_tokens:
+        if tokens := credit.overlong_tokens:
             limit = mask.shape[-1]
             overlong = overlong_penalty(jnp.sum(batch.completion_mask, axis=-1), limit, tokens)
             total, channels = total + overlong, channels | {"overlong": overlong}
         penalty = jnp.zeros(mask.shape)
-        if estimate_kl:
-            term = coefs["kl/coef"] * estimate_kl(scores["old_logprobs"], scores["ref_logprobs"])
+        if credit.kl:
+            term = coefs["kl/coef"] * credit.kl(scores["old_logprobs"], scores["ref_logprobs"])
             penalty = jnp.where(mask, term, 0.0)
         inputs: dict[str, Any] = scores | {
             "rewards": jnp.where(has_reward, total - jnp.sum(penalty, axis=-1), 0.0),
             "has_reward": has_reward,
             "channels": {name: channels[name] for name in weights},
+            "weights": weights,
             "token_rewards": at_the_end(total, mask) - penalty,
             "logprobs": scores.get("old_logprobs"),
             "loss_mask": mask,
@@ -76,24 +82,22 @@ def make_credit(config: Config, mesh: Mesh, *, updates: int) -> CreditFn:
                 # The baseline must have the same penalty as the reward.
                 greedy = greedy + overlong_penalty(rewards.greedy_lengths, mask.shape[-1], tokens)
             inputs["greedy_rewards"] = jnp.nan_to_num(greedy)[:, 0]
-        advantage = estimator(**{name: inputs[name] for name in required if name != "weights"}, **fixed)
+        advantage = estimator.compute(**{name: inputs[name] for name in estimator.inputs})
         columns = {"rewards": total, "advantages": over_tokens(advantage, mask), "loss_mask": mask}
-        metrics = reward_metrics(total, channels, penalty if estimate_kl else None)
+        metrics = reward_metrics(total, channels, penalty if credit.kl else None)
         metrics |= {"reward/no_verdict": 1 - jnp.mean(has_reward)}
-        if "values" in scores:
-            returns = lambda_returns(
-                inputs["token_rewards"], scores["values"], mask, gamma=config.critic.gamma, lam=config.critic.lam
-            )
+        if credit.returns:
+            returns = credit.returns(inputs["token_rewards"], scores["values"], mask)
             columns |= {"returns": returns}
             metrics |= {"critic/explained_variance": explained_variance(scores["values"], returns, mask)}
-        if config.mask.top_entropy < 1:
-            columns["policy_mask"] = high_entropy(scores["entropy"], mask, share=config.mask.top_entropy)
+        if credit.top_entropy < 1:
+            columns["policy_mask"] = high_entropy(scores["entropy"], mask, share=credit.top_entropy)
         return jax.lax.with_sharding_constraint(columns, place), metrics
 
     def assign_credit(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Batch, Columns]:
         # Without packed rows: it does not read them, and their shapes would be further programs.
         columns, metrics = assign(replace(batch, packed_index=None), scores, rewards, coefs)
-        used_scores = {"values", "ref_logprobs"} | ({"old_logprobs"} if updates > 1 else set())
+        used_scores = {"values", "ref_logprobs"} | ({"old_logprobs"} if credit.updates > 1 else set())
         return replace(batch, **columns, **{name: scores[name] for name in used_scores & scores.keys()}), metrics
 
     return assign_credit

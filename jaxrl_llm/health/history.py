@@ -150,7 +150,8 @@ class History:
     def fallen(self, name: Metric) -> float:
         """Returns how far a metric is below its best mean of `recent` values, or below its start.
 
-        The unit is what noise may reach in this run: above 1 it has fallen. A fall from the start, a window that nobody chose, has most of the level.
+        The unit is what noise may reach in this run: above 1 it has fallen. A fall from the start, a window that
+        nobody chose, has most of the level.
         """
         now, windows = self.window(name), self._windows(name)
         if now is None or not len(windows):

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms import advantages, kl, losses
-from jaxrl_llm.algorithms.credit import CreditFn, make_credit
+from jaxrl_llm.algorithms import kl, losses
+from jaxrl_llm.algorithms.credit import Credit, CreditFn, make_credit
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.config.names import arguments, required_inputs, resolve
+from jaxrl_llm.config.names import arguments, resolve
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.critic import make_critic
 from jaxrl_llm.learner.packing import Packing, packed_shapes
@@ -31,7 +31,6 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.recipe import compatibility
 from jaxrl_llm.recipe.checks import Totals
-from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Array, Config, PyTree
 
 
@@ -88,7 +87,6 @@ class Learning(NamedTuple):
     assign_credit: CreditFn
     learners: dict[str, Learner]
     reference: Reference | None
-    required: tuple[str, ...]  # inputs of the advantage estimator
 
     def states(self) -> States:
         """Returns the states that a checkpoint holds, as shapes with shardings."""
@@ -101,25 +99,28 @@ class Learning(NamedTuple):
 
 
 def make_learning(
-    models: Models, params: Callable[[], PyTree], frozen: dict[str, Frozen], base: PyTree = None
+    models: Models,
+    params: Callable[[], PyTree],
+    frozen: dict[str, Frozen],
+    base: PyTree,
+    *,
+    credit: Credit,
+    own_samples: bool,
+    exact: bool,
 ) -> Learning:
     """Combines scorers, credit and learners.
 
     params() gives the policy's first parameters, if all of them learn; base: those beside its adapters. frozen: other
-    models, by section.
+    models, by section. own_samples: the weights that sample are those at the start of the step. exact: sampler and
+    trainer also compute the same log-probabilities, to the rounding of float32.
     """
     config, mesh, model = models.config, models.mesh, models.model
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
-    # own: the weights that sample are those at the start of the step. exact: in float32, sampler and trainer also
-    # compute the same log-probabilities, to rounding.
-    own = engines.choose(config).in_trainer and not config.rollout.max_lag
-    exact = own and config.model.dtype == "float32"
-    required = required_inputs(resolve(config.advantage.name, advantages))
-    updates = models.totals.updates_per_rollout
     aggregate = partial(losses.aggregation_weights, **config.aggregate)
     learns = policy_parameters(models, params, base)
+    required, updates = credit.estimator.inputs, credit.updates
     scorers = make_scorers(config, model, sampling, mesh, required, updates=updates, exact=exact, base=learns.base)
-    learners = {"policy": make_policy(models, learns, sampling, aggregate, off_policy=not own)}
+    learners = {"policy": make_policy(models, learns, sampling, aggregate, off_policy=not own_samples)}
     for name, other in frozen.items():
         scorers[name] = make_frozen_scorer(name, other, config.microbatch, sampling, mesh)
     if "critic" in config:
@@ -128,7 +129,7 @@ def make_learning(
         learner, scorers["critic"] = make_critic(*of_critic, shared=learns if shared else None)
         learners = {"critic": learner} | learners  # first: it learns before the policy
     reference = make_reference(models, learners["policy"], learns)
-    return Learning(sampling, scorers, make_credit(config, mesh, updates=updates), learners, reference, required)
+    return Learning(sampling, scorers, make_credit(credit, mesh), learners, reference)
 
 
 def make_policy(

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.config.names import channel_weights
 from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.machine import sharding
@@ -33,15 +32,18 @@ def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None
 
 
 def of_learning(
-    config: Config, mesh: Mesh, learning: Learning, shapes: Iterable[Shape], width: int
+    config: Config, mesh: Mesh, learning: Learning, shapes: Iterable[Shape], width: int, channels: Iterable[str]
 ) -> Iterator[Program]:
-    """Yields the programs of scoring and learning, for packed rows of each of `shapes`; width: P."""
+    """Yields the programs of scoring and learning, for packed rows of each of `shapes`; width: P.
+
+    channels: names of the reward functions.
+    """
     place = NamedSharding(mesh, sharding.BATCH)
     plain, states = placed(batch_shapes(config, width), place), learning.all_states()
     score = jax.ShapeDtypeStruct(plain.completions.shape, jnp.float32)
     scores = {column: score for scorer in learning.scorers.values() for column in scorer.columns}
     coefs = jax.eval_shape(learning.learners["policy"].coefficients, states["policy"])
-    credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, _rewards(config), coefs)
+    credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, _rewards(config, channels), coefs)
     batch = placed(credited, place)
     rows: Any = jax.ShapeDtypeStruct((config.prompts_per_update,), jnp.int32)
     for shape in shapes:
@@ -64,8 +66,8 @@ def batch_shapes(config: Config, width: int) -> Batch:
     return Batch(*prompts, tokens, mask, mask, sampler_logprobs=of((b, g, c), jnp.float32))
 
 
-def _rewards(config: Config) -> Rewards:
+def _rewards(config: Config, channels: Iterable[str]) -> Rewards:
     one = jax.ShapeDtypeStruct((config.prompts_per_step, config.group_size), jnp.float32)
     greedy = jax.ShapeDtypeStruct((config.prompts_per_step, 1), jnp.float32)
     lengths = jax.ShapeDtypeStruct((config.prompts_per_step, 1), jnp.int32)
-    return Rewards(one, dict.fromkeys(channel_weights(config), one), greedy, lengths)
+    return Rewards(one, dict.fromkeys(channels, one), greedy, lengths)

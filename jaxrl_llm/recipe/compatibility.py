@@ -10,7 +10,6 @@ from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.models.blocks import DecoderConfig
-from jaxrl_llm.rollout import engines
 from jaxrl_llm.structs import Config
 
 
@@ -26,13 +25,12 @@ def check_batch_fits_mesh(config: Config, mesh: Mesh, prompts_per_update: int) -
             )
 
 
-def check_one_at_a_time(config: Config, mesh: Mesh) -> None:
+def check_one_at_a_time(mesh: Mesh, *, in_trainer: bool, max_lag: int) -> None:
     """Raises: UserError, if two threads would run programs on several accelerators, because these may deadlock."""
-    own, lag = engines.choose(config).in_trainer, config.rollout.max_lag
     alone = mesh.devices.flat[0].platform == "cpu" and distributed.count() == 1
-    if own and lag and mesh.size > 1 and not alone:
+    if in_trainer and max_lag and mesh.size > 1 and not alone:
         raise UserError(
-            f"config.rollout.max_lag = {lag}: the in-JAX engine cannot sample while {mesh.size} devices learn: "
+            f"config.rollout.max_lag = {max_lag}: the in-JAX engine cannot sample while {mesh.size} devices learn: "
             "set it to 0, or take an engine with devices of its own (docs/vllm.md)"
         )
 

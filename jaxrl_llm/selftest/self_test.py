@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.names import arguments, own_name, required_inputs, resolve
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.config.names import arguments, resolve
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.prompts import template_args_of
 from jaxrl_llm.errors import UserError
@@ -29,7 +29,6 @@ from jaxrl_llm.health.history import History
 from jaxrl_llm.health.rules.environment import tool_down
 from jaxrl_llm.machine import progress, sharding
 from jaxrl_llm.recipe.no_effect import looks_at_rewards
-from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.routing import routing_agreement
 from jaxrl_llm.selftest.trial import AGAIN, KEY, TOKENS, Dialog, Tested, Trial, prepare, to_batch
 from jaxrl_llm.structs import Array, Batch, Rollouts
@@ -174,7 +173,7 @@ def sampler_agrees(trial: Trial) -> CheckReport:
         return skipped(MORE)
     gaps = np.abs(_host(trial.policy) - trial.rollouts.logprobs)[trial.rollouts.loss_mask]
     text = f"log-probabilities of sampler and trainer differ by {gaps.max():.1e} at most, {gaps.mean():.1e} in the mean"
-    if trial.full and trial.parts.model.cfg.mixture and engines.choose(trial.config).in_trainer:
+    if trial.full and trial.parts.model.cfg.mixture and trial.parts.in_trainer:
         same = routing_agreement(trial.parts.model, trial.params, trial.batch, trial.run.mesh)
         text += f"; they choose the same experts in {same:.2%} of layers and tokens"
     gap, bound = (gaps.max(), GAP) if trial.exact else (gaps.mean(), min(trial.engine.max_gap or MEAN_GAP, MEAN_GAP))
@@ -187,7 +186,7 @@ def sampler_agrees(trial: Trial) -> CheckReport:
 
 def groups_are_whole(trial: Trial) -> CheckReport:
     """S4: each group has all its completions, and advantages relative to a group have mean 0 in it."""
-    name = own_name(resolve(trial.config.advantage.name, advantages), advantages)
+    name = trial.parts.credit.estimator.name
     expected, sampled = trial.rewards.total.shape, trial.rollouts.completions.shape[:2]
     findings = []
     if sampled != expected:
@@ -487,7 +486,7 @@ def _first_metrics(trial: Trial) -> dict[str, Array] | None:
 
 
 def _required(trial: Trial) -> tuple[str, ...]:
-    return required_inputs(resolve(trial.config.advantage.name, advantages))
+    return trial.parts.credit.estimator.inputs
 
 
 def _answer_texts(answer: Any) -> list[str]:

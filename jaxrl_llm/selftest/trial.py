@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 
-from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.algorithms.credit import Credit
 from jaxrl_llm.algorithms.losses import Metrics
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.config.names import channel_weights, required_inputs, resolve
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.packing import pack, packed_shapes
@@ -22,7 +21,6 @@ from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.machine.shapes import SAMPLING, TRAINING, Book
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.rollout.grading import RewardFn
@@ -52,6 +50,9 @@ class Tested:
     sampling: Sampling
     environments: EnvironmentPool | None  # what the policy talks to; None: nothing
     reward_fn: Callable[[], RewardFn]  # opens one, which the caller closes: after an error the run's own is of no use
+    credit: Credit
+    in_trainer: bool  # the engine has the trainer's arithmetic
+    own_samples: bool  # the weights that sample are those at the start of the step
 
 
 class Recorder(EnvironmentBatch):
@@ -115,7 +116,7 @@ class Trial:
     @property
     def exact(self) -> bool:
         """Whether sampler and trainer compute the same numbers, to the rounding of float32."""
-        return engines.choose(self.config).in_trainer and self.config.model.dtype == "float32"
+        return self.parts.in_trainer and self.config.model.dtype == "float32"
 
     def sample(self, key: int, tokens: int) -> Rollouts:
         """Samples completions of the prompts of this process, of at most so many tokens."""
@@ -162,15 +163,15 @@ def prepare(run: Run, parts: Tested, *, full: bool) -> Trial:
         rollouts, again = sharding.gather((sampled, again), run.mesh)
         plain = to_batch(run, prompts, sampled, full=full)
     # The sampler's weights are not in memory while a step scores, unless the engine samples ahead.
-    if alone := engines.choose(config).in_trainer and not config.rollout.max_lag:
+    if parts.own_samples:
         parts.actor.engine.release()
     scores, logprobs = run.score(run.states, plain), _logprob_program(run, parts, full=full)
     policy = logprobs(params, plain) if logprobs else None
-    rewards = _synthetic_rewards(config, count, group)
+    rewards = _synthetic_rewards(parts.credit, count, group)
     local_rewards = jax.tree.map(lambda x: x[distributed.part(count)], rewards)
     placed = sharding.shard_batch(local_rewards, run.mesh)
     batch, _ = run.assign_credit(plain, scores, placed, run.coefficients(run.states))
-    if alone:
+    if parts.own_samples:
         parts.actor.engine.update_weights(params, run.step)
     return Trial(run, parts, full, prompts, rollouts, again, rewards, batch, scores, logprobs, policy)
 
@@ -226,11 +227,11 @@ def _logprob_program(run: Run, parts: Tested, *, full: bool) -> Callable[[PyTree
     return make_logprob_fn(parts.model, parts.sampling, run.mesh, microbatch=0) if full else None
 
 
-def _synthetic_rewards(config: Config, count: int, group: int) -> Rewards:
+def _synthetic_rewards(credit: Credit, count: int, group: int) -> Rewards:
     """Returns rewards of 0 and 1 in turn."""
     # Real rewards of step 0 may be the same everywhere: then all advantages and gradients would be 0.
     total = ((np.arange(count)[:, None] + np.arange(group)) % 2).astype(np.float32)
-    channels = dict.fromkeys(channel_weights(config), total)
-    if "greedy_rewards" not in required_inputs(resolve(config.advantage.name, advantages)):
+    channels = dict.fromkeys(credit.weights, total)
+    if not credit.estimator.needs_greedy:
         return Rewards(total, channels)
     return Rewards(total, channels, np.zeros((count, 1), np.float32), np.ones((count, 1), int))

@@ -27,8 +27,9 @@ from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.recipe import checks, compatibility
-from jaxrl_llm.rollout import engines
+from jaxrl_llm.recipe.recipe import Recipe, read
 from jaxrl_llm.rollout.compaction import prompts_at_once
+from jaxrl_llm.rollout.protocol import EngineChoice
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Config, PyTree, TrainState
 from jaxrl_llm.tools.plan.chips import Chip
@@ -121,22 +122,32 @@ def make_plan(
     models = describe_models(config, totals, mesh, folder, weights=False)
     frozen = {name: _frozen(models, name) for name in FROZEN if name in models.others}
     base = {"base": _base(models, models.lora)} if models.lora else {}
-    learning = make_learning(models, lambda: None, frozen, base.get("base"))
+    recipe = read(config, totals)
+    learning = make_learning(
+        models,
+        lambda: None,
+        frozen,
+        base.get("base"),
+        credit=recipe.credit,
+        own_samples=recipe.own_samples,
+        exact=recipe.exact,
+    )
     states = learning.all_states() | {name: other.params for name, other in frozen.items()} | base
     policy = learning.learners["policy"]
     book, phases = Book(), list[Phase]()
     packing = make_packing(models, learning, book)
     lengths = np.full((config.prompts_per_step, config.group_size), config.rollout.max_completion_tokens)
     shape = packing(lengths, width).shape[1:]
-    sampler = _sampler(models, book)
+    batches = config.prompts_per_step // at_once(models, recipe.engine.max_sequences)
+    sampler = _sampler(models, book, recipe.engine.max_sequences)
     # The sampler's copy of the weights: in the dtype and with the sharding of the decode loop.
     copy = sampler.resident(policy.all_parameters(policy.shapes))
-    holds = _holds(_on_chips(states, config), copy, models)
+    holds = _holds(_on_chips(states, config), copy, models, recipe.engine)
     if sum(holds.values()) > memory_limit:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
         return SlicePlan(models, holds, phases, 0)
-    for program in _programs(models, learning, sampler, shape[1:], width):
-        phase = _measure(models, program, _beside(states, program, config), shape[0], copy, dump)
+    for program in _programs(models, recipe, learning, sampler, shape[1:], width):
+        phase = _measure(models, program, _beside(states, program, config), shape[0], copy, dump, batches)
         say(phase)
         phases.append(phase)
         if memory_limit < math.inf and (phase.error or phase.peak > memory_limit):
@@ -186,7 +197,7 @@ def _beside(states: PyTree, program: Program, config: Config) -> int:
     return chip_bytes([x for x in resident if id(x) not in used]) + chip_bytes(program.beside)
 
 
-def _sampler(models: Models, book: Book) -> Sampler:
+def _sampler(models: Models, book: Book, max_sequences: int) -> Sampler:
     config = models.config
     return Sampler(
         models.model,
@@ -194,32 +205,36 @@ def _sampler(models: Models, book: Book) -> Sampler:
         max_completion_tokens=config.rollout.max_completion_tokens,
         stop_ids=(1,),
         pad_id=0,
-        max_sequences=engines.choose(config).max_sequences,
+        max_sequences=max_sequences,
         book=book,
     )
 
 
 def _programs(
-    models: Models, learning: Learning, sampler: Sampler, shape: tuple[int, int], width: int
+    models: Models, recipe: Recipe, learning: Learning, sampler: Sampler, shape: tuple[int, int], width: int
 ) -> Iterator[Program]:
     """Yields the programs of a step: of the decode loops, the largest. Another engine samples elsewhere."""
     config = models.config
     batch = dict(prompts=config.prompts_per_step, width=width, group=config.group_size, sampling=learning.sampling)
     policy = learning.learners["policy"]
     sampler_programs = sampler.programs(policy.all_parameters(policy.shapes), **batch, episodes="env" in config)
-    for program in sampler_programs if engines.choose(config).in_trainer else ():
+    for program in sampler_programs if recipe.engine.in_trainer else ():
         yield program
         if program.phase == "decoding":
             break
-    yield from of_learning(config, models.mesh, learning, [shape], width)
+    yield from of_learning(config, models.mesh, learning, [shape], width, recipe.credit.weights)
 
 
-def _measure(models: Models, program: Program, beside: int, parts: int, copy: PyTree, dump: Path) -> Phase:
-    """Compiles a program. parts: micro-batches that a prompt is in; copy: the sampler's weights."""
+def _measure(
+    models: Models, program: Program, beside: int, parts: int, copy: PyTree, dump: Path, batches: int
+) -> Phase:
+    """Compiles a program.
+
+    parts: micro-batches that a prompt is in; copy: the sampler's weights; batches: those that are sampled in a step.
+    """
     config, totals = models.config, models.totals
     prompts = config.prompts_per_update if program.phase == "update" else config.prompts_per_step
     turns = prompts // (config.microbatch or prompts) * parts
-    batches = config.prompts_per_step // at_once(models)
     # A program is compiled once, for one batch. A step calls it this often.
     runs = {"update": totals.updates_per_rollout, "prompts": batches, "decoding": batches}
     times = runs.get(program.phase, program.times)
@@ -246,10 +261,9 @@ def _measure(models: Models, program: Program, beside: int, parts: int, copy: Py
     )
 
 
-def at_once(models: Models) -> int:
+def at_once(models: Models, max_sequences: int) -> int:
     """Returns how many prompts have a KV cache at once."""
     config = models.config
-    max_sequences = engines.choose(config).max_sequences
     return prompts_at_once(config.prompts_per_step, config.group_size, prompt_shards(models.mesh), max_sequences)
 
 
@@ -297,7 +311,7 @@ def chip_bytes(tree: PyTree) -> int:
     return sum(array_bytes(x) for x in jax.tree.leaves(tree))
 
 
-def _holds(states: PyTree, copy: PyTree, models: Models) -> dict[str, int]:
+def _holds(states: PyTree, copy: PyTree, models: Models, engine: EngineChoice) -> dict[str, int]:
     """Returns the bytes on a chip of what stays in memory between programs."""
     holds = {}
     for name, state in states.items():
@@ -307,8 +321,8 @@ def _holds(states: PyTree, copy: PyTree, models: Models) -> dict[str, int]:
         else:
             holds[name] = chip_bytes(state)
     config, cfg, tensor = models.config, models.model.cfg, models.mesh.shape["tensor"]
-    if engines.choose(config).in_trainer:
-        completions = at_once(models) // prompt_shards(models.mesh) * config.group_size
+    if engine.in_trainer:
+        completions = at_once(models, engine.max_sequences) // prompt_shards(models.mesh) * config.group_size
         # Heads that the tensor axis does not divide are whole on every chip.
         heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
         bytes_per_token = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
