@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,11 @@ def asked(**counts: float) -> dict[str, float]:
 BOUNDS = {"max_skipped": 10, "stop": ("updates_skipped",), "rollback": {"rules": ("entropy_explosion",), "most": 2}}
 
 
+def pushes(*gaps: float) -> list[dict[str, float]]:
+    """Weight checks of servers that answer the same after each push."""
+    return [{"weight_check/gap": now, "weight_check/gap_before": before} for before, now in pairwise(gaps)]
+
+
 def ids(*changes: dict) -> list[str]:
     history = History(HEALTHY | change | {"step": step} for step, change in enumerate(changes, 1))
     return [found.id for found in rules.findings(history, BOUNDS)]
@@ -59,8 +65,9 @@ def ids(*changes: dict) -> list[str]:
         ([{"importance/kl": 2e-3, "rollout/lag_p95": 1.0}], []),  # older weights are meant to differ
         ([{"importance/mean": 0.8, "rollout/lag_p95": 2.0}] * 8, ["stale_samples"]),
         ([{"importance/mean": 0.98, "rollout/lag_p95": 2.0}] * 8, []),
-        ([{"weight_check/gap": 0.2, "weight_check/gap_before": 1e-6}] * 3, ["stale_weights"]),
-        ([{"weight_check/gap": 0.2, "weight_check/gap_before": 1e-6}] * 2, []),
+        (pushes(1e-6, 0.1, 0.2, 0.3), ["stale_weights"]),
+        (pushes(1e-6, 0.1, 0.2), []),
+        ([{"weight_check/gap": 0.2, "weight_check/gap_before": 1e-6}] * 3, []),  # each push changed the answers
         ([{"weight_check/gap": 1e-6, "weight_check/gap_before": 1e-6}] * 3, []),  # a learning rate of 0
         ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4 * 1.5**i} for i in range(8)], ["engine_drift"]),
         ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4} for _ in range(8)], []),
@@ -222,7 +229,10 @@ def test_a_rule_fires_on_a_run_that_falls_ill_its_way(name):
 
 SICK = {name: run(**changes) for name, changes in FAULTS.items()} | {
     "sampler_mismatch": run(importance__kl=0.1),
-    "stale_weights": run(weight_check__gap=0.2, weight_check__gap_before=1e-6),
+    "stale_weights": run(
+        weight_check__gap=lambda t: 1.5 ** (STEPS * t) * 1e-3,
+        weight_check__gap_before=lambda t: 1.5 ** (STEPS * t - 1) * 1e-3,
+    ),
     "engine_drift": run(update_norm=0.0, sampler__gap_mean=lambda t: 1e-4 * 3 ** (STEPS * t / 8)),
     "stale_samples": run(importance__mean=0.8, rollout__lag_p95=2.0),
     "updates_skipped": run(updates__skipped_in_a_row=10),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
+from itertools import pairwise, takewhile
+from math import isclose
 
 import numpy as np
 
@@ -90,11 +91,15 @@ def stale_weights(history: History) -> Finding | None:
 
     In a healthy run the gap to the pushed weights is that of rounding, as in earlier checks. It may by chance exceed
     the one to the weights before, where an update changes less than rounding; so it must be STALE times the usual.
+    And the servers answer something else after each push. If they do not, the gap to the weights before is the gap of
+    the check before.
     """
     both = "weight_check/gap", "weight_check/gap_before"
     checks = [r for r in history.records[-GAPLESS:] if all(r.get(name) is not None for name in both)]
     last = checks[-3:]
     if len(last) < 3 or not all(r["weight_check/gap"] >= r["weight_check/gap_before"] > 0 for r in last):
+        return None
+    if not all(isclose(b["weight_check/gap_before"], a["weight_check/gap"], rel_tol=0.2) for a, b in pairwise(last)):
         return None
     usual = np.quantile([min(r["weight_check/gap"], r["weight_check/gap_before"]) for r in checks], 0.25)
     if min(r["weight_check/gap"] for r in last) < max(STALE * usual, 1e-5):
