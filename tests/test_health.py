@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -65,8 +64,8 @@ def ids(*changes: dict) -> list[str]:
         ([{"importance/kl": 2e-3, "rollout/lag_p95": 1.0}], []),  # older weights are meant to differ
         ([{"importance/mean": 0.8, "rollout/lag_p95": 2.0}] * 8, ["stale_samples"]),
         ([{"importance/mean": 0.98, "rollout/lag_p95": 2.0}] * 8, []),
-        (pushes(1e-6, 0.1, 0.2, 0.3), ["stale_weights"]),
-        (pushes(1e-6, 0.1, 0.2), []),
+        (pushes(1e-6, 1e-6, 1e-6, 0.1, 0.2, 0.3), ["stale_weights"]),
+        (pushes(1e-6, 1e-6, 1e-6, 0.1, 0.2), []),
         ([{"weight_check/gap": 0.2, "weight_check/gap_before": 1e-6}] * 3, []),  # each push changed the answers
         ([{"weight_check/gap": 1e-6, "weight_check/gap_before": 1e-6}] * 3, []),  # a learning rate of 0
         ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4 * 1.5**i} for i in range(8)], ["engine_drift"]),
