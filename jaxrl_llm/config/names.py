@@ -209,8 +209,8 @@ def _imported(module: str, what: str, name: str) -> ModuleType | None:
 
 
 def offered(module: ModuleType) -> list[str]:
-    """Lists the public functions of a module, or of a package's modules as "module.function"."""
-    if not hasattr(module, "__path__"):
+    """Lists the functions of a module or of a package that has `__all__`, or those of a package's "module.function"."""
+    if not hasattr(module, "__path__") or getattr(module, "__all__", ()):
         return _functions(module)
     names = sorted(file.stem for file in Path(module.__path__[0]).glob("[!_]*.py"))
     inner = {name: importlib.import_module(f"{module.__name__}.{name}") for name in names}
