@@ -25,9 +25,8 @@ from jaxrl_llm.machine.compilation import Compilations, keep_compilations
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import Graded, Samples
-from jaxrl_llm.session.checkpoint import Pending
 from jaxrl_llm.session.run import Run
-from jaxrl_llm.structs import Prompts, PyTree
+from jaxrl_llm.structs import Pending, Prompts, PyTree
 from jaxrl_llm.train import rl_step
 
 ROOT = Path(__file__).parent.parent

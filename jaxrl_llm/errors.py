@@ -8,11 +8,10 @@ import site
 import sys
 import sysconfig
 import traceback
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
-
-from jaxrl_llm.machine.terminal import printable
 
 INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -105,3 +104,16 @@ def _of_user(error: SystemExit) -> bool:
     """Returns whether the user's code has ended the program, such as a function that makes rows."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     return not Path(file).is_relative_to(Path(__file__).parent) and file != argparse.__file__
+
+
+def printable(text: str) -> str:
+    """Returns text of a model or of data for a terminal: no character of it may move the cursor or reach the clipboard.
+
+    It has escapes such as \\x1b for all characters that cannot be seen, but newlines and tabs."""
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    if character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs":
+        return character
+    return character.encode("unicode_escape").decode()

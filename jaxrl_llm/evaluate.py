@@ -26,10 +26,9 @@ from jaxrl_llm.data import columns, encoding, tasks
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task
-from jaxrl_llm.errors import Parser, UserError, run_main
+from jaxrl_llm.errors import Parser, UserError, printable, run_main
 from jaxrl_llm.machine import distributed, extras, progress, sharding
 from jaxrl_llm.machine.compilation import keep_compilations
-from jaxrl_llm.machine.terminal import printable
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import compatibility
 from jaxrl_llm.recipe.fields import TRAIN, TURNS

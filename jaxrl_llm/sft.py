@@ -27,11 +27,10 @@ from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.recipe import checks
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.session.checkpoint import Pending
 from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.run import Run
 from jaxrl_llm.session.signals import Stop, stop_signals
-from jaxrl_llm.structs import Batch, Config, PyTree
+from jaxrl_llm.structs import Batch, Config, Pending, PyTree
 from jaxrl_llm.train import train
 
 

@@ -11,7 +11,7 @@ itself, for example its log-probability given all earlier tokens, its mask or it
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -90,3 +90,10 @@ class TrainState:
     params: PyTree
     opt_state: PyTree
     coef_state: PyTree  # state of each coefficient (`optim.Coefficient`)
+
+
+class Pending(NamedTuple):
+    """The part of a checkpoint that makes a resumed run continue with the same samples."""
+
+    position: dict[str, Any]  # of the source of batches, after the last of `batches`
+    batches: list[tuple[dict[str, Any], dict[str, Any]]]  # arrays and metrics of each batch that waits for its update

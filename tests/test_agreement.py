@@ -21,7 +21,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.recipe import checks
-from jaxrl_llm.session.checkpoint import Checkpoints, Pending, check_workdir
+from jaxrl_llm.session.checkpoint import Checkpoints, check_workdir
+from jaxrl_llm.structs import Pending
 
 # ---- what a line says, without processes
 

@@ -80,3 +80,98 @@ def test_every_file_that_readme_names_is_there_and_it_is_short():
         names = re.split(r"\s{2,}", line)
         for name in re.findall(r"[\w/]+\.py|[\w/]+/(?=\s|$)", names[1] if line.startswith("  ") else ""):
             assert (ROOT / "jaxrl_llm" / name).exists(), name
+
+
+LEVELS = (  # of the rooms, the lowest first: imports run down
+    "structs errors configs", "config", "machine", "health", "algorithms", "models", "sandbox", "rewards", "retriever",
+    "envs", "data", "learner", "rollout", "loggers", "recipe", "selftest", "session", "build", "train", "sft", "tools",
+    "evaluate",
+)  # fmt: skip
+EMPTY = set(
+    re.findall(
+        r"\w+",
+        """found said made given one own most there kept taken told asked wanted got put had gone left needed done here
+        thing things stuff ones""",
+    )
+)  # names that say nothing of what they hold
+TREES = {file.relative_to(ROOT): ast.parse(file.read_text()) for file in PACKAGE}
+MODULES = {".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in TREES}
+
+
+def imports() -> set[tuple[str, str]]:
+    """Returns the pairs of modules of which the first imports the second, also for types alone."""
+    pairs = set()
+    for file, tree in TREES.items():
+        module = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for name in node.names:
+                    full = f"{node.module}.{name.name}"
+                    pairs.add((module, full if full in MODULES else node.module))
+    return {(a, b) for a, b in pairs if b in MODULES and "." in a and "." in b}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def in_circles(pairs: set[tuple[str, str]]) -> set[str]:
+    """Returns the nodes that lie on a circle."""
+    while pairs:
+        sources, targets = {a for a, _ in pairs}, {b for _, b in pairs}
+        rest = {(a, b) for a, b in pairs if a in targets and b in sources}
+        if rest == pairs:
+            break
+        pairs = rest
+    return {node for pair in pairs for node in pair}
+
+
+def test_numbers_of_the_house_fall():
+    level = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
+    pairs = imports()
+    rooms = {(room(a), room(b)) for a, b in pairs if room(a) != room(b)}
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    arguments = [[*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs] for f in functions]
+    names = [f.name for f in functions] + [a.arg for each in arguments for a in each]
+    names += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    empty = [name for name in names if name.strip("_") in EMPTY or name.startswith("of_")]
+    whole = [
+        a for each in arguments if (a := [x for x in each if x.annotation and ast.unparse(x.annotation) == "Config"])
+    ]
+    asks = [
+        node
+        for file, tree in TREES.items()
+        if "recipe" not in file.parts
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and isinstance(node.left, ast.Constant)
+        and isinstance(node.ops[0], ast.In | ast.NotIn)
+        and "config" in ast.unparse(node.comparators[0])
+    ]
+    fields = [sum(isinstance(x, ast.AnnAssign) for x in node.body) for node in nodes if isinstance(node, ast.ClassDef)]
+    today = {
+        "imports that run up": sum(level[room(b)] > level[room(a)] for a, b in pairs),
+        "files in circles or between them": len(in_circles(pairs)),
+        "rooms in circles or between them": len(in_circles(rooms)),
+        "functions that take a whole config": len(whole),
+        "questions whether a config has a section": len(asks),
+        "names without content, of 10,000": round(1e4 * len(empty) / len(names)),
+        "fields of the largest record": max(fields),
+        "modules that build.py imports": len({b for a, b in pairs if a == "jaxrl_llm.build"}),
+        "files at the top": sum(len(file.parts) == 2 for file in TREES),
+    }
+    assert {name: count for name, count in today.items() if count > BOUNDS[name]} == {}, today
+
+
+BOUNDS = {  # a change may lower them
+    "imports that run up": 11,
+    "files in circles or between them": 55,
+    "rooms in circles or between them": 11,
+    "functions that take a whole config": 107,
+    "questions whether a config has a section": 32,
+    "names without content, of 10,000": 92,
+    "fields of the largest record": 31,
+    "modules that build.py imports": 50,
+    "files at the top": 7,
+}

@@ -21,8 +21,9 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.recipe.checks import check_train
 from jaxrl_llm.session import checkpoint, other_rows
-from jaxrl_llm.session.checkpoint import Checkpoints, Pending
+from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.session.other_rows import Rows
+from jaxrl_llm.structs import Pending
 from jaxrl_llm.train import steps
 
 SEEN: list[str] = []

@@ -19,8 +19,9 @@ from ml_collections import ConfigDict
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
 from jaxrl_llm.machine.sharding import make_mesh
-from jaxrl_llm.session.checkpoint import Checkpoints, Pending, has_checkpoint
+from jaxrl_llm.session.checkpoint import Checkpoints, has_checkpoint
 from jaxrl_llm.session.signals import Interrupts
+from jaxrl_llm.structs import Pending
 
 PROGRAM = """
 import hashlib, multiprocessing, sys, time

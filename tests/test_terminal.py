@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.load import load
-from jaxrl_llm.errors import UserError, briefly, run_main
+from jaxrl_llm.errors import UserError, briefly, printable, run_main
 from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.machine.terminal import printable
 from jaxrl_llm.session.banner import print_banner
 from jaxrl_llm.session.log import Log
 from jaxrl_llm.tools import doctor

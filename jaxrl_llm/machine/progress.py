@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from jaxrl_llm.errors import printable
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.machine.terminal import printable
 
 FIRST_BAR, FIRST_LINE = 1.0, 5.0  # seconds of a task until it is shown
 BETWEEN = (5.0, 15.0, 60.0)  # seconds from each line of a task to its next one; the last is repeated

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne, Positive, checked_by
+from jaxrl_llm.errors import printable
 from jaxrl_llm.machine.process import cpus
-from jaxrl_llm.machine.terminal import printable
 from jaxrl_llm.rewards import deadline, text_of, unlogged
 from jaxrl_llm.rewards.code_tests import tests_of
 from jaxrl_llm.sandbox import program as sandbox

@@ -15,8 +15,8 @@ from functools import cache
 from numbers import Number
 from typing import Any
 
+from jaxrl_llm.errors import printable
 from jaxrl_llm.machine.process import Pool, cpus
-from jaxrl_llm.machine.terminal import printable
 from jaxrl_llm.rewards import abstaining, deadline, reads, text_of
 from jaxrl_llm.rewards.notation import rewritten, unwrapped
 

@@ -16,8 +16,7 @@ from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import Samples, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
-from jaxrl_llm.session.checkpoint import Pending
-from jaxrl_llm.structs import Array, PyTree, Rollouts
+from jaxrl_llm.structs import Array, Pending, PyTree, Rollouts
 
 
 class Actor:

@@ -13,8 +13,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.vllm import engine as servers_of_vllm
+from jaxrl_llm.rollout.vllm.address import LOOPBACK, check_python
 from jaxrl_llm.structs import Config
-from jaxrl_llm.tools.serve_vllm import LOOPBACK, check_python
 
 __all__ = ["jax", "vllm"]  # names for config.engine.name
 

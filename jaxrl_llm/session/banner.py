@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxrl_llm.data.prompts import Dataset
+from jaxrl_llm.errors import printable
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.machine.shapes import MOST, SAMPLING, TRAINING, Shape
-from jaxrl_llm.machine.terminal import printable
 from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.recipe.checks import Totals

@@ -17,7 +17,7 @@ from datetime import date
 from operator import itemgetter
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -40,7 +40,7 @@ from jaxrl_llm.machine.sharding import BATCH, shard_batch, to_host
 from jaxrl_llm.session import other_rows
 from jaxrl_llm.session.lock import LOCK
 from jaxrl_llm.session.other_rows import SECTIONS, Change, Rows
-from jaxrl_llm.structs import Config, PyTree
+from jaxrl_llm.structs import Config, Pending, PyTree
 
 NO_ROWS = Rows({}, "")  # of a checkpoint of an earlier version
 UNSET = {"schedule_steps": 0, "data.today": ""}  # fields that the beginning of a run decides, as the user leaves them
@@ -134,13 +134,6 @@ def cut_back(file: Path, step: int) -> None:
 def has_checkpoint(folder: Path) -> bool:
     """Whether a folder of `Checkpoints` holds a complete checkpoint."""
     return folder.is_dir() and bool(ocp.utils.checkpoint_steps(folder))
-
-
-class Pending(NamedTuple):
-    """The part of a checkpoint that makes a resumed run continue with the same samples."""
-
-    position: dict[str, Any]  # of the source of batches, after the last of `batches`
-    batches: list[tuple[dict[str, Any], dict[str, Any]]]  # arrays and metrics of each batch that waits for its update
 
 
 class Checkpoints:

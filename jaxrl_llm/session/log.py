@@ -23,10 +23,10 @@ from rich.progress import Progress
 
 from jaxrl_llm import loggers
 from jaxrl_llm.config.names import resolve
+from jaxrl_llm.errors import printable
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.history import History
 from jaxrl_llm.machine import disk, distributed, progress, sharding
-from jaxrl_llm.machine.terminal import printable
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.checkpoint import cut_back
 from jaxrl_llm.session.record import Record, Timer

@@ -24,14 +24,14 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.shapes import TRAINING, Book, Shape, abstract
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import Tested
-from jaxrl_llm.session.checkpoint import Checkpoints, Pending
+from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.lock import Lock
 from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.session.signals import SECONDS, Stop
-from jaxrl_llm.structs import AnyArray, Array, Batch, Config, PyTree
+from jaxrl_llm.structs import AnyArray, Array, Batch, Config, Pending, PyTree
 
 
 class Source(Protocol):

@@ -19,11 +19,10 @@ from rich.console import Console
 
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
-from jaxrl_llm.errors import UserError, run_main
+from jaxrl_llm.errors import UserError, printable, run_main
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.finding import SEVERITIES, Finding, Record
 from jaxrl_llm.health.history import History
-from jaxrl_llm.machine.terminal import printable
 from jaxrl_llm.recipe import checks, settings
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.self_test import Checked

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.retriever.index import Index
-from jaxrl_llm.tools.serve_vllm import LOOPBACK
+from jaxrl_llm.rollout.vllm.address import LOOPBACK
 
 if TYPE_CHECKING:  # it imports torch
     from jaxrl_llm.retriever.dense import DenseIndex

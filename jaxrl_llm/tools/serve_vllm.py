@@ -30,10 +30,9 @@ from typing import NamedTuple
 import httpx
 
 from jaxrl_llm.errors import Parser, UserError, run_main
-from jaxrl_llm.rollout.vllm.address import UNIX, client, is_private
+from jaxrl_llm.rollout.vllm.address import LOOPBACK, UNIX, check_python, client, is_private
 
 ARGUMENTS = ("--host", "--port", "--uds", "--model", "--dtype")  # of this command, not of vLLM
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FIXED = (
     "--served-model-name",
     "policy",
@@ -63,17 +62,6 @@ WAITS = (1.0, 60.0)  # seconds: the first and the longest pause after a failed s
 STOPS = (signal.SIGTERM, signal.SIGINT)
 HEALTH_SECONDS = 5.0  # between two health checks, and the timeout of one
 LOG = 2**26  # bytes of the log; older lines are in FILE.1, and after that dropped
-
-
-def check_python(python: str, name: str) -> None:
-    """Raises: UserError, with the field's name, if an interpreter cannot import vLLM."""
-    code = "import sys; from importlib.util import find_spec; sys.exit(not find_spec('vllm'))"
-    try:
-        has_vllm = subprocess.run([python, "-c", code], capture_output=True).returncode == 0
-    except OSError:
-        has_vllm = False
-    if not has_vllm:
-        raise UserError(f"{name} {python!r} has no vLLM: launch/vllm_cpu.sh and launch/vllm_gpu.sh install one")
 
 
 def check_port(host: str, port: int) -> None:

@@ -12,12 +12,11 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxrl_llm.errors import UserError, report
+from jaxrl_llm.errors import UserError, printable, report
 from jaxrl_llm.machine import hang
 from jaxrl_llm.machine.distributed import lifeline
 from jaxrl_llm.machine.distributed.processes import count, first, index
 from jaxrl_llm.machine.distributed.store import POLL, client, wait
-from jaxrl_llm.machine.terminal import printable
 
 # Seconds without a sign of life after which JAX ends all processes. It gives one every half of them, so that a pause of
 # the network may take the other half; gRPC itself breaks off a connection that does not answer for 60 s.

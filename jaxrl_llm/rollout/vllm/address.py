@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -12,6 +13,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from jaxrl_llm.errors import UserError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 UNIX = "unix:"  # before the path of a server's socket; other addresses are URLs
 WEIGHTS = "model.safetensors"
 FOLDER = "jaxrl_llm-"  # prefix of a run's folder with weights; 12 hexadecimal digits follow
@@ -33,6 +37,17 @@ def client(address: str, limits: httpx.Limits | None = None, **options: Any) -> 
         return httpx.Client(base_url=address, limits=limits or httpx.Limits(), trust_env=False, **options)
     transport = httpx.HTTPTransport(uds=address.removeprefix(UNIX), limits=limits or httpx.Limits(), trust_env=False)
     return httpx.Client(base_url="http://vllm", transport=transport, trust_env=False, **options)
+
+
+def check_python(python: str, name: str) -> None:
+    """Raises: UserError, with the field's name, if an interpreter cannot import vLLM."""
+    code = "import sys; from importlib.util import find_spec; sys.exit(not find_spec('vllm'))"
+    try:
+        has_vllm = subprocess.run([python, "-c", code], capture_output=True).returncode == 0
+    except OSError:
+        has_vllm = False
+    if not has_vllm:
+        raise UserError(f"{name} {python!r} has no vLLM: launch/vllm_cpu.sh and launch/vllm_gpu.sh install one")
 
 
 def is_private(folder: Path) -> bool:

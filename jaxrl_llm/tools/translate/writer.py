@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl_llm import configs
 from jaxrl_llm.config.load import flatten, load
-from jaxrl_llm.machine.terminal import printable
+from jaxrl_llm.errors import printable
 from jaxrl_llm.structs import Config
 from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
 
