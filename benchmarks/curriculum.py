@@ -11,7 +11,6 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -51,8 +50,7 @@ def simulate(skip: float, seed: int, rows: int, steps: int) -> float:
         numbers = next(iterator)
         solved = chance.binomial(8, rates[numbers])
         no_signal = (solved == 0) | (solved == 8)
-        seen = SimpleNamespace(prompts=SimpleNamespace(numbers=numbers), no_signal=no_signal, replaced=[])
-        curriculum.no_signal = curriculum.visited(curriculum.no_signal, seen)
+        curriculum.no_signal = curriculum.visited(curriculum.no_signal, numbers, no_signal, replaced=[])
         idle.append(no_signal.mean())
     return float(np.mean(idle))
 

@@ -21,7 +21,6 @@ from jaxrl_llm.config.schema import check_reach
 from jaxrl_llm.data import columns, encoding, order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum
-from jaxrl_llm.evaluate import evaluate, mean_score, whole_batches
 from jaxrl_llm.learner.learning import Models, describe_models, make_learning, make_packing
 from jaxrl_llm.learner.packing import minibatches
 from jaxrl_llm.learner.programs import compile_all, of_learning
@@ -38,6 +37,7 @@ from jaxrl_llm.recipe.recipe import Recipe, read
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.compaction import Slots, prompts_at_once, slot_shapes
 from jaxrl_llm.rollout.environments import EnvironmentPool, open_environments
+from jaxrl_llm.rollout.evaluation import evaluate, mean_score, whole_batches
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
@@ -55,7 +55,7 @@ from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.session.run import Run
 from jaxrl_llm.session.saved_run import model_folder
 from jaxrl_llm.session.signals import Stop, stop_signals
-from jaxrl_llm.structs import Config, PyTree
+from jaxrl_llm.structs import Config, PyTree, Totals
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,7 @@ def compile_only(config: Config) -> None:
 
 
 def load(
-    config: Config,
-    workdir: str | Path,
-    opened: ExitStack,
-    check: Callable[[Config], checks.Totals],
-    *,
-    shared: bool = True,
+    config: Config, workdir: str | Path, opened: ExitStack, check: Callable[[Config], Totals], *, shared: bool = True
 ) -> Loaded:
     """Checks and loads config, workdir, mesh, model and data, in this order. Raises: UserError.
 
@@ -156,6 +151,7 @@ def load(
     folder = opened.enter_context(model_folder(config))
     models = describe_models(config, totals, mesh, folder)
     model = models.model
+    compatibility.check_router(config, model.cfg)
     tokenizer = encoding.on_day(hf.load_tokenizer(folder), config.data.today)
     environments = open_environments(config, tokenizer, opened, data.template_args_of(config, ()))
     tools = environments.schemas if environments else []
@@ -167,7 +163,9 @@ def load(
     compatibility.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     compatibility.check_positions(config, model.cfg, dataset, held_out)
     for name, other in models.others.items():
-        compatibility.check_positions(config, hf.load_model(other).cfg, dataset, whose=f"those of config.{name}.path,")
+        cfg = hf.load_model(other).cfg
+        compatibility.check_other_model(f"{name}.path", cfg, model.cfg)
+        compatibility.check_positions(config, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
     # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
     # Only process 0 looks for a folder that may not be there yet: NFS would go on telling others that it is not.
@@ -224,7 +222,7 @@ def make_run(given: Loaded, stop: Stop) -> Run:
     compatibility.check_sampling(config, model.cfg)
     compatibility.check_one_at_a_time(mesh, in_trainer=recipe.engine.in_trainer, max_lag=config.rollout.max_lag)
     frozen = {
-        name: load_frozen(name, folder, config, model.cfg, given.tokenizer, mesh)
+        name: load_frozen(name, folder, config, given.tokenizer, mesh)
         for name, folder in given.others.items()
         if name in FROZEN
     }

@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl_llm import envs, rewards
-from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.names import closest, offered, resolve, split_call
 from jaxrl_llm.config.schema import Field, check_call, check_fields, check_reach
 from jaxrl_llm.data import columns, encoding, tasks
@@ -27,17 +24,17 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
-from jaxrl_llm.machine import distributed, extras, progress, sharding
+from jaxrl_llm.machine import extras, sharding
 from jaxrl_llm.machine.compilation import keep_compilations
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import compatibility
 from jaxrl_llm.recipe.fields import TRAIN, TURNS
 from jaxrl_llm.rollout import scores
 from jaxrl_llm.rollout.environments import open_environments
+from jaxrl_llm.rollout.evaluation import evaluate, whole_batches
 from jaxrl_llm.rollout.grading import RewardFn
-from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import CompletionTask, Graded, measured_alike
+from jaxrl_llm.rollout.samples import CompletionTask, Graded
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.session.banner import print_banner
 from jaxrl_llm.session.saved_run import SavedRun
@@ -53,49 +50,6 @@ LIMITS = {
     "seed": Field(int, low=0, high=2**31 - 1),
     "timeout": TRAIN["reward.timeout"],
 }
-
-
-def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
-    """Returns the problems per batch: min(sequences, problems), rounded up to the same number on each device."""
-    devices = sharding.prompt_shards(mesh)
-    return -(-min(sequences, problems) // devices) * devices
-
-
-def evaluate(
-    engine: Engine,
-    dataset: data.Dataset,
-    task: CompletionTask,
-    *,
-    batch: int,
-    key: jax.Array,
-    samples: int = 1,
-    temperature: float = 0.0,
-) -> Graded:
-    """Samples and grades G = samples completions for each problem of a data set; with several processes, for its part.
-
-    A completion for which the judge returns None has the score 0.
-    """
-    parts, count, own = [], len(dataset.rows), distributed.part(batch)
-    with progress.task("evaluating problems", count) as shown:
-        for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
-            rollouts = task.sample(engine, prompts, jax.random.fold_in(key, i), samples, Sampling(temperature))
-            rollouts = measured_alike(rollouts, "evaluation") if task.environments else rollouts
-            graded = task.grade(prompts, rollouts)
-            real = max(min(own.stop, count - i * batch) - own.start, 0)  # others fill the last batch
-            channels = {name: values[:real] for name, values in graded.channels.items()}
-            channels["total"] = np.nan_to_num(channels["total"])
-            parts.append(Graded(graded.texts[:real], channels, graded.turns[:real], {}))
-            shown.advance(min(batch, count - shown.done))
-    texts, turns = ([x for part in parts for x in part[field]] for field in (0, 2))
-    channels = {name: np.concatenate([part.channels[name] for part in parts]) for name in parts[0].channels}
-    return Graded(texts, channels, turns, {})
-
-
-def mean_score(graded: Graded) -> float:
-    """Returns the mean score of the completions of all processes, which exchange two numbers each."""
-    scores = graded.channels["total"]
-    sums, sizes = zip(*distributed.exchange([scores.sum(dtype=float), scores.size]), strict=True)
-    return sum(sums) / sum(sizes)
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -92,6 +92,21 @@ class TrainState:
     coef_state: PyTree  # state of each coefficient (`optim.Coefficient`)
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Batch sizes and step counts that follow from a config."""
+
+    prompts_per_update: int
+    sequences_per_step: int
+    sequences_per_update: int
+    updates_per_rollout: int
+    updates: int
+    scheduled_updates: int  # optimizer steps that the schedules cover
+    warmup_steps: int
+    completion_tokens: int  # upper bound for the whole run
+    critic_updates: int = 0  # optimizer steps that the critic's schedule covers
+
+
 class Pending(NamedTuple):
     """The part of a checkpoint that makes a resumed run continue with the same samples."""
 

@@ -9,10 +9,10 @@ from typing import Any
 from jaxrl_llm.build import COMPILE_ONLY, build, compile_only
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import run_main
-from jaxrl_llm.learner.packing import to_batch
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.sharding import shard_batch
+from jaxrl_llm.rollout.samples import to_batch
 from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.run import Run
 from jaxrl_llm.structs import Config

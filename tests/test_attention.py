@@ -22,7 +22,7 @@ from jaxrl_llm.models import attention_gpu, attention_tpu
 from jaxrl_llm.models.attention import KeyValue, Visible, attend, causal_within, in_prompt
 from jaxrl_llm.models.attention_gpu import attend_gpu
 from jaxrl_llm.models.attention_tpu import AttentionLimits, attend_tpu
-from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import plain
 from jaxrl_llm.structs import Batch

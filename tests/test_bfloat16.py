@@ -14,7 +14,7 @@ from benchmarks.rounding import measure
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import plain
 from jaxrl_llm.structs import Batch

@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import critic, forward, optim, update
 from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import plain
 from jaxrl_llm.structs import Batch

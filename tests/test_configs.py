@@ -20,6 +20,7 @@ from jaxrl_llm.config.names import with_names
 from jaxrl_llm.configs import grpo, ppo
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe import checks
+from jaxrl_llm.structs import Totals
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "configs"
@@ -56,7 +57,7 @@ def test_a_config_passes_the_checks_names_its_command_and_is_measured(file):
     assert f"| `{file.stem}` |" in measured
 
 
-def checked(name: str, **changes: object) -> checks.Totals:
+def checked(name: str, **changes: object) -> Totals:
     c = config.load(ROOT / "configs" / f"{name}.py")
     for field, value in changes.items():
         config.override(c, field.replace("__", "."), str(value))

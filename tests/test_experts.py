@@ -28,8 +28,8 @@ from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models import experts, grouped, hf
+from jaxrl_llm.models.config import Mixture
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.experts import Mixture
 from jaxrl_llm.recipe import checks, compatibility
 from jaxrl_llm.rollout import routing
 from jaxrl_llm.rollout.sampler import Sampler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,15 +134,14 @@ def test_a_curriculum_is_refused_with_a(config, changes, line):
         checked(config, **changes)
 
 
-def samples(numbers: list[int], no_signal: list[bool], replaced: tuple[int, ...] = ()) -> SimpleNamespace:
-    prompts = SimpleNamespace(numbers=np.array(numbers, np.int32))
-    return SimpleNamespace(prompts=prompts, no_signal=np.array(no_signal), replaced=list(replaced))
+def visits(numbers: list[int], no_signal: list[bool], replaced: tuple[int, ...] = ()) -> tuple[Any, ...]:
+    return np.array(numbers, np.int32), np.array(no_signal), list(replaced)
 
 
 def test_a_row_is_passed_over_as_often_as_asked_after_a_visit_without_a_signal_alone():
     curriculum = Curriculum(4, 0.8, seed=0)
     assert all(curriculum.draws(turn, number) for turn in range(100) for number in range(4))
-    curriculum.no_signal = curriculum.visited(curriculum.no_signal, samples([0, 1], [True, False]))
+    curriculum.no_signal = curriculum.visited(curriculum.no_signal, *visits([0, 1], [True, False]))
     drawn = {number: sum(curriculum.draws(turn, number) for turn in range(2000)) for number in range(4)}
     assert drawn[0] == pytest.approx(400, abs=60)
     assert (drawn[1], drawn[2], drawn[3]) == (2000, 2000, 2000)
@@ -156,7 +155,7 @@ def test_a_row_is_passed_over_as_often_as_asked_after_a_visit_without_a_signal_a
 def test_the_last_visit_counts_and_of_two_in_a_step_the_one_with_a_signal():
     curriculum = Curriculum(5, 0.5, seed=0)
     known = np.array([True, False, True, False, False])
-    made = curriculum.visited(known, samples([0, 1, 2, 2], [False, True, True, False], replaced=(3, 0)))
+    made = curriculum.visited(known, *visits([0, 1, 2, 2], [False, True, True, False], replaced=(3, 0)))
     assert made.tolist() == [False, True, False, True, False]
     assert known.tolist() == [True, False, True, False, False]
 

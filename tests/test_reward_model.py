@@ -117,10 +117,9 @@ def test_the_score_is_that_of_transformers(family, tied, tmp_path):
 
 def test_a_critic_starts_as_the_reward_model_whose_folder_it_gets(folder):
     c, mesh = config.load(ROOT / "configs" / "ppo.py"), tiny.mesh_of((1, 1, 1))
-    model = hf.load_model(folder)
     for start, score in ((folder, load_file(folder / "model.safetensors")["score.weight"]), (ARITHMETIC, 0.0)):
         aggregate = partial(losses.aggregation_weights, mode="token_mean")
-        learner, _ = critic.make_critic(c, start, model.cfg, mesh, aggregate)
+        learner, _ = critic.make_critic(c, start, mesh, aggregate, updates=100)
         params = learner.init().params
         np.testing.assert_array_equal(params["readout"]["kernel"], np.broadcast_to(score, (1, 128)).T)
         assert params["decoder"].keys() == {"layers", "embed", "norm"}
@@ -208,6 +207,6 @@ def test_what_a_reward_model_cannot_do_is_refused_before_a_run(folder, tmp_path)
     first, second = list(vocabulary)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (two / "tokenizer.json").write_text(json.dumps(tokens))
-    mesh, model = tiny.mesh_of((1, 1, 1)), hf.load_model(folder)
+    mesh = tiny.mesh_of((1, 1, 1))
     with pytest.raises(UserError, match=r"config\.reward_model\.path: its tokenizer knows"):
-        scorers.load_frozen("reward_model", two, small(two), model.cfg, hf.load_tokenizer(folder), mesh)
+        scorers.load_frozen("reward_model", two, small(two), hf.load_tokenizer(folder), mesh)

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import base64
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxrl_llm.machine import distributed
-
-if TYPE_CHECKING:  # rollout/ imports data/
-    from jaxrl_llm.rollout.samples import Samples
 
 
 class Curriculum:
@@ -40,13 +37,19 @@ class Curriculum:
         passed, self._passed = self._passed, 0
         return {"curriculum/passed_over": float(passed), "curriculum/no_signal": float(self.no_signal.mean())}
 
-    def visited(self, known: np.ndarray, samples: Samples) -> np.ndarray:
-        """Returns the bits [N] after the visits of a step, of all processes. Waits for the reward functions."""
+    def visited(
+        self, known: np.ndarray, numbers: np.ndarray, no_signal: np.ndarray, replaced: Sequence[int]
+    ) -> np.ndarray:
+        """Returns the bits [N] after the visits of a step, of all processes.
+
+        numbers, no_signal: [B] of this process's prompts, rows of the data set and whether they taught nothing;
+        replaced: rows of all processes that had no signal, and whose place others took.
+        """
         # Every process needs the same bits, or the processes would draw different rows.
-        numbers, no_signal = distributed.gather(samples.prompts.numbers), distributed.gather(samples.no_signal)
+        numbers, no_signal = distributed.gather(numbers), distributed.gather(no_signal)
         # A copy: batches already drawn ahead keep the bits that they were drawn with.
         updated = known.copy()
-        updated[samples.replaced] = True
+        updated[list(replaced)] = True
         updated[numbers] = True
         # Last: a row may be drawn twice in a step.
         updated[numbers[~no_signal]] = False

@@ -16,7 +16,7 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.envs.protocol import Reply
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.retriever.client import RetrieverClient, RetrieverError
-from jaxrl_llm.retriever.documents import Document, document
+from jaxrl_llm.retriever.documents import Document, document, information, shown
 from jaxrl_llm.retriever.index import Index
 
 __all__ = ("Search",)
@@ -64,10 +64,10 @@ class Search:
         self._searches_left -= 1
         metrics = {"valid": 1.0, "searches": 1.0}
         try:
-            information = shown(self._find(query.strip()))
+            text = shown(self._find(query.strip()))
         except RetrieverError:
-            information, metrics = FAILED, metrics | {"errors": 1.0}
-        return Reply(f"\n\n<information>{information}</information>\n\n", metrics=metrics)
+            text, metrics = FAILED, metrics | {"errors": 1.0}
+        return Reply(information(text), metrics=metrics)
 
 
 def first_tagged(text: str, tag: str) -> tuple[int, str]:
@@ -76,15 +76,6 @@ def first_tagged(text: str, tag: str) -> tuple[int, str]:
     start = text.find(opening)
     end = text.find(closing, start + len(opening)) if start >= 0 else -1
     return (start, text[start + len(opening) : end]) if end >= 0 else (-1, "")
-
-
-def shown(documents: list[Document]) -> str:
-    """Formats documents as Search-R1 does: the first line of the contents is the title."""
-    lines = []
-    for number, (_, contents) in enumerate(documents, 1):
-        title, _, rest = contents.partition("\n")
-        lines.append(f"Doc {number}(Title: {title}) {rest}\n")
-    return "".join(lines)
 
 
 # One index for all episodes of a process.

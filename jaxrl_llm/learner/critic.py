@@ -17,30 +17,28 @@ from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.update import Learner, Parameters
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.recipe import checks, compatibility
 from jaxrl_llm.structs import Array, Batch, Config, PyTree
 
 
 def make_critic(
     config: Config,
     folder: Path,
-    policy: DecoderConfig,
     mesh: Mesh,
     aggregate: Callable[[Array], Array],
+    *,
+    updates: int,
     shared: Parameters | None = None,
 ) -> tuple[Learner, Scorer]:
     """Returns the critic's learner and scorer. The critic starts as the model in `folder`.
 
     Its readout starts as that of a reward model, if the folder holds one, and otherwise with zeros.
-    aggregate: maps a loss mask to weights, as for the policy. shared: the policy's adapters and their base; the critic
-    learns adapters of its own on this base.
-    Raises: UserError, if the model cannot be loaded, or does not cover the policy's tokens.
+    aggregate: maps a loss mask to weights, as for the policy. updates: optimizer steps that its schedules cover.
+    shared: the policy's adapters and their base; the critic learns adapters of its own on this base.
+    Raises: UserError, if the model cannot be loaded.
     """
     c = config.model
     cfg = hf.load_model(folder, dtype=c.dtype, remat=c.remat, row_parts=c.row_parts).cfg
-    compatibility.check_other_model("critic.path", cfg, policy)
     # A critic needs no head; with it, the tree has none.
     model = Decoder(replace(cfg, tied_head=True), mesh)
 
@@ -65,7 +63,7 @@ def make_critic(
     parameters = shared or Parameters(model.shapes(), load, update.ALL_LEARN)
     learner = update.make_learner(
         value_objective(model, clip=config.critic.clip),
-        optim.make_optimizer(checks.critic_updates(config), **config.critic.optim),
+        optim.make_optimizer(updates, **config.critic.optim),
         jax.eval_shape(with_readout, parameters.shapes),
         params,
         mesh,

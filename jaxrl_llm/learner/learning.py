@@ -29,9 +29,7 @@ from jaxrl_llm.machine.shapes import MOST, RATES, TRAINING, Book, Shape
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
-from jaxrl_llm.recipe import compatibility
-from jaxrl_llm.recipe.checks import Totals
-from jaxrl_llm.structs import Array, Config, PyTree
+from jaxrl_llm.structs import Array, Config, PyTree, Totals
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ def describe_models(config: Config, totals: Totals, mesh: Mesh, folder: Path, *,
     others = {name: hf.find(config[name].path, f"{name}.path", weights=weights) for name in sections}
     parts = config.model.row_parts if "loss" in config else 1  # `sft` has one completion of each prompt
     model = hf.load_model(folder, mesh, dtype=config.model.dtype, remat=config.model.remat, row_parts=parts)
-    compatibility.check_router(config, model.cfg)
     lora = peft.make_lora(model, **config.lora) if "lora" in config else None
     return Models(config, totals, mesh, folder, model, others, lora)
 
@@ -125,8 +122,10 @@ def make_learning(
         scorers[name] = make_frozen_scorer(name, other, config.microbatch, sampling, mesh)
     if "critic" in config:
         critic, shared = models.others.get("critic", models.folder), models.lora and not config.critic.path
-        of_critic = config, critic, model.cfg, mesh, aggregate
-        learner, scorers["critic"] = make_critic(*of_critic, shared=learns if shared else None)
+        schedule = models.totals.critic_updates
+        learner, scorers["critic"] = make_critic(
+            config, critic, mesh, aggregate, updates=schedule, shared=learns if shared else None
+        )
         learners = {"critic": learner} | learners  # first: it learns before the policy
     reference = make_reference(models, learners["policy"], learns)
     return Learning(sampling, scorers, make_credit(credit, mesh), learners, reference)

@@ -1,4 +1,4 @@
-"""Builds batches. Packs several completions of a group into one row, to compute little on padding."""
+"""The rows of an update. Packs several completions of a group into one row, to compute little on padding."""
 
 from __future__ import annotations
 
@@ -7,34 +7,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.shapes import Ladder, Shape
-from jaxrl_llm.rollout.samples import Samples
-from jaxrl_llm.structs import AnyArray, Batch, Config
+from jaxrl_llm.structs import AnyArray, Config
 
 # Tokens; narrower rows are slower, so several short completions share one.
 ROW = 32
 # Tokens; the TPU's attention kernel needs rows of a multiple, and narrower ones pay less.
 KERNEL = 128
-
-
-def to_batch(samples: Samples, pack: Callable[[np.ndarray, int], np.ndarray] | None) -> Batch:
-    """Converts samples to a batch on the host. pack: lengths [B, G], P -> packed_index [B, E, N, T]; None: none."""
-    prompts, rollouts = samples.prompts, samples.rollouts
-    index = None
-    if pack:
-        # The lengths of all processes decide the shape of the rows.
-        lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1))
-        index = pack(lengths, prompts.tokens.shape[1])[distributed.part(len(lengths))]
-    return Batch(
-        prompts.tokens,
-        prompts.mask,
-        rollouts.completions,
-        rollouts.completion_mask,
-        samples.trained,
-        sampler_logprobs=rollouts.logprobs,
-        packed_index=index,
-    )
 
 
 def minibatches(config: Config, step: int) -> Iterator[AnyArray]:

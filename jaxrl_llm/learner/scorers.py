@@ -19,9 +19,7 @@ from jaxrl_llm.learner.update import Base
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.blocks import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.recipe import compatibility
 from jaxrl_llm.structs import Batch, Config, PyTree
 
 States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference": parameters
@@ -121,16 +119,12 @@ def score_columns(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: in
     return forward.in_microbatches(per_token, mesh, microbatch)
 
 
-def load_frozen(
-    section: str, folder: Path, config: Config, policy: DecoderConfig, tokenizer: Any, mesh: Mesh
-) -> Frozen:
+def load_frozen(section: str, folder: Path, config: Config, tokenizer: Any, mesh: Mesh) -> Frozen:
     """Loads the model in `folder`; section: its section of the config, one of FROZEN.
 
-    Raises: UserError, if the model cannot be loaded, does not cover the policy's tokens, or has other ids
-    for these tokens.
+    Raises: UserError, if the model cannot be loaded, or has other ids for the policy's tokens.
     """
     model = frozen_model(section, folder, config, mesh)
-    compatibility.check_other_model(f"{section}.path", model.cfg, policy)
     # Token ids pass from one model to the other: equal text with other ids would be scored as other text.
     theirs = hf.load_tokenizer(folder).get_vocab()
     other = next((token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number), None)

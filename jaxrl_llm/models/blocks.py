@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,66 +12,16 @@ from flax import nnx
 from jax.sharding import Mesh
 from qwix import QArray
 
-from jaxrl_llm.models.experts import Experts, Mixture, Routing
+from jaxrl_llm.models.config import DecoderConfig
+from jaxrl_llm.models.experts import Experts, Routing
 from jaxrl_llm.models.lora import Adapted, Stored, as_array
-from jaxrl_llm.models.rope import Rope, rotate
+from jaxrl_llm.models.rope import rotate
 from jaxrl_llm.structs import Array
 
 ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = {  # as config.json names them
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes and arithmetic of a decoder.
-
-    Layers of the kind `local` have sliding-window attention. The two kinds of layers may have two rotary embeddings.
-    """
-
-    family: str  # the module of this package: it has the names of the tensors in a file
-    vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_width: int  # of each expert, if there are experts
-    max_positions: int
-    rope: Rope
-    norm_eps: float
-    tied_head: bool
-    qkv_bias: bool  # Qwen2
-    qk_norm: bool  # Qwen3
-    output_bias: bool = False  # of the projection after attention
-    mlp_bias: bool = False
-    activation: str = "silu"  # of the MLP's gate: one of ACTIVATIONS
-    window: int = 0  # tokens that a token sees in a local layer, itself included
-    local: tuple[bool, ...] = ()  # which layers are local; (): none
-    local_rope: Rope | None = None  # of local layers; None: as in the others
-    score_size: float | None = None  # scores are divided by its square root; None: head_dim
-    soft_cap: float = 0.0  # bound of attention scores: cap * tanh(score / cap); 0: none
-    final_soft_cap: float = 0.0  # bound of logits, likewise
-    scaled_embedding: bool = False  # the embedding is multiplied by the square root of the width
-    centered_norms: bool = False  # the factor of a norm is 1 + scale
-    post_norms: bool = False  # attention and MLP also have a norm behind them
-    mixture: Mixture | None = None  # experts instead of an MLP
-    # Arithmetic, not architecture: the same parameters serve all values of these fields.
-    dtype: str = "float32"  # of activations and matrix products; parameters stay float32
-    remat: str = "none"  # rematerialization in the backward pass: none | dots | full
-    transposed: bool = False  # kernels of layers are [E, D], not [D, E]: on a CPU, products with few rows are faster
-    row_parts: int = 1  # parts in which a group's packed rows are scored and learned from, one after the other
-
-    @property
-    def kinds(self) -> tuple[bool, ...]:
-        """For each layer, whether it is local."""
-        return self.local or (False,) * self.layers
-
-    @property
-    def precision(self) -> jax.lax.Precision | None:
-        """HIGHEST for float32, because accelerators multiply float32 in bf16 or TF32 by default."""
-        return jax.lax.Precision.HIGHEST if self.dtype == "float32" else None
 
 
 class Attention(nnx.Module):

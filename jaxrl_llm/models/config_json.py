@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import rope
-from jaxrl_llm.models.blocks import ACTIVATIONS, DecoderConfig
-from jaxrl_llm.models.experts import Mixture
+from jaxrl_llm.models.blocks import ACTIVATIONS
+from jaxrl_llm.models.config import DecoderConfig, Mixture
 
 NUMBERS = (
     "vocab_size",

@@ -28,7 +28,8 @@ from jaxrl_llm.models.attention import (
     prompt_positions,
     token_major,
 )
-from jaxrl_llm.models.blocks import Block, DecoderConfig, EmbedAndHead, Linear
+from jaxrl_llm.models.blocks import Block, EmbedAndHead, Linear
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.experts import Routing
 from jaxrl_llm.models.rope import rotary
 from jaxrl_llm.structs import Array, PyTree

@@ -6,9 +6,8 @@ It is exact: a token reaches all experts that it chooses, no matter how many oth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +16,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.machine.sharding import BATCH
+from jaxrl_llm.models.config import DecoderConfig, Mixture
 from jaxrl_llm.models.grouped import grouped_matmul
 from jaxrl_llm.structs import Array
-
-if TYPE_CHECKING:  # it imports this module
-    from jaxrl_llm.models.blocks import DecoderConfig
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The experts of a layer. The width of each is `DecoderConfig.mlp_width`."""
-
-    experts: int
-    chosen: int  # experts that a token chooses
-    normalized: bool  # the weights of the chosen experts add up to 1
 
 
 class Routing(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import config_json
-from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.names import GEMMA as NAMES
 
 __all__ = ["NAMES", "decoder_config"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxrl_llm.models import config_json
-from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.names import DENSE as NAMES
 
 __all__ = ["NAMES", "decoder_config"]

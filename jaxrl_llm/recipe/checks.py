@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import date
 from types import ModuleType
 
@@ -22,22 +21,7 @@ from jaxrl_llm.recipe.fields import CRITIC, FROZEN, LORA, ROUTER, SFT, SOURCE, T
 from jaxrl_llm.recipe.no_effect import check_no_effect_shared
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.sandbox import program as sandbox
-from jaxrl_llm.structs import Config
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Batch sizes and step counts that follow from a config."""
-
-    prompts_per_update: int
-    sequences_per_step: int
-    sequences_per_update: int
-    updates_per_rollout: int
-    updates: int
-    scheduled_updates: int  # optimizer steps that the schedules cover
-    warmup_steps: int
-    completion_tokens: int  # upper bound for the whole run
-
+from jaxrl_llm.structs import Config, Totals
 
 NAMED = {"advantage": advantages, "loss": losses, "engine": engines}  # section -> module that its `name` is in
 
@@ -96,10 +80,11 @@ def check_train(config: Config) -> Totals:
     if "env" in config:
         check_turns(config)
     waited = config.critic.warmup_steps if critic else 0
+    critic_updates = updates * scheduled_steps(config)  # with those of the warm-up, in which only the critic learns
     if waited >= min(config.num_steps, scheduled_steps(config)):
         raise UserError(f"config.critic.warmup_steps = {waited} but num_steps is {config.num_steps}: lower it")
     if critic:
-        _warmup(config.critic.optim, critic_updates(config), "critic.optim")
+        _warmup(config.critic.optim, critic_updates, "critic.optim")
         check_schedule(config, config.critic.optim, "critic.optim")
     check_schedule(config, config.optim, "optim")
     # The policy learns nothing during the critic's warm-up, so its schedules leave those steps out.
@@ -118,12 +103,8 @@ def check_train(config: Config) -> Totals:
         * config.prompts_per_step
         * completions
         * config.rollout.max_completion_tokens,
+        critic_updates=critic_updates,
     )
-
-
-def critic_updates(config: Config) -> int:
-    """Returns the critic's scheduled optimizer steps, including those of the warm-up in which only it learns."""
-    return config.prompts_per_step // config.prompts_per_update * config.epochs * scheduled_steps(config)
 
 
 def scheduled_steps(config: Config) -> int:

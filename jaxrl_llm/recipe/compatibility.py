@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed, sharding
-from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.structs import Config
 
 

@@ -32,7 +32,7 @@ def check_no_effect(config: Config, required: tuple[str, ...], updates: int) -> 
     no_place, no_warmup = k.placement == "none", not (config.optim.warmup_steps or config.optim.warmup_ratio)
     # same_policy: the weights that sample are those at the start of the step. exact: in float32, sampler and trainer
     # also compute the same log-probabilities, to rounding.
-    same_policy = engines.choose(config).in_trainer and not r.max_lag
+    same_policy = engines.own_samples(config)
     exact = same_policy and config.model.dtype == "float32"
     unseen = not {"rewards", "token_rewards"} & set(required)
     unweighed, why_not = c.action == "none", "importance.action is 'none'"

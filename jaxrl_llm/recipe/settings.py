@@ -12,9 +12,9 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import is_task
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.models import hf
-from jaxrl_llm.recipe.checks import Totals, mixture_of, scheduled_steps
+from jaxrl_llm.recipe.checks import mixture_of, scheduled_steps
 from jaxrl_llm.rollout import engines
-from jaxrl_llm.structs import Config
+from jaxrl_llm.structs import Config, Totals
 
 # Full fine-tuning of Qwen3-0.6B (width 1024) was stable at rate 1e-6 and ruined the model at 5e-5. The embedded model
 # (width 128) is stable at 4e-4, oscillates at 1e-3 and is ruined at 3e-3 (docs/health.md). The bound is proportional
@@ -147,7 +147,7 @@ def no_anchor(settings: RunSettings) -> Iterator[Finding]:
     if config.kl.placement != "none" or totals.updates_per_rollout == 1 or totals.updates < LONG:
         return
     weighed = config.importance.action != "none" and not (
-        config.importance.action == "auto" and engines.choose(config).in_trainer and not config.rollout.max_lag
+        config.importance.action == "auto" and engines.own_samples(config)
     )
     if not weighed and not (engines.choose(config).in_trainer and config.model.dtype == "float32"):
         yield Finding(

@@ -66,3 +66,17 @@ def document(row: dict[str, Any]) -> Document:
     if "contents" in row:
         return Document(str(row["id"]), str(row["contents"]))
     return Document(str(row["id"]), f'"{row["title"]}"\n{row["text"]}')
+
+
+def shown(documents: list[Document]) -> str:
+    """Formats documents as Search-R1 does: the first line of the contents is the title."""
+    lines = []
+    for number, (_, contents) in enumerate(documents, 1):
+        title, _, rest = contents.partition("\n")
+        lines.append(f"Doc {number}(Title: {title}) {rest}\n")
+    return "".join(lines)
+
+
+def information(text: str) -> str:
+    """Returns what a policy reads after a search, whose documents `shown` has formatted."""
+    return f"\n\n<information>{text}</information>\n\n"

@@ -99,7 +99,9 @@ class Actor:
         # The position behind this batch: a checkpoint from now on begins there.
         self._prefetcher.used()
         if self._curriculum and self._visits is not None:
-            self._visits = self._curriculum.visited(self._visits, self._current)
+            samples = self._current  # `no_signal` waits for the reward functions
+            visits = samples.prompts.numbers, samples.no_signal, samples.replaced
+            self._visits = self._curriculum.visited(self._visits, *visits)
         self._pushed = self._prefetcher.do(self._push, params, step, self._visits)
         if distributed.count() > 1:
             # It gathers the weights: no other program may come between, in any process.

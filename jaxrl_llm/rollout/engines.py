@@ -121,3 +121,8 @@ def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> N
             f"config.engine.push = {push!r} and push_address = {push_address!r}: 'http' needs this host's address "
             "as the servers reach it, the others none"
         )
+
+
+def own_samples(config: Config) -> bool:
+    """Returns whether the weights at the start of a step sample its completions, in the trainer's process."""
+    return choose(config).in_trainer and not config.rollout.max_lag

@@ -19,7 +19,7 @@ from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.structs import Array, Config, Prompts, Rewards, Rollouts
+from jaxrl_llm.structs import Array, Batch, Config, Prompts, Rewards, Rollouts
 
 SAMPLING = "sampling"  # channel of the thread that samples
 
@@ -266,3 +266,22 @@ def _same(graded: Graded) -> Graded:
 def _filled(rollouts: Rollouts, names: Iterable[str]) -> Rollouts:
     nothing = np.zeros(rollouts.truncated.shape, np.float32)
     return replace(rollouts, episodes={name: rollouts.episodes.get(name, nothing) for name in names})
+
+
+def to_batch(samples: Samples, pack: Callable[[np.ndarray, int], np.ndarray] | None) -> Batch:
+    """Converts samples to a batch on the host. pack: lengths [B, G], P -> packed_index [B, E, N, T]; None: none."""
+    prompts, rollouts = samples.prompts, samples.rollouts
+    index = None
+    if pack:
+        # The lengths of all processes decide the shape of the rows.
+        lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1))
+        index = pack(lengths, prompts.tokens.shape[1])[distributed.part(len(lengths))]
+    return Batch(
+        prompts.tokens,
+        prompts.mask,
+        rollouts.completions,
+        rollouts.completion_mask,
+        samples.trained,
+        sampler_logprobs=rollouts.logprobs,
+        packed_index=index,
+    )

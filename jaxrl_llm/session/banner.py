@@ -14,11 +14,10 @@ from jaxrl_llm.errors import printable
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.machine.shapes import MOST, SAMPLING, TRAINING, Shape
-from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.lora import Lora
-from jaxrl_llm.recipe.checks import Totals
 from jaxrl_llm.rollout.compaction import Slots
-from jaxrl_llm.structs import Config
+from jaxrl_llm.structs import Config, Totals
 
 
 def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str] = ()) -> None:

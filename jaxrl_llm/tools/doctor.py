@@ -27,7 +27,7 @@ from jaxrl_llm.recipe import checks, settings
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.self_test import Checked
 from jaxrl_llm.session.banner import totals_table
-from jaxrl_llm.structs import Config
+from jaxrl_llm.structs import Config, Totals
 from jaxrl_llm.tools import faults, logs
 
 DESCRIPTION = (
@@ -231,7 +231,7 @@ def could_look(count: int, blind: dict[str, str]) -> list[str]:
     ]
 
 
-def print_config(totals: checks.Totals, findings: list[Finding], blind: dict[str, str]) -> None:
+def print_config(totals: Totals, findings: list[Finding], blind: dict[str, str]) -> None:
     """Prints what follows from a config, its findings, and which rules could look; blind: {rule: why it could not}."""
     console = Console(highlight=False, soft_wrap=True)
     for name, value in totals_table(totals):

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.retriever.documents import document, information, shown
+from jaxrl_llm.retriever.index import Index
+
 PEOPLE, TOWNS, WORDS, RIVERS = 2_000, 600, 64, 64
 HELD_OUT = 0.2  # share of the people and of the towns
 # Of ten demonstrations of a question, so many search as they should, and so many search for the given name only.
@@ -96,13 +99,14 @@ def demonstrations() -> list[dict[str, Any]]:
 
 
 @cache
-def _observation(text: str) -> str:
-    """Returns what the environment answers to a turn with a search."""
-    # The environment knows tasks.
-    from jaxrl_llm.envs.search import Search
+def _index() -> Index:
+    return Index.of([document(row) for row in documents()])
 
-    environment = Search(corpus="encyclopedia.documents", url="", topk=2, most_searches=1, timeout=1.0, retries=0)
-    return str(environment.step(text).observation)
+
+@cache
+def _answer(query: str) -> str:
+    """Returns what `envs.search` answers to a search, with two documents."""
+    return information(shown([article for article, _ in _index().search([query], 2)[0]]))
 
 
 def _episode(question: Question, number: int, guess: str) -> list[dict[str, str]]:
@@ -115,7 +119,7 @@ def _episode(question: Question, number: int, guess: str) -> list[dict[str, str]
     for name in searches:
         text = f"<think> I look it up </think> <search> {name} </search>"
         turns.append({"role": "assistant", "content": text})
-        turns.append({"role": "environment", "content": _observation(text)})
+        turns.append({"role": "environment", "content": _answer(name)})
     thought = "I know it" if searches else "I guess"
     turns.append({"role": "assistant", "content": f"<think> {thought} </think> <answer> {answer} </answer>"})
     return turns

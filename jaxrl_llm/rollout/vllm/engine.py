@@ -22,7 +22,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.models import hf_export, names
-from jaxrl_llm.models.blocks import DecoderConfig
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights

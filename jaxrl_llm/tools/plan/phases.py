@@ -120,6 +120,9 @@ def make_plan(
     compatibility.check_batch_fits_mesh(config, mesh, totals.prompts_per_update)
     folder = hf.find(config.model.path, weights=False)
     models = describe_models(config, totals, mesh, folder, weights=False)
+    compatibility.check_router(config, models.model.cfg)
+    for name, other in models.others.items():
+        compatibility.check_other_model(f"{name}.path", hf.load_model(other).cfg, models.model.cfg)
     frozen = {name: _frozen(models, name) for name in FROZEN if name in models.others}
     base = {"base": _base(models, models.lora)} if models.lora else {}
     recipe = read(config, totals)

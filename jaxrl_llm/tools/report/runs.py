@@ -13,7 +13,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import SEVERITIES, Finding, Record
 from jaxrl_llm.health.history import FEW, RECENT
 from jaxrl_llm.recipe import checks, settings
-from jaxrl_llm.structs import Config
+from jaxrl_llm.structs import Config, Totals
 from jaxrl_llm.tools import doctor, logs
 from jaxrl_llm.tools.report.follow import Lines
 
@@ -31,7 +31,7 @@ class RunVerdict(NamedTuple):
 class SettingsReport(NamedTuple):
     """The totals of a config, and the findings of the rules over its settings."""
 
-    totals: checks.Totals | None  # None, if the config does not pass the checks of this version
+    totals: Totals | None  # None, if the config does not pass the checks of this version
     findings: list[Finding]
     problem: str = ""  # why something is missing
 

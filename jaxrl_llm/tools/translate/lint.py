@@ -11,7 +11,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.recipe import checks, settings
-from jaxrl_llm.structs import Config
+from jaxrl_llm.structs import Config, Totals
 from jaxrl_llm.tools.translate import ours
 
 STAND_INS = {  # for what the user must complete, so that all the rest is checked
@@ -29,7 +29,7 @@ STAND_INS = {  # for what the user must complete, so that all the rest is checke
 class Linted(NamedTuple):
     """What the checks and the rules say."""
 
-    totals: checks.Totals | None
+    totals: Totals | None
     refused: str  # the first problem of the checks; "": none
     findings: list[Finding]
     blind: dict[str, str]  # {rule that could not look: why}
