@@ -32,7 +32,7 @@ PAGES = [
     *(page for page in (ROOT / "launch").iterdir() if page.is_file()),
 ]
 COMMAND = re.compile(
-    r"(?:python3? -m (?P<module>(?:jaxrl_llm|benchmarks)\.\w+)|\bjaxrl (?P<tool>[a-z][\w-]+))(?P<rest>[^`\n]*)"
+    r"(?:python3? -m (?P<module>(?:jaxrl_llm|benchmarks)(?:\.\w+)+)|\bjaxrl (?P<tool>[a-z][\w-]+))(?P<rest>[^`\n]*)"
 )
 PEERS = {  # what imports TRL or Tunix, with the environment that `benchmarks.step` makes for it
     "benchmarks.trl_logs": "trl",
@@ -47,7 +47,7 @@ def commands() -> list[tuple[str, str, str]]:
     for page in PAGES:
         text = re.sub(r"\\+\n\s*(?:# )?", " ", page.read_text())  # one that goes on in the next line
         for match in COMMAND.finditer(text):
-            module = match["module"] or f"jaxrl_llm.{match['tool'].replace('-', '_')}"
+            module = match["module"] or PROGRAMS[match["tool"]][0]
             shown.add((str(page.relative_to(ROOT)), module, match["rest"].split(" # ")[0].strip()))
     return sorted(shown)
 
