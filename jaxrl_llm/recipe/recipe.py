@@ -28,10 +28,9 @@ class Recipe:
 
 def read(config: Config, sizes: Totals) -> Recipe:
     """Returns the recipe of a `train` config that has passed its checks; sizes: what the checks derived."""
-    engine = engines.choose(config)
-    own_samples = engine.in_trainer and not config.rollout.max_lag
+    own_samples = engines.own_samples(config)
     exact = own_samples and config.model.dtype == "float32"
-    return Recipe(sizes, engine, read_credit(config, sizes.updates_per_rollout), own_samples, exact)
+    return Recipe(sizes, engines.choose(config), read_credit(config, sizes.updates_per_rollout), own_samples, exact)
 
 
 def read_estimator(config: Config) -> Estimator:
