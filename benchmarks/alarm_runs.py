@@ -15,11 +15,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from benchmarks import stability
+from benchmarks import ill_runs, stability
+from benchmarks.ill_runs import FAULTS, TURNS, Fault, credit, engine, fast
 from benchmarks.stability import ROOT, folder_of
 from jaxrl_llm.health.history import RECENT
-from jaxrl_llm.tools import faults
-from jaxrl_llm.tools.faults import FAULTS, TURNS, Fault, credit, engine, fast
 
 LOG = ("config.json", "metrics.jsonl", "health.jsonl")  # what is kept of a run
 
@@ -104,7 +103,7 @@ HEALTHY = healthy()
 
 
 def unseen(name: str, changes: dict[str, Any], **fields: Any) -> Fault:
-    """Returns a fault of `jaxrl doctor --demonstrate` in a strength, at a place and with a seed of its own."""
+    """Returns a fault of `benchmarks.ill_runs` in a strength, at a place and with a seed of its own."""
     fault = FAULTS[name]
     return replace(fault, changes=fault.changes | {"seed": 3} | changes, **fields)
 
@@ -127,7 +126,7 @@ UNSEEN = {
     "held_out_falls": unseen("held_out_falls", {"optim.learning_rate": 8e-4}),
     "gradient_climb": unseen("gradient_climb", {"epochs": 3}),
     "gradient_spike": unseen(
-        "gradient_spike", {}, begins=25, inject=credit(partial(faults.one_large_reward, at=25, times=60.0))
+        "gradient_spike", {}, begins=25, inject=credit(partial(ill_runs.one_large_reward, at=25, times=60.0))
     ),
     "good_fades": unseen("good_fades", {"rollout.max_lag": 7}),
     "repeats": unseen("repeats", {"optim.learning_rate": 8e-4}),
@@ -140,7 +139,7 @@ UNSEEN = {
     "critic_lags": unseen("critic_lags", {"prompts_per_step": 96, "prompts_per_update": 96}),
     "tools_unused": unseen("tools_unused", {"turns": TURNS | {"most": 2}}),
     "tool_down": unseen("tool_down", {"turns": TURNS | {"most": 2}}),
-    "tool_errors": unseen("tool_errors", {"env": {"name": f"{faults.HERE}.Failing", "share": 0.4}}),
+    "tool_errors": unseen("tool_errors", {"env": {"name": f"{ill_runs.HERE}.Failing", "share": 0.4}}),
 }
 
 
@@ -149,7 +148,7 @@ UNSEEN = {
 
 def fail(fault: Fault, second: bool, workdir: Path) -> None:
     """Runs a fault until some steps after the last one in which its rule may find it."""
-    for record in faults.demonstrate(fault, workdir, second=second):
+    for record in ill_runs.run_fault(fault, workdir, second=second):
         if record["step"] >= fault.begins + fault.within + RECENT:
             break
 

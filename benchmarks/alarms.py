@@ -16,10 +16,10 @@ from statistics import mean
 
 from benchmarks import simulated
 from benchmarks.alarm_runs import HEALTHY, UNSEEN, make, makers
+from benchmarks.ill_runs import FAULTS, Fault
 from benchmarks.judging import BOUNDS, FALL, Judged, judge, judged, keep, rate
 from benchmarks.stability import ROOT, folder_of
 from jaxrl_llm.health import rules
-from jaxrl_llm.tools.faults import FAULTS, Fault
 
 DOC = ROOT / "docs" / "health.md"
 BEGIN, END = "<!-- written by benchmarks.alarms -->", "<!-- end -->"

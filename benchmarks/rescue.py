@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import ill_runs
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.session.run import Run
-from jaxrl_llm.tools import faults
 from jaxrl_llm.train import train
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +37,7 @@ RULES = ("reward_collapse", "entropy_explosion", "no_signal", "sampler_mismatch"
 
 def fast(run: Run) -> None:
     """The rate x 100 for three steps."""
-    faults.fast(lambda step: 100.0 if AT <= step < AT + 3 and not run.attempt else 1.0)(run)
+    ill_runs.fast(lambda step: 100.0 if AT <= step < AT + 3 and not run.attempt else 1.0)(run)
 
 
 def not_a_number(run: Run) -> None:
@@ -47,7 +47,7 @@ def not_a_number(run: Run) -> None:
         bad = step == AT and not run.attempt
         return scores, replace(rewards, total=rewards.total * (jnp.nan if bad else 1.0))
 
-    faults.credit(change)(run)
+    ill_runs.credit(change)(run)
 
 
 def wrong_push(run: Run) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.ill_runs import chance, engine_of
 from benchmarks.judging import Judged, judged, rate
 from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
@@ -32,7 +33,6 @@ from jaxrl_llm.rewards.arithmetic import accuracy
 from jaxrl_llm.rollout.protocol import EngineChoice
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Config, PyTree
-from jaxrl_llm.tools.faults import chance, engine_of
 from jaxrl_llm.train import steps
 
 ROOT = Path(__file__).parent.parent

@@ -48,10 +48,10 @@ def describe(error: BaseException, within: str = "") -> str:
     within: the file to name with its line, if it is on the stack. Otherwise it names the innermost file of the user, or
     "cell" in a notebook; without one, the innermost file.
     """
-    said = briefly(error)
+    message = briefly(error)
     if isinstance(error, SyntaxError):
-        return said  # its message has the file and line, which are not on the stack
-    return f"{said} ({place(error, within)})"
+        return message  # its message has the file and line, which are not on the stack
+    return f"{message} ({place(error, within)})"
 
 
 def place(error: BaseException, within: str = "") -> str:
@@ -74,12 +74,12 @@ def report(error: BaseException) -> int:
         print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         return 1
     lines: list[str] = []  # first the error that ended the run, then errors while closing
-    one: BaseException | None = error
-    while one:
-        line = f"error: {' '.join(str(one).split())}"
-        if isinstance(one, UserError) and line not in lines:
+    link: BaseException | None = error  # of the chain of errors, the last one first
+    while link:
+        line = f"error: {' '.join(str(link).split())}"
+        if isinstance(link, UserError) and line not in lines:
             lines.insert(0, line)
-        one = one.__context__ if not one.__suppress_context__ or one.__cause__ else None
+        link = link.__context__ if not link.__suppress_context__ or link.__cause__ else None
     print(printable("\n".join(lines)), file=sys.stderr)
     return 2
 

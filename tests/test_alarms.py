@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import simulated
 from benchmarks.alarm_runs import HEALTHY, UNSEEN, makers
+from benchmarks.ill_runs import FAULTS
 from benchmarks.judging import BOUNDS, judge, kept, rate
-from jaxrl_llm.tools.faults import FAULTS
 
 LOGS = Path(__file__).parent / "references" / "alarms.json.gz"
 

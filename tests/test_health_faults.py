@@ -5,37 +5,35 @@ from __future__ import annotations
 import pytest
 from test_train import ROOT
 
+from benchmarks import ill_runs
 from benchmarks.judging import judge, kept
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.history import History
-from jaxrl_llm.tools import doctor, faults, logs
+from jaxrl_llm.tools import logs
 
 
 def test_every_rule_has_a_fault():
-    assert set(faults.FAULTS) == {rule.__name__ for rule in rules.RULES}
+    assert set(ill_runs.FAULTS) == {rule.__name__ for rule in rules.RULES}
 
 
 # `python -m benchmarks.alarms --make-runs --only first- --keep tests/references/faults.json.gz`
 LOGS = kept(ROOT / "tests" / "references" / "faults.json.gz")
 
 
-@pytest.mark.parametrize("name", faults.FAULTS)
-def test_a_rule_finds_its_fault_in_the_log_of_a_run(name, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    fault = faults.FAULTS[name]
-    step, _ = judge(name, LOGS[f"first-{name}"], faults.config_of(fault).health.to_dict()).alarms[name]
+@pytest.mark.parametrize("name", ill_runs.FAULTS)
+def test_a_rule_finds_its_fault_in_the_log_of_a_run(name):
+    fault = ill_runs.FAULTS[name]
+    step, _ = judge(name, LOGS[f"first-{name}"], ill_runs.config_of(fault).health.to_dict()).alarms[name]
     assert fault.begins <= step < fault.begins + fault.within
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, fault in faults.FAULTS.items() if fault.within <= 16])
-def test_a_run_is_found_ill_in_time(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    fault, history = faults.FAULTS[name], History()
-    bounds = faults.config_of(fault).health.to_dict()
+@pytest.mark.parametrize("name", [name for name, fault in ill_runs.FAULTS.items() if fault.within <= 16])
+def test_a_run_is_found_ill_in_time(name, tmp_path):
+    fault, history = ill_runs.FAULTS[name], History()
+    bounds = ill_runs.config_of(fault).health.to_dict()
     found = lambda: name in {finding.id for finding in rules.findings(history, bounds)}  # noqa: E731
-    for record in faults.demonstrate(fault, tmp_path / "run"):
+    for record in ill_runs.run_fault(fault, tmp_path / "run"):
         history.add(record)
         if found():
             break
@@ -47,11 +45,10 @@ def test_a_run_is_found_ill_in_time(name, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_demonstration_tells_what_is_wrong_and_who_finds_it(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(faults.SMALL, "num_steps", 8)
-    monkeypatch.setattr("sys.argv", ["doctor", "--demonstrate", "never_stops"])
+    monkeypatch.setitem(ill_runs.SMALL, "num_steps", 8)
+    monkeypatch.setattr("sys.argv", ["ill_runs", "never_stops"])
     with pytest.raises(SystemExit) as ended:
-        doctor.main()
+        ill_runs.main()
     out = capsys.readouterr().out
     assert ended.value.code == 0
     assert "never_stops: the engine strips the stop token, from step 1 on" in out
@@ -59,14 +56,12 @@ def test_a_demonstration_tells_what_is_wrong_and_who_finds_it(monkeypatch, capsy
     assert "never_stops should find it within 8 steps: step 8" in out
 
 
-def test_a_demonstration_elsewhere_says_where_to_run_it(tmp_path, monkeypatch):
+def test_a_fault_has_its_config_also_in_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="run it in the folder of the repository"):
-        faults.config_of(faults.FAULTS["no_signal"])
+    assert ill_runs.config_of(ill_runs.FAULTS["no_signal"]).engine.name == "benchmarks.ill_runs.repeating"
 
 
-def test_the_second_form_of_a_fault_is_another(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for name, fault in faults.FAULTS.items():
-        one, two = (faults.config_of(fault, second=second).to_dict() for second in (False, True))
+def test_the_second_form_of_a_fault_is_another():
+    for name, fault in ill_runs.FAULTS.items():
+        one, two = (ill_runs.config_of(fault, second=second).to_dict() for second in (False, True))
         assert one != two, name

@@ -314,6 +314,7 @@ def test_the_check_of_a_plan_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_every_benchmark_has_a_smallest_form():
-    tested = {*SMALLEST, "int8_base", "push", "plan_check", "trl_logs", "peer_trl", "peer_tunix", "peer_vllm"}
+    peers = {"trl_logs", "peer_trl", "peer_tunix", "peer_vllm"}
+    tested = {*SMALLEST, *peers, "ill_runs", "int8_base", "push", "plan_check"}
     parts = {"ours", "workloads", "alarm_runs", "judging", "simulated"}  # of other benchmarks, without a command
     assert {file.stem for file in (ROOT / "benchmarks").glob("*.py")} == {*tested, *parts}

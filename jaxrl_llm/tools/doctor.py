@@ -1,7 +1,4 @@
-"""Says what is wrong with a run: `jaxrl doctor --config FILE` before it, `--run DIR` during or after.
-
-`--demonstrate RULE` makes a run that this rule finds ill.
-"""
+"""Says what is wrong with a run: `jaxrl doctor --config FILE` before it, `--run DIR` during or after."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.self_test import Checked
 from jaxrl_llm.session.banner import totals_table
 from jaxrl_llm.structs import Config, Totals
-from jaxrl_llm.tools import faults, logs
+from jaxrl_llm.tools import logs
 
 DESCRIPTION = (
     "Looks at a config (with --selftest also at its run, at step 0), or at the log of a run: a workdir of ours; "
@@ -65,14 +62,11 @@ class Spell(NamedTuple):
 def main() -> None:
     parser = config_parser("jaxrl_llm.tools.doctor", DESCRIPTION, required=False)
     parser.add_argument("--run", type=Path, metavar="DIR", help="a workdir, or the log of another trainer")
-    parser.add_argument("--demonstrate", choices=sorted(faults.FAULTS), metavar="RULE", help="a run that it finds ill")
     parser.add_argument(
         "--selftest", action="store_true", help="also build the run of the config, and check what must hold at step 0"
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     args, rest = parser.parse_known_args()
-    if args.demonstrate:
-        sys.exit(int(not demonstrate(args.demonstrate)))
     if (args.config is None) == (args.run is None) or (args.run and (rest or args.selftest)):
         raise UserError("give --config FILE, with --config.field=value, or --run DIR alone")
     findings = look_at_run(args.run, args.json) if args.run else look_at_config(*parse_config(parser))
@@ -90,23 +84,6 @@ def look_at_run(path: Path, as_json: bool) -> list[Finding]:
     else:
         print_spells(spells, records)
     return [spell.finding for spell in spells]
-
-
-def demonstrate(rule: str) -> bool:
-    """Runs the fault of a rule and prints what the rules find. Returns whether this rule found it in time."""
-    fault = faults.FAULTS[rule]
-    print(f"{rule}: {fault.story}, from step {fault.begins:,} on")
-    with TemporaryDirectory() as workdir:
-        run = Path(workdir) / "run"
-        for _ in faults.demonstrate(faults.FAULTS[rule], run):
-            pass
-        # From the log, not from the loop: the record of a step at which a rule stops the run is only there.
-        records = logs.read(run)
-        spells = judge(records, logs.bounds(run) or FOREIGN_BOUNDS)
-    print_spells(spells, records)
-    steps = [spell.first for spell in spells if spell.finding.id == rule]
-    print(f"{rule} should find it within {fault.within} steps: " + (f"step {steps[0]:,}" if steps else "it did not"))
-    return bool(steps) and fault.begins <= steps[0] < fault.begins + fault.within
 
 
 def look_at_config(config: Config, args: Namespace) -> list[Finding]:

@@ -44,5 +44,5 @@ def push(folder: Path, repo: str, message: str) -> str:
 
 
 def _refused(repo: str, error: Exception) -> UserError:
-    said = " ".join(str(error).split())[:300]
-    return UserError(f"--push-to {repo}: {constants.ENDPOINT} said {said}: look at the name, the token and the network")
+    text = " ".join(str(error).split())[:300]
+    return UserError(f"--push-to {repo}: {constants.ENDPOINT} said {text}: look at the name, the token and the network")

@@ -1,4 +1,6 @@
-"""Runs of the embedded task that are made to fail, one for each rule: `jaxrl doctor --demonstrate RULE`.
+"""Runs of the embedded task that are made to fail, one for each health rule: `python -m benchmarks.ill_runs RULE`.
+
+It prints what the rules find. The exit code is 1 if RULE does not find its fault in time.
 
 A fault is a change of the config. Some name an engine or a reward function of this module, and some change a part of
 the run. Each has a second form, of another strength, which no bound was calibrated on.
@@ -6,12 +8,15 @@ the run. Each has a second form, of another strength, which no bound was calibra
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -27,9 +32,11 @@ from jaxrl_llm.health.finding import Record
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.session.run import Run
+from jaxrl_llm.tools import doctor, logs
 from jaxrl_llm.train import train
 
-HERE = __name__
+ROOT = Path(__file__).parent.parent
+HERE = "benchmarks.ill_runs"  # also where this module is the program
 SMALL = {
     "num_steps": 40, "prompts_per_step": 32, "prompts_per_update": 32, "eval.every": 0, "checkpoint.every": 10_000,
     "checkpoint.keep_best": 0, "log.to": (), "log.completions_every": 0, "reward.timeout": 0.0,
@@ -393,11 +400,8 @@ FAULTS: dict[str, Fault] = {
 
 
 def config_of(fault: Fault, *, second: bool = False) -> structs.Config:
-    """Returns the config of a fault. Raises: UserError, if this is not the folder of the repository."""
-    file = Path("configs") / f"{fault.config}.py"
-    if not file.is_file():
-        raise UserError(f"--demonstrate reads {file}: run it in the folder of the repository")
-    config = load(file)
+    """Returns the config of a fault."""
+    config = load(ROOT / "configs" / f"{fault.config}.py")
     changes = SMALL | fault.changes | (fault.second if second else {})
     for section in ("engine", "env", "turns"):
         if section in changes:
@@ -406,8 +410,35 @@ def config_of(fault: Fault, *, second: bool = False) -> structs.Config:
     return config
 
 
-def demonstrate(fault: Fault, workdir: Path, *, second: bool = False) -> Iterator[Record]:
+def run_fault(fault: Fault, workdir: Path, *, second: bool = False) -> Iterator[Record]:
     """Runs a fault until its end, and yields the records. A rule may stop the run."""
     with build(config_of(fault, second=second), workdir) as run, suppress(UserError):
         fault.inject(run)
         yield from train(run)
+
+
+def demonstrate(rule: str) -> bool:
+    """Runs the fault of a rule and prints what the rules find. Returns whether this rule found it in time."""
+    fault = FAULTS[rule]
+    print(f"{rule}: {fault.story}, from step {fault.begins:,} on")
+    with TemporaryDirectory() as folder:
+        workdir = Path(folder) / "run"
+        for _ in run_fault(fault, workdir):
+            pass
+        # From the log, not from the loop: the record of a step at which a rule stops the run is only there.
+        records = logs.read(workdir)
+        spells = doctor.judge(records, config_of(fault).health.to_dict())
+    doctor.print_spells(spells, records)
+    steps = [spell.first for spell in spells if spell.finding.id == rule]
+    print(f"{rule} should find it within {fault.within} steps: " + (f"step {steps[0]:,}" if steps else "it did not"))
+    return bool(steps) and fault.begins <= steps[0] < fault.begins + fault.within
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rule", choices=sorted(FAULTS), metavar="RULE", help=", ".join(sorted(FAULTS)))
+    sys.exit(int(not demonstrate(parser.parse_args().rule)))
+
+
+if __name__ == "__main__":
+    main()
