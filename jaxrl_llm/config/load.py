@@ -162,15 +162,16 @@ def load(config: str | Path) -> Config:
     path = find(config)
     try:
         with importing_from(*_folders(path)):
+            # Not an import: a config file may have any name, and each load must run it anew.
             get_config = runpy.run_path(str(path)).get("get_config", lambda: None)
-            made = get_config()
+            returned = get_config()
     except UserError as error:
         raise UserError(f"{error} ({place(error, str(path))})") from None
     except (Exception, SystemExit) as error:
         raise UserError(f"{path} cannot be run: {describe(error, str(path))}: {_remedy(error)}") from error
-    if not isinstance(made, ConfigDict):
+    if not isinstance(returned, ConfigDict):
         raise UserError(f"{path} gives no config: define get_config(), returning an ml_collections.ConfigDict")
-    return sections(with_names(made, path.stem))
+    return sections(with_names(returned, path.stem))
 
 
 def _remedy(error: BaseException) -> str:
@@ -209,12 +210,14 @@ def override(config: Config, name: str, text: str) -> None:
 
 
 def _parse(name: str, old: Any, text: str) -> Any:
+    # As it is: in a field of text, 1 or None is a name.
     if isinstance(old, str):
         return text
     value = _tuple(text) if isinstance(old, tuple) else _literal(text)
     if isinstance(old, float) and type(value) is int:
         value = float(value)
-    if type(value) is not type(old):  # not isinstance: True is an int
+    # Not isinstance: True is an int.
+    if type(value) is not type(old):
         raise UserError(f"config.{name} {problem(text, old, name)}")
     return value
 
@@ -226,8 +229,10 @@ def _tuple(text: str) -> tuple[Any, ...]:
         return tuple(value)
     if not isinstance(value, str):
         return (value,)
-    if re.fullmatch(r"\(.*\)|\[.*\]", value, re.DOTALL):  # words without quotation marks: a shell takes them away
+    # Words without quotation marks: a shell takes them away.
+    if re.fullmatch(r"\(.*\)|\[.*\]", value, re.DOTALL):
         value = value[1:-1]
+    # A comma within brackets belongs to the arguments of a function: a.f,b.g(size=3, way='x') has two parts.
     depths = accumulate((c in "([{") - (c in ")]}") for c in value)
     commas = [i for i, (c, depth) in enumerate(zip(value, depths, strict=True)) if c == "," and depth == 0]
     parts = [value[i + 1 : j].strip() for i, j in pairwise([-1, *commas, len(value)])]
@@ -258,15 +263,16 @@ def _meant(name: str, config: Config) -> str:
         return f"; a section is added in a file, as the shipped config {shipped} does (--config {shipped})"
     if field := nearest(name, known):
         return f"; did you mean {field}?"
-    there = [k for k in known if k.startswith(f"{section}.")] or list(config)
-    return f"; there is {', '.join(there)}"
+    beside = [k for k in known if k.startswith(f"{section}.")] or list(config)
+    return f"; there is {', '.join(beside)}"
 
 
 def shipped_with(name: str, value: Any = None) -> str:
     """Returns the name of the shipped config that has a field, with this value if one is given; "": none has it."""
+    # The plainest first: few folders, then a short name.
     for shipped in sorted(configs.names(), key=lambda shipped: (shipped.count("/"), len(shipped))):
         module = importlib.import_module(f"{configs.__name__}.{shipped.replace('/', '.')}")
-        found = flatten(module.get_config()).get(name)
-        if found is not None and value in (None, found):
+        shipped_value = flatten(module.get_config()).get(name)
+        if shipped_value is not None and value in (None, shipped_value):
             return shipped
     return ""

@@ -10,6 +10,7 @@ from jaxrl_llm.config.names import closest
 ALIASES = {
     "lr": "optim.learning_rate",
     "actor_learning_rate": "optim.learning_rate",
+    # A shape of the curve after the warmup, which has fields of its own here.
     "lr_scheduler_type": "optim.decay",
     "lr_warmup_steps": "optim.warmup_steps",
     "lr_warmup_steps_ratio": "optim.warmup_ratio",
@@ -30,6 +31,7 @@ ALIASES = {
     "num_generations": "group_size",
     "n": "group_size",
     "n_samples_per_prompt": "group_size",
+    # TRL's word for the updates on one rollout; not the number of steps.
     "num_iterations": "epochs",
     "ppo_epochs": "epochs",
     "max_steps": "num_steps",
@@ -52,12 +54,14 @@ ALIASES = {
     "reward_funcs": "reward.functions",
     "reward_fn": "reward.functions",
     "reward_weights": "reward.weights",
+    # TRL's beta is the weight of the KL penalty. It is no beta of Adam: these are b1 and b2.
     "beta": "kl.coef",
     "kl_coef": "kl.coef",
     "init_kl_coef": "kl.coef",
     "kl_loss_coef": "kl.coef",
     "kl_loss_type": "kl.estimator",
     "entropy_coeff": "entropy.coef",
+    # One number for both sides in the other trainers; here each side has a field.
     "epsilon": "loss.clip_low",
     "clip_ratio": "loss.clip_low",
     "cliprange": "loss.clip_low",
@@ -87,6 +91,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     section, _, last = name.rpartition(".")
     if target := ALIASES.get(last):
         for field in (f"{section}.{target.rpartition('.')[2]}", target):
+            # First in the section that was named: critic.lr means critic.optim.learning_rate, if there is one.
             if field in fields or field.startswith("--"):
                 return field
     return next(iter(closest(name, fields)), "")

@@ -26,6 +26,7 @@ def importing_from(*folders: Path) -> Iterator[None]:
     for name in hidden:
         del sys.modules[name]
     sys.path[:0] = map(str, folders)
+    # Python keeps the listing of a folder: a module that was written a moment ago would not be found.
     importlib.invalidate_caches()
     try:
         yield

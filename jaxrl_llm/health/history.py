@@ -63,6 +63,8 @@ class History:
             self.records.pop()
         self.records.append(record)
         last, distance = record["step"], 1
+        # Two records for each `distance` steps. A power of two: what this distance keeps, all shorter ones have kept,
+        # so nothing that it needs is gone.
         while 2 * last // distance > PAST and last > PAST:
             distance *= 2
         judged = _evaluations(self.records)
@@ -75,6 +77,7 @@ class History:
 
     def slowly(self) -> History:
         """Returns the same records, for means over SLOWER times as many steps: a small batch shows less in few."""
+        # Both use the same records and one cache: a column does not depend on how many steps a mean has.
         slow = copy(self)
         slow.few, slow.recent = SLOWER * FEW, SLOWER * RECENT
         return slow
@@ -102,6 +105,7 @@ class History:
         """Returns the first `few` values; None, if one is missing or the start is not over."""
         if not self.records or self.records[-1]["step"] <= self.few + self.recent:
             return None
+        # A log that begins late, or has a gap at its start, has no beginning to compare with.
         first = int(not self.records[0]["step"])  # step 0 has only an evaluation
         start = self.records[first : first + self.few]
         return _whole(_values(name, start), self.few) if start[-1]["step"] == self.few else None
@@ -156,6 +160,8 @@ class History:
         now, windows = self.window(name), self._windows(name)
         if now is None or not len(windows):
             return 0.0
+        # The best of many windows is high by chance. So its level is split over all of them, and the start, which
+        # nobody chose, keeps the rest of the level.
         best = windows[np.argmax(windows.mean(axis=1))]
         look = self.records[-1]["step"] - self.recent
         from_best = self._strength(name, best, now, look=look, choices=len(windows) / FROM_BEST)
@@ -180,6 +186,7 @@ class History:
         chance: that a step of a healthy run is above it. This is the sign test: the tail of a binomial.
         """
         now = self.column(name).values[-self.recent :]
+        # bdtrc(k, n, p) is P(X > k), and P(X >= count) is wanted.
         tail = bdtrc(int((now > bound).sum()) - 1, len(now), chance) if (now > bound).any() else 1.0
         return tail < noise.level(self.records[-1]["step"])
 
@@ -189,16 +196,20 @@ class History:
         """Compares two windows of a metric; b may be one number that is known."""
         step, freedom = self.noise_of(name, error)
         counts = [len(a), *([len(b)] if len(b) > 1 else [])]
+        # The variances of two independent means add up. A bound that is known has none.
         spread = step * np.sqrt(sum(noise.SPREAD / count for count in counts))
         allowed = noise.quantile(look, freedom, choices=choices)
         return noise.strength(noise.center(a) - noise.center(b), float(spread), allowed)
 
     def noise_of(self, name: Metric, error: float = 0.0) -> noise.Noise:
         """Returns the noise of a step: from neighbouring steps, and at least what the groups of a step show."""
+        # Neighbours show too little where a metric hardly ever jumps, such as a reward that is 0 in nearly all steps.
+        # What the groups of one step differ by is then the better bound.
         deviation, freedom = noise.step_noise(*self.column(name))
         if isinstance(name, str) and name in ERRORS and (group_error := self.now(ERRORS[name])) is not None:
             groups = (self.now("groups/count") or 2.0) - 1
             return noise.Noise(max(deviation, group_error), max(freedom, groups * self.recent))
+        # A known error has no estimate in it: Student's t becomes the normal distribution.
         return noise.Noise(deviation, freedom) if deviation > error else noise.Noise(error, inf)
 
     @property

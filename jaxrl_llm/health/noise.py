@@ -35,12 +35,14 @@ def step_noise(steps: np.ndarray, values: np.ndarray) -> Noise:
     The JUMPS largest differences are left out, because a sudden change is no noise, and the sum is divided by what the
     others are of all for normal values. The degrees of freedom are those of a simulation.
     """
+    # Only pairs of neighbours: `History` keeps records with gaps, whose differences also have the progress of the run.
     moves = np.sort(np.abs(np.diff(values)[np.diff(steps) == 1]))
     count = len(moves) - ceil(JUMPS * len(moves))
     if count < 2:
         return Noise(inf, 1.0)
     share = count / len(moves)
     edge = ndtri((1 + share) / 2)
+    # Without it the sum of the small differences alone would make the noise too small, and every rule too eager.
     whole = 1 - 2 * edge * np.exp(-(edge**2) / 2) / np.sqrt(2 * np.pi) / share  # E[z^2] for |z| <= edge
     return Noise(float(np.sqrt(np.mean(np.square(moves[:count])) / (2 * whole))), max(len(moves) / 2, 1.0))
 
@@ -64,6 +66,7 @@ def quantile(look: int, freedom: float, *, choices: float = 1) -> float:
 def center(values: np.ndarray) -> float:
     """Returns the trimmed mean: that of the middle half of the values."""
     ordered = np.sort(values)
+    # Rounded down: of fewer than four values none is left out.
     cut = int(TRIM * len(ordered))
     return float(ordered[cut : len(ordered) - cut].mean())
 
@@ -71,4 +74,5 @@ def center(values: np.ndarray) -> float:
 def strength(difference: float, error: float, allowed: float) -> float:
     """Returns a difference as a multiple of what noise may reach: above 1 or below -1, it is more than noise."""
     bound = error * allowed
+    # Values that never differ have no noise: any change is more than that, and none is 0, not 0 / 0.
     return difference / bound if bound else np.sign(difference) * inf if difference else 0.0

@@ -72,20 +72,22 @@ class Background:
     def __init__(self, name: str, open: Callable[[LoggedRun], Logger], run: LoggedRun, tell: Callable[[str], None]):
         """tell: shows a line to the user."""
         self._name, self._open, self._run, self._tell = f"config.log.to: {name}", open, run, tell
+        # A call is taken out only after the logger has it: what is still in here at the end is what was lost.
         self._calls: deque[Call] = deque(maxlen=WAITING)
         self._changed = Condition()
         self._fails = False  # since the last call that it took
         self._end, self._dropped = math.inf, 0  # end: time.monotonic() until which it may still try
-        self._thread = Thread(target=self._work, daemon=True)  # one that hangs must not keep the process
+        # A daemon: a logger that hangs must not keep the process.
+        self._thread = Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         """Hands over the numbers of a step. Does not wait."""
-        self._put("write", step, numbers)
+        self._enqueue("write", step, numbers)
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Hands over a text. Does not wait."""
-        self._put("write_text", step, name, text)
+        self._enqueue("write_text", step, name, text)
 
     def close(self) -> None:
         """Waits, at most CLOSING seconds, until the logger has everything."""
@@ -98,8 +100,9 @@ class Background:
         if late or lost:
             self._tell(f"warning: {self._name} {' and '.join(text for text in (late, lost) if text)}")
 
-    def _put(self, *call: Any) -> None:
+    def _enqueue(self, *call: Any) -> None:
         with self._changed:
+            # Before the append: a full deque drops its oldest call without a word.
             self._dropped += len(self._calls) == WAITING
             self._calls.append(call)
             self._changed.notify()
@@ -111,12 +114,17 @@ class Background:
                 self._changed.wait_for(lambda: self._calls or self._end < math.inf)
                 if not self._calls:
                     break
+                # Not taken out yet, and sent without the lock: a send may last minutes, and a step that writes must not
+                # wait for it.
                 call = self._calls[0]
             sent = self._persist(lambda: _send(logger, call), lambda tries: self._is_refused(logger, call, tries))  # noqa: B023
             with self._changed:
-                if self._calls and self._calls[0] is call:  # it may have been dropped meanwhile
+                # `_enqueue` may have dropped it meanwhile, and has counted it.
+                if self._calls and self._calls[0] is call:
                     self._calls.popleft()
                     self._dropped += not sent
+            # `close` has stopped waiting and has told how many calls are lost: one that is sent now would make that
+            # wrong.
             if time.monotonic() > self._end:
                 return
         if logger:
@@ -128,12 +136,14 @@ class Background:
             others = [other for other in self._calls if other is not call]
         if not others:
             return False
+        # Another one each time: a second call that is refused as well must not make a living server look dead.
         other = others[(tries - TRIES) % len(others)]
         try:
             _send(logger, other)
         except Exception:
             return False
-        with self._changed, suppress(ValueError):  # it may have been dropped meanwhile
+        # ValueError: `_enqueue` may have dropped it meanwhile.
+        with self._changed, suppress(ValueError):
             self._calls.remove(other)
         self._tell(f"warning: {self._name} does not take the numbers of step {call[1]} and goes on without them")
         return True
@@ -147,11 +157,13 @@ class Background:
         while True:
             try:
                 result = action()
-            except Exception as error:  # whatever a library or a server does, the run goes on
+            # Whatever a library or a server does, the run goes on.
+            except Exception as error:
                 tries += 1
+                # One line for an outage, not one for each of its tries.
                 if not self._fails:
-                    said = " ".join(briefly(error).split())[:300]
-                    self._tell(f"warning: {self._name} failed and is tried again: {said}")
+                    message = " ".join(briefly(error).split())[:300]
+                    self._tell(f"warning: {self._name} failed and is tried again: {message}")
                 self._fails = True
             else:
                 if self._fails:
@@ -162,8 +174,10 @@ class Background:
                 self._fails = False
                 return None
             with self._changed:
+                # At the end each call has one try: pauses would use up the seconds that are left for the others.
                 if self._end < math.inf:
                     return None
+                # No sleep: `close` must be able to end the pause.
                 self._changed.wait_for(lambda: self._end < math.inf, pause)
             pause = min(2 * pause, PAUSES[1])
 
@@ -220,6 +234,7 @@ class Wandb:
         import wandb  # pyright: ignore[reportMissingImports]
 
         where: dict[str, Any] = dict(project=run.project, name=run.workdir.name, dir=str(run.workdir))
+        # "allow" goes on with this id if W&B knows it, and begins it otherwise. "must" would fail at the first start.
         self._run: Any = wandb.init(**where, id=run.id(), config=run.config, resume="allow")
         self._run.define_metric("*", step_metric="step")
 
@@ -227,6 +242,7 @@ class Wandb:
         self._run.log(numbers | {"step": step})
 
     def write_text(self, step: int, name: str, text: str) -> None:
+        # W&B refuses titles of 64 characters and more.
         self._run.alert(title=name[:63], text=f"step {step}: {text}")
 
     def close(self) -> None:
@@ -240,6 +256,7 @@ class Trackio:
         import trackio  # pyright: ignore[reportMissingImports]
 
         name = f"{run.workdir.name}-{run.id()}"
+        # Without embed=False it opens a dashboard in the notebook that trains.
         self._run: Any = trackio.init(run.project, name, config=run.config, resume="allow", embed=False)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
@@ -263,20 +280,24 @@ class Mlflow:
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
         self._client, self._metric = MlflowClient(), Metric
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        known = self._client.get_experiment_by_name(run.project)
+        experiment = known.experiment_id if known else self._client.create_experiment(run.project)
         same = self._client.search_runs([experiment], f"tags.`{self.TAG}` = '{run.id()}'")
         if same:
             self._id = same[0].info.run_id
+            # MLflow never changes a parameter: the config of a resumed run, which may differ, would be refused. So it
+            # stays.
             self._client.update_run(self._id, status="RUNNING")
             return
-        made = self._client.create_run(experiment, run_name=run.workdir.name, tags={self.TAG: run.id()})
-        self._id = made.info.run_id
+        new_run = self._client.create_run(experiment, run_name=run.workdir.name, tags={self.TAG: run.id()})
+        self._id = new_run.info.run_id
         params = [Param(self._named(name), str(value)) for name, value in flatten(ConfigDict(run.config)).items()]
+        # MLflow refuses a request with more.
         for first in range(0, len(params), self.PARAMS):
             self._client.log_batch(self._id, params=params[first : first + self.PARAMS])
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
+        # MLflow takes whole milliseconds.
         now = int(time.time() * 1000)
         named = {self._named(name): value for name, value in numbers.items()}
         self._client.log_batch(self._id, metrics=[self._metric(name, x, now, step) for name, x in named.items()])

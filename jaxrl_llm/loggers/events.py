@@ -22,18 +22,23 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path, start: int):
         folder.mkdir(parents=True, exist_ok=True)
+        # The library's name of the file has only seconds and the host: the process tells two starts in a second apart.
         self._writer = EventsWriter(str(folder / "events"), f".{os.getpid()}")
+        # START makes TensorBoard drop what other files of the folder have of this step and later ones. A new run drops
+        # step 0 as well, which has an evaluation.
         again = Event(session_log=SessionLog(status=SessionLog.START), step=start + 1 if start else 0)
         self._writer.write_event(again)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         """Writes one event with all scalars, and flushes it before this returns."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        # Flushed at once: a full disk then raises in this call, which comes again, and not in a later one.
         self._writer.write_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
         self._writer.flush()
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Writes a text, and flushes it before this returns."""
+        # What tf.summary.text writes: the text dashboard looks for tags of this plugin.
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
         tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
@@ -42,5 +47,6 @@ class TensorBoardWriter:
         self._writer.flush()
 
     def close(self) -> None:
-        with suppress(OSError):  # a full disk refuses the rest of an event again
+        # A full disk refuses the rest of an event again, and has been told.
+        with suppress(OSError):
             self._writer.close()

@@ -28,7 +28,8 @@ M_ARENA_MAX = -8  # from glibc's malloc.h
 ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 COMPILER = "compiler"  # name of the thread that compiles ahead
-HEAPS = 4  # for all threads; glibc's default is 8 per core, and each keeps the memory that the compiler has freed
+# For all threads. glibc's default is 8 for each core, and each keeps the memory that the compiler has freed.
+HEAPS = 4
 
 
 def keep_compilations() -> str:
@@ -39,6 +40,7 @@ def keep_compilations() -> str:
     JAX_COMPILATION_CACHE_DIR sets another folder. If it is set but empty, the cache is off.
     Call this before JAX starts threads, because it also limits the number of malloc heaps.
     """
+    # mallopt, because glibc reads MALLOC_ARENA_MAX only at the start of a process.
     if platform.libc_ver()[0] == "glibc" and "MALLOC_ARENA_MAX" not in os.environ:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -68,6 +70,7 @@ def compute_deterministically() -> None:
 
 def compiling(name: str) -> AbstractContextManager[Any]:
     """Shows that a program is traced and compiled, unless steps go on meanwhile."""
+    # A line about work in the background would look as if the run stood still.
     behind = threading.current_thread().name.startswith(COMPILER)
     return nullcontext() if behind else progress.task(f"compiling {name}")
 
@@ -84,12 +87,13 @@ def compile_checked(lowered: jax.stages.Lowered, what: str, remedy: str) -> jax.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(f"{what} does not fit the device's memory ({_first_line(error)}): {remedy}") from error
-    used, there = compiled.memory_analysis(), (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    used, limit = compiled.memory_analysis(), (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     need = 0 if used is None else used.argument_size_in_bytes + used.temp_size_in_bytes
+    # An output that takes the memory of a donated argument counts once.
     need += 0 if used is None else used.output_size_in_bytes - used.alias_size_in_bytes
-    if there and need > there:  # a CPU knows no limit
+    if limit and need > limit:  # a CPU knows no limit
         raise UserError(
-            f"{what} needs {need / 2**30:.1f} GiB on each device, which has {there / 2**30:.1f} GiB: {remedy}"
+            f"{what} needs {need / 2**30:.1f} GiB on each device, which has {limit / 2**30:.1f} GiB: {remedy}"
         )
     return compiled
 
@@ -132,6 +136,7 @@ class Compilations:
         jax.monitoring.unregister_event_listener(self._happened)
 
     def _lasted(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        # JAX sends it for a program from the persistent cache too; `_happened` counts how many these are.
         if event == "/jax/core/compile/backend_compile_duration":
             WATCHDOG.moved()
             self.programs[str(kwargs.get("fun_name", ""))] += 1

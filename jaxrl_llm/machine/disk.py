@@ -26,6 +26,7 @@ def replace(file: Path, text: str) -> None:
     with partial.open("w", encoding="utf-8") as out:
         out.write(text)
         out.flush()
+        # Before the rename: a file system may keep the new name and lose what is not yet on the disk.
         os.fsync(out.fileno())
     os.replace(partial, file)
 
@@ -40,8 +41,8 @@ def cannot_write(folder: Path, reason: str) -> str:
 
 def free(folder: Path) -> int:
     """Free bytes on the disk of a folder. The folder need not exist yet."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def gigabytes(size: int) -> str:

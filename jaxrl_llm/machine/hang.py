@@ -40,6 +40,7 @@ class Watchdog:
         """Marks the end of a step."""
         now = self._clock()
         if self._stepped is not None:
+            # From step to step: the first one, which compiles, is in no median.
             self._steps.append(now - self._stepped)
         self._stepped = now
         self.moved()
@@ -65,6 +66,7 @@ class Watchdog:
 
     def begin(self, minutes: float, end: Callable[[int, str], NoReturn]) -> None:
         """Starts to watch, in a thread; minutes: as for `tick`, 0: never. end(code, line) ends the process."""
+        # A new event: the thread of an earlier run in this process may still sleep, and has its own.
         self._still, self._over = 0.0, Event()
         self._steps.clear()
         self._stepped = None
@@ -84,7 +86,8 @@ class Watchdog:
 
 def tell_stacks() -> None:
     """Prints the stacks of all threads to stderr, and makes sure that the process ends soon, whatever hangs."""
-    late = Timer(LEAVING, os._exit, [CODE])  # the output, or the store of the processes, may be what hangs
+    # First of all: the output, or the store of the processes, may be what hangs.
+    late = Timer(LEAVING, os._exit, [CODE])
     late.daemon = True
     late.start()
     sys.stdout.flush()

@@ -29,8 +29,8 @@ def cpus(root: Path = Path("/")) -> int:
     root: of the file systems of the kernel.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if own := os.environ.get("SLURM_CPUS_PER_TASK"):
-        cores = min(cores, int(own))
+    if allotted := os.environ.get("SLURM_CPUS_PER_TASK"):
+        cores = min(cores, int(allotted))
     else:
         # The first number of "4(x2),3": tasks on the first hosts of a Slurm step; MPI gives one number.
         text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
@@ -45,6 +45,7 @@ def _quota(root: Path) -> float:
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
+            # Version 2 has one line without controllers, 0::PATH; version 1 one for each kind of resource.
             if controllers and "cpu" not in controllers.split(","):
                 continue
             mounted = root / "sys/fs/cgroup" / controllers
@@ -80,12 +81,14 @@ class Process:
         self.connection, theirs = Pipe()
         self._lifeline, watched = socket.socketpair()
         handed = [theirs.fileno(), watched.fileno()]
+        # The path before any import: the module of the function may be the user's, beside the config.
         code = f"import sys; sys.path[:] = {sys.path!r}; from jaxrl_llm.machine.process import serve; serve(*{handed})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             pass_fds=handed,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            # A reward function that imports JAX must not take the memory of the accelerator.
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
         )
         # Only the child keeps these ends open, so this process reads an end of file when the child ends.
@@ -95,6 +98,7 @@ class Process:
 
     def ask(self, function: Callable[..., Any], *args: Any) -> None:
         """Starts a call. Raises: ChildProcessError, if the process has ended; pickle's error, if pickling fails."""
+        # Whole before it is sent: an error of pickle leaves no half a question in the pipe.
         question = pickle.dumps((function, args))
         try:
             self.connection.send_bytes(question)
@@ -119,6 +123,7 @@ class Process:
 
     def close(self) -> None:
         """Kills the process and all processes of its process group."""
+        # After `wait` its number may belong to another process. Before, it is also that of its group, which it leads.
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -153,12 +158,15 @@ def serve(connection: int, lifeline: int) -> None:
 def _answer(question: bytes) -> bytes:
     try:
         function, args = pickle.loads(question)
+        # In the try: a value that cannot be pickled is an error of the function, and does not end the process.
         answer = pickle.dumps((None, function(*args)))
     except UserError as error:
         answer = pickle.dumps((error, None))
     except Exception:
+        # As text: many exceptions do not survive pickle, and the parent may not know their class.
         answer = pickle.dumps((RuntimeError(traceback.format_exc()), None))
-    sys.stdout.flush()  # prints of the function appear when it returns
+    # To a pipe Python writes in blocks: prints of the function appear when it returns.
+    sys.stdout.flush()
     return answer
 
 
@@ -181,7 +189,8 @@ class Pool:
         self._processes += [None] * (size - len(self._processes))
 
         def work(place: int) -> None:
-            for number in numbers:  # all threads share the iterator, so each number goes to one thread
+            # All threads share the iterator, so each number goes to one thread.
+            for number in numbers:
                 answers[number] = self._call(place, items[number], each, end)
 
         with ThreadPoolExecutor(size) as threads:
@@ -200,6 +209,7 @@ class Pool:
             return process.answer(min(each, end - time.monotonic()))
         except (TimeoutError, ChildProcessError):
             if process:
+                # A call cannot be stopped, only its process.
                 process.close()
             self._processes[place] = None
             return None

@@ -82,6 +82,7 @@ class Display:
         WATCHDOG.moved()
         task = Task(name, total, self._clock())
         task.due = task.began + FIRST_LINE
+        # It still tells the watchdog: each process watches itself.
         if distributed and not distributed.first():
             yield task
             WATCHDOG.moved()
@@ -120,7 +121,8 @@ class Display:
     def _tick_forever(self) -> None:
         while self._work.wait():
             time.sleep(TICK)
-            with suppress(OSError, ValueError):  # nobody reads the output, or it is closed
+            # Nobody reads the output, or it is closed: no reason to end the thread, or the run.
+            with suppress(OSError, ValueError):
                 self.tick()
 
     def _draw(self) -> None:
@@ -142,6 +144,8 @@ class Display:
             self._bars.remove_task(task.row)
         task.row = None
         if self._bars and not self._lent and all(other.row is None for other in self._tasks):
+            # At once, not with the process: rich holds the terminal's last lines, and would draw over what is printed
+            # next.
             self._bars.stop()
             self._bars = None
 
@@ -153,7 +157,8 @@ class Display:
         task = self._tasks[-1]
         task.due = now + BETWEEN[min(task.lines, len(BETWEEN) - 1)]
         task.lines += 1
-        sys.stdout.write(f"{task.text()} … {now - task.began:.0f} s\n")  # at once: another thread prints lines too
+        # In one call, with the end of the line: another thread prints lines too.
+        sys.stdout.write(f"{task.text()} … {now - task.began:.0f} s\n")
         sys.stdout.flush()
 
 

@@ -84,6 +84,8 @@ class Ladder:
         best = max(self.rent, key=lambda shape: self.rent[shape], default=None)
         if best is None or self.rent[best] < self.price:
             return False
+        # As many calls as the compilation may last, so that no step waits for it. Estimated and counted, not measured:
+        # a resumed run must change its shapes at the same call.
         wait = min(max(math.ceil(self.price / max(now, 1e-9)), EARLIEST), LATEST)
         self.due[best] = self.calls + (wait if self.calls > 1 else 0)
         self.rent = {}  # the other shapes save less from now on
@@ -124,6 +126,7 @@ class Book:
     def ready(self, name: str, shape: Shape, compile: Callable[[Shape], Any]) -> None:
         """Returns when a shape is compiled: compiles it in this thread, or waits for the background."""
         if (name, shape) not in self._jobs:
+            # Before it compiles: `compile_ahead` may look from another thread, and must not compile the shape again.
             self._jobs[name, shape] = Future()
             self._jobs[name, shape].set_result(None)
             compile(shape)
@@ -153,6 +156,7 @@ class Book:
         for name, ladder in self._ladders.items():
             if name.startswith(kind):
                 ladder.load(state.get(name, {}))
+        # A ladder that does not exist yet takes its state later, in `ladder`.
         others = {name: x for name, x in self._loaded.items() if not name.startswith(kind)}
         self._loaded = others | {name: x for name, x in state.items() if name not in self._ladders}
 
@@ -167,12 +171,13 @@ def abstract(tree: PyTree) -> PyTree:
     A program has its arguments in the memory of the devices, wherever they are now.
     """
 
-    def one(x: Any) -> Any:
+    def describe(x: Any) -> Any:
+        # JAX moves an array that is not committed to where the others are: its own place must not bind the program.
         placed = isinstance(x, jax.Array) and x.committed
         at = x.sharding.with_memory_kind(sharding.DEVICE) if placed else None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(describe, tree)
 
 
 def placed(tree: PyTree, at: jax.sharding.Sharding) -> PyTree:

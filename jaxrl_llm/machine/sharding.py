@@ -89,6 +89,7 @@ def mesh_over(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> M
         placed = _split_by_process(devices, processes, shape)
     else:
         first = devices[: math.prod(shape)]
+        # A mesh axis may be smaller than an axis of the TPU's torus, which JAX splits only if it is allowed to.
         placed = mesh_utils.create_device_mesh(shape, first, allow_split_physical_axes=True)
     return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -101,6 +102,8 @@ def _split_by_process(devices: Sequence[Any], count: int, shape: tuple[int, int,
         raise UserError(
             f"mesh ({text}) leaves some of {len(devices)} devices idle: several processes use all of theirs"
         )
+    # Processes divide data first, then fsdp: over data only gradients cross the network between hosts, over fsdp the
+    # parameters of every layer do.
     outer = (count, 1, 1) if data % count == 0 else (data, count // data, 1)
     if math.prod(outer) != count or fsdp % outer[1]:
         raise UserError(
@@ -116,6 +119,7 @@ def _split_by_process(devices: Sequence[Any], count: int, shape: tuple[int, int,
     inner = (data // outer[0], fsdp // outer[1], tensor)
     # In each process the same order: on a large slice, the TPU compiler finds no route for an axis without it.
     ordered = sorted(devices, key=lambda d: (_slice(d), d.process_index, getattr(d, "coords", None) or (), d.id))
+    # [outer data, outer fsdp, 1, inner data, inner fsdp, tensor]; then each mesh axis is (outer, inner).
     blocks = np.array(ordered, dtype=object).reshape(*outer, *inner)
     return blocks.transpose(0, 3, 1, 4, 2, 5).reshape(shape)
 
@@ -179,18 +183,19 @@ def shard_batch(tree: PyTree, mesh: Mesh) -> PyTree:
 def move(tree: PyTree, memory: str) -> PyTree:
     """Moves the arrays of a tree to another memory of their devices: DEVICE or HOST. Scalars stay where they are."""
 
-    def one(x: jax.Array) -> jax.Array:
-        there = x.ndim == 0 or x.sharding.memory_kind == memory
-        return x if there else jax.device_put(x, x.sharding.with_memory_kind(memory))
+    def move_array(x: jax.Array) -> jax.Array:
+        stays = x.ndim == 0 or x.sharding.memory_kind == memory
+        return x if stays else jax.device_put(x, x.sharding.with_memory_kind(memory))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(move_array, tree)
 
 
 def to_host(tree: PyTree) -> PyTree:
     """Copies device arrays to NumPy arrays in one transfer: of a batch, the prompts of this process."""
+    # One device_get for the tree: it starts all copies before it waits for the first.
     local = jax.tree.map(lambda x: x if _whole(x) else [shard.data for shard in _rows(x)], tree)
     arrays = jax.device_get(local)
-    return jax.tree.map(lambda x, found: np.asarray(found) if _whole(x) else np.concatenate(found), tree, arrays)
+    return jax.tree.map(lambda x, fetched: np.asarray(fetched) if _whole(x) else np.concatenate(fetched), tree, arrays)
 
 
 def whole_to_host(x: jax.Array) -> np.ndarray:
@@ -213,26 +218,29 @@ def largest(numbers: np.ndarray, mesh: Mesh) -> np.ndarray:
     """Returns the largest value of each number [N] in any process: by the devices, as `gather`."""
     if distributed.count() == 1:
         return numbers
-    own = prompt_shards(mesh) // distributed.count()
-    rows = shard_batch(np.tile(numbers, (own, 1)), mesh)
+    local_rows = prompt_shards(mesh) // distributed.count()
+    # A row for each shard that this process has of a batch: BATCH splits the rows over them.
+    rows = shard_batch(np.tile(numbers, (local_rows, 1)), mesh)
     return np.asarray(_column_maxima(rows, NamedSharding(mesh, P())))
 
 
-def put_groups(old: PyTree, new: PyTree, at: np.ndarray, found: np.ndarray, mesh: Mesh) -> PyTree:
-    """Returns `old` with its groups `at` replaced by the groups `found` of `new`, by the devices, as `gather`.
+def put_groups(old: PyTree, new: PyTree, at: np.ndarray, chosen: np.ndarray, mesh: Mesh) -> PyTree:
+    """Returns `old` with its groups `at` replaced by the groups `chosen` of `new`, by the devices, as `gather`.
 
-    Arrays [B, ...] have the groups of this process; at, found: numbers in the batch of all processes.
+    Arrays [B, ...] have the groups of this process; at, chosen: numbers in the batch of all processes.
     """
     if distributed.count() == 1:
 
-        def put(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        def replaced(x: np.ndarray, y: np.ndarray) -> np.ndarray:
             x = np.array(x)
-            x[at] = y[found]
+            x[at] = y[chosen]
             return x
 
-        return jax.tree.map(put, old, new)
+        return jax.tree.map(replaced, old, new)
+    # For each group of the batch the group that replaces it, -1 for none: one gather of fixed shape on the devices,
+    # however many there are.
     source = np.full(len(jax.tree.leaves(old)[0]) * distributed.count(), -1, np.int32)
-    source[at] = found
+    source[at] = chosen
     placed = NamedSharding(mesh, BATCH)
     return to_host(_put_rows(*shard_batch((old, new), mesh), source, placed))
 
@@ -244,11 +252,11 @@ def _column_maxima(rows: jax.Array, placed: NamedSharding) -> jax.Array:
 
 @partial(jax.jit, static_argnums=3)
 def _put_rows(old: PyTree, new: PyTree, source: jax.Array, placed: NamedSharding) -> PyTree:
-    def put(x: jax.Array, y: jax.Array) -> jax.Array:
-        taken = source.reshape(-1, *[1] * (x.ndim - 1))
-        return jax.lax.with_sharding_constraint(jnp.where(taken >= 0, y[jnp.maximum(source, 0)], x), placed)
+    def replaced(x: jax.Array, y: jax.Array) -> jax.Array:
+        sources = source.reshape(-1, *[1] * (x.ndim - 1))
+        return jax.lax.with_sharding_constraint(jnp.where(sources >= 0, y[jnp.maximum(source, 0)], x), placed)
 
-    return jax.tree.map(put, old, new)
+    return jax.tree.map(replaced, old, new)
 
 
 def _whole(x: Any) -> bool:
@@ -258,5 +266,6 @@ def _whole(x: Any) -> bool:
 
 def _rows(x: jax.Array) -> list[jax.Shard]:
     """Returns the shards of this process in the order of their rows, each once."""
+    # Devices along `tensor` hold the same rows, and start is None where an axis is not split.
     shards = {shard.index[0].start or 0: shard for shard in x.addressable_shards}
     return [shards[row] for row in sorted(shards)]

@@ -38,6 +38,7 @@ def save_ids(key: str, ids: Sequence[np.ndarray]) -> None:
     folder = home() / "tokens"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
+        # A name that nobody else has: two runs may save the same key at once.
         handle, partial = tempfile.mkstemp(dir=folder, suffix=".partial")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -65,15 +66,15 @@ def forget_programs(folder: Path) -> None:
 
 def forget(folder: Path, files: int, size: int) -> None:
     """Removes the least recently used files beyond the limits. Another run may remove files at the same time."""
-    found, room = [], size
+    by_use, room = [], size
     with suppress(OSError):  # no folder yet
         for file in folder.iterdir():
             with suppress(OSError):
                 about = file.stat()
                 # Linux keeps the time of the last read to a day. Where it keeps none, that of the writing counts.
-                found.append((max(about.st_mtime, about.st_atime), about.st_size, file))
-    for i, (_, taken, file) in enumerate(sorted(found, reverse=True)):
-        room -= taken
+                by_use.append((max(about.st_mtime, about.st_atime), about.st_size, file))
+    for i, (_, length, file) in enumerate(sorted(by_use, reverse=True)):
+        room -= length
         if i >= files or room < 0:
             with suppress(OSError):
                 file.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
 
     def apply(rule: Callable[..., Finding | None]) -> Finding | None:
         arguments = {name: bounds[name] for name in _fields(rule)}
+        # The short means come first: what they show is told with the numbers of the last steps.
         return rule(history, **arguments) or rule(slowly, **arguments)
 
     return [finding for finding in map(apply, RULES) if finding]

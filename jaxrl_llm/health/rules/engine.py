@@ -68,6 +68,7 @@ def sampler_mismatch(history: History) -> Finding | None:
     bound = kl_bound(r)
     ill = max(4 * bound, 10 * IMPORTANCE_KL)  # from which on one step is enough
     often = kl > bound and history.often_above(_excess, 1.0, 0.01)
+    # With a lag the policies differ by design, so KL says nothing of the engine; only the weights may then be too far.
     signs = [f"KL(sampler || trainer) {kl:.1e}"] if not lag and (kl > ill or often) else []
     recent = history.latest[-history.recent :]
     far = _far(r) and (not lag or sum(map(_far, recent)) > history.recent / 2)
@@ -101,6 +102,7 @@ def stale_weights(history: History) -> Finding | None:
         return None
     if not all(isclose(b["weight_check/gap_before"], a["weight_check/gap"], rel_tol=0.2) for a, b in pairwise(last)):
         return None
+    # The smaller gap, and the lower quartile of it: the checks may already be ill, as long as a quarter was not.
     usual = np.quantile([min(r["weight_check/gap"], r["weight_check/gap_before"]) for r in checks], 0.25)
     if min(r["weight_check/gap"] for r in last) < max(STALE * usual, 1e-5):
         return None
@@ -130,6 +132,7 @@ def engine_drift(history: History) -> Finding | None:
         first, last = np.mean(still[:4]), np.mean(still[-4:])
     elif history.latest[-1].get("rollout/lag_p95") or history.risen("sampler/gap_mean", log=True) <= 1:
         return None
+    # A gap of a few rounding errors may be any multiple of another one.
     least = max(1e-5, 8 * (history.latest[-1].get("importance/rounding") or 0.0))
     if first is None or last is None or last <= DRIFT * first or last < least:
         return None

@@ -17,6 +17,7 @@ def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Findi
     counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row") and x is not None]
     if not max_skipped or max(counts, default=0) < max_skipped:
         return None
+    # The record has None for what is not finite. An extreme of no token is infinite too, and is no fault.
     names = [name for name in sorted(r) if r[name] is None and not name.endswith(("_min", "_max"))]
     refused = [name.removeprefix("skip/") for name in sorted(r) if name.startswith("skip/") and r[name]]
     cause = "no token in them is trained"
@@ -49,6 +50,7 @@ def entropy_collapse(history: History) -> Finding | None:
     before, now = history.then("entropy"), history.now("entropy")
     if not before or now is None or now >= ENTROPY[0] * before or history.solved:
         return None
+    # Its logarithm: entropy falls by factors, and near 0 no difference would be large.
     if history.risen("entropy", log=True) >= -1:
         return None
     distinct = history.now("completion/distinct")
@@ -74,6 +76,7 @@ def entropy_explosion(history: History) -> Finding | None:
     if history.risen("entropy", log=True) <= 1:
         return None
     size, size_before = history.now("completion/compressed"), history.then("completion/compressed")
+    # Noise does not compress: so a reader sees whether the text or only the choice among good ones has become random.
     text = f"; the text compresses to {size:.0%}, {size_before:.0%} at the start" if size and size_before else ""
     return Finding(
         "entropy_explosion",
@@ -120,6 +123,7 @@ def gradient_spike(history: History) -> Finding | None:
         return None
     usual = max(last.mean(), every.mean())
     excess = np.maximum(np.log(np.maximum(every, TINY) / usual), 0.0)
+    # For a normal logarithm half of the excesses are 0, so their mean square is half of the variance.
     allowed = noise.quantile(history.records[-1]["step"] - RECENT, len(every) - 1)
     if noise.strength(float(np.log(now / usual)), float(np.sqrt(2 * np.mean(excess**2))), allowed) <= 1:
         return None
@@ -168,6 +172,7 @@ def critic_lags(history: History) -> Finding | None:
     if explained is None or explained >= EXPLAINED or len(history.latest) < WINDOW or history.solved:
         return None
     spread, spreads = history.then("reward/std"), history.now("reward/std")
+    # The explained variance is 1 - error / variance of the returns: it means nothing where these hardly vary.
     if spread is not None and spreads is not None and spreads < 0.3 * spread:
         return None
     if history.above(name, EXPLAINED) >= -1 or history.risen(name) > 1:

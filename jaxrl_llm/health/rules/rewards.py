@@ -107,6 +107,7 @@ def held_out_falls(history: History) -> Finding | None:
     judged = [r for r in history.records if r.get("eval/accuracy") is not None and r.get("eval/problems")]
     if len(judged) < 3:
         return None
+    # Never one of the last two: an evaluation is not compared with itself.
     best, last = max(judged[:-2], key=lambda r: r["eval/accuracy"]), judged[-2:]
     accuracy, now = best["eval/accuracy"], float(np.mean([r["eval/accuracy"] for r in last]))
     middle = min(max((accuracy + now) / 2, 0.0), 1.0)
@@ -129,6 +130,7 @@ def held_out_falls(history: History) -> Finding | None:
 def _rises_since(history: History, step: int) -> bool:
     """Returns whether the reward is higher than around a step, by more than LITTLE and more than noise."""
     steps, values = history.column("reward/mean")
+    # The steps around the evaluation: its own batch alone would be one draw.
     then, now, spread = values[np.abs(steps - step) <= 8], history.window("reward/mean"), history.column("reward/std")
     if now is None or not len(then) or not len(spread.values):
         return False
@@ -151,6 +153,8 @@ def channels_diverge(history: History) -> Finding | None:
         before, now = history.then(name), history.now(name)
         if before is not None and now is not None:
             slopes[name.removeprefix("reward/")] = now - before
+            # A function that pays little cannot fall by a part of the whole spread: for it, half of its own level
+            # counts.
             lost |= {name.removeprefix("reward/")} if 0 <= now < before / 2 and before > 0.05 else set()
     if not spread or len(slopes) < 2:
         return None
@@ -158,6 +162,7 @@ def channels_diverge(history: History) -> Finding | None:
     down = min(lost, key=lambda name: slopes[name]) if lost else down
     if slopes[up] < 0.3 * spread or (slopes[down] > -0.3 * spread and not lost):
         return None
+    # The largest rise and fall of all functions are looked at: each has its part of the level.
     moved = lambda name: history.risen(f"reward/{name}", choices=len(names))  # noqa: E731
     if moved(up) <= 1 or moved(down) >= -1:
         return None
@@ -177,6 +182,7 @@ def kl_alone(history: History) -> Finding | None:
     In a healthy run the reward rises meanwhile, or a fifth of the penalty is where the reward draws on, or the penalty
     is small: what it costs a completion is below KL_COSTS spreads of the rewards.
     """
+    # loss/kl is a mean of tokens, a reward belongs to a completion: times the length they have one unit.
     alone, whole, length = (history.now(name) for name in ("loss/kl_alone", "loss/kl", "completion/length"))
     reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
     if alone is None or not whole or length is None or reward is None or before is None or not spread:

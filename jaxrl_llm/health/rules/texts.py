@@ -100,6 +100,7 @@ def _brief_and_right(history: History) -> bool:
     if len(judged) > 1:
         first, last = judged[0]["eval/accuracy"], judged[-1]["eval/accuracy"]
         chance = min(max((first + last) / 2, 0.0), 1.0)
+        # Three standard errors of the difference of two binomial shares on the same number of problems.
         return last - first > 3 * sqrt(2 * chance * (1 - chance) / (judged[-1].get("eval/problems") or 100))
     spread, length = history.then("reward/std"), history.now("completion/length")
     before, now = history.then("reward/mean"), history.now("reward/mean")

@@ -28,10 +28,11 @@ def check_alike(shown: Mapping[str, Any], hashed: Mapping[str, str]) -> None:
     shown: by what they are; an error tells both values. hashed: hashes; an error tells what they are of.
     Raises: UserError, in all processes.
     """
-    own = json.dumps([shown, hashed], sort_keys=True, default=str)
-    if len(set(exchange(hashlib.sha256(own.encode()).hexdigest(), CHANNEL))) == 1:
+    text = json.dumps([shown, hashed], sort_keys=True, default=str)
+    # First 64 characters from each: with hundreds of processes, all values are sent only if there is a difference.
+    if len(set(exchange(hashlib.sha256(text.encode()).hexdigest(), CHANNEL))) == 1:
         return
-    (values, hashes), *others = exchange(json.loads(own), CHANNEL)
+    (values, hashes), *others = exchange(json.loads(text), CHANNEL)
     for process, (their_values, their_hashes) in enumerate(others, 1):
         names = [name for name in sorted({*values, *their_values}) if values.get(name) != their_values.get(name)]
         differ = [f"{x} is {their_values.get(x, 'missing')!r}, not {values.get(x, 'missing')!r}" for x in names]
@@ -71,6 +72,7 @@ def check_shared(folder: Path) -> None:
     file = folder / name
     if first():
         file.touch()
+    # Nobody looks before the file is there: the host of one that did would keep for LISTED seconds that it is not.
     exchange(None, CHANNEL)
 
     def look() -> list[str]:

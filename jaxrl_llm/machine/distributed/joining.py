@@ -46,6 +46,7 @@ def joined(address: str) -> Iterator[None]:
         except SystemExit as ended:  # with 0 after a signal
             if ended.code:
                 raise
+        # Process 0 has the store, which the others need until their last step.
         wait("end")
     except BaseException as error:
         # A collective fails without a process that was killed. Then another thread ends this process, with its line.
@@ -74,21 +75,23 @@ def _connect(address: str) -> None:
     try:
         jax.distributed.initialize(**known, heartbeat_timeout_seconds=HEARTBEAT)
     except (ValueError, RuntimeError) as error:
-        said = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise UserError(
-            f"--distributed {address}: the processes cannot be joined ({said}): give HOST:PORT,INDEX/COUNT with the "
+            f"--distributed {address}: the processes cannot be joined ({reason}): give HOST:PORT,INDEX/COUNT with the "
             "address of process 0, and start all processes"
         ) from error
 
 
 def _watch() -> None:
     """Runs in a thread: ends this process when another one has ended by an error."""
-    while not _leaving.wait(POLL / 10_000):  # without process 0 the call below fails at once, and must not spin
+    # The pause: without process 0 the call below fails at once, and must not spin.
+    while not _leaving.wait(POLL / 10_000):
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             code, _, line = client().blocking_key_value_get(ENDED, POLL).partition(" ")
             if _leaving.is_set():
                 return
-            if int(code) == hang.CODE:  # this process may be the one that the other one has waited for
+            # This process may be the one that the other one has waited for: its stacks show at what.
+            if int(code) == hang.CODE:
                 hang.tell_stacks()
             _leaving.set()
             print(printable(line), file=sys.stderr, flush=True)
@@ -101,6 +104,7 @@ def _end_without(process: int) -> NoReturn:
     line = f"error: process {process} was killed: see its output; the same command goes on from the last checkpoint"
     print(line, file=sys.stderr, flush=True)
     _tell(2, line)
+    # In its place: it cannot say it any more, and `_exit` waits until all have.
     _mark_ended(process)
     _exit(2)
 
@@ -146,5 +150,6 @@ def _exit(code: int) -> NoReturn:
             end = time.monotonic() + LEAVING
             while len(client().key_value_dir_get(f"{ENDED}/")) < count() and time.monotonic() < end:
                 time.sleep(POLL / 10_000)
-            time.sleep(POLL / 1000)  # from its key to its end a process has one call left
+            # From its key to its end a process has one call left.
+            time.sleep(POLL / 1000)
     os._exit(code)

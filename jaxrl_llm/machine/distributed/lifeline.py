@@ -28,11 +28,11 @@ WORDS = 60  # without an answer, that TCP sends: a network may stand still for t
 def hold(leaving: Event, died: Callable[[int], Any]) -> None:
     """Calls died(process) in process 0 when another process is killed before `leaving`. All processes must call it."""
     server = _listen() if first() else None
-    own = [server.getsockname()[1], secrets.token_hex(16)] if server else None
-    port, token = exchange(own, CHANNEL)[0]
+    listening = [server.getsockname()[1], secrets.token_hex(16)] if server else None
+    port, token = exchange(listening, CHANNEL)[0]
     if server:
-        of_others = _watch_others(server, token, leaving, died)
-        Thread(target=asyncio.run, args=(of_others,), daemon=True).start()
+        watching = _watch_others(server, token, leaving, died)
+        Thread(target=asyncio.run, args=(watching,), daemon=True).start()
     else:
         host = str(global_state.coordinator_address).rpartition(":")[0].strip("[]")
         Thread(target=_hold, args=(host, port, token, leaving), daemon=True).start()
@@ -52,13 +52,15 @@ async def _watch_others(server: socket.socket, token: str, leaving: Event, died:
         with suppress(OSError, ValueError):
             _keep_open(writer.get_extra_info("socket"))
             words = (await reader.readline()).decode().split()
-        if words[:1] != [token]:  # somebody else
+        # The port is open to the network: somebody else, such as a scanner.
+        if words[:1] != [token]:
             writer.close()
             return
         process = int(words[1])
         newest[process] = writer
         with suppress(OSError):
             await reader.read()
+        # A living process connects again in this time, and is then another writer in `newest`.
         await asyncio.sleep(GRACE)
         if newest[process] is writer and not leaving.is_set():
             died(process)
@@ -72,11 +74,13 @@ def _hold(host: str, port: int, token: str, leaving: Event) -> None:
     with suppress(OSError):  # process 0 has died, or a firewall is between
         while not leaving.is_set():
             with socket.create_connection((host, port), timeout=IDLE) as line:
+                # The time limit is for the connecting alone; `recv` below waits as long as the run lasts.
                 line.settimeout(None)
                 _keep_open(line)
                 line.sendall(f"{token} {index()}\n".encode())
                 with suppress(OSError):
-                    line.recv(1)  # returns when the connection is cut
+                    # Nothing is ever sent to it: it returns when the connection is cut.
+                    line.recv(1)
             leaving.wait(GRACE / 10)
 
 

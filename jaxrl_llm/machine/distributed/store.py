@@ -29,6 +29,7 @@ def exchange(value: Any, channel: str = "step") -> list[Any]:
 
     channel: calls of different threads need different channels, because each channel keeps its own order.
     """
+    # JSON and not pickle: a process runs nothing that another one sends.
     return [json.loads(text) for text in _exchange(json.dumps(value).encode(), channel)]
 
 
@@ -50,22 +51,23 @@ def _exchange(value: bytes, channel: str) -> list[bytes]:
     if count() == 1:
         return [value]
     call, store = next(_calls[channel]), client()
-    of = lambda call: f"jaxrl_llm/{channel}/{call}"  # noqa: E731
+    key = lambda call: f"jaxrl_llm/{channel}/{call}"  # noqa: E731
     if not first():
-        store.key_value_set_bytes(f"{of(call)}/{index()}", value)
-        return _parts(_get(f"{of(call)}/all"))
+        store.key_value_set_bytes(f"{key(call)}/{index()}", value)
+        return _parts(_get(f"{key(call)}/all"))
     # Process 0 joins the values: N + N messages, where N x N would take seconds with hundreds of hosts. It waits for
     # one that it lacks, and then takes all that have come meanwhile.
-    names = [f"{of(call)}/{process}" for process in range(1, count())]
+    names = [f"{key(call)}/{process}" for process in range(1, count())]
     came: dict[str, bytes] = {}
     while lacking := [name for name in names if name not in came]:
         _get(lacking[-1])
-        came = dict(store.key_value_dir_get_bytes(of(call)))
-    found = [value, *(came[name] for name in names)]
-    store.key_value_set_bytes(f"{of(call)}/all", _joined(found))
-    if call:  # everyone has read the values of the call before: they have set one for this call
-        store.key_value_delete(of(call - 1))
-    return found
+        came = dict(store.key_value_dir_get_bytes(key(call)))
+    values = [value, *(came[name] for name in names)]
+    store.key_value_set_bytes(f"{key(call)}/all", _joined(values))
+    # Everyone has read the values of the call before: they have set one for this call.
+    if call:
+        store.key_value_delete(key(call - 1))
+    return values
 
 
 def _joined(values: list[bytes]) -> bytes:
