@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import select
+import signal
 import site
 import sys
 import sysconfig
@@ -18,6 +21,8 @@ INSTALLED = (
     *site.getsitepackages(),
     site.getusersitepackages(),
 )
+STDOUT = 1  # its file descriptor
+READER_GONE = 128 + signal.SIGPIPE
 CELL = re.compile(r".*(?:ipykernel_\d|ipython-input-)")  # the file of the code of a notebook's cell
 
 
@@ -87,17 +92,41 @@ def report(error: BaseException) -> int:
 def run_main(main: Callable[[], None]) -> NoReturn:
     """Runs an entry point and exits. A `UserError` becomes one line on stderr and exit code 2.
 
-    So does a `sys.exit` in the user's code, which would end the program without a word.
+    So does a `sys.exit` in the user's code, which would end the program without a word. If the reader of standard
+    output has gone, as in `| head`, the program ends quietly, with the exit code of one that SIGPIPE ends.
     """
     try:
+        code = _exit_code(main)
+        # Now, and not while Python ends: there, nothing could catch the error.
+        print(end="", flush=True)
+    except BrokenPipeError:
+        code = READER_GONE
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what is still in its buffer
+    sys.exit(code)
+
+
+def _exit_code(main: Callable[[], None]) -> Any:
+    """Runs an entry point, and returns its exit code. Raises: BrokenPipeError, if the reader of its output has gone."""
+    try:
         main()
-    except Exception as error:
-        sys.exit(report(error))
     except SystemExit as error:
-        if not _of_user(error):
+        if isinstance(error.__context__, BrokenPipeError):  # from a console of rich
+            return READER_GONE
+        if _of_user(error):
+            return report(UserError(f"{describe(error)} ended the program: let this code return or raise"))
+        return error.code
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_gone():
             raise
-        sys.exit(report(UserError(f"{describe(error)} ended the program: let this code return or raise")))
-    sys.exit(0)
+        return report(error)
+    return 0
+
+
+def _reader_gone() -> bool:
+    """Returns whether standard output is a pipe that nobody reads. Other pipes can break too."""
+    output = select.poll()
+    output.register(STDOUT, 0)
+    return bool(output.poll(0))
 
 
 def _of_user(error: SystemExit) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -49,6 +50,35 @@ def test_jaxrl_help_lists_the_programs_and_imports_nothing_that_is_slow():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert re.findall(r"^  ([\w-]+)  ", done.stdout, re.MULTILINE) == list(jaxrl.PROGRAMS), done.stderr
     assert not done.stderr.strip()
+
+
+PRINTS = {  # Python programs
+    "a print": "print('text')",
+    "a console": "__import__('rich.console').console.Console().print('text')",
+    "--help": "__import__('argparse').ArgumentParser().parse_args(['--help'])",
+}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("prints", PRINTS)
+def test_a_program_whose_reader_has_gone_ends_quietly(prints, unbuffered):
+    code = f"from jaxrl_llm.errors import run_main; run_main(lambda: {PRINTS[prints]})"
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, env=environment)
+    os.close(writer)
+    # argparse itself goes on where it cannot print.
+    assert (ended.returncode, ended.stderr) == (0 if unbuffered and prints == "--help" else 141, b"")
+
+
+def test_another_pipe_that_breaks_is_a_bug(capsys):
+    def breaks() -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(SystemExit) as ended:
+        run_main(breaks)
+    assert ended.value.code == 1 and "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", jaxrl.PROGRAMS)
