@@ -28,6 +28,7 @@ def balance_loss(load: Load, full: Load) -> jax.Array:
     of P.
     """
     tokens = jnp.maximum(full.tokens, 1.0)[:, None]
+    # Both are divided by the tokens of all: f_e and P_e are shares, and the parts of an update add up.
     per_layer = jnp.sum(full.choices / tokens * load.probabilities / tokens, axis=-1)
     return full.choices.shape[-1] * jnp.mean(per_layer)
 

@@ -55,6 +55,7 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
             score = jnp.sum(jnp.where(last, scores["reward_model_scores"], 0.0), axis=-1)
             channels = channels | {"reward_model": score}
             if credit.model_weight:
+                # A reward model judges every completion: one on which all functions abstain has a reward through it.
                 total = jnp.nan_to_num(total) + credit.model_weight * score
         greedy = jnp.zeros_like(total) if rewards.greedy is None else rewards.greedy
         # Without a reward of the greedy completion, a group has no baseline.

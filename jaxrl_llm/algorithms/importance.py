@@ -64,6 +64,7 @@ def make_importance_weights(
             "importance/weight_min": raw,
             "importance/weight_max": raw,
             "importance/square": counted**2,  # mean^2 / square is the effective sample size, as a share
+            # Outside the mask both are the sampler's, so d is 0 and no difference of padding is exponentiated.
             "importance/kl": k3(sampler, jnp.where(mask, trainer, sampler)),
             "importance/raw_mean": judged,
             "importance/raw_square": judged**2,

@@ -30,6 +30,7 @@ def k2(logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]) -
 def k3(logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns exp(d) - d - 1: unbiased, never negative (used by GRPO, arXiv 2402.03300)."""
     d = jnp.minimum(ref_logprobs - logprobs, LARGEST)
+    # exp(d) - 1 loses the bits of a small d: at d = 1e-3, where k3 is 5e-7, its float32 error would be 1e-7.
     return jnp.expm1(d) - d
 
 

@@ -122,6 +122,7 @@ def sapo(*, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Loss
     def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
         ratio = ratio_of(logprobs - old_logprobs(logprobs, batch))
         tau = jnp.where(batch.advantages > 0, tau_positive, tau_negative)
+        # A sigmoid has the slope 1/4 at 0: with 4 / tau the gradient at r = 1 is that of r A, whatever tau is.
         return -(4 / tau) * jax.nn.sigmoid(tau * (ratio - 1)) * batch.advantages, {"ratio/mean": ratio}
 
     return loss_fn

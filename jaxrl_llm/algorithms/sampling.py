@@ -68,6 +68,7 @@ def draw(
     [...]. It samples a block of tokens, then a token in the block: one float32 sum over the whole vocabulary would
     lose the tail. It never samples a token of probability zero.
     """
+    # About the square root of V: then both levels sum equally few numbers, and lose equally few bits.
     size = min(1 << (math.isqrt(masked_logits.shape[-1]).bit_length() - 1), BLOCK)
     top = jnp.max(masked_logits, axis=-1, keepdims=True)
     padded = jnp.pad(

@@ -257,6 +257,7 @@ def batches(dataset: Dataset, batch: int, pad_id: int) -> Iterator[Prompts]:
     """Yields the data set once, in order: this process's part of each batch, whose end repeats the last row."""
     for start in range(0, len(dataset.rows), batch):
         last = len(dataset.rows) - 1
+        # The last batch is filled up: a smaller one would be another shape, and so another program.
         numbers = [min(i, last) for i in range(start, start + batch)]
         yield make_prompts(dataset, numbers[distributed.part(batch)], pad_id)
 

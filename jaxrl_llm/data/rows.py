@@ -240,6 +240,7 @@ def _object(path: Path, where: str, row: Any) -> Row:
 def _read_csv(path: Path, content: bytes) -> list[Row]:
     """Reads CSV with all values as text: an answer "007" keeps its zeros."""
     try:
+        # newline="": csv itself must see the line ends, which may be part of a quoted text.
         rows = list(csv.DictReader(io.StringIO(content.decode(), newline=""), strict=True))
     except (ValueError, csv.Error) as error:
         raise UserError(f"{path} cannot be read as CSV in UTF-8 ({error}): write it as .jsonl") from None

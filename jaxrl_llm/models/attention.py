@@ -135,6 +135,7 @@ def over_mesh(kernel: Callable[..., jax.Array], mesh: Mesh | None, kv_heads: int
 def head_major(query: Array, key: Array, value: Array) -> tuple[jax.Array, KeyValue]:
     """Reorders projections [B, N, T, heads, h] -> query [B, K, N, R, T, h], keys and values [B, K, N, T, h]."""
     b, n, t, kv_heads, size = key.shape
+    # The R query heads of a key head stand together in a checkpoint, as `repeat_kv` of transformers reads them.
     query = query.reshape(b, n, t, kv_heads, -1, size).transpose(0, 3, 1, 4, 2, 5)
     return query, KeyValue(key.transpose(0, 3, 1, 2, 4), value.transpose(0, 3, 1, 2, 4))
 

@@ -20,6 +20,7 @@ def fits(device: Any, head_dim: int, dtype: str, soft_cap: float) -> bool:
     """Whether cuDNN's kernel runs on this device (NVIDIA, compute capability >= 8.0) with these heads and scores."""
     capability = getattr(device, "compute_capability", "")
     ampere = device.platform == "gpu" and capability[:1].isdigit() and float(capability) >= 8.0
+    # Of float32 and of bounded scores cuDNN's kernel has no version.
     return ampere and head_dim % 8 == 0 and head_dim <= 128 and dtype == "bfloat16" and not soft_cap
 
 
@@ -65,6 +66,7 @@ def _attend(
         jnp.pad(query.transpose(0, 2, 4, 1, 3, 5).reshape(b * n, t, k * r, h), length(more_queries)),
         jnp.pad(row_major(keys, prompt_keys), length(more_keys)),
         jnp.pad(row_major(values, prompt_values), length(more_keys)),
+        # False: padded queries see nothing. Their output is cut off below.
         mask=jnp.pad(visible, ((0, 0), (0, 0), (0, more_queries), (0, more_keys))),
         # The query has it.
         scale=1.0,

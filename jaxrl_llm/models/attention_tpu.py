@@ -23,6 +23,7 @@ BITS = 16
 def fits(device: Any, head_dim: int, dtype: str, length: int) -> bool:
     """Whether the kernel runs on this device with this head size, dtype and row length."""
     # Not float32: the kernel has no precision argument and would multiply in bf16.
+    # start << BITS must stay a positive int32.
     return device.platform == "tpu" and length < 2 ** (31 - BITS) and head_dim % 64 == 0 and dtype == "bfloat16"
 
 
@@ -126,7 +127,9 @@ def _attend_row(
     # The completions' starts are known only at run time, so they replace the static q_sequence of `_Visible`.
     kernel = type(kernel)(*(i._replace(q_sequence=start << BITS | index) for i in infos), **kernel.kwargs)
 
-    if limits.window and prompt_mask.size:  # a key's distance from the completion is then known from its place
+    # Its padding goes from the end of a prompt to its beginning: then a key's place alone tells its distance from the
+    # completion, which a static mask needs.
+    if limits.window and prompt_mask.size:
         behind = jnp.argmax(prompt_mask[::-1])
         prompt_keys, prompt_values = (jnp.roll(x, behind, axis=1) for x in (prompt_keys, prompt_values))
         prompt_mask = jnp.roll(prompt_mask, behind)

@@ -112,6 +112,7 @@ class CenteredNorm(nnx.Module):
         # The mean of squares is in float32: bfloat16 has 8 bits, too few for a sum over the width.
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        # Rounded after the factor, as Gemma does it; Llama rounds before.
         factor = (1 + self.scale[...]).reshape((1,) * (x.ndim - 1) + (-1,))
         return (wide * factor).astype(self.dtype)
 

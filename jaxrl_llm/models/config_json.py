@@ -60,6 +60,7 @@ def decoder(settings: ConfigJson, dtype: str, remat: str, **family_fields: Any) 
     if "local_rope" not in family_fields and "sliding_attention" in (settings.get("rope_parameters") or ()):
         raise UserError("config.json: rope_parameters differ between layers: this family has one rotary embedding")
     full, positions = rope.settings(settings), settings["max_position_embeddings"]
+    # Older files have no head_dim: there the heads divide the width.
     size = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
     shared_fields = {
         # A family may set each of these otherwise.
@@ -76,6 +77,7 @@ def decoder(settings: ConfigJson, dtype: str, remat: str, **family_fields: Any) 
         width=settings["hidden_size"],
         layers=settings["num_hidden_layers"],
         heads=settings["num_attention_heads"],
+        # Without it every query head has keys of its own, as in Llama 1.
         kv_heads=settings.get("num_key_value_heads") or settings["num_attention_heads"],
         head_dim=size,
         max_positions=rope.longest(full, positions),

@@ -160,6 +160,7 @@ class Decoder:
         def split(x: Array) -> tuple[jax.Array, jax.Array]:
             return x[:, :, :length], x[:, :, length:].reshape(*tokens.shape, *x.shape[3:])
 
+        # Padding has no position: a completion goes on where the real tokens of its prompt end.
         after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
         angles = self._angles(join(prompt_positions(prompt_mask), after_prompt))
         attend_prompts = self._attend_packed(prompt_mask[:, None].astype(jnp.int32))

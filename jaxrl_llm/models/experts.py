@@ -113,6 +113,8 @@ class Experts(nnx.Module):
         # In float32: rounding would change which experts are chosen.
         logits = jnp.matmul(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
         probabilities = jax.nn.softmax(logits)
+        # After the softmax over all experts, as Qwen does it. Mixtral's softmax over the chosen alone is this one,
+        # normalized.
         weights, chosen = jax.lax.top_k(probabilities, self.mixture.chosen)
         if self.mixture.normalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)

@@ -22,6 +22,7 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
         "soft_cap": cap(hf, "attn_logit_softcapping", 50.0),
         "final_soft_cap": cap(hf, "final_logit_softcapping", 30.0),
     }
+    # Older files have no layer_types: there the even layers are local.
     fields |= config_json.windows(settings, [i % 2 == 0 for i in range(settings["num_hidden_layers"])])
     return config_json.decoder(settings, dtype, remat, **fields)
 

@@ -99,6 +99,8 @@ def _by_blocks(rows: Array, kernels: Array, sizes: Array, *, precision: Any) -> 
         return jax.lax.dynamic_update_slice_in_dim(products, jnp.matmul(block, kernel, precision=precision), first, 0)
 
     products = jnp.zeros((len(padded), kernels.shape[2]), rows.dtype)
+    # Only as many blocks as there are: at most rows / size + groups. JAX cannot differentiate a loop of unknown length,
+    # so `grouped_matmul` has a gradient of its own.
     return jax.lax.fori_loop(0, blocks.total, step, products)[: len(rows)]
 
 

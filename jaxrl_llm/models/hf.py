@@ -102,6 +102,7 @@ def _download(path: str, field: str, *, weights: bool) -> Path:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
+        # No *.bin and *.pt: they are pickles, which can run code, and would double the download.
         patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + ["*.safetensors"] * weights
         return Path(snapshot_download(path, allow_patterns=patterns))
     # Offline, unknown, gated: the hub raises many types, all for the user.
@@ -229,6 +230,7 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
         if (folder / name).is_file():
             value = read_config(folder, name).get("eos_token_id")
             values = value if isinstance(value, list) else [] if value is None else [value]
+            # Not isinstance: True is an int.
             if not all(type(x) is int for x in values):
                 raise UserError(f"{folder / name}: eos_token_id is {value!r}: give a token's number, or a list of them")
             ids.update(values)
@@ -292,6 +294,7 @@ def load_readout(folder: Path, model: Decoder) -> PyTree:
     tensor = where[name].get_tensor(name)
     if tensor.shape != shape:
         raise UserError(f"{folder}: tensor {name} is {tensor.shape}, not {shape}: give a model with one label")
+    # The class for sequence classification of transformers has no bias.
     return {"kernel": tensor.astype(np.float32).T, "bias": np.zeros(1, np.float32)}
 
 
@@ -342,6 +345,7 @@ def _index(folder: Path) -> dict[str, Any]:
     where = {}
     for file in weight_files(folder):
         try:
+            # Maps the file: nothing is read before a slice is asked for.
             handle = safe_open(file, "np")
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} is broken or cut short ({error}): fetch it again") from None

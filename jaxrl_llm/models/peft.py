@@ -72,6 +72,7 @@ def make_lora(
         if re.search(targets, _in_layer(module)):
             layers, d, e = _node(model_shapes, name).shape
             *parts, _ = name.split("/")
+            # The tree has only paths with an adapter: `Lora.combine` takes all else from the base.
             node = reduce(lambda node, part: node.setdefault(part, {}), parts, shapes)
             node |= {
                 "lora_a": shape_of((layers, d, rank), np.float32),
@@ -133,6 +134,7 @@ def save(folder: Path, adapters: PyTree, lora: Lora, base: str) -> None:
                 raise OSError(str(error)) from error
             # safetensors makes it readable by the owner only.
             (unfinished / WEIGHTS).chmod(0o644)
+            # A folder cannot be renamed over one that has files.
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.rename(folder)
     distributed.wait("adapter")
@@ -147,6 +149,7 @@ def settings(lora: Lora, base: str) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rs,
+        # The last part of the names: PEFT adapts every module whose name ends so, in all layers.
         "target_modules": sorted({module.rpartition(".")[2] for module in lora.modules.values()}),
         "lora_dropout": 0.0,
         "bias": "none",

@@ -42,6 +42,7 @@ def rotary(positions: Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
 def rotate(x: Array, angles: tuple[Array, Array]) -> jax.Array:
     """Applies `rotary`'s cosine and sine to x [B, N, T, heads, h] -> float32. Pairs dimension i with i + h / 2."""
     cos, sin = (a[..., None, :] for a in angles)
+    # Checkpoints of transformers have the dimensions in this order. The paper pairs neighbours.
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
@@ -122,8 +123,10 @@ def _yarn(base: np.ndarray, rope: dict[str, Any]) -> np.ndarray:
 
     low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
+        # Outwards, as the paper's own code. A file may switch it off, as that of gpt-oss does.
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
+    # 0.001, as in YaRN's own code: both bounds may round to the same dimension.
     divided = np.clip((np.arange(half) - low) / ((high - low) or 0.001), 0, 1)
     return divided * base / rope["factor"] + (1 - divided) * base
 

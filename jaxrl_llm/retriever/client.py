@@ -39,6 +39,7 @@ class RetrieverClient:
                 time.sleep(PAUSE * 2 ** (retry - 1))
             try:
                 answer = self._client.post(self._url, json=body)
+                # The same request would be refused again. 408 and 429 say: later.
                 if 400 <= answer.status_code < 500 and answer.status_code not in (408, 429):
                     raise RetrieverError(f"{self._url} refuses the request: {answer.status_code} {answer.text[:200]}")
                 answer.raise_for_status()

@@ -89,6 +89,7 @@ class DenseIndex:
         file = user_cache.home() / "retriever" / f"{name}.faiss"
         if not file.is_file():
             _save(documents, encoder, file)
+        # Mapped: an index may be larger than the memory, and processes share its pages.
         return cls(faiss.read_index(str(file), faiss.IO_FLAG_MMAP), documents, encoder)
 
     def __len__(self) -> int:

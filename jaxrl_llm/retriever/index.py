@@ -68,6 +68,7 @@ class Index:
         return [self._search(query, topk) for query in words(queries)]
 
     def _search(self, query: list[str], topk: int) -> Found:
+        # bm25s takes no empty query.
         known = [word for word in query if word in self._scores.vocab_dict]
         if not known:
             return []

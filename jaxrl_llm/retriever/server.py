@@ -88,6 +88,7 @@ def read(body: Any, bounds: Bounds) -> tuple[list[str], int, bool]:
         raise Refused(422, "`queries` is no list of texts")
     topk = body.get("topk")
     topk = bounds.topk if topk is None else topk
+    # True is an int.
     if not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= bounds.most_topk:
         raise Refused(422, f"`topk` is {topk!r}: give a number from 1 to {bounds.most_topk}")
     if len(queries) > bounds.queries:

@@ -154,6 +154,7 @@ def run(
 
     def go_on(loop: Loop) -> Array:
         living = jnp.sum(loop.alive, axis=1).reshape(fixed.devices, -1)
+        # By prompt and not by entry: completions of a prompt that are now in two entries may fit into one.
         each = jnp.einsum("dnp,dn->dp", serves.astype(jnp.int32), living)
         crowded = jnp.any(jnp.sum((each + width - 1) // width, axis=1) > entries)
         return (loop.t < end_token) & jnp.any(loop.alive) & crowded

@@ -174,7 +174,7 @@ class Episodes:
     tokens: np.ndarray  # [N, C]
     logprobs: np.ndarray  # [N, C], 0 on observations
     sampled: np.ndarray  # [N, C] bool, True on tokens of the policy
-    state: np.ndarray  # [N] TURN, WAITS or DONE
+    state: np.ndarray  # [N] TURN, WAITS or ENDED
     begin: np.ndarray  # [N] place of the first token of the turn
     truncated: np.ndarray  # [N] bool
     first: int  # number of the first one among the environments
@@ -210,6 +210,8 @@ class Episodes:
         limits = self.limits(environments.turn_tokens)
         for i, turn, end in zip(turns.tolist(), texts, environments.ends(texts), strict=True):
             if end:
+                # The turn ends in the middle of what was sampled: the tokens behind it were never said. Their keys in
+                # the cache are written over before a token sees them.
                 self._cut(i, int(self.begin[i]) + end)
             elif turn[-1] not in stop_ids:
                 if self.length[i] >= limits[i]:
@@ -291,6 +293,8 @@ class EpisodeSampler:
             caches, in_turn, waits = self._observe(fixed, params, caches, episodes)
             if in_turn:
                 shape = number.shape[0] // distributed.count(), fixed.group
+                # The last token is still to be computed: its keys enter the cache with the step that samples the next
+                # one.
                 last = np.take_along_axis(episodes.tokens, episodes.length[:, None] - 1, axis=1)
                 state = last, episodes.length, episodes.limits(environments.turn_tokens)
                 turns = on_devices(Turns(*(x.reshape(shape).astype(np.int32) for x in state)))

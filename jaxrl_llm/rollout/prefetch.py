@@ -32,7 +32,7 @@ class Prefetcher(Generic[T]):
         self._failed: BaseException | None = None
 
     def begin(self, start: int, batches: Iterable[T]) -> None:
-        """Starts after step `start`. made: the first batches, sampled before a resume; the others are ordered now."""
+        """Starts after step `start`. batches: the first ones, sampled before a resume; the others are ordered now."""
         for batch in batches:
             finished: Future[T] = Future()
             finished.set_result(batch)

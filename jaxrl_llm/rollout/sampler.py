@@ -165,6 +165,7 @@ class Sampler:
                 # The first call uses several.
                 self._book.compile_ahead(name, compile)
             plan = plan_compaction(alive, slots, below, fixed.devices)
+            # np.int32, as `_trace` has it: a Python int is weakly typed, and so another program.
             state, now = self._run(fixed, slots, self._params, state, np.int32(t), key, plan)
             WATCHDOG.moved()
             t = int(now)

@@ -28,6 +28,7 @@ def pass_at(k: int, scores: np.ndarray) -> float:
     c is the number of solutions of a problem: completions with a score of 1 or more.
     """
     size = scores.shape[1]
+    # Python's integers: a binomial coefficient of over a thousand samples overflows a float.
     return float(np.mean([1 - comb(size - int(c), k) / comb(size, k) for c in (scores >= 1).sum(axis=1)]))
 
 
@@ -40,14 +41,16 @@ def majority_at(k: int, scores: np.ndarray, answers: Answers) -> float:
     """
     sets = [slice(first, first + k) for first in range(0, scores.shape[1] - k + 1, k)]
     return float(
-        np.mean([_vote(row[one] >= 1, given[one]) for row, given in zip(scores, answers, strict=True) for one in sets])
+        np.mean(
+            [_vote(row[part] >= 1, group[part]) for row, group in zip(scores, answers, strict=True) for part in sets]
+        )
     )
 
 
 def _vote(solved: np.ndarray, answers: Sequence[str | None]) -> float:
     votes = Counter(answer for answer in answers if answer is not None)
-    most = max(votes.values(), default=0)
-    winners = [answer for answer, count in votes.items() if count == most]
+    largest = max(votes.values(), default=0)
+    winners = [answer for answer, count in votes.items() if count == largest]
     earned = [np.mean([x for x, a in zip(solved, answers, strict=True) if a == winner]) for winner in winners]
     return float(np.mean(earned)) if earned else 0.0
 
@@ -57,8 +60,8 @@ def answers_of(texts: list[list[str]], extract: Callable[[str], Any]) -> Answers
 
     Answers of a problem that are mathematically equal have the form of the first one of them.
     """
-    found = [[extract(text) for text in group] for group in texts]
-    answers = [[None if answer is None else normalized(str(answer)) for answer in group] for group in found]
+    extracted = [[extract(text) for text in group] for group in texts]
+    answers = [[None if answer is None else normalized(str(answer)) for answer in group] for group in extracted]
     return [
         [None if answer is None else forms[answer] for answer in group]
         for group, forms in zip(answers, _forms(answers), strict=True)
@@ -68,24 +71,27 @@ def answers_of(texts: list[list[str]], extract: Callable[[str], Any]) -> Answers
 def _forms(answers: Answers) -> list[dict[str, str]]:
     """Returns, for each problem, each of its answers with the first one that is equal to it."""
     forms: list[dict[str, str]] = [{} for _ in answers]
-    left = [[answer for answer in dict.fromkeys(group) if answer is not None] for group in answers]
-    while any(left):
+    pending = [[answer for answer in dict.fromkeys(group) if answer is not None] for group in answers]
+    while any(pending):
         # In a round each problem compares its first answer with the others that are left, all problems at once.
-        pairs = [(i, other, group[0]) for i, group in enumerate(left) for other in group[1:]]
+        pairs = [(i, other, group[0]) for i, group in enumerate(pending) for other in group[1:]]
+        # Two numbers are compared already: as fractions in lowest terms they are equal only if their texts are.
         pairs = [pair for pair in pairs if not all(NUMBER.fullmatch(answer) for answer in pair[1:])]
         verdicts = maths.equal([other for _, other, _ in pairs], [first for _, _, first in pairs])
         equal = {(i, other) for (i, other, _), verdict in zip(pairs, verdicts, strict=True) if verdict}
-        for i, group in enumerate(left):
+        for i, group in enumerate(pending):
             forms[i] |= {answer: group[0] for answer in group if answer == group[0] or (i, answer) in equal}
-            left[i] = [answer for answer in group if answer not in forms[i]]
+            pending[i] = [answer for answer in group if answer not in forms[i]]
     return forms
 
 
 def normalized(answer: str) -> str:
     """Returns an answer in a simple form: 1,200 and 1200.0 are the same, Yes and yes too, but not two commands."""
     text = " ".join(answer.split()).strip(" .$")
+    # LaTeX tells capitals apart: \Delta is no \delta.
     text = text if "\\" in text else text.casefold()
     number = re.sub(r"(?<=\d),(?=\d{3})|\\,| ", "", text)
+    # Bounded: an answer of a million digits would take a Fraction minutes.
     if re.fullmatch(r"[+-]?(\d{1,40}(\.\d{0,40})?|\.\d{1,40}|\d{1,40}/0*[1-9]\d{0,39})", number):
         return str(Fraction(number))
     return text
@@ -146,8 +152,8 @@ def split(rows: Sequence[dict[str, Any]], column: str) -> dict[str, list[int]]:
             value = value.get(part) if isinstance(value, dict) else None
         values.setdefault(NONE if value is None else str(value), []).append(i)
     if set(values) == {NONE}:
-        there = ", ".join(sorted({name for row in rows for name in row}))
-        raise UserError(f"--by {column}: no row has this column; there is {there}")
+        columns = ", ".join(sorted({name for row in rows for name in row}))
+        raise UserError(f"--by {column}: no row has this column; there is {columns}")
     if len(values) > MOST:
         raise UserError(f"--by {column}: it has {len(values)} values, and a table at most {MOST}: give another column")
     return dict(sorted(values.items()))

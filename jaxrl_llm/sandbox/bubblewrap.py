@@ -66,6 +66,7 @@ def _bound() -> tuple[str, ...]:
     # Installed packages are hidden: a program sees the standard library alone, on every machine.
     packages = [f"{folder}/{name}" for folder in library for name in ("site-packages", "dist-packages")]
     packages = dict.fromkeys([*packages, "/usr/lib/python3/dist-packages"])
+    # -try: no system has all of these folders.
     shown = [part for folder in folders for part in ("--ro-bind-try", folder, folder)]
     empty = [
         part for folder in packages if Path(folder).is_dir() for part in ("--tmpfs", folder, "--remount-ro", folder)

@@ -15,6 +15,7 @@ OPEN_FILES = 64
 def limit(memory, seconds):
     """Limits this process for ever. memory: MiB; seconds: of the CPU."""
     limits = {
+        # Of the addresses: Linux has not kept a limit of the resident memory (RLIMIT_RSS) since 2.4.30.
         resource.RLIMIT_AS: memory * 2**20,
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_FSIZE: FILE_SIZE,
@@ -24,6 +25,7 @@ def limit(memory, seconds):
     for kind, value in limits.items():
         hard_limit = resource.getrlimit(kind)[1]
         value = value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)
+        # The hard limit too: a program may raise the soft one up to it.
         resource.setrlimit(kind, (value, value))
 
 

@@ -215,10 +215,12 @@ def started(
         for text, file in zip((code, stdin), texts, strict=True):
             file.write(text.encode("utf-8", "replace"))
             file.seek(0)
+        # Files and not pipes: nobody reads while the program runs, and RLIMIT_FSIZE bounds what it writes.
         stdout, stderr = (opened.enter_context(tempfile.TemporaryFile()) for _ in "oe")
         (is_ready, ready), (filter_, to_filter) = (_pipe(opened) for _ in "rf")
         alone = is_unconfined()
         numbers = memory, max(math.ceil(seconds), 1), texts[0].fileno(), ready.fileno(), int(alone)
+        # No user site, no site, no folder of its own on sys.path: only the standard library is imported.
         program = [interpreter(), "-s", "-S", "-P", "-c", _inside(), *map(str, numbers)]
         folder, environment, handed = "/", {}, [texts[0].fileno(), ready.fileno(), *descriptors]
         if alone:
@@ -226,9 +228,11 @@ def started(
             # Not the trainer's: it may hold secrets.
             environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
         else:
+            # Before anybody reads: all of it fits into a pipe, so the write does not wait.
             to_filter.write(refusals())
             program = command(filter_.fileno(), program)
             handed.append(filter_.fileno())
+        # bwrap reads the filter to its end.
         to_filter.close()
         process = subprocess.Popen(
             program,
@@ -242,6 +246,7 @@ def started(
         )
         started_program = Program(process, stdout, stderr, seconds, time.monotonic())
         try:
+            # This process's own end: while it is open, the read below would never see that the program has ended.
             ready.close()
             # No exit code says that a process is confined: its program chooses the code.
             if not is_ready.read(1):

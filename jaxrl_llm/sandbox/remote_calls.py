@@ -138,6 +138,8 @@ class Link:
     def encoded(self, value, depth=0):
         """Returns a value as JSON has it: plain data as it is or with a tag, other objects as a number."""
         kind = type(value)
+        # Larger integers go as hexadecimal text: Python refuses decimals of more than 4,300 digits, and JSON has no
+        # others.
         if value is None or kind in (bool, float, str) or (kind is int and abs(value) < 2**63):
             return value
         if depth > DEEPEST:
@@ -235,7 +237,9 @@ def failure(error):
         text = str(error)[:1000]
     except BaseException:
         text = ""
+    # The nearest class that the judge has too.
     name = next((kind.__name__ for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind), "")
+    # EPERM, EAGAIN, EACCES, EFBIG, ENOSPC, EROFS, ENETUNREACH: what limits, mounts and the filter answer.
     numbers = {1: "files", 11: "processes", 13: "files", 27: "disk", 28: "disk", 30: "files", 101: "network"}
     last = numbers.get(error.errno or 0, "error") if isinstance(error, OSError) else "error"
     last = "memory" if isinstance(error, MemoryError) else last
@@ -405,6 +409,8 @@ def judge_text(names, test):
     tree = ast.parse(test)
     used = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
     modules = {x.value.id for x in ast.walk(tree) if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name)}
+    # A program may define a function with the name of a module, such as calendar: then the test means the module only
+    # if it uses an attribute of it.
     modules = {name for name in used if name in sys.stdlib_module_names and (name in modules or name not in names)}
     # The program's names, but none that a test uses to check its results, as `all` or `math`.
     program = {name: x for name, x in names.items() if name not in KNOWN and name not in vars(builtins)}
@@ -494,6 +500,7 @@ def serve(read, write, program):
 
 def applied(target, method, arguments, named):
     if method == "next":
+        # The end is an empty answer and no StopIteration, which would end a generator of the judge.
         nothing = object()
         following = next(target, nothing)
         return [] if following is nothing else [following]

@@ -43,8 +43,10 @@ ALLOW, REFUSE = 0x7FFF0000, 0x00050000
 def refusals() -> bytes:
     """Returns the filter for `bwrap --seccomp`. Raises: KeyError, on another machine than x86_64 and aarch64."""
     column, architecture = ARCHITECTURES[platform.machine()]
+    # (operation, lines to skip if it holds, lines to skip if not, constant).
     lines = [
         (LOAD, 0, 0, 4),  # the architecture
+        # An x86_64 process may also call by the numbers of 32 bits, which mean other calls.
         (EQUAL, 1, 0, architecture),
         (RETURN, 0, 0, REFUSE | errno.EPERM),
         (LOAD, 0, 0, 0),  # the number of the call
@@ -56,6 +58,7 @@ def refusals() -> bytes:
             if numbers[column] is not None:
                 lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, REFUSE | error)]
     # A new thread is allowed, a new process is not: limits count for a process.
+    # 16 is where the first argument begins: the flags.
     lines += [(EQUAL, 0, 3, CLONE[column]), (LOAD, 0, 0, 16), (BITS, 1, 0, THREAD)]
     lines += [(RETURN, 0, 0, REFUSE | errno.EAGAIN), (RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("=HBBI", *line) for line in lines)

@@ -136,6 +136,7 @@ def _all(jobs: Sequence[Future[T]]) -> list[T]:
 def _sampling_params(sampling: Sampling, stop_ids: tuple[int, ...]) -> dict[str, Any]:
     """Returns the parameters of a request that are the same for all."""
     return {
+        # 0: of the sampled token alone. 1 would also send the most likely one.
         "logprobs": 0,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -194,8 +195,10 @@ class VllmEngine:
         self._stops, self._pad, self._patience, self._managed = stop_ids, pad_id, patience, managed
         at_once = concurrency * len(servers)
         limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
+        # pool=None: a request may wait for a free connection as long as the others run.
         times = httpx.Timeout(timeout, connect=5.0, pool=None)
         self._clients = {server: address.client(server, limits, timeout=times) for server in self._servers}
+        # One thread more for each server: a push that waits for a server that is away takes no place of a request.
         self._pool = ThreadPoolExecutor(at_once + len(servers))
         # One answer is JSON at a time.
         self._reading = Lock()
@@ -268,6 +271,8 @@ class VllmEngine:
             b, length = i // group_size, int(episodes.length[i])
             before = prompts.tokens[b][prompts.mask[b]].tolist() + episodes.tokens[i, :length].tolist()
             max_tokens = int(episodes.limits(environments.turn_tokens)[i]) - length
+            # Another seed for each turn: the server counts its random numbers from the seed in each request, so that
+            # all turns would be drawn with the same ones.
             mine = {"n": 1, "max_tokens": max_tokens, "seed": int((int(seeds[i]) + length) % (2**31 - 1))}
             return self._group(b, {"token_ids": before, "sampling_params": body | mine})[0]
 

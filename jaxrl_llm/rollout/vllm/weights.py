@@ -175,6 +175,7 @@ def pull(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
         post("/start_weight_update")
         post("/update_weights", {"update_info": offer.source})
         post("/finish_weight_update", {"weight_version": tag})
+    # A server that stays paused would answer nobody, and its old weights are still whole.
     finally:
         post("/resume")
 

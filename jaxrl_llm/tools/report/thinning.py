@@ -8,7 +8,7 @@ POINTS = 2000  # of a curve, at most
 
 
 def thin(x: np.ndarray, y: np.ndarray, limit: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Returns at most `most` points of a curve: the lowest and the highest of every part. NaN stays a gap."""
+    """Returns at most `limit` points of a curve: the lowest and the highest of every part. NaN stays a gap."""
     if len(x) <= limit:
         return x, y
     size = part(len(x), limit)

@@ -91,7 +91,7 @@ def print_keys(translation: Translation, file: Path) -> None:
 def print_checks(translation: Translation, linted: lint.Linted, written: str, subject: str) -> None:
     """Prints what the checks and the rules of the doctor say, and what is left to the user.
 
-    written: that the file is there; of: what the checks look at.
+    written: that the file is there; subject: what the checks look at.
     """
     for name, why in translation.yours().items():
         _say(f"yours to set: {name}: {why}")

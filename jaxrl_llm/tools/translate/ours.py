@@ -64,7 +64,7 @@ def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None
 
 
 def reward_model(path: str, reason: str) -> Outcome:
-    """Returns what a reward model becomes. said: what differs from the other trainer."""
+    """Returns what a reward model becomes. reason: what differs from the other trainer."""
     fields = {"reward_model.path": path, "reward_model.weight": 1.0}
     return Outcome(
         "changed", fields, f"{reason}; its tokenizer must number the policy's tokens alike (docs/rewards.md)"

@@ -18,7 +18,7 @@ KINDS: tuple[Kind, ...] = ("mapped", "changed", "unsupported", "no effect")
 class Outcome:
     """What a key becomes.
 
-    said: for "changed", what differs; for "unsupported" and "no effect", why. yours: {field: why} of fields whose
+    reason: for "changed", what differs; for "unsupported" and "no effect", why. yours: {field: why} of fields whose
     value a person must complete, because the file does not say it or it is code.
     """
 

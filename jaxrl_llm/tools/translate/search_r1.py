@@ -33,7 +33,7 @@ def turns(value: Any, keys: Keys) -> Outcome:
 
 
 def turn_limit(name: str, reason: str = "") -> Rule:
-    """A limit in tokens, which is also a part of the limit of an episode. said: what differs."""
+    """A limit in tokens, which is also a part of the limit of an episode. reason: what differs."""
     whole, kind = "rollout.max_completion_tokens", "changed" if reason else "mapped"
     return lambda value, keys: Outcome(kind, {name: int(value), whole: turns(value, keys).fields[whole]}, reason)
 
