@@ -18,7 +18,7 @@ from jaxrl_llm import train
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import order
 from jaxrl_llm.data.curriculum import Curriculum
-from jaxrl_llm.data.tasks import arithmetic
+from jaxrl_llm.tasks import arithmetic
 
 
 def measure(folder: Path, skip: float, seed: int, steps: int) -> list[float]:

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.envs.protocol import Reply
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf, hf_export, new_model
@@ -31,6 +30,7 @@ from jaxrl_llm.rollout.episodes import TURN, Episodes
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs, Environments
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Prompts, Rollouts
+from jaxrl_llm.tasks.protocol import Reply
 
 ROOT = Path(__file__).parent.parent
 B, G, P, C, TURNS, TURN_TOKENS, OBSERVATION = 8, 8, 64, 440, 4, 40, 90

@@ -26,12 +26,12 @@ import numpy as np
 from jaxrl_llm import structs
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import load
-from jaxrl_llm.envs.protocol import Reply
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Record
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.session.run import Run
+from jaxrl_llm.tasks.protocol import Reply
 from jaxrl_llm.tools import doctor, logs
 from jaxrl_llm.train import train
 

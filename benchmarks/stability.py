@@ -28,11 +28,11 @@ from benchmarks.ill_runs import chance, engine_of
 from benchmarks.judging import Judged, judged, rate
 from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
-from jaxrl_llm.data.tasks import arithmetic
-from jaxrl_llm.rewards.arithmetic import accuracy
 from jaxrl_llm.rollout.protocol import EngineChoice
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Config, PyTree
+from jaxrl_llm.tasks import arithmetic
+from jaxrl_llm.tasks.arithmetic import accuracy
 from jaxrl_llm.train import steps
 
 ROOT = Path(__file__).parent.parent

@@ -22,8 +22,8 @@ from datasets import Dataset
 from transformers import PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from jaxrl_llm.data.tasks import arithmetic
-from jaxrl_llm.rewards.arithmetic import accuracy, thought
+from jaxrl_llm.tasks import arithmetic
+from jaxrl_llm.tasks.arithmetic import accuracy, thought
 
 MODEL = Path(__file__).parent.parent / "jaxrl_llm" / "assets" / "arithmetic"
 PROMPTS, GROUP, COMPLETION_TOKENS, END = 16, 8, 12, 3

@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
     c.reward.weights = (1.0, 0.0, 0.0)
     c.rollout.max_completion_tokens = 192  # of an episode: all turns and what the searches find
 
-    # What the policy talks to: a class of jaxrl_llm.envs, or my.module.Class, and its arguments.
+    # What the policy talks to: a class of jaxrl_llm.tasks, or my.module.Class, and its arguments.
     c.env = ConfigDict()
     c.env.name = "search.Search"
     c.env.corpus = "encyclopedia.documents"  # a task function, or a .jsonl file, that is indexed in this process

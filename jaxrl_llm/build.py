@@ -14,7 +14,7 @@ import grain
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import rewards
+from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.names import with_names
 from jaxrl_llm.config.schema import check_reach
@@ -205,9 +205,9 @@ def check_columns(
         dataset = columns.check_completions(dataset, config.data.completion_column, config.data.source)
     functions = config.reward.functions if "loss" in config else ()
     for function in functions:
-        check_reach(function, rewards, "config.reward.functions")
+        check_reach(function, tasks.REWARDS, "config.reward.functions")
     if config.eval.every:
-        check_reach(config.eval.function, rewards, "config.eval.function")
+        check_reach(config.eval.function, tasks.REWARDS, "config.eval.function")
     made = columns.check(dataset, functions, "data", episodes=episodes, convert=config.data.convert)
     if not config.eval.every:
         return made, made

@@ -16,10 +16,9 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jaxrl_llm import envs, rewards
 from jaxrl_llm.config.names import closest, offered, resolve, split_call
 from jaxrl_llm.config.schema import Field, check_call, check_fields, check_reach
-from jaxrl_llm.data import columns, encoding, tasks
+from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task
@@ -39,6 +38,7 @@ from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.session.banner import print_banner
 from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.structs import Config
+from jaxrl_llm.tasks import ANSWERS, ENVIRONMENTS, REWARDS, SOURCES
 
 LIMITS = {
     "problems": Field(int, low=1),
@@ -68,7 +68,7 @@ def main() -> None:
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     for name in args.function:
-        check_call(name, rewards, "--function")
+        check_call(name, REWARDS, "--function")
     extract = answer_of(args)
     step = run.find(args.step) if run else 0
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
@@ -117,7 +117,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             columns=Columns(args.prompt_column, args.answer_column, args.format_prompt),
         )
         for function in args.function:
-            check_reach(function, rewards, "--function")
+            check_reach(function, REWARDS, "--function")
         dataset = columns.check(dataset, args.function, "", episodes=environments is not None, convert=args.convert)
         for note in dataset.notes:
             print(printable(f"{args.source}: {note}"))
@@ -156,8 +156,8 @@ def answer_of(args: argparse.Namespace) -> Callable[[str], Any] | None:
     It is --answer, or the function `answer` in the module of the first reward function.
     """
     if args.answer:
-        return resolve(args.answer, rewards, "--answer")
-    judge = resolve(split_call(args.function[0])[0], rewards, "--function")
+        return resolve(args.answer, ANSWERS, "--answer")
+    judge = resolve(split_call(args.function[0])[0], REWARDS, "--function")
     return getattr(sys.modules[judge.__module__], "answer", None)
 
 
@@ -240,10 +240,10 @@ def parse() -> argparse.Namespace:
 
 def check_task(task: str) -> None:
     """Raises: UserError, with a near task, if --task names neither rows nor a module that may have a task."""
-    if not is_task(task) or any(map(_is_module, (f"{tasks.__name__}.{task}", task))):
+    if not is_task(task) or f"{task}.held_out" in offered(SOURCES) or _is_module(task):
         return
-    judged = {name.removesuffix(".accuracy") for name in offered(rewards) if name.endswith(".accuracy")}
-    known = [name for name in sorted(judged) if f"{name}.held_out" in offered(tasks)]
+    judged = {name.removesuffix(".accuracy") for name in offered(REWARDS) if name.endswith(".accuracy")}
+    known = [name for name in sorted(judged) if f"{name}.held_out" in offered(SOURCES)]
     module = task.rpartition(".")[0]
     near = [module] if module in known else closest(task, known)
     hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(known)}, or a file of rows"
@@ -263,7 +263,7 @@ def environment_of(args: argparse.Namespace, run: SavedRun | None) -> Config:
     sections = {name: before.get(name, {}) | (getattr(args, name) or {}) for name in ("env", "turns")}
     config = ConfigDict({name: section for name, section in sections.items() if section})
     if config:
-        check_fields(config, TURNS, {"env": envs})
+        check_fields(config, TURNS, {"env": ENVIRONMENTS})
     return config
 
 

@@ -13,14 +13,13 @@ import pyarrow.parquet
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl_llm import rewards
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.names import bind
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe.checks import check_train
-from jaxrl_llm.rewards import search, verl
 from jaxrl_llm.rollout.grading import RewardFn, call
+from jaxrl_llm.tasks import REWARDS, search, verl
 
 ROOT = Path(__file__).parent.parent
 TURNS = [{"role": "assistant", "content": "<think>x</think><answer>2</answer>"}]
@@ -50,7 +49,7 @@ JUDGES = [
 def test_a_reward_abstains_for_a_row_without_a_column_and_judges_the_others(text, completion, columns):
     rows = [{"prompt": "?"} | columns]
     rows += [rows[0] | {name: None} for name in columns if name != "turns"] + rows
-    scores = call(text, bind(text, rewards), rows, [completion] * len(rows), [[1]] * len(rows)).values
+    scores = call(text, bind(text, REWARDS), rows, [completion] * len(rows), [[1]] * len(rows)).values
     np.testing.assert_array_equal(scores, [1.0, *[np.nan] * (len(rows) - 2), 1.0])
 
 
@@ -71,7 +70,7 @@ def test_a_tag_that_a_turn_leaves_open_is_not_closed_by_a_later_one_and_an_empty
 
 def test_nothing_is_logged_of_a_batch_without_verdicts():
     rows = [{"prompt": "?", "answer": None}] * 2
-    assert call("easyr1.math", bind("easyr1.math", rewards), rows, ["2"] * 2, [[1]] * 2).metrics == {}
+    assert call("easyr1.math", bind("easyr1.math", REWARDS), rows, ["2"] * 2, [[1]] * 2).metrics == {}
 
 
 def test_tests_of_programs_are_chosen_for_each_row():
@@ -85,7 +84,7 @@ def test_tests_of_programs_are_chosen_for_each_row():
     ]  # fmt: skip
     expected = np.array([1, 1, 1, np.nan, 1, np.nan, np.nan, np.nan])
     for text, scores in ((program, expected), (wrong, expected * 0)):
-        given = call("code.accuracy", bind("code.accuracy", rewards), rows, [text] * 8, [[1]] * 8).values
+        given = call("code.accuracy", bind("code.accuracy", REWARDS), rows, [text] * 8, [[1]] * 8).values
         np.testing.assert_array_equal(given, scores)
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.machine.process import cpus
-from jaxrl_llm.rewards import code
 from jaxrl_llm.sandbox import bubblewrap, system_calls
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox.program_tests import ProgramLimits, in_python, verdicts
+from jaxrl_llm.tasks import code
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -316,7 +316,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def test_what_is_not_judged_before_the_deadline_is_late_and_the_run_goes_on(monkeypatch):
-    from jaxrl_llm import rewards
+    from jaxrl_llm import tasks
     from jaxrl_llm.rollout.grading import RewardFn
 
     rows, texts = [{"prompt": "", "tests": ["assert f() == 1"]}] * 8, [["```python\nwhile True: pass\n```"]] * 8
@@ -330,8 +330,8 @@ def test_what_is_not_judged_before_the_deadline_is_late_and_the_run_goes_on(monk
         assert judge(rows[:1], texts[:1], [[[0]]]).channels["total"].item() == 1.0  # the run goes on
     finally:
         judge.close()
-    rewards.set_deadline(0.0)
-    assert rewards.deadline() == float("inf")
+    tasks.set_deadline(0.0)
+    assert tasks.deadline() == float("inf")
 
 
 def test_time_is_that_of_the_cpu_so_a_slow_machine_changes_no_verdict(monkeypatch):

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.config.load import load
-from jaxrl_llm.envs.python import Python
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.recipe.checks import check_train
-from jaxrl_llm.rewards import code
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox.program_tests import ProgramLimits, in_python
 from jaxrl_llm.session.banner import unconfined
+from jaxrl_llm.tasks import code
+from jaxrl_llm.tasks.python import Python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 LIMITS = ProgramLimits(5.0, 512)
@@ -267,18 +267,18 @@ def test_programs_run_at_the_same_time():
 
 
 def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch):
-    from jaxrl_llm import rewards
     from jaxrl_llm.config.schema import check_call
+    from jaxrl_llm.tasks import REWARDS
 
     def none() -> None:
         raise sandbox.NoSandbox("bwrap: No permissions to create new namespace")
 
-    check_call("code.accuracy(partial=True)", rewards, "config.reward.functions")
+    check_call("code.accuracy(partial=True)", REWARDS, "config.reward.functions")
     monkeypatch.setattr(sandbox, "check", none)
     monkeypatch.setenv(sandbox.UNCONFINED, "")
     sandbox._problem.cache_clear()
     with pytest.raises(UserError, match=r"new namespace; or set config\.reward\.unconfined = True .* all that you can"):
-        check_call("code.accuracy", rewards, "config.reward.functions")
+        check_call("code.accuracy", REWARDS, "config.reward.functions")
     with pytest.raises(UserError, match="bubblewrap"):
         Python(seconds=1.0, memory=512, most_characters=100)
     config = load(Path(__file__).parent.parent / "configs" / "grpo.py")

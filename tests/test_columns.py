@@ -21,8 +21,8 @@ from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
-from jaxrl_llm.rewards import is_empty
 from jaxrl_llm.rollout import grading
+from jaxrl_llm.tasks import is_empty
 
 MINE = """
 def plain(completions, answer, **columns):

@@ -16,16 +16,15 @@ import pyarrow.parquet
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm import rewards
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.data.rows import load_rows
-from jaxrl_llm.data.tasks import arithmetic, countdown, gsm8k
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, new_model
+from jaxrl_llm.tasks import REWARDS, SOURCES, arithmetic, countdown, gsm8k
 
 ROOT = Path(__file__).parent.parent
 EMBEDDED = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
@@ -61,8 +60,8 @@ def test_every_demonstration_that_thinks_is_right_and_quick_ones_are_within_five
 
 @pytest.mark.parametrize("task", ["arithmetic", "countdown"])
 def test_the_reward_of_a_known_good_answer_is_the_highest_and_of_an_empty_one_the_lowest(task):
-    judge = resolve(f"{task}.accuracy", rewards)
-    rows = resolve(f"{task}.train", jaxrl_llm.data.tasks)()[:50]
+    judge = resolve(f"{task}.accuracy", REWARDS)
+    rows = resolve(f"{task}.train", SOURCES)()[:50]
     columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
     good = [[{"role": "assistant", "content": row["answer"]}] for row in rows]
     empty = [[{"role": "assistant", "content": ""}] for _ in rows]

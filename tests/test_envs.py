@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from test_tools import LIMITS, tokenizer
 
-from jaxrl_llm.envs import time_limit
-from jaxrl_llm.envs.calculator import Calculator
-from jaxrl_llm.envs.gym import Gym
-from jaxrl_llm.envs.number_game import NumberGame
-from jaxrl_llm.envs.protocol import Reply
-from jaxrl_llm.envs.time_limit import TimeLimit
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import environment
+from jaxrl_llm.rollout import time_limit
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
+from jaxrl_llm.rollout.time_limit import TimeLimit
+from jaxrl_llm.tasks import environment
+from jaxrl_llm.tasks.calculator import Calculator
+from jaxrl_llm.tasks.gym import Gym
+from jaxrl_llm.tasks.number_game import NumberGame
+from jaxrl_llm.tasks.protocol import Reply
 
 
 def said(expression: str) -> str:

@@ -18,8 +18,6 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.data.tasks import encyclopedia
-from jaxrl_llm.envs.protocol import Reply
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.machine import sharding
@@ -32,6 +30,8 @@ from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import prepare
 from jaxrl_llm.structs import Batch
+from jaxrl_llm.tasks import encyclopedia
+from jaxrl_llm.tasks.protocol import Reply
 from jaxrl_llm.train import steps
 from tests.tiny import mesh_of
 

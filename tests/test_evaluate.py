@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import evaluate
-from jaxrl_llm.data.tasks import arithmetic
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import scores
 from jaxrl_llm.session.saved_run import SavedRun
+from jaxrl_llm.tasks import arithmetic
 
 MODEL = Path(evaluate.__file__).parent / "assets" / "arithmetic"
 

@@ -14,11 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from jaxrl_llm import rewards
 from jaxrl_llm.config.schema import check_call, check_reach
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import judge
 from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.tasks import REWARDS, judge
 
 TEXTS = [[{"role": "assistant", "content": text}] for text in ("good", "bad", "good", "odd")]
 PROMPTS = [[{"role": "system", "content": "Help."}, {"role": "user", "content": "2 + 2?"}]] * 4
@@ -196,17 +195,17 @@ def test_wrong_arguments_are_refused_before_a_run(tmp_path):
         "judge.score(url='http://x/v1', model='m', retries=-1)": "argument retries of judge.score is -1",
     }.items():
         with pytest.raises(UserError, match=words.replace("(", r"\(")):
-            check_call(text, rewards, "config.reward.functions")
+            check_call(text, REWARDS, "config.reward.functions")
 
 
 def test_a_judge_that_is_not_there_is_told_when_a_run_starts_and_not_when_a_config_is_read():
     with serving(lambda question, tries: (200, "<score>1</score>")) as server:
         there = f"judge.score(url='{server.url}', model='m')"
-        check_reach(there, rewards, "config.reward.functions")  # any answer will do: this server has no GET
-    check_call(there, rewards, "config.reward.functions")
+        check_reach(there, REWARDS, "config.reward.functions")  # any answer will do: this server has no GET
+    check_call(there, REWARDS, "config.reward.functions")
     with pytest.raises(UserError, match=r"nothing answers at http://127.* \(ConnectError: .*\): start the judge"):
-        check_reach(there, rewards, "config.reward.functions")
-    check_reach("math.accuracy", rewards, "config.reward.functions")  # needs nothing
+        check_reach(there, REWARDS, "config.reward.functions")
+    check_reach("math.accuracy", REWARDS, "config.reward.functions")  # needs nothing
 
 
 def test_it_runs_in_a_process_as_a_config_names_it():

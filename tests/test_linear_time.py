@@ -6,13 +6,12 @@ import time
 
 import pytest
 
-from jaxrl_llm import rewards
 from jaxrl_llm.config.names import bind
-from jaxrl_llm.envs.number_game import GUESS
-from jaxrl_llm.envs.search import Search
-from jaxrl_llm.envs.tools import Tools
-from jaxrl_llm.rewards import judge, math
 from jaxrl_llm.rollout import scores
+from jaxrl_llm.tasks import REWARDS, judge, math
+from jaxrl_llm.tasks.number_game import GUESS
+from jaxrl_llm.tasks.search import Search
+from jaxrl_llm.tasks.tools import Tools
 
 LENGTH, SECONDS = 64_000, 0.05  # characters, and of the CPU
 FUNCTIONS = [
@@ -54,7 +53,7 @@ def is_slow(function, text: str) -> bool:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_reward_takes_linear_time(name):
-    function = bind(name, rewards)
+    function = bind(name, REWARDS)
 
     def reward(text: str) -> None:
         turns = [[{"role": "assistant", "content": text}]]

@@ -9,7 +9,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from jaxrl_llm.rewards import math
+from jaxrl_llm.tasks import math
 
 # What the box holds, the answer of the row, what it scores.
 ANSWERS = [

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm import rewards
+from jaxrl_llm import tasks
 from jaxrl_llm.config import user_modules
 from jaxrl_llm.config.load import load, parse_arguments
-from jaxrl_llm.config.names import resolve
-from jaxrl_llm.data import tasks
+from jaxrl_llm.config.names import Kind, offered, resolve
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks import CONVERTERS, REWARDS
 
 ROOT = Path(__file__).parent.parent
 DELTA = "import grpo\n\ndef get_config():\n    return grpo.get_config()\n"
@@ -74,22 +74,22 @@ def test_a_name_that_ours_and_the_users_own_module_both_have_is_refused_without_
     file = own(tmp_path, "1 / 0\ndef accuracy(): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     both = f"reward 'arithmetic.accuracy' could be ours or that of {file}: "
-    both += "write 'jaxrl_llm.rewards.arithmetic.accuracy' for ours"
+    both += "write 'jaxrl_llm.tasks.arithmetic.accuracy' for ours"
     with pytest.raises(UserError, match=both):
-        resolve("arithmetic.accuracy", rewards, "reward")
-    ours = resolve("jaxrl_llm.rewards.arithmetic.accuracy", rewards)
-    assert ours.__module__ == "jaxrl_llm.rewards.arithmetic"
-    assert resolve("arithmetic.thought", rewards).__module__ == "jaxrl_llm.rewards.arithmetic"  # theirs has none
+        resolve("arithmetic.accuracy", REWARDS, "reward")
+    ours = resolve("jaxrl_llm.tasks.arithmetic.accuracy", REWARDS)
+    assert ours.__module__ == "jaxrl_llm.tasks.arithmetic"
+    assert resolve("arithmetic.thought", REWARDS).__module__ == "jaxrl_llm.tasks.arithmetic"  # theirs has none
     for text in ("from os import (\n    getpid as accuracy,\n)\n", "from lab import *\n", "def accuracy(:\n"):
         file.write_text(text)
         with pytest.raises(UserError, match="could be ours or that of"):
-            resolve("arithmetic.accuracy", rewards, "reward")
+            resolve("arithmetic.accuracy", REWARDS, "reward")
 
 
 def test_a_function_that_only_the_users_module_has_is_found_there(tmp_path, monkeypatch):
     own(tmp_path, "def shorter(completions, **_):\n    return [7.0]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert resolve("arithmetic.shorter", rewards)([]) == [7.0]
+    assert resolve("arithmetic.shorter", REWARDS)([]) == [7.0]
     sys.modules.pop("arithmetic")
 
 
@@ -102,9 +102,44 @@ def test_a_folder_a_config_and_an_installed_module_of_the_same_name_are_no_funct
     monkeypatch.setattr(user_modules, "INSTALLED", (*user_modules.INSTALLED, str(installed)))
     for folder in (tmp_path, installed):
         monkeypatch.syspath_prepend(folder)
-    assert resolve("math.accuracy", rewards).__module__ == "jaxrl_llm.rewards.math"
-    assert resolve("gsm8k.convert", tasks).__module__ == "jaxrl_llm.data.tasks.gsm8k"
-    assert resolve("arithmetic.accuracy", rewards).__module__ == "jaxrl_llm.rewards.arithmetic"
+    assert resolve("math.accuracy", REWARDS).__module__ == "jaxrl_llm.tasks.math"
+    assert resolve("gsm8k.convert", CONVERTERS).__module__ == "jaxrl_llm.tasks.gsm8k"
+    assert resolve("arithmetic.accuracy", REWARDS).__module__ == "jaxrl_llm.tasks.arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "instead"),
+    [
+        ("arithmetic.accuracy", "SOURCES", "there is arithmetic.demonstrations, arithmetic.held_out,"),
+        ("arithmetic.train", "REWARDS", "there is arithmetic.accuracy, arithmetic.thought,"),
+        ("countdown.is_solution", "REWARDS", "there is countdown.accuracy, countdown.is_expression,"),
+        ("search.f1", "ENVIRONMENTS", "there is search.Search,"),
+        ("gsm8k.accuracy", "CONVERTERS", "there is gsm8k.convert,"),
+        ("tools.Tools", "TOOLS", "there is tools.calculate, tools.run_python,"),
+        ("encyclopedia.convert", "CONVERTERS", "did you mean .*convert"),  # a file without this kind
+        ("gsm8k.train", "SOURCES", "did you mean .*train"),
+    ],
+)
+def test_a_name_of_another_kind_is_refused_and_those_of_the_kind_are_told(name, kind, instead):
+    for full in (name, f"jaxrl_llm.tasks.{name}"):
+        with pytest.raises(UserError, match=f"'{full}' does not exist; "):
+            resolve(full, getattr(tasks, kind))
+    with pytest.raises(UserError, match=f"does not exist; {instead}"):
+        resolve(name, getattr(tasks, kind))
+
+
+def test_each_function_of_a_task_is_offered_as_one_kind():
+    kinds = [offered(kind) for kind in vars(tasks).values() if isinstance(kind, Kind)]
+    assert min(map(len, kinds)) > 1
+    names = [name for kind in kinds for name in kind]
+    assert len(names) == len(set(names))
+
+
+def test_a_users_file_with_the_name_of_a_task_gives_the_kind_that_ours_lacks(tmp_path, monkeypatch):
+    own(tmp_path, "def thought():\n    return [{'prompt': 'hm'}]\n")  # ours is a reward
+    monkeypatch.syspath_prepend(tmp_path)
+    assert resolve("arithmetic.thought", tasks.SOURCES)() == [{"prompt": "hm"}]
+    sys.modules.pop("arithmetic")
 
 
 def test_a_reward_beside_the_config_is_found_from_any_working_directory(tmp_path):
@@ -113,7 +148,7 @@ def test_a_reward_beside_the_config_is_found_from_any_working_directory(tmp_path
     (tmp_path / "lab" / "c.py").write_text("import nearby\n" + a_config(0))
     parse_arguments("test", "", ["--config", str(tmp_path / "lab" / "c.py")])
     assert "nearby" not in sys.modules
-    assert resolve("nearby.shorter", rewards)([]) == [7.0]
+    assert resolve("nearby.shorter", REWARDS)([]) == [7.0]
     sys.modules.pop("nearby")
 
 

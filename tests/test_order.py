@@ -16,9 +16,9 @@ from benchmarks.curriculum import simulate
 from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
-from jaxrl_llm.data.tasks import arithmetic
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe import checks
+from jaxrl_llm.tasks import arithmetic
 from jaxrl_llm.train import steps
 
 PARTS = {"a": range(30), "b": range(30, 40), "c": range(40, 45)}
@@ -179,8 +179,8 @@ def test_of_prompts_whose_difficulty_stays_those_that_teach_something_are_drawn(
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_run_with_mixture_and_curriculum_goes_on_bit_for_bit(tmp_path, monkeypatch, lag):
-    monkeypatch.setattr("jaxrl_llm.data.tasks.arithmetic.train", lambda: ROWS[:24])
-    monkeypatch.setattr("jaxrl_llm.data.tasks.arithmetic.held_out", lambda: ROWS[24:])
+    monkeypatch.setattr("jaxrl_llm.tasks.arithmetic.train", lambda: ROWS[:24])
+    monkeypatch.setattr("jaxrl_llm.tasks.arithmetic.held_out", lambda: ROWS[24:])
 
     def config() -> ConfigDict:
         c = tiny(**{

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl_llm import rewards
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.config.names import with_names
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import columns
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import math as maths
-from jaxrl_llm.rewards.signatures import adapted
 from jaxrl_llm.rollout.grading import RewardFn, call
+from jaxrl_llm.tasks import REWARDS
+from jaxrl_llm.tasks import math as maths
+from jaxrl_llm.tasks.signatures import adapted
 
 ROOT = Path(__file__).parent.parent
 ROWS = [{"prompt": "?", "answer": str(i), "data_source": "lab", "extra_info": {"i": i}} for i in range(3)]
@@ -105,7 +105,7 @@ def test_a_class_and_arguments_by_position_are_refused_before_a_run():
         "by_position": "takes completions by its",
     }.items():
         with pytest.raises(UserError, match=words):
-            check_call(f"test_own_functions.{name}", rewards, "config.reward.functions")
+            check_call(f"test_own_functions.{name}", REWARDS, "config.reward.functions")
 
 
 SCRIPT = """

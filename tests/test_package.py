@@ -17,9 +17,9 @@ import pytest
 from packaging.requirements import Requirement
 
 import jaxrl_llm
-from jaxrl_llm.envs import search
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.retriever import index
+from jaxrl_llm.tasks import search
 from jaxrl_llm.tools import __main__ as jaxrl
 
 ROOT = Path(__file__).parent.parent

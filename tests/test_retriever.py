@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.load import load
-from jaxrl_llm.envs.search import Search
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.retriever.client import RetrieverClient, RetrieverError
 from jaxrl_llm.retriever.documents import Document, document
 from jaxrl_llm.retriever.index import Index, words
-from jaxrl_llm.rewards import search as rewards
+from jaxrl_llm.tasks import search as rewards
+from jaxrl_llm.tasks.search import Search
 from jaxrl_llm.tools import serve_retriever
 from jaxrl_llm.train import steps
 

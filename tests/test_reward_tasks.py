@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl_llm import rewards
 from jaxrl_llm.config.names import bind, channel_weights
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import choice, easyr1, gsm8k, length, repetition, verl
-from jaxrl_llm.rewards import format as forms
 from jaxrl_llm.rollout.grading import RewardFn, call
+from jaxrl_llm.tasks import REWARDS, choice, easyr1, gsm8k, length, repetition, verl
+from jaxrl_llm.tasks import format as forms
 
 
 def chat(*texts: str) -> list[list[dict[str, str]]]:
@@ -97,13 +96,13 @@ def test_length_and_repetition_count_what_the_policy_sampled_alone():
 
 def test_a_config_gives_arguments_to_functions_of_ours_and_of_a_user():
     for text in ("gsm8k.accuracy(method='flexible')", 'gsm8k.accuracy( method = "flexible" )'):
-        check_call(text, rewards, "config.reward.functions")
-        assert bind(text, rewards)(["it is 3"], ["3"]) == [1.0]
-    check_call("test_reward_tasks.scaled(by=2.0)", rewards, "config.reward.functions")
+        check_call(text, REWARDS, "config.reward.functions")
+        assert bind(text, REWARDS)(["it is 3"], ["3"]) == [1.0]
+    check_call("test_reward_tasks.scaled(by=2.0)", REWARDS, "config.reward.functions")
     rows = [{"prompt": "?", "by": 100.0, "method": "flexible"}]
-    assert call("scaled", bind("test_reward_tasks.scaled(by=2.0)", rewards), rows, ["abc"], [[1]]).values == [6.0]
-    assert call("scaled", bind("test_reward_tasks.scaled", rewards), rows, ["abc"], [[1]]).values == [300.0]  # a column
-    graded = call("gsm8k.accuracy", bind("gsm8k.accuracy", rewards), [rows[0] | {"answer": "3"}], ["it is 3"], [[1]])
+    assert call("scaled", bind("test_reward_tasks.scaled(by=2.0)", REWARDS), rows, ["abc"], [[1]]).values == [6.0]
+    assert call("scaled", bind("test_reward_tasks.scaled", REWARDS), rows, ["abc"], [[1]]).values == [300.0]  # a column
+    graded = call("gsm8k.accuracy", bind("gsm8k.accuracy", REWARDS), [rows[0] | {"answer": "3"}], ["it is 3"], [[1]])
     assert graded.values == [0.0]  # strict, whatever a column of the data is called
     config = SimpleNamespace(reward=SimpleNamespace(functions=("a.b(c=1)", "d.e"), weights=(1.0, 0.5)))
     assert channel_weights(config) == {"a.b": 1.0, "d.e": 0.5}
@@ -129,7 +128,7 @@ def scaled(completions, by=1.0):
 )  # fmt: skip
 def test_wrong_arguments_are_refused_in_one_line(text, words):
     with pytest.raises(UserError, match=r"config\.reward\.functions") as error:
-        check_call(text, rewards, "config.reward.functions")
+        check_call(text, REWARDS, "config.reward.functions")
     assert words in str(error.value)
 
 

@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import countdown
 from jaxrl_llm.rollout import grading
 from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.tasks import countdown
 
 ROOT = Path(__file__).parent.parent
 CHATS = [

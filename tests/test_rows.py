@@ -18,7 +18,6 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.data.rows import check_source, load_rows
-from jaxrl_llm.data.tasks import verl
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
@@ -26,6 +25,7 @@ from jaxrl_llm.recipe import checks
 from jaxrl_llm.rollout.compaction import Slots
 from jaxrl_llm.rollout.grading import call
 from jaxrl_llm.session.banner import batch_table, models_table, shapes_table
+from jaxrl_llm.tasks import verl
 
 ROOT = Path(__file__).parent.parent
 ASKED = [{"role": "user", "content": "1+1"}]
@@ -172,7 +172,7 @@ def test_a_pattern_is_all_of_its_files_by_name(place):
 
 def test_rows_of_a_function_may_hold_arrays(monkeypatch, tokenizer):
     made = [{"prompt": np.array(ASKED), "x": np.arange(3)}, {"prompt": tuple(ASKED), "x": None}]
-    monkeypatch.setattr("jaxrl_llm.data.tasks.arithmetic.train", lambda: made)
+    monkeypatch.setattr("jaxrl_llm.tasks.arithmetic.train", lambda: made)
     rows = load_rows("arithmetic.train").rows
     assert [r["prompt"] for r in rows] == [ASKED, ASKED]
     first, second = (x.tolist() for x in encode([r["prompt"] for r in rows], tokenizer, "here"))

@@ -16,10 +16,10 @@ from test_templates import of
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.config.names import resolve
-from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import is_task
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.selftest import self_test
+from jaxrl_llm.tasks import SOURCES
 
 # template: folder of tests/references with config.json of a model of its family
 FAMILIES = {
@@ -54,7 +54,7 @@ def write_model(folder: Path, template: str, reference: str) -> Path:
 def rows_of(config: ConfigDict) -> list[dict]:
     """The first rows of a task, or some with the columns that the recipes read."""
     if is_task(config.data.source):
-        return resolve(config.data.source, tasks)()[:40]
+        return resolve(config.data.source, SOURCES)()[:40]
     sums = [(f"{i}+{i}=", str(2 * i)) for i in range(40)]
     if config.data.convert == "search_r1.convert":
         truth = [{"style": "rule", "ground_truth": {"target": [answer]}} for _, answer in sums]

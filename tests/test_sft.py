@@ -13,9 +13,9 @@ from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import columns
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.data.tasks import encyclopedia
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, new_model
+from jaxrl_llm.tasks import encyclopedia
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "jaxrl_llm" / "assets" / "encyclopedia"

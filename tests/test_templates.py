@@ -11,10 +11,10 @@ import pytest
 from test_tools import LIMITS, call, tokenizer
 
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.envs.protocol import Reply
-from jaxrl_llm.envs.tools import Tools
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.environments import EnvironmentPool
+from jaxrl_llm.tasks.protocol import Reply
+from jaxrl_llm.tasks.tools import Tools
 
 FOLDER = Path(__file__).parent / "templates"
 ENDS = {"qwen": "<|im_end|>", "llama": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>"}

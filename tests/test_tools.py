@@ -14,12 +14,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.envs.protocol import OwnError
-from jaxrl_llm.envs.python import Python
-from jaxrl_llm.envs.tools import Tools
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.sandbox import program as sandbox
+from jaxrl_llm.tasks.protocol import OwnError
+from jaxrl_llm.tasks.python import Python
+from jaxrl_llm.tasks.tools import Tools
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxrl_llm.rewards import choice, code, gsm8k, math, verl
-from jaxrl_llm.rewards import format as forms
+from jaxrl_llm.tasks import choice, code, gsm8k, math, verl
+from jaxrl_llm.tasks import format as forms
 
 # What the box holds, the answer of the row, what it scores.
 MATH = [

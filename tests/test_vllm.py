@@ -30,7 +30,6 @@ from test_train import ROOT, beginning, log_of, records, run, start, wait_for_st
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.data.tasks import arithmetic
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
@@ -42,6 +41,7 @@ from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 from jaxrl_llm.structs import Batch, PyTree, Rollouts
+from jaxrl_llm.tasks import arithmetic
 
 pytestmark = pytest.mark.vllm
 PYTHON = str(ROOT / ".vllm" / "bin" / "python")

@@ -8,11 +8,12 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxrl_llm.config.user_modules import imported_file, own_file
 from jaxrl_llm.errors import UserError, describe
@@ -21,39 +22,52 @@ if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
     from jaxrl_llm.structs import Config
 
 OWN: dict[str, Callable[..., Any]] = {}  # functions that no module has, by the names that a config has for them
-OURS = "jaxrl_llm.rewards."
+OURS = "jaxrl_llm.tasks."
 NEAR = 0.75  # similarity of two words of which one is a slip
 BESIDE = 0.6  # in one section
 
 
-def resolve(name: str, module: ModuleType, what: str = "name") -> Callable[..., Any]:
+@dataclass(frozen=True)
+class Kind:
+    """The functions and classes of one kind in the files of a package, such as the rewards among all of a task."""
+
+    package: ModuleType
+    includes: Callable[[Any], bool]  # tells by what a function takes, or a class has
+
+
+Place: TypeAlias = ModuleType | Kind  # where the functions are that a field of a config may name
+
+
+def resolve(name: str, place: Place, what: str = "name") -> Callable[..., Any]:
     """Returns the function `name`.
 
-    It is in `module` ("grpo"), in a submodule of it ("arithmetic.accuracy"), or in any module ("my.mod.f").
+    It is in a module ("grpo"), in a submodule of it ("arithmetic.accuracy"), or in any module ("my.mod.f"). In files of
+    a `Kind` of ours, it is of this kind.
     Raises: UserError, listing the known names, or both functions if the name is ambiguous.
     """
     if name in OWN:
         return OWN[name]
     path, _, attribute = name.rpartition(".")
-    inner, found = None, None
-    if not path and name in _functions(module):
-        found = getattr(module, name)
+    room, inner = package(place), None
+    if not path and name in _functions(room, place):
+        return getattr(room, name)
     if path:
-        ours = f"{module.__name__}.{path}"
+        ours = f"{room.__name__}.{path}"
         inner = _imported(ours, what, name)
         # A user's file may have the same name as one of our modules. Then the name is ambiguous.
         file = own_file(path, attribute) if inner else None
-        if file and hasattr(inner, attribute):
+        if file and _has(inner, attribute, place):
             raise UserError(
                 f"{what} {name!r} could be ours or that of {file}: "
                 f"write '{ours}.{attribute}' for ours, or rename your file"
             )
         if file or not inner:
             inner = _imported(path, what, name)
-        found = getattr(inner, attribute, None)
-    if callable(found):
-        return found
-    others = [f"{path}.{other}" for other in _functions(inner)] if inner else offered(module)
+        if _has(inner, attribute, place):
+            return getattr(inner, attribute)
+    others = [f"{path}.{other}" for other in _functions(inner, place)] if inner else []
+    if not inner or (not others and _is_inside(inner.__name__, room)):
+        others = offered(place)
     close = closest(name, others)
     if close:
         hint = f"did you mean {close[0]}?"
@@ -132,7 +146,7 @@ def split_call(text: str, what: str = "name") -> tuple[str, dict[str, Any]]:
         ) from None
 
 
-def bind(text: str, module: ModuleType, what: str = "name") -> Callable[..., Any]:
+def bind(text: str, module: Place, what: str = "name") -> Callable[..., Any]:
     """Returns the function of "name" or "name(argument=value)", with these arguments. Raises: UserError, as `resolve`.
 
     In a function of ours, keyword-only arguments are never columns of the data, so their defaults are bound too.
@@ -150,9 +164,9 @@ def channel_weights(config: Config) -> dict[str, float]:
     return dict(zip(names, config.reward.weights, strict=True))
 
 
-def is_ours(function: Callable[..., Any], module: ModuleType) -> bool:
+def is_ours(function: Callable[..., Any], module: Place) -> bool:
     """Returns whether a function is defined in a submodule of `module`."""
-    return str(getattr(function, "__module__", "")).startswith(f"{module.__name__}.")
+    return _is_inside(str(getattr(function, "__module__", "")), package(module))
 
 
 def own_name(function: Callable[..., Any], module: ModuleType) -> str:
@@ -197,6 +211,25 @@ def _similarity(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
+def package(place: Place) -> ModuleType:
+    """Returns the module or package of a place."""
+    return place.package if isinstance(place, Kind) else place
+
+
+def _is_inside(module: str, room: ModuleType) -> bool:
+    return module.startswith(f"{room.__name__}.")
+
+
+def _kind(module: ModuleType, place: Place) -> Callable[[Any], bool] | None:
+    """Returns what tells the kind that is asked for in a file of ours; None: each function of the module will do."""
+    return place.includes if isinstance(place, Kind) and _is_inside(module.__name__, place.package) else None
+
+
+def _has(module: ModuleType | None, name: str, place: Place) -> bool:
+    is_asked_for = (module and _kind(module, place)) or callable
+    return is_asked_for(getattr(module, name, None))
+
+
 def _imported(module: str, what: str, name: str) -> ModuleType | None:
     """Imports a module. Returns None if it does not exist."""
     try:
@@ -208,17 +241,20 @@ def _imported(module: str, what: str, name: str) -> ModuleType | None:
         raise UserError(f"{what} {name!r}: importing {module} failed: {describe(error)}") from error
 
 
-def offered(module: ModuleType) -> list[str]:
+def offered(place: Place) -> list[str]:
     """Lists the functions of a module or of a package that has `__all__`, or those of a package's "module.function"."""
+    module = package(place)
     if not hasattr(module, "__path__") or getattr(module, "__all__", ()):
-        return _functions(module)
+        return _functions(module, place)
     names = sorted(file.stem for file in Path(module.__path__[0]).glob("[!_]*.py"))
     inner = {name: importlib.import_module(f"{module.__name__}.{name}") for name in names}
-    return [f"{name}.{function}" for name in names for function in _functions(inner[name])]
+    return [f"{name}.{function}" for name in names for function in _functions(inner[name], place)]
 
 
-def _functions(module: ModuleType) -> list[str]:
-    """Lists the functions that a config may name: `__all__`, or all public functions of a module."""
-    members = inspect.getmembers(module, inspect.isfunction)
+def _functions(module: ModuleType, place: Place) -> list[str]:
+    """Lists what a config may name in a module: `__all__`, or all public functions; in a file of ours, of the kind."""
+    kind = _kind(module, place)
+    members = inspect.getmembers(module, kind or inspect.isfunction)
     mine = [name for name, f in members if not name.startswith("_") and f.__module__ == module.__name__]
-    return getattr(module, "__all__", mine)
+    listed = getattr(module, "__all__", mine)
+    return [name for name in listed if name in mine] if kind else listed

@@ -6,11 +6,10 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxrl_llm.config.load import flatten, shipped_with
-from jaxrl_llm.config.names import arguments, is_ours, keywords, resolve, split_call
+from jaxrl_llm.config.names import Place, arguments, is_ours, keywords, package, resolve, split_call
 from jaxrl_llm.config.sections import KINDS
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.errors import UserError
@@ -63,7 +62,7 @@ MAY_CHANGE = "in a resumed run"
 MayChange = Annotated[T, MAY_CHANGE]  # MayChange[Count] is a Count that a resumed run may change
 
 
-def check_fields(config: Config, fields: dict[str, Field], named: dict[str, ModuleType]) -> None:
+def check_fields(config: Config, fields: dict[str, Field], named: dict[str, Place]) -> None:
     """Checks that a config has exactly the fields of the table, with allowed values.
 
     named: sections, such as {"loss": losses}. Their `name` is a function of that module, or a dotted name. Their
@@ -72,7 +71,7 @@ def check_fields(config: Config, fields: dict[str, Field], named: dict[str, Modu
     flat = flatten(config)
     for section, module in named.items():
         if f"{section}.name" not in flat:
-            raise UserError(f"config.{section}.name is missing: give a function of {module.__name__}")
+            raise UserError(f"config.{section}.name is missing: give a function of {package(module).__name__}")
         name = flat[f"{section}.name"]
         if problem := Field(str).problem(name):
             raise UserError(f"config.{section}.name {problem}")
@@ -113,7 +112,7 @@ def _whole(section: str, name: str) -> str:
     return f"; change the whole section in a file, as the shipped config {shipped} does" if shipped else ""
 
 
-def check_call(text: str, module: ModuleType, what: str) -> None:
+def check_call(text: str, module: Place, what: str) -> None:
     """Checks the function and the arguments of "name" or "name(argument=value)". what: the field.
 
     Arguments are keyword-only in our functions, and any named ones in those of a user.
@@ -149,7 +148,7 @@ def check_call(text: str, module: ModuleType, what: str) -> None:
         check(**{key: given.get(key, parameter.default) for key, parameter in taken.items()})
 
 
-def check_reach(text: str, module: ModuleType, what: str) -> None:
+def check_reach(text: str, module: Place, what: str) -> None:
     """Asks once what the function of "name(argument=value)" needs outside of this process. Arguments as `check_call`.
 
     Raises: UserError, if there is no answer.
@@ -183,7 +182,7 @@ def fields_of(section: str, function: Callable[..., Any], *, leave_out: tuple[st
     return {f"{section}.{name}": field for name, field in found.items() if field}
 
 
-def names_that_may_change(config: Config, fields: dict[str, Field], named: dict[str, ModuleType]) -> set[str]:
+def names_that_may_change(config: Config, fields: dict[str, Field], named: dict[str, Place]) -> set[str]:
     """Returns the fields of a checked config that a resumed run may change. Arguments as for `check_fields`."""
     for section, module in named.items():
         fields = fields | fields_of(section, resolve(config[section].name, module))

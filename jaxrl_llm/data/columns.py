@@ -8,14 +8,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
-from jaxrl_llm import rewards
 from jaxrl_llm.config.names import is_ours, split_call
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.formats import Row
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import is_empty
-from jaxrl_llm.rewards.signatures import bound
+from jaxrl_llm.tasks import REWARDS, is_empty
+from jaxrl_llm.tasks.signatures import bound
 
 COMPLETION_ARGUMENTS = (
     "prompts",
@@ -66,7 +65,7 @@ def demands_of(functions: Sequence[str], *, episodes: bool) -> list[Demand]:
         function, (name, _) = bound(text), split_call(text)
         # Without the arguments that the config gives.
         plain = getattr(function, "func", function)
-        ours, readers = is_ours(plain, rewards), getattr(plain, "reads", {})
+        ours, readers = is_ours(plain, REWARDS), getattr(plain, "reads", {})
         columns = _parameters(function, {*COMPLETION_ARGUMENTS, *(EPISODE_COLUMNS if episodes else ())})
         required = [column for column, has_default in columns.items() if not has_default]
         demands += [Demand(name, (column,), ours, readers.get(column)) for column in required]

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import jinja2
 import jinja2.meta
 
-from jaxrl_llm.data.tasks import search_r1, verl
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks import search_r1, verl
 
 Row: TypeAlias = dict[str, Any]
 TEMPLATES = (".jinja", ".jinja2", ".j2", ".txt")  # endings of files with a format prompt

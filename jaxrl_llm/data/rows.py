@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.names import resolve
-from jaxrl_llm.data import formats, hub, tasks
+from jaxrl_llm.data import formats, hub
 from jaxrl_llm.data.formats import Columns, Row
 from jaxrl_llm.errors import UserError, describe
 from jaxrl_llm.machine import extras
+from jaxrl_llm.tasks import CONVERTERS, SOURCES
 
 FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = ".json, .csv, .jsonl or .parquet"  # for error messages; all but .parquet may end with .gz
@@ -47,7 +48,7 @@ def check_source(field: str, source: str) -> None:
         raise UserError(f"{field} = {source!r}: a file has no splits such as {split!r}: give {file!r}")
     if "/" in source or path.exists() or path.suffix in (".gz", ".zip", ".tsv", ".txt", ".xlsx", ".arrow", ".zst"):
         raise UserError(f"{field} = {source!r}: a file must be {KINDS}: write it as one of them")
-    resolve(source, tasks, field)
+    resolve(source, SOURCES, field)
 
 
 def _hint(folder: Path, named: str) -> str:
@@ -74,7 +75,7 @@ def is_task(source: str) -> bool:
 def load_rows(source: str, convert: str = "", field: str = "data.convert", columns: Columns = Columns()) -> SourceRows:  # noqa: B008
     """Loads the rows of a task ("arithmetic.train"), a user function, a file, a file pattern or a hub id.
 
-    convert: name of a function row -> row, in `jaxrl_llm.data.tasks` or dotted. The function makes the column
+    convert: name of a function row -> row, in `jaxrl_llm.tasks` or dotted. The function makes the column
     "prompt", or returns None to drop the row; field: the config field that named it. Without one, `formats.read` reads
     the row, as `columns` says.
     Raises: UserError, naming the file, the line or row, and the problem.
@@ -84,7 +85,7 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
         raise UserError(f"{source} holds no rows: give a data source that has some")
     read_as: dict[str, None] = {}
     if convert:
-        function = resolve(convert, tasks, field)
+        function = resolve(convert, CONVERTERS, field)
         converted = [_converted(source, convert, function, i, row) for i, row in enumerate(rows, 1)]
     else:
         converted = [_read_as(source, i, row, columns, read_as) for i, row in enumerate(rows, 1)]
@@ -155,7 +156,7 @@ def _text(source: str, number: int, content: Any) -> Any:
 
 
 def _generated(source: str) -> list[Any]:
-    function = resolve(source, tasks, "data source")
+    function = resolve(source, SOURCES, "data source")
     try:
         return list(function())
     except Exception as error:  # user code

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from datetime import date
-from types import ModuleType
 
 from ml_collections import ConfigDict
 
-from jaxrl_llm import envs, loggers, rewards
+from jaxrl_llm import loggers, tasks
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.load import flatten
-from jaxrl_llm.config.names import required_inputs, resolve
+from jaxrl_llm.config.names import Place, required_inputs, resolve
 from jaxrl_llm.config.schema import Field, check_call, check_fields, names_that_may_change
-from jaxrl_llm.data import formats, tasks
+from jaxrl_llm.data import formats
 from jaxrl_llm.data.rows import check_source
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import optim
@@ -26,9 +25,9 @@ from jaxrl_llm.structs import Config, Totals
 NAMED = {"advantage": advantages, "loss": losses, "engine": engines}  # section -> module that its `name` is in
 
 
-def named(config: Config) -> dict[str, ModuleType]:
+def named(config: Config) -> dict[str, Place]:
     """Returns the sections that name a function or a class, with the module that it is in."""
-    return NAMED | ({"env": envs} if "env" in config else {})
+    return NAMED | ({"env": tasks.ENVIRONMENTS} if "env" in config else {})
 
 
 def train_fields(config: Config) -> dict[str, Field]:
@@ -164,7 +163,7 @@ def check_shared(config: Config, prompts_per_update: int) -> None:
     if "lora" in config:
         check_lora(config)
     if config.eval.every:
-        check_call(config.eval.function, rewards, "config.eval.function")
+        check_call(config.eval.function, tasks.REWARDS, "config.eval.function")
     for name in config.log.to:
         resolve(name, loggers, "config.log.to")
     loggers.check_named(config.log.to, config.log.project)
@@ -198,7 +197,7 @@ def check_data(config: Config) -> None:
     for field, section in sections.items():
         check_source(f"config.{field}.source", section.source)
         if section.convert:
-            resolve(section.convert, tasks, f"config.{field}.convert")
+            resolve(section.convert, tasks.CONVERTERS, f"config.{field}.convert")
 
 
 def _warmup(section: Config, total: int, name: str = "optim") -> int:

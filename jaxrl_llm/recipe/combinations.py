@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxrl_llm import rewards
+from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import arguments, closest, own_name, required_inputs, resolve, split_call
@@ -47,7 +47,7 @@ def check_rewards(config: Config, required: tuple[str, ...]) -> None:
             raise UserError(f"config.reward.weights: {name}'s {problem}")
         if problem := Field(str).problem(name):
             raise UserError(f"config.reward.functions: one {problem}")
-        check_call(name, rewards, "config.reward.functions")
+        check_call(name, tasks.REWARDS, "config.reward.functions")
     channels = [split_call(name)[0] for name in names]
     for name in channels:
         if channels.count(name) > 1:

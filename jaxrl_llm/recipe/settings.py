@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
+from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.config.names import arguments, is_ours, own_name, resolve
-from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import is_task
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.models import hf
@@ -251,8 +251,8 @@ def _task(source: str) -> str:
     """Returns the module of a task of this package, which a source names; "": another source."""
     if not is_task(source):
         return ""
-    function = resolve(source, tasks)
-    return function.__module__ if is_ours(function, tasks) else ""
+    function = resolve(source, tasks.SOURCES)
+    return function.__module__ if is_ours(function, tasks.SOURCES) else ""
 
 
 def keeps_nothing(settings: RunSettings) -> Iterator[Finding]:

@@ -8,14 +8,10 @@ from typing import Any
 
 import httpx
 
-from jaxrl_llm.retriever.documents import Document, document
+from jaxrl_llm.retriever.documents import Document, RetrieverError, document
 
 # Seconds before the first retry; each retry doubles it.
 PAUSE = 0.2
-
-
-class RetrieverError(Exception):
-    """The retriever gave no answer, or none that can be used."""
 
 
 class RetrieverClient:

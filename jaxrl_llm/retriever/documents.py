@@ -13,6 +13,10 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 
 
+class RetrieverError(Exception):
+    """The retriever gave no answer, or none that can be used."""
+
+
 class Document(NamedTuple):
     """A document. Search-R1 has a title in quotes on the first line of the contents."""
 

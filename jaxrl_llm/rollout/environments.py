@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import envs
+from jaxrl_llm import tasks
 from jaxrl_llm.config.names import arguments, resolve
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, NotNegative
 from jaxrl_llm.data import encoding, formats
-from jaxrl_llm.envs.protocol import Environment, Reply, checked
-from jaxrl_llm.envs.time_limit import TimeLimit
-from jaxrl_llm.envs.tool_messages import ToolMessages
 from jaxrl_llm.errors import UserError, briefly, describe
+from jaxrl_llm.rollout.time_limit import TimeLimit
+from jaxrl_llm.rollout.tool_messages import ToolMessages
 from jaxrl_llm.structs import Config
+from jaxrl_llm.tasks.protocol import Environment, Reply, checked
 
 __all__: tuple[str, ...] = ()  # no class here is an environment that a config may name
 
@@ -43,7 +43,7 @@ def open_environments(
     """
     if "env" not in config:
         return None
-    make = partial(resolve(config.env.name, envs, "config.env.name"), **arguments(config.env))
+    make = partial(resolve(config.env.name, tasks.ENVIRONMENTS, "config.env.name"), **arguments(config.env))
     return opened.enter_context(closing(EnvironmentPool(tokenizer, make, template_args, **config.turns)))
 
 

@@ -19,12 +19,12 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 import cloudpickle
 import numpy as np
 
-from jaxrl_llm import rewards
+from jaxrl_llm import tasks
 from jaxrl_llm.config.names import OWN, resolve, split_call
 from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.process import Process
-from jaxrl_llm.rewards.signatures import bound
+from jaxrl_llm.tasks.signatures import bound
 
 __all__: tuple[str, ...] = ()  # no function here is a reward that a config may name
 
@@ -177,7 +177,7 @@ def call_by_name(
 
 
 def _call_in_time(seconds: float, *batch: Any) -> FunctionRewards:
-    rewards.set_deadline(seconds)
+    tasks.set_deadline(seconds)
     return call_by_name(*batch)
 
 
@@ -194,7 +194,7 @@ def _code(name: str) -> bytes:
         return b""
     pickled = io.BytesIO()
     try:
-        _Pickler(pickled).dump(resolve(name, rewards, "reward"))
+        _Pickler(pickled).dump(resolve(name, tasks.REWARDS, "reward"))
         return pickled.getvalue()
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise UserError(

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import math as maths
 from jaxrl_llm.rollout.samples import Graded
+from jaxrl_llm.tasks import math as maths
 
 Answers: TypeAlias = list[list[str | None]]  # N x G; None: the completion gives no answer
 Measured: TypeAlias = dict[str, Any]

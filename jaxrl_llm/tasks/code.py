@@ -1,0 +1,137 @@
+"""Rewards for programs: the last ```python block of a completion is run against the tests of its row.
+
+Programs run in a sandbox without network, children and files of others (`jaxrl_llm.sandbox`). A program that ends
+early, or changes what its tests use, earns nothing: tests are judged in another process.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jaxrl_llm.config.schema import AtLeastOne, Positive, checked_by
+from jaxrl_llm.errors import printable
+from jaxrl_llm.machine.process import cpus
+from jaxrl_llm.sandbox import program as sandbox
+from jaxrl_llm.sandbox.program import REASONS
+from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, by_output, in_python
+from jaxrl_llm.tasks import deadline, text_of, unlogged
+from jaxrl_llm.tasks.code_tests import tests_of
+
+# Problems that name a function show its head, such as `def two(x: List[int])`, without imports: veRL adds them too.
+IMPORTS = """\
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict, defaultdict, deque
+from functools import cache, cmp_to_key, lru_cache, reduce
+from heapq import heapify, heappop, heappush, nlargest, nsmallest
+from itertools import accumulate, chain, combinations, groupby, permutations, product
+from math import ceil, comb, floor, gcd, inf, sqrt
+from typing import *
+"""
+BLOCK = re.compile(r"```(?:python|py)3?[ \t]*\n(.*?)```", re.DOTALL)
+_warned = False  # whether this process has told of tests that can judge no program
+
+
+@checked_by(lambda **_: sandbox.refuse_without())
+def accuracy(
+    completions: list[Any],
+    log_metric: Callable[[str, float], None] = unlogged,
+    tests: list[Any] | None = None,
+    answer: list[Any] | None = None,
+    inputs: list[Any] | None = None,
+    outputs: list[Any] | None = None,
+    fn_name: list[Any] | None = None,
+    *,
+    partial: bool = False,
+    seconds: Positive = 5.0,
+    memory: AtLeastOne = 512,
+    **columns: Any,
+) -> list[float | None]:
+    """1 where the program passes all tests, else 0; with `partial` the share of the tests that it passes.
+
+    A row has its tests in the column `tests`, or else in `answer`: a list of Python texts with assert statements
+    (MBPP), one such text, or {"inputs": [...], "outputs": [...]} of standard input and output, with "fn_name" of
+    arguments and results of that function (APPS, PRIME, veRL). Each may be JSON text. The keys may be columns too.
+    None where the row has no tests, as in a mixture of tasks, or tests that can judge no program: text that is no
+    Python, or without an assertion that runs. The first such test is told on stderr.
+    seconds: of the CPU, for a test by input and output, or for all tests in Python; memory: of a program, in MiB.
+    Logs the share of the completions without a program (no_code), of those that failed for each reason, of those
+    whose tests can judge none (broken_tests), and of those whose tests had not all run when config.reward.timeout came
+    near (late): such a test has failed, with "time".
+    Raises: ValueError, if the tests of a row are in no such form.
+    """
+    pairs = {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
+    columned = [{k: v[i] for k, v in pairs.items() if v and v[i]} or None for i in range(len(completions))]
+    programs = [_program(text_of(c)) for c in completions]
+    nothing = [None] * len(completions)
+    rows = [tests_of(*row) for row in zip(tests or nothing, answer or nothing, columned, strict=True)]
+    cases, faults = [row.tests for row in rows], [row.fault for row in rows if row.fault]
+    if faults:
+        _warn(faults[0])
+    limits = ProgramLimits(seconds, memory, deadline())
+
+    def verdicts(program: str | None, case: list[Any]) -> list[ProgramVerdict]:
+        return [] if program is None or not case else _verdicts(program, case, limits, partial)
+
+    def judged(program: str | None, case: list[Any]) -> tuple[list[ProgramVerdict], bool]:
+        return verdicts(program, case), time.monotonic() >= limits.end
+
+    # Threads are enough: each waits for a process of the sandbox.
+    with ThreadPoolExecutor(cpus()) as threads:
+        judgements = list(threads.map(judged, programs, cases))
+    verdicts_of_rows = [row_verdicts for row_verdicts, _ in judgements]
+    reasons = Counter(next((v.reason for v in row_verdicts if v.reason), "") for row_verdicts in verdicts_of_rows)
+    for reason in ("time", *REASONS):
+        log_metric(reason, reasons[reason] / len(verdicts_of_rows))
+    log_metric("late", sum(late and bool(row_verdicts) for row_verdicts, late in judgements) / len(judgements))
+    log_metric("broken_tests", len(faults) / len(verdicts_of_rows))
+    log_metric("no_code", programs.count(None) / len(verdicts_of_rows))
+    return [
+        _reward(row_verdicts, len(case), partial) for row_verdicts, case in zip(verdicts_of_rows, cases, strict=True)
+    ]
+
+
+def is_given(completions: list[Any], **columns: Any) -> list[float]:
+    """1 where the completion has a ```python block that ends."""
+    return [float(_program(text_of(c)) is not None) for c in completions]
+
+
+def _reward(verdicts: list[ProgramVerdict], count: int, partial: bool) -> float | None:
+    share = sum(v.passed for v in verdicts) / count if count else None
+    return share if partial or share is None else float(share == 1)
+
+
+def _program(text: str) -> str | None:
+    """Returns the last block of Python after the thoughts; None if there is none."""
+    blocks = BLOCK.findall(text.rpartition("</think>")[2])
+    return blocks[-1] if blocks else None
+
+
+def _warn(fault: str) -> None:
+    """Tells of tests that can judge no program, once in this process."""
+    global _warned
+    if not _warned:
+        why = f"{printable(fault)}: rows with such tests have no verdict, and code.accuracy/broken_tests is their share"
+        print(f"warning: code.accuracy: {why}; mend them, or make them with data.convert", file=sys.stderr, flush=True)
+    _warned = True
+
+
+def _verdicts(program: str, cases: list[Any], limits: ProgramLimits, partial: bool) -> list[ProgramVerdict]:
+    """Returns the verdicts until one decides: after a test that took too long, the others do not run."""
+    if len(cases[0]) == 2 and not isinstance(cases[0], str):
+        verdicts: list[ProgramVerdict] = []
+        for stdin, expected in cases:
+            verdicts.append(by_output(program, stdin, expected, limits))
+            if verdicts[-1].reason == "time" or not (partial or verdicts[-1].passed):
+                break
+        return verdicts
+    method = bool(re.search(r"^class Solution\b", program, re.MULTILINE))
+    tests = [x if isinstance(x, str) else [x[0], method, *x[1:]] for x in cases]
+    imports = IMPORTS if not isinstance(cases[0], str) and "from __future__" not in program else ""
+    return in_python(imports + program, tests, limits)

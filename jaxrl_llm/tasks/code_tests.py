@@ -1,0 +1,125 @@
+"""The tests of a row of `code.accuracy`: their forms, and those that can judge no program."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from jaxrl_llm.tasks import is_empty
+
+# In the name of a function that ends a test, such as assertEqual.
+CHECK = re.compile("assert|fail|exit", re.IGNORECASE)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class RowTests(NamedTuple):
+    """Tests of one kind. Each is Python text, a pair of input and output, or a call: (name, arguments, result)."""
+
+    tests: list[Any]  # []: the row has none, or they can judge no program
+    fault: str = ""  # why they can judge no program
+
+
+def tests_of(tests: Any, answer: Any, columned: Any) -> RowTests:
+    """Returns the tests of a row, which are in the first of these columns that has some.
+
+    columned: {"inputs": ..., "outputs": ..., "fn_name": ...} of columns of these names, or None. An `answer` without an
+    assert statement, and without inputs, is that of another task. Raises: ValueError, for tests of another form.
+    """
+    tests, answer = (None if is_empty(value) else _loaded(value) for value in (tests, answer))
+    if not (isinstance(answer, dict) and answer.get("inputs")) and "assert" not in str(answer):
+        answer = None
+    chosen = next((x for x in (tests, answer, columned) if x is not None), None)
+    if chosen is None:
+        return RowTests([])
+    if isinstance(chosen, dict) and chosen.get("inputs") and len(chosen["inputs"]) == len(chosen.get("outputs", ())):
+        pairs = list(zip(chosen["inputs"], chosen["outputs"], strict=True))
+        name = chosen.get("fn_name")
+        if not name:
+            return RowTests([(_text(i), _text(o)) for i, o in pairs])
+        try:
+            return RowTests([(name, _arguments(i), _value(o)) for i, o in pairs])
+        except (ValueError, TypeError) as error:
+            return RowTests([], f"an input or output of {name} is no JSON ({error})")
+    if isinstance(chosen, (list, tuple)) and chosen and all(isinstance(x, str) for x in chosen):
+        fault = _fault(chosen)
+        return RowTests([] if fault else list(chosen), fault)
+    raise ValueError(
+        f"a row has the tests {str(chosen)[:100]!r}: make them a list of Python texts, or inputs and outputs"
+    )
+
+
+def _loaded(tests: Any) -> Any:
+    """Returns the value of JSON text, and other text as one test in Python."""
+    try:
+        return json.loads(tests) if isinstance(tests, str) else tests
+    except ValueError:
+        return [tests]
+
+
+def _text(stream: Any) -> str:
+    """Returns standard input or output: text, or a list of its lines."""
+    return "\n".join(map(str, stream)) if isinstance(stream, (list, tuple)) else str(stream)
+
+
+def _arguments(arguments: Any) -> list[Any]:
+    """Returns the arguments of a call: a list, or text with the JSON of one on each line."""
+    return [json.loads(line) for line in arguments.splitlines()] if isinstance(arguments, str) else list(arguments)
+
+
+def _value(result: Any) -> Any:
+    return json.loads(result) if isinstance(result, str) else result
+
+
+def _fault(tests: Sequence[str]) -> str:
+    """Returns why tests in Python can judge no program; "" if they can: all are Python, and one has an assertion."""
+    read = [_read(test) for test in tests]
+    fault = next((fault for _, fault in read if fault), "")
+    if fault or any(can_fail for can_fail, _ in read):
+        return fault
+    return f"the test {_shown(tests[0])} has no assertion that runs"
+
+
+def _shown(test: str) -> str:
+    return repr(" ".join(test.split())[:100])
+
+
+@lru_cache(maxsize=10_000)
+def _read(test: str) -> tuple[bool, str]:
+    """Returns whether a test may fail, and why it is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(test)
+            # It refuses more, such as a return outside a function.
+            compile(tree, "test", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        # Null bytes, brackets in brackets.
+        return False, f"the test {_shown(test)} is no Python ({getattr(error, 'msg', error)})"
+    definitions = {x.name for x in ast.walk(tree) if isinstance(x, (*FUNCTIONS, ast.ClassDef))}
+    running = list(_running(tree))
+    calls_own = any(isinstance(x, ast.Name) and x.id in definitions for x in running)
+    return any(map(_is_check, ast.walk(tree) if calls_own else running)), ""
+
+
+def _running(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yields what runs when a module does: all but the bodies of its functions."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, FUNCTIONS):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _is_check(node: ast.AST) -> bool:
+    """Returns whether a part of a test may make it fail."""
+    if isinstance(node, ast.Assert):
+        # `assert (f(1) == 2, "text")` never fails.
+        return not isinstance(node.test, ast.Tuple) and not (isinstance(node.test, ast.Constant) and node.test.value)
+    name = getattr(node, "id", getattr(node, "attr", ""))
+    return isinstance(node, ast.Raise) or bool(CHECK.search(name))

@@ -1,0 +1,224 @@
+"""A judge: a language model behind an OpenAI-compatible chat endpoint gives each completion a score."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+from typing import Any, NamedTuple
+
+import httpx
+
+from jaxrl_llm.config.schema import AtLeastOne, Count, NotNegative, Positive, checked_by
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks import asks, deadline, text_of, unlogged
+
+TEMPLATE = """You judge the answer of an assistant. How helpful, correct and clear is it?
+
+The conversation:
+{prompt}
+
+The answer:
+{completion}
+
+Think about it in a few sentences. Then give a score from 0 (useless) to 10 (perfect), like this: <score>5</score>"""
+AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses that another try may change
+WRONG = {401: "the key", 403: "the key", 404: "url and model", 405: "url"}  # statuses that only the user can change
+LONGEST_WAIT = 60.0  # seconds between two tries
+# Time-outs in a row after which the rest of a batch is not asked.
+SILENT = 3
+
+
+@dataclass
+class Endpoint:
+    """Where and how to ask."""
+
+    client: httpx.AsyncClient
+    url: str
+    request: dict[str, Any]  # the fields of each request, without the messages
+    retries: int
+    backoff: float  # seconds before the second try; each later wait is twice as long
+    at_once: asyncio.Semaphore
+    silent: int = 0  # time-outs since the last answer
+
+
+class Reply(NamedTuple):
+    """What came back; None: nothing after all tries."""
+
+    text: str | None
+    tries: int
+    given_up: bool = False  # because the time of the batch was over, or the endpoint silent
+
+
+GIVEN_UP = Reply(None, 0, given_up=True)
+
+
+def _check(*, url: str, template: str, api_key_env: str, **_: Any) -> None:
+    """Raises: UserError, if the url is none, the template cannot be used, or the key is not there."""
+    if not re.match(r"https?://[^/]", url):
+        raise UserError(f"judge.score: url = {url!r} is no address: give one like 'http://host:8000/v1'")
+    if "completion" not in _fields(_read(template)):
+        raise UserError(f"judge.score: template {template!r} does not show the answer: write {{completion}} into it")
+    _headers(api_key_env)
+
+
+def _reach(*, url: str, api_key_env: str, timeout: float, **_: Any) -> None:
+    """Raises: UserError, if nothing answers at the url, whatever the answer is."""
+    try:
+        httpx.get(f"{url.rstrip('/')}/models", headers=_headers(api_key_env), timeout=timeout)
+    except httpx.TransportError as error:
+        raise UserError(
+            f"judge.score: nothing answers at {url} ({type(error).__name__}: {error}): start the judge, or mend the url"
+        ) from error
+
+
+@asks(lambda *, template, **_: _fields(_read(template)) - {"prompt", "completion"})
+@checked_by(_check, reach=_reach)
+async def score(
+    prompts: list[Any],
+    completions: list[Any],
+    log_metric: Callable[[str, float], None] = unlogged,
+    *,
+    url: str,
+    model: str,
+    template: str = "",
+    tag: str = "score",
+    most: Positive = 10.0,
+    api_key_env: str = "",
+    concurrency: AtLeastOne = 32,
+    timeout: Positive = 60.0,
+    retries: Count = 3,
+    backoff: NotNegative = 1.0,
+    temperature: NotNegative = 0.0,
+    max_tokens: AtLeastOne = 512,
+    **columns: Any,
+) -> list[float | None]:
+    """The last number in <score> tags of the judge's reply, divided by `most`; None if there is no such number.
+
+    url: of the API, as "http://host:8000/v1". template: a text file with {prompt}, {completion} and columns of the
+    data in braces; "": a general one. tag: around the number. api_key_env: environment variable with the key; "": none.
+    concurrency: requests at a time. timeout: seconds of a request. retries: more tries after an error that may pass,
+    with a wait of `backoff` seconds that doubles. max_tokens: of a reply.
+    A batch ends before config.reward.timeout, and after SILENT time-outs in a row: then the rest has no verdict.
+    Logs the shares of completions without a reply (failed), of those that the end of the batch left so (unanswered),
+    and of those without a number in the reply (unparsed), and the mean tries.
+    Raises: UserError, if the endpoint refuses the key or does not know the model.
+    """
+    form = _read(template)
+    rows = [
+        {"prompt": _conversation(p), "completion": text_of(c), **{key: values[i] for key, values in columns.items()}}
+        for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    # Equal questions are asked once: completions of a group are often equal.
+    questions = [_filled(form, row) for row in rows]
+    request = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+    limits = httpx.Limits(max_connections=concurrency)
+    async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=_headers(api_key_env)) as client:
+        at_once = asyncio.Semaphore(concurrency)
+        endpoint = Endpoint(client, f"{url.rstrip('/')}/chat/completions", request, retries, backoff, at_once)
+        replies = await _ask_all(endpoint, questions)
+    scores = [_score(replies[question].text, tag, most) for question in questions]
+    failed = sum(replies[question].text is None for question in questions)
+    log_metric("failed", failed / len(scores))
+    log_metric("unanswered", sum(replies[question].given_up for question in questions) / len(scores))
+    log_metric("unparsed", (scores.count(None) - failed) / len(scores))
+    log_metric("tries", sum(reply.tries for reply in replies.values()) / len(replies))
+    return scores
+
+
+async def _ask_all(endpoint: Endpoint, questions: list[str]) -> dict[str, Reply]:
+    """Asks each different question once, until the time of the batch is over. Raises: UserError, as `_ask` does."""
+    tasks = {question: asyncio.ensure_future(_ask(endpoint, question)) for question in dict.fromkeys(questions)}
+    remaining = deadline() - time.monotonic()
+    seconds = None if remaining == math.inf else max(remaining, 0.0)
+    try:
+        finished, _ = await asyncio.wait(tasks.values(), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for question in finished:
+            question.result()
+        return {text: question.result() if question in finished else GIVEN_UP for text, question in tasks.items()}
+    finally:
+        # Also after an error: no request may go on when the batch is over.
+        for question in tasks.values():
+            question.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+async def _ask(endpoint: Endpoint, question: str) -> Reply:
+    """Asks until there is a reply, at most 1 + retries times. Raises: UserError, for an error that does not pass."""
+    message = endpoint.request | {"messages": [{"role": "user", "content": question}]}
+    for tried in range(1, endpoint.retries + 2):
+        # Not all at the same time.
+        wait = endpoint.backoff * 2 ** (tried - 1) * random.uniform(0.5, 1.0)
+        try:
+            async with endpoint.at_once:
+                if endpoint.silent >= SILENT:
+                    return Reply(None, tried - 1, given_up=True)
+                response = await endpoint.client.post(endpoint.url, json=message)
+            endpoint.silent = 0
+            if response.status_code in WRONG:
+                what = WRONG[response.status_code]
+                raise UserError(f"judge.score: {endpoint.url} answers {response.status_code}: put {what} right")
+            if response.is_success:
+                return Reply(str(response.json()["choices"][0]["message"]["content"]), tried)
+            if response.status_code not in AGAIN:
+                # Such as a question that is too long.
+                return Reply(None, tried)
+            retry_after = response.headers.get("retry-after", "")
+            wait = max(wait, float(retry_after) if retry_after.isdigit() else 0.0)
+        except httpx.TimeoutException:
+            endpoint.silent += 1
+        except (httpx.TransportError, ValueError, KeyError, IndexError, TypeError):
+            # No connection, or no reply of this API.
+            pass
+        if tried <= endpoint.retries:
+            await asyncio.sleep(min(wait, LONGEST_WAIT))
+    return Reply(None, endpoint.retries + 1)
+
+
+def _score(reply: str | None, tag: str, max_score: float) -> float | None:
+    name = re.escape(tag)
+    scores = re.findall(rf"<{name}>\s*(-?\d+(?:\.\d+)?)\s*(?:/\s*\d+\s*)?</{name}>", reply or "")
+    value = float(scores[-1]) / max_score if scores else None
+    return value if value is not None and 0 <= value <= 1 else None
+
+
+def _read(template: str) -> str:
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8") if template else TEMPLATE
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"judge.score: template {template!r} cannot be read ({error}): give a text file") from None
+
+
+def _fields(form: str) -> set[str]:
+    try:
+        return {name for _, name, _, _ in Formatter().parse(form) if name is not None}
+    except ValueError as error:
+        raise UserError(
+            f"judge.score: the template has a wrong brace ({error}): double each one that is text"
+        ) from None
+
+
+def _filled(form: str, row: dict[str, Any]) -> str:
+    for name in _fields(form):
+        if name not in row:
+            raise UserError(f"judge.score: the template shows column {name!r}, which the data does not have")
+    return form.format(**row)
+
+
+def _headers(api_key_env: str) -> dict[str, str]:
+    if api_key_env and not os.environ.get(api_key_env):
+        raise UserError(f"judge.score: environment variable {api_key_env} is not set: put the key of the API there")
+    return {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
+
+
+def _conversation(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -1,0 +1,268 @@
+"""Rewards for mathematics with a known answer: math-verify judges the content of the last \\boxed{}.
+
+A table in tests/test_math.py lists forms of an answer that count as equal, and forms that do not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import sys
+import time
+from decimal import Decimal
+from functools import cache
+from numbers import Number
+from typing import Any
+
+from jaxrl_llm.errors import printable
+from jaxrl_llm.machine.process import Pool, cpus
+from jaxrl_llm.tasks import abstaining, deadline, reads, text_of
+from jaxrl_llm.tasks.notation import rewritten, unwrapped
+
+# For one answer (most take 0.01), and for all answers of a batch.
+ANSWER_SECONDS, BATCH_SECONDS = 5.0, 60.0
+LONGEST = 2000  # characters; a longer answer earns 0
+PROCESSES, SHARE = 8, 32  # at most PROCESSES processes, and one per SHARE answers
+
+
+@reads(answer=lambda value: expected_text(value))
+def accuracy(
+    completions: list[Any], answer: list[Any], *, after: str = "", anchors: bool = False, **columns: Any
+) -> list[float | None]:
+    """Returns 1 where the last \\boxed{} of the completion is mathematically equal to the answer, else 0.
+
+    after: only the text after the last one of these marks counts, such as "</think>": without it, a completion earns 0.
+    anchors: in a completion without a box, the formula after the last "answer" counts, as in "The answer is $5$".
+    A box earns 0 if it is empty, not closed, longer than LONGEST characters, or not judged in time. A line on stderr
+    counts the late ones. Raises: ValueError, if the answer of a row is neither text nor a number.
+    """
+    texts = [text_of(c) for c in completions]
+    texts = [text.rpartition(after)[2] if after in text else "" for text in texts] if after else texts
+    boxes = [
+        last_box(text) or (_if_balanced(anchored(text)) if anchors and not BOX.search(text) else "") for text in texts
+    ]
+    return abstaining(_judge, boxes, answer)
+
+
+def equal(texts: list[str], answer: list[Any]) -> list[float | None]:
+    """Returns 1 where a text, which may be a box, is mathematically equal to the answer, else 0."""
+    return abstaining(_judge, [last_box(text) or _if_balanced(text) for text in texts], answer)
+
+
+def _if_balanced(text: str) -> str:
+    """Returns a text whose braces fit, else "": of "34} or {35" math-verify would read 34."""
+    return text if last_box(f"\\boxed{{{text}}}") == text.strip() else ""
+
+
+def _judge(texts: list[str], answer: list[Any]) -> list[float]:
+    pairs = [(_clean(text), _clean(expected_text(a))) for text, a in zip(texts, answer, strict=True)]
+    # A dictionary: equal pairs of a group are judged once.
+    equal = {pair: _plainly_equal(*pair) for pair in pairs}
+    # Most answers are plain text or numbers: only the others cross to the processes of math-verify.
+    hard = [pair for pair, known in equal.items() if known is None]
+    size = min(PROCESSES, cpus(), -(-len(hard) // SHARE))
+    batch_seconds = min(BATCH_SECONDS, deadline() - time.monotonic())
+    if hard:
+        verdicts = _pool().map(hard, size=size, each=ANSWER_SECONDS, whole=batch_seconds)
+        equal |= zip(hard, verdicts, strict=True)
+    late = [pair[0] for pair in pairs if equal[pair] is None]
+    if late:
+        line = f"math.accuracy: {len(late)} of {len(pairs)} answers were not judged in time and earn 0, the first is "
+        print(line + printable(late[0][:100].replace("\n", " ")), file=sys.stderr, flush=True)
+    return [float(bool(equal[pair])) for pair in pairs]
+
+
+def is_boxed(completions: list[Any], **columns: Any) -> list[float]:
+    """Returns 1 where the last \\boxed{} of the completion is closed and not empty, else 0."""
+    return [float(bool(last_box(text_of(c)))) for c in completions]
+
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# The formula begins at most 50 characters after the word "answer".
+ANCHOR = re.compile(r"answer[^$\\]{0,50}(\$\$?|\\\(|\\\[)", re.IGNORECASE)
+CLOSING = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}
+
+
+def anchored(text: str) -> str:
+    """Returns the formula $…$, $$…$$, \\(…\\) or \\[…\\] after the last "answer" that has one; "": there is none."""
+    anchors = list(ANCHOR.finditer(text))
+    if not anchors:
+        return ""
+    start = anchors[-1].end()
+    end = text.find(CLOSING[anchors[-1][1]], start)
+    return text[start:end].strip() if end >= 0 else ""
+
+
+def last_box(text: str) -> str | None:
+    """Returns the content of the last \\boxed{} or \\fbox{}; None if there is none, or if it is not closed.
+
+    A last box that is not closed also makes earlier boxes invalid. The completion was cut or went wrong while it wrote
+    its final answer, so an earlier box is not the answer.
+    """
+    openings = list(BOX.finditer(text))
+    if not openings:
+        return None
+    start, depth = openings[-1].end(), 1
+    for mark in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):  # \{ and \} are no braces
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
+        if not depth:
+            return text[start : mark.start()].strip()
+    return None
+
+
+def expected_text(answer: Any) -> str:
+    """Returns the answer of a row as text, without GSM8K's "####" and all text before it, or without its box."""
+    if isinstance(answer, Number) and not isinstance(answer, complex) and math.isfinite(answer):  # pyright: ignore
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        raise ValueError(f"column 'answer' is {answer!r}: make it text or a number (data.convert)")
+    answer = answer.split("####")[-1]
+    return last_box(answer) or answer
+
+
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3}){1,99}|\d{1,300})(?:\.\d{1,300})?", re.ASCII)
+PERCENT = re.compile(rf"({NUMBER.pattern})\s*\\?%", re.ASCII)
+BASE = re.compile(r"(\d[\dA-Fa-f]*)_\{?(?:\\text\{)?\(?(\w+)\)?\}{0,2}", re.ASCII)
+BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+SIDE_BY_SIDE = re.compile(r"-?\d+(?:\.\d+)?(?: \d+(?:\.\d+)?)+")
+PHRASE = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
+# As a product of letters, "Tom" is equal to "Mot", and the order "ABC" to "CBA". Only short words in lower case, and
+# two capitals, are products.
+WORD = re.compile(r"[^\W\d_]{4}|[A-Z][a-z]|[A-Z]{3}")
+
+
+def _clean(text: str) -> str:
+    """Rewrites an answer for math-verify; returns "" if it is too long."""
+    return rewritten(text) if len(text) <= LONGEST else ""
+
+
+def _plainly_equal(box: str, answer: str) -> bool | None:
+    """Compares equal text, integers, percents, numbers with a base, choices (A) and words.
+
+    Returns None if math-verify must decide.
+    """
+    pair = (box, answer)
+    if not box or box == answer:
+        return bool(box)
+    if all(re.fullmatch(r"-?\d{1,300}", text, re.ASCII) for text in pair):
+        return int(box) == int(answer)
+    if _is_same_percent(*pair):
+        return True
+    if any(BASE.fullmatch(text) for text in pair):
+        return _digits(box) == _digits(answer)
+    if {_brackets(box), _brackets(answer)} == {"set", "tuple"} or _goes_on(box) != _goes_on(answer):
+        return False
+    choices = [_choice(text) for text in pair]
+    if all(choices):
+        return choices[0] == choices[1]
+    words = [_words(text) for text in pair]
+    if words[0] == words[1] != "":
+        return True
+    # math-verify takes X for x, and 5 7 for 12.
+    if words[0].casefold() == words[1].casefold() or SIDE_BY_SIDE.fullmatch(box):
+        return False
+    if all(PHRASE.fullmatch(text) for text in words) and ("\\" in box + answer or WORD.search(unwrapped(answer))):
+        return False
+    return None
+
+
+def _is_same_percent(box: str, answer: str) -> bool:
+    """Tells whether one is the other one with a percent sign: 50\\% is 50 here, and 0.5 by math-verify."""
+    percents = [PERCENT.fullmatch(text) for text in (box, answer)]
+    bare = [match[1] if match else text for match, text in zip(percents, (box, answer), strict=True)]
+    if bool(percents[0]) == bool(percents[1]) or not all(NUMBER.fullmatch(text) for text in bare):
+        return False
+    return len({Decimal(text.replace(",", "")) for text in bare}) == 1
+
+
+def _digits(text: str) -> tuple[str, str]:
+    """Returns the digits of a number and its base, "": it has none. math-verify takes 52_8 for 52."""
+    match = BASE.fullmatch(text)
+    digits, base = match.groups() if match else (text, "")
+    return digits.upper().lstrip("0"), str(BASES.index(base) + 2) if base in BASES else base
+
+
+def _brackets(text: str) -> str:
+    """Returns "set" for \\{1,2\\}, "tuple" for (1,2), [1,2] and the like, else ""."""
+    if text.startswith("\\{") and text.endswith("\\}"):
+        return "set"
+    return "tuple" if "," in text and text[0] in "([" and text[-1] in ")]" else ""
+
+
+def _goes_on(text: str) -> bool:
+    """Tells whether a list goes on, as in 1, 2, \\ldots"""
+    return "," in text and bool(re.search(r"\\[lc]?dots|\.\.|…", text))
+
+
+def _words(text: str) -> str:
+    """Returns a text as it is compared: words in any case, but single letters and commands as they are."""
+    text = re.sub(r"\b([AaPp])\.m\b\.?", r"\1m", " ".join(unwrapped(text).split()))
+    return text if "\\" in text else re.sub(r"[^\W\d_]{2,}", lambda word: word[0].casefold(), text)
+
+
+def _choice(text: str) -> str:
+    """Returns "A" for A, (A), \\text{(A)}, A. and (A) 5; "" for anything else."""
+    match = re.fullmatch(
+        r"(?:Option |Choice |Answer |option |choice )?\(?([A-Z])(?:\)?|[.):]\s+(?!and\b|or\b)[^()]*)", unwrapped(text)
+    )
+    return match[1] if match else ""
+
+
+@cache
+def _pool() -> Pool:
+    return Pool(_equal, _prepare)
+
+
+def _prepare() -> None:
+    # It warns about its missing time limit; the pool has one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # The slow import must not count against the first answer's limit.
+    _equal("\\sqrt{4}", "2")
+
+
+def _equal(box: str, answer: str) -> bool:
+    """Runs in a process of the pool: only there math-verify is imported, which takes half a second."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    # Without its units, because it takes 2t, 5m and x+2c for 2, 5 and x+2, and 5\\text{ million} for 5.
+    normal = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+    config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)]
+    # The whole text or nothing: any_match, the default, takes a fraction out of a text that cannot be read.
+    box_values, answer_values = (
+        parse(f"\\boxed{{{text}}}", config, extraction_mode="first_match", parsing_timeout=None)  # pyright: ignore
+        for text in (box, answer)
+    )
+    _read_imaginary(box_values, answer_values)
+    if not box_values or _computes_with_infinity(box_values[0]):
+        return False
+    return verify(answer_values, box_values, timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def _read_imaginary(*parsed: list[Any]) -> None:
+    """Makes i the imaginary unit if only one of two answers has it, as in √-4 = 2i. math-verify reads a variable."""
+    from sympy import Expr, FiniteSet, I
+
+    with_i = [
+        (values, variables)
+        for values in parsed
+        if values and isinstance(values[0], (Expr, FiniteSet))
+        if (variables := {x: I for x in values[0].free_symbols if str(x) == "i"})
+    ]
+    if len(with_i) == 1:
+        values, variables = with_i[0]
+        values[0] = values[0].subs(variables)
+
+
+def _computes_with_infinity(value: Any) -> bool:
+    """Tells whether an expression has a sum, product or power of infinity: SymPy simplifies 5 - pi 10^oo to 0."""
+    from sympy import Add, Basic, Mul, Pow, S, preorder_traversal
+
+    infinite = (S.Infinity, S.NegativeInfinity, S.ComplexInfinity, S.NaN)
+    return isinstance(value, Basic) and any(
+        isinstance(node, (Add, Mul, Pow))
+        and any(x in infinite for x in node.args)
+        and set(node.args) != {S.NegativeOne, S.Infinity}
+        for node in preorder_traversal(value)
+    )

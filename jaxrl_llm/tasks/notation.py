@@ -1,0 +1,210 @@
+"""How people and models write an answer, rewritten to the notation that math-verify reads."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
+from typing import TypeAlias
+
+__all__: tuple[str, ...] = ()  # nothing here is for a config to name
+
+Rewriting: TypeAlias = tuple[str, str | Callable[[re.Match[str]], str]]
+
+SIGNS = str.maketrans(
+    {
+        "−": "-",
+        "–": "-",
+        "×": "\\times ",
+        "·": "\\cdot ",
+        "⋅": "\\cdot ",
+        "÷": "\\div ",
+        "π": "\\pi ",
+        "∞": "\\infty ",
+        "≤": "\\le ",
+        "≥": "\\ge ",
+        "°": "^\\circ",
+        "∪": "\\cup ",
+        "±": "\\pm ",
+        "∅": "\\emptyset ",
+        "θ": "\\theta ",
+        "\u2044": "/",
+    }
+)
+RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+# Unicode's √ stands before a number, a letter, a fraction or brackets. In 2³√8, ³ may be a power of 2.
+ROOT = re.compile(r"((?<!\w)[³⁴-⁹])?(\\sqrt(?=\s*(?:\\left\s*)?\()|[√∛∜])\s*(?:\\left\s*(?=\())?([-−–]?)")
+THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+")
+RADICAND = re.compile(rf"{THOUSANDS.pattern}(?!\d)|\d+(?:\.\d+)?|[^\W\d_]|\\[A-Za-z]+(?![A-Za-z\s]*[\[{{])")
+FRACTION = re.compile(r"\\[dt]?frac\s*")
+BRACKETS = re.compile(r"\\.|[(){}]", re.DOTALL)
+# Unicode writes without braces what LaTeX needs braces for.
+UNICODE: dict[str, Rewriting] = {
+    "x²": (r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(RAISED)}}}"),
+    "52₈": (r"[₀-₉]+", lambda m: f"_{{{m[0].translate(LOWERED)}}}"),
+    "½": (r"[¼½¾⅐-⅞]", lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("\u2044"))),
+}
+
+TEXT = r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mbox)\s*\{"
+MAYBE_TEXT = r"(?:" + TEXT + r")?\s*"
+# Words behind a number that are no unit: a second answer, a range, a factor, a doubt, a time of the day.
+NO_UNIT = (
+    r"(?!(?:[^{}]{0,60}\W)?(?:or|and|to|by|not|no|is|plus|minus|times|over|if|pi|tau|theta|infinity|squared|cubed|half"
+    r"|halves|thirds?|factorial|[AaPp]\.?[Mm]|choose|mod|base|sin|cos|tan|log|ln|sqrt)(?![a-z]))"
+)
+WORDS = r"[A-Za-z]{2,}\.?(?: ?/ ?[A-Za-z]+|(?: [A-Za-z]{2,}\.?){0,4})"
+BESIDE = r"(?:[cdkm]m|k?g|mg|m?[lL]|km/h|mph|ft|lbs?|oz|hrs?|mins?|secs?|dollars?|euros?|cents?|USD|EUR|GBP)"  # 5cm
+POWER = r"(?:\^\{?-?\d\}?)?"
+FACTORS = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
+# What stands around or inside an answer and does not change it, and notation that math-verify does not read. In order.
+NOTATION: dict[str, Rewriting] = {
+    # spaces, brackets of another size, marks around a formula or bold text
+    "1\\,234": (r"(?<!\\)\\[!,;:]|(?<!\\)\\q?quad(?![a-z])", ""),
+    "1{,}234": (r"\{,\}(?=\d)", ","),
+    "1\\ 234": (r"(?<!\\)\\ |~", " "),
+    "\\left(": (r"\\(?:left|right|displaystyle)(?![a-z])\s*", ""),
+    "\\boldsymbol{72}": (r"\\(?:boldsymbol|bm|underline)\s*\{([^{}]*)\}", r"\1"),
+    "\\color{red}": (r"\\(?:text)?color\s*\{[a-z]+\}", ""),
+    "\\langle": (r"\\langle(?![a-z])\s*(.*)\\rangle(?![a-z])", r"(\1)"),
+    "$72$": (
+        r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$|^\$+([^$]*)\$+$|^\*\*(.*)\*\*$",
+        lambda m: next(filter(None, m.groups()), ""),
+    ),
+    # words before and behind the answer
+    "= 72": (r"^(?:=|\\approx(?![a-z])|≈|\\sim(?![a-z]))\s*", ""),
+    "about 72": ("^" + MAYBE_TEXT + r"(?:about|approximately|approx\.?|roughly|around|nearly|exactly)\b\s*\}?\s*", ""),
+    "72.": (r"(?<!\.)(?:\\\\|[,;:\s]|\.(?!\.))+$", ""),
+    "72 \\text{ because ...}": (
+        r"(?<=[\w})])\s*" + TEXT + r"\s*(?:\(|because\b|since\b)" + NO_UNIT + r"[^{}]*\}.*$",
+        "",
+    ),
+    "72 (apples)": (r"(?<=[\d}])\s*\(" + NO_UNIT + r"[A-Za-z]{3,}[A-Za-z ]*\)$", ""),
+    # money, magnitudes, percent, ordinals
+    "$-5": (r"^(-?)\\?[€£¥$]\s*(?=[-\d.])", r"\1"),
+    "5 €": (r"(?<=\d)\s*(?:[€£¥¢]|\\[$])$", ""),
+    "5 million": (
+        r"(?<=\d)\s*(" + TEXT + r")?\s*(dozen|hundred|thousand|million|billion)\b\s*(\}?)",
+        lambda m: f"\\times {FACTORS[m[2]]} " + (m[1] if m[1] and not m[3] else ""),
+    ),
+    "50 percent": (r"(?<=[\d}])\s*" + MAYBE_TEXT + r"(?:percent|per cent|pct)\b\s*\}?$", r"\\%"),
+    "5^{th}": (r"(?<=\d)(?:\^\{?)?" + MAYBE_TEXT + r"(?:st|nd|rd|th)\b\}{0,2}", ""),
+    # units; a letter beside a number is a variable, as in 2t
+    "90° C": (r"(?<=\d)\s*\^\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\{\s*[CF]\s*\}|[CF])$", ""),
+    "7\\text{ apples}": (
+        r"(?<=[\w})])(?:\s*(?:(?:\\cdot|/)\s*)?" + TEXT + NO_UNIT + r"[^{}\d()]*\}" + POWER + r"){1,4}$",
+        "",
+    ),
+    "25 cm^2": (r"(?<=[\d})])(?:\s+|(?=" + BESIDE + r"\b))" + NO_UNIT + WORDS + POWER + "$", ""),
+    "5 m/s": (r"(?<=[\d}])\s+[mgshLlNJWV](?:/[A-Za-z]{1,3})?" + POWER + "$", ""),
+    # numbers
+    "1 234": (r"^(-?\d{1,3}(?: \d{3})+)(?=$|\.)", lambda m: m[1].replace(" ", "")),
+    "1 1/2": (r"^(-?\d+) (\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
+    "2 pi": (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+    "3 x 10^8": (r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r"\\times "),
+    "3e8": (r"^(-?\d+(?:\.\d*)?|-?\.\d+)[eE]\+?(-?\d+)$", r"\1\\times 10^{\2}"),
+    "0.1\\overline{6}": (
+        r"^(-?)(\d{0,99})\.(\d{0,99})\\(?:overline|bar)\{(\d{1,99})\}$",
+        lambda m: _repeating(*m.groups()),
+    ),
+    # binomials, lists, the empty set
+    "\\binom52": (r"\\[dt]?binom\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})", r"\\binom{\1}{\2}"),
+    "C(5,2)": (r"^C\s*\((\d{1,4}),\s*(\d{1,4})\)$", r"\\binom{\1}{\2}"),
+    "{}_5C_2": (r"^(?:\{\})?[_^]\{?(\d{1,4})\}?\s*C_\{?(\d{1,4})\}?$", r"\\binom{\1}{\2}"),
+    "\\text{A and C}": (TEXT + r"([^{}]*\b(?:and|or)\b[^{}]*)\}", r"\1"),
+    "\\varnothing": (
+        r"^(?:\\varnothing|\\\{\s*\\\}|" + MAYBE_TEXT + r"(?i:the empty set|empty set|no solutions?)\}?)$",
+        r"\\emptyset",
+    ),
+}
+TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+DEGREES = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*\^\{?\s*\\circ\s*\}?")
+RULES = [(re.compile(pattern, re.DOTALL), by) for pattern, by in NOTATION.values()]
+UNICODE_RULES = [(re.compile(pattern), by) for pattern, by in UNICODE.values()]
+
+
+def rewritten(text: str) -> str:
+    """Returns an answer in the notation that math-verify reads."""
+    # Before the others, whose braces end no root.
+    text = _with_roots(text)
+    for pattern, by in UNICODE_RULES:
+        text = pattern.sub(by, text)
+    # NFKC makes plain letters, digits and spaces of their wide, narrow and mathematical forms.
+    # With single spaces, and few words of a unit, the patterns take linear time.
+    text = " ".join(unicodedata.normalize("NFKC", text).translate(SIGNS).split())
+    for pattern, by in RULES:
+        text = pattern.sub(by, text).strip()
+    if TRIGONOMETRIC.search(text):
+        text = DEGREES.sub(r"{\\frac{\1\\pi}{180}}", text)
+    return text
+
+
+def unwrapped(text: str) -> str:
+    """Removes commands for text and letters, but not their content: \\text{}, \\textbf{}, \\mathrm{} …"""
+    return re.sub(TEXT + r"([^{}]*)\}", r"\1", text).strip()
+
+
+def _with_roots(text: str) -> str:
+    """Returns a text with \\sqrt{12} for √12. In LaTeX, \\sqrt 12 is √1 · 2."""
+    closing = _closing(text)
+    # Start and end of what is replaced, and by what.
+    edits: list[tuple[int, int, str]] = []
+    for root in ROOT.finditer(text):
+        start, end = root.end(), _end(text, root.end(), closing)
+        if end is None:
+            continue
+        # Brackets around all of it, which the braces replace.
+        bare = int(not root[3] and text[start] in "({")
+        if THOUSANDS.fullmatch(text, start + bare, end - bare):
+            edits += [(i, i + 1, "") for i in range(start, end) if text[i] == ","]
+        edits.append((root.start(), start + bare, f"\\sqrt{_index(root[1] or root[2])}{{{root[3]}"))
+        edits.append((end - bare, end, "}"))
+    pieces, copied = [], 0
+    for start, end, by in sorted(edits):
+        pieces += [text[copied:start], by]
+        copied = end
+    return "".join((*pieces, text[copied:]))
+
+
+def _end(text: str, start: int, closing: dict[int, int]) -> int | None:
+    """Returns where the number, letter, fraction or brackets end that begin here; None if there is none of them."""
+    fraction = FRACTION.match(text, start)
+    end = fraction.end() if fraction else start
+    for _ in range(2 if fraction else 1):
+        if text[end : end + 1] in ("(", "{"):
+            if end not in closing:
+                return None
+            end = closing[end] + 1
+        # \frac14.
+        elif fraction and text[end : end + 1].isalnum():
+            end += 1
+        elif fraction or not (radicand := RADICAND.match(text, end)):
+            return None
+        else:
+            end = radicand.end()
+    return end
+
+
+def _closing(text: str) -> dict[int, int]:
+    """Returns the place of the closing one for each opening bracket of a text."""
+    opened, closing = [], {}
+    for bracket in BRACKETS.finditer(text):
+        if bracket[0] in ("(", "{"):
+            opened.append(bracket.start())
+        elif opened and text[opened[-1]] + bracket[0] in ("()", "{}"):
+            closing[opened.pop()] = bracket.start()
+    return closing
+
+
+def _index(sign: str) -> str:
+    """Returns the index of a root, [3] for ³ before it and for ∛; "" for √."""
+    number = {"√": "", "\\sqrt": "", "∛": "3", "∜": "4"}.get(sign, sign.translate(RAISED))
+    return f"[{number}]" if number else ""
+
+
+def _repeating(sign: str, whole: str, fixed: str, repeated: str) -> str:
+    """Converts a repeating decimal to a fraction: 0.1\\overline{6} to \\frac{1}{6}."""
+    nines = (10 ** len(repeated) - 1) * 10 ** len(fixed)
+    value = Fraction(int(whole + fixed + repeated) - int(whole + fixed or 0), nines)
+    return f"{sign}\\frac{{{value.numerator}}}{{{value.denominator}}}"

@@ -1,0 +1,108 @@
+"""Reward functions of veRL and EasyR1 as they are: `compute_score(data_source, solution_str, ground_truth, ...)`.
+
+| signature | called for | returns |
+|---|---|---|
+| `f(data_source, solution_str, ground_truth, extra_info)` | one completion | a number, or a dict with "score" |
+| `f(data_sources, solution_strs, ground_truths, extra_infos)` | a batch | a list of them |
+| `f(reward_input)`, a dict of response, response_length and ground_truth | one completion | a dict with "overall" |
+| `f(reward_inputs)` | a batch | a list of them |
+| `f(predict_str, ground_truth)`, `f(predicts, ground_truths)` | one completion, a batch | as the two above |
+
+The ground truth is the column "answer". Other numbers of a dict are logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxrl_llm.config.names import bind
+from jaxrl_llm.tasks import REWARDS, text_of
+
+__all__: tuple[str, ...] = ()  # nothing here is for a config to name
+
+TEXTS = ("solution_str", "predict_str", "predict")  # arguments that hold the text of a completion
+COLUMNS = {"ground_truth": "answer", "data_source": "data_source", "extra_info": "extra_info"}
+TOTALS = ("score", "overall")  # names of the reward in a dict
+
+
+def bound(text: str) -> Callable[..., Any]:
+    """Returns the reward function of "name" or "name(argument=value)", with our signature. Raises: UserError."""
+    return adapted(bind(text, REWARDS, "reward"))
+
+
+def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of veRL or EasyR1 with our signature, and any other function as it is."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        # A function in C may have none.
+        return function
+    for plural in ("", "s"):
+        texts = any(f"{name}{plural}" in parameters for name in TEXTS) and f"ground_truth{plural}" in parameters
+        if texts or f"reward_input{plural}" in parameters:
+            return _adapter(function, parameters, plural)
+    return function
+
+
+def _adapter(function: Callable[..., Any], parameters: Any, plural: str) -> Callable[..., Any]:
+    """plural: the end of the arguments' names: "s" if the function judges a batch at once, "" if one completion."""
+    columns = {f"{name}{plural}": column for name, column in COLUMNS.items() if f"{name}{plural}" in parameters}
+    inputs = f"reward_input{plural}" in parameters
+
+    @functools.wraps(function)
+    def reward(completions: list[Any], completion_ids: list[list[int]], log_metric: Any, **values: list[Any]) -> Any:
+        texts = [text_of(completion) for completion in completions]
+        arguments = {name: values[column] for name, column in columns.items() if column in values}
+        arguments |= {f"{name}{plural}": texts for name in TEXTS if f"{name}{plural}" in parameters}
+        if inputs:
+            facts = zip(texts, completion_ids, values["answer"], strict=True)
+            arguments[f"reward_input{plural}"] = [
+                {"response": text, "response_length": len(ids), "ground_truth": answer} for text, ids, answer in facts
+            ]
+        if plural:
+            returned = function(**arguments)
+            return _awaited(returned, log_metric) if inspect.isawaitable(returned) else _totals(returned, log_metric)
+        one_by_one = [function(**{name: all_[i] for name, all_ in arguments.items()}) for i in range(len(texts))]
+        if any(map(inspect.isawaitable, one_by_one)):
+            return _gathered(one_by_one, log_metric)
+        return _totals(one_by_one, log_metric)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    defaults = {column: parameters[name].default for name, column in columns.items()}
+    if inputs:
+        defaults["answer"] = inspect.Parameter.empty
+    names = {name: inspect.Parameter.empty for name in ("completions", "completion_ids", "log_metric")} | defaults
+    our_parameters = [inspect.Parameter(name, kind, default=default) for name, default in names.items()]
+    # Python asks for parameters without a default first.
+    our_parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)
+    setattr(reward, "__signature__", inspect.Signature(our_parameters))  # noqa: B010 - what `inspect.signature` returns
+    return reward
+
+
+async def _awaited(returned: Any, log_metric: Any) -> Any:
+    return _totals(await returned, log_metric)
+
+
+async def _gathered(returned: list[Any], log_metric: Any) -> Any:
+    # Here, because it belongs to the loop that runs.
+    return _totals(await asyncio.gather(*returned), log_metric)
+
+
+def _totals(returned: Any, log_metric: Callable[[str, float], None]) -> Any:
+    """Returns the rewards of numbers or dicts, and logs the means of the other numbers."""
+    if not isinstance(returned, Sequence) or not any(isinstance(verdict, dict) for verdict in returned):
+        return returned
+    parts: dict[str, list[float]] = {}
+    for verdict in returned:
+        for name, value in verdict.items() if isinstance(verdict, dict) else ():
+            if name not in TOTALS and isinstance(value, (int, float)):
+                parts.setdefault(str(name), []).append(float(value))
+    for name, values in parts.items():
+        log_metric(name, sum(values) / len(values))
+    named = {key for verdict in returned if isinstance(verdict, dict) for key in verdict}
+    total = next((key for key in TOTALS if key in named), TOTALS[0])
+    return [verdict.get(total, verdict) if isinstance(verdict, dict) else verdict for verdict in returned]

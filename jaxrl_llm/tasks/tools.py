@@ -1,0 +1,103 @@
+"""Functions as tools, in the form that Qwen2.5, Qwen3 and Hermes models know.
+
+The chat template describes the functions in the prompt. The policy writes
+`<tool_call>{"name": "calculate", "arguments": {"expression": "2*3"}}</tool_call>`, and the template puts the results
+into messages of the role "tool". A turn ends with the model's own stop token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import Any
+
+from jaxrl_llm.config.names import resolve
+from jaxrl_llm.errors import UserError, briefly, describe
+from jaxrl_llm.sandbox import program as sandbox
+from jaxrl_llm.tasks import TOOLS, calculator
+from jaxrl_llm.tasks.protocol import OwnError, Reply
+
+CLOSED = "</tool_call>"
+CALL = re.compile(rf"<tool_call>(.*?){CLOSED}", re.DOTALL)
+
+
+class Tools:
+    """Calls the functions that the policy names. A turn without a call is the last one."""
+
+    stops = ()
+
+    def __init__(self, *, functions: tuple[str, ...]):
+        """functions: names, such as my.module.f, of functions with types and a docstring that explains the arguments.
+
+        Raises: UserError, if one of them cannot be described.
+        """
+        self._functions = {name.rpartition(".")[2]: resolve(name, TOOLS, "config.env.functions") for name in functions}
+        if len(self._functions) != len(functions):
+            raise UserError(f"config.env.functions = {functions}: give names whose last parts differ")
+
+    @cached_property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The descriptions of the functions for the chat template. Raises: UserError."""
+        from transformers.utils.chat_template_utils import get_json_schema
+
+        try:
+            return [get_json_schema(function) for function in self._functions.values()]
+        except Exception as error:
+            raise UserError(
+                f"config.env.functions: {describe(error)}: give each argument a type, and a line in the section "
+                "`Args:` of the docstring"
+            ) from error
+
+    def reset(self, row: dict[str, Any]) -> None:
+        """Needs nothing of the row."""
+
+    def step(self, text: str) -> Reply:
+        """Calls all functions of the turn, in order."""
+        # Behind the last closing mark each opening one would be searched for in vain, in quadratic time.
+        calls = CALL.findall(text, 0, text.rfind(CLOSED) + len(CLOSED))
+        if not calls:
+            return Reply(done=True)
+        metrics = {"calls": float(len(calls)), "invalid": 0.0, "errors": 0.0, "own_errors": 0.0}
+        return Reply(tuple(self._answer(call, metrics) for call in calls), metrics=metrics)
+
+    def _answer(self, call: str, metrics: dict[str, float]) -> str:
+        try:
+            request = json.loads(call)
+            function, arguments = self._functions[request["name"]], request.get("arguments", {})
+            if not isinstance(arguments, dict):
+                raise TypeError("the arguments are no object")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            metrics["invalid"] += 1
+            return f"error: this is no call of {', '.join(self._functions)}: {briefly(error)}"
+        try:
+            result = function(**arguments)
+            return result if isinstance(result, str) else json.dumps(result, default=str)
+        except Exception as error:
+            # A tool may raise anything.
+            metrics["own_errors" if isinstance(error, OwnError) else "errors"] += 1
+            return f"error: {briefly(error)}"
+
+
+def calculate(expression: str) -> str:
+    """
+    Computes an arithmetic expression.
+
+    Args:
+        expression: numbers joined by + - * / // % ** and brackets
+    """
+    return calculator.calculated(expression, 200)
+
+
+def run_python(code: str) -> str:
+    """
+    Runs a Python program, and returns what it prints.
+
+    Args:
+        code: the program
+    """
+    sandbox.refuse_without()
+    output, errors, error, _ = sandbox.run(code, seconds=5.0, memory=512, characters=2000)
+    if error:
+        raise OwnError(f"{error}\n{output}{errors}")
+    return output + errors

@@ -1,0 +1,99 @@
+"""veRL's rows, {prompt, reward_model: {style, ground_truth}, data_source, ability, extra_info}, and their rewards.
+
+`convert` reads a row. The rewards are those that veRL chooses by the column data_source
+(`verl/utils/reward_score/__init__.py`). Answers are compared by the functions of this package: numbers by value, boxes
+by math-verify.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jaxrl_llm.tasks import gsm8k, is_empty, reads, search, text_of
+from jaxrl_llm.tasks import math as maths
+
+Judge: TypeAlias = Callable[..., list[float | None]]
+ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+# Characters at the end of a completion in which "Answer:" is looked for, as in veRL.
+LAST = 300
+
+
+def convert(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with its ground truth as the column "answer", or, where it has names, as columns by those names.
+
+    {"ground_truth": 72} -> {"answer": "72"}; {"ground_truth": {"target": 24, "numbers": [2, 3, 4]}} -> the columns
+    target and numbers. The other columns stay, for rewards of your own. Raises: KeyError.
+    """
+    if not isinstance(row["reward_model"], dict):
+        raise KeyError("reward_model.ground_truth")
+    truth = row["reward_model"]["ground_truth"]
+    # Of rows that pandas read.
+    truth = truth.tolist() if isinstance(truth, np.ndarray) else truth
+    if isinstance(truth, (list, tuple)) and len(truth) == 1:
+        truth = truth[0]
+    return row | (truth if isinstance(truth, dict) else {"answer": str(truth)})
+
+
+@reads(data_source=lambda value: _judge(value))
+def score(
+    completions: list[Any], answer: list[Any], data_source: list[Any], turns: list[Any] | None = None, **columns: Any
+) -> list[float | None]:
+    """The score of veRL: 1 or -1 for math_dapo and aime*, whose answer is after "Answer:", and 1 or 0 for the others.
+
+    Raises: ValueError, for a data_source that has no rule here.
+    """
+    right = accuracy(completions, answer, data_source, turns)
+    return [
+        2 * r - 1 if r is not None and _judge(source) is _after_answer else r
+        for r, source in zip(right, data_source, strict=True)
+    ]
+
+
+@reads(data_source=lambda value: _judge(value))
+def accuracy(
+    completions: list[Any], answer: list[Any], data_source: list[Any], turns: list[Any] | None = None, **columns: Any
+) -> list[float | None]:
+    """1 where the completion is right by the rule of its data_source, else 0.
+
+    gsm8k: `gsm8k.accuracy`; math_dapo and aime*: what follows the last "Answer:"; other data sources of mathematics:
+    `math.accuracy`; searchR1_*: `search.exact_match`. Raises: ValueError, as `score`.
+    """
+    judges = [None if is_empty(source) else _judge(source) for source in data_source]
+    right: list[float | None] = [None] * len(completions)
+    for judge in dict.fromkeys(judge for judge in judges if judge):
+        # A judge gets all of its rows at once, because math-verify judges many answers at the same time.
+        rows = [i for i, row_judge in enumerate(judges) if row_judge is judge]
+        judged_turns = [turns[i] for i in rows] if turns else None
+        verdicts = judge([completions[i] for i in rows], [answer[i] for i in rows], turns=judged_turns)
+        for i, verdict in zip(rows, verdicts, strict=True):
+            right[i] = verdict
+    return right
+
+
+def _judge(source: Any) -> Judge:
+    for pattern, judge in JUDGES:
+        if re.fullmatch(pattern, str(source), re.IGNORECASE):
+            return judge
+    raise ValueError(f"data_source is {source!r}, for which verl.score has no rule: name a function for these rows")
+
+
+def _after_answer(completions: list[Any], answer: list[Any], **columns: Any) -> list[float | None]:
+    return maths.equal([_stated(text_of(c)) for c in completions], answer)
+
+
+def _stated(text: str) -> str:
+    """Returns what follows the last "Answer:" in its line, without Markdown's asterisks; "" if there is none."""
+    matches = ANSWER.findall(text[-LAST:])
+    return matches[-1].strip(" *") if matches else ""
+
+
+JUDGES: tuple[tuple[str, Judge], ...] = (
+    (r".*gsm8k.*", gsm8k.accuracy),
+    (r"math|math_dapo.*|aime.*", _after_answer),
+    (r"searchR1_.*", search.exact_match),
+    (r".*math.*|numina.*", maths.accuracy),
+)
