@@ -27,7 +27,7 @@ from jaxrl_llm import structs
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health.finding import Record
+from jaxrl_llm.health.finding import LogRecord
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.session.run import Run
@@ -410,7 +410,7 @@ def config_of(fault: Fault, *, second: bool = False) -> structs.Config:
     return config
 
 
-def run_fault(fault: Fault, workdir: Path, *, second: bool = False) -> Iterator[Record]:
+def run_fault(fault: Fault, workdir: Path, *, second: bool = False) -> Iterator[LogRecord]:
     """Runs a fault until its end, and yields the records. A rule may stop the run."""
     with build(config_of(fault, second=second), workdir) as run, suppress(UserError):
         fault.inject(run)

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 from jaxrl_llm.health import rules
-from jaxrl_llm.health.finding import Finding, Record
+from jaxrl_llm.health.finding import Finding, LogRecord
 from jaxrl_llm.health.history import History
 from jaxrl_llm.tools import logs
 
@@ -36,7 +36,7 @@ class Judged(NamedTuple):
         return not self.tenths or self.tenths[-1] > max(best - FALL, best / 2)
 
 
-def judge(name: str, records: Sequence[Record], bounds: dict[str, Any]) -> Judged:
+def judge(name: str, records: Sequence[LogRecord], bounds: dict[str, Any]) -> Judged:
     """Applies the rules after every record, as a run does."""
     history, alarms, blind = History(), dict[str, tuple[int, Finding]](), rules.blind(records)
     for record in records:
@@ -52,7 +52,7 @@ def judged(workdir: Path) -> Judged:
     return judge(workdir.name, logs.read(workdir), logs.bounds(workdir) or BOUNDS)
 
 
-def accuracy_by_tenths(records: Sequence[Record]) -> list[float]:
+def accuracy_by_tenths(records: Sequence[LogRecord]) -> list[float]:
     """Returns the mean accuracy of the samples in each tenth of a run; [] if the log does not have it."""
     name = next((name for name in TRUTHS if records[-1].get(name) is not None), "")
     values = [record[name] for record in records if record.get(name) is not None]
@@ -81,7 +81,7 @@ def shorter(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def kept(file: Path) -> dict[str, list[Record]]:
+def kept(file: Path) -> dict[str, list[LogRecord]]:
     """Returns the records of the runs in a file of `keep`. A metric that a record lacks is None."""
     runs = json.loads(gzip.decompress(file.read_bytes()))
     return {

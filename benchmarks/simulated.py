@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.health.finding import Record
+from jaxrl_llm.health.finding import LogRecord
 
 PROBLEMS = 500  # held out
 LIMIT, LENGTH = 512.0, 120.0  # tokens of a completion
@@ -33,7 +33,7 @@ class Settings:
     tools: bool = False
 
 
-def history(seed: int, **settings: Any) -> list[Record]:
+def history(seed: int, **settings: Any) -> list[LogRecord]:
     """Returns the records of a healthy run, as metrics.jsonl has them. settings: those of `Settings`."""
     given, rng = Settings(**settings), np.random.default_rng(seed)
     run = _Run(given, rng, wander=_wander(rng, given.steps), tails=_tails(rng, given.steps))
@@ -63,7 +63,7 @@ class _Run:
     wander: np.ndarray  # 4 x steps
     tails: np.ndarray  # steps
 
-    def record(self, step: int) -> Record:
+    def record(self, step: int) -> LogRecord:
         given, rng, at = self.given, self.rng, step - 1
         groups = max(given.sequences // given.group_size, 1)
         done = 1 - np.exp(-3 * at / given.steps)  # fast at first, then slower
@@ -91,7 +91,7 @@ class _Run:
         """Returns the noise of a mean over the sequences of a step."""
         return float(deviation * self.rng.normal() / np.sqrt(self.given.sequences))
 
-    def _completions(self, at: int, done: float, shape: tuple[int, int]) -> Record:
+    def _completions(self, at: int, done: float, shape: tuple[int, int]) -> LogRecord:
         """Lengths differ by prompt and by completion, as log-normal values do."""
         rng, typical = self.rng, LENGTH * np.exp(0.4 * done + 0.1 * self.wander[1, at])
         spread = 0.5 * rng.normal(size=(shape[0], 1)) + 0.4 * rng.normal(size=shape)
@@ -108,7 +108,7 @@ class _Run:
             "completion/compressed": 0.35 + self._noise(0.1),
         }
 
-    def _update(self, at: int, done: float, spread: float) -> Record:
+    def _update(self, at: int, done: float, spread: float) -> LogRecord:
         """The norm of a gradient is that of the signal and of the noise, which falls with the sequences."""
         noise = np.sqrt(64 / self.given.sequences)
         norm = (0.05 + spread * (0.3 * (1 - 0.5 * done) + 0.3 * noise)) * self.tails[at]
@@ -129,7 +129,7 @@ class _Run:
             "learning_rate": 1e-6,
         }
 
-    def _engine(self, at: int) -> Record:
+    def _engine(self, at: int) -> LogRecord:
         """An engine that rounds otherwise than the trainer: log-probabilities differ by about 7 roundings."""
         rng, given = self.rng, self.given
         d = 7 * given.rounding * np.exp(0.1 * self.wander[3, at] + self._noise(0.5))
@@ -162,7 +162,7 @@ def _error(values: np.ndarray) -> float:
     return float(values.mean(axis=1).std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
-def _rewards(rewards: np.ndarray) -> Record:
+def _rewards(rewards: np.ndarray) -> LogRecord:
     """Returns what the log has of rewards [B, G], with a second reward function, of the form."""
     signal = rewards.max(axis=1) > rewards.min(axis=1)
     record = {

@@ -28,6 +28,7 @@ from benchmarks.ill_runs import chance, engine_of
 from benchmarks.judging import Judged, judged, rate
 from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
+from jaxrl_llm.health.finding import LogRecord
 from jaxrl_llm.rollout.protocol import EngineChoice
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Config, PyTree
@@ -43,7 +44,6 @@ CHEAP = {
     "checkpoint.every": 100_000, "checkpoint.keep_best": 0, "log.to": (), "log.completions_every": 0,
     "reward.timeout": 0.0, "health.self_test": False, "mesh.fsdp": 1, "eval.every": 0,
 }  # fmt: skip
-Record = dict[str, Any]
 
 
 def folder_of(name: str) -> str:
@@ -119,32 +119,32 @@ def half_trained(folder: Path) -> Path:
 # Columns of the tables: from the records of a run to a number.
 
 
-def at(step: int, name: str = "eval/accuracy") -> Callable[[list[Record]], float]:
+def at(step: int, name: str = "eval/accuracy") -> Callable[[list[LogRecord]], float]:
     return lambda records: next(record[name] for record in records if record["step"] == step)
 
 
-def swing(records: list[Record]) -> float:
+def swing(records: list[LogRecord]) -> float:
     """The mean change of the reward from a step to the next, in the second half."""
     rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
     later = rewards[len(rewards) // 2 :]
     return mean(abs(a - b) for a, b in pairwise(later))
 
 
-def part(name: str, number: int, of: int = 4) -> Callable[[list[Record]], float]:
+def part(name: str, number: int, of: int = 4) -> Callable[[list[LogRecord]], float]:
     """The median of a metric in a part of the run; NaN if it has none."""
 
-    def value(records: list[Record]) -> float:
+    def value(records: list[LogRecord]) -> float:
         values = [record[name] for record in records if record.get(name) is not None]
         return median(values[len(values) * number // of : len(values) * (number + 1) // of]) if values else math.nan
 
     return value
 
 
-def largest(name: str) -> Callable[[list[Record]], float]:
+def largest(name: str) -> Callable[[list[LogRecord]], float]:
     return lambda records: max(record[name] for record in records if record.get(name) is not None)
 
 
-Column = tuple[str, Callable[[list[Record]], float], str]
+Column = tuple[str, Callable[[list[LogRecord]], float], str]
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def rules_table(runs: dict[str, dict[str, Judged]]) -> list[str]:
     return rows
 
 
-def read(workdir: Path) -> list[Record]:
+def read(workdir: Path) -> list[LogRecord]:
     """Returns the records of a run."""
     return [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -124,6 +125,16 @@ def in_circles(pairs: set[tuple[str, str]]) -> set[str]:
             break
         pairs = rest
     return {node for pair in pairs for node in pair}
+
+
+def test_no_two_classes_share_a_name():
+    classes = [
+        node.name
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert [name for name, count in Counter(classes).items() if count > 1] == []
 
 
 def test_numbers_of_the_house_fall():

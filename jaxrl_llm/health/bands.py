@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.health.finding import Record
+from jaxrl_llm.health.finding import LogRecord
 from jaxrl_llm.health.history import FEW, RECENT, History
 from jaxrl_llm.health.rules.bounds import (
     CLIPPED,
@@ -43,7 +43,7 @@ class Band(NamedTuple):
     high: float | np.ndarray | None = None
 
 
-def bands(records: Sequence[Record]) -> list[Band]:
+def bands(records: Sequence[LogRecord]) -> list[Band]:
     """Returns the bands of a run. Those that the start of the run decides are there once the start is over."""
     return [*_fixed_bands(), *_start_bands(records), *_best_bands(records)]
 
@@ -73,7 +73,7 @@ def _fixed_bands() -> list[Band]:
     ]
 
 
-def _start_bands(records: Sequence[Record]) -> list[Band]:
+def _start_bands(records: Sequence[LogRecord]) -> list[Band]:
     """Bounds that are multiples of the mean of the first 4 steps."""
     start = _start(records).then
     start_bands = []
@@ -108,7 +108,7 @@ def _start_bands(records: Sequence[Record]) -> list[Band]:
     return start_bands
 
 
-def _best_bands(records: Sequence[Record]) -> list[Band]:
+def _best_bands(records: Sequence[LogRecord]) -> list[Band]:
     """The reward stays near its best mean of 8 steps so far."""
     spread = _start(records).then("reward/std")
     if not spread:
@@ -125,6 +125,6 @@ def _best_bands(records: Sequence[Record]) -> list[Band]:
     return [Band("reward/mean", "reward_collapse", words, np.array(low))]
 
 
-def _start(records: Sequence[Record]) -> History:
+def _start(records: Sequence[LogRecord]) -> History:
     """Returns a history with the first records and the last one: enough for `then`."""
     return History([*(record for record in records if 0 < record["step"] <= FEW), *records[-1:]])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-Record: TypeAlias = dict[str, Any]
+LogRecord: TypeAlias = dict[str, Any]
 SEVERITIES = ("note", "warning", "error")
 # Metrics reward/* that are no reward function's.
 NO_CHANNELS = {
@@ -48,7 +48,7 @@ class Needs(NamedTuple):
     records: int = 1  # with these metrics, at least
     functions: int = 0  # reward functions, at least
 
-    def lacks(self, records: Sequence[Record]) -> str:
+    def lacks(self, records: Sequence[LogRecord]) -> str:
         """Returns what these records do not have, in words; "": nothing."""
         counts = {name: sum(record.get(name) is not None for record in records) for name in self.metrics}
         if absent := [name for name, count in counts.items() if not count]:

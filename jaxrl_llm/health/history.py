@@ -12,9 +12,9 @@ import numpy as np
 from scipy.special import bdtrc
 
 from jaxrl_llm.health import noise
-from jaxrl_llm.health.finding import Record
+from jaxrl_llm.health.finding import LogRecord
 
-Metric: TypeAlias = str | Callable[[Record], float | None]  # its name, or how it follows from a record
+Metric: TypeAlias = str | Callable[[LogRecord], float | None]  # its name, or how it follows from a record
 FEW = 4  # records at the start that a rule compares with
 RECENT = 8  # records that a rule averages, so that one odd step is no finding
 SLOWER = 4  # times as many records, where a small batch hides a change in fewer
@@ -50,13 +50,13 @@ class History:
 
     few, recent = FEW, RECENT  # steps of the start, and steps that are averaged
 
-    def __init__(self, records: Iterable[Record] = ()):
-        self.records: list[Record] = []
+    def __init__(self, records: Iterable[LogRecord] = ()):
+        self.records: list[LogRecord] = []
         self._columns: dict[Any, Column] = {}
         for record in records:
             self.add(record)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         """Adds the next record, or puts it in the place of the last one, if it has the same step."""
         self._columns.clear()
         if self.records and self.records[-1]["step"] == record["step"]:
@@ -69,7 +69,7 @@ class History:
             distance *= 2
         judged = _evaluations(self.records)
 
-        def stays(past: Record) -> bool:
+        def stays(past: LogRecord) -> bool:
             step = past["step"]
             return step <= SLOWER * FEW or step > last - GAPLESS or step % distance < 2 or step in judged
 
@@ -92,7 +92,7 @@ class History:
         return self._columns[name]
 
     @property
-    def latest(self) -> list[Record]:
+    def latest(self) -> list[LogRecord]:
         """The last records, without a gap."""
         return self.records[-WINDOW:]
 
@@ -239,7 +239,7 @@ class History:
         return float((mean[-self.recent :].mean() - lowest.min()) / (highest.max() - lowest.min()))
 
 
-def _evaluations(records: Sequence[Record]) -> set[int]:
+def _evaluations(records: Sequence[LogRecord]) -> set[int]:
     """Returns the steps of the evaluations that stay: the best one, and the last ones."""
     accuracies = [
         (record["eval/accuracy"], -record["step"]) for record in records if record.get("eval/accuracy") is not None
@@ -247,7 +247,7 @@ def _evaluations(records: Sequence[Record]) -> set[int]:
     return {-step for _, step in [*accuracies[-EVALUATIONS:], *([max(accuracies)] if accuracies else [])]}
 
 
-def _values(name: Metric, records: Sequence[Record]) -> list[float | None]:
+def _values(name: Metric, records: Sequence[LogRecord]) -> list[float | None]:
     """Returns a metric of each record; None, where it is missing, as at step 0."""
     if callable(name):
         return [name(record) if record["step"] else None for record in records]
@@ -268,7 +268,7 @@ def _logarithm(name: Metric) -> Metric:
     """Returns the function of a record that is the logarithm of a metric."""
     metric = name if callable(name) else lambda record: record.get(name)
 
-    def logarithm(record: Record) -> float | None:
+    def logarithm(record: LogRecord) -> float | None:
         return None if (x := metric(record)) is None else log(max(x, TINY))
 
     return logarithm

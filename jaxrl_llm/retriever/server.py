@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from jaxrl_llm.retriever.index import Found
 
-Search = Callable[[list[str], int], list[Found]]
+SearchFn = Callable[[list[str], int], list[Found]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Refused(Exception):
         self.status, self.reason = status, reason
 
 
-def application(search: Search, bounds: Bounds) -> Starlette:
+def application(search: SearchFn, bounds: Bounds) -> Starlette:
     """Returns the application. search(queries, topk) -> documents and scores of each query."""
     limiter, inside = anyio.CapacityLimiter(bounds.workers), 0
 

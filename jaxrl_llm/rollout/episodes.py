@@ -48,7 +48,7 @@ class Caches(NamedTuple):
     cache: AnyArray  # per layer, completion keys and values [B, K, G, C, h]
 
 
-class Turns(NamedTuple):
+class Positions(NamedTuple):
     """Where each completion is: arrays [B, G]."""
 
     last: AnyArray  # token length - 1, whose keys and values are not in the cache yet
@@ -94,7 +94,7 @@ def run(
     fixed: Decoding,
     params: PyTree,
     caches: Caches,
-    turns: Turns,
+    turns: Positions,
     may_end: Array,
     number: Array,
     key: Array,
@@ -297,7 +297,7 @@ class EpisodeSampler:
                 # one.
                 last = np.take_along_axis(episodes.tokens, episodes.length[:, None] - 1, axis=1)
                 state = last, episodes.length, episodes.limits(environments.turn_tokens)
-                turns = on_devices(Turns(*(x.reshape(shape).astype(np.int32) for x in state)))
+                turns = on_devices(Positions(*(x.reshape(shape).astype(np.int32) for x in state)))
                 caches, sampled = self._run(fixed, params, caches, turns, may_end, number, key)
                 episodes.add(sharding.to_host(sampled))
             elif waits:
@@ -321,7 +321,7 @@ class EpisodeSampler:
             arrays = of(*chunk), of(*chunk, size), of(*chunk), of(*chunk)
             name = f"observations, {chunk[1]} x {size} a device"
             yield "prompts", name, partial(self._feed.trace, fixed, weights, caches, *arrays)
-        turns = Turns(completions, completions, completions)
+        turns = Positions(completions, completions, completions)
         may_end = jax.ShapeDtypeStruct((self._vocabulary,), bool)
         name = f"decoding, {fixed.batch} x {fixed.group}, {fixed.length} tokens"
         yield "decoding", name, partial(self._run.trace, fixed, weights, caches, turns, may_end, completions, key)

@@ -103,7 +103,7 @@ def run(code: str, *, seconds: float, memory: int, characters: int, stdin: str =
         return Result(program.output(characters), program.errors(characters), error, reason)
 
 
-class Program(NamedTuple):
+class SandboxProgram(NamedTuple):
     """A program that runs in a sandbox."""
 
     process: subprocess.Popen[bytes]
@@ -112,7 +112,7 @@ class Program(NamedTuple):
     seconds: float  # of the CPU
     began: float  # time.monotonic()
 
-    def wait(self, end: float, beside: Program | None = None) -> tuple[str, str]:
+    def wait(self, end: float, beside: SandboxProgram | None = None) -> tuple[str, str]:
         """Waits until the program ends, and returns error and reason.
 
         It is killed at the time `end`, and if it, or the one `beside` it, has too many files or threads.
@@ -205,7 +205,7 @@ def _inside() -> str:
 @contextmanager
 def started(
     code: str, *, seconds: float, memory: int, stdin: str = "", descriptors: Sequence[int] = ()
-) -> Iterator[Program]:
+) -> Iterator[SandboxProgram]:
     """Starts code in a sandbox, as `run` does, and kills it at the end. descriptors: more that it inherits.
 
     Raises: NoSandbox.
@@ -244,7 +244,7 @@ def started(
             pass_fds=handed,
             start_new_session=True,
         )
-        started_program = Program(process, stdout, stderr, seconds, time.monotonic())
+        started_program = SandboxProgram(process, stdout, stderr, seconds, time.monotonic())
         try:
             # This process's own end: while it is open, the read below would never see that the program has ended.
             ready.close()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from jaxrl_llm.health.finding import Finding, Record
+from jaxrl_llm.health.finding import Finding, LogRecord
 from jaxrl_llm.health.history import WINDOW, History
 from jaxrl_llm.health.rules import findings
 from jaxrl_llm.machine import disk, distributed
@@ -39,7 +39,7 @@ class Health:
         self._last_steps: dict[str, int] = {}  # last step of each finding
         self._verdict = Verdict()
 
-    def begin(self, records: Iterable[Record]) -> None:
+    def begin(self, records: Iterable[LogRecord]) -> None:
         """Continues after these records, which are those of the run. Drops later findings: rules find them again."""
         self._history, self._last_steps, self._verdict = History(records), {}, Verdict()
         if distributed.first():
@@ -64,7 +64,7 @@ class Health:
             with disk.writing(self._workdir), self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step} | finding.record()) + "\n")
 
-    def judge(self, record: Record | None) -> Verdict:
+    def judge(self, record: LogRecord | None) -> Verdict:
         """Returns the verdict after a record: the next one, or the last one again, perhaps with more entries."""
         last = self._history.latest[-1:]
         if record is None or record in last:

@@ -49,7 +49,7 @@ class Endpoint:
     silent: int = 0  # time-outs since the last answer
 
 
-class Reply(NamedTuple):
+class JudgeReply(NamedTuple):
     """What came back; None: nothing after all tries."""
 
     text: str | None
@@ -57,7 +57,7 @@ class Reply(NamedTuple):
     given_up: bool = False  # because the time of the batch was over, or the endpoint silent
 
 
-GIVEN_UP = Reply(None, 0, given_up=True)
+GIVEN_UP = JudgeReply(None, 0, given_up=True)
 
 
 def _check(*, url: str, template: str, api_key_env: str, **_: Any) -> None:
@@ -133,7 +133,7 @@ async def score(
     return scores
 
 
-async def _ask_all(endpoint: Endpoint, questions: list[str]) -> dict[str, Reply]:
+async def _ask_all(endpoint: Endpoint, questions: list[str]) -> dict[str, JudgeReply]:
     """Asks each different question once, until the time of the batch is over. Raises: UserError, as `_ask` does."""
     tasks = {question: asyncio.ensure_future(_ask(endpoint, question)) for question in dict.fromkeys(questions)}
     remaining = deadline() - time.monotonic()
@@ -150,7 +150,7 @@ async def _ask_all(endpoint: Endpoint, questions: list[str]) -> dict[str, Reply]
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-async def _ask(endpoint: Endpoint, question: str) -> Reply:
+async def _ask(endpoint: Endpoint, question: str) -> JudgeReply:
     """Asks until there is a reply, at most 1 + retries times. Raises: UserError, for an error that does not pass."""
     message = endpoint.request | {"messages": [{"role": "user", "content": question}]}
     for tried in range(1, endpoint.retries + 2):
@@ -159,17 +159,17 @@ async def _ask(endpoint: Endpoint, question: str) -> Reply:
         try:
             async with endpoint.at_once:
                 if endpoint.silent >= SILENT:
-                    return Reply(None, tried - 1, given_up=True)
+                    return JudgeReply(None, tried - 1, given_up=True)
                 response = await endpoint.client.post(endpoint.url, json=message)
             endpoint.silent = 0
             if response.status_code in WRONG:
                 what = WRONG[response.status_code]
                 raise UserError(f"judge.score: {endpoint.url} answers {response.status_code}: put {what} right")
             if response.is_success:
-                return Reply(str(response.json()["choices"][0]["message"]["content"]), tried)
+                return JudgeReply(str(response.json()["choices"][0]["message"]["content"]), tried)
             if response.status_code not in AGAIN:
                 # Such as a question that is too long.
-                return Reply(None, tried)
+                return JudgeReply(None, tried)
             retry_after = response.headers.get("retry-after", "")
             wait = max(wait, float(retry_after) if retry_after.isdigit() else 0.0)
         except httpx.TimeoutException:
@@ -179,7 +179,7 @@ async def _ask(endpoint: Endpoint, question: str) -> Reply:
             pass
         if tried <= endpoint.retries:
             await asyncio.sleep(min(wait, LONGEST_WAIT))
-    return Reply(None, endpoint.retries + 1)
+    return JudgeReply(None, endpoint.retries + 1)
 
 
 def _score(reply: str | None, tag: str, max_score: float) -> float | None:

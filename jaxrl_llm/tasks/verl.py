@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_llm.tasks import gsm8k, is_empty, reads, search, text_of
 from jaxrl_llm.tasks import math as maths
 
-Judge: TypeAlias = Callable[..., list[float | None]]
+Verifier: TypeAlias = Callable[..., list[float | None]]
 ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 # Characters at the end of a completion in which "Answer:" is looked for, as in veRL.
 LAST = 300
@@ -74,7 +74,7 @@ def accuracy(
     return right
 
 
-def _judge(source: Any) -> Judge:
+def _judge(source: Any) -> Verifier:
     for pattern, judge in JUDGES:
         if re.fullmatch(pattern, str(source), re.IGNORECASE):
             return judge
@@ -91,7 +91,7 @@ def _stated(text: str) -> str:
     return matches[-1].strip(" *") if matches else ""
 
 
-JUDGES: tuple[tuple[str, Judge], ...] = (
+JUDGES: tuple[tuple[str, Verifier], ...] = (
     (r".*gsm8k.*", gsm8k.accuracy),
     (r"math|math_dapo.*|aime.*", _after_answer),
     (r"searchR1_.*", search.exact_match),

@@ -18,7 +18,7 @@ from jaxrl_llm.build import build
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
 from jaxrl_llm.errors import UserError, printable, run_main
 from jaxrl_llm.health import rules
-from jaxrl_llm.health.finding import SEVERITIES, Finding, Record
+from jaxrl_llm.health.finding import SEVERITIES, Finding, LogRecord
 from jaxrl_llm.health.history import History
 from jaxrl_llm.recipe import checks, settings
 from jaxrl_llm.selftest import self_test
@@ -142,7 +142,7 @@ def self_test_of(config: Config, *, quiet: bool) -> list[Checked]:
     return checks_run
 
 
-def judge(records: Iterable[Record], bounds: dict[str, Any], before: Iterable[Finding] = ()) -> list[Spell]:
+def judge(records: Iterable[LogRecord], bounds: dict[str, Any], before: Iterable[Finding] = ()) -> list[Spell]:
     """Applies the rules after every record, as a run does, and returns what they find, the worst first.
 
     before: findings of step 0, which no record shows.
@@ -161,7 +161,7 @@ class Judge:
         self._spells = {finding.id: Spell(finding, 0, 0, 1) for finding in before}
         self._at = 0  # step of the last record
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         """Adds the next record."""
         self._history.add(record)
         for finding in rules.findings(self._history, self._bounds):
@@ -178,7 +178,7 @@ class Judge:
         return sorted(self._spells.values(), key=lambda x: (-SEVERITIES.index(x.finding.severity), x.first))
 
 
-def print_spells(spells: list[Spell], records: list[Record]) -> None:
+def print_spells(spells: list[Spell], records: list[LogRecord]) -> None:
     """Prints the findings of a run."""
     console = Console(highlight=False, soft_wrap=True)
     first, last = (record.get("at", record["step"]) for record in (records[0], records[-1]))

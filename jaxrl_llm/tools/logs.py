@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health.finding import Finding, Record
+from jaxrl_llm.health.finding import Finding, LogRecord
 
 NAMES = {  # of another trainer -> ours
     # TRL: GRPO and RLOO, also of older versions; then PPO
@@ -68,7 +68,7 @@ def bounds(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def read(path: Path) -> list[Record]:
+def read(path: Path) -> list[LogRecord]:
     """Returns the records of a run: a workdir, TensorBoard's folder, JSON lines, a trainer_state.json, or a CSV file.
 
     Steps of another trainer are numbered from 1, because it may log only some of them; "at" is its own number.
@@ -155,9 +155,9 @@ def _flat(line: Any, name: str = "") -> Iterator[tuple[str, float]]:
             yield f"{name}{key}", value
 
 
-def _rollouts(records: list[Record]) -> list[Record]:
+def _rollouts(records: list[LogRecord]) -> list[LogRecord]:
     """Joins the updates on a rollout. TRL logs each of them, and the reward only at the first: others are averaged."""
-    groups = list[list[Record]]()
+    groups = list[list[LogRecord]]()
     for record in records:
         if groups and "reward/mean" in groups[0][0] and "reward/mean" not in record:
             groups[-1].append(record)
@@ -168,7 +168,7 @@ def _rollouts(records: list[Record]) -> list[Record]:
     return [_mean(group) for group in groups]
 
 
-def _mean(group: list[Record]) -> Record:
+def _mean(group: list[LogRecord]) -> LogRecord:
     names = {name: [record[name] for record in group if name in record] for record in group for name in record}
     means = {name: None if None in values else sum(values) / len(values) for name, values in names.items()}
     return means | {"at": group[-1]["at"]}
@@ -220,7 +220,7 @@ def _scalar(value: Any) -> float | None:
     return struct.unpack("<f", tensor.tensor_content)[0] if len(tensor.tensor_content) == 4 else None
 
 
-def ours(row: dict[str, Any]) -> Record:
+def ours(row: dict[str, Any]) -> LogRecord:
     """Returns the values of another trainer under our names. A value that is not finite becomes None, as in our log."""
     row = {name.removeprefix("train/"): x if math.isfinite(x) else None for name, x in row.items()}
     record = {NAMES.get(name, name): x for name, x in row.items()}
@@ -230,7 +230,7 @@ def ours(row: dict[str, Any]) -> Record:
     return _derived(row) | record
 
 
-def _derived(row: dict[str, Any]) -> Record:
+def _derived(row: dict[str, Any]) -> LogRecord:
     """Returns what follows from veRL's numbers: the deviation, the groups without a signal and the KL reward."""
     names = ("score/min", "score/mean", "score/max", "rewards/mean")
     low, mean, high, total = (row.get(f"critic/{name}") for name in names)

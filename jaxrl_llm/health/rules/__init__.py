@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from jaxrl_llm.config.names import keywords
-from jaxrl_llm.health.finding import Finding, Needs, Record
+from jaxrl_llm.health.finding import Finding, LogRecord, Needs
 from jaxrl_llm.health.history import FEW, RECENT, WINDOW, History
 from jaxrl_llm.health.rules import engine, environment, policy, rewards, texts
 
@@ -37,7 +37,7 @@ def _fields(rule: Callable[..., Finding | None]) -> tuple[str, ...]:
     return tuple(keywords(rule))
 
 
-def blind(records: Sequence[Record]) -> dict[str, str]:
+def blind(records: Sequence[LogRecord]) -> dict[str, str]:
     """Returns {rule: what the records lack} for the rules that can judge none of them."""
     lacking = {rule.__name__: needs.lacks(records) for rule, needs in RULES.items()}
     return {name: lacks for name, lacks in lacking.items() if lacks}

@@ -7,7 +7,7 @@ from math import isclose
 
 import numpy as np
 
-from jaxrl_llm.health.finding import Finding, Record
+from jaxrl_llm.health.finding import Finding, LogRecord
 from jaxrl_llm.health.history import GAPLESS, History
 from jaxrl_llm.health.rules.bounds import (
     DRIFT,
@@ -21,7 +21,7 @@ from jaxrl_llm.health.rules.bounds import (
 )
 
 
-def kl_bound(record: Record) -> float:
+def kl_bound(record: LogRecord) -> float:
     """Returns the KL(sampler || trainer) from which on the two differ by more than by rounding.
 
     Log-probabilities that are off by ROUNDINGS rounding errors e have a KL of (ROUNDINGS e)^2 / 2, since KL = d^2 / 2.
@@ -29,7 +29,7 @@ def kl_bound(record: Record) -> float:
     return max(IMPORTANCE_KL, (ROUNDINGS * (record.get("importance/rounding") or 0.0)) ** 2 / 2)
 
 
-def _sizes(record: Record) -> tuple[float, float] | None:
+def _sizes(record: LogRecord) -> tuple[float, float] | None:
     """Returns mean and effective sample size of the weights of tokens before the correction cuts them.
 
     Other trainers log them only as used. A sum of two is None: the record lacks one.
@@ -41,13 +41,13 @@ def _sizes(record: Record) -> tuple[float, float] | None:
     return None
 
 
-def _far(record: Record) -> bool:
+def _far(record: LogRecord) -> bool:
     """Returns whether the weights are so far from 1 that no correction mends them."""
     sizes = _sizes(record)
     return sizes is not None and (not MEAN_WEIGHT[0] <= sizes[0] <= MEAN_WEIGHT[1] or sizes[1] < SAMPLE_SIZE)
 
 
-def _excess(record: Record) -> float | None:
+def _excess(record: LogRecord) -> float | None:
     """Returns KL(sampler || trainer) as a multiple of its bound."""
     kl = record.get("importance/kl")
     return None if kl is None else kl / kl_bound(record)
@@ -146,7 +146,7 @@ def engine_drift(history: History) -> Finding | None:
     )
 
 
-def _off_weight(record: Record) -> float | None:
+def _off_weight(record: LogRecord) -> float | None:
     """Returns how far the mean weight of old samples is from 1; None: the samples of the step are not old."""
     weight = record.get("importance/mean")
     return abs(weight - 1) if weight is not None and record.get("rollout/lag_p95") else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl_llm.health.finding import Finding, Record
+from jaxrl_llm.health.finding import Finding, LogRecord
 from jaxrl_llm.health.history import History
 from jaxrl_llm.health.rules.bounds import DOWN, ONE_TURN, TOOL_ERRORS
 
@@ -40,7 +40,7 @@ def tool_down(history: History) -> Finding | None:
     )
 
 
-def _calls(record: Record) -> float:
+def _calls(record: LogRecord) -> float:
     """Returns how often an episode asks its tools, if the environment counts that; else its turns."""
     count = lambda name: record.get(f"episode/{name}") or 0.0  # noqa: E731
     calls = count("calls") and count("calls") - count("invalid")  # an invalid call asks nobody
@@ -65,7 +65,7 @@ def tool_errors(history: History) -> Finding | None:
     )
 
 
-def _too_many(record: Record) -> float | None:
+def _too_many(record: LogRecord) -> float | None:
     """Returns by how much the errors of a turn are above TOOL_ERRORS."""
     errors, turns = record.get("episode/errors"), record.get("episode/turns")
     return None if errors is None or not turns else errors / turns - TOOL_ERRORS

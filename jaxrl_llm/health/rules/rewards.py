@@ -7,7 +7,7 @@ from math import sqrt
 import numpy as np
 
 from jaxrl_llm.health import noise
-from jaxrl_llm.health.finding import Finding, Record, channels
+from jaxrl_llm.health.finding import Finding, LogRecord, channels
 from jaxrl_llm.health.history import MOSTLY, History
 from jaxrl_llm.health.rules.bounds import HELD_OUT_FALL, KL_ALONE, KL_COSTS, KL_PAYS, LITTLE, NO_SIGNAL, REWARD_FALL
 
@@ -201,7 +201,7 @@ def kl_alone(history: History) -> Finding | None:
     )
 
 
-def _alone(record: Record) -> float | None:
+def _alone(record: LogRecord) -> float | None:
     """Returns the share of the KL penalty that is on completions without an advantage."""
     alone, whole = record.get("loss/kl_alone"), record.get("loss/kl")
     return None if alone is None or not whole else alone / whole

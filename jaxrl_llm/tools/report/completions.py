@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jaxrl_llm.tools.report.runs import LoggedRun
+from jaxrl_llm.tools.report.runs import ReportedRun
 
 MOST = 3000  # characters of a text on the page
 
@@ -23,7 +23,7 @@ class Group(NamedTuple):
     shown: list[LabelledCompletion]
 
 
-def groups(run: LoggedRun) -> list[Group]:
+def groups(run: ReportedRun) -> list[Group]:
     """Returns the first, the middle and the last group in the log of a run."""
     return [_group(line) for line in run.groups]
 

@@ -12,7 +12,7 @@ from jaxrl_llm.health.bands import Band, bands
 from jaxrl_llm.health.finding import channels
 from jaxrl_llm.tools.report import traces
 from jaxrl_llm.tools.report.axis import Axis, fit
-from jaxrl_llm.tools.report.runs import LoggedRun
+from jaxrl_llm.tools.report.runs import ReportedRun
 from jaxrl_llm.tools.report.thinning import part
 from jaxrl_llm.tools.report.traces import Curve
 
@@ -75,7 +75,7 @@ class Plot(NamedTuple):
     figure: str  # JSON
 
 
-def plots(runs: Sequence[LoggedRun]) -> list[Plot]:
+def plots(runs: Sequence[ReportedRun]) -> list[Plot]:
     """Returns the plots that the runs have values for."""
     limits = [bands(run.records) for run in runs]
     plots_drawn = []
@@ -87,18 +87,18 @@ def plots(runs: Sequence[LoggedRun]) -> list[Plot]:
     return plots_drawn
 
 
-def thinned(runs: Sequence[LoggedRun]) -> int:
+def thinned(runs: Sequence[ReportedRun]) -> int:
     """Returns how many points of the longest curve become two on the page; 1: all points are drawn."""
     return max(part(len(run.records)) for run in runs)
 
 
-def _channels(runs: Sequence[LoggedRun]) -> tuple[str, ...]:
+def _channels(runs: Sequence[ReportedRun]) -> tuple[str, ...]:
     """Returns the metrics of the reward functions, if there are two or more."""
     metrics = channels({name for run in runs for record in run.records[-1:] for name in record})
     return tuple(metrics) if len(metrics) > 1 else ()
 
 
-def _curve(at: int, run: LoggedRun, metric: str) -> Curve | None:
+def _curve(at: int, run: ReportedRun, metric: str) -> Curve | None:
     """Returns the curve of a metric, or None for a run without a finite value of it."""
     points = [(record["step"], record[metric]) for record in run.records if metric in record]
     if all(y is None for _, y in points):
@@ -107,7 +107,7 @@ def _curve(at: int, run: LoggedRun, metric: str) -> Curve | None:
     return Curve(at, run.letter, metric, np.array(x, np.int32), np.array(y, float))
 
 
-def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Sequence[LoggedRun]) -> Plot:
+def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Sequence[ReportedRun]) -> Plot:
     several = len({curve.metric for curve in curves}) > 1
     bands_by_run = {
         curve.run: [b for b in limits[curve.run] if b.metric == curve.metric and not several] for curve in curves
@@ -165,7 +165,7 @@ def _ticks(axis: Axis) -> dict[str, Any]:
 
 
 def _words(
-    curves: list[Curve], bands_by_run: dict[int, list[Band]], runs: Sequence[LoggedRun], axis: Axis
+    curves: list[Curve], bands_by_run: dict[int, list[Band]], runs: Sequence[ReportedRun], axis: Axis
 ) -> list[str]:
     """Returns the lines of text below a plot."""
     letters: dict[str, list[str]] = {}

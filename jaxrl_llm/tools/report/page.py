@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 import jaxrl_llm
 from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.tools.report import completions, curves, tables
-from jaxrl_llm.tools.report.runs import FILES, LoggedRun, Reader, read_all
+from jaxrl_llm.tools.report.runs import FILES, Reader, ReportedRun, read_all
 
 ASSETS = Path(jaxrl_llm.__file__).parent / "assets" / "report"
 PLOTLY = "/plotly.js"  # where the server has it
@@ -59,7 +59,7 @@ def stamp(workdirs: Sequence[Path]) -> str:
     return "-".join("0" if x is None else f"{x.st_mtime_ns:x}.{x.st_size:x}" for x in states)
 
 
-def card(run: LoggedRun) -> list[tuple[str, str]]:
+def card(run: ReportedRun) -> list[tuple[str, str]]:
     """Returns what the header tells of a run besides its verdict."""
     metrics = {"eval/accuracy": "last accuracy", "reward/mean": "last reward", "loss/sft": "last loss"}
     rows = [("last step", f"{run.last:,} of {run.config.num_steps:,}")]

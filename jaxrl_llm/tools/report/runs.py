@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health.finding import SEVERITIES, Finding, Record
+from jaxrl_llm.health.finding import SEVERITIES, Finding, LogRecord
 from jaxrl_llm.health.history import FEW, RECENT
 from jaxrl_llm.recipe import checks, settings
 from jaxrl_llm.structs import Config, Totals
@@ -36,14 +36,14 @@ class SettingsReport(NamedTuple):
     problem: str = ""  # why something is missing
 
 
-class LoggedRun(NamedTuple):
+class ReportedRun(NamedTuple):
     """A run, read from the files in its workdir."""
 
     letter: str  # short name in plots
     name: str
     workdir: Path
     config: Config
-    records: list[Record]
+    records: list[LogRecord]
     spells: list[doctor.Spell]
     groups: list[dict[str, Any]]  # the first, the middle and the last of completions.jsonl
     settings: SettingsReport
@@ -71,7 +71,7 @@ class LoggedRun(NamedTuple):
         return None
 
 
-def read_all(workdirs: Sequence[Path], readers: dict[Path, Reader] | None = None) -> list[LoggedRun]:
+def read_all(workdirs: Sequence[Path], readers: dict[Path, Reader] | None = None) -> list[ReportedRun]:
     """Reads runs; `readers` of an earlier call read only what is new.
 
     Raises: UserError, if there are too many, or a folder is no run, has no record yet or a broken file.
@@ -94,10 +94,10 @@ class Reader:
         self._workdir = workdir
         self._metrics, self._completions = Lines(workdir / logs.METRICS), Lines(workdir / "completions.jsonl")
         self._rules: tuple[dict[str, Any], list[Finding]] = {}, []
-        self._records, self._judge = list[Record](), doctor.Judge(*self._rules)
+        self._records, self._judge = list[LogRecord](), doctor.Judge(*self._rules)
         self._groups = list[int]()  # the places of their lines: all of them may be gigabytes
 
-    def read(self, letter: str, name: str) -> LoggedRun:
+    def read(self, letter: str, name: str) -> ReportedRun:
         """Reads what is new. Raises: UserError, if the folder is no run, has no record yet, or a file is broken."""
         config = read_config(self._workdir)
         rules = config.health.to_dict(), logs.initial_findings(self._workdir)
@@ -119,7 +119,9 @@ class Reader:
         shown, settings = self._shown(), read_settings(config)
         # A copy: the list grows at the next call, while a page is still made of this one.
         records = list(self._records)
-        return LoggedRun(letter, name, self._workdir, config, records, self._judge.spells(), shown, settings, outdated)
+        return ReportedRun(
+            letter, name, self._workdir, config, records, self._judge.spells(), shown, settings, outdated
+        )
 
     def _shown(self) -> list[dict[str, Any]]:
         """Returns the first, the middle and the last group of completions in the log."""

@@ -17,7 +17,7 @@ MOST = 100  # problems on the page
 SHOWN = 8  # completions of a problem on the page
 
 
-class Turn(NamedTuple):
+class ShownTurn(NamedTuple):
     role: str
     text: str
 
@@ -25,7 +25,7 @@ class Turn(NamedTuple):
 class ScoredCompletion(NamedTuple):
     score: float
     channels: str  # all scores, in a line
-    turns: list[Turn]
+    turns: list[ShownTurn]
 
 
 class Problem(NamedTuple):
@@ -69,7 +69,7 @@ def completion(at: int, i: int, graded: Graded) -> ScoredCompletion:
     score = values.pop("total")
     text = ", ".join(f"{name} {'–' if np.isnan(x) else f'{x:.4g}'}" for name, x in values.items())
     if graded.turns:
-        turns = [Turn(turn["role"], cut(turn["content"])) for turn in graded.turns[at][i]]
+        turns = [ShownTurn(turn["role"], cut(turn["content"])) for turn in graded.turns[at][i]]
     else:
-        turns = [Turn("", cut(graded.texts[at][i]))]
+        turns = [ShownTurn("", cut(graded.texts[at][i]))]
     return ScoredCompletion(score, text, turns)

@@ -25,7 +25,7 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, workdirs: Sequence[Path], port: int = 0):
         """port: 0 takes a free one."""
         try:
-            super().__init__((HOST, port), Handler)
+            super().__init__((HOST, port), PageHandler)
         except (OSError, OverflowError) as error:
             raise UserError(f"--serve {port}: the port cannot be used ({error}): give another, or none") from error
         self._workdirs, self._lock = workdirs, Lock()
@@ -64,7 +64,7 @@ class PageServer(ThreadingHTTPServer):
             return self._page
 
 
-class Handler(BaseHTTPRequestHandler):
+class PageHandler(BaseHTTPRequestHandler):
     server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:

@@ -7,15 +7,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.load import flatten
-from jaxrl_llm.health.finding import Record
+from jaxrl_llm.health.finding import LogRecord
 from jaxrl_llm.session.banner import totals_table
-from jaxrl_llm.tools.report.runs import LoggedRun
+from jaxrl_llm.tools.report.runs import ReportedRun
 
 SIZES = ("num_steps", "prompts_per_step", "group_size", "prompts_per_update", "epochs", "microbatch")
 MISSING = "–"
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table: its name, and a text for each run."""
 
     name: str
@@ -23,24 +23,24 @@ class Row(NamedTuple):
     shares: Sequence[float] = ()  # of a bar above each text, from 0 to 1; (): no bars
 
 
-def batch_table(runs: Sequence[LoggedRun]) -> list[Row]:
+def batch_table(runs: Sequence[ReportedRun]) -> list[TableRow]:
     """Returns the batch words of the configs, and what follows from them."""
     rows = [{name: run.config[name] for name in SIZES if name in run.config} for run in runs]
     for row, run in zip(rows, runs, strict=True):
         row |= dict(totals_table(run.settings.totals)) if run.settings.totals else {}
     names = list(dict.fromkeys(name for row in rows for name in row))
-    return [Row(name, [f"{row[name]:,}" if name in row else MISSING for row in rows]) for name in names]
+    return [TableRow(name, [f"{row[name]:,}" if name in row else MISSING for row in rows]) for name in names]
 
 
-def config_difference(runs: Sequence[LoggedRun]) -> list[Row]:
+def config_difference(runs: Sequence[ReportedRun]) -> list[TableRow]:
     """Returns the fields in which the configs differ."""
     flat = [flatten(run.config) for run in runs]
     names = list(dict.fromkeys(name for fields in flat for name in fields))
     rows = [(name, [repr(fields[name]) if name in fields else MISSING for fields in flat]) for name in names]
-    return [Row(name, values) for name, values in rows if len(set(values)) > 1]
+    return [TableRow(name, values) for name, values in rows if len(set(values)) > 1]
 
 
-def phase_table(runs: Sequence[LoggedRun]) -> list[Row]:
+def phase_table(runs: Sequence[ReportedRun]) -> list[TableRow]:
     """Returns the median seconds of each phase of a step, and the seconds of the first step, which compiles."""
     timed = [[record for record in run.records if record.get("time/step")] for run in runs]
     names = list(dict.fromkeys(name for records in timed for r in records for name in r if name.startswith("time/")))
@@ -51,16 +51,18 @@ def phase_table(runs: Sequence[LoggedRun]) -> list[Row]:
     for name in names:
         values = [row[name] for row in medians]
         texts = [_seconds(row[name], row["time/step"]) for row in medians]
-        rows.append(Row(name.removeprefix("time/"), texts, [(x or 0.0) / longest if longest else 0.0 for x in values]))
+        rows.append(
+            TableRow(name.removeprefix("time/"), texts, [(x or 0.0) / longest if longest else 0.0 for x in values])
+        )
     if rows:
         first = [f"{records[0]['time/step']:.2f} s" if records else MISSING for records in timed]
         speed = [_median("tokens_per_second", records[1:] or records) for records in timed]
-        rows.append(Row("the first step logged", first))
-        rows.append(Row("completion tokens per second", [MISSING if x is None else f"{x:,.0f}" for x in speed]))
+        rows.append(TableRow("the first step logged", first))
+        rows.append(TableRow("completion tokens per second", [MISSING if x is None else f"{x:,.0f}" for x in speed]))
     return rows
 
 
-def _median(name: str, records: Sequence[Record]) -> float | None:
+def _median(name: str, records: Sequence[LogRecord]) -> float | None:
     values = [record[name] for record in records if record.get(name) is not None]
     return median(values) if values else None
 
@@ -78,12 +80,12 @@ class Parting(NamedTuple):
     rows: list[tuple[str, int, str, str]]  # metric, first step at which it differs, and its two values
 
 
-def partings(runs: Sequence[LoggedRun]) -> list[Parting]:
+def partings(runs: Sequence[ReportedRun]) -> list[Parting]:
     """Compares every other run with the first one."""
     return [parting(runs[0], run) for run in runs[1:]]
 
 
-def parting(first: LoggedRun, other: LoggedRun) -> Parting:
+def parting(first: ReportedRun, other: ReportedRun) -> Parting:
     """Says at which step the numbers of two runs differ for the first time. Times are left out."""
     names = f"{first.letter} and {other.letter}"
     theirs = {record["step"]: record for record in other.records}

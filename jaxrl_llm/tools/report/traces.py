@@ -17,7 +17,7 @@ from jaxrl_llm.health.bands import Band
 from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.tools.doctor import Spell
 from jaxrl_llm.tools.report.axis import Axis
-from jaxrl_llm.tools.report.runs import LoggedRun
+from jaxrl_llm.tools.report.runs import ReportedRun
 from jaxrl_llm.tools.report.thinning import thin
 
 
@@ -79,7 +79,7 @@ def not_finite(curve: Curve, axis: Axis) -> list[go.Scatter]:
     return [go.Scatter(x=x, y=y, meta=_meta(curve.run, "cross"), mode="markers", marker=marker, hoverinfo="skip")]
 
 
-def band(at: int, bands: Sequence[Band], run: LoggedRun, axis: Axis) -> list[go.Scatter]:
+def band(at: int, bands: Sequence[Band], run: ReportedRun, axis: Axis) -> list[go.Scatter]:
     """Returns the area between the highest lower bound and the lowest upper bound, and those of its edges in sight."""
     steps = np.array([record["step"] for record in run.records], np.int32)
     lows = [np.broadcast_to(band.low, len(steps)) for band in bands if band.low is not None]

@@ -61,7 +61,7 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     return int(bool(linted.refused or pictures or source.lost))
 
 
-def print_first(source: readers.Source, pictures: str) -> None:
+def print_first(source: readers.ForeignConfig, pictures: str) -> None:
     """Prints what makes the run another one here, and what the file says only with a default."""
     if pictures:
         _say(f"not supported: this run has images ({pictures}), and no model here takes them: train refuses the config")

@@ -28,7 +28,7 @@ VERL_GROUPS = re.compile(
 
 
 @dataclass
-class Document:
+class DocumentKeys:
     """The keys of a document or command, and what is to be said of them.
 
     lost: lines that have no effect there; notes: values that are not written there; referred: keys that others name.
@@ -73,12 +73,12 @@ def parse(path: Path, text: str) -> tuple[dict[Any, Any], list[str]]:
     return document, again
 
 
-def read_document(path: Path, text: str) -> Document:
+def read_document(path: Path, text: str) -> DocumentKeys:
     """Returns the keys of a document: a.b of sections, or those of one level."""
     document, again = parse(path, text)
     if "defaults" in document or any(isinstance(document.get(section), dict) for section in SECTIONS):
-        return Document(composed(path, document), again)
-    return Document({str(key): number(value) for key, value in document.items()}, again)
+        return DocumentKeys(composed(path, document), again)
+    return DocumentKeys({str(key): number(value) for key, value in document.items()}, again)
 
 
 def composed(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
@@ -120,12 +120,12 @@ def _named(entry: Any) -> tuple[str, str]:
     return f"{group}/{option}".removesuffix(".yaml"), before
 
 
-def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> Document:
+def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> DocumentKeys:
     """Adds the keys of the file that a command names, if it is there. written: files that the script writes itself."""
     name = keys.get("config")
     if isinstance(name, str) and not isinstance(name, Unread) and (file := beside(path, name, written)):
         base = read_document(*file)
-        return Document(base.values | {key: value for key, value in keys.items() if key != "config"}, base.lost)
+        return DocumentKeys(base.values | {key: value for key, value in keys.items() if key != "config"}, base.lost)
     name, named_folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir"))
     if isinstance(name, str) and not isinstance(name, Unread) and not VERL_FILES.fullmatch(name.removesuffix(".yaml")):
         is_known = isinstance(named_folder, str) and not isinstance(named_folder, Unread)
@@ -134,8 +134,8 @@ def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> 
             if file := beside(path, f"{folder}{name.removesuffix('.yaml')}.yaml", written):
                 base = read_document(*file)
                 others = {key: x for key, x in keys.items() if key not in ("--config-name", "--config-path")}
-                return Document(base.values | others, base.lost)
-    return Document(keys)
+                return DocumentKeys(base.values | others, base.lost)
+    return DocumentKeys(keys)
 
 
 def beside(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, str] | None:
@@ -161,7 +161,7 @@ def flat(document: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flattened
 
 
-def resolved(keys: Document) -> Document:
+def resolved(keys: DocumentKeys) -> DocumentKeys:
     """Replaces references to other keys by their values. A reference that leads nowhere makes a value `Unread`."""
     referred, notes = set[str](), list(keys.notes)
 
@@ -196,7 +196,7 @@ def resolved(keys: Document) -> Document:
     # A list with an element that is not known is as a whole not known: a rule reads all of it.
     unread = {key: value for key, value in lists.items() if any(isinstance(element, Unread) for element in value)}
     values |= {key: Unread(", ".join(map(str, value))) for key, value in unread.items()}
-    return Document(values, keys.lost, list(dict.fromkeys(notes)), referred)
+    return DocumentKeys(values, keys.lost, list(dict.fromkeys(notes)), referred)
 
 
 def scalar(text: str) -> Any:

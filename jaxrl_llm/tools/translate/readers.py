@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import arguments, easyr1, launchers, search_r1, shell, trl, trl_ppo, verl
 from jaxrl_llm.tools.translate.arguments import Value
-from jaxrl_llm.tools.translate.documents import SECTIONS, Document, read_document, resolved, scalar, with_files
+from jaxrl_llm.tools.translate.documents import SECTIONS, DocumentKeys, read_document, resolved, scalar, with_files
 from jaxrl_llm.tools.translate.outcome import System
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import Command
@@ -31,7 +31,7 @@ STARTERS = ("torch.distributed", *launchers.TORCH)  # modules that start a scrip
 
 
 @dataclass(frozen=True)
-class Source:
+class ForeignConfig:
     """The keys of a file, and the trainer that they are for.
 
     lost: lines without an effect; notes: values that are not written there; referred: keys that others name.
@@ -45,7 +45,7 @@ class Source:
     referred: frozenset[str] = frozenset()
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> ForeignConfig:
     """Reads a file. Raises: UserError, if it cannot be read or is of none of the trainers."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a config or script of TRL, veRL, EasyR1 or Search-R1")
@@ -59,16 +59,16 @@ def read(path: Path) -> Source:
         raise UserError(f"{path} refers to itself, or is nested too deeply: give a config or a script") from None
 
 
-def _read(path: Path, text: str) -> Source:
+def _read(path: Path, text: str) -> ForeignConfig:
     if path.suffix == ".py":
         kind, values, lost = read_script(path, text)
-        return Source(path, trl.GRPO if kind == "grpo" else trl_ppo.PPO, values, tuple(lost))
+        return ForeignConfig(path, trl.GRPO if kind == "grpo" else trl_ppo.PPO, values, tuple(lost))
     keys = resolved(read_document(path, text)) if path.suffix in (".json", ".yaml", ".yml") else _from_shell(path, text)
     # A key becomes a comment of the config, so it must be a name.
     if wrong := next((key for key in keys.values if not NAME.fullmatch(key)), ""):
         raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
     system = detect(path, keys.values, keys.lost)
-    return Source(path, system, keys.values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
+    return ForeignConfig(path, system, keys.values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
 
 
 def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System:
@@ -95,14 +95,14 @@ def _known(system: System, keys: dict[str, Any]) -> int:
     return sum(key in system.rules or key.startswith(launchers.LAUNCHERS) for key in keys)
 
 
-def _from_shell(path: Path, text: str) -> Document:
+def _from_shell(path: Path, text: str) -> DocumentKeys:
     """Returns the keys of the training command of a script. What a loop makes of it several times is one command."""
     try:
         script = shell.follow(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     allocated = launchers.allocation(text)
-    runs: dict[int, list[tuple[Command, Document]]] = {}
+    runs: dict[int, list[tuple[Command, DocumentKeys]]] = {}
     for command in script.commands:
         if keys := _from_command(path, command, script.files, allocated):
             runs.setdefault(command.place, []).append((command, keys))
@@ -159,7 +159,7 @@ def _flag(word: str) -> str:
 
 def _from_command(
     path: Path, command: Command, files: Mapping[str, str], allocated: Sequence[Value]
-) -> Document | None:
+) -> DocumentKeys | None:
     """Returns the keys of a command; None, if it starts no training.
 
     files: {name: text} that the script writes; allocated: the options of its #SBATCH lines.

@@ -29,7 +29,7 @@ ROW_METHODS = (
     "rename_columns",
     "flatten",
 )
-Names: TypeAlias = dict[str, list[ast.expr]]  # what the script sets a name to, in its order
+Assignments: TypeAlias = dict[str, list[ast.expr]]  # what the script sets a name to, in its order
 
 
 def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
@@ -71,9 +71,9 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
     return kind, keys, lost
 
 
-def _assignments(tree: ast.Module) -> tuple[Names, list[tuple[str, str, ast.expr]]]:
+def _assignments(tree: ast.Module) -> tuple[Assignments, list[tuple[str, str, ast.expr]]]:
     """Returns what a script sets names to, with its imports and the fields of its classes, and attributes of names."""
-    names: Names = {}
+    names: Assignments = {}
     later: list[tuple[str, str, ast.expr]] = []  # object.attribute = value
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -100,7 +100,7 @@ def _assignments(tree: ast.Module) -> tuple[Names, list[tuple[str, str, ast.expr
     return names, later
 
 
-def _argument(name: str, node: ast.expr, names: Names) -> dict[str, Any]:
+def _argument(name: str, node: ast.expr, names: Assignments) -> dict[str, Any]:
     """Returns the keys of an argument of the trainer. Each argument of a LoraConfig is one, too."""
     value = _trainer_value(node, names)
     keys = {f"trainer.{name}": value}
@@ -118,7 +118,7 @@ def _lines(calls: list[tuple[str, ast.Call]]) -> str:
     return ", ".join(str(call.lineno) for _, call in calls)
 
 
-def _arguments(call: ast.Call, positional: tuple[str, ...], names: Names) -> list[tuple[str, ast.expr]]:
+def _arguments(call: ast.Call, positional: tuple[str, ...], names: Assignments) -> list[tuple[str, ast.expr]]:
     """Returns the arguments of a call by their names: also those of **name, if the script sets it to a mapping."""
     named: list[tuple[str, ast.expr]] = []
     for keyword in call.keywords:
@@ -126,7 +126,7 @@ def _arguments(call: ast.Call, positional: tuple[str, ...], names: Names) -> lis
     return [*zip(positional, call.args, strict=False), *named]
 
 
-def _mapping(node: ast.expr, names: Names) -> list[tuple[str, ast.expr]]:
+def _mapping(node: ast.expr, names: Assignments) -> list[tuple[str, ast.expr]]:
     """Returns the items of {"a": 1} or dict(a=1); of anything else, itself under a name that no key has."""
     if isinstance(node, ast.Name) and names.get(node.id):
         return _mapping(*_before(node.id, names))
@@ -137,13 +137,13 @@ def _mapping(node: ast.expr, names: Names) -> list[tuple[str, ast.expr]]:
     return [(f"**{_short(node)}", node)]
 
 
-def _before(name: str, names: Names) -> tuple[ast.expr, Names]:
+def _before(name: str, names: Assignments) -> tuple[ast.expr, Assignments]:
     """Returns what a name was last set to, and the names as they were before."""
     # Without the last value, so that x = x + 1 ends.
     return names[name][-1], names | {name: names[name][:-1]}
 
 
-def _value(node: ast.expr, names: Names) -> Any:
+def _value(node: ast.expr, names: Assignments) -> Any:
     """Returns the literal of an expression: also a sum of numbers, and a name that the script sets to a literal."""
     if isinstance(node, ast.Name) and names.get(node.id):
         return _value(*_before(node.id, names))
@@ -169,7 +169,7 @@ def _value(node: ast.expr, names: Names) -> Any:
         return Unread(_short(node))
 
 
-def _field(node: ast.Attribute, names: Names) -> ast.expr | None:
+def _field(node: ast.Attribute, names: Assignments) -> ast.expr | None:
     """Returns the field of an object that the script makes of a class of its own, as args.rate of args = Args()."""
     constructors = names.get(node.value.id, [])[-1:] if isinstance(node.value, ast.Name) else []
     if not constructors or not isinstance(constructors[0], ast.Call):
@@ -178,7 +178,7 @@ def _field(node: ast.Attribute, names: Names) -> ast.expr | None:
     return arguments.get(node.attr) or next(iter(names.get(f"{_called(constructors[0])}.{node.attr}", [])), None)
 
 
-def _formatted(node: ast.JoinedStr, names: Names) -> Any:
+def _formatted(node: ast.JoinedStr, names: Assignments) -> Any:
     """Returns the text of an f-string whose names the script sets to literals."""
     parts = [
         part.value if isinstance(part, ast.Constant) else _value(part.value, names)
@@ -190,7 +190,7 @@ def _formatted(node: ast.JoinedStr, names: Names) -> Any:
     return "".join(map(str, parts)) if known else Unread(_short(node))
 
 
-def _trainer_value(node: ast.expr, names: Names) -> Any:
+def _trainer_value(node: ast.expr, names: Assignments) -> Any:
     """Returns the value of an argument of the trainer.
 
     A function is its name, a data set what it is loaded from, a LoraConfig its arguments, and a literal itself.
@@ -219,7 +219,7 @@ def _trainer_value(node: ast.expr, names: Names) -> Any:
     return _value(node, names)
 
 
-def _loaded(call: ast.Call, names: Names) -> Any:
+def _loaded(call: ast.Call, names: Assignments) -> Any:
     """Returns what a data set is loaded from: owner/name:configuration@split, or the file of a format."""
     arguments = {name: _value(node, names) for name, node in _arguments(call, ("path", "name"), names)}
     source = arguments.get("path")
@@ -246,7 +246,7 @@ def _split(source: Any, split: Any) -> Any:
     return f"{source}@{split}" if known else Unread(f"{source}, {split}")
 
 
-def _steps(node: ast.expr, names: Names) -> list[str]:
+def _steps(node: ast.expr, names: Assignments) -> list[str]:
     """Returns what a script does with the rows of a data set after it has loaded them, such as map and filter."""
     if isinstance(node, ast.Name) and names.get(node.id):
         return _steps(*_before(node.id, names))
