@@ -112,7 +112,7 @@ def test_a_folder_a_config_and_an_installed_module_of_the_same_name_are_no_funct
     [
         ("arithmetic.accuracy", "SOURCES", "there is arithmetic.demonstrations, arithmetic.held_out,"),
         ("arithmetic.train", "REWARDS", "there is arithmetic.accuracy, arithmetic.thought,"),
-        ("countdown.is_solution", "REWARDS", "there is countdown.accuracy, countdown.is_expression,"),
+        ("math.equal", "REWARDS", "there is math.accuracy, math.is_boxed,"),
         ("search.f1", "ENVIRONMENTS", "there is search.Search,"),
         ("gsm8k.accuracy", "CONVERTERS", "there is gsm8k.convert,"),
         ("tools.Tools", "TOOLS", "there is tools.calculate, tools.run_python,"),

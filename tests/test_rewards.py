@@ -248,6 +248,14 @@ class Tensor:
         return self._values
 
 
+def test_no_file_of_a_task_imports_jax():
+    code = (
+        "import sys; from jaxrl_llm import tasks; from jaxrl_llm.config.names import offered; "
+        "offered(tasks.REWARDS); sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def in_jax(values: Any, dtype: str = "float32") -> Any:
     import jax  # not in the processes of rewards, which import this file
 

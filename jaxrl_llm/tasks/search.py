@@ -60,7 +60,7 @@ class Search:
 
     def step(self, text: str) -> Reply:
         """Answers the turn's first search or answer, whichever comes first."""
-        (asks, query), (answers, _) = first_tagged(text, "search"), first_tagged(text, "answer")
+        (asks, query), (answers, _) = _first_tagged(text, "search"), _first_tagged(text, "answer")
         if answers >= 0 and not 0 <= asks < answers:
             return Reply(done=True, metrics={"valid": 1.0})
         if not query.strip():
@@ -75,42 +75,6 @@ class Search:
         except RetrieverError:
             text, metrics = FAILED, metrics | {"errors": 1.0}
         return Reply(information(text), metrics=metrics)
-
-
-def first_tagged(text: str, tag: str) -> tuple[int, str]:
-    """Returns place and content of the first <tag> that </tag> closes; (-1, ""): there is none."""
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    start = text.find(opening)
-    end = text.find(closing, start + len(opening)) if start >= 0 else -1
-    return (start, text[start + len(opening) : end]) if end >= 0 else (-1, "")
-
-
-# One index for all episodes of a process.
-@cache
-def _index(corpus: str, topk: int) -> Callable[[str], list[Document]]:
-    # Here, and not above: a process of rewards imports this file too, and searches nothing.
-    from jaxrl_llm.retriever.index import Index
-
-    if corpus.endswith(".jsonl"):
-        index = Index.open(Path(corpus))
-    else:
-        index = Index.of([document(row) for row in resolve(corpus, SOURCES, "config.env.corpus")()])
-    return lambda query: [hit for hit, _ in index.search([query], topk)[0]]
-
-
-@cache
-def _client(url: str, topk: int, timeout: float, retries: int) -> Callable[[str], list[Document]]:
-    from jaxrl_llm.retriever.client import RetrieverClient
-
-    client = RetrieverClient(url, topk=topk, timeout=timeout, retries=retries)
-    try:
-        # Once, before a model is loaded: in an episode a search that fails is only an observation.
-        client.search(["a question"])
-    except RetrieverError as error:
-        raise UserError(
-            f"config.env.url = {url!r}: {error}: start the retriever (jaxrl serve-retriever), or mend the address"
-        ) from error
-    return lambda query: [hit for hit, _ in client.search([query])[0]]
 
 
 @reads(answer=lambda value: _accepted(value))
@@ -157,7 +121,7 @@ def _has_format(turns: list[Any]) -> bool:
     return all(map(SEARCHES.fullmatch, policy_texts[:-1])) and bool(ANSWERS.fullmatch(policy_texts[-1]))
 
 
-def normal(text: str) -> str:
+def _normal(text: str) -> str:
     """Returns a text in lower case, without punctuation, articles and more than one space.
 
     A text of articles alone, such as the vitamin "A", keeps them.
@@ -173,7 +137,7 @@ def _compared(
 
     def judge(texts: list[str], accepted: list[Any]) -> list[float]:
         return [
-            max((compare(normal(text), normal(accepted_text)) for accepted_text in _accepted(row)), default=0.0)
+            max((compare(_normal(text), _normal(accepted_text)) for accepted_text in _accepted(row)), default=0.0)
             for text, row in zip(texts, accepted, strict=True)
         ]
 
@@ -214,3 +178,39 @@ def _f1(text: str, accepted: str) -> float:
     words, accepted_words = text.split(), accepted.split()
     common = sum((Counter(words) & Counter(accepted_words)).values())
     return 2 * common / (len(words) + len(accepted_words)) if common else 0.0
+
+
+def _first_tagged(text: str, tag: str) -> tuple[int, str]:
+    """Returns place and content of the first <tag> that </tag> closes; (-1, ""): there is none."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    start = text.find(opening)
+    end = text.find(closing, start + len(opening)) if start >= 0 else -1
+    return (start, text[start + len(opening) : end]) if end >= 0 else (-1, "")
+
+
+# One index for all episodes of a process.
+@cache
+def _index(corpus: str, topk: int) -> Callable[[str], list[Document]]:
+    # Here, and not above: a process of rewards imports this file too, and searches nothing.
+    from jaxrl_llm.retriever.index import Index
+
+    if corpus.endswith(".jsonl"):
+        index = Index.open(Path(corpus))
+    else:
+        index = Index.of([document(row) for row in resolve(corpus, SOURCES, "config.env.corpus")()])
+    return lambda query: [hit for hit, _ in index.search([query], topk)[0]]
+
+
+@cache
+def _client(url: str, topk: int, timeout: float, retries: int) -> Callable[[str], list[Document]]:
+    from jaxrl_llm.retriever.client import RetrieverClient
+
+    client = RetrieverClient(url, topk=topk, timeout=timeout, retries=retries)
+    try:
+        # Once, before a model is loaded: in an episode a search that fails is only an observation.
+        client.search(["a question"])
+    except RetrieverError as error:
+        raise UserError(
+            f"config.env.url = {url!r}: {error}: start the retriever (jaxrl serve-retriever), or mend the address"
+        ) from error
+    return lambda query: [hit for hit, _ in client.search([query])[0]]
