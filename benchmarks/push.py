@@ -43,7 +43,7 @@ def measure(folder: Path, workdir: Path, push: str, times: int) -> tuple[int, li
     python = str(environment("vllm"))
     server = ManagedServer(python, folder, dtype="float32", max_model_len=64, log=workdir / "vllm.log", extra=ARGUMENTS)
     engine = VllmEngine(
-        (server.url,), run="benchmark", push=push, weights_dir="/dev/shm", model=model.cfg, dtype="float32",
+        (server.url,), run="benchmark", weights_dir="/dev/shm", model=model.cfg, dtype="float32",
         push_address="127.0.0.1" if push == "http" else "", max_completion_tokens=16, max_prompt_tokens=16,
         stop_ids=(1,), pad_id=0, concurrency=8, timeout=300.0, patience=300.0, managed=server,
     )  # fmt: skip
@@ -62,7 +62,7 @@ def measure(folder: Path, workdir: Path, push: str, times: int) -> tuple[int, li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=7)
-    parser.add_argument("--push", choices=("file", "http", "reload"), default="file")
+    parser.add_argument("--push", choices=("file", "http"), default="file")
     parser.add_argument("--largest", type=int, default=len(SIZES), help="how many of the sizes")
     args = parser.parse_args()
     table = Table(title=f"push = {args.push!r}, median of {args.times}")

@@ -25,8 +25,8 @@ def get_config() -> ConfigDict:
     # (): with managed = True.
     # In a run of several processes, each needs its own: {process} becomes its number, here and in push_address.
     c.engine.servers = ()
-    c.engine.push = "file"  # how weights get to a server: file | http | reload (for a server without our backend)
-    c.engine.push_address = ""  # address of this host for the servers, with push = "http"; "": with file and reload
+    c.engine.push = "file"  # how weights get to a server: file | http
+    c.engine.push_address = ""  # address of this host for the servers, with push = "http"; "": with file
     c.engine.weights_dir = "/dev/shm"  # folder of the weight file; the file takes as much memory as the weights
     c.engine.concurrency = 64  # requests to each server at a time; a request is one group
     c.engine.timeout = 300.0  # seconds that one request may take; then it is repeated

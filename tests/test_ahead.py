@@ -135,10 +135,9 @@ def params():
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_weights_are_offered_as_the_checkpoint_they_came_from(params, dtype, tmp_path):
-    offer = weights.WeightFile(tmp_path / "offer", dtype, DENSE, untied=True)
+    offer = weights.WeightFile(tmp_path / "offer", dtype, DENSE)
     offer.write(params)
     found, want = load_file(offer.source["path"]), load_file(ARITHMETIC / "model.safetensors")
-    want["lm_head.weight"] = want["model.embed_tokens.weight"]
     assert set(found) == set(want)
     for name, tensor in want.items():
         np.testing.assert_array_equal(found[name].astype(np.float32), tensor.astype(dtype).astype(np.float32))
@@ -150,7 +149,7 @@ def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_
     killed, foreign, alive, last = (tmp_path / f"jaxrl_llm-{name * 12}" for name in "abcd")
     script = (
         "import os, sys; from pathlib import Path; from jaxrl_llm.rollout.vllm.weights import WeightFile; "
-        "offer = WeightFile(Path(sys.argv[1]), 'float32', {}, untied=False); "
+        "offer = WeightFile(Path(sys.argv[1]), 'float32', {}); "
         "(offer.folder / 'model.safetensors').touch(); "
         "os.kill(os.getpid(), 9)"
     )
@@ -158,7 +157,7 @@ def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_
     foreign.mkdir()
     (foreign / weights.WEIGHTS).touch()
     assert (killed / weights.WEIGHTS).exists()
-    offers = [weights.WeightFile(folder, np.float32, DENSE, untied=False) for folder in (alive, last)]
+    offers = [weights.WeightFile(folder, np.float32, DENSE) for folder in (alive, last)]
     assert set(tmp_path.iterdir()) == {alive, foreign, last}
     assert (foreign / weights.WEIGHTS).exists()
     for offer in offers:
@@ -167,7 +166,7 @@ def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_
 
 
 def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_path, monkeypatch):
-    offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE, untied=False)
+    offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE)
     broken = jax.tree.map(lambda x: x, params)
     broken["norm"]["scale"] = broken["norm"]["scale"].at[3].set(np.nan)
     with pytest.raises(UserError, match=r"model\.norm\.weight is not finite"):
@@ -177,13 +176,13 @@ def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_p
         offer.write(params)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"engine\.weights_dir"):
-        weights.WeightFile(tmp_path / "file" / "offer", np.float32, DENSE, untied=False)
+        weights.WeightFile(tmp_path / "file" / "offer", np.float32, DENSE)
     with pytest.raises(UserError, match=r"engine\.push_address = '192\.0\.2\.1'"):
-        weights.WeightFile(tmp_path / "offer", np.float32, DENSE, untied=False, address="192.0.2.1")
+        weights.WeightFile(tmp_path / "offer", np.float32, DENSE, address="192.0.2.1")
 
 
 def test_weights_over_http_are_for_the_bearer_of_the_token_and_nothing_else_is_served(params, tmp_path):
-    offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE, untied=False, address="127.0.0.1")
+    offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE, address="127.0.0.1")
     offer.write(params)
     url, token = offer.source["url"], offer.source["token"]
 
@@ -242,10 +241,9 @@ def test_the_weight_check_asks_the_same_rows_again_where_the_data_set_has_few(ro
     assert set(asked) == set(range(min(rows, 4)))
 
 
-@pytest.mark.parametrize("push", [weights.pull, weights.reload])
-def test_a_push_says_by_name_that_the_servers_caches_are_dropped(push: Callable):
+def test_a_push_says_by_name_that_the_servers_caches_are_dropped():
     asked = []
-    push(lambda path, body=None: asked.append(path), SimpleNamespace(source={}, folder="x"), "tag")
+    weights.pull(lambda path, body=None: asked.append(path), SimpleNamespace(source={}), "tag")
     assert asked[0].partition("?")[0] == "/pause"
     assert set(asked[0].partition("?")[2].split("&")) == {"mode=keep", "clear_cache=true"}
     assert asked[-1] == "/resume"
@@ -273,7 +271,7 @@ def test_a_weights_folder_that_others_may_write_into_is_refused(make: Callable, 
     folder = tmp_path / f"{weights.FOLDER}{'a' * 12}"
     make(folder)
     with pytest.raises(UserError, match=r"engine\.weights_dir: .*aaaa is there already, is of user .*: remove it"):
-        weights.WeightFile(folder, np.float32, DENSE, untied=False)
+        weights.WeightFile(folder, np.float32, DENSE)
     assert list(folder.iterdir()) == []
 
 
@@ -283,13 +281,12 @@ def test_what_others_left_beside_the_weights_is_not_touched(make: Callable, tmp_
     make(folder)
     for name in (weights.LOCK, weights.WEIGHTS):
         (folder / name).touch()
-    weights.WeightFile(tmp_path / f"{weights.FOLDER}{'b' * 12}", np.float32, DENSE, untied=False).close()
+    weights.WeightFile(tmp_path / f"{weights.FOLDER}{'b' * 12}", np.float32, DENSE).close()
     assert {file.name for file in folder.iterdir()} == {weights.LOCK, weights.WEIGHTS}
 
 
 def test_exported_tensors_are_as_long_as_their_shapes_say(params):
-    shapes = hf_export.shapes(params, DENSE, untied=True)
-    made = {name: tensor.shape for name, tensor in hf_export.tensors(params, DENSE, np.float32, untied=True)}
+    shapes = hf_export.shapes(params, DENSE)
+    made = {name: tensor.shape for name, tensor in hf_export.tensors(params, DENSE, np.float32)}
     assert list(made) == list(shapes)
     assert made == shapes
-    assert hf_export.shapes(params, DENSE).keys() == shapes.keys() - {"lm_head.weight"}

@@ -135,7 +135,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
 @contextmanager
 def connected(*servers: ManagedServer, tmp_path: Path, run: str = "test", **changes) -> Iterator[VllmEngine]:
     usual = dict(
-        run=run, push="file", weights_dir=str(tmp_path), push_address="", model=MODEL.cfg, dtype="float32",
+        run=run, weights_dir=str(tmp_path), push_address="", model=MODEL.cfg, dtype="float32",
         max_completion_tokens=LENGTH, max_prompt_tokens=8, stop_ids=STOPS, pad_id=PAD, concurrency=64, timeout=120.0,
         patience=200.0,
     )  # fmt: skip
@@ -262,9 +262,8 @@ def test_episodes_of_several_turns_are_sampled_as_the_trainer_scores_them(server
     assert len({tuple(x) for x in rollouts.completions.reshape(-1, 24).tolist()}) > B
 
 
-@pytest.mark.parametrize("way", ["http", "reload"])
-def test_weights_get_there_by_another_way_too(server, params, prompts, tmp_path, way):
-    with connected(server, tmp_path=tmp_path, push=way, push_address="127.0.0.1" if way == "http" else "") as engine:
+def test_weights_get_there_over_http_too(server, params, prompts, tmp_path):
+    with connected(server, tmp_path=tmp_path, push_address="127.0.0.1") as engine:
         pushed = nudged(params, 0.03)
         engine.update_weights(pushed, 5)
         rollouts = sample(engine, prompts)
@@ -324,7 +323,7 @@ def test_a_push_whose_connection_breaks_is_repeated(server, params, prompts, tmp
         sink.close()
 
     monkeypatch.setattr(weights.shutil, "copyfileobj", half)
-    with connected(server, tmp_path=tmp_path, push="http", push_address="127.0.0.1") as engine:
+    with connected(server, tmp_path=tmp_path, push_address="127.0.0.1") as engine:
         pushed = nudged(params, 0.01)
         engine.update_weights(pushed, 8)
         assert cuts

@@ -80,7 +80,7 @@ def connected(
     monkeypatch.setattr(engine, "SOON", 0.3)
     monkeypatch.setattr(engine, "WAITS", (0.02, 0.05))
     made = VllmEngine(
-        tuple(named), run="test", push="file", weights_dir=str(folder), push_address="", model=MODEL.cfg,
+        tuple(named), run="test", weights_dir=str(folder), push_address="", model=MODEL.cfg,
         dtype="float32", max_completion_tokens=length, max_prompt_tokens=4, stop_ids=(1,), pad_id=0, concurrency=2,
         timeout=5.0, patience=patience,
     )  # fmt: skip

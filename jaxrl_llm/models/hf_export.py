@@ -17,12 +17,11 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.machine import disk, distributed, progress, sharding
 from jaxrl_llm.models import lora, names
-from jaxrl_llm.models.hf import EMBEDDING, HEAD, read_config, stored_dtype
+from jaxrl_llm.models.hf import read_config, stored_dtype
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import Array, PyTree
 
 SHARD_BYTES = 5 * 2**30
-TIED = {EMBEDDING: HEAD}  # embedding -> tied head, which shares its tensor
 # With the first, transformers looks for adapters; the second is about other weights.
 NOT_COPIED = ("adapter_config.json", "pytorch_model.bin.index.json")
 COPIED = (".json", ".jinja", ".txt", ".model")
@@ -129,13 +128,11 @@ def table_of(folder: Path) -> TensorNames:
     return names.family_table(read_config(folder)["model_type"])
 
 
-def tensors(
-    params: PyTree, table: TensorNames, dtype: Any, *, untied: bool = False
-) -> Iterator[tuple[str, np.ndarray]]:
+def tensors(params: PyTree, table: TensorNames, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the name and value of each Hugging Face tensor, fetched from the devices one at a time.
 
-    A kernel with an adapter is merged, a layer at a time. table: of the family. untied: a head that is tied to the
-    embedding is also yielded as a separate tensor.
+    A kernel with an adapter is merged, a layer at a time. table: of the family. A head that is tied to the
+    embedding is not yielded: the embedding has its values.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, lora.is_kernel):
         name = sharding.path_name(path)
@@ -148,13 +145,10 @@ def tensors(
             # The experts of a layer come together.
             for part in fetched if names.stacked(form) > 1 else (fetched,):
                 part = part.astype(dtype, copy=False)
-                part, tensor = np.ascontiguousarray(part.T if name.endswith("kernel") else part), next(remaining_names)
-                yield tensor, part
-                if untied and tensor in TIED and "head" not in params:
-                    yield TIED[tensor], part
+                yield next(remaining_names), np.ascontiguousarray(part.T if name.endswith("kernel") else part)
 
 
-def shapes(params: PyTree, table: TensorNames, *, untied: bool = False) -> dict[str, tuple[int, ...]]:
+def shapes(params: PyTree, table: TensorNames) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that `tensors` yields, in the same order."""
     by_tensor = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, lora.is_kernel):
@@ -162,6 +156,4 @@ def shapes(params: PyTree, table: TensorNames, *, untied: bool = False) -> dict[
         shape = leaf.shape[names.stacked(table[name]) :]
         for tensor in names.tensor_names(table[name], leaf.shape):
             by_tensor[tensor] = tuple(reversed(shape)) if name.endswith("kernel") else tuple(shape)
-            if untied and tensor in TIED and "head" not in params:
-                by_tensor[TIED[tensor]] = by_tensor[tensor]
     return by_tensor

@@ -61,7 +61,7 @@ def vllm(
     python: MayChange[str] = PYTHON,
     server_args: MayChange[tuple[str, ...]] = SERVER_ARGS,
     servers: MayChange[tuple[str, ...]] = (),
-    push: MayChange[Literal["file", "http", "reload"]] = "file",
+    push: MayChange[Literal["file", "http"]] = "file",
     push_address: MayChange[str] = "",
     weights_dir: MayChange[str] = "/dev/shm",
     concurrency: MayChange[AtLeastOne] = 64,
@@ -87,7 +87,6 @@ def vllm(
         python=python,
         server_args=server_args,
         servers=servers,
-        push=push,
         concurrency=concurrency,
         push_address=push_address,
         weights_dir=weights_dir,
@@ -119,7 +118,7 @@ def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> N
     if (push == "http") != bool(push_address) or push_address in ("0.0.0.0", "::"):
         raise UserError(
             f"config.engine.push = {push!r} and push_address = {push_address!r}: 'http' needs this host's address "
-            "as the servers reach it, the others none"
+            "as the servers reach it, 'file' none"
         )
 
 

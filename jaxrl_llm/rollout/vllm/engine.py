@@ -161,7 +161,6 @@ class VllmEngine:
         *,
         run: str,
         model: DecoderConfig,
-        push: str,
         weights_dir: str,
         push_address: str,
         dtype: str,
@@ -174,19 +173,15 @@ class VllmEngine:
         patience: float,
         managed: ManagedServer | None = None,
     ):
-        """run: an id of the run; dtype: of the pushed weights. Raises: UserError, like `WeightFile`."""
+        """run: an id of the run; dtype: of the pushed weights; push_address: of this host, for a push over HTTP.
+
+        Raises: UserError, like `WeightFile`.
+        """
         self._servers = tuple(server.rstrip("/") for server in servers)
         self._run, self._dtype = f"jaxrl_llm:{run}:", dtype
-        # The server has `receive.PullBackend`.
-        self._pulls = push != "reload"
-        self._push = weights.pull if self._pulls else weights.reload
         self._table = names.family_table(model.family)
         self._offer = weights.WeightFile(
-            Path(weights_dir) / f"{address.FOLDER}{run}",
-            dtype,
-            self._table,
-            untied=model.tied_head and not self._pulls,
-            address=push_address if push == "http" else "",
+            Path(weights_dir) / f"{address.FOLDER}{run}", dtype, self._table, address=push_address
         )
         # The width of experts has a name of its own in each family; the shapes of the tensors say it too.
         fields = [name for name in SHAPE if not (model.mixture and name == "intermediate_size")]
@@ -430,11 +425,10 @@ class VllmEngine:
                 self._check(server)
                 # A trainer killed during a push leaves the server paused.
                 post("/resume")
-                if self._pulls:
-                    post("/collective_rpc", {"method": "forget_push"})
-                    init = {"tensors": self._tensors, "model": self._model}
-                    post("/init_weight_transfer_engine", {"init_info": init})
-            self._push(post, self._offer, f"{self._run}{version}")
+                post("/collective_rpc", {"method": "forget_push"})
+                init = {"tensors": self._tensors, "model": self._model}
+                post("/init_weight_transfer_engine", {"init_info": init})
+            weights.pull(post, self._offer, f"{self._run}{version}")
             self._ready[server] = version
 
     @contextmanager
@@ -458,10 +452,9 @@ class VllmEngine:
         for name, (required, reason) in SETTINGS.items():
             if model[name] != required:
                 raise UserError(f"vLLM at {server} has {name} {model[name]!r}: start it with {required!r}: {reason}")
-        if self._pulls and backend != "pull":
+        if backend != "pull":  # that of `receive`
             raise UserError(
-                f"vLLM at {server} has the weight-transfer backend {backend!r}: start it with "
-                "jaxrl serve-vllm, or set config.engine.push = 'reload'"
+                f"vLLM at {server} has the weight-transfer backend {backend!r}: start it with jaxrl serve-vllm"
             )
         if self._length + self._width > model["max_model_len"]:
             raise UserError(

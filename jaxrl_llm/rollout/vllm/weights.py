@@ -37,12 +37,12 @@ class WeightFile:
     The file stays after a push, so that a restarted server can load it again.
     """
 
-    def __init__(self, folder: Path, dtype: Any, table: TensorNames, *, untied: bool, address: str = ""):
-        """dtype: cast the tensors to it; table: their names; untied: also write a tied head; address: serve over HTTP.
+    def __init__(self, folder: Path, dtype: Any, table: TensorNames, *, address: str = ""):
+        """dtype: cast the tensors to it; table: their names; address: serve over HTTP; "": give the path.
 
         Raises: UserError, if the folder cannot be made, is open to other users, or the address is not of this host.
         """
-        self.folder, self._dtype, self._table, self._untied = folder, np.dtype(dtype), table, untied
+        self.folder, self._dtype, self._table = folder, np.dtype(dtype), table
         sweep(folder.parent)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class WeightFile:
         file = self.folder / WEIGHTS
         # First, to make room for the new file.
         file.unlink(missing_ok=True)
-        shapes = hf_export.shapes(params, self._table, untied=self._untied).values()
+        shapes = hf_export.shapes(params, self._table).values()
         size = sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
         free = shutil.disk_usage(self.folder).free
         if size > free:
@@ -78,7 +78,7 @@ class WeightFile:
                 f"take {size / 1e9:.1f} GB: make room (docker's --shm-size), or give another folder"
             )
         with file.open("wb") as out:
-            write_stream(out, params, self._table, self._dtype, untied=self._untied)
+            write_stream(out, params, self._table, self._dtype)
 
     @property
     def source(self) -> dict[str, str]:
@@ -105,14 +105,14 @@ def sweep(parent: Path) -> None:
             lock.parent.rmdir()
 
 
-def write_stream(file: BinaryIO, params: PyTree, table: TensorNames, dtype: Any, *, untied: bool = False) -> None:
+def write_stream(file: BinaryIO, params: PyTree, table: TensorNames, dtype: Any) -> None:
     """Writes params as one safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes in order.
 
     Needs one tensor in memory at a time; the safetensors library needs all of them.
     Raises: UserError, with the name of the tensor, if one is not finite.
     """
     header, offset, kind = {}, 0, np.dtype(dtype)
-    for name, shape in hf_export.shapes(params, table, untied=untied).items():
+    for name, shape in hf_export.shapes(params, table).items():
         size = math.prod(shape) * kind.itemsize
         header[name] = {"dtype": DTYPES[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
@@ -120,7 +120,7 @@ def write_stream(file: BinaryIO, params: PyTree, table: TensorNames, dtype: Any,
     # safetensors wants the tensors at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
-    for name, tensor in hf_export.tensors(params, table, dtype, untied=untied):
+    for name, tensor in hf_export.tensors(params, table, dtype):
         if not np.isfinite(tensor).all():
             raise UserError(
                 f"the policy's {name} is not finite and was not pushed: resume from the last checkpoint "
@@ -176,16 +176,5 @@ def pull(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
         post("/update_weights", {"update_info": offer.source})
         post("/finish_weight_update", {"weight_version": tag})
     # A server that stays paused would answer nobody, and its old weights are still whole.
-    finally:
-        post("/resume")
-
-
-def reload(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
-    """Makes a server without our backend load the offer's folder. A failure in the middle ends the server's engine."""
-    post(PAUSE)
-    try:
-        post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(offer.folder)}})
-        post("/reset_prefix_cache")
-        post("/update_weight_version", {"new_version": tag})
     finally:
         post("/resume")
