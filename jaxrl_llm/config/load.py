@@ -249,7 +249,8 @@ def _literal(text: str) -> Any:
 def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
     """Flattens a config to {"optim.learning_rate": 1e-5, ...}. A section of OPEN stays one dict."""
     flat: dict[str, Any] = {}
-    for key, value in config.items(preserve_field_references=True):  # an override moves what refers to its field
+    # With the references: an override moves what refers to its field.
+    for key, value in config.items(preserve_field_references=True):
         if isinstance(value, ConfigDict) and prefix + key not in OPEN:
             flat.update(flatten(value, f"{prefix}{key}."))
         else:

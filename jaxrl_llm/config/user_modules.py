@@ -47,7 +47,8 @@ def own_file(name: str, attribute: str) -> Path | None:
     if spec is None or not spec.has_location or _home(spec) is None:
         return None
     file = Path(str(spec.origin))
-    with suppress(SyntaxError, ValueError):  # broken, or no Python source: it may define anything
+    # Broken, or no Python source: it may define anything.
+    with suppress(SyntaxError, ValueError):
         code = compile(file.read_bytes(), file, "exec")
         # "*" is a constant of the code after `from x import *`, which may define any name.
         return file if attribute in code.co_names or ("*",) in code.co_consts else None

@@ -49,6 +49,7 @@ class Curriculum:
         numbers, no_signal = distributed.gather(numbers), distributed.gather(no_signal)
         # A copy: batches already drawn ahead keep the bits that they were drawn with.
         updated = known.copy()
+        # First: a row that was replaced may be drawn again in the same step, and then that visit counts.
         updated[list(replaced)] = True
         updated[numbers] = True
         # Last: a row may be drawn twice in a step.

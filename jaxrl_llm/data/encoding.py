@@ -24,7 +24,8 @@ CHUNK = 4096  # prompts per tokenizer call: enough for its threads, with little 
 CLOCK = re.compile(r"strftime_now\s*\(")  # a chat template asks for today's date
 DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # in a format that can be read here
 MIN_CACHED = 2**20  # minimum number of characters for storing token ids in the user's cache folder
-HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # unpaired surrogates: valid as JSON escapes, but not for tokenizers
+# Unpaired surrogates: valid as JSON escapes, but not for tokenizers.
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 FORMAT = 2  # version of stored token ids: raise it if a change of this file changes them
 
 
@@ -108,6 +109,7 @@ def on_day(tokenizer: Any, day: str) -> Any:
     """
 
     def dated(template: str) -> str:
+        # repr: a literal of the template's language, which has Python's quotations.
         text = DATE.sub(lambda call: repr(date.fromisoformat(day).strftime(call[2])), template)
         if CLOCK.search(text):
             raise UserError(

@@ -44,6 +44,7 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
     name = columns.prompt_column or ("problem" if "prompt" not in row and "problem" in row else "prompt")
     if name not in row:
         raise ValueError(_missing(row, name))
+    # A row of text in a data set with pictures has None or an empty list.
     if (images := row.get("images")) is not None and len(images):
         raise ValueError("it has images, which no model here reads: leave such rows out")
     prompt, notes = row[name], []
@@ -64,6 +65,7 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
         notes.append(note)
     elif name == "problem":
         notes.append("as in EasyR1")
+    # Text goes to the model as it is: no template reads these.
     if not isinstance(prompt, str) and (args := template_args(row)):
         notes.append(f"{' and '.join(sorted(args))} of a row go to the chat template")
     return row, ", ".join(notes)

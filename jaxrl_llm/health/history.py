@@ -225,6 +225,7 @@ class History:
         if before is None or now is None or spread is None or spread_now is None or now <= before:
             return False
         easy = self.easy
+        # Rewards of 0 and 1 have the spread sqrt(p (1 - p)): 0.7 of its largest value is p = 0.86.
         return spread_now < 0.7 * spread or (easy is not None and easy > MOSTLY)
 
     @property
@@ -242,7 +243,10 @@ class History:
 def _evaluations(records: Sequence[LogRecord]) -> set[int]:
     """Returns the steps of the evaluations that stay: the best one, and the last ones."""
     accuracies = [
-        (record["eval/accuracy"], -record["step"]) for record in records if record.get("eval/accuracy") is not None
+        # Minus the step: of equal accuracies the first one is the best.
+        (record["eval/accuracy"], -record["step"])
+        for record in records
+        if record.get("eval/accuracy") is not None
     ]
     return {-step for _, step in [*accuracies[-EVALUATIONS:], *([max(accuracies)] if accuracies else [])]}
 
@@ -260,7 +264,8 @@ def _whole(values: list[float | None], count: int) -> np.ndarray | None:
 
 
 def _mean(values: np.ndarray | None) -> float | None:
-    return None if values is None else sum(values.tolist()) / len(values)  # faster than NumPy for a few
+    # Faster than NumPy for a few numbers, and a rule asks for hundreds of them in each step.
+    return None if values is None else sum(values.tolist()) / len(values)
 
 
 @cache

@@ -14,7 +14,8 @@ import numpy as np
 from scipy.special import ndtri, stdtrit
 
 RATE = 5e-3  # bound of the chance that noise makes a rule fire in a run, of any length
-TRIM = 0.25  # share of a window's values that count on neither side, so that a few odd batches decide nothing
+# Share of a window's values that count on neither side, so that a few odd batches decide nothing.
+TRIM = 0.25
 JUMPS = 0.1  # share of the differences of neighbouring steps that are no noise
 # Variance of a trimmed mean of normal values, times their number, as a share of theirs. It is 1 / 0.84 for many values
 # (Tukey, 1960), 1.19 for four and 1.18 for eight.

@@ -304,7 +304,8 @@ class Mlflow:
 
     @staticmethod
     def _named(name: str) -> str:
-        return re.sub(r"[^\w./ -]", "_", name)  # MLflow refuses names with others
+        # MLflow refuses names with other characters.
+        return re.sub(r"[^\w./ -]", "_", name)
 
     def write_text(self, step: int, name: str, text: str) -> None:
         self._client.set_tag(self._id, name, f"step {step}: {text}")

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import xla_bridge  # no public function says whether the backends are initialized
+
+# No public function says whether the backends are initialized.
+from jax._src import xla_bridge
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import progress, user_cache

@@ -64,6 +64,7 @@ def _quota_of(group: Path) -> float:
         return math.inf if quota == "max" else int(quota) / int(period)
     with suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        # Version 1 writes -1 for no quota.
         return math.inf if int(quota) <= 0 else int(quota) / int(period)
     return math.inf
 
@@ -143,7 +144,8 @@ def serve(connection: int, lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # the parent decides; not SIG_IGN, because children inherit it
+        # The parent decides when this process ends. Not SIG_IGN, because children inherit it.
+        signal.signal(number, lambda *_: None)
     for descriptor in (connection, lifeline):
         os.set_inheritable(descriptor, False)
     questions = Connection(connection)

@@ -140,7 +140,8 @@ class Book:
         for shape in self._ladders[name].due:
             if (name, shape) not in self._jobs:
                 self._jobs[name, shape] = self._thread.submit(compile, shape)
-        for job in list(self._jobs.values()):  # a copy: sampling ahead adds jobs in another thread
+        # A copy: sampling ahead adds jobs in another thread.
+        for job in list(self._jobs.values()):
             if job.done():
                 job.result()
 

@@ -33,6 +33,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"experts/router/kernel$", P()),  # [L, D, experts]
     (r"experts/(gate|up)/kernel$", P(None, "tensor", "fsdp")),  # [L, experts, D, width of an expert]
     (r"experts/down/kernel$", P(None, "tensor", None, "fsdp")),  # [L, experts, width of an expert, D]
+    # Over tensor, these split their outputs, and output and down their inputs: one sum over tensor for attention and
+    # one for the MLP of a layer (Megatron, arXiv 1909.08053).
     (r"(query|key|value|gate|up)/kernel$", P(None, "fsdp", "tensor")),  # [L, D, out]
     (r"(query|key|value|gate|up)/bias$", P(None, "tensor")),  # [L, out]
     (r"(output|down)/bias$", P()),  # [L, D]: added once, after the sum over tensor

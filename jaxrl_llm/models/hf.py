@@ -89,7 +89,8 @@ def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
 
 def find_here(path: str) -> Path | None:
     """Returns what `find` does for model.path, without a network; None: a hub id that is not in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache  # slow to import, and only needed for hub ids
+    # Slow to import, and only needed for hub ids.
+    from huggingface_hub import try_to_load_from_cache
 
     if not is_hub_id(path):
         return find(path)
@@ -98,7 +99,8 @@ def find_here(path: str) -> Path | None:
 
 
 def _download(path: str, field: str, *, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download  # slow to import, and only needed for hub ids
+    # Slow to import, and only needed for hub ids.
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
@@ -183,6 +185,7 @@ def stored_dtype(folder: Path) -> np.dtype:
 def _named_dtype(folder: Path) -> str:
     """Dtype in config.json. Raises: UserError, if we cannot write it."""
     hf = read_config(folder)
+    # Later versions of transformers write dtype, earlier ones torch_dtype.
     name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES.values():
         raise UserError(f"{folder / 'config.json'}: dtype is {name!r}: give 'float32', 'bfloat16' or 'float16'")

@@ -23,7 +23,8 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    uniform = {name: value for name, value in hf.items() if name != "layer_types"}  # transformers ignores it too
+    # transformers ignores it too.
+    uniform = {name: value for name, value in hf.items() if name != "layer_types"}
     settings = config_json.read(uniform, rope_theta=1_000_000.0)
     default_local = ["sliding_window" in settings] * settings["num_hidden_layers"]
     fields = {"qkv_bias": False, "output_bias": False} | config_json.windows(settings, default_local)

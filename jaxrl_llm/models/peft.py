@@ -175,6 +175,7 @@ def load(folder: Path, lora: Lora) -> PyTree:
     settings = hf.read_config(folder, SETTINGS)
     idle = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(OTHERS)
     for name, value in idle.items():
+        # Empty or missing: PEFT does nothing then.
         if (setting := settings.get(name, value)) and setting != value:
             raise UserError(f"{folder / SETTINGS}: {name} is {setting!r}, which is not supported: use plain LoRA")
     if (began := settings.get("init_lora_weights")) not in BEGINNINGS:
@@ -202,7 +203,8 @@ def load(folder: Path, lora: Lora) -> PyTree:
             stacked[i] = tensor.T
     # What is left has no kernel here: training would go on without a part of what the folder's model has learned.
     if stored:
-        outside = next((name for name in stored if ".layers." not in name), None)  # of the embedding or the head
+        # One of the embedding or the head.
+        outside = next((name for name in stored if ".layers." not in name), None)
         remedy = "set config.lora.targets to all kernels that it adapts"
         if outside:
             remedy = "only kernels of the layers have adapters here; merge it into its base with PEFT, and train that"

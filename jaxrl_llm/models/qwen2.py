@@ -25,7 +25,8 @@ def windows(settings: config_json.ConfigJson) -> dict[str, Any]:
     """Returns the fields on sliding windows: if switched on, layers from max_window_layers on have one."""
     if not settings.get("use_sliding_window"):
         settings = config_json.ConfigJson(settings)
-        settings.pop("sliding_window", None)  # it does nothing
+        # Files have one also where it is switched off.
+        settings.pop("sliding_window", None)
         return config_json.windows(settings, [False] * settings["num_hidden_layers"])
     usual = [i >= settings["max_window_layers"] for i in range(settings["num_hidden_layers"])]
     return config_json.windows(settings, usual)

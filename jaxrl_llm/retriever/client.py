@@ -61,5 +61,6 @@ def _documents(answer: Any, count: int) -> list[list[tuple[Document, float | Non
 
 
 def _document(hit: dict[str, Any]) -> tuple[Document, float | None]:
+    # Without scores a hit is the document itself.
     score = hit.get("score")
     return document({"id": ""} | hit.get("document", hit)), None if score is None else float(score)

@@ -45,7 +45,8 @@ REMEDY = "lower engine.max_sequences or rollout.max_completion_tokens"  # if mem
 class Sampler:
     """The in-JAX engine. The caller gives the key: the same key gives the same completions."""
 
-    max_gap: float | None = None  # None: every step compares sampler and trainer anyway
+    # None: every step compares sampler and trainer anyway.
+    max_gap: float | None = None
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ FOLDER = "/tmp"
 FOLDER_SIZE = 64 * 2**20  # bytes of all its files
 # The first version with --size.
 OLDEST = (0, 7)
+# A fixed seed of hashes: the order of a set, and with it a verdict, is the same at each run.
 ENVIRONMENT = {"HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 SWITCHES = {  # what an administrator may have set, and what bubblewrap needs
     "kernel/apparmor_restrict_unprivileged_userns": "0",
@@ -85,6 +86,7 @@ def command(filter_: int, program: list[str]) -> list[str]:
     return [
         binary(),
         # In this order: bubblewrap does what its arguments say, one after the other.
+        # --new-session: without it a program can type into the trainer's terminal (TIOCSTI).
         *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv", *environment),
         *_bound(),
         *("--dev-bind", "/dev/null", "/dev/null"),

@@ -31,9 +31,11 @@ MOST_FILES, MOST_THREADS = 10_000, 32
 LOOK = 0.1
 # Seconds of the clock for each second of the CPU: a machine with other work is slower.
 CLOCK = 5.0
-UNCONFINED = "JAXRL_LLM_UNCONFINED"  # environment variable, so that the processes of rewards have it too
+# An environment variable, so that the processes of rewards have it too.
+UNCONFINED = "JAXRL_LLM_UNCONFINED"
 # Why a program failed. The last line of its error says which, or what this process saw; it decides no verdict.
 REASONS = ("error", "memory", "disk", "processes", "network", "files")
+# The numbers: EFBIG, ENOSPC and EDQUOT; EAGAIN; ENETUNREACH; EROFS.
 LAST_LINES = {
     "memory": r"MemoryError",
     "disk": r"OSError: \[Errno (27|28|122)\]",
@@ -71,6 +73,7 @@ def check() -> None:
         raise NoSandbox(f"its filter of system calls knows x86_64 and aarch64, not {machine.args[0]}") from None
     if not Path(f"/proc/self/task/{threading.get_native_id()}/children").exists():
         raise NoSandbox("its kernel does not list the children of a process (CONFIG_PROC_CHILDREN)")
+    # The proof: what an administrator has forbidden shows only when bwrap runs.
     run("", seconds=10.0, memory=512, characters=1000)
 
 

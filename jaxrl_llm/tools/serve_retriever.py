@@ -43,10 +43,12 @@ def main() -> None:
             f"--host {args.host}: whoever reaches the server reads the corpus and uses the machine, and nothing is "
             "encrypted; keep 127.0.0.1, or say --public on a network that is yours alone"
         )
+    # type, and not isinstance: a flag is a bool, and so an int.
     numbers = {name: value for name, value in vars(args).items() if type(value) is int}
     for name, value in numbers.items():
         if value < 1 or (name == "port" and value > 65535):
             raise UserError(f"--{name.replace('_', '-')} {value}: give a number of 1 or more")
+    # Only now: these packages are an extra, and the arguments are checked without them.
     try:
         import uvicorn
 

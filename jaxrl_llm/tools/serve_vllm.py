@@ -33,6 +33,8 @@ from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.rollout.vllm.address import LOOPBACK, UNIX, check_python, client, is_private
 
 ARGUMENTS = ("--host", "--port", "--uds", "--model", "--dtype")  # of this command, not of vLLM
+# A server samples as a request says, and not as generation_config.json; and its log-probabilities are those of the
+# distribution that was sampled, after temperature and top-p.
 FIXED = (
     "--served-model-name",
     "policy",
@@ -54,9 +56,11 @@ ENVIRONMENT = dict(
 CPU_ENVIRONMENT = dict(
     VLLM_CPU_KVCACHE_SPACE="1",  # GiB; the default is a share of all memory
     VLLM_CPU_OMP_THREADS_BIND="nobind",  # a trainer may use the same cores
-    TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),  # saves 15 s of compiling a start
+    # Saves 15 s of compiling at each start.
+    TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),
 )
-SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.|vllm_|__KMP_)[^/\s]*$", re.MULTILINE)  # not the trainer's weight file
+# Not the trainer's weight file, which may be in this folder too.
+SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.|vllm_|__KMP_)[^/\s]*$", re.MULTILINE)
 TERMINATE, KILLED = 10.0, 5.0  # seconds to wait after SIGTERM and after SIGKILL
 WAITS = (1.0, 60.0)  # seconds: the first and the longest pause after a failed start; each failure doubles it
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -67,6 +71,7 @@ LOG = 2**26  # bytes of the log; older lines are in FILE.1, and after that dropp
 def check_port(host: str, port: int) -> None:
     """Raises: UserError, if a server cannot listen at the port."""
     try:
+        # Now: vLLM loads a model for minutes before it finds that a port is taken.
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         raise UserError(f"--port {port} of --host {host}: {error.strerror}: give another") from None
@@ -109,7 +114,8 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
     """Starts vLLM in a separate process group."""
     address = ["--uds", str(args.uds)] if args.uds else ["--host", args.host, "--port", str(args.port)]
     if args.uds:
-        args.uds.unlink(missing_ok=True)  # a killed server leaves its socket, and a bind to it fails
+        # A killed server leaves its socket, and a bind to it fails.
+        args.uds.unlink(missing_ok=True)
     command = [
         args.python,
         "-m",
@@ -123,6 +129,7 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
         *(("--max-model-len", str(args.max_model_len)) if args.max_model_len else ()),
         *extra,
     ]
+    # The user's variables win over the first, which are a choice, and not over the last, which pushes need.
     environment = CPU_ENVIRONMENT | os.environ | ENVIRONMENT | {"PYTHONPATH": python_path(), "TMPDIR": temporary}
     return subprocess.Popen(
         command,
@@ -181,6 +188,7 @@ def running(args: argparse.Namespace, extra: list[str], temporary: str) -> Itera
         yield VllmProcess(process, write_log(process, args.log), shared_files)
     finally:
         if process:
+            # Before the guard: a kill -9 in between still finds one that ends the group.
             end(process.pid, process.poll, shared_files)
             process.wait()
         if watchdog:
@@ -200,7 +208,8 @@ def wait(server: VllmProcess, http: httpx.Client, log: Path) -> None:
             if http.get("/health").is_success:
                 return
         if server.process.poll() is not None:
-            server.writes.join(KILLED)  # the last lines of its log say why
+            # The last lines of its log say why; they may still be on their way.
+            server.writes.join(KILLED)
             errors = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line][-1:]
             raise UserError(f"vLLM did not start ({' '.join(errors)[-300:]}): see {log}")
         time.sleep(0.25)
@@ -213,10 +222,12 @@ def wait_for_the_end(process: subprocess.Popen[bytes], http: httpx.Client) -> No
             if http.get("/health").is_error:
                 return
         except httpx.ConnectError as error:
-            if f"[Errno {errno.EAGAIN}]" not in str(error):  # of a socket whose queue is full
+            # EAGAIN is of a socket whose queue is full: the server is busy, not gone.
+            if f"[Errno {errno.EAGAIN}]" not in str(error):
                 return
         except httpx.TransportError:
-            pass  # the server is busy or hangs, and may recover
+            # The server is busy or hangs, and may recover.
+            pass
         with suppress(subprocess.TimeoutExpired):
             process.wait(HEALTH_SECONDS)
 
@@ -279,6 +290,7 @@ def _end(*_: object) -> None:
 def _end_at_eof() -> None:
     while os.read(0, 1):
         pass
+    # By a signal: only the main thread can leave through the `finally` blocks that end vLLM.
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -28,5 +28,7 @@ KL_COSTS = 0.02  # spreads
 KL_PAYS = 0.1  # spreads
 ONE_TURN = 1.02  # turns of an episode
 TOOL_ERRORS = 0.05  # of turns
-DOWN = 0.1  # calls of a tool in an episode, at least, so that all of a few are no accident
-EXPLAINED = -0.05  # a critic that says the same for all has 0, to rounding: so it is where nearly all earn the same
+# Calls of a tool in an episode, at least, so that all of a few are no accident.
+DOWN = 0.1
+# A critic that says the same for all has 0, to rounding: so it is where nearly all earn the same.
+EXPLAINED = -0.05

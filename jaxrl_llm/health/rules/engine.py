@@ -66,7 +66,8 @@ def sampler_mismatch(history: History) -> Finding | None:
     if kl is None or sizes is None or lag is None:
         return None
     bound = kl_bound(r)
-    ill = max(4 * bound, 10 * IMPORTANCE_KL)  # from which on one step is enough
+    # From here on one step is enough, and needs no others to agree.
+    ill = max(4 * bound, 10 * IMPORTANCE_KL)
     often = kl > bound and history.often_above(_excess, 1.0, 0.01)
     # With a lag the policies differ by design, so KL says nothing of the engine; only the weights may then be too far.
     signs = [f"KL(sampler || trainer) {kl:.1e}"] if not lag and (kl > ill or often) else []

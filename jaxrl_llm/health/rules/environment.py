@@ -43,7 +43,8 @@ def tool_down(history: History) -> Finding | None:
 def _calls(record: LogRecord) -> float:
     """Returns how often an episode asks its tools, if the environment counts that; else its turns."""
     count = lambda name: record.get(f"episode/{name}") or 0.0  # noqa: E731
-    calls = count("calls") and count("calls") - count("invalid")  # an invalid call asks nobody
+    # An invalid call asks nobody.
+    calls = count("calls") and count("calls") - count("invalid")
     return calls + count("searches") + count("programs") or record["episode/turns"]
 
 

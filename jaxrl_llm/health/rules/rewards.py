@@ -111,7 +111,8 @@ def held_out_falls(history: History) -> Finding | None:
     best, last = max(judged[:-2], key=lambda r: r["eval/accuracy"]), judged[-2:]
     accuracy, now = best["eval/accuracy"], float(np.mean([r["eval/accuracy"] for r in last]))
     middle = min(max((accuracy + now) / 2, 0.0), 1.0)
-    error = sqrt(middle * (1 - middle) / best["eval/problems"] * 1.5)  # of one evaluation, and of the mean of two
+    # The variance of one evaluation and of the mean of two: 1 + 1/2 times that of one.
+    error = sqrt(middle * (1 - middle) / best["eval/problems"] * 1.5)
     # As many looks as evaluations: the interval of the last two tells how many there were.
     looks = max(last[1]["step"] // max(last[1]["step"] - last[0]["step"], 1), 1)
     fall = noise.strength(accuracy - now, error, noise.quantile(looks, 1e6, choices=looks))

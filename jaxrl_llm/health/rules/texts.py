@@ -82,6 +82,7 @@ def length_collapse(history: History) -> Finding | None:
     reward, earned = history.then("reward/mean"), history.now("reward/mean")
     if not before or now is None or now >= LENGTH * before or reward is None or earned is None or earned < reward:
         return None
+    # Lengths differ by factors, so their logarithm is judged.
     if history.risen("completion/length", log=True) >= -1 or _brief_and_right(history):
         return None
     return Finding(

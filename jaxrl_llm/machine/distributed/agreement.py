@@ -17,7 +17,8 @@ from jaxrl_llm.machine.distributed.processes import count, first
 from jaxrl_llm.machine.distributed.store import exchange
 
 CHANNEL = "agreement"
-LISTED = 60  # seconds for which NFS shows a host an old listing of a folder (acdirmax), or that a file is not there
+# Seconds for which NFS shows a host an old listing of a folder (acdirmax), or that a file is not there.
+LISTED = 60
 TOKEN = "shared."  # begins the name of the file by which processes find that they share a folder
 TOLD = 4  # differences in a line
 
@@ -52,7 +53,8 @@ def check_seen(folder: Path, look: Callable[[], list[str]], remedy: str) -> None
     Raises: UserError, in all processes, naming a file and the process that does not see it.
     """
     seen = exchange(look(), CHANNEL)
-    for _ in range(LISTED):  # a count, and not a time, so that all look equally often
+    # A count, and not a time, so that all look equally often.
+    for _ in range(LISTED):
         if all(files == seen[0] for files in seen):
             return
         time.sleep(1)
@@ -77,7 +79,8 @@ def check_shared(folder: Path) -> None:
 
     def look() -> list[str]:
         with suppress(OSError):
-            os.listdir(folder.parent)  # asks the server, where a host has kept that the folder was not there
+            # Asks the server, where a host has kept that the folder was not there.
+            os.listdir(folder.parent)
         return [name] if file.is_file() else []
 
     try:

@@ -22,7 +22,8 @@ from jaxrl_llm.machine.distributed.store import POLL, client, wait
 # the network may take the other half; gRPC itself breaks off a connection that does not answer for 60 s.
 HEARTBEAT = 100
 ENDED = "jaxrl_llm/ended"  # key of the exit code and the line with which a process has ended
-_leaving = Event()  # set when this process ends: the ends of others, and its own line, are nothing new then
+# Set when this process ends: the ends of others, and its own line, are nothing new then.
+_leaving = Event()
 LEAVING = 10  # seconds for which process 0 waits, at an error, until the others have ended
 
 
@@ -131,7 +132,8 @@ def _ended(why: str) -> str:
 
 def _tell(code: int, line: str) -> None:
     """Ends the other processes with an exit code and a line."""
-    with suppress(Exception):  # the service may be gone, or another process was faster
+    # The service may be gone, or another process was faster.
+    with suppress(Exception):
         client().key_value_set(ENDED, f"{code} {line}")
 
 

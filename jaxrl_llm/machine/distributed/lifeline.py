@@ -20,9 +20,12 @@ from jaxrl_llm.machine.distributed.processes import count, first, index
 from jaxrl_llm.machine.distributed.store import exchange
 
 CHANNEL = "lifeline"
-GRACE = 3  # seconds in which a living process connects again, if something between the hosts has cut its connection
-IDLE = 60  # seconds without a word after which TCP sends one, so that no firewall forgets the connection
-WORDS = 60  # without an answer, that TCP sends: a network may stand still for that many times IDLE
+# Seconds in which a living process connects again, if something between the hosts has cut its connection.
+GRACE = 3
+# Seconds without a word after which TCP sends one, so that no firewall forgets the connection.
+IDLE = 60
+# Of them without an answer, that TCP sends: a network may stand still for that many times IDLE.
+WORDS = 60
 
 
 def hold(leaving: Event, died: Callable[[int], Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jax._src.distributed import global_state  # JAX's public functions initialize the devices
+# JAX's public functions initialize the devices.
+from jax._src.distributed import global_state
 
 from jaxrl_llm.errors import UserError
 

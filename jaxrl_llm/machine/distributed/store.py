@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.distributed import global_state  # no public function reaches the key-value store
+
+# No public function reaches the key-value store.
+from jax._src.distributed import global_state
 
 from jaxrl_llm.machine.distributed.processes import count, first, index
 

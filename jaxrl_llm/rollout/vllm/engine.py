@@ -334,6 +334,7 @@ class VllmEngine:
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Pushes the parameters to all servers. Returns when every server has them, or one has and others are away."""
         self._tensors = {name: list(shape) for name, shape in hf_export.shapes(params, self._table).items()}
+        # Before the version: `_bring` reads the version first, so old weights never go out under a new number.
         self._offer.write(params)
         self._version = version
         for server in self._servers:
@@ -374,6 +375,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Cancels the requests, frees the servers for another run, and stops a managed server."""
+        # First: what fails from now on is not tried again.
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for server in () if self._managed else self._servers:
@@ -492,6 +494,7 @@ class VllmEngine:
         message = " ".join(answer.text[:400].split())
         if answer.status_code == 404:
             raise UserError(f"vLLM at {server} has no {path}: start it with jaxrl serve-vllm")
+        # vLLM answers 500 for an error of our backend, whose text begins with this word. It would fail again.
         if "refused: " in message or answer.status_code < 500:
             raise UserError(f"vLLM at {server} refuses {path}: {message}")
         raise Unavailable(f"{answer.status_code} {message} at {path}")

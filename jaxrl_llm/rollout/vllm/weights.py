@@ -55,6 +55,7 @@ class WeightFile:
                 f"{stat.S_IMODE(about.st_mode):o}, so that others could exchange the weights: remove it, or give "
                 "another folder"
             )
+        # thread_local=False: `close` may be called in another thread, and must release it.
         self._lock = FileLock(folder / LOCK, blocking=False, thread_local=False)
         with suppress(OSError):
             # A hung trainer may still hold it.

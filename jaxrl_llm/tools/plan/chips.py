@@ -39,6 +39,7 @@ def topology(name: str, slices: int = 1) -> tuple[Chip, list[Any]]:
         raise UserError(f"--topology {name}: give one of {', '.join(CHIPS)} and its shape, for example v5e:4x4")
     if not find_spec("libtpu"):
         raise UserError("--topology needs the TPU compiler, which is not installed: pip install 'jaxrl_llm[tpu]'")
+    # The topology is only described: with a platform "tpu" JAX would look for chips on this machine.
     jax.config.update("jax_platforms", "cpu")
     # Without these libtpu locks the machine for one process, asks Google's metadata server, and writes logs to /tmp.
     os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
@@ -47,11 +48,13 @@ def topology(name: str, slices: int = 1) -> tuple[Chip, list[Any]]:
     options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if is_single_chip else {}
     if slices > 1:
         options["num_slices"] = slices
-    if kind == "v4":  # two cores of a chip as one device
+    # XLA sees the two cores of a v4 chip as one device, as a run on the chip does.
+    if kind == "v4":
         options["chip_config_name"] = "megacore"
     try:
         description = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-    except Exception as error:  # libtpu raises many types, all about the name
+    # libtpu raises many types, all about the name.
+    except Exception as error:
         message = str(error).splitlines()[0]
         raise UserError(
             f"--topology {name}: the TPU compiler does not know it ({message}): for example v5e:4x4"

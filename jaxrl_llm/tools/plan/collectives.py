@@ -55,7 +55,8 @@ def collectives(text: str, turns: int = 1) -> list[Collective]:
                 # The TPU compiler has no reduce-scatter: it fuses an all-reduce and a slice into a computation.
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else match[3]
                 chain = re.search(r"channel_id=\d+.*chain_id=", line)
-                if chain and chain[0] in begun:  # a later part of it, which runs beside other operations
+                # A later part of it, which runs beside other operations.
+                if chain and chain[0] in begun:
                     continue
                 begun.update([chain[0]] if chain else [])
                 if collective := _collective(kind, match[2], bool(match[4]), line, loops):
@@ -82,11 +83,13 @@ def trip_count(line: str, condition: list[str], body: list[str]) -> int:
     if not bounds:
         return 0
     counter = next((int(n) for x in condition for n in re.findall(r" get-tuple-element\(.*\), index=(\d+)", x)), 0)
+    # The counter is the element of the loop's tuple that the condition reads, and its step is what the body adds to it.
     root = next(x for x in body if x.startswith("  ROOT "))
     returned = re.findall(r"%([\w.-]+)", root.partition(" tuple(")[2])[counter]
     added = re.search(rf"%{re.escape(returned)} = .* add\(%\S+, %([\w.-]+)\)", "\n".join(body))
     name = re.escape(added[1]) if added else "none"
-    step = re.search(rf"%{name} = .* constant\((\d+)\)", "\n".join(body))  # an unrolled loop counts in larger steps
+    # An unrolled loop counts in larger steps.
+    step = re.search(rf"%{name} = .* constant\((\d+)\)", "\n".join(body))
     return -(-max(bounds) // (int(step[1]) if step else 1))
 
 

@@ -42,6 +42,7 @@ def _jaxpr_flops(jaxpr: Any, turns: int) -> float:
 def _product_flops(dimensions: Any, equation: Any, groups: Sequence[int] = ()) -> float:
     first, second = (x.aval.shape for x in equation.invars[:2])
     (_, second_contracted), (_, second_batch) = dimensions
+    # 2 x (all of the first) x (what only the second has): contracted and batch axes are in the first already.
     free = [n for i, n in enumerate(second) if i not in (*second_contracted, *second_batch, *groups)]
     return 2.0 * math.prod(first) * math.prod(free)
 
@@ -52,7 +53,8 @@ def _times(name: str, params: dict[str, Any], turns: int) -> int:
         return params["length"]
     if name == "while":
         return turns
-    if name == "shard_map":  # its shapes are those of a device
+    # Its shapes are those of one device.
+    if name == "shard_map":
         # The name depends on the version of JAX.
         axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
         return math.prod(params["mesh"].shape[axis] for axis in axes)

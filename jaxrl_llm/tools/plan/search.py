@@ -17,6 +17,7 @@ from jaxrl_llm.structs import Config
 from jaxrl_llm.tools.plan.chips import Chip
 from jaxrl_llm.tools.plan.phases import SlicePlan, make_plan
 
+# A forward pass and a backward one of twice its cost are 3; full recomputation adds a forward pass.
 PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}  # forward passes of an update that costs about as much
 
 
@@ -33,7 +34,8 @@ def search(
         try:
             mesh = mesh_over(devices, **candidate.mesh)
             plan = make_plan(candidate, mesh, width, dump, memory_limit=chip.memory * 2**30)
-        except UserError as error:  # this mesh does not suit the batch or the slice
+        # This mesh does not suit the batch or the slice: the next one may.
+        except UserError as error:
             console.print(f"{text}: {error}")
             continue
         fits = plan.fits(chip)
@@ -52,6 +54,7 @@ def candidates(config: Config, devices: int) -> Iterator[Config]:
         for at_once in (1, 2, 4, 8):
             if config.prompts_per_update % (shards * at_once) == 0:
                 candidate = deepcopy(config).unlock()
+                # fsdp over all that tensor leaves: it divides parameters and optimizer, which data would copy.
                 candidate.mesh.update(data=1, fsdp=shards, tensor=tensor)
                 candidate.microbatch, candidate.model.remat = shards * at_once, remat
                 yield candidate.lock()
@@ -61,11 +64,17 @@ def _promise(config: Config, devices: int, chip: Chip) -> float:
     """Rough seconds of an update without what all candidates share: recomputed passes, and the layers' collectives."""
     cfg = hf.load_model(hf.find(config.model.path, weights=False)).cfg
     experts, chosen = (cfg.mixture.experts, cfg.mixture.chosen) if cfg.mixture else (1, 1)
+    # Three kernels [D, F] of each expert, and about two [D, D] of attention: with few key heads, key and value are
+    # small.
     weights, active = (cfg.layers * cfg.width * (3 * n * cfg.mlp_width + 2 * cfg.width) for n in (experts, chosen))
     tokens = config.prompts_per_update * config.group_size * config.rollout.max_completion_tokens
     arithmetic = 2 * active * tokens * PASSES[config.model.remat] / devices / chip.flops
+    # bfloat16 kernels, gathered for the forward pass, again for the backward one, and their gradients scattered: for
+    # each micro-batch.
     gathered = 3 * 2 * weights / config.mesh.tensor * (config.prompts_per_update // config.microbatch)
     summed = 0.0
-    if config.mesh.tensor > 1:  # two sums of the states in each layer and pass
+    # Two sums of the states in each layer and pass, 2 bytes a number, each sent twice (a reduce-scatter and a gather).
+    if config.mesh.tensor > 1:
         summed = 2 * 2 * 2 * PASSES[config.model.remat] * cfg.layers * cfg.width * tokens / config.mesh.fsdp
+    # The larger, and not the sum: the compiler sends while it computes.
     return max(arithmetic, (gathered + summed) / chip.ring)

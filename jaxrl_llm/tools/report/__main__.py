@@ -58,7 +58,8 @@ def serve(workdirs: Sequence[Path], port: int) -> None:
         read_config(workdir)
     with PageServer(workdirs, port) as server:
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # the package lets Ctrl-C end a program at once
+            # The package lets Ctrl-C end a program at once; a server closes its port first.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             print(f"http://{server.address} (Ctrl-C ends it)", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:

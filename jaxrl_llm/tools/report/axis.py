@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 NEAR = 0.6  # spans of the curves within which a bound is drawn
-LEAST = 0.05  # span of a linear axis as a share of its largest value: less may be rounding
+# Span of a linear axis as a share of its largest value: less may be rounding.
+LEAST = 0.05
 MARK = 0.13  # of the height, for the mark of a finding
 DECADES = 1.2  # of positive values, from which on an axis is logarithmic
 
@@ -54,6 +55,7 @@ def fit(curves: Sequence[np.ndarray], bounds: Sequence[float | np.ndarray], mark
     values = np.concatenate(curves)
     values = values[np.isfinite(values)]
     positive = values[values > 0]
+    # A logarithm leaves out zeros and negative values, so nearly all must be above 0.
     wide = len(positive) > 0.9 * len(values) and math.log10(positive.max() / positive.min()) > DECADES
     log = bool(log and wide)
     values = np.log10(positive) if log else values
@@ -72,4 +74,5 @@ def fit(curves: Sequence[np.ndarray], bounds: Sequence[float | np.ndarray], mark
     middle = (low + high) / 2
     low, high = min(low, middle - span / 2), max(high, middle + span / 2)
     low, high = low - 0.05 * span, high + 0.07 * span
+    # Room above the curves, so that no mark of a finding covers one.
     return Axis(low, high + MARK * marks * (high - low), marks, log)

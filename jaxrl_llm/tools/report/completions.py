@@ -41,6 +41,7 @@ def _group(line: dict[str, Any]) -> Group:
             LabelledCompletion(f"best, reward {high:.3g}", cut(best)),
             LabelledCompletion(f"worst, reward {low:.3g}", cut(worst)),
         ]
+        # Best and worst of equal rewards would be two texts that nothing tells apart.
         if low == high:
             shown = [LabelledCompletion(f"one of them: all have reward {high:.3g}", cut(best))]
         rewards = f"mean reward {sum(reward for reward, _ in judged) / len(judged):.3g} of {of}"

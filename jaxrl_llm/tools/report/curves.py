@@ -94,6 +94,7 @@ def thinned(runs: Sequence[ReportedRun]) -> int:
 
 def _channels(runs: Sequence[ReportedRun]) -> tuple[str, ...]:
     """Returns the metrics of the reward functions, if there are two or more."""
+    # The last record has all of them, and a long run has many records.
     metrics = channels({name for run in runs for record in run.records[-1:] for name in record})
     return tuple(metrics) if len(metrics) > 1 else ()
 
@@ -110,7 +111,9 @@ def _curve(at: int, run: ReportedRun, metric: str) -> Curve | None:
 def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Sequence[ReportedRun]) -> Plot:
     several = len({curve.metric for curve in curves}) > 1
     bands_by_run = {
-        curve.run: [b for b in limits[curve.run] if b.metric == curve.metric and not several] for curve in curves
+        # With several metrics in a plot no reader could tell whose band it is.
+        curve.run: [b for b in limits[curve.run] if b.metric == curve.metric and not several]
+        for curve in curves
     }
     spells = [(at, spell) for at, run in enumerate(runs) for spell in run.spells if spell.finding.id in panel.rules]
     bounds = [

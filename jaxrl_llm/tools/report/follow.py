@@ -44,7 +44,8 @@ class Lines:
             with self.file.open("rb") as file:
                 file.seek(self._end)
                 for line in file:
-                    if not line.endswith(b"\n"):  # it is being written
+                    # It is being written: the next call reads it whole.
+                    if not line.endswith(b"\n"):
                         break
                     if line.strip():
                         yield self._end, line

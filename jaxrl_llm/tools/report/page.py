@@ -40,6 +40,7 @@ def render(workdirs: Sequence[Path], *, live: str = "", readers: dict[Path, Read
         phases=tables.phase_table(runs),
         partings=tables.partings(runs),
         completions=[completions.groups(run) for run in runs],
+        # Some MB, which would be sent again with each change; from an address of its own a browser keeps them.
         plotly="" if live else get_plotlyjs(),
         plotly_url=PLOTLY,
         live=live,
@@ -56,6 +57,7 @@ def render_waiting(message: str, live: str) -> str:
 def stamp(workdirs: Sequence[Path]) -> str:
     """Returns the state of the runs' files, which is another one when they have changed."""
     states = [(file.stat() if file.is_file() else None) for folder in workdirs for file in map(folder.joinpath, FILES)]
+    # Time and size: a file system may give two writes within a tick the same time.
     return "-".join("0" if x is None else f"{x.st_mtime_ns:x}.{x.st_size:x}" for x in states)
 
 
@@ -68,6 +70,7 @@ def card(run: ReportedRun) -> list[tuple[str, str]]:
             step, value = latest
             text = f"{value:.1%}" if metric == "eval/accuracy" else f"{value:.4g}"
             rows.append((label, text if step == run.last else f"{text} (step {step:,})"))
+    # Minus the step: of equal accuracies the first one is the best.
     accuracies = [(r["eval/accuracy"], -r["step"]) for r in run.records if r.get("eval/accuracy") is not None]
     if len(accuracies) > 1:
         best, step = max(accuracies)
@@ -81,7 +84,9 @@ def template(name: str) -> jinja2.Template:
     """Returns a template of `assets/report/`."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
+        # Prompts and completions may hold HTML.
         autoescape=True,
+        # A wrong name in a template is an error, and not an empty place on the page.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

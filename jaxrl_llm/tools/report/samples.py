@@ -59,6 +59,7 @@ def problem(at: int, graded: Graded, row: dict[str, Any]) -> Problem:
     scores = graded.channels["total"][at]
     columns = ", ".join(f"{key}: {value}" for key, value in row.items() if key != "prompt")
     shown = [completion(at, i, graded) for i in range(min(len(scores), SHOWN))]
+    # As pass@k counts: a score of 1 or more.
     solved = int((scores >= 1).sum())
     return Problem(at + 1, cut(prompt_text(row["prompt"])), cut(columns), solved, len(scores), shown)
 

@@ -55,11 +55,14 @@ class PageServer(ThreadingHTTPServer):
                     self._page = page.render(self._workdirs, live=now, readers=self._readers)
                 except UserError as error:  # a run without a record yet
                     self._page = page.render_waiting(str(error), now)
-                except Exception as error:  # a file that another version wrote, or a bug: the next page may work
+                # A file that another version wrote, or a bug: the next page may work. New readers, as the old ones may
+                # have stopped in the middle of a file.
+                except Exception as error:
                     self._readers = {}
                     message = f"the page cannot be made: {describe(error)}"
                     print(message, file=sys.stderr, flush=True)
                     self._page = page.render_waiting(message, now)
+                # Also after an error, or each request would read the files and fail again.
                 self._stamp = now
             return self._page
 

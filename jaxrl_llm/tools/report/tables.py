@@ -94,6 +94,7 @@ def parting(first: ReportedRun, other: ReportedRun) -> Parting:
         return Parting(f"{names} have no step in common.", [])
     firsts: dict[str, tuple[str, int, str, str]] = {}
     for a, b in pairs:
+        # Only what both have: a run of another config has other metrics, which are no difference of numbers.
         for metric in a.keys() & b.keys():
             if metric not in firsts and a[metric] != b[metric] and not _is_time(metric):
                 firsts[metric] = (metric, a["step"], _number(a[metric]), _number(b[metric]))

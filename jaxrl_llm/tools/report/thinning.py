@@ -20,6 +20,7 @@ def thin(x: np.ndarray, y: np.ndarray, limit: int = POINTS) -> tuple[np.ndarray,
     # argmin stops at a NaN, so a NaN counts as infinite. A part of NaN alone keeps its first one, and stays a gap.
     lows = np.where(np.isnan(grid), np.inf, grid).argmin(axis=1)
     highs = np.where(np.isnan(grid), -np.inf, grid).argmax(axis=1)
+    # Sorted, and once each where the lowest value of a part is also its highest.
     points = np.unique(np.concatenate([np.arange(rows) * size + lows, np.arange(rows) * size + highs]))
     return x[points], y[points]
 

@@ -48,6 +48,7 @@ def lines(curve: Curve, form: str, dash: str, axis: Axis) -> list[go.Scatter]:
     """
     scatters = []
     for role, values in (("raw", curve.y), ("mean", curve.mean())):
+        # Before it is thinned: each part keeps its lowest value, which must be one that a logarithmic axis can show.
         x, y = thin(curve.x, np.where(values > 0, values, np.nan) if axis.log else values)
         style = dict(x=x, y=y, mode="lines" if len(x) > 1 else "markers", meta=_meta(curve.run, role))
         if role == "raw":
@@ -82,8 +83,10 @@ def not_finite(curve: Curve, axis: Axis) -> list[go.Scatter]:
 def band(at: int, bands: Sequence[Band], run: ReportedRun, axis: Axis) -> list[go.Scatter]:
     """Returns the area between the highest lower bound and the lowest upper bound, and those of its edges in sight."""
     steps = np.array([record["step"] for record in run.records], np.int32)
+    # A fixed bound is a number, one that follows the run has a value for each record.
     lows = [np.broadcast_to(band.low, len(steps)) for band in bands if band.low is not None]
     highs = [np.broadcast_to(band.high, len(steps)) for band in bands if band.high is not None]
+    # fmax and fmin: a bound that is NaN, because the start of the run is not over, leaves the others.
     low = np.fmax.reduce(lows) if lows else np.full(len(steps), np.nan)
     high = np.fmin.reduce(highs) if highs else np.full(len(steps), np.nan)
     scatters = []
@@ -133,5 +136,6 @@ def as_json(drawn: Sequence[go.Scatter], layout: dict[str, Any]) -> str:
 
 def _encode(array: np.ndarray) -> dict[str, str]:
     """Returns an array as the binary data that plotly reads: it is small, and NaN is a gap."""
+    # 4 bytes, because a browser has no 64-bit integers, and a pixel no 7th digit.
     kind, name = (np.int32, "i4") if array.dtype.kind == "i" else (np.float32, "f4")
     return {"dtype": name, "bdata": base64.b64encode(array.astype(kind).tobytes()).decode()}

@@ -44,6 +44,7 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
         raise UserError(f"--to {to}: there is no folder {to.parent}: make it first")
     translation = translate(source.system, source.keys, rows=rows, processes=processes, referred=source.referred)
     text = writer.source(translation, file, to or Path(f"{file.stem}.py"), source.lost)
+    # The text that is printed or written is the one that is checked: an error of the writer shows here.
     linted = lint.lint(lint.load_text(text), set(translation.yours()))
     if to:
         try:
@@ -58,6 +59,7 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     print_checks(
         translation, linted, f"{to} is written and complete; " if to else "", "of all but the images " * bool(pictures)
     )
+    # The file may be complete and still mean another run.
     return int(bool(linted.refused or pictures or source.lost))
 
 

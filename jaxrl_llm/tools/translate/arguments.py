@@ -68,6 +68,7 @@ def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
         word = value.text
         if word.startswith("--") and word != "--":
             key, sign, text = word.removeprefix("--").partition("=")
+            # argparse of transformers takes both spellings.
             key = key.replace("-", "_")
             options[key] = text if sign else "True"
         elif not key:

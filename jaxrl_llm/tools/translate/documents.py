@@ -51,6 +51,7 @@ class Loader(yaml.SafeLoader):
         seen: dict[str, Any] = {}
         for key, value in node.value:
             name = str(key.value)
+            # Two merges (<<) in a mapping are no repetition.
             if seen.get(name, value.value) != value.value and key.tag != "tag:yaml.org,2002:merge":
                 self.again.append(f"line {key.start_mark.line + 1}: {name} again, and the last one counts")
             seen[name] = value.value
@@ -102,6 +103,7 @@ def composed(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
         if name and file.is_file():
             inside, _ = parse(file, file.read_text(encoding="utf-8"))
             keys |= {f"{package}{key}": value for key, value in composed(file, inside).items() if key != "defaults"}
+        # Files of veRL itself are no loss: their keys are the defaults of its table.
         elif name and not VERL_FILES.fullmatch(name) and not VERL_GROUPS.fullmatch(name):
             missing.append(name)
     return keys | {"defaults": missing}
@@ -170,6 +172,7 @@ def resolved(keys: DocumentKeys) -> DocumentKeys:
         if how == "oc.env:":
             if default is None:
                 return Unread(match[0])
+            # A variable of the environment may be set where the run is started, and then the default is not its value.
             notes.append(f"{key}: {match[0]} is its default here, {default.strip()}")
             return scalar(default.strip())
         name = f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name
@@ -185,6 +188,7 @@ def resolved(keys: DocumentKeys) -> DocumentKeys:
             return value
         while match := REFERENCE.search(value):
             other = referred_value(key, match, depth)
+            # A value that is one reference keeps its type: a number stays a number.
             if match[0] == value or isinstance(other, Unread):
                 return other
             value = value.replace(match[0], "null" if other is None else str(other))

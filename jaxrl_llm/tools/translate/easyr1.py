@@ -34,6 +34,7 @@ NAMES = family.Names(
 )
 KL = family.KlKeys(
     in_loss=lambda keys: bool(keys["algorithm.use_kl_loss"]) and not keys["algorithm.disable_kl"],
+    # EasyR1 has one coefficient and one estimator; use_kl_loss alone says in which place they are.
     in_reward=lambda keys: not keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"],
     loss_coef="algorithm.kl_coef",
     loss_kind="algorithm.kl_penalty",
@@ -55,6 +56,7 @@ def loss(value: Any, keys: Keys) -> Outcome:
     outcome = family.loss(LOSSES, ACTOR)(value, keys)
     if outcome.fields.get("loss.name") != "gspo":
         return outcome
+    # Both names have the value of one ratio for a completion, and differ in the gradient only.
     level = "token" if value == "gspo_token" else "sequence"
     reason = "there also the bound clip_ratio_dual; gspo has none here"
     return Outcome("changed", outcome.fields | {"loss.level": level}, reason)
@@ -92,6 +94,7 @@ def online_filtering(value: Any, keys: Keys) -> Outcome:
         f"{keys['algorithm.filter_high']} are left out there; here, groups with one total reward, and "
         "what still has no signal stays"
     )
+    # Without a limit there, which a data set without a signal never leaves: ten rounds stand for it.
     return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches > 0 else 10}, reason)
 
 
@@ -133,6 +136,7 @@ def optimizer(section: str, prefix: str) -> dict[str, Rule]:
         reason = (
             f"{value} rounds parameters and moments to bfloat16; parameters are float32 here, the mean of gradients not"
         )
+        # The nearest thing: of the three, the mean of gradients alone may be bfloat16 here.
         return Outcome("changed", {f"{section}.momentum_dtype": "bfloat16"}, reason)
 
     return {
@@ -175,6 +179,7 @@ RULES: dict[str, Rule] = {
     "data.filter_overlong_prompts_workers": Idle(LOADER),
     **same_rule(family.image_key, "image_key video_key min_pixels max_pixels video_fps", "data."),
     "data.image_dir": off(WORDS),
+    # Its GRPO always divides by the deviation.
     "algorithm.adv_estimator": family.advantage(NAMES, ""),
     "algorithm.gamma": only_if(
         lambda keys: keys["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus"),

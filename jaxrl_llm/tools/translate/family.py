@@ -23,6 +23,7 @@ AGGREGATION = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum": "sequence_sum",
+    # veRL divides the sums by one length for all, as Dr. GRPO.
     "seq-mean-token-sum-norm": "constant",
     "token": "token_mean",  # EasyR1
     "seq": "sequence_mean",
@@ -55,7 +56,9 @@ class Names:
         """Prompts of an optimizer step: a divisor of a rollout's, the nearest one to what the keys say."""
         prompts, target = int(keys[self.prompts]), keys[self.update]
         if self.sequences:
+            # veRL multiplies its mini-batch by n itself, and so counts prompts. Search-R1's older copy does not.
             target = target / self.group_size(keys)
+        # Updates of a rollout are equal here.
         return min(divisors(prompts), key=lambda x: abs(x - target))
 
     def updates(self, keys: Keys) -> int:
@@ -117,6 +120,7 @@ def steps(names: Names, epochs: str, total: str) -> tuple[Rule, Rule]:
     def epochs_rule(value: Any, keys: Keys) -> Outcome:
         if keys[total]:
             return Outcome("no effect", reason=f"{total} is set")
+        # The loader drops the last, smaller batch of each epoch.
         num_steps = int(value) * (keys.rows // int(keys[names.prompts]))
         if num_steps:
             reason = (
@@ -146,6 +150,7 @@ def warmup(names: Names, section: str, steps: str, ratio: str) -> tuple[Rule, Ru
     def steps_rule(value: Any, keys: Keys) -> Outcome:
         if value is None or int(value) <= 0:
             return Outcome("no effect", reason="not set")
+        # The scheduler steps once after all updates on a rollout.
         updates = names.updates(keys)
         fields = {f"{section}.warmup_steps": int(value) * updates, f"{section}.warmup_ratio": 0.0}
         reason = f"counts rollouts: {value} x {updates} optimizer steps"
@@ -167,6 +172,7 @@ def decay(section: str, rate: str, low: str) -> Rule:
             return Outcome("mapped", {f"{section}.decay": "constant", f"{section}.end": 0.0})
         if value not in ("cosine", "linear"):
             return Outcome("unsupported", reason=f"there is constant, linear and cosine, not {value}")
+        # Only the cosine has a lowest rate there.
         end = float(keys[rate]) * float(keys[low] or 0) if value == "cosine" else 0.0
         return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": end})
 
@@ -218,12 +224,14 @@ def advantage(names: Names, by_std: str) -> Rule:
         gamma = float(keys["algorithm.gamma"])
         if value in ("grpo", "grpo_vectorized"):
             normal = "group" if not by_std or keys[by_std] else "none"
+            # veRL's own constants: 1e-6 beside the deviation of a group, 1e-8 where tokens are whitened.
             fields = {"advantage.name": "grpo", "advantage.normalize": normal, "advantage.epsilon": 1e-6}
             return Outcome("mapped", fields, "a deviation has ddof = 1 there and here; epsilon is 1e-6 there")
         if value == "gae":
             lam = float(keys["algorithm.lam"])
             fields = {"advantage.name": "gae", "advantage.gamma": gamma, "advantage.lam": lam}
             fields |= {"advantage.normalize": True, "advantage.epsilon": 1e-8}
+            # One gamma and one lambda for advantages and returns there.
             return Outcome("mapped", fields | {"critic.gamma": gamma, "critic.lam": lam, "critic.path": ""})
         if value in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
             name = "reinforce_pp" + value.removeprefix("reinforce_plus_plus")
@@ -246,6 +254,7 @@ def advantage(names: Names, by_std: str) -> Rule:
 
 def kl_estimator(kind: str) -> tuple[str, str]:
     """Returns our name of a KL estimator, and what differs in the loss; ("", why) if there is none."""
+    # veRL's straight-through estimators: the value of one, the gradient of k2.
     if kind.endswith("+"):
         return "k2", f"{kind} has the value of {kind[:-1]} and the gradient of k2; here it is k2"
     # In a loss, k1 has the gradient of log p, whose mean over samples is 0.
@@ -280,6 +289,7 @@ class KlKeys:
             return "changed" if reason else "mapped", fields, reason
         if not self.in_reward(keys) or not float(keys[self.reward_coef]):
             return "mapped", none, ""
+        # In a reward no gradient flows through the estimator, so a + means nothing.
         coef, kind = float(keys[self.reward_coef]), str(keys[self.reward_kind]).removesuffix("+")
         if kind not in KL:
             return "unsupported", none, f"there is no KL estimator {kind!r}: k1, k2 and k3"
@@ -322,6 +332,7 @@ class KlKeys:
         """The rule of an adaptive coefficient; kind: the key that says whether it is."""
 
         def rule(value: Any, keys: Keys) -> Outcome:
+            # veRL adapts the coefficient of the reward alone.
             if keys[kind] != "adaptive" or not self.in_reward(keys) or self.in_loss(keys):
                 return Outcome("no effect", reason="the coefficient is fixed")
             fields = {"kl.target": float(keys[target]), "kl.horizon": int(keys[horizon])}
@@ -349,6 +360,7 @@ def loss_argument(losses: Losses, mode: str, key: str) -> Rule:
 
     def rule(value: Any, keys: Keys) -> Outcome:
         _, arguments = losses.get(keys[mode], ("", {}))
+        # A key may be an argument of a loss that the file does not take.
         matching = [argument for argument, argument_key in arguments.items() if argument_key == key]
         if not matching:
             return Outcome("no effect", reason=f"the loss {keys[mode]} has no such argument here")
@@ -366,6 +378,7 @@ def aggregation(names: Names, scale: str, loss: str) -> Rule:
 
     def rule(value: Any, keys: Keys) -> Outcome:
         fields = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
+        # In veRL, whose keys begin with actor, these losses have a mean of their own and do not read the key.
         if keys[loss] in ("geo_mean", "sapo") and names.kl_loss.startswith("actor"):
             return Outcome("changed", fields, f"the loss {keys[loss]} has its own mean")
         if keys[loss] == "gspo" and names.kl_loss.startswith("actor"):
@@ -377,6 +390,7 @@ def aggregation(names: Names, scale: str, loss: str) -> Rule:
         if value not in AGGREGATION:
             return Outcome("unsupported", reason=f"there is no aggregation {value!r}; this config keeps token_mean")
         mode = AGGREGATION[value]
+        # Without a length of its own veRL divides by the width of its arrays, which is the limit of a response.
         length = int((scale and keys[scale]) or keys[names.response]) if mode == "constant" else 0
         return Outcome("mapped", {"aggregate.mode": mode, "aggregate.constant_length": length})
 
@@ -463,6 +477,7 @@ def betas(section: str) -> Rule:
 
 def top_k(value: Any, keys: Keys) -> Outcome:
     """The most likely tokens to sample from; -1 and 0: all."""
+    # vLLM's -1, and Hugging Face's 0, both mean all tokens.
     count = max(int(value or 0), 0)
     reason = "the trainer also scores this distribution; there, that of all tokens"
     return Outcome("changed", {"rollout.top_k": count}, reason) if count else Outcome("mapped", {"rollout.top_k": 0})
@@ -485,6 +500,7 @@ def files(section: str, convert: str) -> Rule:
 
     def rule(value: Any, keys: Keys) -> Outcome:
         listed = [str(file) for file in value] if isinstance(value, list) else [str(value)]
+        # An evaluation has one source: its accuracy is one number.
         if len(listed) > 1 and section == "data":
             return mixture(listed, convert)
         fields = {f"{section}.source": listed[0], f"{section}.convert": convert}

@@ -27,7 +27,8 @@ IMAGE_ROWS = re.compile(
 
 def evidence(keys: Mapping[str, Any]) -> str:
     """Returns the key and value that show it; "": it is a run of text."""
-    for key, value in sorted(keys.items(), key=lambda pair: pair[0] not in MODELS):  # a model says it best
+    # The keys of models first: a model's name shows it better than a data set's.
+    for key, value in sorted(keys.items(), key=lambda pair: pair[0] not in MODELS):
         text = str(value)
         name = key.rpartition(".")[2]
         shows = (

@@ -14,7 +14,8 @@ from jaxrl_llm.tools.translate.outcome import Keys
 
 TORCH = ("accelerate", "torchrun", "deepspeed")
 MPI = ("mpirun", "mpiexec")
-LAUNCHERS = (*TORCH, "srun", *MPI)  # one of torch inside srun or mpirun says the processes
+# In this order: one of torch inside srun or mpirun says the processes.
+LAUNCHERS = (*TORCH, "srun", *MPI)
 COUNTS = (  # keys that count processes
     "accelerate.num_processes",
     "torchrun.nproc_per_node",
@@ -86,6 +87,7 @@ def _long(launcher: str, value: Value) -> Value:
 def count(keys: Keys) -> int:
     """Returns the processes that the file starts; 0: it does not say."""
     explicit = keys.explicit
+    # accelerate counts the processes of all machines, torchrun those of one.
     for key in ("accelerate.num_processes", "num_processes", "world_size"):
         if explicit.get(key):
             return int(explicit[key])
@@ -96,11 +98,14 @@ def count(keys: Keys) -> int:
         return _tasks(keys)
     for launcher, per_node, nodes in (("torchrun", "nproc_per_node", "nnodes"), ("deepspeed", "num_gpus", "num_nodes")):
         counts = [f"{launcher}.{per_node}", f"{launcher}.{nodes}"]
+        # A number that is not known is no number: then the file does not say how many there are.
         if not any(key.startswith(f"{launcher}.") for key in explicit) or not keys.unread.isdisjoint(counts):
             continue
         per_machine, machines = (explicit.get(key, 1) for key in counts)
-        if launcher == "deepspeed" and counts[0] not in explicit:  # all GPUs of a machine, or those that it lists
+        # All GPUs of a machine, or those that it lists.
+        if launcher == "deepspeed" and counts[0] not in explicit:
             listed = str(explicit.get("deepspeed.include", ""))
+            # DeepSpeed writes worker-0:0,1@worker-1:0,1.
             return sum(len(part.partition(":")[2].split(",")) for part in listed.split("@") if ":" in part)
         return per_machine * machines if isinstance(per_machine, int) and isinstance(machines, int) else 0
     return 0

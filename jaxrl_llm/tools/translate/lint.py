@@ -54,8 +54,10 @@ def lint(config: Config, yours: set[str]) -> Linted:
     if "data.mixture" in yours:
         config.data.mixture = {}
         config.data.source = STAND_INS["data.source"]
+    # One stand-in has one weight, whatever number of functions the file has.
     if "reward.functions" in yours:
         config.reward.weights = (1.0,)
+    # Locked, as `jaxrl train` gets it: a field that does not exist is an error.
     config.lock()
     try:
         totals = checks.check_train(config)
@@ -77,5 +79,7 @@ def _without_pyarrow(config: Config) -> str:
         return ""
     names = ", ".join(section.source for section in parquet)
     for section in parquet:
+        # The check of a source asks for pyarrow. Rows are not read here, so another ending leaves all other checks as
+        # they are.
         section.source = section.source.removesuffix(".parquet") + ".jsonl"
     return f"train needs pyarrow for {names}, which is not installed here: pip install 'jaxrl_llm[parquet]'"

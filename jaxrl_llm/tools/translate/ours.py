@@ -81,6 +81,7 @@ def custom_reward(path: str, function: str) -> Outcome:
 def by_data_source(files: Any) -> Outcome:
     """Returns veRL's own reward, which the column data_source of the rows selects. files: of the training data."""
     names = [str(file).lower() for file in (files if isinstance(files, list) else [files])]
+    # veRL selects by the column data_source of the rows, which are not read here: the name of the file stands for it.
     if all("gsm8k" in name for name in names):
         return Outcome(
             "changed", reward_fields(("gsm8k.accuracy",)), "data_source selects a function there, the config here"
@@ -106,6 +107,7 @@ def dataset(section: str, name: str, split: str) -> Outcome:
     source, function = f"{section}.source", f"{section}.convert"
     if name.endswith(FILES):
         return Outcome("mapped", {source: name, function: ""})
+    # hf download knows neither configurations nor splits.
     owned = re.split("[:@]", name)[0]
     fetch = f"hf download {owned} --repo-type dataset --local-dir data/{owned.split('/')[-1]}, and name its files"
     needs = {} if find_spec("datasets") else {source: f"pip install 'jaxrl_llm[hub]', or {fetch}"}
@@ -116,6 +118,7 @@ def column(field: str, value: str, usual: str) -> Outcome:
     """Returns what the name of a column becomes. usual: the name that needs no field."""
     if value == usual:
         return Outcome("no effect", reason="the column has this name here too")
+    # A convert function would make the column itself, and the field do nothing.
     return Outcome("mapped", {field: value, "data.convert": ""})
 
 

@@ -76,6 +76,7 @@ class System:
         """Returns the rule of a key. The rule of an unknown key says so."""
         if key in self.rules:
             return self.rules[key]
+        # In the order of the table: a pattern of few keys must stand before one of many.
         for pattern, rule in self.rules.items():
             if "*" in pattern and fnmatchcase(key, pattern):
                 return rule
@@ -146,6 +147,7 @@ def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
         return _unread(key, value, system, keys)
     try:
         return system.rule(key)(value, keys)
+    # What a rule raises for a value that is no number or no list. The user sees the key, not a traceback.
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
         raise UserError(
             f"{key} = {value!r} cannot be translated ({error}): give it, and what it depends on, a value "
@@ -192,6 +194,7 @@ class Idle:
 
 def off(reason: str, *neutral: Any) -> Rule:
     """The key has no counterpart, and needs none at its neutral values (None, False and these)."""
+    # A trainer that can switch something off has it off with None or False.
     nothing = (None, False, *neutral)
 
     def rule(value: Any, keys: Keys) -> Outcome:

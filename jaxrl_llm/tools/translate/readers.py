@@ -27,7 +27,8 @@ SEARCH_R1_KEY = re.compile(
 HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 OVERRIDDEN = {key.split(".")[0] for system in HYDRA for key in system.rules if "." in key}
 FLAGS = {*trl.GRPO_RULES, *trl.SHARED, *trl_ppo.PPO_RULES}
-STARTERS = ("torch.distributed", *launchers.TORCH)  # modules that start a script, whose name comes later
+# Modules that start a script, whose name comes later.
+STARTERS = ("torch.distributed", *launchers.TORCH)
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     for command in script.commands:
         if keys := _from_command(path, command, script.files, allocated):
             runs.setdefault(command.place, []).append((command, keys))
+    # By place and not by number: what a loop runs several times is one command.
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one in the file")
     its = next(iter(runs.values()), [])
@@ -168,6 +170,7 @@ def _from_command(
     start = next((i for i in range(len(words)) if _starts(words, i)), None)
     if start is None:
         return None
+    # After -m and trl comes one word more, which is no argument: the module, or the command.
     inside = command.values[start + 1 + (words[start] in ("-m", "trl")) :]
     hydra, rest = arguments.keys_of(inside)
     if any(key.split(".")[0] in SECTIONS for key in hydra) or "--config-name" in hydra:

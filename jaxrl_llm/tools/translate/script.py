@@ -78,6 +78,8 @@ def _assignments(tree: ast.Module) -> tuple[Assignments, list[tuple[str, str, as
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
+                # As an expression with its module: a reward function of another file keeps the name that it is imported
+                # by.
                 names[alias.asname or alias.name] = [ast.parse(f"{node.module}.{alias.name}", mode="eval").body]
         if isinstance(node, ast.ClassDef):
             for line in node.body:
@@ -92,6 +94,7 @@ def _assignments(tree: ast.Module) -> tuple[Assignments, list[tuple[str, str, as
         if isinstance(node, ast.Assign | ast.AnnAssign) and id(node) not in inside
         if isinstance(node, ast.AnnAssign) or len(node.targets) == 1
     ]
+    # By line: ast.walk goes level by level, and the last assignment counts.
     for target, value, _ in sorted(assigned, key=lambda assignment: assignment[2]):
         if isinstance(target, ast.Name) and value:
             names[target.id] = [*names.get(target.id, []), value]

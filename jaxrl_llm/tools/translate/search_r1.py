@@ -10,7 +10,9 @@ from jaxrl_llm.tools.translate import family, ours, verl
 from jaxrl_llm.tools.translate.outcome import Idle, Keys, Outcome, Rule, System, off, only_if, to
 from jaxrl_llm.tools.translate.verl import ACTOR, MODEL, ROLLOUT
 
+# A prompt has n x n_agent episodes, and its veRL of early 2025 does not multiply the mini-batch by them.
 NAMES = replace(verl.NAMES, group=(f"{ROLLOUT}n", f"{ROLLOUT}n_agent"), sequences=True)
+# Its veRL has no switch for it: whenever the penalty is not in the loss, it is in the reward.
 KL = replace(verl.KL, in_reward=lambda keys: not keys[f"{ACTOR}use_kl_loss"])
 
 
@@ -25,6 +27,7 @@ def turns(value: Any, keys: Keys) -> Outcome:
     searches, response = int(keys["max_turns"]), int(keys["data.max_response_length"])
     fields = {
         "env.most_searches": searches,
+        # After max_turns searches Search-R1 generates once more, without a search.
         "turns.most": searches + 1,
         "rollout.max_completion_tokens": (searches + 1) * response + searches * int(keys["data.max_obs_length"]),
     }
@@ -34,6 +37,7 @@ def turns(value: Any, keys: Keys) -> Outcome:
 
 def turn_limit(name: str, reason: str = "") -> Rule:
     """A limit in tokens, which is also a part of the limit of an episode. reason: what differs."""
+    # Both limits are factors of the one of an episode, so each key sets that too, from all of them.
     whole, kind = "rollout.max_completion_tokens", "changed" if reason else "mapped"
     return lambda value, keys: Outcome(kind, {name: int(value), whole: turns(value, keys).fields[whole]}, reason)
 
@@ -130,6 +134,7 @@ DEFAULTS = {key: value for key, value in verl.DEFAULTS.items() if not key.starts
     "retriever.topk": 3,
     "reward": "exact match",  # it has no key
 }
+# Keys that its veRL does not have yet would be settings without an effect there: they are unknown.
 RULES = SEARCH_RULES | {
     key: rule for key, rule in verl.RULES.items() if key not in SEARCH_RULES and not key.startswith(LEFT_OUT)
 }

@@ -66,6 +66,7 @@ def follow(text: str) -> Script:
     nodes = parser.script()
     run = Walk()
     run.block(nodes)
+    # Lines of a file that the script writes are read with that file.
     written = {line for text in run.files.values() for line in text.splitlines()}
     heredocs = [(number, line) for number, line in parser.heredoc_lines if line not in written]
     return Script(run.commands, run.files, parser.words, heredocs)
@@ -125,6 +126,7 @@ class Walk(Values):
         for sign, following in node.rest:
             if sign == "|":
                 status = self.node(following)
+            # Whether `a || b` runs b depends on a, which is not known. After `a && b` a script means b to run.
             elif status is None and sign == "||":
                 self.in_doubt([(following,), ()])
             elif status is not False if sign == "&&" else status is False:
@@ -166,6 +168,7 @@ class Walk(Values):
 
     def loop(self, node: Repeat) -> bool | None:
         if node.name:
+            # All words are expanded before the first round, as bash does.
             for value in [value for word in node.words for value in self.fields(word)][:ROUNDS]:
                 self.variables[node.name] = value
                 if self.round(node.body):
@@ -183,6 +186,7 @@ class Walk(Values):
         """Follows one round of a loop. Returns whether it was the last one."""
         self.block(body)
         last = self.jump in ("break", "return", "exit")
+        # break and continue have done their work; the others go on to what is around the loop.
         self.jump = self.jump if self.jump in ("return", "exit") else ""
         return last
 
@@ -227,6 +231,8 @@ class Walk(Values):
         name, *rest = command.words
         if name in ("true", ":", "false"):
             return name != "false"
+        # `exit 1` does not end it here: it stands where arguments are wrong, and a script that ends there trains
+        # nothing.
         if name in ("return", "break", "continue") or (name == "exit" and rest[:1] in ([], ["0"])):
             self.jump = name
             return True
@@ -248,6 +254,7 @@ class Walk(Values):
             return self.text_as_script(*inside)
         if name == "cat" and node.heredoc and node.target:
             self.files[self.text(node.target).text] = self.heredoc(node.heredoc)
+        # Its status is not known: no command is run.
         self.commands.append(command)
         return None
 

@@ -137,6 +137,7 @@ class ShellParser:
                 self.operator()
             if self.at >= len(self.text) or self.peek() in (")", ";;", ";&", ";;&") or self.keyword() in ends:
                 return tuple(nodes)
+            # A keyword that closes nothing ends the block; the caller passes over it.
             if not ends and self.keyword() in ("then", "do", "done", "fi", "esac", "else", "elif", "}"):
                 return tuple(nodes)
             # A character that nothing reads would repeat this for ever.
@@ -214,7 +215,8 @@ class ShellParser:
         self.word()
         name, words, condition = "", [], ()
         if kind in ("for", "select") and self.peek() == "(":
-            condition = (self.parenthesis(),)  # for ((i = 0; …)): nothing here counts
+            # for ((i = 0; …)): nothing here counts its rounds.
+            condition = (self.parenthesis(),)
         elif kind in ("for", "select"):
             name = self.word().plain
             while self.peek() == "\n":

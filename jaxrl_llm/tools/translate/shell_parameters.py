@@ -34,10 +34,12 @@ def replaced(text: str, pattern: str, by: str, *, every: bool) -> str:
         rest = _cut(text, pattern[1:], end=pattern[0] == "%", longest=True)
         same = rest == text and pattern[1:]
         return text if same else f"{by}{rest}" if pattern[0] == "#" else f"{rest}{by}"
+    # A function, because in a text re.sub reads backslashes of its own.
     return re.sub(_expression(pattern), lambda _: by, text, count=0 if every else 1)
 
 
 def _expression(pattern: str) -> str:
+    # fnmatch.translate matches a whole text; without its ends the expression is found within one.
     return translate(pattern).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
 
 

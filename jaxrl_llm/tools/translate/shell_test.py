@@ -33,6 +33,8 @@ def status(words: list[str], *, is_pattern: bool) -> bool | None:
 
 def compared(first: str, sign: str, second: str, *, is_pattern: bool = False) -> bool | None:
     """Returns whether a comparison holds."""
+    # A comparison with the empty text asks whether a variable is set, and that is known of one that the script never
+    # sets.
     if sign in ("=", "==", "!=") and "" in (first, second):
         known = _is_set(first or second)
         return None if known is None else known == (sign == "!=")

@@ -184,7 +184,8 @@ class Values:
             return [value] if is_set and value else [other]
         if value is None or "$" in value.text:
             return as_written
-        if rest[0] == "/":  # the first / that has no backslash is before what comes instead
+        # The first / that has no backslash is before what comes instead.
+        if rest[0] == "/":
             every = rest.startswith("//")
             pattern, *other = re.split(r"(?<!\\)/", rest[1 + every :], maxsplit=1)
             by = self.text_of(other[0]).text if other else ""
@@ -206,7 +207,8 @@ class Values:
         places = [value.places for name, value in self.variables.items() if re.search(rf"\b{name}\b", text)]
         inside = self.text_of(text).text
         try:
-            total = calculated(re.sub(r"(?<!/)/(?!/)", "//", inside), names)  # a shell has whole numbers only
+            # A shell has whole numbers only: its / is //.
+            total = calculated(re.sub(r"(?<!/)/(?!/)", "//", inside), names)
         except (ValueError, KeyError, SyntaxError, ZeroDivisionError, OverflowError):
             return Value(f"$(({inside.replace(' ', '')}))")
         return Value(str(total), frozenset().union(*places))

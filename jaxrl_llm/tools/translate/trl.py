@@ -35,6 +35,8 @@ OLDER = {  # defaults that were others in earlier versions
     "max_completion_length": "512; until TRL 0.29 it was 256",
     "use_bias_correction_kl": "True; in TRL 0.29 it was False",
 }
+# dapo divides by the tokens of the whole optimizer step, bnpo by those of a micro-batch: here there is only the first,
+# which no micro-batch changes.
 LOSSES = {  # ours, its aggregation, and its arguments with the keys that they are
     "grpo": ("ppo_clip", "sequence_mean", {}),
     "dapo": ("ppo_clip", "token_mean", {}),
@@ -69,8 +71,10 @@ def completions_per_update(keys: Keys) -> int:
 
 def completions_per_rollout(keys: Keys) -> int:
     """Completions of a rollout."""
+    # TRL refuses both this and steps_per_generation in one file.
     if keys["generation_batch_size"]:
         return int(keys["generation_batch_size"])
+    # Without the key TRL takes gradient_accumulation_steps: one optimizer step on a rollout.
     every = int(keys["steps_per_generation"] or keys["gradient_accumulation_steps"])
     return int(keys["per_device_train_batch_size"]) * every * processes(keys)
 
@@ -79,7 +83,9 @@ def batch(keys: Keys) -> tuple[dict[str, Any], str]:
     """Returns the batch fields, and how TRL's words make them."""
     group = int(keys["num_generations"])
     per_update = completions_per_update(keys)
+    # Here an optimizer step never has more than a rollout.
     rollout = max(completions_per_rollout(keys), per_update)
+    # A rollout of TRL may end within a group; here it has whole ones.
     prompts = max(1, round(rollout / group))
     # The learner splits a rollout into equal updates, so the prompts of an update divide those of a rollout.
     update = min(divisors(prompts), key=lambda x: abs(x - per_update / group))
@@ -118,6 +124,7 @@ def updates(keys: Keys) -> int:
 def micro(value: Any, keys: Keys) -> Outcome:
     """The completions of a device, which are also a word of the batch."""
     fields, reason = batch(keys)
+    # Rounded down to whole groups: more of them would need more memory than the file allows.
     limit = max(1, int(value) * processes(keys) // fields["group_size"])
     microbatch = max(x for x in divisors(fields["prompts_per_update"]) if x <= limit)
     return Outcome("changed", fields | {"microbatch": microbatch}, reason)
@@ -125,6 +132,7 @@ def micro(value: Any, keys: Keys) -> Outcome:
 
 def rollouts(keys: Keys) -> int:
     """Steps of the run, as here; 0: the file does not say them."""
+    # transformers counts optimizer steps, of which a rollout has several.
     if (steps := int(keys["max_steps"] or 0)) > 0:
         return max(1, steps // updates(keys))
     # A pass drops its last, smaller batch, so the division is of whole steps.
@@ -147,6 +155,7 @@ def epochs(value: Any, keys: Keys) -> Outcome:
 def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
     """Returns what a number of optimizer steps, or a share of the run below 1, becomes as a number of rollouts."""
     per_rollout, total = updates(keys), rollouts(keys)
+    # transformers takes a number below 1 for a share of all steps.
     if value >= 1:
         reason = f"counts optimizer steps, here rollouts with {per_rollout} of them" * (per_rollout > 1)
         return Outcome("changed" if reason else "mapped", {name: max(1, int(value) // per_rollout)}, reason)
@@ -178,6 +187,7 @@ def evaluating(value: Any, keys: Keys) -> Outcome:
     """When evaluations are made. A config does not say the problems: the script does."""
     if value in ("no", None, False):
         return Outcome("mapped", {"eval.every": 0, "checkpoint.keep_best": 0})
+    # transformers takes logging_steps where eval_steps is not set.
     every = in_rollouts("eval.every", keys["eval_steps"] or keys["logging_steps"], keys)
     fields = every.fields | {"eval.source": "data/test.parquet", "eval.convert": ""}
     why = every.yours | {"eval.source": "the file with the problems; this name is a placeholder"}
@@ -202,6 +212,7 @@ def warmup(value: Any, keys: Keys) -> Outcome:
         return Outcome("no effect", reason="not set")
     if never_warms_up(keys):
         return NO_WARMUP
+    # transformers 5 has one key for both: below 1 it is a share.
     if value < 1:
         return Outcome("mapped", {"optim.warmup_ratio": float(value), "optim.warmup_steps": 0})
     return Outcome("mapped", {"optim.warmup_steps": int(value), "optim.warmup_ratio": 0.0}, "optimizer steps, as here")
@@ -222,6 +233,7 @@ def schedule(section: str) -> Rule:
     def rule(value: Any, keys: Keys) -> Outcome:
         if value == "cosine_with_min_lr":
             arguments = keys.explicit.get("lr_scheduler_kwargs") or {}
+            # transformers takes one of the two: the rate itself, or a share of the highest one.
             low = arguments.get("min_lr", float(keys["learning_rate"]) * arguments.get("min_lr_rate", 0.0))
             return Outcome("mapped", {f"{section}.decay": "cosine", f"{section}.end": float(low)})
         if value not in SCHEDULES:
@@ -242,6 +254,7 @@ def weight_decay(value: Any, keys: Keys) -> Outcome:
 def truncated(value: Any, keys: Keys) -> Outcome:
     """Whether completions that the limit cut are left out."""
     fields = {"mask.truncated": bool(value)}
+    # These divide by a number of completions. The others divide by tokens, of which a masked completion has none.
     if not value or keys["loss_type"] not in ("grpo", "dr_grpo", "sapo", "luspo"):
         return Outcome("mapped", fields)
     reason = "TRL still divides the loss by the number of all completions, here by that of those with a trained token"
@@ -255,6 +268,7 @@ def loss(value: Any, keys: Keys) -> Outcome:
         return Outcome("unsupported", reason=reason)
     name, mode, arguments = LOSSES[value]
     low = float(keys["epsilon"])
+    # TRL's clip is symmetric if epsilon_high is not set.
     high = low if keys["epsilon_high"] is None else float(keys["epsilon_high"])
     reason = {
         "bnpo": "TRL divides by the tokens of a micro-batch, here by those of the optimizer step",
@@ -264,6 +278,7 @@ def loss(value: Any, keys: Keys) -> Outcome:
     # TRL's GSPO is a level of the clipped loss; here it is a loss of its own.
     if keys["importance_sampling_level"] == "sequence" and name == "ppo_clip":
         name = "gspo"
+        # One ratio for a completion has one gradient: a mean of tokens would weigh it by the length.
         if mode == "token_mean":
             mode, reason = "sequence_mean", "one ratio for a completion: the mean of completions, as GSPO's paper"
     if name == "ppo_clip":
@@ -273,6 +288,7 @@ def loss(value: Any, keys: Keys) -> Outcome:
     elif name == "cispo":
         # CISPO in TRL has no lower bound: a ratio is at least 1 - 1 = 0.
         fields |= {"loss.clip_low": 1.0, "loss.clip_high": max(high - 1.0, 0.0)}
+    # Dr. GRPO divides by a length that no completion changes: the limit.
     length = int(keys["max_completion_length"]) if mode == "constant" else 0
     fields |= {"loss.name": name, "aggregate.mode": mode, "aggregate.constant_length": length}
     return Outcome("changed" if reason else "mapped", fields, reason)
@@ -293,6 +309,7 @@ def loss_argument(losses: tuple[str, ...], why: str) -> Rule:
 def kl(value: Any, keys: Keys) -> Outcome:
     """The coefficient of k3 in the loss."""
     if not value:
+        # A default that trains without a penalty, where older versions had one, is worth a word: the file may be older.
         fields = {"kl.placement": "none", "kl.coef": 0.0, "kl.estimator": "k3", "kl.weighted": False}
         return Outcome("mapped", fields) if "beta" in keys else Outcome("changed", fields, OLDER["beta"])
     return Outcome("mapped", {"kl.placement": "loss", "kl.estimator": "k3", "kl.coef": float(value)}, "k3 in the loss")
@@ -300,6 +317,7 @@ def kl(value: Any, keys: Keys) -> Outcome:
 
 def scaling(value: Any, keys: Keys) -> Outcome:
     """What advantages are divided by."""
+    # Older files say True or False.
     normal = {True: "group", False: "none"}.get(value, value)
     if keys["multi_objective_aggregation"] == "normalize_then_sum":
         return Outcome("no effect", reason="multi_objective_aggregation normalizes each reward")
@@ -330,11 +348,13 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         why = "the file names no reward function"
         yours = {"reward.functions": why, "eval.function": why}
         return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), "", yours)
+    # A script may call a factory here, as get_soft_overlong_punishment(...).
     listed = [str(name).split("(")[0] for name in (value if isinstance(value, list) else [value])]
     all_weights = keys.explicit.get("reward_weights") or [1.0] * len(listed)
     weight_of = dict(zip(listed, all_weights, strict=False)) if len(listed) == len(all_weights) else {}
     # The penalty for long completions is a reward function there, and a field here.
     soft = [name for name in listed if "soft_overlong" in name]
+    # TRL takes a model's name among the functions: it has a slash, as no function has.
     models = [name for name in listed if "/" in name]  # of the hub, or folders
     names = [name for name in listed if name not in soft + models]
     reasons = ["get_soft_overlong_punishment is reward.overlong_tokens: set it to soft_punish_cache"] if soft else []
@@ -348,7 +368,8 @@ def rewards(value: Any, keys: Keys) -> Outcome:
             yours = {"eval.function": JUDGE}
     if not fields:
         return Outcome("unsupported", reason="only an overlong penalty: reward.overlong_tokens")
-    if "trainer.train_dataset.steps" in keys:  # a convert function makes the rows, with their answers
+    # A convert function makes the rows, with their answers.
+    if "trainer.train_dataset.steps" in keys:
         fields.pop("data.answer_column", None)
     kind = "unsupported" if models[1:] else "changed" if yours or reasons else "mapped"
     return Outcome(kind, fields, "; ".join(reasons), yours)
@@ -435,6 +456,7 @@ def if_not_given(rule: Rule, *others: str) -> Rule:
 
 def dtype(value: Any, keys: Keys) -> Outcome:
     """The dtype of activations; here parameters are float32."""
+    # There is no float16 here: bfloat16 takes the same memory, and its gradients need no scaling.
     low = value in ("bfloat16", "float16", "auto") or bool(keys["bf16"]) or bool(keys.explicit.get("fp16"))
     fields = {"model.dtype": "bfloat16" if low else "float32"}
     if value in ("bfloat16", "float16"):
@@ -457,7 +479,9 @@ def reference_sync(value: Any, keys: Keys) -> Outcome:
     if not keys["sync_ref_model"] or not keys["beta"]:
         return Outcome("no effect", reason="sync_ref_model is False, or there is no reference")
     per_rollout = updates(keys)
+    # The reference moves between rollouts here, never within one.
     every = max(1, int(keys["ref_model_sync_steps"]) // per_rollout)
+    # ref = alpha policy + (1 - alpha) ref, there and here.
     fields = {"kl.refresh_every": every, "kl.mix": float(keys["ref_model_mixup_alpha"])}
     reason = f"counts optimizer steps, here rollouts with {per_rollout} of them" if per_rollout > 1 else ""
     return Outcome("changed" if reason else "mapped", fields, reason)
@@ -467,10 +491,12 @@ def adapter(value: Any, keys: Keys) -> Outcome:
     """An adapter, as a LoraConfig or keys of ModelConfig."""
     if isinstance(value, dict):
         rs = bool(value.get("use_rslora"))
+        # PEFT's own defaults. Those of ModelConfig, whose keys are below, are 16 and 32.
         return ours.lora(value.get("r", 8), value.get("lora_alpha", 8), value.get("target_modules"), rs=rs)
     if not keys["use_peft"]:
         return Outcome("no effect", reason="use_peft is False")
     rs = bool(keys.explicit.get("use_rslora"))
+    # There is one size here, which loses less than 4 bits.
     base_dtype = "int8" if keys["load_in_8bit"] or keys["load_in_4bit"] else ""
     return ours.lora(keys["lora_r"], keys["lora_alpha"], keys["lora_target_modules"], rs=rs, base_dtype=base_dtype)
 
@@ -492,6 +518,7 @@ def quantized(value: Any, keys: Keys) -> Outcome:
 
 def remat(value: Any, keys: Keys) -> Outcome:
     """Whether the backward pass recomputes activations."""
+    # Without checkpointing torch with a fused attention keeps the products with kernels, and no scores: that is "dots".
     return Outcome("mapped", {"model.remat": "full" if value else "dots"})
 
 
@@ -630,6 +657,7 @@ SHARED: dict[str, Rule] = {
     "adam_beta2": to("optim.b2", float),
     "adam_epsilon": to("optim.eps", float),
     "max_grad_norm": to("optim.clip_norm", float),
+    # The three have one update, in different kernels.
     "optim": off("AdamW is the one optimizer here", "adamw_torch", "adamw_torch_fused", "adamw_hf"),
     "optim_args": off("AdamW is the one optimizer here"),
     "optim_target_modules": off("AdamW is the one optimizer here"),
@@ -700,6 +728,7 @@ SHARED: dict[str, Rule] = {
     "deepspeed.hostfile": off("it may name more machines: --processes counts them all"),
     **{f"{name}.*": Idle(LAUNCHER) for name in launchers.LAUNCHERS},
     "dataloader_drop_last": Idle("the last, smaller batch of a pass is dropped"),
+    # A key of two stars: a **mapping that the script gets from elsewhere. [*] is a star itself.
     "[*][*]*": unsupported("arguments that another object holds"),
 }
 GRPO_RULES: dict[str, Rule] = {
@@ -717,6 +746,7 @@ GRPO_RULES: dict[str, Rule] = {
     "shuffle_dataset": lambda value, keys: (
         Outcome("mapped", {}) if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
     ),
+    # TRL's trainer divides logits by it too, as here.
     "temperature": to("rollout.temperature", float),
     "top_p": lambda value, keys: Outcome(
         "changed" if value < 1 else "mapped", {"rollout.top_p": float(value)}, SCORED * (value < 1)
@@ -739,6 +769,7 @@ GRPO_RULES: dict[str, Rule] = {
         "vllm_importance_sampling_",
     ),
     "beta": kl,
+    # The KL of a token times its ratio, as in DeepSeek-V3.2: unbiased also for samples of an older policy.
     "use_bias_correction_kl": only_if(
         lambda keys: bool(keys["beta"]),
         was("use_bias_correction_kl", to("kl.weighted", bool)),
@@ -812,6 +843,7 @@ OPEN_RULES: dict[str, Rule] = {
     "(rewards)": if_not_given(rewards, "reward_funcs", "trainer.reward_funcs", "reward_model_name_or_path"),
     "(prompts)": if_not_given(prompt_limit, "max_prompt_length"),
 }
+# No key of a file has parentheses. So these always count as defaults, and their rules see whether a key says the same.
 OPEN_DEFAULTS: dict[str, Any] = {"(model)": "", "(data)": "", "(rewards)": None, "(prompts)": None}
 GRPO_DEFAULTS = (
     BOTH

@@ -28,6 +28,7 @@ from jaxrl_llm.tools.translate.trl import (
 def batch(keys: Keys) -> tuple[dict[str, Any], str]:
     """Returns PPO's batch fields: one completion for each prompt."""
     update = completions_per_update(keys)
+    # In TRL num_mini_batches multiplies the rollout; it does not divide it.
     rollout = update * int(keys["num_mini_batches"])
     reason = (
         f"an optimizer step has per_device_train_batch_size x gradient_accumulation_steps x processes = {update} "
@@ -56,6 +57,7 @@ def episodes(value: Any, keys: Keys) -> Outcome:
     total = keys["total_episodes"] or float(keys["num_train_epochs"]) * keys.rows
     if not total:
         return unknown_steps(f"num_train_epochs = {keys['num_train_epochs']}: so many x rows / prompts_per_step")
+    # Rounded up, as TRL does it: the last rollout is a whole one.
     num_steps = math.ceil(total / batch(keys)[0]["prompts_per_step"])
     return Outcome(
         "changed", {"num_steps": num_steps}, f"{total:g} episodes, here rollouts of prompts_per_step of them"
@@ -69,6 +71,7 @@ def warmup(value: Any, keys: Keys) -> Outcome:
     if never_warms_up(keys):
         return NO_WARMUP
     per_rollout = int(keys["num_mini_batches"]) * int(keys["num_ppo_epochs"])
+    # TRL's PPO calls the scheduler once after all updates on a rollout; here every optimizer step counts.
     fields = {"optim.warmup_steps": int(value) * per_rollout, "optim.warmup_ratio": 0.0}
     return Outcome("changed", fields, f"counts rollouts: {value} x {per_rollout} optimizer steps")
 
@@ -78,6 +81,7 @@ def with_critic(rule: Rule) -> Rule:
 
     def both(value: Any, keys: Keys) -> Outcome:
         outcome = rule(value, keys)
+        # One optimizer holds policy and critic there, so both have its rate and limits here.
         critic_fields = {f"critic.{name}": x for name, x in outcome.fields.items() if name.startswith("optim.")}
         return Outcome(outcome.kind, outcome.fields | critic_fields, outcome.reason, outcome.yours)
 
@@ -89,6 +93,7 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
     reason = "it reads prompt and completion as the policy does, and the critic begins as the same model"
     outcome = ours.reward_model(str(value), reason)
     yours = {"eval.function": JUDGE}
+    # TRL's script loads value_model from reward_model_path.
     fields = {"critic.path": str(value), "reward.functions": (), "reward.weights": ()}
     return Outcome(outcome.kind, outcome.fields | fields, outcome.reason, yours)
 
@@ -185,5 +190,6 @@ OPEN = OPEN_RULES | {
     "(model)": if_not_given(model, "model_name_or_path", "trainer.model", "sft_model_path"),
     "(rewards)": Idle("reward_model_path"),
 }
+# A key of PPO's own table wins over the one that GRPO has too.
 REST = {key: rule for key, rule in (SHARED | IDLE | OPEN).items() if key not in PPO_RULES}
 PPO = System("TRL's PPO", "0.29.0", PPO_RULES | REST, DEFAULTS, lambda keys: "ppo")

@@ -56,6 +56,7 @@ LOSSES: family.Losses = {
 def old_clip(value: Any, keys: Keys) -> Outcome:
     """clip_ratio, which the keys of the two sides have replaced."""
     sides = [f"{ACTOR}clip_ratio_low", f"{ACTOR}clip_ratio_high"]
+    # Its default changes nothing, and where both sides are given veRL does not read it.
     if value == 0.2 or all(side in keys for side in sides):
         return Outcome("no effect", reason="clip_ratio_low and clip_ratio_high are read")
     reason = "veRL reads clip_ratio_low and clip_ratio_high, 0.2 by default; before 0.4 it read this key"
@@ -76,6 +77,7 @@ def dynamic_sampling(value: Any, keys: Keys) -> Outcome:
         f"at most {batches or 'any number of'} batches there; here, after the first, each round samples only as many "
         "prompts as groups are missing, and what still has no signal stays"
     )
+    # 0 has no limit there, which a data set without a signal never leaves: ten rounds stand for it.
     return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches else 10}, reason)
 
 
@@ -99,12 +101,14 @@ def overlong(section: str) -> dict[str, Rule]:
             else Outcome("unsupported", reason=reason)
         )
 
+    # Both keys make one field: whichever is in the file sets it.
     return {enable: tokens, length: tokens, factor: scale, f"{section}.*": Idle("it logs only")}
 
 
 def template_arguments(value: Any, keys: Keys) -> Outcome:
     """One argument of the chat template: the field holds them all."""
     prefix = "data.apply_chat_template_kwargs."
+    # Hydra sets them one by one; a field that each key sets would keep only the last.
     arguments = {name.removeprefix(prefix): x for name, x in keys.explicit.items() if name.startswith(prefix)}
     return Outcome("mapped", {"data.chat_template_args": arguments})
 
@@ -144,12 +148,14 @@ def correction(value: Any, keys: Keys) -> Outcome:
         return Outcome("no effect", reason="not set")
     if value not in ("token", "sequence"):
         return Outcome("unsupported", reason=f"there is no level {value!r}: token and sequence")
+    # veRL truncates the weights at it, and masks none.
     high = float(keys["algorithm.rollout_correction.rollout_is_threshold"])
     return Outcome("mapped", {"importance.level": value, "importance.action": "truncate", "importance.high": high})
 
 
 def critic_path(value: Any, keys: Keys) -> Outcome:
     """The model that the critic begins with."""
+    # veRL's own default for the critic is a model of its example; a file that says nothing of it means the policy's.
     same = value == keys[f"{MODEL}path"] or "critic.model.path" not in keys
     return Outcome("mapped", {"critic.path": "" if same else str(value)})
 
@@ -164,6 +170,7 @@ def lora(value: Any, keys: Keys) -> Outcome:
 def validation(value: Any, keys: Keys) -> Outcome:
     """Sampling of evaluations."""
     val = f"{ROLLOUT}val_kwargs."
+    # do_sample is False by default there, and temperature 0 is greedy too.
     greedy = not keys.explicit.get(f"{val}do_sample", False) or keys.explicit.get(f"{val}temperature", 0) == 0
     if greedy and keys.explicit.get(f"{val}n", 1) == 1:
         return Outcome("no effect", reason="evaluations are greedy there and here")
@@ -436,6 +443,7 @@ CRITIC_RULES: dict[str, Rule] = critic_rules(
     | {
         "critic.model.path": critic_path,
         "critic.cliprange_value": to("critic.clip", float),
+        # One loop updates both here, with the same batches.
         "critic.ppo_mini_batch_size": family.shared_with_policy(NAMES.update, "mini-batch"),
         "critic.ppo_epochs": family.shared_with_policy(NAMES.epochs, "epochs"),
         "critic.loss_agg_mode": family.shared_with_policy(f"{ACTOR}loss_agg_mode", "aggregation"),
@@ -456,6 +464,7 @@ CRITIC_RULES: dict[str, Rule] = critic_rules(
 REWARD_RULES: dict[str, Rule] = {
     "custom_reward_function.path": rewards,
     "custom_reward_function.name": Idle("with custom_reward_function.path"),
+    # The same buffer has moved with the versions of veRL and of DAPO's recipe.
     **overlong("reward_model.overlong_buffer"),
     **overlong("custom_reward_function.overlong_buffer"),
     **overlong("reward_model.reward_kwargs.overlong_buffer"),
@@ -570,6 +579,7 @@ DEFAULTS: dict[str, Any] = {
     f"{ACTOR}ppo_epochs": 1,
     f"{ACTOR}clip_ratio_low": 0.2,
     f"{ACTOR}clip_ratio_high": 0.2,
+    # The bound of dual clip: on by default in veRL, off here.
     f"{ACTOR}clip_ratio_c": 3.0,
     f"{ACTOR}tau_pos": 1.0,
     f"{ACTOR}tau_neg": 1.05,

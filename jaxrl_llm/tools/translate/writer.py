@@ -80,8 +80,10 @@ def _name(path: str) -> str:
 def literal(value: Any) -> str:
     """Returns a value as Python, in the style of the configs: 1e-6, "text", (1.0,), dict(a=1)."""
     if isinstance(value, str):
-        return printable(json.dumps(value, ensure_ascii=False))  # its escapes are those of Python too
+        # The escapes of JSON are those of Python too.
+        return printable(json.dumps(value, ensure_ascii=False))
     if isinstance(value, float):
+        # 15 digits drop the noise of a product such as 3 * 1e-7, and keep all that a person has written.
         text = repr(value) if abs(value) >= 1e-3 or not value else f"{value:.14e}"
         return re.sub(r"\.?0*e([+-])0*(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", text)
     if isinstance(value, tuple):
@@ -158,6 +160,7 @@ def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[
 def _source(name: str, fields: dict[str, Any]) -> list[str]:
     """Returns the lines of a source of a mixture, as the formatter breaks them."""
     parts = [f"{field}={literal(value)}" for field, value in fields.items()]
+    # By hand: the formatter is no dependency of the package.
     begin, inside = f"c.data.mixture.{name} = ConfigDict(", f"dict({', '.join(parts)})"
     if len(begin + inside) + 5 <= WIDTH + 1:
         return [f"{begin}{inside})"]
@@ -170,8 +173,10 @@ def _origin(translation: Translation, name: str) -> str:
     """Returns the key that a field is from: of several, the one that sets the fewest fields."""
     explicit = [key for key, outcome in translation.outcomes.items() if name in outcome.fields]
     if explicit:
+        # A key that sets many fields, such as the batch size, explains none of them best.
         return min(explicit, key=lambda key: len(translation.outcomes[key].fields))
-    if name in translation.yours():  # its value is no default, but a placeholder
+    # Its value is no default, but a placeholder.
+    if name in translation.yours():
         return ""
     return "default" if any(name in outcome.fields for outcome in translation.defaults.values()) else ""
 
