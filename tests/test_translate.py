@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe import checks
 from jaxrl_llm.tools.translate import __main__ as program
-from jaxrl_llm.tools.translate import easyr1, lint, readers, search_r1, trl, trl_ppo, verl, writer
+from jaxrl_llm.tools.translate import easyr1, lint, readers, search_r1, trl, trl_ppo, trl_rules, verl, writer
 from jaxrl_llm.tools.translate.outcome import KINDS, Keys, Outcome, Translation, Unread, translate
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -398,12 +398,12 @@ def test_a_loss_of_verl_has_our_name_and_passes_the_checks(mode, tmp_path):
     assert lint.lint(lint.load_text(text), set(made.yours())).refused == ""
 
 
-@pytest.mark.parametrize("mode", trl.LOSSES)
+@pytest.mark.parametrize("mode", trl_rules.LOSSES)
 def test_a_loss_of_trl_has_our_name_and_passes_the_checks(mode, tmp_path):
     more = {"epsilon_high": 5.0} if mode == "cispo" else {}
     made = translate(trl.GRPO, {"loss_type": mode, "max_steps": 10} | more)
     text, c = config_of(made, tmp_path)
-    assert c["loss.name"] == trl.LOSSES[mode][0]
+    assert c["loss.name"] == trl_rules.LOSSES[mode][0]
     assert mode != "cispo" or c["loss.clip_high"] == 4.0  # TRL's is the bound itself
     assert lint.lint(lint.load_text(text), set(made.yours())).refused == ""
 

@@ -120,10 +120,6 @@ def lora(value: Any, keys: Keys) -> Outcome:
     return ours.lora(*(keys[f"{MODEL}lora.{name}"] for name in ("rank", "alpha", "target_modules")))
 
 
-def critic(keys: Keys) -> bool:
-    return NAMES.critic(keys)
-
-
 def optimizer(section: str, prefix: str) -> dict[str, Rule]:
     """Returns the rules of an optimizer. section: ours; prefix: of its keys."""
     rate, low, kind = (f"{prefix}optim.{name}" for name in ("lr", "min_lr_ratio", "lr_scheduler_type"))
@@ -168,9 +164,7 @@ RULES: dict[str, Rule] = {
     "data.mini_rollout_batch_size": Idle("rounds of dynamic sampling draw what is missing (rollout.resample_rounds)"),
     "data.val_batch_size": Idle("an evaluation batch is as large as a step's"),
     "data.seed": to("seed", int),
-    "data.shuffle": lambda value, keys: (
-        Outcome("mapped", {}) if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
-    ),
+    "data.shuffle": family.shuffle,
     "data.filter_overlong_prompts": lambda value, keys: (
         Outcome("mapped", {"data.overlong": "drop"})
         if value
@@ -186,7 +180,7 @@ RULES: dict[str, Rule] = {
         to("advantage.gamma", float),
         "the estimator has no gamma",
     ),
-    "algorithm.lam": only_if(critic, to("advantage.lam", float), "the estimator has no lambda"),
+    "algorithm.lam": only_if(NAMES.critic, to("advantage.lam", float), "the estimator has no lambda"),
     "algorithm.disable_kl": only_if(lambda keys: not penalized(keys), KL.switch, "there is a penalty"),
     "algorithm.use_kl_loss": KL.switch,
     "algorithm.kl_penalty": KL.value(
@@ -272,7 +266,7 @@ RULES: dict[str, Rule] = {
     ),
     **same_rule(Idle("how rewards are computed"), "num_cpus skip_special_tokens", "worker.reward."),
     **{
-        key: only_if(critic, rule, "there is no critic: adv_estimator is not gae")
+        key: only_if(NAMES.critic, rule, "there is no critic: adv_estimator is not gae")
         for key, rule in {
             **optimizer("critic.optim", "worker.critic."),
             "worker.critic.model.model_path": lambda value, keys: Outcome(
@@ -294,7 +288,7 @@ RULES: dict[str, Rule] = {
     "trainer.total_epochs": epochs_rule,
     "trainer.total_episodes": epochs_rule,
     "trainer.max_steps": steps_rule,
-    "trainer.critic_warmup": only_if(critic, to("critic.warmup_steps", int), "there is no critic"),
+    "trainer.critic_warmup": only_if(NAMES.critic, to("critic.warmup_steps", int), "there is no critic"),
     "trainer.val_freq": family.evaluates("data.val_files"),
     "trainer.val_before_train": Idle("a run begins with an evaluation"),
     "trainer.val_only": off("jaxrl evaluate"),
@@ -384,4 +378,4 @@ DEFAULTS: dict[str, Any] = {
 DEFAULTS |= {
     f"{prefix}optim.{key}": value for prefix in (ACTOR, "worker.critic.") for key, value in ADAM_DEFAULTS.items()
 }
-EASYR1 = System("EasyR1", "commit 46c6c21", RULES, DEFAULTS, lambda keys: "ppo" if critic(keys) else "grpo")
+EASYR1 = System("EasyR1", "commit 46c6c21", RULES, DEFAULTS, lambda keys: "ppo" if NAMES.critic(keys) else "grpo")

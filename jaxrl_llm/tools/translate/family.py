@@ -73,6 +73,11 @@ def divisors(number: int) -> list[int]:
     return [x for x in range(1, number + 1) if number % x == 0]
 
 
+def shuffle(value: Any, keys: Keys) -> Outcome:
+    """Whether the rows are shuffled."""
+    return Outcome("mapped") if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
+
+
 def prompts(names: Names) -> Rule:
     """Prompts in a rollout, as here."""
     return lambda value, keys: Outcome("mapped", {"prompts_per_step": int(value)}, "counts prompts, as here")

@@ -75,9 +75,7 @@ SEARCH_RULES: dict[str, Rule] = (
         "data.val_data_num": only_if(
             lambda keys: bool(keys.explicit.get("data.val_data_num")), to("eval.problems", int), "all of them"
         ),
-        "data.shuffle_train_dataloader": lambda value, keys: (
-            Outcome("mapped", {}) if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
-        ),
+        "data.shuffle_train_dataloader": family.shuffle,
         f"{ACTOR}ppo_mini_batch_size": family.update(NAMES),
         f"{ACTOR}ppo_micro_batch_size": family.micro(NAMES, per_gpu=False),
         f"{ACTOR}state_masking": masking,

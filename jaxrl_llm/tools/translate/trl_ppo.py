@@ -9,20 +9,9 @@ from jaxrl_llm.tools.translate import launchers, ours
 from jaxrl_llm.tools.translate.family import divisors, unknown_steps
 from jaxrl_llm.tools.translate.family import model as model_path
 from jaxrl_llm.tools.translate.outcome import Idle, Keys, Outcome, Rule, System, off, only_if, to, unsupported
-from jaxrl_llm.tools.translate.trl import (
-    BOTH,
-    IDLE,
-    JUDGE,
-    NO_WARMUP,
-    OPEN_DEFAULTS,
-    OPEN_RULES,
-    SHARED,
-    completions_per_update,
-    if_not_given,
-    model,
-    never_warms_up,
-    processes,
-)
+from jaxrl_llm.tools.translate.trl import BOTH, IDLE, OPEN_DEFAULTS, OPEN_RULES, SHARED
+from jaxrl_llm.tools.translate.trl_counts import NO_WARMUP, completions_per_update, never_warms_up, processes
+from jaxrl_llm.tools.translate.trl_rules import JUDGE, if_not_given, model
 
 
 def batch(keys: Keys) -> tuple[dict[str, Any], str]:

@@ -178,13 +178,11 @@ def validation(value: Any, keys: Keys) -> Outcome:
     return Outcome("unsupported", reason=reason)
 
 
-def critic(keys: Keys) -> bool:
-    return NAMES.critic(keys)
-
-
 def critic_rules(rules: dict[str, Rule], estimator: str) -> dict[str, Rule]:
     """Makes rules of the critic apply only if there is one."""
-    return {key: only_if(critic, rule, f"there is no critic: {estimator} is not gae") for key, rule in rules.items()}
+    return {
+        key: only_if(NAMES.critic, rule, f"there is no critic: {estimator} is not gae") for key, rule in rules.items()
+    }
 
 
 def optimizer(section: str, prefix: str, family_names: family.Names = NAMES) -> dict[str, Rule]:
@@ -241,9 +239,7 @@ DATA_RULES: dict[str, Rule] = {
     ),
     "data.prompt_key": lambda value, keys: ours.column("data.prompt_column", value, "prompt"),
     "data.seed": only_if(lambda keys: keys["data.seed"] is not None, to("seed", int), "not set: config.seed is 0"),
-    "data.shuffle": lambda value, keys: (
-        Outcome("mapped", {}) if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
-    ),
+    "data.shuffle": family.shuffle,
     "data.gen_batch_size": Idle("rounds of dynamic sampling draw what is missing (rollout.resample_rounds)"),
     "data.val_batch_size": Idle("an evaluation batch is as large as a step's"),
     "data.val_max_samples": only_if(
@@ -282,7 +278,7 @@ ALGORITHM_RULES: dict[str, Rule] = {
         to("advantage.gamma", float),
         "the estimator has no gamma",
     ),
-    "algorithm.lam": only_if(critic, to("advantage.lam", float), "the estimator has no lambda"),
+    "algorithm.lam": only_if(NAMES.critic, to("advantage.lam", float), "the estimator has no lambda"),
     "algorithm.norm_adv_by_std_in_grpo": only_if(
         lambda keys: str(keys["algorithm.adv_estimator"]).startswith("grpo"),
         to("advantage.normalize", lambda value: "group" if value else "none"),
@@ -509,7 +505,7 @@ TRAINER_RULES: dict[str, Rule] = {
         else Outcome("changed", {}, "a run begins with an evaluation in any case")
     ),
     "trainer.val_only": off("jaxrl evaluate"),
-    "trainer.critic_warmup": only_if(critic, to("critic.warmup_steps", int), "there is no critic"),
+    "trainer.critic_warmup": only_if(NAMES.critic, to("critic.warmup_steps", int), "there is no critic"),
     "trainer.max_actor_ckpt_to_keep": only_if(
         lambda keys: bool(keys.explicit.get("trainer.max_actor_ckpt_to_keep")), family.keeps, "checkpoint.keep decides"
     ),
@@ -626,7 +622,7 @@ DEFAULTS |= {f"{ACTOR}optim.lr": 1e-6, "critic.optim.lr": 1e-5}
 
 
 def base(keys: Keys, *, search: bool = False) -> str:
-    return "search_" * search + ("ppo" if critic(keys) else "grpo")
+    return "search_" * search + ("ppo" if NAMES.critic(keys) else "grpo")
 
 
 # Patterns of one key come before those of many.
