@@ -120,6 +120,7 @@ def reinforce_pp_baseline(
 
 def remax(rewards: Float[Array, "B G"], greedy_rewards: Float[Array, " B"]) -> Float[Array, "B G"]:
     """Computes ReMax (arXiv 2310.10505): A = r - reward of the prompt's greedy completion. G >= 1."""
+    # Where one of the two has no reward, the completion is not in the mask, and this number means nothing.
     return rewards - greedy_rewards[:, None]
 
 

@@ -98,6 +98,8 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
     def assign_credit(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Batch, Columns]:
         # Without packed rows: it does not read them, and their shapes would be further programs.
         columns, metrics = assign(replace(batch, packed_index=None), scores, rewards, coefs)
+        # With one update the ratio is exactly 1. Scored log-probabilities differ from the update's by rounding, and
+        # then it would not be.
         used_scores = {"values", "ref_logprobs"} | ({"old_logprobs"} if credit.updates > 1 else set())
         return replace(batch, **columns, **{name: scores[name] for name in used_scores & scores.keys()}), metrics
 

@@ -93,6 +93,7 @@ def _invert(weights: Float[Array, "*n V"], uniform: Float[Array, "*n"]) -> Int[A
     return jnp.argmax(some & (cdf > (uniform * total)[..., None]), axis=-1).astype(jnp.int32)
 
 
+# A gradient of its own: autodiff would keep softmax and masked logits [..., V] too, and this keeps the logits alone.
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def token_logprobs(
     logits: Float[Array, "*n V"], token: Int[Array, "*n"], sampling: Sampling

@@ -143,6 +143,7 @@ def find(config: str | Path) -> Path:
     if path.is_file():
         return path
     known = configs.names()
+    # With .py a file is meant, and it is not there.
     if name in known and not path.suffix:
         return configs.FOLDER / f"{name}.py"
     if (shipped := name.removeprefix("configs/")) in known:
@@ -167,6 +168,7 @@ def load(config: str | Path) -> Config:
             returned = get_config()
     except UserError as error:
         raise UserError(f"{error} ({place(error, str(path))})") from None
+    # SystemExit too: a config that calls sys.exit would end this program without a word.
     except (Exception, SystemExit) as error:
         raise UserError(f"{path} cannot be run: {describe(error, str(path))}: {_remedy(error)}") from error
     if not isinstance(returned, ConfigDict):
@@ -214,6 +216,7 @@ def _parse(name: str, old: Any, text: str) -> Any:
     if isinstance(old, str):
         return text
     value = _tuple(text) if isinstance(old, tuple) else _literal(text)
+    # A person writes 1 for 1.0.
     if isinstance(old, float) and type(value) is int:
         value = float(value)
     # Not isinstance: True is an int.
@@ -241,6 +244,7 @@ def _tuple(text: str) -> tuple[Any, ...]:
 
 def _literal(text: str) -> Any:
     try:
+        # As JSON and YAML write them, which many type by habit.
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):
         return text

@@ -20,15 +20,18 @@ ALIASES = {
     "adam_beta1": "optim.b1",
     "adam_beta2": "optim.b2",
     "adam_epsilon": "optim.eps",
+    # veRL, EasyR1 and OpenRLHF count the prompts of a rollout; TRL's words for it count completions.
     "batch_size": "prompts_per_step",
     "train_batch_size": "prompts_per_step",
     "rollout_batch_size": "prompts_per_step",
     "mini_batch_size": "prompts_per_update",
     "ppo_mini_batch_size": "prompts_per_update",
+    # There completions on one device, here prompts on all devices.
     "micro_batch_size": "microbatch",
     "micro_batch_size_per_gpu": "microbatch",
     "per_device_train_batch_size": "microbatch",
     "num_generations": "group_size",
+    # veRL's rollout.n.
     "n": "group_size",
     "n_samples_per_prompt": "group_size",
     # TRL's word for the updates on one rollout; not the number of steps.

@@ -165,6 +165,7 @@ def _key(
         digest.update(serialized)
     if size < MIN_CACHED or not tokenizer.is_fast or CLOCK.search(str(tokenizer.chat_template)):
         return ""
+    # Last, because it writes out the whole vocabulary: short data does not need it.
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     return digest.hexdigest()
 

@@ -23,6 +23,7 @@ def names_one(source: str) -> bool:
     if folder.exists():
         return any((folder / name).is_file() for name in SAVED)
     name = ID.fullmatch(source)
+    # org/rows.csv is a file that is missing, and no data set.
     return bool(name) and not FILE.search(name[1]) and not source.startswith(".")
 
 

@@ -46,6 +46,7 @@ def mix(
     sources = []
     for i, rows in enumerate(parts.values()):
         # A seed for each source: with one for all, sources of equal size would be shuffled alike.
+        # Grain takes seeds of 32 bits.
         numbers = grain.MapDataset.range(rows.start, rows.stop).seed((seed + i) % 2**32).shuffle().repeat()
         offered = numbers.map_with_index(lambda turn, number: (turn, int(number)))
         source = offered.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))

@@ -39,6 +39,7 @@ class Dataset:
     def repeated(self) -> tuple[int, int, int]:
         """Returns how many prompts equal an earlier one, and the row numbers of the first of them and of that one."""
         # Hashes, because the tokens of a million prompts would need much memory.
+        # Compared within this process alone: Python's hash of bytes has another seed in each.
         hashes = np.fromiter((hash(tokens.tobytes()) for tokens in self.ids), np.int64, len(self.ids))
         _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
         again = np.flatnonzero(first[inverse] != np.arange(len(hashes)))
@@ -101,6 +102,7 @@ def join(parts: Mapping[str, Dataset]) -> Dataset:
     ends = [0, *accumulate(len(part.rows) for part in sets)]
     return Dataset(
         list(chain(*(part.ids for part in sets))),
+        # None, so that a reward function gets the same columns of every row.
         [dict.fromkeys(columns) | row for part in sets for row in part.rows],
         sum(part.dropped for part in sets),
         max(part.width for part in sets),

@@ -209,6 +209,7 @@ def _read(path: Path) -> list[Row]:
     content = content.removeprefix(b"\xef\xbb\xbf")
     if ".csv" in path.suffixes:
         return _read_csv(path, content)
+    # A .json file may hold lines too: the first character says which.
     if ".json" in path.suffixes and content.lstrip().startswith(b"["):
         rows = _parse(path, "", content, "the file must be one array of JSON objects")
         return [_object(path, f" element {i}", row) for i, row in enumerate(rows, 1)]

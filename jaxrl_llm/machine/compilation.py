@@ -140,6 +140,7 @@ class Compilations:
     def _lasted(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         # JAX sends it for a program from the persistent cache too; `_happened` counts how many these are.
         if event == "/jax/core/compile/backend_compile_duration":
+            # A start compiles for many minutes without a step: each program is a sign of life.
             WATCHDOG.moved()
             self.programs[str(kwargs.get("fun_name", ""))] += 1
             if threading.current_thread().name.startswith(COMPILER):

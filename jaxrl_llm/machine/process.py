@@ -28,6 +28,7 @@ def cpus(root: Path = Path("/")) -> int:
 
     root: of the file systems of the kernel.
     """
+    # Not os.cpu_count(): a container sees all cores of its host.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if allotted := os.environ.get("SLURM_CPUS_PER_TASK"):
         cores = min(cores, int(allotted))
@@ -113,6 +114,7 @@ class Process:
         UserError, if the function raised it; RuntimeError, for any other exception of the function.
         """
         try:
+            # `poll` takes no infinity.
             if not self.connection.poll(None if seconds == math.inf else max(0.0, seconds)):
                 raise TimeoutError
             error, value = pickle.loads(self.connection.recv_bytes())
@@ -188,6 +190,7 @@ class Pool:
         """
         answers: list[Any] = [None] * len(items)
         numbers, end = iter(range(len(items))), time.monotonic() + whole
+        # They stay for the next call: each has done its imports.
         self._processes += [None] * (size - len(self._processes))
 
         def work(place: int) -> None:

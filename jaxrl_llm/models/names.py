@@ -37,6 +37,7 @@ DENSE = {
 }
 # With norms also after attention and MLP.
 GEMMA = DENSE | {
+    # In the other families the tensor of this name is the norm before the MLP.
     "layers/attention_post_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
     "layers/mlp_norm/scale": "model.layers.{}.pre_feedforward_layernorm.weight",
     "layers/mlp_post_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",

@@ -65,6 +65,7 @@ def _train_tokenizer(texts: list[str], max_tokens: int) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     special = [PAD, USER, ASSISTANT, END]
+    # use_regex=False: it would split by GPT-2's rule, and PIECES is Qwen2's.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     # Without a merge every byte that occurs is a token; a byte that does not occur has none.
     characters = {c for piece, _ in byte_level.pre_tokenize_str("".join(sorted(set("".join(texts))))) for c in piece}

@@ -27,6 +27,7 @@ FORMAT = 1
 
 def words(texts: Sequence[str]) -> list[list[str]]:
     """Splits texts into the words that are indexed: in lower case, without English stop words."""
+    # The library's own pattern leaves out words of one letter.
     pattern = r"(?u)\b\w+\b"
     return _bm25s().tokenize(  # pyright: ignore[reportReturnType]
         list(texts), token_pattern=pattern, stopwords="en", return_ids=False, show_progress=False

@@ -190,6 +190,7 @@ WRITTEN = ("alive", "tokens", "logprobs", "length")  # what the decode loop writ
 
 def take(fixed: Decoding, slots: Slots, state: DecodeState, plan: CompactionPlan) -> DecodeState:
     """Copies what a plan names into a smaller batch of N = d n entries of W slots. The whole batch is not copied."""
+    # Attention reads every place of a cache, filled or not, so a short one costs less.
     cache = jax.tree.map(lambda x: x[:, :, :, : slots.capacity], state.cache)
     if slots[:2] == fixed.full_size:
         return replace(state, cache=cache)

@@ -116,6 +116,7 @@ class Sampler:
         local_prompts, length = len(prompts.tokens), self._length  # prompts of this process
         count = local_prompts * distributed.count()
         limits = np.full((local_prompts, group_size), length) if max_tokens is None else np.minimum(max_tokens, length)
+        # By this number a completion draws the same random numbers in any process and in any turn.
         number = np.arange(count * group_size, dtype=np.int32).reshape(count, group_size)[distributed.part(count)]
         fixed = self._decoding(count, group_size, sampling)
         turns, at_once = [], fixed.batch // distributed.count()
@@ -172,6 +173,7 @@ class Sampler:
             t = int(now)
         tokens, logprobs, length = sharding.to_host((state.tokens, state.logprobs, state.length))
         if shapes.ladder:
+            # The lengths of all processes: each must order the same shapes.
             shapes.ladder.settle(shapes.cost(sharding.whole_to_host(state.length)))
             self._book.compile_ahead(name, compile)
         return tokens, logprobs, length

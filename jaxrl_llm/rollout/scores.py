@@ -108,6 +108,7 @@ def measure(scores: np.ndarray, channels: dict[str, np.ndarray], answers: Answer
     measured: Measured = {"problems": count, "samples": size, "accuracy": float(scores.mean()), "standard_error": error}
     measured["pass"] = {str(k): pass_at(k, scores) for k in powers}
     if answers is not None:
+        # Not maj@2: two votes that differ are a tie, so it is the accuracy again.
         measured["majority"] = {str(k): majority_at(k, scores, answers) for k in powers if k > 2}
     measured["channels"] = {name: _channel(values) for name, values in channels.items()}
     return measured

@@ -66,8 +66,9 @@ class WeightCheck:
         mask, last = answer.loss_mask, self._last
         self._last = answer, ours
         gaps = np.where(mask, np.abs(answer.logprobs - ours), 0.0)
+        # Of all processes: each has servers of its own.
         metrics = {"weight_check/gap": np.max(distributed.exchange(float(gaps.max())))}
-        # Unless no answer has changed.
+        # inf: an answer has changed, and log-probabilities of other tokens cannot be compared.
         before = np.inf
         if last and np.array_equal(last[0].completions, answer.completions):
             before = np.where(mask, np.abs(answer.logprobs - last[1]), 0.0).max()

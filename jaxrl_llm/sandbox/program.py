@@ -222,6 +222,7 @@ def started(
         stdout, stderr = (opened.enter_context(tempfile.TemporaryFile()) for _ in "oe")
         (is_ready, ready), (filter_, to_filter) = (_pipe(opened) for _ in "rf")
         alone = is_unconfined()
+        # RLIMIT_CPU takes whole seconds.
         numbers = memory, max(math.ceil(seconds), 1), texts[0].fileno(), ready.fileno(), int(alone)
         # No user site, no site, no folder of its own on sys.path: only the standard library is imported.
         program = [interpreter(), "-s", "-S", "-P", "-c", _inside(), *map(str, numbers)]

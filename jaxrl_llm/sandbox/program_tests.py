@@ -76,6 +76,8 @@ def in_python(program: str, tests: Sequence[str | list[Any]], limits: ProgramLim
         theirs = f"{_library()}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
         numbers = answers.fileno(), to_program.fileno(), report.fileno()
         ours = f"{_library()}judge({', '.join(map(str, numbers))}, {list(tests)!r})"
+        # Each gets its own ends alone. The report is the judge's: a program that could write to it would pass all
+        # tests.
         tested = opened.enter_context(sandbox.started(theirs, **each, descriptors=(calls.fileno(), to_judge.fileno())))
         judge = opened.enter_context(sandbox.started(ours, **each, descriptors=numbers))
         for end in ends:

@@ -13,6 +13,7 @@ import struct
 from functools import cache
 
 # Numbers on x86_64 and aarch64; None: the machine has no such call.
+# Each fails as it would where a limit is reached or no network is there, so a program's message says what it met.
 REFUSED = {
     errno.EAGAIN: {"fork": (57, None), "vfork": (58, None)},
     errno.ENETUNREACH: {"socket": (41, 198)},

@@ -137,6 +137,7 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        # A group of its own, which `end` ends as a whole; and Ctrl-C reaches this program alone.
         start_new_session=True,
     )
 

@@ -175,6 +175,7 @@ def critic_lags(history: History) -> Finding | None:
     # The explained variance is 1 - error / variance of the returns: it means nothing where these hardly vary.
     if spread is not None and spreads is not None and spreads < 0.3 * spread:
         return None
+    # Worse than the bound beyond noise, and not on its way up: a critic that begins is worse than a constant.
     if history.above(name, EXPLAINED) >= -1 or history.risen(name) > 1:
         return None
     return Finding(

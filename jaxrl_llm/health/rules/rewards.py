@@ -115,6 +115,7 @@ def held_out_falls(history: History) -> Finding | None:
     error = sqrt(middle * (1 - middle) / best["eval/problems"] * 1.5)
     # As many looks as evaluations: the interval of the last two tells how many there were.
     looks = max(last[1]["step"] // max(last[1]["step"] - last[0]["step"], 1), 1)
+    # The best of so many evaluations is the most extreme one by choice.
     fall = noise.strength(accuracy - now, error, noise.quantile(looks, 1e6, choices=looks))
     if accuracy - now <= HELD_OUT_FALL or fall <= 1 or not _rises_since(history, best["step"]):
         return None

@@ -36,11 +36,13 @@ def client(address: str, limits: httpx.Limits | None = None, **options: Any) -> 
     if not address.startswith(UNIX):
         return httpx.Client(base_url=address, limits=limits or httpx.Limits(), trust_env=False, **options)
     transport = httpx.HTTPTransport(uds=address.removeprefix(UNIX), limits=limits or httpx.Limits(), trust_env=False)
+    # A name that nobody looks up: the socket is the address.
     return httpx.Client(base_url="http://vllm", transport=transport, trust_env=False, **options)
 
 
 def check_python(python: str, name: str) -> None:
     """Raises: UserError, with the field's name, if an interpreter cannot import vLLM."""
+    # find_spec, because the import itself takes many seconds.
     code = "import sys; from importlib.util import find_spec; sys.exit(not find_spec('vllm'))"
     try:
         has_vllm = subprocess.run([python, "-c", code], capture_output=True).returncode == 0

@@ -139,6 +139,7 @@ class WeightServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 authorization = self.headers.get("Authorization", "")
+                # In constant time: how long an answer takes must not tell how much of a token is right.
                 if self.path != "/weights" or not secrets.compare_digest(authorization, f"Bearer {token}"):
                     self.send_error(403)
                     return
@@ -153,6 +154,7 @@ class WeightServer:
                 pass
 
         try:
+            # Any free port: each push tells it.
             self._server = ThreadingHTTPServer((address, 0), Handler)
         except OSError as error:
             raise UserError(

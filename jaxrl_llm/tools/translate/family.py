@@ -215,6 +215,7 @@ def evaluates(files: str) -> Rule:
     """Steps between evaluations, if there are problems to evaluate."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
+        # Without files of its own, the run would evaluate the problems of the config that it begins with.
         if not value or value < 0 or files not in keys:
             return Outcome("mapped", {"eval.every": 0, "checkpoint.keep_best": 0})
         return Outcome("mapped", {"eval.every": int(value)})

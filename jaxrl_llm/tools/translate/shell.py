@@ -192,6 +192,7 @@ class Walk(Values):
 
     def case(self, node: Case) -> bool | None:
         subject = self.text(node.subject).text
+        # Not known: one of the blocks may run, or none.
         if "$" in subject:
             self.in_doubt([*(body for _, body in node.choices), ()])
             return None
@@ -294,6 +295,7 @@ class Walk(Values):
         return status
 
     def heredoc(self, text: str) -> str:
+        # A heredoc expands as a text between double quotation marks, in which such a mark is a character.
         parts = ShellParser('"' + text.replace('"', '\\"') + '"').double_quoted()
         return "".join(self.expanded(part)[0].text if part.kind != "text" else part.text for part in parts)
 

@@ -394,6 +394,7 @@ class ShellParser:
             self.at += 1
             return Part("parameter", self.balanced("{", "}"), quoted)
         if match := PARAMETER.match(self.text, self.at):
+            # $10 is $1 and a 0.
             name = match[1][0] if match[1][0].isdigit() else match[1]
             self.at += 1 + len(name)
             return Part("parameter", name, quoted)
@@ -420,6 +421,7 @@ class ShellParser:
             character = self.text[at]
             if character == "\\":
                 at += 1
+            # In ${x:-don't} an apostrophe opens no quotation, in ${x:-'a b'} it does.
             elif character in QUOTES and (
                 character != "'" or open_mark != "{" or "'" in self.text[at + 1 :].split("}")[0]
             ):
@@ -493,6 +495,7 @@ class ShellParser:
             mark = "".join(part.text for part in word.parts)
             self.heredocs.append((mark, str(word.at), match[1] == "<<-"))
             return word.at, None
+        # Not with a number before the sign: 2> writes errors.
         return -1, word if match[1] in (">", ">>", ">|") and not match[0][0].isdigit() else None
 
     def heredoc_of(self, place: int) -> str:

@@ -11,6 +11,7 @@ NUMBERS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge":
 def status(words: list[str], *, is_pattern: bool) -> bool | None:
     """Returns the status of a test. is_pattern: the right side of = is a pattern, as in [[ … ]]."""
     words = words[:-1] if words[-1:] in (["]"], ["]]"]) else words
+    # The weaker sign first: a || b && c is a || (b && c).
     for sign, other in (("||", "-o"), ("&&", "-a")):
         at = next((i for i, word in enumerate(words) if i and word in (sign, other)), None)
         if at is not None:

@@ -172,6 +172,7 @@ class Values:
             return [value] if value is not None else as_written
         sign = re.match(r":?[-=+?]", rest)
         if sign and not re.match(r":-?\d", rest.replace(":-", ":x", 1)):
+            # With a colon an empty text counts as not set.
             is_set = value is not None and (value.text != "" or not sign[0].startswith(":"))
             other = self.text_of(rest[sign.end() :])
             if sign[0][-1] == "+":
@@ -229,6 +230,7 @@ def _braces(word: Word) -> list[Word]:
     for i, part in enumerate(word.parts):
         if part.kind != "text" or part.quoted:
             continue
+        # Each pair multiplies the words.
         if (match := BRACES.search(part.text)) and len(BRACES.findall(part.text)) <= 4:
             ends = part.text[: match.start()], part.text[match.end() :]
             parts = [Part("text", f"{ends[0]}{choice}{ends[1]}") for choice in match[1].split(",")]
