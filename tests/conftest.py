@@ -3,8 +3,11 @@
 import math
 import os
 import signal
+import sys
 from importlib.metadata import version
 from pathlib import Path
+
+import pytest
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -44,3 +47,9 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = flags + QUICK
         jax.devices()  # XLA reads its flags here, once
         os.environ["XLA_FLAGS"] = flags
+
+
+@pytest.fixture(autouse=True)
+def same_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives each test the same sys.path: a program that a test calls adds the folder of its config."""
+    monkeypatch.setattr(sys, "path", list(sys.path))

@@ -150,7 +150,6 @@ def test_several_values_are_given_on_the_command_line(text, value):
 
 
 def test_a_field_and_its_value_may_be_two_words_of_a_command(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
     words = "--config grpo --config.num_steps 7 --config.kl.coef=0.5 --config.optim.end -1.5 --workdir run"
     given = config.parse_arguments("test", "", words.split())
     assert (given.config.num_steps, given.config.kl.coef, given.config.optim.end) == (7, 0.5, -1.5)
@@ -183,7 +182,6 @@ def test_a_config_in_any_folder_builds_on_a_shipped_one_or_is_told_how(tmp_path,
 
 def test_the_page_about_configs_has_a_config_and_commands_that_pass_the_checks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     text = (ROOT / "docs" / "configs.md").read_text()
     file, script = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     Path("mine.py").write_text(file)
@@ -205,7 +203,6 @@ def test_the_page_about_configs_has_a_config_and_commands_that_pass_the_checks(t
 
 
 def test_a_program_gets_the_file_of_a_shipped_config(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
     _, known = config.parse_config(config.config_parser("test", ""), ["--config", "dapo"])
     assert Path(known.config) == ROOT / "configs" / "dapo.py"
     assert config.parse_arguments("test", "", ["--config", "dapo"]).workdir.name.startswith("dapo-2")

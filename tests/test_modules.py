@@ -25,8 +25,7 @@ def a_config(seed: int) -> str:
 
 
 @pytest.fixture(autouse=True)
-def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 

@@ -83,7 +83,6 @@ def test_another_pipe_that_breaks_is_a_bug(capsys):
 
 @pytest.mark.parametrize("name", jaxrl.PROGRAMS)
 def test_each_program_shows_its_arguments_under_the_name_that_was_typed(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["jaxrl", name, "--help"])
     with pytest.raises(SystemExit) as ended:
         jaxrl.main()
@@ -158,7 +157,6 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(
     for cached in (search._index, index._bm25s):  # as in a process that has made no index yet
         cached.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)  # as Python does for a module that is not installed
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["jaxrl", *map(str, words)])
     monkeypatch.setattr("jaxrl_llm.models.hf.load_params", lambda *_, **__: pytest.fail("a model is loaded"))
     monkeypatch.chdir(tmp_path)
