@@ -75,7 +75,7 @@ def test_a_run_has_few_possible_shapes_and_each_that_is_wide_enough_holds_everyt
 def test_a_step_is_packed_into_the_cheapest_shape_in_use_and_a_smaller_one_is_ordered_once_it_pays():
     shapes = [shape for shape in packed_shapes(8, LIMIT) if shape[1] == LIMIT]
     work = lambda shape, _, parts: parts.sum() * (50 + shape[0] * shape[1]) / 100  # noqa: E731
-    ladder = Ladder(tuple(shapes), price=50.0, most=3)
+    ladder = Ladder(tuple(shapes), price=50.0, limit=3)
     pack_next, seen = Packing(ladder, work, LIMIT), []
     for seed in range(20):
         lengths = ragged(seed) if seed else np.full((8, 8), LIMIT)  # the first batch is longer
@@ -92,7 +92,7 @@ def test_a_step_is_packed_into_the_cheapest_shape_in_use_and_a_smaller_one_is_or
 def test_no_later_shape_is_larger_than_the_first():
     shapes = packed_shapes(8, LIMIT)
     work = lambda shape, _, parts: parts.sum() * (1000 + shape[0] * shape[1]) / 100  # noqa: E731
-    pack_next = Packing(Ladder(tuple(shapes), price=1.0, most=3), work, LIMIT)
+    pack_next = Packing(Ladder(tuple(shapes), price=1.0, limit=3), work, LIMIT)
     first = pack_next(ragged(0), 8).shape[2:]
     assert first[0] < 8
     for seed in range(10):

@@ -157,7 +157,7 @@ def test_loading_tokenizing_compiling_and_exporting_are_shown(tmp_path, monkeypa
     encoding.encode(["1+1"] * 5, hf.load_tokenizer(MODEL), "mine.jsonl")
     program = Program("update", "an update", lambda: jax.jit(lambda x: x + 1).trace(1.0), "", ())
     program.compile()
-    told = {task.name: (task.done, task.total) for task in seen}
+    told = {task.name: (task.finished, task.total) for task in seen}
     assert told.pop("starting the devices") == (0, None)
     assert told.pop("token ids of mine.jsonl") == (5, 5)
     assert told.pop("compiling an update") == (0, None)

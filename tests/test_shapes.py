@@ -33,21 +33,21 @@ def call(ladder: Ladder, needed: int) -> list[int]:
 
 
 def test_a_smaller_shape_is_ordered_when_padding_has_cost_as_much_as_its_compilation():
-    ladder = Ladder(tuple(COSTS), price=20.0, most=4)
+    ladder = Ladder(tuple(COSTS), price=20.0, limit=4)
     seen = [call(ladder, needed=2) for _ in range(12)]
     # Each call would save 6: the order is in call 4 (24 >= 20), and the shape is in use 20 / 8 -> 3 calls later.
     assert seen == [[8]] * 6 + [[8, 2]] * 6
 
 
 def test_a_shape_that_pays_in_the_first_call_is_in_use_at_once():
-    ladder = Ladder(tuple(COSTS), price=5.0, most=4)
+    ladder = Ladder(tuple(COSTS), price=5.0, limit=4)
     ladder.begin((8,))
     ladder.settle(lambda have: min(COSTS[shape] for shape in have if shape[0] >= 1))
     assert ladder.in_use() == [(8,), (1,)]
 
 
 def test_no_more_shapes_are_in_use_than_allowed():
-    ladder = Ladder(tuple(COSTS), price=1e-3, most=3)
+    ladder = Ladder(tuple(COSTS), price=1e-3, limit=3)
     for needed in (1, 2, 4, 8) * 5:
         call(ladder, needed)
     assert len(ladder.in_use()) == 3
@@ -57,13 +57,13 @@ def test_a_ladder_goes_on_from_its_state_as_if_it_had_never_stopped():
     def calls(ladder: Ladder, numbers: range) -> list[list[int]]:
         return [call(ladder, 1 + i % 3) for i in numbers]
 
-    whole = Ladder(tuple(COSTS), price=15.0, most=3)
+    whole = Ladder(tuple(COSTS), price=15.0, limit=3)
     expected = calls(whole, range(20))
     for stop in range(20):
-        first, book = Ladder(tuple(COSTS), price=15.0, most=3), Book()
+        first, book = Ladder(tuple(COSTS), price=15.0, limit=3), Book()
         calls(first, range(stop))
         book.load("training", {"training": first.state()})
-        again = book.ladder("training", COSTS, price=15.0, most=3)
+        again = book.ladder("training", COSTS, price=15.0, limit=3)
         assert calls(again, range(stop, 20)) == expected[stop:]
         assert again.state() == whole.state()
         assert book.state("sampling") == {}
@@ -74,7 +74,7 @@ def test_an_error_in_the_background_is_raised_by_the_step():
         raise MemoryError(f"{shape}")
 
     book = Book()
-    ladder = book.ladder("training", COSTS, price=1.0, most=4)
+    ladder = book.ladder("training", COSTS, price=1.0, limit=4)
     call(ladder, 1)
     book.ready("training", (8,), lambda shape: None)
     with suppress(MemoryError):  # raised here, if the thread is quick

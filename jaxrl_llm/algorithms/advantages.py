@@ -278,6 +278,7 @@ def _zero_without_signal(
 def _has_signal(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"]) -> Bool[Array, "B 1"]:
     """Returns whether the completions of a group that have a reward have different ones."""
     largest = jnp.max(jnp.where(has_reward, rewards, -jnp.inf), axis=1, keepdims=True)
+    # In a group without any reward this is -inf > inf, which is False.
     return largest > jnp.min(jnp.where(has_reward, rewards, jnp.inf), axis=1, keepdims=True)
 
 

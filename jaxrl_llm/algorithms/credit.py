@@ -70,6 +70,7 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
             term = coefs["kl/coef"] * credit.kl(scores["old_logprobs"], scores["ref_logprobs"])
             penalty = jnp.where(mask, term, 0.0)
         inputs: dict[str, Any] = scores | {
+            # NaN where no function has answered: 0 keeps it out of sums, and has_reward out of counts.
             "rewards": jnp.where(has_reward, total - jnp.sum(penalty, axis=-1), 0.0),
             "has_reward": has_reward,
             "channels": {name: channels[name] for name in weights},

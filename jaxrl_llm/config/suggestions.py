@@ -64,7 +64,7 @@ ALIASES = {
     "kl_loss_coef": "kl.coef",
     "kl_loss_type": "kl.estimator",
     "entropy_coeff": "entropy.coef",
-    # One number for both sides in the other trainers; here each side has a field.
+    # One number for both sides there, unless a second key is given; here each side has a field.
     "epsilon": "loss.clip_low",
     "clip_ratio": "loss.clip_low",
     "cliprange": "loss.clip_low",

@@ -264,7 +264,7 @@ def _whole(values: list[float | None], count: int) -> np.ndarray | None:
 
 
 def _mean(values: np.ndarray | None) -> float | None:
-    # Faster than NumPy for a few numbers, and a rule asks for hundreds of them in each step.
+    # Faster than NumPy for a few numbers.
     return None if values is None else sum(values.tolist()) / len(values)
 
 

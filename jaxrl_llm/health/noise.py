@@ -53,6 +53,7 @@ def level(look: int) -> float:
 
     The sum over all k is RATE. It falls as 1 / (k ln^2 k), the slowest that still has a sum.
     """
+    # The sum over all looks telescopes: 1 / ln 2 is left, which ln 2 makes 1.
     return RATE * log(2) * (1 / log(look + 1) - 1 / log(look + 2))
 
 

@@ -209,5 +209,5 @@ def make_packing(models: Models, learning: Learning, book: Book) -> Packing:
         return passes * microbatches * each
 
     shapes, price = packed_shapes(config.group_size, limit), (programs + 2 * len(learners)) * rates.compile
-    ladder = book.ladder(TRAINING, shapes, price=price, most=MOST[TRAINING])
+    ladder = book.ladder(TRAINING, shapes, price=price, limit=MOST[TRAINING])
     return Packing(ladder, seconds, limit)

@@ -26,12 +26,12 @@ TICK = 0.25  # seconds
 
 @dataclass(eq=False)
 class Task:
-    """Work that goes on. `done` of `total` parts are finished; detail: what it does now."""
+    """Work that goes on. `finished` of `total` parts; detail: what it does now."""
 
     name: str
     total: int | None
     began: float
-    done: int = 0
+    finished: int = 0
     detail: str = ""
     lines: int = 0  # that were written about it
     due: float = 0.0  # when the next line is
@@ -39,12 +39,12 @@ class Task:
 
     def advance(self, count: int = 1, detail: str = "") -> None:
         """Marks more parts as finished."""
-        self.done, self.detail = self.done + count, detail
+        self.finished, self.detail = self.finished + count, detail
         WATCHDOG.moved()
 
     def text(self) -> str:
         """Returns its name, and how far it is."""
-        parts = [f"{self.done:,} of {self.total:,}"] if self.total else []
+        parts = [f"{self.finished:,} of {self.total:,}"] if self.total else []
         parts += [self.detail] if self.detail else []
         return printable(f"{self.name}: {', '.join(parts)}" if parts else self.name)
 
@@ -135,8 +135,8 @@ class Display:
         for task in shown:
             if task.row is None:
                 task.row = self._bars.add_task(printable(task.name), total=task.total, count="", detail="")
-            count = f"{task.done:,}/{task.total:,}" if task.total else ""
-            self._bars.update(task.row, completed=task.done, count=count, detail=printable(task.detail))
+            count = f"{task.finished:,}/{task.total:,}" if task.total else ""
+            self._bars.update(task.row, completed=task.finished, count=count, detail=printable(task.detail))
         self._bars.refresh()
 
     def _remove_row(self, task: Task) -> None:

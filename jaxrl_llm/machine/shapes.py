@@ -49,7 +49,7 @@ class Ladder:
 
     shapes: tuple[Shape, ...]  # the largest first
     price: float  # seconds to compile a shape
-    most: int  # shapes that may be in use
+    limit: int  # shapes that may be in use
     calls: int = 0
     due: dict[Shape, int] = field(default_factory=dict)  # shape -> call from which it is in use
     rent: dict[Shape, float] = field(default_factory=dict)  # shape -> seconds that it would have saved until now
@@ -75,7 +75,7 @@ class Ladder:
 
     def _order(self, cost: Cost) -> bool:
         have = list(self.due)
-        if len(have) == self.most:
+        if len(have) == self.limit:
             return False
         now = cost(have)
         for shape in self.shapes:
@@ -116,10 +116,10 @@ class Book:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=COMPILER)
         self._jobs: dict[tuple[str, Shape], Future[Any]] = {}  # programs compiled or being compiled
 
-    def ladder(self, name: str, shapes: Iterable[Shape], *, price: float, most: int) -> Ladder:
+    def ladder(self, name: str, shapes: Iterable[Shape], *, price: float, limit: int) -> Ladder:
         """Returns the ladder of this name, made at the first call from its state in a checkpoint if there is one."""
         if name not in self._ladders:
-            self._ladders[name] = Ladder(tuple(shapes), price, most)
+            self._ladders[name] = Ladder(tuple(shapes), price, limit)
             self._ladders[name].load(self._loaded.pop(name, {}))
         return self._ladders[name]
 

@@ -61,7 +61,7 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
     def flush() -> None:
         files.append(partial / f"{len(files)}.safetensors")
         try:
-            # Without this entry transformers refuses the file.
+            # Some versions of transformers refuse a file without this entry.
             save_file(shard, files[-1], metadata={"format": "pt"})
         # safetensors raises it instead of an OSError.
         except SafetensorError as error:

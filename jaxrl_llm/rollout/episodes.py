@@ -292,6 +292,7 @@ class EpisodeSampler:
             episodes.end_turns(np.flatnonzero(episodes.state == TURN), environments, fixed.stop_ids)
             caches, in_turn, waits = self._observe(fixed, params, caches, episodes)
             if in_turn:
+                # `number` has the rows of all processes by now, the episodes those of this one.
                 shape = number.shape[0] // distributed.count(), fixed.group
                 # The last token is still to be computed: its keys enter the cache with the step that samples the next
                 # one.

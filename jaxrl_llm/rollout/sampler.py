@@ -230,7 +230,7 @@ class Sampler:
         ladder = None
         if self._learns and fixed.sampling.temperature > 0:
             # Greedy: an evaluation, or a baseline.
-            ladder = self._book.ladder(name, possible, price=rates.compile, most=MOST[SAMPLING])
+            ladder = self._book.ladder(name, possible, price=rates.compile, limit=MOST[SAMPLING])
         shapes = DecodeShapes(possible, seconds, devices=fixed.devices, price=rates.compile, ladder=ladder)
         return shapes, name
 

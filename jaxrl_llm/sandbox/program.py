@@ -154,6 +154,7 @@ class SandboxProgram(NamedTuple):
             if len(os.listdir(f"/proc/{pid}/task")) > MOST_THREADS:
                 return "it has too many threads", "processes"
             room = None if is_unconfined() else os.statvfs(f"/proc/{pid}/root{FOLDER}")
+            # Files and not bytes: an empty one takes nothing of the folder's size, but memory of the kernel.
             if room and room.f_files - room.f_ffree > MOST_FILES:
                 return "it wrote too much", "disk"
         return None

@@ -172,6 +172,7 @@ class Link:
             if not issubclass(kind, dict):
                 return kind(self.decoded(x) for x in parts)
             if tag == "counter":
+                # By `update`: Counter(pairs) would count the pairs.
                 result = kind()
                 result.update({self.decoded(k): self.decoded(x) for k, x in parts})
                 return result
@@ -258,6 +259,7 @@ class Handle:
         """name: of the variable or attribute; built: by a test, of a class."""
         values = {"link": link, "number": number, "name": name, "built": built, "items": None}
         for key, value in values.items():
+            # Past this class's own __setattr__, which asks the other side.
             object.__setattr__(self, f"_Handle__{key}", value)
 
     def __call__(self, *arguments, **named):
@@ -382,11 +384,13 @@ def judge(read, write, report, tests):
         link.closed = True
     for test in tests:
         passed = False
+        # Once the program has ended, all tests that follow have its reason.
         link.reason = link.reason if link.closed else ""
         try:
             if not link.closed:
                 judge_call(names, *test) if isinstance(test, list) else judge_text(names, test)
                 passed = True
+        # A wrong answer is no failure of the program, and has no reason.
         except AssertionError:
             pass
         except BaseException as error:
@@ -463,6 +467,7 @@ def serve(read, write, program):
     """Runs the program, and then answers the judge."""
     link = Link(read, write, JudgeFunction)
     module = type(sys)("program")
+    # dataclasses and pickle look up the module of a class there.
     sys.modules["program"] = module
     error = None
     try:

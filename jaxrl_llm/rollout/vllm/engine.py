@@ -128,6 +128,7 @@ def own_address(template: str, field: str) -> str:
 
 def _all(jobs: Sequence[Future[T]]) -> list[T]:
     """Returns the results of all jobs. Raises the error of the first job that fails, without waiting for the others."""
+    # An error ends the wait: the other requests may take minutes.
     for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
         job.result()
     return [job.result() for job in jobs]
@@ -222,6 +223,7 @@ class VllmEngine:
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1 - group_size))[distributed.part(count)]
         shape = (len(prompts.tokens), group_size, self._length)
         limits = np.full(shape[:2], self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
+        # The text is made here: the server need not make it too.
         body = _sampling_params(sampling, self._stops) | {"detokenize": False}
 
         def request(b: int, first: int, members: np.ndarray, limit: int) -> dict[str, Any]:

@@ -118,6 +118,7 @@ def mark(at: int, text: str, spell: Spell, end: int, level: tuple[float, float])
     label = dict(
         marker=dict(symbol=["triangle-down", "line-ns"], size=[8, 1]),
         text=[text, ""],
+        # On the right the text would leave the plot.
         textposition="top left" if spell.first > 0.55 * end else "top right",
         textfont=dict(size=11),
         cliponaxis=False,

@@ -116,8 +116,10 @@ def _named(entry: Any) -> tuple[str, str]:
     group, option = next(iter(entry.items()))
     group = str(group).removeprefix("override ").removeprefix("optional ")
     group, _, package = group.partition("@")
+    # Hydra takes a file out of the list with `group: null`.
     if option in (None, "null"):
         return "", ""
+    # @_global_ puts the keys of a file at the top.
     before = "" if package == "_global_" else f"{package or group.replace('/', '.')}."
     return f"{group}/{option}".removesuffix(".yaml"), before
 

@@ -221,6 +221,7 @@ class Walk(Values):
                 match = self.assigned(word)
                 name = match[1] if match else word.plain
                 if self.local and words[0].plain in ("local", "declare", "typeset"):
+                    # The value before, which `call` puts back.
                     self.local[-1].setdefault(name, self.variables.get(name))
                 if match:
                     self.assign(match, word)
@@ -267,6 +268,7 @@ class Walk(Values):
         for name, value in self.local.pop().items():
             self.variables.pop(name, None)
             self.variables |= {name: value} if value is not None else {}
+        # A return has ended the function alone.
         self.jump = self.jump if self.jump == "exit" else ""
         self.depth -= 1
         self.arguments = before

@@ -118,6 +118,7 @@ class ShellParser:
 
     def script(self) -> tuple[Node, ...]:
         """Returns the commands of the script. Raises: UserError, if a quotation or a block has no end."""
+        # Of a file from Windows: a \r would be a part of the last word of each line.
         self.text = self.text.replace("\r\n", "\n")
         nodes: list[Node] = []
         while self.at < len(self.text):
@@ -512,6 +513,7 @@ class ShellParser:
             end = self.text.find("\n", start)
             line = self.text[start : end if end >= 0 else len(self.text)]
             start = end + 1 if end >= 0 else len(self.text) + 1
+            # <<- allows tabs before the mark too.
             if (line.lstrip("\t") if tabs else line) == mark:
                 break
             lines.append(line.lstrip("\t") if tabs else line)
