@@ -43,7 +43,7 @@ def evaluate(
             channels = {name: values[:real] for name, values in graded.channels.items()}
             channels["total"] = np.nan_to_num(channels["total"])
             parts.append(Graded(graded.texts[:real], channels, graded.turns[:real], {}))
-            shown.advance(min(batch, count - shown.done))
+            shown.advance(min(batch, count - shown.finished))
     texts, turns = ([x for part in parts for x in part[field]] for field in (0, 2))
     channels = {name: np.concatenate([part.channels[name] for part in parts]) for name in parts[0].channels}
     return Graded(texts, channels, turns, {})
