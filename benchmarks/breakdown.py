@@ -31,7 +31,7 @@ def main() -> None:
     workload = WORKLOADS[args.workload]
     folder = make_model(workload)
     with one_run(workload, folder, args.remat, args.microbatch) as run:
-        show(step_function(run, Compilations()))
+        show(step_function(*run, Compilations()))
 
 
 def show(one_step: Callable[[int], dict]) -> None:

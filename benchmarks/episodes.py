@@ -56,7 +56,7 @@ class Anew:
     def __init__(self, sampler: Sampler, pad_id: int, stop_ids: tuple[int, ...]):
         self._sampler, self._pad, self._stops = sampler, pad_id, stop_ids
 
-    def converse(
+    def sample(
         self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, environments: Environments
     ) -> Rollouts:
         count = len(prompts.tokens) * group_size
@@ -69,7 +69,7 @@ class Anew:
                 tokens[i, width - len(before) :], mask[i, width - len(before) :] = before, True
             given = replace(prompts, tokens=tokens, mask=mask)
             limits = np.full((count, 1), TURN_TOKENS)
-            made = self._sampler.generate(
+            made = self._sampler.sample(
                 given, jax.random.fold_in(key, turn), group_size=1, sampling=sampling, max_tokens=limits
             )
             for i in np.flatnonzero(episodes.state == TURN).tolist():
@@ -86,7 +86,7 @@ def timed(engine: Engine | Anew, pool: EnvironmentPool, prompts: Prompts) -> tup
     for seed in (0, 1):
         environments = pool.begin(prompts.rows, G)
         began = time.perf_counter()
-        rollouts = engine.converse(
+        rollouts = engine.sample(
             prompts, jax.random.key(seed), group_size=G, sampling=Sampling(), environments=environments
         )
         seconds = time.perf_counter() - began

@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import structs
-from jaxrl_llm.build import build
+from jaxrl_llm.build import Parts, build
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import LogRecord
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.session.run import Run
+from jaxrl_llm.session.session import Session
 from jaxrl_llm.tasks.protocol import Reply
 from jaxrl_llm.tools import doctor, logs
 from jaxrl_llm.train import train
@@ -56,7 +56,7 @@ class Fault:
     begins: int = 1  # step with which the fault begins
     within: int = 16  # steps from there in which the rule must find it
     config: str = "grpo"
-    inject: Callable[[Run], None] = field(default=lambda run: None)  # changes a part of the run
+    inject: Callable[[Session, Parts], None] = field(default=lambda session, parts: None)  # changes a part of the run
 
 
 def reward(*functions: str, weights: tuple[float, ...] = (1.0,)) -> dict[str, Any]:
@@ -181,8 +181,8 @@ class Endless(Sampler):
 class Repeating(Sampler):
     """Uses one key for all members of a group."""
 
-    def generate(self, prompts: structs.Prompts, key: jax.Array, *, group_size: int, **named: Any) -> structs.Rollouts:
-        single = super().generate(prompts, key, group_size=1, **named)
+    def sample(self, prompts: structs.Prompts, key: jax.Array, *, group_size: int, **named: Any) -> structs.Rollouts:
+        single = super().sample(prompts, key, group_size=1, **named)
         return jax.tree.map(lambda x: np.repeat(x, group_size, axis=1), single)
 
 
@@ -225,17 +225,17 @@ def engine(name: str, **arguments: Any) -> dict[str, Any]:
 # Parts of a run.
 
 
-def credit(change: Callable[..., Any]) -> Callable[[Run], None]:
+def credit(change: Callable[..., Any]) -> Callable[[Session, Parts], None]:
     """Returns an injection into the assignment of credit: change(step, batch, scores, rewards) -> scores, rewards."""
 
-    def inject(run: Run) -> None:
-        assign = run.assign_credit
+    def inject(session: Session, parts: Parts) -> None:
+        assign = parts.learning.assign_credit
 
         def changed(batch: Any, scores: Any, rewards: Any, coefs: Any) -> Any:
-            scores, rewards = change(run.step + 1, batch, scores, rewards)
+            scores, rewards = change(session.at.step + 1, batch, scores, rewards)
             return assign(batch, scores, rewards, coefs)
 
-        run.assign_credit = changed
+        parts.learning.assign_credit = changed
 
     return inject
 
@@ -258,31 +258,33 @@ def one_large_reward(
     return scores, replace(rewards, total=rewards.total * (times if step == at else 1.0))
 
 
-def fast(factor: Callable[[int], float]) -> Callable[[Run], None]:
+def fast(factor: Callable[[int], float]) -> Callable[[Session, Parts], None]:
     """Returns an injection that multiplies the policy's moves in a step by factor(step), as a wrong rate."""
 
-    def inject(run: Run) -> None:
-        learner = run.learners["policy"]
+    def inject(session: Session, parts: Parts) -> None:
+        learner = parts.learning.learners["policy"]
 
         class Fast(type(learner)):
             def update(self, state: Any, batch: Any, rows: Any) -> Any:
                 before = jax.tree.map(jnp.copy, state.params)
                 state, metrics = super().update(state, batch, rows)
-                times = factor(run.step + 1)
+                times = factor(session.at.step + 1)
                 if times != 1:
                     moved = jax.tree.map(lambda a, b: a + times * (b - a), before, state.params)
                     state = replace(state, params=moved)
                 return state, metrics
 
-        run.learners["policy"] = Fast(**vars(learner))
+        parts.learning.learners["policy"] = Fast(**vars(learner))
 
     return inject
 
 
-def grow(run: Run) -> None:
+def grow(session: Session, parts: Parts) -> None:
     """Multiplies rewards and moves by 1.07 in the first step, and again in each step."""
-    credit(lambda step, batch, scores, rewards: (scores, replace(rewards, total=1.07**step * rewards.total)))(run)
-    fast(lambda step: 1.07**step)(run)
+    credit(lambda step, batch, scores, rewards: (scores, replace(rewards, total=1.07**step * rewards.total)))(
+        session, parts
+    )
+    fast(lambda step: 1.07**step)(session, parts)
 
 
 FAULTS: dict[str, Fault] = {
@@ -412,9 +414,9 @@ def config_of(fault: Fault, *, second: bool = False) -> structs.Config:
 
 def run_fault(fault: Fault, workdir: Path, *, second: bool = False) -> Iterator[LogRecord]:
     """Runs a fault until its end, and yields the records. A rule may stop the run."""
-    with build(config_of(fault, second=second), workdir) as run, suppress(UserError):
-        fault.inject(run)
-        yield from train(run)
+    with build(config_of(fault, second=second), workdir) as (session, parts), suppress(UserError):
+        fault.inject(session, parts)
+        yield from train(session, parts)
 
 
 def demonstrate(rule: str) -> bool:

@@ -8,9 +8,9 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,15 @@ from ml_collections import ConfigDict
 
 from benchmarks.workloads import CLIP_NORM, KL_COEF, PAD, TEMPERATURE, Workload, read, reward
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.build import build
+from jaxrl_llm.build import Parts, build
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.machine.compilation import Compilations, keep_compilations
 from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.actor import Lent
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import Graded, Samples
-from jaxrl_llm.session.run import Run
-from jaxrl_llm.structs import Pending, Prompts, PyTree
+from jaxrl_llm.session.session import Session
+from jaxrl_llm.structs import PartState, Prompts, PyTree
 from jaxrl_llm.train import rl_step
 
 ROOT = Path(__file__).parent.parent
@@ -51,9 +52,12 @@ class Prescribed:
     def __init__(self, workload: Workload, engine: Sampler):
         self._workload, self._engine, self._step = workload, engine, 0
 
-    def reset(self, step: int, params: PyTree, pending: Pending | None = None, attempt: int = 0) -> None:
+    def load(self, state: PartState | None) -> None:
+        """Nothing is kept."""
+
+    def begin(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> Lent:
         """Begins with these weights."""
-        self._engine.update_weights(params)
+        return self.push(states, params, 0)
 
     def next(self) -> Samples:
         """Samples of the next step."""
@@ -61,26 +65,21 @@ class Prescribed:
         prompts = Prompts(ids, np.ones_like(ids, bool), [{}] * len(ids), np.arange(len(ids), dtype=np.int32))
         lengths, key = np.asarray(w.lengths(self._step)), jax.random.fold_in(jax.random.key(0), self._step)
         sampling = Sampling(TEMPERATURE)
-        rollouts = self._engine.generate(prompts, key, group_size=w.group, sampling=sampling, max_tokens=lengths)
+        rollouts = self._engine.sample(prompts, key, group_size=w.group, sampling=sampling, max_tokens=lengths)
         self._engine.release()
         np.testing.assert_array_equal(rollouts.completion_mask.sum(axis=-1), lengths)
         return Samples(prompts, rollouts, lambda: Graded([], graded(rollouts.completions, lengths), [], {}))
 
-    def finish_push(self, params: PyTree) -> dict[str, Any]:
-        """The engine has a copy of its own."""
-        return {}
-
-    def push(self, params: PyTree, step: int) -> None:
-        """The next samples are of these weights."""
+    def push(self, states: PyTree, params: PyTree, step: int) -> Lent:
+        """The next samples are of these weights. The engine has a copy of its own."""
         self._engine.update_weights(params, step)
-        self._step = step
+        self._step, pushed = step, Future()
+        pushed.set_result(None)
+        return Lent(states, params, pushed, None)
 
-    def advance(self, step: int) -> None:
-        """Nothing is sampled ahead."""
-
-    def pending(self, seconds: float | None = None) -> Pending:
+    def state(self, seconds: float | None = None) -> PartState:
         """Nothing is kept."""
-        return Pending({}, [])
+        return PartState({})
 
 
 def graded(completions: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
@@ -121,25 +120,26 @@ def make_config(workload: Workload, folder: Path, remat: str, microbatch: int) -
 
 
 @contextmanager
-def one_run(workload: Workload, folder: Path, remat: str, microbatch: int) -> Iterator[Run]:
+def one_run(workload: Workload, folder: Path, remat: str, microbatch: int) -> Iterator[tuple[Session, Parts]]:
     """The run of a workload, with a workdir that is gone at the end."""
     config = make_config(workload, folder, remat, microbatch)
-    with tempfile.TemporaryDirectory() as workdir, build(config, Path(workdir)) as run:
-        model, limit = hf.load_model(folder, run.mesh, remat=remat), workload.completion_tokens
-        engine = Sampler(model, run.mesh, max_completion_tokens=limit, stop_ids=(), pad_id=PAD, book=run.book)
-        run.actor = Prescribed(workload, engine)
-        yield run
+    with tempfile.TemporaryDirectory() as workdir, build(config, Path(workdir)) as (session, parts):
+        mesh, limit = parts.learning.mesh, workload.completion_tokens
+        model = hf.load_model(folder, mesh, remat=remat)
+        engine = Sampler(model, mesh, max_completion_tokens=limit, stop_ids=(), pad_id=PAD, book=parts.book)
+        parts.actor = Prescribed(workload, engine)  # pyright: ignore[reportAttributeAccessIssue]
+        yield session, parts
 
 
-def step_function(run: Run, compilations: Compilations) -> Callable[[int], dict]:
+def step_function(session: Session, parts: Parts, compilations: Compilations) -> Callable[[int], dict]:
     """`one_step(step) -> measurements`."""
-    states, _ = run.restore()
+    lent = session.restore()
 
     def one_step(step: int) -> dict:
-        nonlocal states
+        nonlocal lent
         compiled, began = compilations.seconds, time.perf_counter()
-        states, record = rl_step(run, states, step + 1)
-        jax.block_until_ready((states, record.updates))
+        lent, record = rl_step(session, parts, lent, step + 1)
+        jax.block_until_ready((lent.states, record.updates))
         total = time.perf_counter() - began
         measured = record.summary()
         assert np.isfinite(measured["loss/total"])
@@ -165,7 +165,7 @@ def main() -> None:
     keep_compilations()
     compilations = Compilations()
     with one_run(read(args.model), Path(args.model), args.remat, args.microbatch) as run:
-        one_step = step_function(run, compilations)
+        one_step = step_function(*run, compilations)
         first, *steps = [one_step(step) for step in range(args.steps + 1)]
     report = {name: [step[name] for step in steps] for name in first}
     report |= {"name": "jaxrl_llm", "version": {"jax": jax.__version__}, "warmup": first["total"]}

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import ill_runs
-from jaxrl_llm.build import build
+from jaxrl_llm.build import Parts, build
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.session.run import Run
+from jaxrl_llm.session.session import Session
 from jaxrl_llm.train import train
 
 ROOT = Path(__file__).parent.parent
@@ -35,50 +35,58 @@ COMMON = {
 RULES = ("reward_collapse", "entropy_explosion", "no_signal", "sampler_mismatch")
 
 
-def fast(run: Run) -> None:
+def fast(session: Session, parts: Parts) -> None:
     """The rate x 100 for three steps."""
-    ill_runs.fast(lambda step: 100.0 if AT <= step < AT + 3 and not run.attempt else 1.0)(run)
+    ill_runs.fast(lambda step: 100.0 if AT <= step < AT + 3 and not session.at.attempt else 1.0)(session, parts)
 
 
-def not_a_number(run: Run) -> None:
+def not_a_number(session: Session, parts: Parts) -> None:
     """One batch of rewards that are NaN."""
 
     def change(step: int, batch: Any, scores: Any, rewards: Any) -> Any:
-        bad = step == AT and not run.attempt
+        bad = step == AT and not session.at.attempt
         return scores, replace(rewards, total=rewards.total * (jnp.nan if bad else 1.0))
 
-    ill_runs.credit(change)(run)
+    ill_runs.credit(change)(session, parts)
 
 
-def wrong_push(run: Run) -> None:
+def wrong_push(session: Session, parts: Parts) -> None:
     """Three pushes of weights that are noise: the policy learns from what they sample."""
-    engine = run.actor.engine  # pyright: ignore[reportAttributeAccessIssue]
+    engine = parts.actor.engine
     push = engine.update_weights
 
     def wrong(params: Any, version: int = 0) -> None:
-        bad = AT <= version < AT + 3 and not run.attempt
+        bad = AT <= version < AT + 3 and not session.at.attempt
         push(jax.tree.map(lambda x: -x, params) if bad else params, version)
 
     engine.update_weights = wrong
 
 
-FAULTS: dict[str, Callable[[Run], None]] = {"rate x 100": fast, "NaN rewards": not_a_number, "wrong push": wrong_push}
+FAULTS: dict[str, Callable[[Session, Parts], None]] = {
+    "rate x 100": fast,
+    "NaN rewards": not_a_number,
+    "wrong push": wrong_push,
+}
 
 
 def accuracy(seed: int, fault: str, acts: bool) -> tuple[float, int]:
     """Returns the accuracy at the end of a run, and how often it went back."""
     config = load(ROOT / "configs" / "grpo.py")
     config.update_from_flattened_dict(COMMON | {"seed": seed} | ({"health.rollback.rules": RULES} if acts else {}))
-    with TemporaryDirectory() as workdir, redirect_stdout(sys.stderr), build(config, Path(workdir) / "run") as run:
+    with (
+        TemporaryDirectory() as workdir,
+        redirect_stdout(sys.stderr),
+        build(config, Path(workdir) / "run") as (session, parts),
+    ):
         if fault:
-            FAULTS[fault](run)
+            FAULTS[fault](session, parts)
         try:
-            for _ in train(run):
+            for _ in train(session, parts):
                 pass
         except UserError as error:
             print(error)
         lines = map(json.loads, (Path(workdir) / "run" / "metrics.jsonl").read_text().splitlines())
-        return next((line["eval/accuracy"] for line in lines if line["step"] == STEPS), 0.0), run.attempt
+        return next((line["eval/accuracy"] for line in lines if line["step"] == STEPS), 0.0), session.at.attempt
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def measure(dtype: str, length: int, *, prompts: int, scored: int) -> tuple[dict
     given = Prompts(tokens, np.ones(tokens.shape, bool), [{}] * prompts, np.arange(prompts))
     engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=(-1,), pad_id=0)  # no token ends one early
     engine.update_weights(params)
-    drawn = engine.generate(given, jax.random.key(0), group_size=GROUP, sampling=Sampling())
+    drawn = engine.sample(given, jax.random.key(0), group_size=GROUP, sampling=Sampling())
     mask = drawn.loss_mask
     advantages = np.broadcast_to(rng.normal(size=(prompts, GROUP, 1)), mask.shape).astype(np.float32)
     batch = Batch(tokens, given.mask, drawn.completions, mask, mask, advantages, sampler_logprobs=drawn.logprobs)

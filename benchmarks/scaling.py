@@ -41,7 +41,7 @@ def medians(workload: Workload, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         microbatch = max(32 // workload.group, 2)
         with one_run(workload, make_model(workload, Path(folder)), "dots", microbatch) as run:
-            one_step = step_function(run, Compilations())
+            one_step = step_function(*run, Compilations())
             measured = [one_step(step) for step in range(steps + 1)][1:]
     return {phase: statistics.median(step[phase] for step in measured) for phase in PHASES}
 

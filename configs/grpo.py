@@ -161,10 +161,6 @@ def get_config() -> ConfigDict:
     c.optim.momentum_dtype = "float32"  # of the mean of gradients: float32 | bfloat16 (2 bytes less for each parameter)
     c.optim.gradient_dtype = "float32"  # of the sum over micro-batches: float32 | bfloat16 (2 bytes less as well)
 
-    c.adaptive_warmup = ConfigDict()  # the learning rate of the warm-up does not rise while a value is above its bound
-    c.adaptive_warmup.kl_to_reward = 0.0  # bound of KL penalty / task reward; 0: no bound
-    c.adaptive_warmup.update_size = 0.0  # bound of the norm of an update / norm of the parameters; 0: no bound
-
     # True: in the host's memory while no program uses it. reference: also a teacher. optimizer: the moments of AdamW.
     c.host_memory = ConfigDict(dict(reference=False, optimizer=False))
 

@@ -1,428 +1,487 @@
-"""Builds the parts of a run from its config. This module connects all other packages."""
+"""Builds the session and the parts of a run from its recipe. This module connects all other rooms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import grain
 import jax
-from jax.sharding import Mesh
 
-from jaxrl_llm import tasks
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm.algorithms import losses
+from jaxrl_llm.algorithms.credit import make_credit
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.config import records
+from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import with_names
-from jaxrl_llm.config.schema import check_reach
-from jaxrl_llm.data import columns, encoding, order
+from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.data.curriculum import Curriculum
-from jaxrl_llm.learner.learning import Models, describe_models, make_learning, make_packing
-from jaxrl_llm.learner.packing import minibatches
-from jaxrl_llm.learner.programs import compile_all, of_learning
-from jaxrl_llm.learner.scorers import FROZEN, States, load_frozen
-from jaxrl_llm.learner.update import Learner
+from jaxrl_llm.data.curriculum import drawn
+from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.learner import update
+from jaxrl_llm.learner.critic import make_critic
+from jaxrl_llm.learner.learning import (
+    Learning,
+    Models,
+    describe_models,
+    make_packing,
+    make_reference,
+    policy_parameters,
+)
+from jaxrl_llm.learner.packing import Packing
+from jaxrl_llm.learner.programs import compile_all, learning_programs
+from jaxrl_llm.learner.scorers import Frozen, States, load_frozen, make_frozen_scorer, make_scorers
+from jaxrl_llm.learner.update import Learner, Parameters
 from jaxrl_llm.machine import distributed, sharding
-from jaxrl_llm.machine.compilation import Compilations, Program, compute_deterministically, keep_compilations
+from jaxrl_llm.machine.compilation import Program, compute_deterministically
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.shapes import Book
-from jaxrl_llm.models import hf, hf_export, peft
-from jaxrl_llm.recipe import checks, compatibility, settings
-from jaxrl_llm.recipe.recipe import Recipe, read
-from jaxrl_llm.rollout.actor import Actor
-from jaxrl_llm.rollout.compaction import Slots, prompts_at_once, slot_shapes
-from jaxrl_llm.rollout.environments import EnvironmentPool, open_environments
+from jaxrl_llm.models import hf, peft
+from jaxrl_llm.recipe import advice, fit
+from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
+from jaxrl_llm.rollout.actor import Actor, Lent
+from jaxrl_llm.rollout.compaction import decode_shapes
+from jaxrl_llm.rollout.environments import open_environments
 from jaxrl_llm.rollout.evaluation import evaluate, mean_score, whole_batches
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
-from jaxrl_llm.selftest.trial import Tested
-from jaxrl_llm.session import alike, model_card, other_rows
-from jaxrl_llm.session.banner import adapters_table, batch_table, models_table, print_banner, shapes_table, unconfined
-from jaxrl_llm.session.checkpoint import Checkpoints, check_workdir, has_checkpoint, keep_beginning, open_workdir
-from jaxrl_llm.session.health import Health
-from jaxrl_llm.session.lock import Lock, locked
-from jaxrl_llm.session.log import Log
+from jaxrl_llm.selftest import self_test
+from jaxrl_llm.selftest.trial import Facts, Subject
+from jaxrl_llm.session import banner, checkpoint
+from jaxrl_llm.session.inputs import Inputs
+from jaxrl_llm.session.opening import Outputs, Workplace, at_work, open_session
 from jaxrl_llm.session.other_rows import Rows
-from jaxrl_llm.session.rollback import Rollbacks
-from jaxrl_llm.session.run import Run
-from jaxrl_llm.session.saved_run import model_folder
-from jaxrl_llm.session.signals import Stop, stop_signals
-from jaxrl_llm.structs import Config, PyTree, Totals
+from jaxrl_llm.session.session import Plan, Session, Trainer
+from jaxrl_llm.structs import Config, PyTree, StatefulPart
+
+UNSET = {"schedule_steps": 0, "data.today": ""}  # fields that the beginning of a run decides, as the user leaves them
+COMPILE_ONLY = "compile the programs of the run into the cache of compiled code, in all its shapes, and end"
 
 
-@dataclass(frozen=True)
-class Loaded(Models):
-    """The inputs of every run, loaded and checked before anything is written."""
+@dataclass
+class Parts:
+    """The parts of a step of `train`, in the order in which it uses them."""
 
-    workdir: Path
-    lock: Lock | None  # of the workdir, in the first process
-    compilations: Compilations
-    cache: str  # folder of compiled programs, or "off"
-    tokenizer: Any
-    dataset: data.Dataset
-    held_out: data.Dataset  # evaluation problems; `dataset` itself if the run has no evaluation
-    environments: EnvironmentPool | None  # None: a completion is one turn
-    stop_ids: tuple[int, ...]
-    book: Book  # the shapes of the run
-    first_params: list[PyTree]  # the model's parameters, until `params` hands them out
-    base: PyTree  # the parameters beside the adapters; None: all parameters learn
-    opened: ExitStack  # closes everything that the run opens, in reverse order
+    actor: Actor
+    packing: Packing
+    learning: Learning
+    book: Book
+    evaluation: Callable[[Engine], float]  # -> accuracy
+    problems: int
+    write: Callable[[States], None]  # exports the policy
+    programs: Callable[[], Iterator[Program]]  # all that the run may compile
+    subject: Subject
+    self_test: Callable[[], None] | None = None  # of a new run
 
-    def params(self) -> PyTree:
-        """Returns the model's parameters as its folder has them. Each call returns separate arrays."""
-        return self.first_params.pop() if self.first_params else hf.load_params(self.folder, self.model, self.mesh)
+    @property
+    def kept(self) -> Mapping[str, StatefulPart]:
+        """What a checkpoint keeps beside the states: first the shapes, which the batches that wait were sampled in."""
+        return {"shapes": self.book, checkpoint.SAMPLES: self.actor}
 
-    def export(self, policy: Learner, states: States) -> None:
-        """Writes the policy as a Hugging Face folder with its model card, and its adapters as a folder of PEFT."""
-        hf_export.save(self.workdir / "hf", policy.all_parameters(states["policy"]), self.folder)
-        if distributed.first():
-            model_card.write(self.workdir / "hf", model_card.card(self.workdir, self.config, self.began_with))
-        if self.lora:
-            peft.save(self.workdir / "adapter", states["policy"].params, self.lora, self.config.model.path)
+    def shapes(self) -> States:
+        """Returns the states that a checkpoint holds, as shapes with shardings."""
+        return self.learning.shapes()
 
-    @cached_property
-    def began_with(self) -> dict[str, str]:
-        """Returns the hashes of the models and the data that must not change in a resumed run, by config field."""
-        found = {"model.path": hf.fingerprint(self.folder), "data.source": self.dataset.fingerprint()}
-        if self.config.eval.every:
-            found["eval.source"] = self.held_out.fingerprint()
-        if self.lora and self.config.lora.path:
-            found["lora.path"] = peft.fingerprint(self.config.lora.path)
-        return found | {f"{name}.path": hf.fingerprint(at) for name, at in self.others.items() if name in FROZEN}
+    def first(self) -> States:
+        """Returns the states at step 0."""
+        return self.learning.first()
+
+    def restored(self, states: States, attempt: int) -> States:
+        """Returns the states of a checkpoint with what it leaves out. attempt: how often the run has gone back."""
+        return self.learning.restored(states, attempt)
+
+    def begin(self, states: States, step: int, attempt: int) -> Lent:
+        """Lends the engine the first weights, after `step`."""
+        return self.actor.begin(states, self.learning.policy(states), step, attempt)
+
+    def rest(self) -> None:
+        """Waits until the engine has the last weights, and checks them. Raises: UserError, if it does not have them."""
+        self.actor.lent.take_back()
+
+    def accuracy(self, states: States) -> float:
+        """Returns the accuracy of the last pushed weights, which are those of the states."""
+        self.actor.wait()
+        return self.evaluation(self.actor.engine)
+
+    def export(self, states: States) -> None:
+        """Writes the policy as a folder of Hugging Face."""
+        self.write(states)
 
 
 @contextmanager
-def build(config: Config, workdir: str | Path, *, signals: bool = False, command: bool = False) -> Iterator[Run]:
+def build(
+    config: Config, workdir: str | Path, *, signals: bool = False, command: bool = False
+) -> Iterator[tuple[Session, Parts]]:
     """Opens the run of `config` in `workdir`, and closes it on every exit: the checkpoints last, then the lock.
 
     An exception in the block, as that of Ctrl-C, saves the run first, unless it is a UserError (`Interrupts`). signals:
     SIGTERM and a closed terminal raise KeyboardInterrupt. command: this process is for this run alone, and a signal
     ends both, with exit code 0 (`StopSignals`). Raises: UserError, for an error that the user can fix.
     """
-    with ExitStack() as opened, stop_signals(opened, signals, command) as stop:
-        opened.callback(WATCHDOG.close)
-        run = make_run(load(config, workdir, opened, checks.check_train), stop)
+    with opened_place(config, workdir, recipes.read, signals=signals, command=command) as (place, recipe):
+        run = make_run(place, recipe)
         if command:  # here all processes have loaded their data and models, for which there is no bound
-            WATCHDOG.begin(config.health.hang_minutes, distributed.end)
+            WATCHDOG.begin(recipe.health.hang_minutes, distributed.end)
         yield run
-
-
-COMPILE_ONLY = "compile the programs of the run into the cache of compiled code, in all its shapes, and end"
 
 
 def compile_only(config: Config) -> None:
     """Compiles the programs of a run into the cache, in all shapes that it may use, without a step."""
-    with TemporaryDirectory() as workdir, ExitStack() as opened, stop_signals(opened, False, False) as stop:
-        loaded = load(config, workdir, opened, checks.check_train, shared=False)  # each process has one of its own
-        run = make_run(loaded, stop)
-        compile_all(run.programs(), run.log.say)
+    # Each process has a workdir of its own.
+    with TemporaryDirectory() as folder, opened_place(config, folder, recipes.read, shared=False) as (place, recipe):
+        session, parts = make_run(place, recipe)
+        compile_all(parts.programs(), session.log.say)
 
 
-def load(
-    config: Config, workdir: str | Path, opened: ExitStack, check: Callable[[Config], Totals], *, shared: bool = True
-) -> Loaded:
-    """Checks and loads config, workdir, mesh, model and data, in this order. Raises: UserError.
+@contextmanager
+def opened_place(
+    config: Config,
+    workdir: str | Path,
+    read: Callable[[Config], Any],
+    *,
+    signals: bool = False,
+    command: bool = False,
+    shared: bool = True,
+) -> Iterator[tuple[Workplace, Any]]:
+    """Reads and checks a config and takes the workdir, in this order. Yields the place and the recipe.
 
-    shared: all processes have the same workdir.
+    shared: all processes have the same workdir. For the others, see `build`. Raises: UserError.
     """
     config, workdir = with_names(config), Path(workdir)
-    compilations, cache = opened.enter_context(closing(Compilations())), keep_compilations()
-    keep_beginning(workdir, config)  # first: the checks need the schedules' length
-    totals = check(config)
-    if config.deterministic:  # must come before JAX initializes its devices
-        compute_deterministically()
-    alike.check(config)
-    lock = None
-    if distributed.first():
-        check_workdir(workdir, config, checks.may_change(config))
-        lock = opened.enter_context(locked(workdir))
-    if shared:
-        agreement.check_shared(workdir)
-    mesh = sharding.make_mesh(**config.mesh)
-    compatibility.check_batch_fits_mesh(config, mesh, totals.prompts_per_update)
-    folder = opened.enter_context(model_folder(config))
-    models = describe_models(config, totals, mesh, folder)
+    with at_work(workdir, signals=signals, command=command) as place:
+        # First: the checks need the schedules' length.
+        config.update_from_flattened_dict(beginning(workdir, flatten(config)))
+        recipe = read(config)
+        place.config = config.to_dict()
+        if recipe.deterministic:  # must come before JAX initializes its devices
+            compute_deterministically()
+        known, fields = records.table(type(recipe), place.config), flatten(config)
+        place.take(fields, records.names_that_may_change(known, fields), known.defaults, shared=shared)
+        yield place, recipe
+
+
+def beginning(workdir: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what replaces the fields that a config leaves open: what the workdir's run began with.
+
+    These are schedule_steps = 0, in a new run num_steps, and data.today = "", in a new run the date of this day.
+    """
+    # Missing fields, and those of a wrong type, are left to the checks, and set ones to `check_workdir`.
+    new = {"schedule_steps": fields["num_steps"], "data.today": date.today().isoformat()}
+    began = checkpoint.beginning(workdir, new)
+    return {name: began[name] for name, unset in UNSET.items() if name in fields and fields[name] == unset}
+
+
+def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path]) -> Inputs:
+    """Loads and checks mesh, models and rows, in this order. find() -> folder of the model. Raises: UserError."""
+    mesh = sharding.make_mesh(**recipe.mesh)
+    fit.check_batch_fits_mesh(recipe.sizes, mesh)
+    folder = find()
+    models = describe_models(recipe.model, recipe.lora, recipe.other_paths, mesh, folder)
     model = models.model
-    compatibility.check_router(config, model.cfg)
-    tokenizer = encoding.on_day(hf.load_tokenizer(folder), config.data.today)
-    environments = open_environments(config, tokenizer, opened, data.template_args_of(config, ()))
+    fit.check_router(recipe, model.cfg)
+    tokenizer = encoding.on_day(hf.load_tokenizer(folder), recipe.data.today)
+    args = recipe.data.template_args()
+    environments = open_environments(recipe.env, recipe.turns, tokenizer, place.opened, args)
     tools = environments.schemas if environments else []
-    dataset = data.load(config, tokenizer, tools)
-    held_out = data.load_held_out(config, tokenizer, tools) if config.eval.every else dataset
-    dataset, held_out = check_columns(config, dataset, held_out, episodes=environments is not None)
+    dataset = data.load(recipe.data, tokenizer, tools)
+    held_out = data.load_held_out(recipe.eval, recipe.data, tokenizer, tools) if recipe.eval.every else dataset
+    functions, episodes = recipe.reward.functions, environments is not None
+    dataset, held_out = columns.check_all(recipe.data, recipe.eval, functions, dataset, held_out, episodes=episodes)
     if environments:
         environments.check([*dataset.rows, *held_out.rows])
-    compatibility.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
-    compatibility.check_positions(config, model.cfg, dataset, held_out)
+    fit.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
+    fit.check_positions(recipe, model.cfg, dataset, held_out)
     for name, other in models.others.items():
         cfg = hf.load_model(other).cfg
-        compatibility.check_other_model(f"{name}.path", cfg, model.cfg)
-        compatibility.check_positions(config, cfg, dataset, whose=f"those of config.{name}.path,")
+        fit.check_other_model(f"{name}.path", cfg, model.cfg)
+        fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
     # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
     # Only process 0 looks for a folder that may not be there yet: NFS would go on telling others that it is not.
-    resumes = distributed.exchange(distributed.first() and has_checkpoint(workdir / "checkpoints"))[0]
-    begins = config.model.path and not models.lora and not resumes
+    saved = distributed.first() and checkpoint.has_checkpoint(place.workdir / "checkpoints")
+    begins = recipe.model.path and not models.lora and not distributed.exchange(saved)[0]
     first_params = [hf.load_params(folder, model, mesh)] if begins else []
     base = peft.load_base(folder, model, mesh, models.lora) if models.lora else None
-    loaded = Loaded(
-        *vars(models).values(),
-        workdir=workdir,
-        lock=lock,
-        compilations=compilations,
-        cache=cache,
-        tokenizer=tokenizer,
-        dataset=dataset,
-        held_out=held_out,
-        environments=environments,
-        stop_ids=stop_ids,
-        book=opened.enter_context(closing(Book())),
-        first_params=first_params,
-        base=base,
-        opened=opened,
-    )
-    files = {f"the content of config.{field}": digest for field, digest in loaded.began_with.items()}
+    book = place.opened.enter_context(closing(Book()))
+    inputs = Inputs(models, tokenizer, dataset, held_out, environments, stop_ids, book, first_params, base)
+    files = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
     agreement.check_alike({}, files)
-    return loaded
+    return inputs
 
 
-def check_columns(
-    config: Config, dataset: data.Dataset, held_out: data.Dataset, *, episodes: bool
-) -> tuple[data.Dataset, data.Dataset]:
-    """Returns the training and the evaluation data with notes on rows that lack a column. Raises: UserError.
-
-    Also asks once the servers that reward functions need.
-    """
-    if "completion_column" in config.data:
-        dataset = columns.check_completions(dataset, config.data.completion_column, config.data.source)
-    functions = config.reward.functions if "loss" in config else ()
-    for function in functions:
-        check_reach(function, tasks.REWARDS, "config.reward.functions")
-    if config.eval.every:
-        check_reach(config.eval.function, tasks.REWARDS, "config.eval.function")
-    made = columns.check(dataset, functions, "data", episodes=episodes, convert=config.data.convert)
-    if not config.eval.every:
-        return made, made
-    judge, convert = (config.eval.function,), config.eval.convert
-    return made, columns.check(held_out, judge, "eval", episodes=episodes, convert=convert)
-
-
-def make_run(given: Loaded, stop: Stop) -> Run:
-    """Builds a run of `train`. Raises: UserError."""
-    config, mesh, model = given.config, given.mesh, given.model
-    recipe = read(config, given.totals)
-    compatibility.check_sampling(config, model.cfg)
-    compatibility.check_one_at_a_time(mesh, in_trainer=recipe.engine.in_trainer, max_lag=config.rollout.max_lag)
+def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
+    """Builds the session and the parts of a run of `train`. Raises: UserError."""
+    inputs = load(place, recipe, partial(hf.find, recipe.model.path))
+    models = inputs.models
+    fit.check_sampling(recipe, models.model.cfg)
+    in_trainer = recipe.chosen_engine.in_trainer
+    fit.check_one_at_a_time(models.mesh, in_trainer=in_trainer, max_lag=recipe.rollout.max_lag)
+    start, on_host = recipe.model, recipe.host_memory.reference
     frozen = {
-        name: load_frozen(name, folder, config, given.tokenizer, mesh)
-        for name, folder in given.others.items()
-        if name in FROZEN
+        name: load_frozen(name, models.others[name], start, inputs.tokenizer, models.mesh, on_host=on_host)
+        for name in recipe.frozen
     }
-    learning = make_learning(
-        given,
-        given.params,
-        frozen,
-        given.base,
-        credit=recipe.credit,
-        own_samples=recipe.own_samples,
-        exact=recipe.exact,
-    )
-    packing = make_packing(given, learning, given.book)
-    slots = decode_shapes(config, mesh, recipe.engine.max_sequences) if recipe.engine.in_trainer else []
-    rows = [*models_table(learning.scorers, learning.learners), *shapes_table(slots, packing.ladder.shapes)]
-    outputs = open_outputs(given, learning.states(), rows)
-    greedy = recipe.credit.estimator.needs_greedy
-    actor, policy = make_actor(given, recipe, learning.sampling), learning.learners["policy"]
-    evaluation = make_evaluation(given)
-
-    def programs() -> Iterator[Program]:
-        if isinstance(actor.engine, Sampler):
-            for batch in batches(given, learning.sampling, greedy=greedy):
-                yield from actor.engine.programs(
-                    policy.all_parameters(policy.shapes), **batch, episodes="env" in config
-                )
-        yield from of_learning(
-            config, mesh, learning, packing.ladder.shapes, given.dataset.width, recipe.credit.weights
-        )
-
-    def accuracy(states: States) -> float:
-        actor.wait()  # until the engine has the latest weights
-        return evaluation(actor.engine)
-
-    return Run(
-        config=config,
-        mesh=mesh,
-        actor=actor,
-        scorers=learning.scorers,
-        learners=learning.learners,
-        shapes=learning.states(),
-        stop=stop,
-        assign_credit=learning.assign_credit,
-        minibatches=lambda step: list(minibatches(config, step)),
-        reference=learning.reference,
-        accuracy=accuracy,
-        problems=len(given.held_out.rows),
-        export=partial(given.export, policy),
-        compilations=given.compilations,
-        programs=programs,
-        book=given.book,
-        packing=packing,
-        tested=make_tested(given, recipe, learning.sampling, actor),
-        **outputs,
-    )
-
-
-def make_tested(given: Loaded, recipe: Recipe, sampling: Sampling, actor: Actor) -> Tested:
-    """Returns what the self-test needs of a run."""
-    reward, timeout = given.config.reward, given.config.reward.timeout
-    reward_fn = partial(RewardFn, reward.functions, reward.weights, timeout, field="config.reward.timeout")
-    of_run = given.model, given.tokenizer, given.dataset, given.stop_ids
-    return Tested(
+    learning = make_learning(recipe, models, inputs.params, inputs.base, frozen)
+    packing = make_packing(models, learning, inputs.book)
+    slots = decode_shapes(recipe.sizes, models.mesh, recipe.chosen_engine.max_sequences) if in_trainer else []
+    rows = banner.models_table(learning.scorers, learning.learners), banner.shapes_table(slots, packing.ladder.shapes)
+    outputs = open_outputs(place, recipe, inputs, learning.shapes(), [*rows[0], *rows[1]])
+    actor = make_actor(place, recipe, inputs)
+    parts = Parts(
         actor,
-        *of_run,
-        sampling,
-        given.environments,
-        reward_fn,
-        credit=recipe.credit,
-        in_trainer=recipe.engine.in_trainer,
-        own_samples=recipe.own_samples,
+        packing,
+        learning,
+        inputs.book,
+        make_evaluation(place, recipe, inputs),
+        len(inputs.held_out.rows),
+        partial(inputs.export, place, learning.learners["policy"]),
+        partial(run_programs, recipe, inputs, learning, packing, actor.engine),
+        make_subject(recipe, inputs, learning, packing, actor),
     )
+    session = outputs(parts)
+    if recipe.health.self_test:
+        parts.self_test = partial(run_self_test, session, parts.subject)
+    return session, parts
+
+
+def run_self_test(session: Session, subject: Subject) -> None:
+    """Runs the self-test of a new run, and tells what it finds. Stops nothing."""
+    session.health.add(0, self_test.at_start(subject, session.at.states, session.log.say))
+
+
+def make_learning(
+    recipe: Recipe, models: Models, params: Callable[[], PyTree], base: PyTree, frozen: dict[str, Frozen]
+) -> Learning:
+    """Combines scorers, credit and learners.
+
+    params() gives the policy's first parameters, if all of them learn; base: those beside its adapters. frozen: models
+    that never learn, by section.
+    """
+    sizes, mesh, sampling, anchored = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.kl.placement != "none"
+    learns = policy_parameters(models, params, base, recipe.seed)
+    scorers = make_scorers(
+        models.model,
+        sampling,
+        mesh,
+        recipe.credit,
+        at_once=sizes.at_once,
+        anchored=anchored,
+        exact=recipe.exact,
+        base=learns.base,
+    )
+    for name, other in frozen.items():
+        scorers[name] = make_frozen_scorer(name, other, sizes.microbatch, sampling, mesh)
+    aggregate = partial(losses.aggregation_weights, **recipe.aggregate)
+    learners = {"policy": make_policy(recipe, models, learns)}
+    if critic := recipe.critic:
+        shared = learns if models.lora and not critic.path else None
+        folder = models.others.get("critic", models.folder)
+        learner, scorers["critic"] = make_critic(
+            critic, recipe.model, folder, mesh, aggregate, sizes=sizes, shared=shared
+        )
+        learners = {"critic": learner} | learners  # first: it learns before the policy
+    reference = None
+    if anchored:
+        every, mix = recipe.kl.refresh_every, recipe.kl.mix
+        reference = make_reference(models, learners["policy"], learns, refresh_every=every, mix=mix)
+    credit = make_credit(recipe.credit, mesh)
+    return Learning(mesh, sampling, scorers, credit, learners, reference, recipe.host_memory, sizes, recipe.seed)
+
+
+def make_policy(recipe: Recipe, models: Models, learns: Parameters) -> Learner:
+    """Builds the policy's learner."""
+    objective = update.policy_objective(
+        models.model,
+        recipe.loss(),
+        recipe.rollout.sampling,
+        kl=recipe.kl_in_loss,
+        kl_weighted=recipe.kl.weighted,
+        correct=recipe.importance_weights,
+        off_policy=recipe.mask.off_policy,
+        routed=models.model.cfg.mixture is not None,
+    )
+    learner = update.make_learner(
+        objective,
+        recipe.optimizer,
+        mesh=models.mesh,
+        microbatch=recipe.microbatch,
+        aggregate=partial(losses.aggregation_weights, **recipe.aggregate),
+        **learns._asdict(),
+    )
+    return replace(learner, frozen_steps=recipe.sizes.critic_steps, lowers=recipe.lowers)
 
 
 def open_outputs(
-    given: Loaded, shapes: States, rows: Sequence[tuple[str, Any]], examples: int | None = None
-) -> dict[str, Any]:
-    """Opens the checkpoints of `shapes`, the log and the health rules of a run, and prints the banner with `rows`.
+    place: Workplace,
+    recipe: Recipe | SftRecipe,
+    inputs: Inputs,
+    shapes: States,
+    rows: Sequence[tuple[str, Any]],
+    examples: int | None = None,
+) -> Callable[[Trainer], Session]:
+    """Opens the session of a run, whose checkpoints hold `shapes`, and prints the banner with `rows`.
 
-    examples: number of rows that the order of the data has, if it leaves some out.
-    Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
+    examples: number of rows that the order of the data has, if it leaves some out. Raises: UserError.
     """
-    config, workdir, opened = given.config, given.workdir, given.opened
-    where = workdir / "checkpoints", given.began_with, config.checkpoint, given.mesh
-    counts = given.dataset.counts() if examples is None else [examples]
-    of_run = Rows({"data.source": counts, "eval.source": given.held_out.counts()}, given.dataset.prompts())
-    checkpoints = opened.enter_context(closing(Checkpoints(*where, of_run)))
-    start, changes = checkpoints.check_beginning(config)
-    if distributed.first():
-        checkpoints.check_room(shapes)
-        open_workdir(workdir, config)
-        other_rows.write(workdir, changes)
-        derived = batch_table(config, given.totals, given.mesh, given.model.cfg, given.dataset, given.held_out, start)
-        judged = config, given.totals, given.model.cfg.width, given.mesh.devices.flat[0].platform
-        print_banner(
-            f"jaxrl_llm.{'train' if 'loss' in config else 'sft'}: {workdir}",
-            [
-                *derived,
-                *(("", f"{change}: accepted") for change in changes),
-                *rows,
-                *adapters_table(given.lora),
-                ("compiled code", given.cache),
-            ],
-            lines=[*unconfined(config), *(x.line() for x in settings.findings(settings.RunSettings(*judged)))],
-        )
-    log = opened.enter_context(closing(Log(workdir, config)))
-    health = Health(workdir, config.health.to_dict(), log.tell)
-    return dict(
-        workdir=workdir, lock=given.lock, checkpoints=checkpoints, log=log, health=health, rollbacks=Rollbacks(workdir)
+    dataset, back = inputs.dataset, recipe.health.rollback
+    counts = dataset.counts() if examples is None else [examples]
+    now = Rows({"data.source": counts, "eval.source": inputs.held_out.counts()}, dataset.prompts())
+    most = back.most if back else 0
+    plan = Plan(recipe.num_steps, recipe.checkpoint.every, recipe.eval.every, recipe.eval.patience, most)
+    outputs = Outputs(plan, recipe.log, recipe.health, recipe.checkpoint)
+    tell = partial(announce, place, recipe, inputs, rows)
+    return open_session(place, outputs, shapes, inputs.models.mesh, inputs.began_with, now, tell)
+
+
+def announce(
+    place: Workplace,
+    recipe: Recipe | SftRecipe,
+    inputs: Inputs,
+    rows: Sequence[tuple[str, Any]],
+    accepted: Sequence[str],
+    start: int,
+) -> None:
+    """Prints the banner, and what is known to go wrong with the settings of the run."""
+    models, mesh = inputs.models, inputs.models.mesh
+    judged = advice.RunSettings(recipe, models.model.cfg.width, mesh.devices.flat[0].platform)
+    cfg, data = models.model.cfg, recipe.data
+    banner.print_banner(
+        f"jaxrl_llm.{recipe.program}: {place.workdir}",
+        [
+            *banner.model_and_data_table(recipe.model.path, mesh, cfg, recipe.sizes, data, inputs.dataset),
+            *banner.problems_table(recipe.eval, inputs.held_out),
+            *banner.totals_table(recipe.sizes),
+            banner.beginning(start, recipe.num_steps),
+            *[("", line) for line in accepted],
+            *rows,
+            *banner.adapters_table(models.lora),
+            ("compiled code", place.cache),
+        ],
+        lines=[*banner.unconfined(recipe.reward), *map(Finding.line, advice.findings(judged))],
     )
 
 
-def make_actor(given: Loaded, recipe: Recipe, sampling: Sampling) -> Actor:
+def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
     """Starts the engine and builds the actor."""
-    config, dataset, opened = given.config, given.dataset, given.opened
-    collate = partial(data.make_prompts, dataset, pad_id=given.tokenizer.pad_token_id)
-    curriculum, iterator = make_order(config, dataset, collate)
-    reward_fn = open_reward_fn(given, config.reward.functions, config.reward.weights)
-    engine = opened.enter_context(closing(recipe.engine.start(engine_inputs(given))))
+    dataset, opened, mesh = inputs.dataset, place.opened, inputs.models.mesh
+    collate = partial(data.make_prompts, dataset, pad_id=inputs.tokenizer.pad_token_id)
+    skip, weights = recipe.data.curriculum.skip, {name: part.weight for name, part in recipe.data.mixture.items()}
+    curriculum, iterator = drawn(
+        dataset, collate, batch=recipe.prompts_per_step, seed=recipe.seed, skip=skip, weights=weights
+    )
+    reward_fn = open_reward_fn(opened, recipe.reward.functions, recipe.reward.weights, recipe.reward.timeout)
+    engine = opened.enter_context(closing(recipe.chosen_engine.start(engine_inputs(place, recipe, inputs))))
     weight_check = None
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
-        weight_check = WeightCheck(engine, given.model, given.mesh, collate, rows=rows, bound=bound)
-    task = CompletionTask(given.tokenizer, reward_fn, given.environments)
-    greedy = recipe.credit.estimator.needs_greedy
-    source = SampleSource(config, engine, sampling, iterator, collate, task, given.mesh, greedy=greedy)
+        weight_check = WeightCheck(engine, inputs.models.model, mesh, collate, rows=rows, bound=bound)
+    task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
+    source = SampleSource(recipe.drawing, engine, iterator, collate, task, mesh)
     actor = Actor(
         engine,
         source,
-        jax.random.key(config.seed),
-        book=given.book,
-        lag=config.rollout.max_lag,
-        last=config.num_steps,
+        jax.random.key(recipe.seed),
+        book=inputs.book,
+        lag=recipe.rollout.max_lag,
+        last=recipe.num_steps,
         weight_check=weight_check,
         curriculum=curriculum,
     )
     return opened.enter_context(closing(actor))
 
 
-def make_order(
-    config: Config, dataset: data.Dataset, collate: order.Collate
-) -> tuple[Curriculum | None, grain.DatasetIterator]:
-    """Returns the curriculum of a run, if it has one, and the iterator over its batches of prompts."""
-    size, batch, skip = len(dataset.rows), config.prompts_per_step, config.data.curriculum.skip
-    if not skip and not dataset.parts:
-        return None, order.iterate(size, batch, config.seed, collate)
-    curriculum = Curriculum(size, skip, config.seed) if skip else None
-    parts = dataset.parts or {"all": range(size)}
-    weights = {name: config.data.mixture[name].weight if dataset.parts else 1.0 for name in parts}
-    draws = curriculum.draws if curriculum else None
-    return curriculum, order.mix(parts, weights, batch, config.seed, collate, draws)
-
-
-def engine_inputs(given: Loaded) -> EngineInputs:
+def engine_inputs(place: Workplace, recipe: Recipe, inputs: Inputs) -> EngineInputs:
     """Returns the inputs that an engine gets."""
     return EngineInputs(
-        given.model,
-        given.mesh,
-        given.folder,
-        given.workdir,
-        max(given.dataset.width, given.held_out.width),
-        given.config.rollout.max_completion_tokens,
-        given.stop_ids,
-        given.tokenizer.pad_token_id,
-        given.book,
+        inputs.models.model,
+        inputs.models.mesh,
+        inputs.models.folder,
+        place.workdir,
+        max(inputs.dataset.width, inputs.held_out.width),
+        recipe.rollout.max_completion_tokens,
+        inputs.stop_ids,
+        inputs.tokenizer.pad_token_id,
+        inputs.book,
     )
 
 
-def decode_shapes(config: Config, mesh: Mesh, max_sequences: int) -> list[Slots]:
-    """Returns the shapes in which the JAX sampler may decode, the largest first."""
-    group, devices = config.group_size, sharding.prompt_shards(mesh)
-    prompts = prompts_at_once(config.prompts_per_step, group, devices, max_sequences)
-    return slot_shapes(prompts // devices, group, config.rollout.max_completion_tokens)
+def make_subject(recipe: Recipe, inputs: Inputs, learning: Learning, packing: Packing, actor: Actor) -> Subject:
+    """Returns what the self-test looks at."""
+    reward, args = recipe.reward, recipe.data.template_args(inputs.environments.schemas if inputs.environments else ())
+    facts = Facts(
+        dtype=recipe.model.dtype,
+        gradient_dtype=recipe.optim.gradient_dtype,
+        in_trainer=recipe.chosen_engine.in_trainer,
+        own_samples=recipe.own_samples,
+        credit=recipe.credit,
+        loss=recipe.loss,
+        reward=reward,
+        env=recipe.env,
+        template_args=args,
+    )
+    open_judge = partial(RewardFn, reward.functions, reward.weights, reward.timeout, field="config.reward.timeout")
+    return Subject(
+        actor,
+        learning,
+        packing,
+        inputs.models.model,
+        inputs.tokenizer,
+        inputs.dataset,
+        inputs.stop_ids,
+        inputs.environments,
+        inputs.book,
+        open_judge,
+        facts,
+    )
 
 
-def batches(given: Loaded, sampling: Sampling, *, greedy: bool) -> list[dict[str, Any]]:
+def run_programs(
+    recipe: Recipe, inputs: Inputs, learning: Learning, packing: Packing, engine: Engine
+) -> Iterator[Program]:
+    """Yields all programs that a run may compile."""
+    policy = learning.learners["policy"]
+    if isinstance(engine, Sampler):
+        for batch in sampled_batches(recipe, inputs):
+            params = policy.all_parameters(policy.shapes)
+            yield from engine.programs(params, **batch, episodes=recipe.env is not None)
+    yield from learning_programs(learning, packing.ladder.shapes, inputs.dataset.width, recipe.credit.weights)
+
+
+def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
     """Returns sizes and sampling of the batches that the engine samples, as arguments of `Sampler.programs`."""
-    config, width = given.config, given.dataset.width
-    made = [dict(prompts=config.prompts_per_step, width=width, group=config.group_size, sampling=sampling)]
-    if greedy:
-        made.append(made[0] | dict(group=1, sampling=Sampling(0.0)))
-    if config.eval.every:
-        batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
-        made.append(dict(prompts=batch, width=given.held_out.width, group=1, sampling=Sampling(0.0)))
-    return made
+    width, sampling = inputs.dataset.width, recipe.rollout.sampling
+    batches = [dict(prompts=recipe.prompts_per_step, width=width, group=recipe.group_size, sampling=sampling)]
+    if recipe.estimator.needs_greedy:
+        batches.append(batches[0] | dict(group=1, sampling=Sampling(0.0)))
+    if recipe.eval.every:
+        held_out = inputs.held_out
+        count = whole_batches(recipe.sizes.sequences_per_step, len(held_out.rows), inputs.models.mesh)
+        batches.append(dict(prompts=count, width=held_out.width, group=1, sampling=Sampling(0.0)))
+    return batches
 
 
-def make_evaluation(given: Loaded) -> Callable[[Engine], float]:
+def make_evaluation(place: Workplace, recipe: Recipe | SftRecipe, inputs: Inputs) -> Callable[[Engine], float]:
     """Returns `evaluation(engine)` -> accuracy of greedy completions on the held-out problems."""
-    config = given.config
-    reward_fn = open_reward_fn(given, (config.eval.function,) if config.eval.every else (), (1.0,))
-    task = CompletionTask(given.tokenizer, reward_fn, given.environments)
-    batch = whole_batches(given.totals.sequences_per_step, len(given.held_out.rows), given.mesh)
-    key = jax.random.key(config.seed)
-    return lambda engine: mean_score(evaluate(engine, given.held_out, task, batch=batch, key=key))
+    judge = (recipe.eval.function,) if recipe.eval.every else ()
+    reward_fn = open_reward_fn(place.opened, judge, (1.0,), recipe.reward.timeout)
+    task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
+    batch = whole_batches(recipe.sizes.sequences_per_step, len(inputs.held_out.rows), inputs.models.mesh)
+    key = jax.random.key(recipe.seed)
+    return lambda engine: mean_score(evaluate(engine, inputs.held_out, task, batch=batch, key=key))
 
 
-def open_reward_fn(given: Loaded, functions: tuple[str, ...], weights: tuple[float, ...]) -> RewardFn:
+def open_reward_fn(
+    opened: ExitStack, functions: tuple[str, ...], weights: tuple[float, ...], timeout: float
+) -> RewardFn:
     """Opens a RewardFn for these functions. It closes when the run ends."""
-    timeout = given.config.reward.timeout
-    return given.opened.enter_context(
-        closing(RewardFn(functions, weights, timeout=timeout, field="config.reward.timeout"))
-    )
+    return opened.enter_context(closing(RewardFn(functions, weights, timeout=timeout, field="config.reward.timeout")))

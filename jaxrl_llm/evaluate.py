@@ -16,29 +16,31 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from jaxrl_llm.config import records
+from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import closest, offered, resolve, split_call
-from jaxrl_llm.config.schema import Field, check_call, check_fields, check_reach
+from jaxrl_llm.config.schema import Field, check_call, check_reach
 from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task
+from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
 from jaxrl_llm.machine import extras, sharding
 from jaxrl_llm.machine.compilation import keep_compilations
 from jaxrl_llm.models import hf
-from jaxrl_llm.recipe import compatibility
-from jaxrl_llm.recipe.fields import TRAIN, TURNS
+from jaxrl_llm.recipe import fit
 from jaxrl_llm.rollout import scores
-from jaxrl_llm.rollout.environments import open_environments
+from jaxrl_llm.rollout.environments import EpisodeSettings, check_episodes, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate, whole_batches
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask, Graded
+from jaxrl_llm.rollout.settings import TIMEOUT
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.session.banner import print_banner
 from jaxrl_llm.session.saved_run import SavedRun
-from jaxrl_llm.structs import Config
-from jaxrl_llm.tasks import ANSWERS, ENVIRONMENTS, REWARDS, SOURCES
+from jaxrl_llm.tasks import ANSWERS, REWARDS, SOURCES
 
 LIMITS = {
     "problems": Field(int, low=1),
@@ -48,7 +50,7 @@ LIMITS = {
     "max_completion_tokens": Field(int, low=1),
     "batch": Field(int, low=1),
     "seed": Field(int, low=0, high=2**31 - 1),
-    "timeout": TRAIN["reward.timeout"],
+    "timeout": TIMEOUT,
 }
 
 
@@ -63,7 +65,7 @@ def main() -> None:
     args = parse()
     keep_compilations()
     run = SavedRun(args.run) if args.run else None
-    defaults = of_run(run.config, args) if run else of_model(args)
+    defaults = of_run(run, args) if run else of_model(args)
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -83,7 +85,7 @@ def main() -> None:
             args.page.write_text(page, encoding="utf-8")
         except OSError as error:
             raise UserError(f"--page {args.page} cannot be written ({error.strerror}): give another file") from error
-    if run and args.step == "best" and args.source == run.config.eval.source:
+    if run and args.step == "best" and args.source == run.config["eval"]["source"]:
         said = f"--step best: these problems chose step {step}, so that its accuracy on them is too high"
         print(printable(f"{said}: give others with --task"), file=sys.stderr)
     if args.json:
@@ -97,13 +99,13 @@ def main() -> None:
 def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[Graded, list[dict[str, Any]]]:
     """Loads model and problems, and returns the graded completions and the rows. Raises: UserError."""
     environment = environment_of(args, run)
-    mesh = sharding.make_mesh(**(run.config.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
+    mesh = sharding.make_mesh(**(run.config["mesh"] if run else dict(data=1, fsdp=-1, tensor=1)))
     with ExitStack() as opened:
         folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model, "--model")
         model = hf.load_model(folder, mesh, dtype=args.dtype)
         tokenizer = encoding.on_day(hf.load_tokenizer(folder), args.today)
         stops = hf.stop_ids(folder, tokenizer)
-        environments = open_environments(environment, tokenizer, opened, args.chat_template_args)
+        environments = open_environments(environment.env, environment.turns, tokenizer, opened, args.chat_template_args)
         tools = {"tools": environments.schemas} if environments and environments.schemas else {}
         dataset = data.read(
             args.source,
@@ -126,7 +128,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             environments.check(dataset.rows)
         if args.by:  # before the completions, which take long
             scores.split(dataset.rows, args.by)
-        compatibility.check_vocabulary(model.cfg, tokenizer, dataset)
+        fit.check_vocabulary(model.cfg, tokenizer, dataset)
         room = model.cfg.max_positions - dataset.width
         length = args.max_completion_tokens or min(512, room)
         if not 0 < length <= room:
@@ -257,14 +259,17 @@ def _is_module(name: str) -> bool:
         return False
 
 
-def environment_of(args: argparse.Namespace, run: SavedRun | None) -> Config:
+def environment_of(args: argparse.Namespace, run: SavedRun | None) -> EpisodeSettings:
     """Returns the sections `env` and `turns`: of the run, changed by the command line. Raises: UserError."""
-    before = run.config.to_dict() if run else {}
-    sections = {name: before.get(name, {}) | (getattr(args, name) or {}) for name in ("env", "turns")}
-    config = ConfigDict({name: section for name, section in sections.items() if section})
-    if config:
-        check_fields(config, TURNS, {"env": ENVIRONMENTS})
-    return config
+    values: dict[str, dict[str, Any]] = {}
+    for name in ("env", "turns"):
+        section = (run.section_or_none(name) if run else None) or {}
+        if section := section | (getattr(args, name) or {}):
+            values[name] = section
+    records.check_fields(records.table(EpisodeSettings, values), flatten(ConfigDict(values)))
+    episodes = records.read(EpisodeSettings, values)
+    check_episodes(episodes.env, episodes.turns)
+    return episodes
 
 
 def of_model(args: argparse.Namespace) -> dict[str, Any]:
@@ -282,23 +287,24 @@ def of_model(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def of_run(config: Config, args: argparse.Namespace) -> dict[str, Any]:
+def of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the defaults of the command line for a run: the settings of its own evaluation."""
-    group = config.group_size if "group_size" in config else 1
+    problems, data = run.section(EvalSettings, "eval"), run.section(DataSettings, "data")
     own_task = args.task and is_task(args.task)
+    sequences = run.config["prompts_per_step"] * run.group_size
     return {
-        "source": config.eval.source,
-        "function": [f"{args.task}.accuracy" if own_task else config.eval.function],
-        "convert": "" if args.task else config.eval.convert,
-        **vars(Columns() if own_task else data.columns_of(config)),
-        "problems": config.eval.problems,
-        "max_prompt_tokens": config.data.max_prompt_tokens,
-        "chat_template_args": config.data.chat_template_args.to_dict(),
-        "today": config.data.today if "today" in config.data else date.today().isoformat(),  # not in earlier versions
-        "max_completion_tokens": config.rollout.max_completion_tokens,
+        "source": problems.source,
+        "function": [f"{args.task}.accuracy" if own_task else problems.function],
+        "convert": "" if args.task else problems.convert,
+        **vars(Columns() if own_task else data.columns),
+        "problems": problems.problems,
+        "max_prompt_tokens": data.max_prompt_tokens,
+        "chat_template_args": data.chat_template_args,
+        "today": data.today,
+        "max_completion_tokens": run.config["rollout"]["max_completion_tokens"],
         # As many sequences at a time as in a rollout of the run.
-        "batch": max(config.prompts_per_step * group // args.samples, 1),
-        "dtype": config.model.dtype,
+        "batch": max(sequences // args.samples, 1),
+        "dtype": run.config["model"]["dtype"],
     }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -12,57 +13,104 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.build import Loaded, load, make_evaluation, open_outputs
+from jaxrl_llm.build import load, make_evaluation, open_outputs, opened_place
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.data import columns, encoding, order
 from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.settings import DataSettings
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.learner import optim, update
+from jaxrl_llm.learner import update
 from jaxrl_llm.learner.learning import policy_parameters
 from jaxrl_llm.learner.scorers import States
+from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.recipe import checks
+from jaxrl_llm.models import hf
+from jaxrl_llm.recipe import read_sft
+from jaxrl_llm.recipe.recipe import SftRecipe
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.session import loop
+from jaxrl_llm.session.checkpoint import SAMPLES
+from jaxrl_llm.session.inputs import Inputs
+from jaxrl_llm.session.opening import Workplace
 from jaxrl_llm.session.record import Record
-from jaxrl_llm.session.run import Run
-from jaxrl_llm.session.signals import Stop, stop_signals
-from jaxrl_llm.structs import Batch, Config, Pending, PyTree
-from jaxrl_llm.train import train
+from jaxrl_llm.session.saved_run import new_model_folder
+from jaxrl_llm.session.session import Session
+from jaxrl_llm.structs import AnyArray, Batch, Config, PartState, PyTree, StatefulPart
 
 
-def sft_step(run: Run, states: States, step: int) -> tuple[States, Record]:
+@dataclass
+class SftParts:
+    """The parts of a step of `sft`."""
+
+    examples: Examples
+    policy: Learner
+    mesh: Mesh
+    rows: AnyArray  # of an update: all examples
+    evaluation: Callable[[States], float]  # -> accuracy
+    problems: int
+    write: Callable[[States], None]  # exports the policy
+
+    @property
+    def kept(self) -> Mapping[str, StatefulPart]:
+        """What a checkpoint keeps beside the states."""
+        return {SAMPLES: self.examples}
+
+    def shapes(self) -> States:
+        """Returns the states of a checkpoint, as shapes with shardings."""
+        return {"policy": self.policy.shapes}
+
+    def first(self) -> States:
+        """Returns the states at step 0."""
+        return {"policy": self.policy.init()}
+
+    def restored(self, states: States, attempt: int) -> States:
+        """Returns the states of a checkpoint, which are complete."""
+        return states
+
+    def begin(self, states: States, step: int, attempt: int) -> States:
+        """Returns the states: only the steps use them."""
+        return states
+
+    def rest(self) -> None:
+        """Returns at once: only the steps use the states."""
+
+    def accuracy(self, states: States) -> float:
+        """Returns the accuracy of the states on the evaluation's problems."""
+        return self.evaluation(states)
+
+    def export(self, states: States) -> None:
+        """Writes the policy as a folder of Hugging Face."""
+        self.write(states)
+
+
+def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tuple[States, Record]:
     """Runs one update on the next examples. Donates the given states."""
-    timer = run.log.timer()
-    examples = run.actor.next()
-    batch = sharding.shard_batch(examples, run.mesh)
-    policy, (rows,) = run.learners["policy"], run.minibatches(step)
-    policy.compile(states["policy"], batch, rows)  # may take minutes, so not in `deferred`
-    with run.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
-        state, metrics = policy.update(states["policy"], batch, rows)
+    timer, policy = session.log.timer(), parts.policy
+    examples = parts.examples.next()
+    batch = sharding.shard_batch(examples, parts.mesh)
+    policy.compile(states["policy"], batch, parts.rows)  # may take minutes, so not in `deferred`
+    with session.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
+        state, metrics = policy.update(states["policy"], batch, parts.rows)
         states, updates = {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
-        updated = run.log.watch(updates)
+        updated = session.log.watch(updates)
         record = Record(step, timer, int(examples.completion_mask.sum()), updates, policy.skipped(state), updated)
-        run.commit(states, record)
-        run.actor.push(state.params, step)
+        session.commit(states, record)
+        parts.examples.learned()
     return states, record
 
 
 class Examples:
-    """Batches of examples, as a `run.Source`. There is no engine, so it ignores weights."""
+    """Batches of examples, and the position in them."""
 
     def __init__(self, iterator: grain.DatasetIterator):
         self._iterator = iterator
         # _current: after the last batch read. _position: after the last batch learned from, for checkpoints.
         self._beginning = self._position = self._current = iterator.get_state()
-
-    def reset(self, step: int, params: PyTree, pending: Pending | None = None, attempt: int = 0) -> None:
-        """Continues at the position of `pending`; without it, at the start of the data. `sft` never goes back."""
-        self._position = pending.position if pending else self._beginning
-        self._iterator.set_state(self._position)
 
     def next(self) -> Batch:
         """Returns the next examples, on the host."""
@@ -70,93 +118,96 @@ class Examples:
         self._current = self._iterator.get_state()
         return batch
 
-    def finish_push(self, params: PyTree) -> dict[str, Any]:
-        """Returns no metrics: there is no push to wait for."""
-        return {}
-
-    def push(self, params: PyTree, step: int) -> None:
+    def learned(self) -> None:
         """Marks the last batch as learned from."""
         self._position = self._current
 
-    def advance(self, step: int) -> None:
-        """Does nothing: the iterator prefetches without a call."""
+    def state(self, seconds: float | None = None) -> PartState:
+        """Returns the position after the last batch learned from."""
+        return PartState({"position": self._position})
 
-    def pending(self, seconds: float | None = None) -> Pending:
-        """Returns the iterator's position after the last batch learned from."""
-        return Pending(self._position, [])
+    def load(self, state: PartState | None) -> None:
+        """Goes on at the position of a state; None: at the start of the data."""
+        self._position = state.notes["position"] if state else self._beginning
+        self._iterator.set_state(self._position)
 
 
 @contextmanager
-def build(config: Config, workdir: str | Path, *, signals: bool = False, command: bool = False) -> Iterator[Run]:
+def build(
+    config: Config, workdir: str | Path, *, signals: bool = False, command: bool = False
+) -> Iterator[tuple[Session, SftParts]]:
     """Opens the run of an `sft` config, as `build.build` does for `train`. Raises: UserError."""
-    with ExitStack() as opened, stop_signals(opened, signals, command) as stop:
-        opened.callback(WATCHDOG.close)
-        run = make_run(load(config, workdir, opened, checks.check_sft), stop)
+    with opened_place(config, workdir, read_sft, signals=signals, command=command) as (place, recipe):
+        run = make_run(place, recipe)
         if command:  # here all processes have loaded their data and models, for which there is no bound
-            WATCHDOG.begin(config.health.hang_minutes, distributed.end)
+            WATCHDOG.begin(recipe.health.hang_minutes, distributed.end)
         yield run
 
 
-def make_run(given: Loaded, stop: Stop) -> Run:
+def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
     """Builds a run of `sft`; an example is a prompt with one completion (G = 1). Raises: UserError."""
-    config, model, mesh, tokenizer = given.config, given.model, given.mesh, given.tokenizer
-    answers = tokenize_answers(given.dataset, tokenizer, config)
-    kept = [i for i, answer in enumerate(answers) if answer.tokens]
-    length = config.rollout.max_completion_tokens
-    collate = partial(make_batch, given.dataset, answers, kept, length, tokenizer.pad_token_id)
-    iterator = order.iterate(len(kept), config.prompts_per_step, config.seed, collate)
-
-    def first_params() -> PyTree:
-        if config.model.path:
-            return given.params()
-        init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes(), mesh))
-        return init(jax.random.key(config.seed))
-
-    policy = update.make_learner(
-        update.policy_objective(model, losses.cross_entropy(), Sampling(), routed=model.cfg.mixture is not None),
-        optim.make_optimizer(given.totals.scheduled_updates, more=optim.router_coefficients(config), **config.optim),
-        mesh=mesh,
-        microbatch=config.microbatch,
-        aggregate=partial(losses.aggregation_weights, **config.aggregate),
-        **policy_parameters(given, first_params, given.base)._asdict(),
-    )
-    shapes: States = {"policy": policy.shapes}
-    dropped = [("over-long completions dropped", len(answers) - len(kept))]
-    outputs = open_outputs(given, shapes, dropped, examples=len(kept))
-    engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=given.stop_ids, pad_id=tokenizer.pad_token_id)
-    evaluation = make_evaluation(given)
+    inputs = load(place, recipe, partial(find_model, place, recipe))
+    models, tokenizer, length = inputs.models, inputs.tokenizer, recipe.rollout.max_completion_tokens
+    model, mesh = models.model, models.mesh
+    answers = tokenize_answers(inputs.dataset, tokenizer, recipe.data, length)
+    short = [i for i, answer in enumerate(answers) if answer.tokens]
+    collate = partial(make_batch, inputs.dataset, answers, short, length, tokenizer.pad_token_id)
+    iterator = order.iterate(len(short), recipe.prompts_per_step, recipe.seed, collate)
+    policy = make_policy(recipe, inputs)
+    dropped = [("over-long completions dropped", len(answers) - len(short))]
+    session = open_outputs(place, recipe, inputs, {"policy": policy.shapes}, dropped, examples=len(short))
+    engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=inputs.stop_ids, pad_id=tokenizer.pad_token_id)
+    evaluation = make_evaluation(place, recipe, inputs)
 
     def accuracy(states: States) -> float:
         engine.update_weights(policy.all_parameters(states["policy"]))
-        found = evaluation(engine)
+        measured = evaluation(engine)
         engine.release()  # updates need the memory of the gathered weights
-        return found
+        return measured
 
-    return Run(
-        config=config,
+    rows, problems = np.arange(recipe.prompts_per_step, dtype=np.int32), len(inputs.held_out.rows)
+    write = partial(inputs.export, place, policy)
+    parts = SftParts(Examples(iterator), policy, mesh, rows, accuracy, problems, write)
+    return session(parts), parts
+
+
+def find_model(place: Workplace, recipe: SftRecipe) -> Path:
+    """Returns the folder of the model that the run begins with; that of a new one is removed when the run ends."""
+    if recipe.model.path:
+        return hf.find(recipe.model.path)
+    new = new_model_folder(recipe.model, recipe.data, recipe.data.completion_column)
+    return place.opened.enter_context(new)
+
+
+def make_policy(recipe: SftRecipe, inputs: Inputs) -> Learner:
+    """Builds the learner of the cross-entropy of completions."""
+    model, mesh = inputs.models.model, inputs.models.mesh
+
+    def first_params() -> PyTree:
+        if recipe.model.path:
+            return inputs.params()
+        init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes(), mesh))
+        return init(jax.random.key(recipe.seed))
+
+    return update.make_learner(
+        update.policy_objective(model, losses.cross_entropy(), Sampling(), routed=model.cfg.mixture is not None),
+        recipe.optimizer,
         mesh=mesh,
-        actor=Examples(iterator),
-        scorers={},
-        learners={"policy": policy},
-        shapes=shapes,
-        stop=stop,
-        assign_credit=lambda batch, *_: (batch, {}),
-        reference=None,
-        minibatches=lambda step: [np.arange(config.prompts_per_step, dtype=np.int32)],
-        accuracy=accuracy,
-        problems=len(given.held_out.rows),
-        export=partial(given.export, policy),
-        compilations=given.compilations,
-        programs=lambda: iter(()),
-        book=given.book,
-        **outputs,
+        microbatch=recipe.microbatch,
+        aggregate=partial(losses.aggregation_weights, **recipe.aggregate),
+        **policy_parameters(inputs.models, first_params, inputs.base, recipe.seed)._asdict(),
     )
+
+
+def train(session: Session, parts: SftParts) -> Iterator[dict[str, Any]]:
+    """Fine-tunes from the current step to the end, and yields the records of metrics.jsonl, one step late."""
+    return loop.run(session, partial(sft_step, session, parts))
 
 
 def steps(config: Config, workdir: str | Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
     """Fine-tunes in this process and yields records, as `train.steps`."""
-    with build(config, workdir, signals=signals) as run:
-        yield from train(run, sft_step)
+    with build(config, workdir, signals=signals) as (session, parts):
+        yield from train(session, parts)
 
 
 class Answer(NamedTuple):
@@ -166,15 +217,15 @@ class Answer(NamedTuple):
     learned: list[bool]
 
 
-def tokenize_answers(dataset: data.Dataset, tokenizer: Any, config: Config) -> list[Answer]:
-    """Returns each row's completion with the end token, and an empty one instead of one above the limit.
+def tokenize_answers(dataset: data.Dataset, tokenizer: Any, settings: DataSettings, limit: int) -> list[Answer]:
+    """Returns each row's completion with the end token, and an empty one instead of one above the limit of tokens.
 
     The column holds text, or the turns of an episode: each is encoded alone, as an environment does it.
     """
-    column, limit = config.data.completion_column, config.rollout.max_completion_tokens
+    column = settings.completion_column
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token: name its eos_token in tokenizer_config.json")
-    turns, source = [columns.turns(row[column]) for row in dataset.rows], config.data.source
+    turns, source = [columns.turns(row[column]) for row in dataset.rows], settings.source
     numbers = [number for number, one in zip(dataset.numbers, turns, strict=True) for _ in one]
     ids = iter(encoding.encode([text for one in turns for _, text in one], tokenizer, source, numbers=numbers))
     end, answers = Answer([tokenizer.eos_token_id], [True]), []
@@ -203,8 +254,8 @@ def make_batch(
 
 def main() -> None:
     given = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.", shipped=("sft", "search_sft"))
-    with distributed.joined(given.distributed), build(given.config, given.workdir, command=True) as run:
-        for _ in train(run, sft_step):
+    with distributed.joined(given.distributed), build(given.config, given.workdir, command=True) as (session, parts):
+        for _ in train(session, parts):
             pass
 
 

@@ -11,7 +11,7 @@ itself, for example its log-probability given all earlier tokens, its mask or it
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -93,22 +93,79 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Batch sizes and step counts that follow from a config."""
+class Sizes:
+    """The sizes of a step and of a run, as a config gives them, and what follows from them."""
 
-    prompts_per_update: int
-    sequences_per_step: int
-    sequences_per_update: int
-    updates_per_rollout: int
-    updates: int
-    scheduled_updates: int  # optimizer steps that the schedules cover
-    warmup_steps: int
-    completion_tokens: int  # upper bound for the whole run
-    critic_updates: int = 0  # optimizer steps that the critic's schedule covers
+    prompts_per_step: int  # B
+    group_size: int  # G
+    max_completion_tokens: int  # C
+    prompts_per_update: int  # of one optimizer step
+    epochs: int  # passes over a rollout
+    microbatch: int  # prompts in memory at a time; 0: all
+    steps: int
+    scheduled_steps: int  # that warm-up and decay cover
+    warmup_steps: int  # optimizer steps
+    critic_steps: int = 0  # at the start, in which only the critic learns
+    samples: int = 1  # completions that a step samples for each prompt, at most
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def sequences_per_update(self) -> int:
+        return self.prompts_per_update * self.group_size
+
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.prompts_per_step // self.prompts_per_update * self.epochs
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the policy."""
+        return self.updates_per_rollout * (self.steps - self.critic_steps)
+
+    @property
+    def scheduled_updates(self) -> int:
+        """Optimizer steps that the policy's schedules cover. In the critic's first steps the policy learns nothing."""
+        return self.updates_per_rollout * (self.scheduled_steps - self.critic_steps)
+
+    @property
+    def critic_updates(self) -> int:
+        """Optimizer steps that the critic's schedule covers."""
+        return self.updates_per_rollout * self.scheduled_steps
+
+    @property
+    def completion_tokens(self) -> int:
+        """Completion tokens of the whole run, at most."""
+        return self.steps * self.prompts_per_step * self.samples * self.max_completion_tokens
+
+    def totals(self) -> dict[str, int]:
+        """Returns what follows from a config, by name."""
+        names = ("prompts_per_update", "sequences_per_step", "sequences_per_update", "updates_per_rollout", "updates")
+        names += ("scheduled_updates", "warmup_steps", "completion_tokens", "critic_updates")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def at_once(self) -> int:
+        """Prompts of an update in memory at a time."""
+        return self.microbatch or self.prompts_per_update
 
 
-class Pending(NamedTuple):
-    """The part of a checkpoint that makes a resumed run continue with the same samples."""
+class PartState(NamedTuple):
+    """What a checkpoint keeps of one part of a run."""
 
-    position: dict[str, Any]  # of the source of batches, after the last of `batches`
-    batches: list[tuple[dict[str, Any], dict[str, Any]]]  # arrays and metrics of each batch that waits for its update
+    notes: dict[str, Any]  # for JSON
+    arrays: PyTree = None  # on the devices
+
+
+class StatefulPart(Protocol):
+    """A part of a run that goes on where it was when the run is resumed."""
+
+    def state(self, seconds: float | None = None) -> PartState:
+        """Returns what a checkpoint keeps, after the last step. seconds: how long it may wait; None: no limit."""
+        ...
+
+    def load(self, state: PartState | None) -> None:
+        """Goes on from a state; None: from the beginning."""
+        ...

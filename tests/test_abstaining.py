@@ -13,11 +13,11 @@ import pyarrow.parquet
 import pytest
 from ml_collections import ConfigDict
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.names import bind
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.models import hf
-from jaxrl_llm.recipe.checks import check_train
 from jaxrl_llm.rollout.grading import RewardFn, call
 from jaxrl_llm.tasks import REWARDS, search, verl
 
@@ -99,8 +99,7 @@ def test_the_mixture_of_the_documentation_runs_as_it_is_written(tmp_path, monkey
     c = load(ROOT / "configs" / "grpo.py")
     block = (ROOT / "docs" / "data.md").read_text().split("## Mixtures\n\n```python\n")[1].split("```")[0]
     exec(block, {"c": c, "ConfigDict": ConfigDict})
-    check_train(c)
-    dataset = data.load(c, hf.load_tokenizer(ROOT / "jaxrl_llm" / "assets" / "arithmetic"))
+    dataset = data.load(recipes.read(c).data, hf.load_tokenizer(ROOT / "jaxrl_llm" / "assets" / "arithmetic"))
     assert {name: len(part) for name, part in dataset.parts.items()} == {"math": 6, "code": 2}
     rows = [dataset.rows[dataset.parts["math"][i]] for i in (0, 3)]
     rows += [dataset.rows[i] for i in dataset.parts["code"]]

@@ -85,7 +85,7 @@ ESTIMATORS = {
 
 
 def test_there_is_no_estimator_that_these_tests_do_not_know():
-    assert set(ESTIMATORS) == set(_functions(advantages))
+    assert set(ESTIMATORS) == set(_functions(advantages, advantages))
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -15,14 +15,14 @@ import pytest
 from ml_collections import ConfigDict
 from test_distributed import ROOT, TINY, Processes
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.config.names import own_files
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.distributed import agreement
-from jaxrl_llm.recipe import checks
-from jaxrl_llm.session.checkpoint import Checkpoints, check_workdir
-from jaxrl_llm.structs import Pending
+from jaxrl_llm.session.checkpoint import MODELS, Checkpoints, check_workdir
+from jaxrl_llm.structs import PartState
 
 # ---- what a line says, without processes
 
@@ -85,17 +85,17 @@ def test_the_files_of_ones_own_functions_are_compared_also_those_that_a_config_f
     )
     monkeypatch.syspath_prepend(tmp_path)
     made = load(config)
-    checks.check_train(made)
+    recipes.read(made)
     files = {"my_run.polite": config, "shorter.reward": tmp_path / "shorter.py"}
     assert own_files(flatten(made).values()) == files
 
 
 def test_a_run_that_was_killed_while_its_processes_looked_for_each_other_starts_again(tmp_path):
     (tmp_path / f"{agreement.TOKEN}0123").touch()
-    check_workdir(tmp_path, ConfigDict(), ())
+    check_workdir(tmp_path, {}, ())
     (tmp_path / "another").touch()
     with pytest.raises(UserError, match="not a run of ours"):
-        check_workdir(tmp_path, ConfigDict(), ())
+        check_workdir(tmp_path, {}, ())
 
 
 # ---- real processes
@@ -189,7 +189,7 @@ with distributed.joined(address):
         until = time.monotonic() + seconds
     config = ConfigDict(dict(every=1, keep=2, keep_best=0))
     checkpoints = Checkpoints(workdir / "checkpoints", {}, config, sharding.make_mesh(data=-1, fsdp=1, tensor=1))
-    print("restores", checkpoints.check_beginning(ConfigDict())[0])
+    print("restores", checkpoints.check_beginning({})[0])
     checkpoints.close()
 """
 
@@ -211,7 +211,7 @@ def lagging(tmp_path: Path, *arguments: str) -> tuple[list[int], list[str]]:
     config, mesh = ConfigDict(dict(every=1, keep=2, keep_best=0)), sharding.make_mesh(data=1, fsdp=1, tensor=1)
     with closing(Checkpoints(tmp_path / "checkpoints", {}, config, mesh)) as made:
         for step in (1, 2):
-            made.save(step, {"w": jnp.zeros(2)}, Pending({}, []), None)
+            made.save(step, {MODELS: PartState({}, {"w": jnp.zeros(2)})}, None)
     each = together(LAGGING, str(tmp_path), *arguments)
     said = [process.communicate(timeout=120)[0] for process in each]
     return [process.returncode for process in each], said

@@ -29,7 +29,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import DENSE
-from jaxrl_llm.recipe import compatibility
+from jaxrl_llm.recipe import fit
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.vllm import weights
@@ -116,7 +116,7 @@ def test_without_a_lag_the_caller_samples_when_the_pushes_are_done():
 def test_two_threads_with_programs_over_several_accelerators_are_refused(platform, size, lag, refused):
     mesh = SimpleNamespace(size=size, devices=np.array([SimpleNamespace(platform=platform)] * size))
     with pytest.raises(UserError, match="max_lag = 1") if refused else nullcontext():
-        compatibility.check_one_at_a_time(mesh, in_trainer=True, max_lag=lag)
+        fit.check_one_at_a_time(mesh, in_trainer=True, max_lag=lag)
 
 
 @pytest.mark.parametrize(("off_policy", "weight"), [(True, 2.0), (False, 1.0)])
@@ -204,8 +204,8 @@ class Server:
     def __init__(self, model: Decoder, mesh: jax.sharding.Mesh):
         self.sampler = Sampler(model, mesh, max_completion_tokens=tiny.C, stop_ids=(1,), pad_id=0)
 
-    def generate(self, *args, **kwargs):
-        return self.sampler.generate(*args, **kwargs)
+    def sample(self, *args, **kwargs):
+        return self.sampler.sample(*args, **kwargs)
 
 
 @pytest.mark.parametrize("meddle", ["stale", "garbled"])

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.process import cpus
-from jaxrl_llm.recipe.checks import check_train
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox.program_tests import ProgramLimits, in_python
 from jaxrl_llm.session.banner import unconfined
@@ -284,10 +284,10 @@ def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch):
     config = load(Path(__file__).parent.parent / "configs" / "grpo.py")
     config.reward.functions = ("code.accuracy", "arithmetic.thought")
     with pytest.raises(UserError, match="bubblewrap"):
-        check_train(config)
-    assert unconfined(config) == []
+        recipes.read(config)
+    assert unconfined(recipes.read(load("grpo")).reward) == []
     config.reward.unconfined = True
-    check_train(config)
-    assert "WITHOUT a sandbox" in unconfined(config)[0]  # the banner
+    reward = recipes.read(config).reward
+    assert "WITHOUT a sandbox" in unconfined(reward)[0]  # the banner
     Python(seconds=1.0, memory=512, most_characters=100)
     sandbox._problem.cache_clear()

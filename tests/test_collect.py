@@ -8,8 +8,17 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.machine import distributed
-from jaxrl_llm.rollout.samples import CompletionTask, Graded, Samples, SampleSource, per_episode, refill, settled
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.rollout.samples import (
+    CompletionTask,
+    Drawing,
+    Graded,
+    Samples,
+    SampleSource,
+    per_episode,
+    refill,
+    settled,
+)
 from jaxrl_llm.structs import Prompts, Rollouts
 
 B, G, C = 4, 2, 3
@@ -75,18 +84,16 @@ def test_it_ends_at_the_bound_with_what_it_has_and_draws_nothing_it_does_not_nee
 def test_completions_that_the_limit_cut_are_left_out_if_asked():
     cut = np.array([[True, False]] * B)
 
-    def generate(prompts: Prompts, key: object, **_: object) -> Rollouts:
+    def sample(prompts: Prompts, key: object, **_: object) -> Rollouts:
         mask = np.ones((B, G, C), bool)
         none = np.zeros((B, G, C), np.int32)
         return Rollouts(none, mask, mask, none.astype(np.float32), cut, none)
 
     for left_out in (False, True):
-        config = SimpleNamespace(
-            group_size=G, mask=SimpleNamespace(truncated=left_out), rollout=SimpleNamespace(resample_rounds=0)
-        )
         source = SampleSource(
-            config, SimpleNamespace(generate=generate), Sampling(), iter([sampled(0, [True] * B).prompts]), None,
-            CompletionTask(None, SimpleNamespace(start=lambda grade: grade)), None, greedy=False,
+            Drawing(G, Sampling(), masks_truncated=left_out), SimpleNamespace(sample=sample),
+            iter([sampled(0, [True] * B).prompts]), None,
+            CompletionTask(None, SimpleNamespace(start=lambda grade: grade)), None,
         )  # fmt: skip
         whole = source.sample(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
@@ -98,20 +105,19 @@ def test_what_environments_of_another_process_alone_measured_is_0_here_in_reward
     monkeypatch.setattr(distributed, "exchange", lambda own, channel: [own, ["sold", "turns"]])
     mask, one = np.ones((B, G, C), bool), np.ones((B, G), np.float32)
 
-    def converse(prompts: Prompts, key: object, **_: object) -> Rollouts:
+    def sample(prompts: Prompts, key: object, **_: object) -> Rollouts:
         none = np.zeros((B, G, C), np.int32)
         return Rollouts(none, mask, mask, none.astype(np.float32), one > 1, none)
 
     batch = SimpleNamespace(truncated=one > 1, metrics=lambda: {"turns": one, "bought": one})
     environments = SimpleNamespace(begin=lambda rows, group: batch)
-    config = SimpleNamespace(
-        group_size=G, mask=SimpleNamespace(truncated=False), rollout=SimpleNamespace(resample_rounds=0)
-    )
     source = SampleSource(
-        config, SimpleNamespace(converse=converse), Sampling(), iter([sampled(0, [True] * B).prompts]), collate,
-        CompletionTask(None, SimpleNamespace(start=lambda grade: grade), environments), None, greedy=True,
+        Drawing(G, Sampling(), greedy=True), SimpleNamespace(sample=sample),
+        iter([sampled(0, [True] * B).prompts]), collate,
+        CompletionTask(None, SimpleNamespace(start=lambda grade: grade), environments),
+        sharding.make_mesh(data=1, fsdp=1, tensor=1),
     )  # fmt: skip
-    kept = source.to_checkpoint(source.sample(jax.random.key(0)))
+    kept = sharding.to_host(source.to_checkpoint(source.sample(jax.random.key(0))))
     for rollouts in (kept["rollouts"], kept["greedy"]):
         assert {name: x.mean() for name, x in rollouts.episodes.items()} == {"bought": 1, "sold": 0, "turns": 1}
     assert per_episode(kept["rollouts"])[0][0] == {"bought": 1, "sold": 0, "turns": 1}

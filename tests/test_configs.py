@@ -14,13 +14,13 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxrl_llm import configs
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as config
 from jaxrl_llm.config import suggestions
 from jaxrl_llm.config.names import with_names
 from jaxrl_llm.configs import grpo, ppo
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.recipe import checks
-from jaxrl_llm.structs import Totals
+from jaxrl_llm.structs import Sizes
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "configs"
@@ -30,17 +30,17 @@ LONG = ("grpo", "search_grpo")  # they explain the fields of all others
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "recipes").glob("*.py")), ids=lambda path: path.stem)
 def test_a_recipe_passes_the_checks_and_names_its_command(file):
-    checks.check_train(config.load(file).lock())
+    recipes.read(config.load(file).lock())
     assert f"--config configs/recipes/{file.name}" in file.read_text()
 
 
 def test_the_config_that_makes_the_searching_model_passes_the_checks():
-    checks.check_sft(config.load(ROOT / "configs" / "search_sft.py").lock())
+    recipes.read_sft(config.load(ROOT / "configs" / "search_sft.py").lock())
 
 
 def test_the_config_with_a_server_of_its_own_passes_the_checks(monkeypatch):
     monkeypatch.setattr("jaxrl_llm.rollout.engines.check_python", lambda python, name: None)
-    checks.check_train(config.load(ROOT / "configs" / "grpo_vllm.py").lock())
+    recipes.read(config.load(ROOT / "configs" / "grpo_vllm.py").lock())
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
@@ -48,7 +48,7 @@ def test_a_config_passes_the_checks_names_its_command_and_is_measured(file):
     c = config.load(file)
     if "teacher" in c:
         c.teacher.path = "somewhere"
-    checks.check_train(c.lock())
+    recipes.read(c.lock())
     text = file.read_text()
     assert f"--config configs/{file.name}" in text
     assert file.stem in LONG or len(text.splitlines()) <= 35
@@ -57,11 +57,11 @@ def test_a_config_passes_the_checks_names_its_command_and_is_measured(file):
     assert f"| `{file.stem}` |" in measured
 
 
-def checked(name: str, **changes: object) -> Totals:
+def checked(name: str, **changes: object) -> Sizes:
     c = config.load(ROOT / "configs" / f"{name}.py")
     for field, value in changes.items():
         config.override(c, field.replace("__", "."), str(value))
-    return (checks.check_sft if name == "sft" else checks.check_train)(c.lock())
+    return recipes.read_either(c.lock()).sizes
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_setting_that_does_something_or_was_left_as_it_is_passes(name, changes
 def test_what_is_left_as_it_is_in_the_config_with_a_server_may_stay_with_servers_of_others():
     c = config.load(ROOT / "configs" / "grpo_vllm.py")
     c.engine.managed, c.engine.servers = False, ("http://127.0.0.1:8000",)
-    checks.check_train(c.lock())
+    recipes.read(c.lock())
 
 
 def test_a_critics_constant_rate_has_no_end():
@@ -99,7 +99,7 @@ def test_a_maths_reward_of_a_near_name_is_suggested():
     c = config.load("grpo")
     c.reward.functions, c.reward.weights = ("maths.accuracy",), (1.0,)
     with pytest.raises(UserError, match=r"did you mean math.accuracy\?"):
-        checks.check_train(c.lock())
+        recipes.read(c.lock())
 
 
 def test_a_word_of_another_trainer_leads_to_a_field_that_is_there():
@@ -190,7 +190,7 @@ def test_the_page_about_configs_has_a_config_and_commands_that_pass_the_checks(t
     assert len(commands) == 6
     for command in commands:
         given = config.parse_arguments("test", "", shlex.split(command)).config
-        checks.check_train(given)
+        recipes.read(given)
         if "--config.reward.weights" in command:
             assert given.reward.functions == ("math.accuracy", "rules.polite")
     sys.modules.pop("rules")
@@ -198,7 +198,7 @@ def test_the_page_about_configs_has_a_config_and_commands_that_pass_the_checks(t
     monkeypatch.setattr("jaxrl_llm.train.steps", lambda c, workdir: ran.append((with_names(c), workdir)) or ())
     exec(script, {})
     ((c, workdir),) = ran
-    checks.check_train(c)
+    recipes.read(c)
     assert (c.reward.functions[0], workdir) == ("arithmetic.accuracy", "runs/polite")
 
 
@@ -233,7 +233,7 @@ def test_a_value_of_another_type_is_refused_where_a_script_sets_it(made, change,
     with pytest.raises(UserError) as refused:
         change(c)
     assert str(refused.value) == words
-    checks.check_train(c.copy_and_resolve_references().lock())
+    recipes.read(c.copy_and_resolve_references().lock())
 
 
 def test_a_moved_or_copied_section_names_its_new_place():
@@ -252,10 +252,10 @@ def test_one_value_is_a_tuple_of_one():
     c = grpo.get_config()
     c.reward.functions, c.reward.weights, c.log.to = "math.accuracy", 1.0, "tensorboard"
     assert (c.reward.functions, c.reward.weights, c.log.to) == (("math.accuracy",), (1.0,), ("tensorboard",))
-    checks.check_train(c.lock())
+    recipes.read(c.lock())
     c.reward.functions = 3
     with pytest.raises(UserError, match=r"config.reward.functions: one is 3: give text"):
-        checks.check_train(c)
+        recipes.read(c)
 
 
 def test_an_override_moves_a_field_that_refers_to_another(tmp_path):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
-from jaxrl_llm.algorithms import credit
+from jaxrl_llm.algorithms import advantages, credit, kl
+from jaxrl_llm.config.names import own_name, required_inputs, resolve
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.recipe.recipe import read_credit
 from jaxrl_llm.session.record import Record, Timer, error_of_mean, of_rollouts
 from jaxrl_llm.structs import Batch, Rewards, Rollouts
 
@@ -45,15 +46,21 @@ def assign(
     advantage: dict, *, placement: str = "none", updates: int = 1, rewards: Rewards = REWARDS, batch=BATCH, **changes
 ):
     """A batch of one group after credit, and the metrics."""
-    config = ConfigDict(
-        dict(
-            advantage=advantage, reward=dict(functions=("a", "b"), weights=(1.0, 0.5), overlong_tokens=0),
-            kl=dict(placement=placement, estimator="k1"), mask=dict(top_entropy=1.0),
-        )
-    )  # fmt: skip
-    config.update(changes)
+    function, given = resolve(advantage["name"], advantages), {k: x for k, x in advantage.items() if k != "name"}
+    rule = credit.Credit(
+        estimator=advantages.Estimator(
+            own_name(function, advantages), partial(function, **given), required_inputs(function)
+        ),
+        weights={"a": 1.0, "b": 0.5},
+        model_weight=None,
+        overlong_tokens=0,
+        kl=kl.k1 if placement == "reward" else None,
+        returns=None,
+        top_entropy=1.0,
+        updates=updates,
+    )
     scores = {"old_logprobs": PENALTY, "ref_logprobs": 0 * PENALTY}
-    made = credit.make_credit(read_credit(config, updates), sharding.make_mesh(data=1, fsdp=1, tensor=1))
+    made = credit.make_credit(replace(rule, **changes), sharding.make_mesh(data=1, fsdp=1, tensor=1))
     return made(batch, scores, rewards, {"kl/coef": jnp.float32(1.0)})
 
 
@@ -83,15 +90,15 @@ def test_a_completion_without_a_verdict_is_not_trained_and_changes_nothing_for_t
     mask = np.broadcast_to(MASK[:, :1], (1, 3, 3))
     total = np.array([[1.0, np.nan, 0.0]], np.float32)
     rewards = Rewards(total, {"a": total, "b": np.zeros_like(total)})
-    config = dict(functions=("a", "b"), weights=(1.0, 0.0), overlong_tokens=0)
+    weights = {"a": 1.0, "b": 0.0}
     for advantage in (dict(name="grpo", normalize="group", epsilon=1e-4), dict(name="test_credit.total")):
-        batch, metrics = assign(advantage, rewards=rewards, reward=config, batch=Batch(None, None, mask, mask, mask))
+        batch, metrics = assign(advantage, rewards=rewards, weights=weights, batch=Batch(None, None, mask, mask, mask))
         np.testing.assert_array_equal(batch.loss_mask, mask & ~np.isnan(total)[..., None])
         np.testing.assert_array_equal(batch.advantages[0, 1], [0.0] * 3)
     pair = Rewards(total[:, ::2], {"a": total[:, ::2], "b": np.zeros((1, 2), np.float32)})
-    of_two = assign(dict(name="grpo", normalize="group", epsilon=1e-4), rewards=pair, reward=config,
+    of_two = assign(dict(name="grpo", normalize="group", epsilon=1e-4), rewards=pair, weights=weights,
                     batch=Batch(None, None, *[mask[:, ::2]] * 3))[0]  # fmt: skip
-    batch, _ = assign(dict(name="grpo", normalize="group", epsilon=1e-4), rewards=rewards, reward=config,
+    batch, _ = assign(dict(name="grpo", normalize="group", epsilon=1e-4), rewards=rewards, weights=weights,
                       batch=Batch(None, None, mask, mask, mask))  # fmt: skip
     np.testing.assert_allclose(batch.advantages[:, ::2], of_two.advantages, rtol=1e-6)
     assert metrics["reward/no_verdict"] == pytest.approx(1 / 3)
@@ -147,8 +154,7 @@ def test_rewards_lie_on_the_last_trained_token_and_the_overlong_penalty_grows_to
 
 def test_the_overlong_penalty_is_a_channel_of_the_reward_and_of_greedy_completions_too():
     rewards = Rewards(REWARDS.total, REWARDS.channels, np.array([[0.5]], np.float32), np.array([[2]]))
-    reward = dict(functions=("a", "b"), weights=(1.0, 0.5), overlong_tokens=2)
-    batch, metrics = assign({"name": "remax"}, rewards=rewards, reward=reward)
+    batch, metrics = assign({"name": "remax"}, rewards=rewards, overlong_tokens=2)
     np.testing.assert_allclose(batch.rewards, [[0.0, 0.5]])
     np.testing.assert_allclose(batch.advantages, [[[0.0] * 3, [0.5, 0.0, 0.0]]])  # the greedy one earned 0.5 - 0.5
     assert metrics["reward/overlong"] == pytest.approx(-0.5)

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms import credit, losses
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import critic, forward, update
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.recipe import compatibility
+from jaxrl_llm.recipe import fit
 from jaxrl_llm.structs import Batch
 
 
@@ -115,6 +115,6 @@ def test_targets_are_lambda_returns_over_the_trained_tokens():
 
 
 def test_another_model_that_cannot_read_what_the_policy_writes_is_refused():
-    compatibility.check_other_model("critic.path", tiny.CONFIG, tiny.CONFIG)
+    fit.check_other_model("critic.path", tiny.CONFIG, tiny.CONFIG)
     with pytest.raises(UserError, match=r"config.teacher.path: .*vocabulary of 16, the policy, .* 32: give one"):
-        compatibility.check_other_model("teacher.path", replace(tiny.CONFIG, vocab_size=16), tiny.CONFIG)
+        fit.check_other_model("teacher.path", replace(tiny.CONFIG, vocab_size=16), tiny.CONFIG)

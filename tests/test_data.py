@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 
 import jaxrl_llm
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import order
@@ -117,8 +118,9 @@ def test_held_out_problems_are_never_dropped(tokenizer, tmp_path):
     (tmp_path / "exam.jsonl").write_text('{"prompt": "1+1"}\n{"prompt": "11+11"}\n')
     config = load(ROOT / "configs" / "grpo.py")
     config.data.max_prompt_tokens, config.eval.source = 3, str(tmp_path / "exam.jsonl")
+    recipe = recipes.read(config)
     with pytest.raises(UserError, match="row 2: the prompt has 5 tokens"):
-        data.load_held_out(config, tokenizer)
+        data.load_held_out(recipe.eval, recipe.data, tokenizer)
 
 
 def dataset_of(tokenizer, **columns):

@@ -13,11 +13,11 @@ import pytest
 from tensorboardX import SummaryWriter
 from test_health import FAULTS, run
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.loggers.events import TensorBoardWriter
-from jaxrl_llm.recipe import checks
 from jaxrl_llm.session.banner import totals_table
 from jaxrl_llm.tools import doctor, logs
 
@@ -356,9 +356,9 @@ def test_a_config_is_told_with_its_totals(monkeypatch, capsys):
 
 
 def test_a_config_is_told_in_the_words_of_the_banner(capsys):
-    doctor.print_config(totals := checks.check_train(load(ROOT / "configs" / "grpo.py")), [], {})
+    doctor.print_config(sizes := recipes.read(load(ROOT / "configs" / "grpo.py")).sizes, [], {})
     printed = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()[:-2]]
-    assert printed == [[name, f"{value:,}"] for name, value in totals_table(totals)]
+    assert printed == [[name, f"{value:,}"] for name, value in totals_table(sizes)]
     assert ["optimizer steps per rollout", "1"] in printed and "update" not in str(printed)
 
 

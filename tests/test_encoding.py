@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_recipes import TEMPLATE, write_qwen
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load, override, parse_arguments
 from jaxrl_llm.data import encoding
 from jaxrl_llm.data import prompts as data
@@ -17,7 +18,6 @@ from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import compilation, user_cache
 from jaxrl_llm.models import hf
-from jaxrl_llm.recipe import checks
 
 ROOT = Path(__file__).parent.parent
 # As Qwen3's: no thinking is an empty thought.
@@ -68,11 +68,11 @@ def test_arguments_of_the_chat_template_reach_training_evaluation_and_the_comman
     argv = ["--config", str(ROOT / "configs" / "grpo.py"), *files, "--config.data.max_prompt_tokens=99"]
     plain, *_ = parse_arguments("test", "", argv)
     config, *_ = parse_arguments("test", "", [*argv, "--config.data.chat_template_args.enable_thinking=false"])
-    checks.check_train(config)
+    one, other = recipes.read(config), recipes.read(plain)
     assert config.to_dict()["data"]["chat_template_args"] == {"enable_thinking": False}
-    for loaded in (data.load, data.load_held_out):
-        assert tokenizer.decode(loaded(config, tokenizer).ids[0]).endswith("assistant\n<think></think>")
-        assert tokenizer.decode(loaded(plain, tokenizer).ids[0]).endswith("assistant\n")
+    for given, end in ((one, "assistant\n<think></think>"), (other, "assistant\n")):
+        for loaded in (data.load(given.data, tokenizer), data.load_held_out(given.eval, given.data, tokenizer)):
+            assert tokenizer.decode(loaded.ids[0]).endswith(end)
 
 
 @pytest.mark.parametrize(("text", "value"), [("false", False), ("3", 3), ("'3'", "3"), ("low", "low"), ("[1]", [1])])

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import load
@@ -22,11 +23,10 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, new_model
-from jaxrl_llm.recipe import checks
-from jaxrl_llm.rollout import samples
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import prepare
 from jaxrl_llm.structs import Batch
@@ -100,7 +100,9 @@ def episodes(engine: Sampler, group: int = 4, *, temperature: float = 1.5, limit
     """Rollouts of episodes with `Echo`, at a temperature that makes them differ."""
     tokenizer = parts()[2]
     pool = EnvironmentPool(tokenizer, partial(Echo, **env), **limits)
-    return samples.episodes(engine, pool, prompts(), jax.random.key(seed), group, Sampling(temperature))
+    return CompletionTask(pool.tokenizer, None, pool).sample(
+        engine, prompts(), jax.random.key(seed), group, Sampling(temperature)
+    )
 
 
 def same(a, b) -> None:
@@ -278,14 +280,14 @@ def test_a_turn_longer_than_an_episode_is_refused():
     config = config_with_turns()
     config.turns.tokens = 33
     with pytest.raises(UserError, match=r"config.turns.tokens = 33"):
-        checks.check_train(config)
+        recipes.read(config)
 
 
 def test_an_argument_that_an_environment_does_not_take_is_refused():
     config = config_with_turns()
     config.env = type(config)(dict(name="tests.test_episodes.Echo", speed=2))
     with pytest.raises(UserError, match=r"config.env.speed is not an argument"):
-        checks.check_train(config)
+        recipes.read(config)
 
 
 def test_every_program_of_episodes_is_known_beforehand():
@@ -300,10 +302,9 @@ def test_every_program_of_episodes_is_known_beforehand():
 
 @pytest.mark.slow
 def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
-    with build(config_with_turns(), tmp_path / "run") as run:
-        run.restore()
-        assert run.tested
-        trial = prepare(run, run.tested, full=True)
+    with build(config_with_turns(), tmp_path / "run") as (session, parts):
+        session.restore()
+        trial = prepare(parts.subject, session.at.states, full=True)
         good = self_test.environment_is_masked(trial)
         assert good.applicable and not good.findings
         rollouts, dialogs = trial.episodes()
@@ -314,7 +315,9 @@ def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
         other = np.where(one, rollouts.completions + 1, rollouts.completions)
         zeros = np.zeros_like(rollouts.episodes["turns"])
         dead = {"errors": zeros + 2, "turns": zeros + 3, "searches": zeros + 2}
-        trial.run.config.env.unlock().url = "http://127.0.0.1:9"
+        facts = trial.parts.facts
+        with_url = replace(facts.env, arguments=facts.env.arguments | {"url": "http://127.0.0.1:9"})
+        trial.parts = replace(trial.parts, facts=facts._replace(env=with_url))
         for changes, heard, found in [
             ({"loss_mask": rollouts.loss_mask | one}, dialogs, "environment_trained"),
             ({"loss_mask": rollouts.loss_mask | said}, dialogs, "environment_trained"),
@@ -327,7 +330,7 @@ def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
             (finding,) = self_test.environment_is_masked(trial).findings
             assert finding.id == found
         assert "config.env.url = 'http://127.0.0.1:9'" in finding.cause
-        run.actor.finish_push(run.states["policy"].params)
+        parts.rest()
 
 
 class Rambler:
@@ -374,7 +377,7 @@ def test_the_ids_of_a_thousand_episodes_are_those_that_were_sampled_and_never_en
     asked = data.make_prompts(dataset, range(125), pad)
     pool = EnvironmentPool(tokenizer, Rambler, **LIMITS | {"tokens": 16})
     recorded = Recorded(pool.begin(asked.rows, 8))
-    rollouts = engine.converse(
+    rollouts = engine.sample(
         asked, jax.random.key(0), group_size=8, sampling=Sampling(), environments=cast("Any", recorded)
     )
 

@@ -140,9 +140,6 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("kl.placement=none kl.coef=0. kl.estimator=k2", "config.kl.estimator = 'k2' | placement is 'none' | to 'k3'"),
     "a schedule of no KL":
         ("kl.placement=none kl.coef=0. kl.decay=linear", "config.kl.decay = 'linear' | set it to 'constant'"),
-    "a warm-up that waits for a KL penalty of nothing":
-        ("kl.coef=0. adaptive_warmup.kl_to_reward=0.1 num_steps=9 optim.warmup_steps=1",
-         "adaptive_warmup.kl_to_reward = 0.1 | kl.coef is 0"),
     "an end of a constant rate":
         ("optim.decay=constant optim.end=1e-6", "config.optim.end = 1e-06 | optim.decay is 'constant' | set it to 0.0"),
     "the best checkpoints of a run that is not graded":
@@ -165,8 +162,6 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     "a top-k that keeps all": ("rollout.top_k=18", "config.rollout.top_k = 18 does nothing | 18 tokens | set it to 0"),
     "an entropy step without a target": ("entropy.step=0.1", "config.entropy.step = 0.1 | entropy.target is 0"),
     "a lower bound of no mask": ("importance.low=0.5", "config.importance.low = 0.5 | set it to 0.0"),
-    "a warm-up that waits and is none":
-        ("adaptive_warmup.update_size=0.1", "config.adaptive_warmup.update_size = 0.1 | there is no warm-up to hold"),
     "a division by the deviation of equal rewards":
         ("advantage.epsilon=0.", "config.advantage.epsilon = 0 | give more, like 1e-4"),
     "a negative clip": ("loss.clip_low=-0.1", "config.loss.clip_low is -0.1 | at least 0"),
@@ -179,9 +174,6 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
          "config.kl.target moves the coefficient | 'constant'"),
     "a reference that moves and has no use":
         ("kl.placement=none kl.coef=0. kl.refresh_every=1", "config.kl.refresh_every = 1 | placement is 'none'"),
-    "a warm-up that waits for a KL penalty which is not there":
-        ("kl.placement=none kl.coef=0. adaptive_warmup.kl_to_reward=0.1",
-         "config.adaptive_warmup.kl_to_reward = 0.1 | set it to 0"),
     "an entropy target that nothing moves towards":
         ("entropy.target=0.5 entropy.step=0.1", "config.entropy.target = 0.5 | most = 0.0: give both"),
     "an off-policy mask where nothing is off-policy":
@@ -793,7 +785,7 @@ def test_a_run_is_not_resumed_from_a_torn_checkpoint_other_rows_or_another_model
     monkeypatch.setattr(sys, "argv", ["train", *command(run)])
     train.main()
     shutil.copytree(place / "run", place / "torn")
-    (place / "torn" / "checkpoints" / "1" / "host" / "metadata").write_text('{"data')
+    (place / "torn" / "checkpoints" / "1" / "notes" / "metadata").write_text('{"data')
     words = "torn/checkpoints/1 cannot be read | move it away to go on from the one before it"
     refuse(train, command(f"{run} num_steps=2", workdir="torn"), words)
     for field, name in (("data.source", "sums.jsonl"), ("eval.source", "exam.jsonl")):

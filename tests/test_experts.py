@@ -17,20 +17,21 @@ import test_collectives
 import tiny
 from flax import nnx
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner import forward, optim, update
+from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models import experts, grouped, hf
 from jaxrl_llm.models.config import Mixture
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.recipe import checks, compatibility
+from jaxrl_llm.recipe import fit
 from jaxrl_llm.rollout import routing
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Batch, Prompts
@@ -288,7 +289,7 @@ def test_sampler_and_trainer_agree_on_log_probabilities_and_experts(mesh):
     sampler = Sampler(model, mesh, max_completion_tokens=8, stop_ids=(3,), pad_id=0)
     sampler.update_weights(params)
     given = Prompts(*tiny.prompts(), [], np.arange(tiny.B))
-    rollouts = sampler.generate(given, jax.random.key(0), group_size=tiny.G, sampling=Sampling())
+    rollouts = sampler.sample(given, jax.random.key(0), group_size=tiny.G, sampling=Sampling())
     batch = Batch(*tiny.prompts(), rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
     batch = sharding.shard_batch(batch, mesh)
     scored, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))(params, batch)
@@ -397,23 +398,23 @@ def test_the_number_of_experts_is_read_by_its_name_in_old_and_new_files(tmp_path
 
 
 def test_settings_of_the_router_are_for_models_with_experts_and_not_negative():
-    recipe = ROOT / "configs" / "recipes" / "qwen3_30b_a3b_gsm8k.py"
-    config = configs.load(recipe)
-    compatibility.check_router(config, CONFIG)
+    config = configs.load(ROOT / "configs" / "recipes" / "qwen3_30b_a3b_gsm8k.py")
+    recipe = recipes.read(config)
+    fit.check_router(recipe, CONFIG)
     with pytest.raises(UserError, match=r"config.router is for a model with experts, and .* has none"):
-        compatibility.check_router(config, tiny.CONFIG)
+        fit.check_router(recipe, tiny.CONFIG)
     config.router.balance_coef = -1.0
     with pytest.raises(UserError, match=r"config.router.balance_coef is -1.0"):
-        checks.check_train(config.lock())
+        recipes.read(config.lock())
 
 
 def test_the_coefficient_of_the_load_balance_loss_is_there_only_if_it_is_above_0():
     config = configs.load(ROOT / "configs" / "recipes" / "qwen3_30b_a3b_gsm8k.py")
     config.router.balance_coef = 0.0
-    assert optim.router_coefficients(config) == {}
+    assert recipes.read(config).router_coefficients == {}
     config.router.balance_coef = 0.01
-    assert list(optim.router_coefficients(config)) == ["router/balance_coef"]
-    assert optim.router_coefficients(configs.load(ROOT / "configs" / "grpo.py")) == {}
+    assert list(recipes.read(config).router_coefficients) == ["router/balance_coef"]
+    assert recipes.read(configs.load(ROOT / "configs" / "grpo.py")).router_coefficients == {}
 
 
 # ---- transformers itself

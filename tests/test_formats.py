@@ -16,13 +16,13 @@ from test_recipes import write_qwen
 from test_steps import tiny
 
 import jaxrl_llm
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.data import formats, hub
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task, load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
-from jaxrl_llm.recipe import checks
 from jaxrl_llm.train import steps
 
 SUM = "1+2"
@@ -74,8 +74,7 @@ def test_rows_are_read_as_their_columns_say(tmp_path, arithmetic, kind, row, pro
     assert (made["prompt"], made.get("answer"), found.read_as) == (prompt, answer, said)
     assert row.keys() <= made.keys()
     config = tiny(**{"data.source": str(file), "data.overlong": "error", "eval.every": 0})
-    checks.check_train(config)
-    dataset = data.load(config, arithmetic)
+    dataset = data.load(recipes.read(config).data, arithmetic)
     assert arithmetic.decode(dataset.ids[0].tolist(), skip_special_tokens=True) == SUM
     assert dataset.read_as == said
 
@@ -124,7 +123,7 @@ SETTINGS = {
 def test_a_setting_is_refused_before_data_is_read(fields, line):
     given = dict(field.split("=", 1) for field in fields.split(" ", 1 if "convert" in fields else 0))
     with pytest.raises(UserError, match=line):
-        checks.check_train(tiny(**{f"data.{name}": value for name, value in given.items()}))
+        recipes.read(tiny(**{f"data.{name}": value for name, value in given.items()}))
 
 
 def test_a_convert_function_wins_over_what_the_columns_say(tmp_path, monkeypatch):

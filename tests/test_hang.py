@@ -8,13 +8,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from ml_collections import ConfigDict
 
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import hang
 from jaxrl_llm.machine.hang import WATCHDOG, Watchdog
 from jaxrl_llm.machine.progress import Display
-from jaxrl_llm.recipe.combinations import check_health
 from jaxrl_llm.session.record import Timer
 
 MINUTE = 60  # ticks
@@ -96,6 +96,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 
 
 def test_a_wait_that_the_config_allows_is_no_hang():
-    config = ConfigDict({"health": {"hang_minutes": 5.0}, "reward": {"timeout": 600.0}, "eval": {"timeout": 0.0}})
+    config = load("grpo")
+    config.health.hang_minutes = 5.0
     with pytest.raises(UserError, match=r"config.reward.timeout = 600 seconds, but .*hang_minutes = 5: .* raise hang"):
-        check_health(config)
+        recipes.read(config)

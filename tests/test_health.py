@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from jaxrl_llm.health.history import FEW, GAPLESS, PAST, RECENT, SLOWER, History
 from jaxrl_llm.rollout.samples import Graded, Samples
 from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.record import of_texts, repeated
+from jaxrl_llm.session.settings import ActingHealthSettings, RollbackSettings
 from jaxrl_llm.structs import Rollouts
 
 HEALTHY = {
@@ -34,6 +36,11 @@ def asked(**counts: float) -> dict[str, float]:
 
 
 BOUNDS = {"max_skipped": 10, "stop": ("updates_skipped",), "rollback": {"rules": ("entropy_explosion",), "most": 2}}
+
+
+def settings_of(bounds: dict[str, Any]) -> ActingHealthSettings:
+    back = RollbackSettings(learning_rate=0.5, warmup_steps=5, **bounds["rollback"])
+    return ActingHealthSettings(hang_minutes=0.0, skip=(), self_test=False, **bounds | {"rollback": back})
 
 
 def pushes(*gaps: float) -> list[dict[str, float]]:
@@ -99,7 +106,7 @@ def test_a_record_without_the_numbers_of_a_rule_is_no_finding():
 
 def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path: Path):
     said: list[str] = []
-    health = Health(tmp_path, BOUNDS, lambda step, finding: said.append(finding.line()))
+    health = Health(tmp_path, settings_of(BOUNDS), lambda step, finding: said.append(finding.line()))
     health.begin([])
     bad = HEALTHY | {"importance/ess": 0.1}
     records = [record | {"step": step} for step, record in enumerate((HEALTHY, bad, bad, HEALTHY, bad), 1)]
@@ -136,7 +143,7 @@ def test_updates_skipped_in_a_row_stop_a_run_be_they_the_policys_or_the_critics(
         "step": 7, "updates/skipped_in_a_row": policy, "critic/updates/skipped_in_a_row": critic,
         "updates/skipped": 100, "grad_norm": None, "loss/total": 1.0,
     }  # fmt: skip
-    health = Health(tmp_path, BOUNDS | {"max_skipped": most}, print)
+    health = Health(tmp_path, settings_of(BOUNDS | {"max_skipped": most}), print)
     health.begin([])
     verdict = health.judge(record)
     assert verdict.action == ("stop" if stops else "go on")

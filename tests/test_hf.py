@@ -112,7 +112,7 @@ def check_greedy(folder, model, params, arrays, mesh):
         (arrays["prompts"], ones, arrays["greedy_prompts"]),
     ):
         prompts, greedy = Prompts(tokens, mask, [], np.arange(len(tokens))), Sampling(temperature=0)
-        rollouts = sampler.generate(prompts, jax.random.key(0), group_size=2, sampling=greedy)
+        rollouts = sampler.sample(prompts, jax.random.key(0), group_size=2, sampling=greedy)
         stopped = np.isin(expected, stops)
         for member in range(2):
             np.testing.assert_array_equal(rollouts.completions[:, member], expected)
@@ -938,6 +938,6 @@ def test_20_texts_longer_than_a_window_have_the_logits_and_the_64_greedy_tokens_
     sampler = Sampler(model, mesh, max_completion_tokens=64, stop_ids=(), pad_id=0)
     sampler.update_weights(params)
     prompts, greedy = Prompts(tokens, mask, [], np.arange(20)), Sampling(temperature=0)
-    rollouts = sampler.generate(prompts, jax.random.key(0), group_size=1, sampling=greedy)
+    rollouts = sampler.sample(prompts, jax.random.key(0), group_size=1, sampling=greedy)
     expected = make_references.generate(torch_model, tokens, mask, new_tokens=64)
     np.testing.assert_array_equal(rollouts.completions[:, 0], expected)

@@ -11,12 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tiny import log_of
 
 from jaxrl_llm import loggers
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.recipe import checks
 from jaxrl_llm.session.log import Log
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,7 @@ def write(log: Log, step: int, **numbers: float) -> None:
 def logged_twice(workdir: Path, config) -> None:
     """A run that logs steps 0 to 2, and goes on after step 1 with other numbers."""
     for after, steps, factor in ((0, (0, 1, 2), 1), (1, (2, 3), 10)):
-        log = Log(workdir, config)
+        log = log_of(workdir, config)
         log.begin(after)
         for step in steps:
             write(log, step, **{"eval/accuracy": 0.25 + step * factor, "entropy": 1.0, "entropy/coef": 0.5})
@@ -184,7 +185,7 @@ def test_a_logger_that_fails_is_told_once_gets_the_numbers_later_and_the_run_goe
     # A config names the class in the module of this name, which is another one than this.
     broken = importlib.import_module("test_loggers").Broken
     broken.got, broken.fails = [], fails
-    log = Log(tmp_path, config_of("test_loggers.Broken"))
+    log = log_of(tmp_path, config_of("test_loggers.Broken"))
     log.begin(0)
     for step in range(4):
         write(log, step, accuracy=0.5)
@@ -217,7 +218,7 @@ def test_a_logger_that_fails_for_a_week_holds_no_more_than_a_few_records(tmp_pat
 
 def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loggers, "CLOSING", 0.2)
-    log, began = Log(tmp_path, config_of("test_loggers.Stuck")), time.monotonic()
+    log, began = log_of(tmp_path, config_of("test_loggers.Stuck")), time.monotonic()
     log.begin(0)
     write(log, 0, accuracy=0.5)
     log.close()
@@ -238,4 +239,4 @@ def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, c
 )
 def test_wrong_names_are_refused(names, project, words):
     with pytest.raises(UserError, match=words):
-        checks.check_train(config_of(*names, project=project))
+        recipes.read(config_of(*names, project=project))

@@ -15,6 +15,7 @@ import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm import train
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
@@ -28,7 +29,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export, names, peft
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora, int8, merged
-from jaxrl_llm.recipe import checks, settings
+from jaxrl_llm.recipe import advice
 from jaxrl_llm.rollout.weights import Placing
 from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.structs import PyTree
@@ -373,11 +374,12 @@ def test_a_critic_without_a_folder_learns_adapters_of_its_own_on_the_same_base(t
             config.schedule_steps, config.mesh.tensor = 4, 1
             with_critic(config)
             config.critic.warmup_steps = config.critic.optim.warmup_steps = 0
-        with build(config.lock(), tmp_path / "run") as run:
-            critic, before = run.learners["critic"], jax.tree.map(np.asarray, run.learners["critic"].base.params)
-            assert jax.tree.leaves(critic.base.params)[0] is jax.tree.leaves(run.learners["policy"].base.params)[0]
-            sizes |= {name: sum(x.size for x in jax.tree.leaves(run.shapes[name].params)) for name in run.learners}
-            for _ in train.train(run):
+        with build(config.lock(), tmp_path / "run") as (session, parts):
+            learners = parts.learning.learners
+            critic, before = learners["critic"], jax.tree.map(np.asarray, learners["critic"].base.params)
+            assert jax.tree.leaves(critic.base.params)[0] is jax.tree.leaves(learners["policy"].base.params)[0]
+            sizes |= {name: sum(x.size for x in jax.tree.leaves(parts.shapes()[name].params)) for name in learners}
+            for _ in train.train(session, parts):
                 pass
             jax.tree.map(np.testing.assert_array_equal, before, critic.base.params)
     assert sizes["critic"] == sizes["policy"] + 128 + 1  # the readout
@@ -406,13 +408,13 @@ def test_a_moving_reference_takes_the_adapters_of_the_policy(tmp_path):
 )
 def test_a_config_is_refused_for(changes, words):
     with pytest.raises(UserError, match=words.replace("(", r"\(")):
-        checks.check_train(config_of(**changes))
+        recipes.read(config_of(**changes))
 
 
 @pytest.mark.parametrize(("rate", "found"), [(1e-3, False), (4e-3, True)])
 def test_the_bound_of_the_rate_is_ten_times_that_of_full_fine_tuning(rate, found):
     config = config_of(**{"optim.learning_rate": rate})
-    told = settings.learning_rate(settings.RunSettings(config, checks.check_train(config), width=128))
+    told = advice.learning_rate(advice.RunSettings(recipes.read(config), width=128))
     assert bool(list(told)) == found
 
 

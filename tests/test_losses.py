@@ -236,7 +236,7 @@ def test_aggregation_by_hand():
 
 
 def test_there_is_no_loss_that_these_tests_do_not_know():
-    makers = set(_functions(losses)) - {
+    makers = set(_functions(losses, losses)) - {
         "old_logprobs",
         "sequence_mean",
         "ratio_of",

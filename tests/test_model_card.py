@@ -52,7 +52,7 @@ def test_a_card_of_many_evaluations_has_a_few_and_the_base_of_a_hub(tmp_path):
     config = load(ROOT / "configs" / "recipes" / "qwen2_5_0_5b_gsm8k.py")
     rows = [{"step": i, "eval/accuracy": i / 500, "reward/mean": None} for i in range(501)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = model_card.card(tmp_path, config, {"model.path": "1", "data.source": "2", "eval.source": "3"})
+    text = model_card.card(tmp_path, config.to_dict(), {"model.path": "1", "data.source": "2", "eval.source": "3"})
     steps = [int(line.split("|")[1]) for line in text.splitlines() if line.startswith("| ") and line[2].isdigit()]
     assert (len(steps), steps[0], steps[-1]) == (20, 0, 500)
     assert "| step | accuracy |\n" in text  # a reward that is never there has no column
@@ -61,5 +61,5 @@ def test_a_card_of_many_evaluations_has_a_few_and_the_base_of_a_hub(tmp_path):
     for folder in ("~/model", "./model", "/a/model", "a/b/model"):
         with config.unlocked():
             config.model.path = folder
-        text = model_card.card(tmp_path, config, {"model.path": "1", "data.source": "2"})
+        text = model_card.card(tmp_path, config.to_dict(), {"model.path": "1", "data.source": "2"})
         assert ModelCard(text).data.base_model is None

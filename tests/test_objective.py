@@ -224,24 +224,6 @@ def test_an_adaptive_entropy_coefficient_grows_below_its_target_within_its_bound
     assert [used for _, used in seen] == [0.015, 0.02, 0.02, 0.0, 0.02, 0.0, 0.0]
 
 
-def rate_after(metrics, adaptive, steps=3):
-    rate = tiny.optimizer(learning_rate=1.0, warmup_steps=9, adaptive=adaptive).coefficients["learning_rate"]
-    state = jnp.float32(rate.start)
-    for _ in range(steps):
-        state = rate.adapt(state, {k: jnp.float32(v) for k, v in metrics.items()})
-    return round(float(rate.value(state)), 4)
-
-
-def test_the_warm_up_waits_while_a_measure_is_out_of_bounds_and_never_after_it():
-    adaptive = {"kl/to_reward": 0.5, "update_size": 0.0}
-    assert rate_after({"kl/to_reward": 0.4}, adaptive) == 0.4
-    assert rate_after({"kl/to_reward": 0.6}, adaptive) == 0.1
-    assert rate_after({"kl/to_reward": 0.6}, {"kl/to_reward": 0.0}) == 0.4
-    assert rate_after({"update_size": 2.0}, {"update_size": 1.0}) == 0.1
-    optimizer_steps_after_warmup = rate_after({"kl/to_reward": 0.4}, adaptive, steps=12)
-    assert optimizer_steps_after_warmup == 1.0
-
-
 @pytest.mark.slow
 def test_the_kl_to_reward_ratio_is_that_of_the_penalty_of_a_completion_to_the_task_reward():
     batch = replace(tiny.batch(), rewards=np.full((tiny.B, tiny.G), -0.5, np.float32))

@@ -13,11 +13,11 @@ from test_configs import checked
 from test_steps import numbers, tiny, written
 
 from benchmarks.curriculum import simulate
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.recipe import checks
 from jaxrl_llm.tasks import arithmetic
 from jaxrl_llm.train import steps
 
@@ -95,7 +95,7 @@ def test_a_mixture_is_refused(changes, more, line):
         alone = changes is not None and "a" in changes
         config.data.mixture = ConfigDict(changes if alone else TWO | (changes or {}))
     with pytest.raises(UserError, match=line):
-        checks.check_train(config)
+        recipes.read(config)
 
 
 def test_a_mixture_has_the_rows_of_its_sources_which_its_prompts_and_its_fingerprint_know():

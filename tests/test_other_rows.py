@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from contextlib import ExitStack, closing
+from contextlib import closing
 from datetime import date, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +15,15 @@ import pytest
 from ml_collections import ConfigDict
 from test_steps import tiny
 
-from jaxrl_llm.build import load
+from jaxrl_llm import build
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.data import order
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.recipe.checks import check_train
 from jaxrl_llm.session import checkpoint, other_rows
-from jaxrl_llm.session.checkpoint import Checkpoints
+from jaxrl_llm.session.checkpoint import MODELS, SAMPLES, Checkpoints
 from jaxrl_llm.session.other_rows import Rows
-from jaxrl_llm.structs import Pending
+from jaxrl_llm.structs import PartState
 from jaxrl_llm.train import steps
 
 SEEN: list[str] = []
@@ -105,23 +105,27 @@ def test_a_chat_template_writes_the_day_of_the_runs_beginning_when_it_is_resumed
     prompts = []
     for day in (24, 25):  # by the clock of this package, and that of transformers
         clock = SimpleNamespace(today=lambda day=day: date(2026, 11, day), now=lambda day=day: datetime(2026, 11, day))
-        monkeypatch.setattr(checkpoint, "date", clock, raising=False)
+        monkeypatch.setattr(build, "date", clock)
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
-        with ExitStack() as opened:
-            loaded = load(tiny(**fields), tmp_path / "run", opened, check_train)
-            checkpoint.open_workdir(tmp_path / "run", loaded.config)
-            prompts.append(loaded.tokenizer.decode(loaded.dataset.ids[0]))
+        with build.opened_place(tiny(**fields), tmp_path / "run", recipes.read) as (place, recipe):
+            inputs = build.load(place, recipe, lambda: Path(recipe.model.path))
+            checkpoint.open_workdir(tmp_path / "run", place.config)
+            prompts.append(inputs.tokenizer.decode(inputs.dataset.ids[0]))
     assert prompts == ["24<|user|>0+0<|assistant|>"] * 2
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["today"] == "2026-11-24"
 
 
 KEEP, MESH = ConfigDict(dict(every=1, keep=2, keep_best=0)), sharding.make_mesh(data=1, fsdp=1, tensor=1)
 HASHES = {"model.path": "m", "data.source": "old", "eval.source": "e"}
-WAITS = ({"tokens": jnp.ones((2, 3))}, {})
 
 
 def checkpoints(workdir: Path, data: str, rows: Rows) -> Checkpoints:
     return Checkpoints(workdir / "checkpoints", HASHES | {"data.source": data}, KEEP, MESH, rows)
+
+
+def parts(position: dict, batches: list) -> dict[str, PartState]:
+    """A model, and the position in the data with batches that wait."""
+    return {MODELS: PartState({}, {"w": jnp.zeros(2)}), SAMPLES: PartState({"position": position}, batches)}
 
 
 @pytest.fixture
@@ -129,13 +133,13 @@ def saved(tmp_path: Path) -> Path:
     """A workdir with a checkpoint and a batch that waits."""
     rows = Rows({"data.source": [4, 2], "eval.source": [3]}, "prompts")
     with closing(checkpoints(tmp_path, "old", rows)) as made:
-        made.save(1, {"w": jnp.zeros(2)}, Pending({"next": 7}, [WAITS]), None)
+        made.save(1, parts({"next": 7}, [{"tokens": jnp.ones((2, 3))}]), None)
     (tmp_path / "config.json").write_text('{"data": {"source": "a", "accept": ""}}')
     return tmp_path
 
 
-def config_of(hashes: dict[str, str]) -> ConfigDict:
-    return ConfigDict({"data": {"source": "a", "accept": other_rows.accepted_by(hashes)}})
+def config_of(hashes: dict[str, str]) -> dict[str, str]:
+    return {"data.source": "a", "data.accept": other_rows.accepted_by(hashes)}
 
 
 @pytest.mark.parametrize(("counts", "prompts", "waits", "position"), [
@@ -150,23 +154,22 @@ def test_what_waits_and_the_position_hold_as_far_as_the_rows_are_the_same(saved,
         step, (change,) = made.check_beginning(config_of(HASHES | {"data.source": "new"}))
         assert (step, change.rows_before, change.rows_now) == (1, [4, 2], counts)
         assert str(change).startswith("config.data.mixture holds other rows than this run had (6 rows then")
-        _, _, pending, _ = made.resume({"w": jnp.zeros(2)})
-    assert (pending and len(pending.batches)) == waits
-    assert (pending and pending.position) == position
+        samples = made.resume({"w": jnp.zeros(2)})[1].get(SAMPLES)
+    assert (samples and len(samples.arrays or [])) == waits
+    assert (samples and samples.notes["position"]) == position
 
 
-def test_a_checkpoint_of_an_earlier_version_does_not_say_how_many_rows_it_had(saved):
-    host = saved / "checkpoints" / "1" / "host" / "metadata"
-    kept = {name: value for name, value in json.loads(host.read_text()).items() if name != "rows"}
-    host.write_text(json.dumps(kept))
+def test_a_checkpoint_of_another_format_is_refused_in_one_line(saved):
+    notes = saved / "checkpoints" / "1" / "notes" / "metadata"
+    notes.write_text(json.dumps(json.loads(notes.read_text()) | {"format": 99}))
     rows = Rows({"data.source": [4, 2], "eval.source": [3]}, "prompts")
-    with closing(checkpoints(saved, "new", rows)) as made:
-        _, (change,) = made.check_beginning(config_of(HASHES | {"data.source": "new"}))
-        assert "(rows then, 6 now; the order of the rows begins anew)" in str(change)
-        assert made.resume({"w": jnp.zeros(2)})[2] is None
-    with closing(checkpoints(saved, "old", rows)) as made:
-        assert made.check_beginning(ConfigDict({"data": {"accept": ""}})) == (1, [])
-        assert made.resume({"w": jnp.zeros(2)})[2] is not None
+    with (
+        closing(checkpoints(saved, "old", rows)) as made,
+        pytest.raises(
+            UserError, match=r"checkpoints/1 has format 99, and this version of jaxrl_llm reads format 2: go on"
+        ),
+    ):
+        made.check_beginning({"data.accept": ""})
 
 
 def test_one_choice_accepts_the_rows_of_both_and_no_other_model(saved):
@@ -189,8 +192,8 @@ def test_one_choice_accepts_the_rows_of_both_and_no_other_model(saved):
 
 def test_a_run_that_has_saved_accepted_rows_does_not_need_the_choice_again(saved):
     rows, now = Rows({"data.source": [6], "eval.source": [3]}, "prompts"), HASHES | {"data.source": "new"}
-    for config in (config_of(now), ConfigDict({"data": {"accept": ""}})):
+    for config in (config_of(now), {"data.accept": ""}):
         with closing(checkpoints(saved, "new", rows)) as made:
             step, changes = made.check_beginning(config)
-            made.save(step + 1, {"w": jnp.zeros(2)}, Pending({"next": 1}, []), None)
+            made.save(step + 1, parts({"next": 1}, []), None)
     assert (step, changes) == (2, [])

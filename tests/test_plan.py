@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
+from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.tools.plan import phases
 from jaxrl_llm.tools.plan.chips import CHIPS
 from jaxrl_llm.tools.plan.flops import flops
@@ -54,7 +57,7 @@ def plan(tmp_path_factory):
     config = configs.load(ROOT / "configs" / "grpo.py")
     config.update_from_flattened_dict({"microbatch": 16, "mesh.tensor": 2, "engine.max_sequences": 256})
     mesh = tiny.mesh_of((1, 4, 2))
-    return make_plan(config.lock(), mesh, 8, tmp_path_factory.mktemp("dump"))
+    return make_plan(recipes.read(config), mesh, 8, tmp_path_factory.mktemp("dump"))
 
 
 def test_a_plan_has_every_program_of_a_step_and_how_often_it_runs(plan):
@@ -88,9 +91,8 @@ def test_what_lives_beside_a_program_is_counted(plan):
 
 
 def test_what_is_in_the_hosts_memory_is_on_no_chip_but_where_it_is_used(plan, tmp_path):
-    config = plan.models.config.copy_and_resolve_references().unlock()
-    config.update_from_flattened_dict({"host_memory.reference": True, "host_memory.optimizer": True})
-    moved = make_plan(config.lock(), plan.models.mesh, 8, tmp_path)
+    recipe = replace(plan.recipe, host_memory=HostMemory(reference=True, optimizer=True))
+    moved = make_plan(recipe, plan.models.mesh, 8, tmp_path)
     by = {phase.name.split(",")[0]: phase.beside for phase in moved.phases}
     assert by["decoding"] == by["prompts"] == pytest.approx(moved.holds["policy parameters"], abs=64)
     assert by["scoring of reference"] == pytest.approx(moved.holds["policy parameters"], abs=64)
@@ -114,18 +116,19 @@ def test_a_phase_takes_as_long_as_its_slowest_resource():
 
 
 def test_a_program_that_the_compiler_refuses_is_a_phase_that_does_not_fit(plan):
-    refused = phases.SlicePlan(plan.models, plan.holds, [*plan.phases, Phase("update", 1, error="too big")], 1)
+    planned = lambda *given: phases.SlicePlan(plan.recipe, plan.models, plan.holds, list(given), 1)  # noqa: E731
+    refused = planned(*plan.phases, Phase("update", 1, error="too big"))
     assert plan.fits(V5E) and not refused.fits(V5E)
-    crowded = phases.SlicePlan(plan.models, plan.holds, [Phase("update", 1, program=9 * 2**30, beside=7 * 2**30)], 1)
+    crowded = planned(Phase("update", 1, program=9 * 2**30, beside=7 * 2**30))
     assert not crowded.fits(V5E)
 
 
 def test_a_search_compiles_nothing_for_what_cannot_fit_and_tries_only_meshes_that_suit(tmp_path):
-    config = configs.load(ROOT / "configs" / "grpo.py").lock()
-    found = list(candidates(config, 16))
+    recipe = recipes.read(configs.load(ROOT / "configs" / "grpo.py"))
+    found = list(candidates(recipe, 16))
     assert {(c.mesh.fsdp, c.mesh.tensor) for c in found} == {(16, 1), (8, 2)}  # the model has 2 heads of keys
     assert all(c.prompts_per_update % c.microbatch == 0 and c.microbatch % c.mesh.fsdp == 0 for c in found)
-    small = make_plan(config, tiny.mesh_of((1, 4, 2)), 8, tmp_path, memory_limit=2**20)
+    small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), 8, tmp_path, memory_limit=2**20)
     assert [phase.name for phase in small.phases] == ["sampling"] and not small.fits(V5E)
 
 

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 from test_health import FAULTS, ids, run
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.bands import Band, bands
-from jaxrl_llm.recipe import checks
 from jaxrl_llm.session.checkpoint import cut_back
 from jaxrl_llm.tools.report import __main__ as report
 from jaxrl_llm.tools.report import page, tables
@@ -109,9 +109,9 @@ def test_runs_are_compared_in_one_page(tmp_path):
     assert parting.words == "A and B part at step 2, in entropy; the record before is equal."
     again = tables.parting(runs[0], runs[0])
     assert again.words == "A and A have the same numbers at all 40 steps that both logged."
-    totals = checks.check_train(runs[0].config)
+    sizes = recipes.read(runs[0].config).sizes
     batch = {row.name: row.values for row in tables.batch_table(runs)}
-    assert batch["sequences per step"] == [f"{totals.sequences_per_step}"] * 2 and batch["group_size"] == ["8", "8"]
+    assert batch["sequences per step"] == [f"{sizes.sequences_per_step}"] * 2 and batch["group_size"] == ["8", "8"]
     phases = {row.name: row for row in tables.phase_table(runs)}
     assert phases["update"].values == ["3.00 s (75%)"] * 2 and phases["update"].shares == [0.75] * 2
     text = page.render([one, other])

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file, save_file
 
 import jaxrl_llm
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms import credit, losses
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import load as config
@@ -28,8 +29,6 @@ from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder, last_state
-from jaxrl_llm.recipe import checks
-from jaxrl_llm.recipe.recipe import read_credit
 from jaxrl_llm.structs import Batch, PyTree, Rewards
 from jaxrl_llm.train import steps
 
@@ -100,7 +99,7 @@ def test_the_score_is_that_of_transformers(family, tied, tmp_path):
     theirs.save_pretrained(tmp_path)
     mesh, batch = tiny.mesh_of((1, 1, 1)), tiny.batch()
     batch = replace(batch, prompts=np.maximum(batch.prompts, 1), completions=np.maximum(batch.completions, 1))
-    model = scorers.frozen_model("reward_model", tmp_path, config.load(ROOT / "configs" / "grpo.py"), mesh)
+    model = scorers.frozen_model("reward_model", tmp_path, recipes.read(config.load("grpo")).model, mesh)
     decoder = hf.load_params(tmp_path, model, mesh, learns=False, unused=("score.weight",))
     params = {"decoder": decoder, "readout": jax.tree.map(jnp.asarray, hf.load_readout(tmp_path, model))}
     scorer = scorers.make_frozen_scorer("reward_model", scorers.Frozen(model, params), 0, Sampling(), mesh)
@@ -116,10 +115,11 @@ def test_the_score_is_that_of_transformers(family, tied, tmp_path):
 
 
 def test_a_critic_starts_as_the_reward_model_whose_folder_it_gets(folder):
-    c, mesh = config.load(ROOT / "configs" / "ppo.py"), tiny.mesh_of((1, 1, 1))
+    recipe, mesh = recipes.read(config.load(ROOT / "configs" / "ppo.py")), tiny.mesh_of((1, 1, 1))
+    assert recipe.critic
     for start, score in ((folder, load_file(folder / "model.safetensors")["score.weight"]), (ARITHMETIC, 0.0)):
         aggregate = partial(losses.aggregation_weights, mode="token_mean")
-        learner, _ = critic.make_critic(c, start, mesh, aggregate, updates=100)
+        learner, _ = critic.make_critic(recipe.critic, recipe.model, start, mesh, aggregate, sizes=recipe.sizes)
         params = learner.init().params
         np.testing.assert_array_equal(params["readout"]["kernel"], np.broadcast_to(score, (1, 128)).T)
         assert params["decoder"].keys() == {"layers", "embed", "norm"}
@@ -162,17 +162,15 @@ def test_its_score_enters_the_reward_of_a_run(folder, tmp_path):
 
 def test_a_reward_model_alone_is_enough_and_none_of_a_function_is_filled_by_it():
     mask, scores = np.ones((1, 2, 3), bool), np.array([[[9.0, 9.0, 2.0], [9.0, 9.0, 4.0]]], np.float32)
-    c = ConfigDict(dict(
-        advantage=dict(name="gdpo", epsilon=1e-4), reward=dict(functions=(), weights=(), overlong_tokens=0),
-        reward_model=dict(path="x", weight=0.5), kl=dict(placement="none", estimator="k3"), mask=dict(top_entropy=1.0),
-    ))  # fmt: skip
-    assign = credit.make_credit(read_credit(c, 1), tiny.mesh_of((1, 1, 1)))
+    c = small("x", reward__functions="()", reward__weights="()", kl__placement="none", kl__coef=0.0)
+    c.advantage = ConfigDict(dict(name="gdpo", epsilon=1e-4))
+    assign = credit.make_credit(recipes.read(c).credit, tiny.mesh_of((1, 1, 1)))
     rewards = Rewards(np.full((1, 2), np.nan, np.float32), {})
     batch, metrics = assign(Batch(None, None, mask, mask, mask), {"reward_model_scores": scores}, rewards, {})
     np.testing.assert_allclose(batch.rewards, [[1.0, 2.0]])
     assert batch.loss_mask.all() and batch.advantages[0, 1, 0] > 0 > batch.advantages[0, 0, 0]
     assert metrics["reward/reward_model"] == 3.0
-    checks.check_train(small("x", reward__functions="()", reward__weights="()"))
+    recipes.read(small("x", reward__functions="()", reward__weights="()"))
 
 
 def test_what_a_reward_model_cannot_do_is_refused_before_a_run(folder, tmp_path):
@@ -182,16 +180,16 @@ def test_what_a_reward_model_cannot_do_is_refused_before_a_run(folder, tmp_path)
         (("reward__functions", "()"), ("reward__weights", "(1.0,)")): "has 0 functions and 1 weight: give each",
     }.items():
         with pytest.raises(UserError, match=words):
-            checks.check_train(small("x", **dict(changes)))
+            recipes.read(small("x", **dict(changes)))
     for name, words in {"remax": "which a reward model does not score", "distillation": "would be of no use"}.items():
         c = small("x").unlock()
         c.advantage, c.loss = ConfigDict(dict(name=name)), ConfigDict(dict(name="reinforce"))
         if name == "distillation":
             c.teacher = ConfigDict(dict(path="y"))
         with pytest.raises(UserError, match=words):
-            checks.check_train(c.lock())
+            recipes.read(c.lock())
     with pytest.raises(UserError, match=r"config\.reward_model\.path = ''"):
-        checks.check_train(small(""))
+        recipes.read(small(""))
     with pytest.raises(UserError, match=r"no tensor score\.weight: give a model with a head"):
         hf.load_readout(ARITHMETIC, hf.load_model(ARITHMETIC))
     two = tmp_path / "two"
@@ -209,4 +207,6 @@ def test_what_a_reward_model_cannot_do_is_refused_before_a_run(folder, tmp_path)
     (two / "tokenizer.json").write_text(json.dumps(tokens))
     mesh = tiny.mesh_of((1, 1, 1))
     with pytest.raises(UserError, match=r"config\.reward_model\.path: its tokenizer knows"):
-        scorers.load_frozen("reward_model", two, small(two), hf.load_tokenizer(folder), mesh)
+        scorers.load_frozen(
+            "reward_model", two, recipes.read(small(two)).model, hf.load_tokenizer(folder), mesh, on_host=False
+        )

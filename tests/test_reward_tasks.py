@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.names import bind, channel_weights
+from jaxrl_llm.config.names import bind
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.grading import RewardFn, call
+from jaxrl_llm.rollout.settings import RewardSettings
 from jaxrl_llm.tasks import REWARDS, choice, easyr1, gsm8k, length, repetition, verl
 from jaxrl_llm.tasks import format as forms
 
@@ -104,8 +104,9 @@ def test_a_config_gives_arguments_to_functions_of_ours_and_of_a_user():
     assert call("scaled", bind("test_reward_tasks.scaled", REWARDS), rows, ["abc"], [[1]]).values == [300.0]  # a column
     graded = call("gsm8k.accuracy", bind("gsm8k.accuracy", REWARDS), [rows[0] | {"answer": "3"}], ["it is 3"], [[1]])
     assert graded.values == [0.0]  # strict, whatever a column of the data is called
-    config = SimpleNamespace(reward=SimpleNamespace(functions=("a.b(c=1)", "d.e"), weights=(1.0, 0.5)))
-    assert channel_weights(config) == {"a.b": 1.0, "d.e": 0.5}
+    functions, weights = ("a.b(c=1)", "d.e"), (1.0, 0.5)
+    settings = RewardSettings(timeout=0.0, unconfined=False, functions=functions, weights=weights, overlong_tokens=0)
+    assert settings.channels == {"a.b": 1.0, "d.e": 0.5}
 
 
 def scaled(completions, by=1.0):

@@ -15,13 +15,14 @@ import pytest
 from test_steps import numbers, tiny, written
 from test_train import ROOT, environment
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.build import build
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.finding import Finding, Needs
 from jaxrl_llm.health.history import History
 from jaxrl_llm.learner import optim
-from jaxrl_llm.recipe import checks, combinations
+from jaxrl_llm.recipe import combinations
 from jaxrl_llm.session.rollback import Decision, target
 from jaxrl_llm.train import steps, train
 
@@ -179,8 +180,8 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_older_than_the_problem(step, ch
 
 def test_an_update_with_a_spike_of_the_gradient_is_skipped(tmp_path):
     config = tiny(**{"num_steps": 12, "eval.every": 0, "checkpoint.every": 99, "health.skip": ("gradient_spike",)})
-    with build(config, tmp_path / "run") as run:
-        plain = run.assign_credit
+    with build(config, tmp_path / "run") as (session, parts):
+        plain = parts.learning.assign_credit
 
         def spike(*args):
             batch, metrics = plain(*args)
@@ -188,8 +189,8 @@ def test_an_update_with_a_spike_of_the_gradient_is_skipped(tmp_path):
             return replace(batch, advantages=batch.advantages + (1000.0 if len(calls) == 10 else 0.0)), metrics
 
         calls: list[int] = []
-        run.assign_credit = spike
-        records = list(train(run))
+        parts.learning.assign_credit = spike
+        records = list(train(session, parts))
     assert [r["step"] for r in records if r["skip/gradient_spike"]] == [10]
     assert records[-1]["updates/skipped"] == 1
     assert [r["step"] for r in records if not r["update_norm"]] == [10]
@@ -249,7 +250,7 @@ def test_a_run_ends_early_if_it_gets_no_better_and_the_same_command_then_does_no
 )  # fmt: skip
 def test_an_action_that_cannot_be_is_refused(changes, words):
     with pytest.raises(UserError, match=words):
-        checks.check_train(tiny(**changes))
+        recipes.read(tiny(**changes))
 
 
 def test_every_rule_finds_under_its_own_name():

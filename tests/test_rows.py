@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from test_recipes import write_qwen
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
@@ -21,10 +22,9 @@ from jaxrl_llm.data.rows import check_source, load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.recipe import checks
 from jaxrl_llm.rollout.compaction import Slots
 from jaxrl_llm.rollout.grading import call
-from jaxrl_llm.session.banner import batch_table, models_table, shapes_table
+from jaxrl_llm.session.banner import model_and_data_table, models_table, problems_table, shapes_table
 from jaxrl_llm.tasks import verl
 
 ROOT = Path(__file__).parent.parent
@@ -200,11 +200,11 @@ def test_train_and_exam_are_converted_each_by_its_own_function(place, monkeypatc
     config = load(ROOT / "configs" / "grpo.py")
     config.data.source, config.data.convert, config.data.max_prompt_tokens = "train.jsonl", "mine.words", 999
     config.eval.source, config.eval.convert = "exam.jsonl", "gsm8k.convert"
-    assert data.load(config, tokenizer).rows == [{"prompt": "How many words?", "answer": "w"}]
-    assert [r["answer"] for r in data.load_held_out(config, tokenizer).rows] == ["7"]
+    assert data.load(recipes.read(config).data, tokenizer).rows == [{"prompt": "How many words?", "answer": "w"}]
+    assert [r["answer"] for r in held_out(config, tokenizer).rows] == ["7"]
     config.eval.convert = ""
     with pytest.raises(UserError, match=r"exam.jsonl row 1 has no column 'prompt' .* \(eval.convert for the problems"):
-        data.load_held_out(config, tokenizer)
+        held_out(config, tokenizer)
 
 
 def test_a_convert_function_may_drop_rows_which_are_counted_and_leave_the_numbers_of_others(
@@ -223,19 +223,27 @@ def test_a_convert_function_may_drop_rows_which_are_counted_and_leave_the_number
         load_rows("x.jsonl", "mine.odd", "eval.convert")
 
 
+def held_out(config, tokenizer) -> data.Dataset:
+    recipe = recipes.read(config)
+    return data.load_held_out(recipe.eval, recipe.data, tokenizer)
+
+
+def table_of(config, mesh, model, rows: data.Dataset) -> list:
+    """The banner of a run whose problems are its prompts."""
+    recipe = recipes.read(config)
+    table = model_and_data_table(recipe.model.path, mesh, model, recipe.sizes, recipe.data, rows)
+    return table + problems_table(recipe.eval, rows)
+
+
 def test_the_banner_counts_what_was_dropped_and_says_when_rows_are_fewer_than_a_step(tokenizer):
     config = load(ROOT / "configs" / "grpo.py")
     model = hf.load_model(Path(config.model.path)).cfg
-    mesh, totals = sharding.make_mesh(data=1, fsdp=1, tensor=1), checks.check_train(config)
+    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
 
     def shown(count: int, refused: int) -> list:
         ids = [np.arange(i, i + 3, dtype=np.int32) for i in range(count)]
         made = data.Dataset(ids, [{"prompt": "a"}] * count, 4, 3, list(range(count)), refused)
-        return [
-            row
-            for row in batch_table(config, totals, mesh, model, made, made, 0)
-            if row[0] in ("prompts", "problems", "")
-        ]
+        return [row for row in table_of(config, mesh, model, made) if row[0] in ("prompts", "problems", "")]
 
     assert shown(9000, 12) == [
         ("prompts", "9,000 of at most 3 tokens, 12 dropped by data.convert, 4 over-long dropped"),
@@ -252,7 +260,7 @@ def test_the_banner_says_which_rows_lack_a_column_and_which_prompts_are_equal():
     model, mesh = hf.load_model(Path(config.model.path)).cfg, sharding.make_mesh(data=1, fsdp=1, tensor=1)
     ids = [np.array([i // 2], np.int32) for i in range(80)]
     made = data.Dataset(ids, [{"prompt": "a"}] * 80, 0, 1, list(range(1, 81)), notes=("3 of 80 rows have no 'answer'",))
-    table = batch_table(config, checks.check_train(config), mesh, model, made, made, 0)
+    table = table_of(config, mesh, model, made)
     equal = ("", "40 of 80 prompts equal an earlier one, the first is row 2 (as 1)")
     lacking = ("", "3 of 80 rows have no 'answer'")
     judge = ("", "of arithmetic.held_out, judged by arithmetic.accuracy")

@@ -32,7 +32,7 @@ def sample(
     sampler = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=0, max_sequences=most)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
     tokens, mask = prompts or tiny.prompts()
-    return sampler.generate(
+    return sampler.sample(
         Prompts(tokens, mask, [], np.arange(tiny.B)), jax.random.key(key), group_size=group, sampling=sampling
     )
 
@@ -245,7 +245,7 @@ def ragged(monkeypatch, *, mesh=(1, 1, 1), rates=None):
     run.trace = original.trace
     monkeypatch.setattr(sampler, "_run", run)
     for _ in range(6 if rates else 1):  # until all shapes are in use
-        rollouts = sampler.generate(
+        rollouts = sampler.sample(
             Prompts(*tiny.prompts(), [], np.arange(tiny.B)),
             jax.random.key(5),
             group_size=tiny.G,

@@ -21,7 +21,7 @@ from test_steps import numbers
 
 from jaxrl_llm.algorithms.losses import aggregation_weights
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.build import build
+from jaxrl_llm.build import build, run_self_test
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
@@ -51,9 +51,9 @@ def tiny(name: str = "grpo", **changes) -> ConfigDict:
 
 @contextmanager
 def restored(workdir: Path, **changes):
-    with build(tiny(**changes), workdir) as run:
-        run.restore()
-        yield run
+    with build(tiny(**changes), workdir) as (session, parts):
+        session.restore()
+        yield SimpleNamespace(session=session, parts=parts, subject=parts.subject)
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +62,19 @@ def run(tmp_path_factory):
         yield run
 
 
+def prepared(run) -> Trial:
+    return prepare(run.subject, run.session.at.states, full=True)
+
+
 @pytest.fixture(scope="module")
 def healthy(run) -> Trial:
     """A trial without a fault; tests change a copy of it."""
-    return prepare(run, run.tested, full=True)
+    return prepared(run)
 
 
 @pytest.fixture
 def trial(healthy) -> Trial:
-    return replace(healthy, run=replace(healthy.run), gradients=dict(healthy.gradients))
+    return replace(healthy, gradients=dict(healthy.gradients))
 
 
 def findings(answer: self_test.CheckReport) -> list[str]:
@@ -79,7 +83,7 @@ def findings(answer: self_test.CheckReport) -> list[str]:
 
 
 def said(run, *, full: bool) -> dict[str, tuple[bool, list[str]]]:
-    checked = self_test.check(run, run.tested, full=full)
+    checked = self_test.check(run.subject, run.session.at.states, full=full)
     return {x.id: (x.report.applicable, [finding.id for finding in x.report.findings]) for x in checked if x.id}
 
 
@@ -92,8 +96,8 @@ class Faulty:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, prompts, key, **how):
-        return self._change(self._engine.generate(prompts, key if self._key is None else self._key, **how))
+    def sample(self, prompts, key, **how):
+        return self._change(self._engine.sample(prompts, key if self._key is None else self._key, **how))
 
     def update_weights(self, params, version=0) -> None:
         if not self._deaf:
@@ -101,8 +105,8 @@ class Faulty:
 
 
 def with_engine(run, monkeypatch, **fault) -> Trial:
-    monkeypatch.setattr(run.tested.actor, "engine", Faulty(run.tested.actor.engine, **fault))
-    return prepare(run, run.tested, full=True)
+    monkeypatch.setattr(run.subject.actor, "engine", Faulty(run.subject.actor.engine, **fault))
+    return prepared(run)
 
 
 def test_it_is_silent_on_the_embedded_default(run):
@@ -113,11 +117,11 @@ def test_it_is_silent_on_the_embedded_default(run):
 
 
 def test_in_a_run_it_is_silent_and_leaves_out_what_needs_other_programs(run):
-    before = dict(run.compilations.programs)
+    before = dict(run.session.compilations.programs)
     done = said(run, full=False)
     assert all(found == [] for _, found in done.values())
     assert [id for id, (was_done, _) in done.items() if not was_done] == ["S1", "S7", "S8", "S10"]
-    new = {name for name in run.compilations.programs if name not in before}
+    new = {name for name in run.session.compilations.programs if name not in before}
     assert not new & {"gradient", "update_step", "jit_gradient", "jit_update_step"}
 
 
@@ -137,11 +141,11 @@ def test_it_is_silent_with(name, changes, tmp_path):
 
 def test_a_reference_that_scores_at_another_temperature_is_found(run, monkeypatch):
     """By the update: the reference's own program makes this mistake with the policy's weights too."""
-    scorer = run.scorers["reference"]
-    warmer = make_logprob_fn(run.tested.model, Sampling(temperature=1.1), run.mesh, microbatch=0)
+    scorer = run.subject.learning.scorers["reference"]
+    warmer = make_logprob_fn(run.subject.model, Sampling(temperature=1.1), run.subject.learning.mesh, microbatch=0)
     program = lambda params, batch: {"ref_logprobs": warmer(params, batch)}  # noqa: E731
-    monkeypatch.setitem(run.scorers, "reference", scorer._replace(program=program))
-    assert findings(self_test.reference_agrees(prepare(run, run.tested, full=True))) == ["reference_differs"]
+    monkeypatch.setitem(run.subject.learning.scorers, "reference", scorer._replace(program=program))
+    assert findings(self_test.reference_agrees(prepared(run))) == ["reference_differs"]
 
 
 def test_in_a_run_the_reference_is_compared_with_a_program_of_its_own_if_there_is_one(trial):
@@ -152,9 +156,9 @@ def test_in_a_run_the_reference_is_compared_with_a_program_of_its_own_if_there_i
 
 
 def test_a_reference_with_other_weights_is_found(run, monkeypatch):
-    other = jax.tree.map(lambda x: x * 1.01, run.states["reference"])
-    monkeypatch.setattr(run, "states", run.states | {"reference": other})
-    assert findings(self_test.reference_agrees(prepare(run, run.tested, full=True))) == ["reference_differs"]
+    other = jax.tree.map(lambda x: x * 1.01, run.session.at.states["reference"])
+    monkeypatch.setattr(run.session.at, "states", run.session.at.states | {"reference": other})
+    assert findings(self_test.reference_agrees(prepared(run))) == ["reference_differs"]
 
 
 def test_a_run_without_a_reference_is_not_compared(trial):
@@ -276,7 +280,8 @@ def test_a_reward_that_cannot_judge_an_empty_completion_is_found_and_stops_nothi
 
 def test_a_function_in_this_process_is_not_called_in_a_run(trial):
     trial.full = False
-    trial.run.config = ConfigDict(trial.config.to_dict() | {"reward": trial.config.reward.to_dict() | {"timeout": 0.0}})
+    facts = trial.parts.facts
+    trial.parts = replace(trial.parts, facts=facts._replace(reward=replace(facts.reward, timeout=0.0)))
     assert "reward.timeout = 0" in judged(trial, lambda row, text: 1 / 0).text
 
 
@@ -316,7 +321,7 @@ def test_a_missing_stop_token_is_found(trial):
 
 def test_a_sampler_that_strips_its_stop_token_is_found(run, monkeypatch):
     def stripped(rollouts):
-        mask = rollouts.completion_mask & ~np.isin(rollouts.completions, run.tested.stop_ids)
+        mask = rollouts.completion_mask & ~np.isin(rollouts.completions, run.subject.stop_ids)
         return replace(rollouts, completion_mask=mask, loss_mask=mask)
 
     trial = with_engine(run, monkeypatch, change=stripped)
@@ -348,10 +353,12 @@ def test_a_loss_that_divides_by_the_tokens_of_its_micro_batch_is_found(trial):
 
     def gradient(microbatch):
         aggregate = lambda mask: aggregation_weights(mask, mode="token_mean")  # noqa: E731
-        return make_gradient(objective, trial.run.mesh, microbatch, aggregate=aggregate, dtype="float32")
+        return make_gradient(objective, trial.parts.learning.mesh, microbatch, aggregate=aggregate, dtype="float32")
 
-    policy = replace(trial.run.learners["policy"], gradient=gradient)
-    trial.run.learners, trial.gradients = {"policy": policy}, {}
+    learning = trial.parts.learning
+    policy = replace(learning.learners["policy"], gradient=gradient)
+    trial.parts = replace(trial.parts, learning=replace(learning, learners={"policy": policy}))
+    trial.gradients = {}
     assert findings(self_test.gradient_stays(trial)) == ["microbatch_changes_gradient"] * 2
 
 
@@ -375,13 +382,13 @@ def test_equal_completions_of_a_policy_that_is_sure_are_no_finding(trial):
 
 
 def test_an_engine_that_ignores_pushes_is_found(run, monkeypatch):
-    trial = prepare(run, run.tested, full=True)  # leaves the engine with weights
-    monkeypatch.setattr(run.tested.actor, "engine", Faulty(run.tested.actor.engine, deaf=True))
+    trial = prepared(run)  # leaves the engine with weights
+    monkeypatch.setattr(run.subject.actor, "engine", Faulty(run.subject.actor.engine, deaf=True))
     assert findings(self_test.push_arrives(trial)) == ["push_has_no_effect"]
 
 
 def test_a_push_that_leaves_out_a_parameter_is_found(run, healthy, monkeypatch):
-    engine = run.tested.actor.engine
+    engine = run.subject.actor.engine
     kept = healthy.params["norm"]
     partly = lambda params, version=0: type(engine).update_weights(engine, params | {"norm": kept}, version)  # noqa: E731
     monkeypatch.setattr(engine, "update_weights", partly)
@@ -390,11 +397,9 @@ def test_a_push_that_leaves_out_a_parameter_is_found(run, healthy, monkeypatch):
 
 def test_the_push_of_a_base_in_int8_moves_its_scales_and_leaves_its_numbers(monkeypatch):
     pushed: list[Any] = []
-    engine = SimpleNamespace(max_gap=None, update_weights=lambda params, version: pushed.append(params))
+    engine = SimpleNamespace(max_gap=None, update_weights=lambda params: pushed.append(params))
     params = {"kernel": int8(jnp.arange(24.0).reshape(4, 6)), "adapter": jnp.ones(3)}
-    trial = SimpleNamespace(
-        full=True, exact=True, engine=engine, params=params, run=SimpleNamespace(step=0), sample=lambda *_: None
-    )
+    trial = SimpleNamespace(full=True, exact=True, engine=engine, params=params, sample=lambda *_: None)
     monkeypatch.setattr(self_test, "_gap", lambda trial, params, sampled: float(params is trial.params))
     assert findings(self_test.push_arrives(trial)) == []  # type: ignore[arg-type]
     moved, after = pushed
@@ -412,13 +417,14 @@ def test_after_it_the_engine_has_the_weights_of_the_run(run, healthy):
 
 
 def test_servers_are_asked_by_the_check_of_their_weights(trial):
-    def finish_push(params):
+    def take_back():
         raise UserError("they still have the weights before")
 
-    actor = SimpleNamespace(finish_push=lambda params: {"weight_check/gap": 1e-5}, engine=SimpleNamespace(max_gap=1e-3))
+    lent = SimpleNamespace(take_back=lambda: ({}, {"weight_check/gap": 1e-5}))
+    actor = SimpleNamespace(lent=lent, engine=SimpleNamespace(max_gap=1e-3))
     trial.parts = replace(trial.parts, actor=actor)
     assert findings(self_test.push_arrives(trial)) == []
-    actor.finish_push = finish_push
+    lent.take_back = take_back
     (finding,) = self_test.push_arrives(trial).findings
     assert finding.id == "push_has_no_effect" and "weights before" in finding.evidence
 
@@ -437,14 +443,12 @@ def test_a_run_has_the_same_numbers_and_samples_with_and_without_it(lag, tmp_pat
 
 
 def test_in_a_run_findings_are_told_and_kept_and_do_not_stop_it(run, monkeypatch, capsys):
-    monkeypatch.setattr(run, "tested", replace(run.tested, reward_fn=lambda: Judge(lambda row, text: 0.0)))
-    run.self_test(1)  # a resumed run
-    assert capsys.readouterr().out == ""
-    run.self_test(0)
+    blind = replace(run.subject, reward_fn=lambda: Judge(lambda row, text: 0.0))
+    run_self_test(run.session, blind)
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("self-test: 5 checks passed, 1 found something in ")
     assert second.strip().startswith("health warning: no form of the row's answer earns more")
-    (line,) = (run.workdir / "health.jsonl").read_text().splitlines()
+    (line,) = (run.session.workdir / "health.jsonl").read_text().splitlines()
     assert json.loads(line)["id"] == "reward_blind" and json.loads(line)["step"] == 0
 
 

@@ -131,11 +131,10 @@ def test_it_is_silent_on(file, template, models, updates, tmp_path):
     update = str({name: x for name, x in flat.items() if name.startswith((*OF_UPDATE, "template"))})
     full = update not in updates
     updates.add(update)
-    with build(config, tmp_path / "run") as run:
-        run.restore()
-        assert run.tested
-        checked = [x for x in self_test.check(run, run.tested, full=full) if x.id]
-        run.actor.finish_push(run.policy(run.states))
+    with build(config, tmp_path / "run") as (session, parts):
+        session.restore()
+        checked = [x for x in self_test.check(parts.subject, session.at.states, full=full) if x.id]
+        parts.rest()
     shutil.rmtree(tmp_path / "run")  # checkpoints are large
     assert [finding.line() for x in checked for finding in x.report.findings] == []
     assert not full or sum(x.report.applicable for x in checked) >= 6

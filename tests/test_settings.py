@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import pytest
 from ml_collections import ConfigDict
 
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm.build import beginning
 from jaxrl_llm.config import load as config
 from jaxrl_llm.learner.optim import make_optimizer
-from jaxrl_llm.recipe import checks
-from jaxrl_llm.recipe.settings import RULES, RunSettings, blind, findings
-from jaxrl_llm.session.checkpoint import keep_beginning, open_workdir
+from jaxrl_llm.recipe.advice import RULES, RunSettings, blind, findings
+from jaxrl_llm.session.checkpoint import open_workdir
 
 ROOT = Path(__file__).parent.parent
 SMALL, QWEN = 128, 896  # widths of the model inside the package and of Qwen2.5-0.5B
@@ -24,8 +25,7 @@ def said(name: str, width=SMALL, platform="cpu", **changes: object) -> list[str]
         config.override(c, field.replace("__", "."), str(value))
     if "teacher" in c:
         c.teacher.path = "somewhere"
-    check = checks.check_sft if name.endswith("sft") else checks.check_train
-    return [finding.line() for finding in findings(RunSettings(c, check(c.lock()), width, platform))]
+    return [finding.line() for finding in findings(RunSettings(recipes.read_either(c.lock()), width, platform))]
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
@@ -77,23 +77,21 @@ def test_an_evaluation_of_other_problems_than_those_trained_on_is_told():
     c = config.load("grpo")
     parts = [ConfigDict(dict(source=source, convert="", weight=1.0)) for source in ("a.jsonl", "arithmetic.train")]
     c.data.source, c.data.mixture.a, c.data.mixture.b = "", *parts
-    assert findings(RunSettings(c, checks.check_train(c), SMALL)) == []
+    assert findings(RunSettings(recipes.read(c), SMALL)) == []
     c.data.mixture.b.source = "b.jsonl"
-    (found,) = findings(RunSettings(c, checks.check_train(c), SMALL))
+    (found,) = findings(RunSettings(recipes.read(c), SMALL))
     assert found.line().startswith(f"{problems}data.mixture: ")
 
 
 def test_a_rule_that_cannot_look_is_silent_and_told_with_its_reason():
     c = config.load(ROOT / "configs" / "grpo.py")
     c.optim.learning_rate, c.deterministic, c.model.path = 1.0, True, "org/model"
-    given = RunSettings(c, checks.check_train(c), None)
+    given = RunSettings(recipes.read(c), None)
     assert findings(given) == []
     assert blind(given) == {"learning_rate": "no config.json of org/model here", "deterministic": "no device is asked"}
     assert [x.id for x in findings(given._replace(width=SMALL, platform="cpu"))] == ["learning_rate", "deterministic"]
     c = config.load(ROOT / "configs" / "sft.py")
-    assert len(blind(RunSettings(c, checks.check_sft(c), SMALL, "cpu"))) == sum(
-        "rl" in needs for needs in RULES.values()
-    )
+    assert len(blind(RunSettings(recipes.read_sft(c), SMALL, "cpu"))) == sum("rl" in needs for needs in RULES.values())
 
 
 def test_a_critics_rate_is_looked_at_too():
@@ -174,12 +172,13 @@ def test_a_run_that_is_resumed_with_more_steps_keeps_its_schedule_and_says_so(tm
     for c, steps in ((begun, 100), (longer, 300)):
         for field, value in (fixed | {"num_steps": steps}).items():
             config.override(c, field.replace("__", "."), str(value))
-        keep_beginning(tmp_path, c.lock())
-        open_workdir(tmp_path, c)
-    before, after = checks.check_train(begun), checks.check_train(longer)
+        c.update_from_flattened_dict(beginning(tmp_path, config.flatten(c)))
+        open_workdir(tmp_path, c.to_dict())
+    recipe = recipes.read(longer)
+    before, after = recipes.read(begun).sizes, recipe.sizes
     assert (after.updates, after.scheduled_updates, after.warmup_steps) == (300, 100, before.warmup_steps)
     rates = [make_optimizer(t.scheduled_updates, **begun.optim).coefficients["learning_rate"] for t in (before, after)]
     for step in (0, 50, 99, 100, 250):
         assert rates[0].value(jnp.float32(step)) == rates[1].value(jnp.float32(step))
-    [line] = [finding.line() for finding in findings(RunSettings(longer, after, SMALL, "cpu"))]
+    [line] = [finding.line() for finding in findings(RunSettings(recipe, SMALL, "cpu"))]
     assert "laid out for 100 steps" in line and "it now has 300" in line and "the learning rate 1e-06" in line

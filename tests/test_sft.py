@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import columns
@@ -40,7 +41,8 @@ def dataset(rows: list[dict]) -> data.Dataset:
 def test_each_turn_is_encoded_alone_and_the_environments_are_not_learned():
     tokenizer = hf.load_tokenizer(FOLDER)
     rows = [{"prompt": "Who ?", "completion": EPISODE}, {"prompt": "Who ?", "completion": "Kelun"}]
-    answers = sft.tokenize_answers(dataset(rows), tokenizer, config())
+    recipe = recipes.read_sft(config())
+    answers = sft.tokenize_answers(dataset(rows), tokenizer, recipe.data, recipe.rollout.max_completion_tokens)
     parts = [tokenizer(turn["content"], add_special_tokens=False)["input_ids"] for turn in EPISODE]
     assert answers[0].tokens == [*parts[0], *parts[1], *parts[2], tokenizer.eos_token_id]
     assert answers[0].learned == [True] * len(parts[0]) + [False] * len(parts[1]) + [True] * (len(parts[2]) + 1)
@@ -71,7 +73,8 @@ def test_what_an_environment_says_changes_no_gradient_of_its_own(tmp_path):
     (record,) = (r for r in sft.steps(config(str(tmp_path / "rows.jsonl"), **small), tmp_path / "run") if r["step"])
     mesh = sft.sharding.make_mesh(data=1, fsdp=1, tensor=1)
     model, tokenizer = hf.load_model(FOLDER, mesh), hf.load_tokenizer(FOLDER)
-    (answer,) = sft.tokenize_answers(dataset(rows[:1]), tokenizer, config())
+    recipe = recipes.read_sft(config())
+    (answer,) = sft.tokenize_answers(dataset(rows[:1]), tokenizer, recipe.data, recipe.rollout.max_completion_tokens)
     prompt = dataset(rows[:1]).ids[0].tolist()
     tokens = np.array([prompt + answer.tokens], np.int32)
     params = hf.load_params(FOLDER, model, mesh)

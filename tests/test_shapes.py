@@ -62,11 +62,11 @@ def test_a_ladder_goes_on_from_its_state_as_if_it_had_never_stopped():
     for stop in range(20):
         first, book = Ladder(tuple(COSTS), price=15.0, limit=3), Book()
         calls(first, range(stop))
-        book.load("training", {"training": first.state()})
+        book.load_of("training", {"training": first.state()})
         again = book.ladder("training", COSTS, price=15.0, limit=3)
         assert calls(again, range(stop, 20)) == expected[stop:]
         assert again.state() == whole.state()
-        assert book.state("sampling") == {}
+        assert book.state_of("sampling") == {}
 
 
 def test_an_error_in_the_background_is_raised_by_the_step():
@@ -118,17 +118,17 @@ def test_from_the_third_step_on_no_step_compiles_and_a_resumed_run_takes_the_sam
     def steps(workdir: Path, last: int) -> tuple[dict, list]:
         nonlocal step
         used.clear()
-        with build.build(ragged_config(50), workdir) as run:
-            states, step = run.restore()
+        with build.build(ragged_config(50), workdir) as (session, parts):
+            lent = session.restore()
+            step = session.at.step
             while step < last:
                 step += 1
-                states, record = rl_step(run, states, step)
-                run.log.finish()
-                run.write(record)
-                run.actor.advance(step)
-                used.append((step, run.book.state("")))
-            run.checkpoints.wait()
-            return jax.device_get(states), list(used)
+                lent, record = rl_step(session, parts, lent, step)
+                session.log.finish()
+                session.write(record)
+                used.append((step, parts.book.state_of("")))
+            session.checkpoints.wait()
+            return jax.device_get(lent.states), list(used)
 
     step = 0
     jax.monitoring.register_event_duration_secs_listener(count)
@@ -148,11 +148,10 @@ def test_from_the_third_step_on_no_step_compiles_and_a_resumed_run_takes_the_sam
 
 def test_a_checkpoint_has_the_shapes_of_its_step_although_the_next_step_has_counted(cheap, tmp_path):
     """A signal saves the last whole step from another thread, at any moment of the next one."""
-    with build.build(ragged_config(10), tmp_path) as run:
-        states, _ = run.restore()
-        states, _ = rl_step(run, states, 1)
-        run.packing(np.full((8, 4), 5), 8)  # the next step has begun
-        run.save()
-        run.checkpoints.wait()
-        *_, ladders = run.checkpoints.resume(run.shapes)
-    assert ladders["training"]["calls"] == 1
+    with build.build(ragged_config(10), tmp_path) as (session, parts):
+        rl_step(session, parts, session.restore(), 1)
+        parts.packing(np.full((8, 4), 5), 8)  # the next step has begun
+        session.save()
+        session.checkpoints.wait()
+        _, saved = session.checkpoints.resume(parts.shapes())
+    assert saved["shapes"].notes["training"]["calls"] == 1

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from jaxrl_llm.build import build
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
@@ -28,7 +29,6 @@ from jaxrl_llm.rollout.samples import Graded, Samples
 from jaxrl_llm.session import log
 from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.session.record import Timer
-from jaxrl_llm.session.run import Run
 from jaxrl_llm.structs import Prompts, Rollouts
 from jaxrl_llm.train import rl_step, steps, train
 
@@ -84,9 +84,9 @@ def test_a_loop_that_ends_early_saves_raises_and_goes_on_bit_for_bit(whole, tmp_
         assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
 
     left(ValueError, "the end of the caller's loop", 2)  # a record comes when the next step is done
-    settled = Run.settled
+    settled = Learning.settled
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "settled", lambda *given: signal.raise_signal(signal.SIGINT) or settled(*given))
+        patch.setattr(Learning, "settled", lambda *given: signal.raise_signal(signal.SIGINT) or settled(*given))
         left(KeyboardInterrupt, "Ctrl-C", 3)  # it waited until the state was whole
     rest = list(steps(config, workdir))
     assert numbers(taken) == numbers(written(whole))[:2]
@@ -95,10 +95,8 @@ def test_a_loop_that_ends_early_saves_raises_and_goes_on_bit_for_bit(whole, tmp_
 
 
 def test_the_step_alone_is_a_function_of_the_run_the_states_and_its_number(whole, tmp_path):
-    with build(tiny(**{"eval.every": 0, "checkpoint.keep_best": 0}), tmp_path / "run") as run:
-        states, _ = run.restore()
-        states, record = rl_step(run, states, 1)
-        run.actor.advance(1)
+    with build(tiny(**{"eval.every": 0, "checkpoint.keep_best": 0}), tmp_path / "run") as (session, parts):
+        _, record = rl_step(session, parts, session.restore(), 1)
         summary = record.summary()
     first = written(whole)[1]
     assert summary["reward/mean"] == first["reward/mean"]
@@ -113,7 +111,7 @@ class Canned(Engine):
     def __init__(self, given: EngineInputs, token: int):
         self._given, self._token = given, token
 
-    def generate(self, prompts: Prompts, key, *, group_size, sampling, max_tokens=None) -> Rollouts:
+    def sample(self, prompts: Prompts, key, *, group_size, sampling, environments=None, max_tokens=None) -> Rollouts:
         shape = (len(prompts.tokens), group_size, self._given.max_completion_tokens)
         tokens, mask = np.full(shape, self._token, np.int32), np.ones(shape, bool)
         mask[:, 1::2, 2:] = False
@@ -149,9 +147,9 @@ OBSERVED = 2  # tokens that the environment appends
 class Echo(Sampler):
     """The in-JAX sampler behind an environment that answers every completion with its own last two tokens."""
 
-    def generate(self, prompts: Prompts, key, *, group_size, sampling, max_tokens=None) -> Rollouts:
+    def sample(self, prompts: Prompts, key, *, group_size, sampling, environments=None, max_tokens=None) -> Rollouts:
         room = np.full((len(prompts.tokens), group_size), 6 - OBSERVED)
-        made = super().generate(prompts, key, group_size=group_size, sampling=sampling, max_tokens=room)
+        made = super().sample(prompts, key, group_size=group_size, sampling=sampling, max_tokens=room)
         tokens, mask = np.array(made.completions), np.array(made.completion_mask)
         length = mask.sum(axis=-1, keepdims=True)
         at = np.arange(tokens.shape[-1])
@@ -188,12 +186,13 @@ def test_a_reference_and_an_optimizer_in_the_hosts_memory_change_no_number(movin
     away = fields | {"host_memory.reference": True, "host_memory.optimizer": True}
     whole = list(steps(tiny(**fields), tmp_path / "run"))
     list(steps(tiny(**away | {"num_steps": 2}), tmp_path / "away"))  # saves, and goes on from what it has saved
-    with build(tiny(**away), tmp_path / "away") as run:
-        resumed = list(train(run))
-        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(run.states["reference"])}
-        moments = [x.sharding.memory_kind for x in jax.tree.leaves(run.states["policy"].opt_state) if x.ndim]
+    with build(tiny(**away), tmp_path / "away") as (session, parts):
+        resumed = list(train(session, parts))
+        states = session.at.states
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(states["reference"])}
+        moments = [x.sharding.memory_kind for x in jax.tree.leaves(states["policy"].opt_state) if x.ndim]
         assert kinds == set(moments) == {"pinned_host"}
-        assert {x.sharding.memory_kind for x in jax.tree.leaves(run.states["policy"].params)} == {"device"}
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(states["policy"].params)} == {"device"}
     assert numbers(resumed) == numbers(whole)[-1:]
     one, two = ((tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("run", "away"))
     assert one == two
@@ -240,14 +239,16 @@ def test_the_device_scores_while_functions_judge_the_same_batch():
             lambda: Graded(test_rewards.TEXTS, judge(*test_rewards.BATCH).channels, [], {})
         )  # half a second
         sampled = SimpleNamespace(next=lambda: Samples(prompts, rollouts, graded))
-        run = SimpleNamespace(
-            actor=sampled, packing=None, mesh=sharding.make_mesh(data=1, fsdp=1, tensor=1), coefficients=lambda _: {},
-            log=SimpleNamespace(timer=Timer, watch=lambda x: x), stop=SimpleNamespace(check=lambda: None),
+        learning = SimpleNamespace(
+            mesh=sharding.make_mesh(data=1, fsdp=1, tensor=1), coefficients=lambda _: {},
             score=lambda *_: device.submit(time.sleep, 0.5),
             assign_credit=lambda batch, scores, rewards, _: (scores.result(), rewards.total.sum()),  # needs both
         )  # fmt: skip
-        with pytest.raises(AttributeError, match="finish_push"):  # what follows is learning
-            rl_step(run, {}, 1)
+        log = SimpleNamespace(timer=Timer, watch=lambda x: x)
+        session = SimpleNamespace(log=log, stop=SimpleNamespace(check=lambda: None))
+        parts = SimpleNamespace(actor=sampled, packing=None, learning=learning)
+        with pytest.raises(AttributeError, match="take_back"):  # what follows is learning
+            rl_step(session, parts, SimpleNamespace(states={}), 1)
         assert 0.45 < time.monotonic() - began < 0.9
     device.shutdown()
 

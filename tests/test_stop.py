@@ -19,9 +19,9 @@ from ml_collections import ConfigDict
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
 from jaxrl_llm.machine.sharding import make_mesh
-from jaxrl_llm.session.checkpoint import Checkpoints, has_checkpoint
+from jaxrl_llm.session.checkpoint import MODELS, SAMPLES, Checkpoints, has_checkpoint
 from jaxrl_llm.session.signals import Interrupts
-from jaxrl_llm.structs import Pending
+from jaxrl_llm.structs import PartState
 
 PROGRAM = """
 import hashlib, multiprocessing, sys, time
@@ -189,7 +189,7 @@ MESH = make_mesh(data=1, fsdp=1, tensor=1)
 STATE = {"a": jnp.arange(2**20, dtype=jnp.float32) ** 0.5}
 
 
-PENDING = Pending({"next_index": 0}, [])
+PARTS = {MODELS: PartState({}, STATE), SAMPLES: PartState({"position": {"next_index": 0}, "metrics": []}, [])}
 
 
 def steps(folder: Path) -> list[str]:
@@ -214,20 +214,20 @@ def check_for_ten_seconds(checkpoints: Checkpoints) -> None:
 def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed(tmp_path, full, capfd):
     folder = tmp_path / "run" / "checkpoints"
     checkpoints = Checkpoints(folder, {}, KEEP, MESH)
-    checkpoints.save(1, STATE, PENDING, None, ladders={})
+    checkpoints.save(1, PARTS, None)
     checkpoints.wait()
     full(2**18)
-    checkpoints.save(2, STATE, PENDING, None, ladders={})
+    checkpoints.save(2, PARTS, None)
     with pytest.raises(UserError, match=r" cannot be written \(File too large; .* GB free there\): make"):
         check_for_ten_seconds(checkpoints)
     full(resource.RLIM_INFINITY)
     checkpoints.close()
     assert capfd.readouterr().err == ""
     again = Checkpoints(folder, {}, KEEP, MESH)
-    step, state, *_ = again.resume(STATE)
+    step, parts = again.resume(STATE)
     assert step == 1
-    assert (state["a"] == STATE["a"]).all()
-    again.save(2, STATE, PENDING, None, ladders={})
+    assert (parts[MODELS].arrays["a"] == STATE["a"]).all()
+    again.save(2, PARTS, None)
     again.close()
     assert steps(folder) == ["2"]
 
@@ -239,7 +239,7 @@ def test_an_evaluation_is_saved_only_if_it_is_one_of_the_best_also_after_a_resum
     checkpoints = make()
     assert checkpoints.is_best(0.0) and not checkpoints.is_best(None)
     for step, accuracy in enumerate([0.5, 0.7], 1):
-        checkpoints.save(step, STATE, PENDING, accuracy, ladders={})
+        checkpoints.save(step, PARTS, accuracy)
     checkpoints.close()
     again = make()
     again.resume(STATE)
@@ -254,7 +254,7 @@ def test_an_evaluation_is_saved_only_if_it_is_one_of_the_best_also_after_a_resum
 def test_the_best_checkpoint_stays_when_the_run_is_resumed(tmp_path):
     for step, accuracy in enumerate([0.1, 0.9, 0.2, 0.3], 1):
         checkpoints = Checkpoints(tmp_path, {}, KEEP, MESH)
-        checkpoints.save(step, STATE, PENDING, accuracy, ladders={})
+        checkpoints.save(step, PARTS, accuracy)
         checkpoints.close()
     assert steps(tmp_path) == ["2", "4"]
 
@@ -267,11 +267,11 @@ def test_a_checkpoint_that_a_signal_made_changes_not_to_which_ones_a_run_can_go_
         for of_part in saves:
             checkpoints = Checkpoints(tmp_path / name, {}, config, MESH)
             for step in of_part:
-                checkpoints.save(step, STATE, PENDING, None, ladders={})
+                checkpoints.save(step, PARTS, None)
                 if step % 2 == 0:
                     there.setdefault(name, []).append(checkpoints.steps())
             # It is resumed from the newest, also if a signal made it.
-            assert checkpoints.check_beginning(config) == (of_part[-1], [])
+            assert checkpoints.check_beginning({}) == (of_part[-1], [])
             checkpoints.close()
     assert there["stopped"] == there["straight"] == [[2], [2, 4], [2, 4, 6], [4, 6, 8]]
     assert steps(tmp_path / "stopped") == ["4", "6", "8"]
@@ -284,12 +284,12 @@ def test_a_run_killed_while_it_deletes_a_checkpoint_never_resumes_half_of_it(tmp
     keep, removed = 3 if "rollback" in victim else 1, list[Path]()
     checkpoints = Checkpoints(folder, {}, ConfigDict(dict(keep=keep, keep_best=0, every=1)), MESH)
     for step in (1, 2, 3):
-        checkpoints.save(step, STATE, PENDING, None, ladders={})
+        checkpoints.save(step, PARTS, None)
         checkpoints.wait()
         if step == 2:
 
             def cut_off(path: Path, *_: object, removed: list[Path] = removed, **__: object) -> None:
-                removed.extend(sorted(Path(path).rglob("*.*"))[:2] + list(Path(path).glob("host/*")))
+                removed.extend(sorted(Path(path).rglob("*.*"))[:2] + list(Path(path).glob("notes/*")))
                 for file in removed:
                     file.unlink(missing_ok=True)
                 raise SystemExit("killed")
@@ -325,7 +325,7 @@ def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkey
 
     asks_for(4)
     for step, accuracy, there in ((2, 0.9, [2]), (4, 0.5, [2, 4]), (5, None, [2, 4, 5]), (6, None, [2, 6])):
-        checkpoints.save(step, STATE, PENDING, accuracy, ladders={})
+        checkpoints.save(step, PARTS, accuracy)
         checkpoints.wait()
         # A signal has made the one of step 5. It stays until that of step 6 is complete: then there are four.
         assert sorted(checkpoints._manager.all_steps()) == there

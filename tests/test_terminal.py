@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tiny import log_of
 
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError, briefly, printable, run_main
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.session.banner import print_banner
-from jaxrl_llm.session.log import Log
 from jaxrl_llm.tools import doctor
 
 ATTACKS = {
@@ -33,7 +33,7 @@ def test_what_cannot_be_seen_is_an_escape_and_the_rest_stays():
 
 
 def test_a_line_of_the_console_has_no_blanks_at_its_end(tmp_path, capsys):
-    log = Log(tmp_path, load(Path(__file__).parent.parent / "configs" / "grpo.py"))
+    log = log_of(tmp_path, load(Path(__file__).parent.parent / "configs" / "grpo.py"))
     log._start, log._began = 0, 0.0
     for step in (0, 1):
         log.say(log._line(step, {"step": step, "eval/accuracy": 0.11}))
@@ -44,7 +44,7 @@ def test_a_line_of_the_console_has_no_blanks_at_its_end(tmp_path, capsys):
 
 def spoken(capsys: pytest.CaptureFixture[str], attack: str, tmp_path: Path) -> dict[str, str]:
     """Returns what each way to the terminal prints of a text."""
-    log = Log(tmp_path, load(Path(__file__).parent.parent / "configs" / "grpo.py"))
+    log = log_of(tmp_path, load(Path(__file__).parent.parent / "configs" / "grpo.py"))
     log._files["completions"] = (tmp_path / "completions.jsonl").open("w", encoding="utf-8")
     prompts = SimpleNamespace(rows=[{"prompt": f"a{attack}"}])
     turns = [[{"role": "assistant", "content": f"t{attack}"}]]

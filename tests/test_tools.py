@@ -259,13 +259,14 @@ def test_tools_that_cannot_work_are_refused_before_a_run_begins(given, said):
 
 
 def test_prompts_without_a_chat_show_no_tools(tmp_path):
+    from jaxrl_llm import recipe as recipes
     from jaxrl_llm.config.load import load
 
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n')
     config = load(Path(__file__).parent.parent / "configs" / "grpo.py")
     config.data.source = str(tmp_path / "rows.jsonl")
     with pytest.raises(UserError, match="text, which shows no tools"):
-        data.load(config, tokenizer(), pool().schemas)
+        data.load(recipes.read(config).data, tokenizer(), pool().schemas)
 
 
 @linux

@@ -95,7 +95,7 @@ def test_a_run_ends_with_a_card_and_a_checkpoint_goes_to_a_hub_with_its_own(whol
     assert f"| 6 | {logged[6]['eval/accuracy']:.1%} | {logged[6]['reward/mean']:.3f} |" in card.text
     assert '"prompts_per_step": 8' in card.text
     assert str(ROOT) not in card.content
-    host = json.loads(next((whole / "checkpoints" / "6").glob("host/*")).read_text())["began_with"]
+    host = json.loads(next((whole / "checkpoints" / "6").glob("notes/*")).read_text())["began_with"]
     assert f"SHA-256 `{host['data.source']}`" in card.text
     assert f"SHA-256 `{host['eval.source']}`" in card.text
     fake = online()
@@ -346,7 +346,7 @@ def test_the_trained_folder_says_the_same_in_transformers_as_in_the_sampler(whol
         stop_ids=hf.stop_ids(folder, tokenizer), pad_id=tokenizer.pad_token_id,
     )  # fmt: skip
     engine.update_weights(hf.load_params(folder, model, mesh))
-    rollouts = engine.generate(prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0))
+    rollouts = engine.sample(prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0))
     ours, _ = data.decode(tokenizer, rollouts.completions, rollouts.completion_mask)
     theirs = AutoModelForCausalLM.from_pretrained(folder).generate(
         torch.tensor(prompts.tokens), attention_mask=torch.tensor(prompts.mask), max_new_tokens=12, do_sample=False

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras
-from jaxrl_llm.recipe import checks
+from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.tools.translate import __main__ as program
 from jaxrl_llm.tools.translate import easyr1, lint, readers, search_r1, trl, trl_ppo, trl_rules, verl, writer
 from jaxrl_llm.tools.translate.outcome import KINDS, Keys, Outcome, Translation, Unread, translate
@@ -208,7 +210,7 @@ def test_every_key_becomes_exactly_one_thing_and_what_is_written_passes_the_chec
         said = " ".join(outcome.reason.replace("# ", " ").split())
         assert outcome.kind == "mapped" or not said or (key in comments and said in comments), key
     checked = lint.lint(lint.load_text(text), set(made.yours()))
-    assert checked.refused == "" and checked.totals
+    assert checked.refused == "" and checked.sizes
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -414,7 +416,7 @@ def test_a_table_sets_fields_that_are_there_and_knows_its_defaults(name):
     there = set()
     for base in ("ppo", "search_ppo"):
         c = load(CONFIGS / f"{base}.py")
-        there |= set(checks.train_fields(c)) | set(flatten(c))
+        there |= set(records.table(Recipe, c.to_dict()).fields) | set(flatten(c))
     of_functions = ("advantage.", "loss.", "lora.", "reward_model.", "data.mixture")
     values = (None, True, False, 0, 1, 8, 0.5, "", "gae", "cosine", [1, 2], {"a": 1}, "someone/thing")
     for key in [*system.rules, *system.defaults]:
@@ -620,7 +622,7 @@ def test_the_program_writes_a_config_prints_the_table_and_what_the_doctor_says(t
     assert "the checks pass" in said and "16 optimizer steps on a rollout, more than 4" in said
     assert "could not look: learning_rate (no config.json of Qwen/Qwen2.5-0.5B-Instruct here)" in said
     c = load(to)
-    checks.check_train(c.lock())
+    recipes.read(c.lock())
     assert c.prompts_per_update == 8
     with pytest.raises(UserError, match="this one is there"):
         program.run(tmp_path / "run.sh", to, 0, 0)

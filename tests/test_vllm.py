@@ -36,7 +36,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.environments import EnvironmentPool
-from jaxrl_llm.rollout.samples import episodes
+from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
@@ -187,7 +187,7 @@ def gap(
 
 
 def sample(engine: VllmEngine, prompts, key=KEY, sampling: Sampling | None = None, group_size: int = G) -> Rollouts:
-    return engine.generate(prompts, key, group_size=group_size, sampling=sampling or Sampling())
+    return engine.sample(prompts, key, group_size=group_size, sampling=sampling or Sampling())
 
 
 def same(a: Rollouts, b: Rollouts) -> float:
@@ -247,7 +247,7 @@ def test_episodes_of_several_turns_are_sampled_as_the_trainer_scores_them(server
     pool = EnvironmentPool(TOKENIZER, Echo, most=4, tokens=8, observation_tokens=10, workers=8, timeout=10.0)
     with connected(server, tmp_path=tmp_path, max_completion_tokens=24) as engine:
         engine.update_weights(params, 5)
-        rollouts = episodes(engine, pool, prompts, KEY, G, Sampling(1.5))
+        rollouts = CompletionTask(pool.tokenizer, None, pool).sample(engine, prompts, KEY, G, Sampling(1.5))
     assert gap(params, prompts, rollouts, Sampling(1.5)) < 1e-4
     turns = data.decode_turns(TOKENIZER, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
     several = [one for group in turns for one in group if len(one) > 2]

@@ -93,7 +93,7 @@ def connected(
 def sample(engine: VllmEngine, prompts: int = 8, group_size: int = 2):
     shape = (prompts, 3)
     of = Prompts(np.ones(shape, np.int32), np.ones(shape, bool), [{"prompt": "?"}] * prompts, np.arange(prompts))
-    return engine.generate(of, jax.random.key(0), group_size=group_size, sampling=Sampling())
+    return engine.sample(of, jax.random.key(0), group_size=group_size, sampling=Sampling())
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.config import records
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import plain
+from jaxrl_llm.session.log import Log
+from jaxrl_llm.session.settings import SamplesLogSettings
 from jaxrl_llm.structs import Batch, PyTree
 
 CONFIG = DecoderConfig(
@@ -34,6 +39,11 @@ GEMMA = replace(
 )  # fmt: skip
 CONFIGS = {"qwen2": CONFIG, "gemma": GEMMA}
 B, G, P, C = 8, 4, 6, 5
+
+
+def log_of(workdir: Path, config: ConfigDict) -> Log:
+    """The log of a run of this config."""
+    return Log(workdir, records.read(SamplesLogSettings, config.to_dict()["log"]), config.num_steps, config.to_dict())
 
 
 def mesh_of(shape: tuple[int, int, int]) -> jax.sharding.Mesh:

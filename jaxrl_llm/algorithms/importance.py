@@ -21,13 +21,13 @@ JUDGED = 10.0
 
 
 def make_importance_weights(
+    off_policy: bool = False,
+    dtype: str = "float32",
     *,
     level: Literal["token", "sequence", "geometric"] = "token",
     action: Literal["auto", "none", "truncate", "mask"] = "none",
     low: NotNegative = 0.0,
     high: Positive = 2.0,
-    off_policy: bool = False,
-    dtype: str = "float32",
 ) -> ImportanceFn:
     """Returns `correct(trainer, sampler, mask)` -> weights [B, G, C] of the policy loss, and metrics of the mismatch.
 

@@ -199,12 +199,12 @@ def override(config: Config, name: str, text: str) -> None:
     for i, part in enumerate(parts):
         node = node.get(part) if isinstance(node, ConfigDict) else None
         if not isinstance(node, ConfigDict):
-            raise UserError(f"config.{'.'.join(parts[: i + 1])} is not a section{_meant(name, config)}")
+            raise UserError(f"config.{'.'.join(parts[: i + 1])} is not a section{_meant(name, flatten(config))}")
     if ".".join(parts) in OPEN and last not in node:
         node[last] = _literal(text)
         return
     if last not in node:
-        raise UserError(f"config.{name} is not a field{_meant(name, config)}")
+        raise UserError(f"config.{name} is not a field{_meant(name, flatten(config))}")
     old = node[last]
     if isinstance(old, ConfigDict):
         raise UserError(f"config.{name} {problem(text, old, name)}")
@@ -250,11 +250,11 @@ def _literal(text: str) -> Any:
         return text
 
 
-def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
-    """Flattens a config to {"optim.learning_rate": 1e-5, ...}. A section of OPEN stays one dict."""
+def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Flattens a config or a section to {"optim.learning_rate": 1e-5, ...}. A section of OPEN stays one dict."""
     flat: dict[str, Any] = {}
     # With the references: an override moves what refers to its field.
-    for key, value in config.items(preserve_field_references=True):
+    for key, value in section.items(preserve_field_references=True):
         if isinstance(value, ConfigDict) and prefix + key not in OPEN:
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
@@ -262,13 +262,14 @@ def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _meant(name: str, config: Config) -> str:
-    known, section = list(flatten(config)), name.rpartition(".")[0]
-    if section.split(".")[0] not in config and (shipped := shipped_with(name)):
+def _meant(name: str, fields: dict[str, Any]) -> str:
+    known, section = list(fields), name.rpartition(".")[0]
+    top = dict.fromkeys(field.split(".")[0] for field in known)
+    if section.split(".")[0] not in top and (shipped := shipped_with(name)):
         return f"; a section is added in a file, as the shipped config {shipped} does (--config {shipped})"
     if field := nearest(name, known):
         return f"; did you mean {field}?"
-    beside = [k for k in known if k.startswith(f"{section}.")] or list(config)
+    beside = [k for k in known if k.startswith(f"{section}.")] or list(top)
     return f"; there is {', '.join(beside)}"
 
 

@@ -84,8 +84,13 @@ def with_names(config: Config, home: str = "") -> Config:
 
     home: the module of functions that a config file defines. Raises: UserError, if a function has no name.
     """
-    functions = config.reward.functions if "reward" in config and "functions" in config.reward else ()
-    judge = config.eval.function if "eval" in config and "function" in config.eval else ""
+    match config.to_dict():
+        case {"reward": {"functions": functions}, "eval": {"function": judge}}:
+            pass
+        case {"eval": {"function": judge}}:
+            functions = ()
+        case _:
+            return config
     several = functions if isinstance(functions, tuple) else (functions,)
     if not any(map(callable, (*several, judge))):
         return config
@@ -158,12 +163,6 @@ def bind(text: str, module: Place, what: str = "name") -> Callable[..., Any]:
     return partial(function, **given) if given else function
 
 
-def channel_weights(config: Config) -> dict[str, float]:
-    """Returns {name: weight} of the reward functions. The name of a channel is without arguments."""
-    names = [split_call(text)[0] for text in config.reward.functions]
-    return dict(zip(names, config.reward.weights, strict=True))
-
-
 def is_ours(function: Callable[..., Any], module: Place) -> bool:
     """Returns whether a function is defined in a submodule of `module`."""
     return _is_inside(str(getattr(function, "__module__", "")), package(module))
@@ -172,11 +171,6 @@ def is_ours(function: Callable[..., Any], module: Place) -> bool:
 def own_name(function: Callable[..., Any], module: ModuleType) -> str:
     """Returns the plain name of a function that `module` defines, or "" for any other function."""
     return function.__name__ if function.__module__ == module.__name__ else ""
-
-
-def arguments(section: Config) -> dict[str, Any]:
-    """Returns the keyword arguments in a named section: all fields except `name`."""
-    return {key: value for key, value in section.items() if key != "name"}
 
 
 def required_inputs(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -6,16 +6,13 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from jaxrl_llm.config.load import flatten, shipped_with
-from jaxrl_llm.config.names import Place, arguments, is_ours, keywords, package, resolve, split_call
+from jaxrl_llm.config.load import shipped_with
+from jaxrl_llm.config.names import Place, is_ours, keywords, resolve, split_call
 from jaxrl_llm.config.sections import KINDS
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.errors import UserError
-
-if TYPE_CHECKING:
-    from jaxrl_llm.structs import Config
 
 
 @dataclass(frozen=True)
@@ -62,34 +59,7 @@ MAY_CHANGE = "in a resumed run"
 MayChange = Annotated[T, MAY_CHANGE]  # MayChange[Count] is a Count that a resumed run may change
 
 
-def check_fields(config: Config, fields: dict[str, Field], named: dict[str, Place]) -> None:
-    """Checks that a config has exactly the fields of the table, with allowed values.
-
-    named: sections, such as {"loss": losses}. Their `name` is a function of that module, or a dotted name. Their
-    other fields are the function's keyword arguments. Raises: UserError, naming the field.
-    """
-    flat = flatten(config)
-    for section, module in named.items():
-        if f"{section}.name" not in flat:
-            raise UserError(f"config.{section}.name is missing: give a function of {package(module).__name__}")
-        name = flat[f"{section}.name"]
-        if problem := Field(str).problem(name):
-            raise UserError(f"config.{section}.name {problem}")
-        _check_arguments(section, name, resolve(name, module, f"config.{section}.name"), arguments(config[section]))
-    of_functions = [name for name in flat if name.split(".")[0] in named]
-    flat = {name: value for name, value in flat.items() if name not in of_functions}
-    for name in flat:
-        if name not in fields:
-            near = nearest(name, [*fields, *of_functions])
-            raise UserError(f"config.{name} is not a field" + (f"; did you mean {near}?" if near else ""))
-    for name, field in fields.items():
-        if name not in flat:
-            raise UserError(f"config.{name} is missing: add it to the config file (configs/ has complete ones)")
-        if problem := field.problem(flat[name]):
-            raise UserError(f"config.{name} {problem}")
-
-
-def _check_arguments(section: str, name: str, function: Callable[..., Any], given: dict[str, Any]) -> None:
+def check_arguments(section: str, name: str, function: Callable[..., Any], given: dict[str, Any]) -> None:
     """Checks that a section gives a function's keyword-only arguments as declared, and no others."""
     hints = _hints(function)
     taken = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
@@ -99,7 +69,7 @@ def _check_arguments(section: str, name: str, function: Callable[..., Any], give
             hint = f"; did you mean {near}?" if near else _whole(section, name)
             takes = ", ".join(taken) or "nothing"
             raise UserError(f"config.{section}.{key} is not an argument: {name} takes {takes}{hint}")
-        if (field := _field(hints.get(key))) and (problem := field.problem(value)):
+        if (field := field_of(hints.get(key))) and (problem := field.problem(value)):
             raise UserError(f"config.{section}.{key} {problem}")
     for key, parameter in taken.items():
         if parameter.default is parameter.empty and key not in given:
@@ -139,7 +109,7 @@ def check_call(text: str, module: Place, what: str) -> None:
     for key, value in given.items():
         if key not in taken:
             raise UserError(f"{what}: {name} has no argument {key!r}: it takes {', '.join(taken) or 'none'}")
-        if (field := _field(hints.get(key))) and (problem := field.problem(value)):
+        if (field := field_of(hints.get(key))) and (problem := field.problem(value)):
             raise UserError(f"{what}: argument {key} of {name} {problem}")
     for key, parameter in taken.items():
         if own and parameter.default is parameter.empty and key not in given:
@@ -175,18 +145,11 @@ def checked_by(check: Callable[..., None], *, reach: Callable[..., None] | None 
     return mark
 
 
-def fields_of(section: str, function: Callable[..., Any], *, leave_out: tuple[str, ...] = ()) -> dict[str, Field]:
+def fields_of(section: str, function: Callable[..., Any]) -> dict[str, Field]:
     """Returns the fields of a section that holds a function's keyword arguments, from their annotations."""
     hints = _hints(function)
-    found = {name: _field(hints.get(name)) for name in keywords(function) if name not in leave_out}
+    found = {name: field_of(hints.get(name)) for name in keywords(function)}
     return {f"{section}.{name}": field for name, field in found.items() if field}
-
-
-def names_that_may_change(config: Config, fields: dict[str, Field], named: dict[str, Place]) -> set[str]:
-    """Returns the fields of a checked config that a resumed run may change. Arguments as for `check_fields`."""
-    for section, module in named.items():
-        fields = fields | fields_of(section, resolve(config[section].name, module))
-    return {name for name, field in fields.items() if field.may_change}
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -197,7 +160,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _field(hint: Any) -> Field | None:
+def field_of(hint: Any) -> Field | None:
     """Returns the values that an annotation allows; None if it allows no check."""
     if get_origin(hint) is Literal:
         return Field(str, choices=get_args(hint))
@@ -205,6 +168,7 @@ def _field(hint: Any) -> Field | None:
         return Field(tuple, of=get_args(hint)[0])
     if get_origin(hint) is Annotated:
         inner, *said = get_args(hint)
-        field = next((x for x in said if isinstance(x, Field)), None) or _field(inner)
+        field = next((x for x in said if isinstance(x, Field)), None) or field_of(inner)
         return replace(field, may_change=MAY_CHANGE in said) if field else None
-    return Field(hint) if hint in (bool, int, float, str) else None
+    kind = get_origin(hint) or hint
+    return Field(kind) if kind in (bool, int, float, str, tuple, dict) else None

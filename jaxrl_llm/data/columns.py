@@ -9,9 +9,11 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxrl_llm.config.names import is_ours, split_call
+from jaxrl_llm.config.schema import check_reach
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.formats import Row
 from jaxrl_llm.data.prompts import Dataset
+from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import REWARDS, is_empty
 from jaxrl_llm.tasks.signatures import bound
@@ -128,6 +130,32 @@ def check(
                 notes.setdefault(note, []).append(f"{demand.function} {_effect(demand, dataset.rows[rows[0]])}")
     lines = [f"{note}: {', '.join(effects)}" for note, effects in notes.items()]
     return replace(dataset, notes=(*dataset.notes, *lines))
+
+
+def check_all(
+    data: DataSettings,
+    problems: EvalSettings,
+    functions: Sequence[str],
+    dataset: Dataset,
+    held_out: Dataset,
+    *,
+    episodes: bool,
+) -> tuple[Dataset, Dataset]:
+    """Returns the training and the evaluation data with notes on rows that lack a column. Raises: UserError.
+
+    functions: that reward. Also asks once the servers that they need.
+    """
+    if data.completion_column:
+        dataset = check_completions(dataset, data.completion_column, data.source)
+    for function in functions:
+        check_reach(function, REWARDS, "config.reward.functions")
+    if problems.every:
+        check_reach(problems.function, REWARDS, "config.eval.function")
+    checked = check(dataset, functions, "data", episodes=episodes, convert=data.convert)
+    if not problems.every:
+        return checked, checked
+    judge, convert = (problems.function,), problems.convert
+    return checked, check(held_out, judge, "eval", episodes=episodes, convert=convert)
 
 
 def _without(rows: Sequence[Row], part: range, columns: tuple[str, ...]) -> list[int]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import grain
 import numpy as np
 
+from jaxrl_llm.data import order
+from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.machine import distributed
 
 
@@ -55,6 +58,22 @@ class Curriculum:
         # Last: a row may be drawn twice in a step.
         updated[numbers[~no_signal]] = False
         return updated
+
+
+def drawn(
+    dataset: Dataset, collate: order.Collate, *, batch: int, seed: int, skip: float, weights: Mapping[str, float]
+) -> tuple[Curriculum | None, grain.DatasetIterator]:
+    """Returns the curriculum of a run, if it passes over prompts, and the iterator over its batches of prompts.
+
+    skip: as of a `Curriculum`; 0: no curriculum. weights: of the sources of a mixture.
+    """
+    size = len(dataset.rows)
+    if not skip and not dataset.parts:
+        return None, order.iterate(size, batch, seed, collate)
+    curriculum = Curriculum(size, skip, seed) if skip else None
+    parts = dataset.parts or {"all": range(size)}
+    shares = {name: weights[name] if dataset.parts else 1.0 for name in parts}
+    return curriculum, order.mix(parts, shares, batch, seed, collate, curriculum.draws if curriculum else None)
 
 
 def to_text(bits: np.ndarray) -> str:

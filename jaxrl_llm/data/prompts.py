@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias
 
@@ -14,9 +14,10 @@ import numpy as np
 from jaxrl_llm.data import encoding, formats
 from jaxrl_llm.data.formats import Columns, Row
 from jaxrl_llm.data.rows import load_rows
+from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed
-from jaxrl_llm.structs import AnyArray, Config, Prompts
+from jaxrl_llm.structs import AnyArray, Prompts
 
 Turn: TypeAlias = dict[str, str]
 
@@ -69,21 +70,23 @@ class Dataset:
         return digest
 
 
-def load(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Dataset:
-    """Loads the training prompts of the `data` section. tools: that the chat template describes. Raises: UserError."""
-    d = config.data
-    args = template_args_of(config, tools)
-    shared = dict(
-        max_prompt_tokens=d.max_prompt_tokens, overlong=d.overlong, template_args=args, columns=columns_of(config)
+def load(settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Dataset:
+    """Loads the training prompts. tools: that the chat template describes. Raises: UserError."""
+    args = settings.template_args(tools)
+    shared: dict[str, Any] = dict(
+        max_prompt_tokens=settings.max_prompt_tokens,
+        overlong=settings.overlong,
+        template_args=args,
+        columns=settings.columns,
     )
-    if "mixture" in d and d.mixture:
-        convert_of = lambda name, part: dict(convert=part.convert, field=f"data.mixture.{name}.convert")  # noqa: E731
+    if settings.mixture:
         parts = {
-            name: read(part.source, tokenizer, **convert_of(name, part), **shared) for name, part in d.mixture.items()
+            name: read(part.source, tokenizer, convert=part.convert, field=f"data.mixture.{name}.convert", **shared)
+            for name, part in settings.mixture.items()
         }
         dataset = join(parts)
     else:
-        dataset = read(d.source, tokenizer, convert=d.convert, **shared)
+        dataset = read(settings.source, tokenizer, convert=settings.convert, **shared)
     if tools and all(isinstance(row["prompt"], str) for row in dataset.rows):
         raise UserError("config.env.functions: all prompts are text, which shows no tools: make them lists of messages")
     if tools and any("tools" in formats.template_args(row) for row in dataset.rows):
@@ -93,6 +96,23 @@ def load(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -
         )
     check_template_args_used("config.data.chat_template_args", args, dataset)
     return dataset
+
+
+def load_held_out(
+    problems: EvalSettings, settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()
+) -> Dataset:
+    """Loads the evaluation prompts, read as those of training. An over-long one is an error, so none is left out."""
+    return read(
+        problems.source,
+        tokenizer,
+        convert=problems.convert,
+        field="eval.convert",
+        problems=problems.problems,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        overlong="error",
+        template_args=settings.template_args(tools),
+        columns=settings.columns,
+    )
 
 
 def join(parts: Mapping[str, Dataset]) -> Dataset:
@@ -111,34 +131,6 @@ def join(parts: Mapping[str, Dataset]) -> Dataset:
         "; ".join(f"{name}: {part.read_as}" for name, part in parts.items() if part.read_as),
         {name: range(*ends) for name, ends in zip(parts, pairwise(ends), strict=True)},
         source=", ".join(part.source for part in sets if part.source),
-    )
-
-
-def template_args_of(config: Config, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the arguments of the chat template."""
-    return config.data.chat_template_args.to_dict() | ({"tools": list(tools)} if tools else {})
-
-
-def columns_of(config: Config) -> Columns:
-    """Returns how rows are read that no convert function makes."""
-    # Not in runs of earlier versions.
-    names = [field.name for field in fields(Columns) if field.name in config.data]
-    return Columns(**{name: config.data[name] for name in names})
-
-
-def load_held_out(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Dataset:
-    """Loads the evaluation prompts of the `eval` section. An over-long one is an error, so none is left out."""
-    e, d = config.eval, config.data
-    return read(
-        e.source,
-        tokenizer,
-        convert=e.convert,
-        field="eval.convert",
-        problems=e.problems,
-        max_prompt_tokens=d.max_prompt_tokens,
-        overlong="error",
-        template_args=template_args_of(config, tools),
-        columns=columns_of(config),
     )
 
 

@@ -14,31 +14,33 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.learner import forward, optim, update
 from jaxrl_llm.learner.scorers import Scorer
+from jaxrl_llm.learner.settings import CriticSettings
 from jaxrl_llm.learner.update import Learner, Parameters
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.structs import Array, Batch, Config, PyTree
+from jaxrl_llm.models.settings import ModelSettings
+from jaxrl_llm.structs import Array, Batch, PyTree, Sizes
 
 
 def make_critic(
-    config: Config,
+    settings: CriticSettings,
+    start: ModelSettings,
     folder: Path,
     mesh: Mesh,
     aggregate: Callable[[Array], Array],
     *,
-    updates: int,
+    sizes: Sizes,
     shared: Parameters | None = None,
 ) -> tuple[Learner, Scorer]:
     """Returns the critic's learner and scorer. The critic starts as the model in `folder`.
 
     Its readout starts as that of a reward model, if the folder holds one, and otherwise with zeros.
-    aggregate: maps a loss mask to weights, as for the policy. updates: optimizer steps that its schedules cover.
-    shared: the policy's adapters and their base; the critic learns adapters of its own on this base.
+    start: dtype and remat of the policy, which are the critic's too. aggregate: maps a loss mask to weights, as for the
+    policy. shared: the policy's adapters and their base; the critic learns adapters of its own on this base.
     Raises: UserError, if the model cannot be loaded.
     """
-    c = config.model
-    cfg = hf.load_model(folder, dtype=c.dtype, remat=c.remat, row_parts=c.row_parts).cfg
+    cfg = hf.load_model(folder, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts).cfg
     # A critic needs no head; with it, the tree has none.
     model = Decoder(replace(cfg, tied_head=True), mesh)
 
@@ -62,17 +64,17 @@ def make_critic(
     load = partial(hf.load_params, folder, model, mesh, unused=hf.HEADS)
     parameters = shared or Parameters(model.shapes(), load, update.ALL_LEARN)
     learner = update.make_learner(
-        value_objective(model, clip=config.critic.clip),
-        optim.make_optimizer(updates, **config.critic.optim),
+        value_objective(model, clip=settings.clip),
+        optim.make_optimizer(sizes.critic_updates, **settings.optim),
         jax.eval_shape(with_readout, parameters.shapes),
         params,
         mesh,
-        microbatch=config.microbatch,
+        microbatch=sizes.microbatch,
         aggregate=aggregate,
         base=update.Base(parameters.base.params, combine) if shared else update.ALL_LEARN,
     )
     values = lambda params, batch: {"values": forward.completion_values(model, params, batch)}  # noqa: E731
-    score = forward.in_microbatches(values, mesh, config.microbatch)
+    score = forward.in_microbatches(values, mesh, sizes.microbatch)
     return replace(learner, prefix="critic/"), Scorer(
         ("values",), lambda states: learner.all_parameters(states["critic"]), score
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -14,7 +15,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import noise
 from jaxrl_llm.health.rules.bounds import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE
 from jaxrl_llm.machine.sharding import path_name
-from jaxrl_llm.structs import Array, Config, PyTree
+from jaxrl_llm.structs import Array, PyTree
 
 Schedule: TypeAlias = optax.Schedule
 Decay: TypeAlias = Literal["constant", "linear", "cosine"]
@@ -73,6 +74,9 @@ class Optimizer(NamedTuple):
     coefficients: dict[str, Coefficient]  # metric name -> coefficient: "learning_rate", and the objective's
     gradient_dtype: str = "float32"  # of the sum over micro-batches
     skips: tuple[str, ...] = ()  # of SKIPS
+
+
+NO_COEFFICIENTS: Mapping[str, Coefficient] = MappingProxyType({})
 
 
 def constant(coef: float) -> Coefficient:
@@ -201,25 +205,6 @@ def entropy_coefficient(*, coef: NotNegative, target: NotNegative, step: NotNega
     return Coefficient((coef, 1.0), lambda state: state[0] * state[1], adapt) if target else constant(coef)
 
 
-def objective_coefficients(config: Config, total_steps: int, sequences: int) -> dict[str, Coefficient]:
-    """Returns the KL and entropy coefficients that a config uses; sequences: number of sequences per update."""
-    coefficients = {}
-    if config.kl.placement != "none":
-        by = {name: config.kl[name] for name in ("coef", "decay", "end", "target", "horizon")}
-        coefficients["kl/coef"] = kl_coefficient(total_steps, sequences, **by)
-    if config.entropy.coef or config.entropy.target:
-        coefficients["entropy/coef"] = entropy_coefficient(**config.entropy)
-    if "gradient_spike" in config.health.skip:
-        coefficients["grad_norm/bound"] = spike_bound()
-    return coefficients | router_coefficients(config)
-
-
-def router_coefficients(config: Config) -> dict[str, Coefficient]:
-    """Returns the coefficient of the load-balance loss, if a config has one."""
-    balanced = "router" in config and config.router.balance_coef > 0
-    return {"router/balance_coef": constant(config.router.balance_coef)} if balanced else {}
-
-
 def decayed(params: PyTree) -> PyTree:
     """Returns True for parameters with weight decay: matrices, but not norms, biases or the embedding."""
     matrices = ("/kernel", "/lora_a", "/lora_b")
@@ -228,6 +213,9 @@ def decayed(params: PyTree) -> PyTree:
 
 def make_optimizer(
     total_steps: int,
+    more: Mapping[str, Coefficient] = NO_COEFFICIENTS,
+    skips: tuple[str, ...] = (),
+    lowers: Lowers | None = None,
     *,
     learning_rate: Positive,
     warmup_steps: Count,
@@ -241,28 +229,17 @@ def make_optimizer(
     eps: Positive,
     momentum_dtype: Literal["float32", "bfloat16"] = "float32",
     gradient_dtype: Literal["float32", "bfloat16"] = "float32",
-    adaptive: dict[str, float] | None = None,
-    more: dict[str, Coefficient] | None = None,
-    skips: tuple[str, ...] = (),
-    lowers: Lowers | None = None,
 ) -> Optimizer:
     """Returns AdamW with global-norm clipping (0: none); `more` are the coefficients of the objective.
 
     momentum_dtype: of the mean of gradients. The mean of their squares stays in float32: with bfloat16, a b2 close to 1
     would add nothing to it. gradient_dtype: of the gradient while micro-batches are added to it.
     A non-finite gradient changes no parameter and no coefficient. The state counts it in `total_notfinite`.
-    adaptive: {metric: bound}, 0 for no bound. In the warm-up, the rate does not rise after an update with a metric
-    above its bound. skips: names of SKIPS, further reasons to skip an update. lowers: what a rollback makes of the
-    rate, in a run that may go back.
+    skips: names of SKIPS, further reasons to skip an update. lowers: what a rollback makes of the rate, in a run that
+    may go back.
     """
     warmup = count_warmup(total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
     rate = schedule(learning_rate, decay=decay, end=end, warmup=warmup, total_steps=total_steps)
-
-    def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
-        out = [metrics[name] > bound for name, bound in (adaptive or {}).items() if bound]
-        held = jnp.any(jnp.stack(out)) & (state < warmup) if out else False
-        return jnp.where(held, state, state + 1)
-
     chain = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     # Rate 1, because `update_step` multiplies by the rate: it depends on metrics, which optax does not see.
     chain.append(
@@ -270,7 +247,8 @@ def make_optimizer(
     )
     # After max_consecutive_errors, optax would apply the non-finite gradient.
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
-    learning_rate_now = Coefficient(0.0, rate, adapt)
+    # Its state counts the updates that were not skipped.
+    learning_rate_now = Coefficient(0.0, rate, lambda state, metrics: state + 1)
     if lowers:
         learning_rate_now = lowers.applied_to(learning_rate_now)
-    return Optimizer(transform, {"learning_rate": learning_rate_now} | (more or {}), gradient_dtype, skips)
+    return Optimizer(transform, {"learning_rate": learning_rate_now} | dict(more), gradient_dtype, skips)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jaxrl_llm.machine.shapes import Ladder, Shape
-from jaxrl_llm.structs import AnyArray, Config
+from jaxrl_llm.structs import AnyArray, Sizes
 
 # Tokens; narrower rows are slower, so several short completions share one.
 ROW = 32
@@ -16,14 +16,14 @@ ROW = 32
 KERNEL = 128
 
 
-def minibatches(config: Config, step: int) -> Iterator[AnyArray]:
+def minibatches(sizes: Sizes, seed: int, step: int) -> Iterator[AnyArray]:
     """Yields the rows of each update of a step: first epoch in order, later ones shuffled by (seed, step, epoch)."""
-    for epoch in range(config.epochs):
-        rows = np.arange(config.prompts_per_step)
+    for epoch in range(sizes.epochs):
+        rows = np.arange(sizes.prompts_per_step)
         if epoch:
             # The seed depends on no earlier step, so a resumed run gets the same rows.
-            np.random.default_rng((config.seed, step, epoch)).shuffle(rows)
-        yield from rows.reshape(-1, config.prompts_per_update).astype(np.int32)
+            np.random.default_rng((seed, step, epoch)).shuffle(rows)
+        yield from rows.reshape(-1, sizes.prompts_per_update).astype(np.int32)
 
 
 def packed_shapes(group: int, limit: int) -> list[Shape]:

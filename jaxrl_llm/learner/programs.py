@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Shape, placed
-from jaxrl_llm.structs import Batch, Config, Rewards
+from jaxrl_llm.structs import Batch, Rewards, Sizes
 
 
 def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None:
@@ -31,24 +31,24 @@ def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None
     say(f"{sum(seconds.values()):7.1f}s  {len(seconds)} programs")
 
 
-def of_learning(
-    config: Config, mesh: Mesh, learning: Learning, shapes: Iterable[Shape], width: int, channels: Iterable[str]
+def learning_programs(
+    learning: Learning, shapes: Iterable[Shape], width: int, channels: Iterable[str]
 ) -> Iterator[Program]:
     """Yields the programs of scoring and learning, for packed rows of each of `shapes`; width: P.
 
     channels: names of the reward functions.
     """
-    place = NamedSharding(mesh, sharding.BATCH)
-    plain, states = placed(batch_shapes(config, width), place), learning.all_states()
+    place, sizes = NamedSharding(learning.mesh, sharding.BATCH), learning.sizes
+    plain, states = placed(batch_shapes(sizes, width), place), learning.all_shapes()
     score = jax.ShapeDtypeStruct(plain.completions.shape, jnp.float32)
     scores = {column: score for scorer in learning.scorers.values() for column in scorer.columns}
     coefs = jax.eval_shape(learning.learners["policy"].coefficients, states["policy"])
-    credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, _rewards(config, channels), coefs)
+    credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, _rewards(sizes, channels), coefs)
     batch = placed(credited, place)
-    rows: Any = jax.ShapeDtypeStruct((config.prompts_per_update,), jnp.int32)
+    rows: Any = jax.ShapeDtypeStruct((sizes.prompts_per_update,), jnp.int32)
     for shape in shapes:
-        size = index_shape(config.group_size, config.rollout.max_completion_tokens, shape)
-        index = jax.ShapeDtypeStruct((config.prompts_per_step, *size), jnp.int32, sharding=place)
+        packed = index_shape(sizes.group_size, sizes.max_completion_tokens, shape)
+        index = jax.ShapeDtypeStruct((sizes.prompts_per_step, *packed), jnp.int32, sharding=place)
         text = f", {shape[0]} rows of {shape[1]} a prompt"
         for name, scorer in learning.scorers.items():
             if program := scorer.described(f"{name}{text}", states, replace(plain, packed_index=index)):
@@ -57,17 +57,17 @@ def of_learning(
             yield learner.described(text, states[name], replace(batch, packed_index=index), rows)
 
 
-def batch_shapes(config: Config, width: int) -> Batch:
+def batch_shapes(sizes: Sizes, width: int) -> Batch:
     """Returns the batch of a step before its scores, as shapes; width: P."""
-    b, g, c = config.prompts_per_step, config.group_size, config.rollout.max_completion_tokens
+    b, g, c = sizes.prompts_per_step, sizes.group_size, sizes.max_completion_tokens
     of = jax.ShapeDtypeStruct
     tokens, mask = of((b, g, c), jnp.int32), of((b, g, c), bool)
     prompts = of((b, width), jnp.int32), of((b, width), bool)
     return Batch(*prompts, tokens, mask, mask, sampler_logprobs=of((b, g, c), jnp.float32))
 
 
-def _rewards(config: Config, channels: Iterable[str]) -> Rewards:
-    one = jax.ShapeDtypeStruct((config.prompts_per_step, config.group_size), jnp.float32)
-    greedy = jax.ShapeDtypeStruct((config.prompts_per_step, 1), jnp.float32)
-    lengths = jax.ShapeDtypeStruct((config.prompts_per_step, 1), jnp.int32)
-    return Rewards(one, dict.fromkeys(channels, one), greedy, lengths)
+def _rewards(sizes: Sizes, channels: Iterable[str]) -> Rewards:
+    total = jax.ShapeDtypeStruct((sizes.prompts_per_step, sizes.group_size), jnp.float32)
+    greedy = jax.ShapeDtypeStruct((sizes.prompts_per_step, 1), jnp.float32)
+    lengths = jax.ShapeDtypeStruct((sizes.prompts_per_step, 1), jnp.int32)
+    return Rewards(total, dict.fromkeys(channels, total), greedy, lengths)

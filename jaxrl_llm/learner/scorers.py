@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.algorithms.credit import Credit
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
@@ -20,7 +21,8 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.structs import Batch, Config, PyTree
+from jaxrl_llm.models.settings import ModelSettings
+from jaxrl_llm.structs import Batch, PyTree
 
 States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference": parameters
 
@@ -63,26 +65,25 @@ class Scorer(NamedTuple):
 
 
 def make_scorers(
-    config: Config,
     model: Decoder,
     sampling: Sampling,
     mesh: Mesh,
-    required: tuple[str, ...],
+    credit: Credit,
     *,
-    updates: int,
+    at_once: int,
+    anchored: bool,
     exact: bool,
     base: Base,
 ) -> dict[str, Scorer]:
     """Returns reference and policy as scorers, in the order in which they run, if a step needs their columns.
 
-    required: inputs of the advantage estimator. updates: number of updates on a rollout. exact: the sampler has
+    at_once: prompts of an update in memory at a time. anchored: there is a KL penalty. exact: the sampler has
     the weights of the start of the step, and its log-probabilities equal the trainer's, to rounding. base: the policy's
     parameters that do not learn; they are the reference, if there is no other.
     """
     # As many prompts at a time as in the update: other shapes may round differently, and the ratio would not be 1.
-    at_once = config.microbatch or config.prompts_per_update
     scorers = {}
-    if config.kl.placement != "none":
+    if anchored:
         reference = score_columns(model, sampling, mesh, at_once, ref_logprobs="logprobs")
         anchor = lambda states: (  # noqa: E731
             base.combine(base.params, states["reference"]) if "reference" in states else base.params
@@ -90,9 +91,9 @@ def make_scorers(
         scorers["reference"] = Scorer(("ref_logprobs",), anchor, reference)
     columns = {}
     # A single update on a rollout uses its own log-probabilities as the old ones.
-    if updates > 1 or config.kl.placement == "reward" or "logprobs" in required:
+    if credit.updates > 1 or credit.kl or "logprobs" in credit.estimator.inputs:
         columns["old_logprobs"] = "logprobs"
-    if config.mask.top_entropy < 1:
+    if credit.top_entropy < 1:
         columns["entropy"] = "entropy"
     if exact and list(columns) == ["old_logprobs"]:
         # The sampler has already computed them: no forward pass is needed.
@@ -119,12 +120,15 @@ def score_columns(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: in
     return forward.in_microbatches(per_token, mesh, microbatch)
 
 
-def load_frozen(section: str, folder: Path, config: Config, tokenizer: Any, mesh: Mesh) -> Frozen:
+def load_frozen(
+    section: str, folder: Path, start: ModelSettings, tokenizer: Any, mesh: Mesh, *, on_host: bool
+) -> Frozen:
     """Loads the model in `folder`; section: its section of the config, one of FROZEN.
 
+    start: dtype and row parts of the policy. on_host: the parameters are in the host's memory while nothing uses them.
     Raises: UserError, if the model cannot be loaded, or has other ids for the policy's tokens.
     """
-    model = frozen_model(section, folder, config, mesh)
+    model = frozen_model(section, folder, start, mesh)
     # Token ids pass from one model to the other: equal text with other ids would be scored as other text.
     theirs = hf.load_tokenizer(folder).get_vocab()
     other = next((token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number), None)
@@ -137,12 +141,12 @@ def load_frozen(section: str, folder: Path, config: Config, tokenizer: Any, mesh
         }
     else:
         params = hf.load_params(folder, model, mesh, learns=False)
-    return Frozen(model, sharding.move(params, sharding.HOST) if config.host_memory.reference else params)
+    return Frozen(model, sharding.move(params, sharding.HOST) if on_host else params)
 
 
-def frozen_model(section: str, folder: Path, config: Config, mesh: Mesh) -> Decoder:
+def frozen_model(section: str, folder: Path, start: ModelSettings, mesh: Mesh) -> Decoder:
     """Returns the model in `folder` without its parameters. Raises: UserError, for a model that is not supported."""
-    model = hf.load_model(folder, mesh, dtype=config.model.dtype, row_parts=config.model.row_parts)
+    model = hf.load_model(folder, mesh, dtype=start.dtype, row_parts=start.row_parts)
     # A reward model has no head for the vocabulary; with tied_head, the parameter tree has none.
     return Decoder(replace(model.cfg, tied_head=True), mesh) if section == "reward_model" else model
 

@@ -22,7 +22,7 @@ import jax
 
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import COMPILER
-from jaxrl_llm.structs import PyTree
+from jaxrl_llm.structs import PartState, PyTree
 
 Shape: TypeAlias = tuple[int, ...]
 Cost: TypeAlias = Callable[[Iterable[Shape]], float]  # seconds that a call takes if these shapes are in use
@@ -113,6 +113,7 @@ class Book:
     def __init__(self) -> None:
         self._ladders: dict[str, Ladder] = {}
         self._loaded: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=COMPILER)
         self._jobs: dict[tuple[str, Shape], Future[Any]] = {}  # programs compiled or being compiled
 
@@ -145,14 +146,14 @@ class Book:
             if job.done():
                 job.result()
 
-    def state(self, kind: str) -> dict[str, Any]:
+    def state_of(self, kind: str) -> dict[str, Any]:
         """Returns the states of the ladders whose name begins with `kind`, for JSON."""
         # Only ladders of this kind: another thread may be using the others.
         ladders = {name: ladder for name, ladder in list(self._ladders.items()) if name.startswith(kind)}
         waiting = {name: state for name, state in list(self._loaded.items()) if name.startswith(kind)}
         return waiting | {name: ladder.state() for name, ladder in ladders.items()}
 
-    def load(self, kind: str, state: Mapping[str, Any]) -> None:
+    def load_of(self, kind: str, state: Mapping[str, Any]) -> None:
         """Goes on from the states of a checkpoint; {}: from the beginning."""
         for name, ladder in self._ladders.items():
             if name.startswith(kind):
@@ -160,6 +161,20 @@ class Book:
         # A ladder that does not exist yet takes its state later, in `ladder`.
         others = {name: x for name, x in self._loaded.items() if not name.startswith(kind)}
         self._loaded = others | {name: x for name, x in state.items() if name not in self._ladders}
+
+    def keep(self) -> None:
+        """Marks the shapes of learning as those of a finished step: a checkpoint keeps them as they are now."""
+        # A copy: a checkpoint may come when the next step has counted already.
+        self._kept = self.state_of(TRAINING)
+
+    def state(self, seconds: float | None = None) -> PartState:
+        """Returns the ladders of learning after the last step, for a checkpoint. The actor keeps those of sampling."""
+        return PartState(self._kept)
+
+    def load(self, state: PartState | None) -> None:
+        """Goes on with the ladders of learning of a checkpoint; None: from the beginning."""
+        self._kept = state.notes if state else {}
+        self.load_of(TRAINING, self._kept)
 
     def close(self) -> None:
         """Drops what waits to be compiled. Does not wait for the compiler: after SIGTERM a run has seconds."""

@@ -1,1 +1,47 @@
-"""What a run is asked to do: the fields of a config, and what does not go together."""
+"""What a run is asked to do: `read` makes a checked recipe of a config, without devices, data and weights."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from ml_collections import ConfigDict
+
+from jaxrl_llm.config import records
+from jaxrl_llm.config.load import flatten
+from jaxrl_llm.config.names import with_names
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.recipe import checks
+from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
+from jaxrl_llm.structs import Config
+
+R = TypeVar("R", Recipe, SftRecipe)
+
+
+def read(config: Config) -> Recipe:
+    """Returns the recipe of a `train` config. Raises: UserError, naming the field that is wrong."""
+    if "data.completion_column" in flatten(config):
+        raise UserError("this is a config of supervised fine-tuning: run it with jaxrl sft (in a script, sft.steps)")
+    recipe = _record(Recipe, with_names(config).to_dict())
+    checks.check_train(recipe)
+    return recipe
+
+
+def read_sft(config: Config) -> SftRecipe:
+    """Returns the recipe of an `sft` config. Raises: UserError, naming the field that is wrong."""
+    if "loss" in config:
+        raise UserError(
+            "this is a config of reinforcement learning: run it with jaxrl train (in a script, train.steps)"
+        )
+    recipe = _record(SftRecipe, with_names(config).to_dict())
+    checks.check_sft(recipe)
+    return recipe
+
+
+def _record(kind: type[R], values: dict[str, Any]) -> R:
+    records.check_fields(records.table(kind, values), flatten(ConfigDict(values)))
+    return records.read(kind, values)
+
+
+def read_either(config: Config) -> Recipe | SftRecipe:
+    """Returns the recipe of a config of either program, for tools. Raises: UserError."""
+    return read(config) if "loss" in config else read_sft(config)

@@ -6,39 +6,38 @@ import re
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.load import flatten
-from jaxrl_llm.config.names import arguments, closest, own_name, required_inputs, resolve, split_call
+from jaxrl_llm.config.names import closest, own_name, split_call
+from jaxrl_llm.config.records import KeywordArguments, flat
 from jaxrl_llm.config.schema import Field, check_call
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner.optim import SKIPS
 from jaxrl_llm.learner.scorers import FROZEN
-from jaxrl_llm.recipe.no_effect import check_no_effect, looks_at_rewards
-from jaxrl_llm.rollout import engines
-from jaxrl_llm.structs import Config
+from jaxrl_llm.recipe.no_effect import check_no_effect
+from jaxrl_llm.recipe.recipe import Recipe, Settings
+from jaxrl_llm.rollout.environments import check_episodes
+from jaxrl_llm.session.settings import ActingHealthSettings
 
 WITH_SEQUENCE_RATIO = ("gspo", "gmpo")  # losses with one importance ratio per completion
 
 
-def check_algorithm(config: Config, updates: int) -> None:
-    """Runs all checks below; updates: optimizer steps per rollout. Raises: UserError, naming the field."""
-    estimator = resolve(config.advantage.name, advantages, "config.advantage.name")
-    loss = resolve(config.loss.name, losses, "config.loss.name")
-    required = required_inputs(estimator)
-    check_rewards(config, required)
-    check_advantage(config, own_name(estimator, advantages), required)
-    check_loss(config, own_name(loss, losses), own_name(estimator, advantages), updates)
-    check_ratio_of_a_sequence(config, own_name(loss, losses))
-    loss(**arguments(config.loss))  # a loss checks its arguments when it is built
-    check_kl(config, required)
-    check_no_effect(config, required, updates)
+def check_algorithm(recipe: Recipe) -> None:
+    """Runs the checks of the algorithm. Raises: UserError, naming the field."""
+    loss = own_name(recipe.loss.function, losses)
+    check_rewards(recipe)
+    check_advantage(recipe)
+    check_loss(recipe, loss)
+    check_ratio_of_a_sequence(recipe, loss)
+    recipe.loss()  # a loss checks its arguments when it is built
+    check_kl(recipe)
+    check_no_effect(recipe)
 
 
-def check_rewards(config: Config, required: tuple[str, ...]) -> None:
+def check_rewards(recipe: Recipe) -> None:
     """Checks that every reward function exists and has a weight, and that weights are not all 0 if rewards are used."""
-    names, weights, of_model = config.reward.functions, config.reward.weights, "reward_model" in config
-    if not (names or of_model) or len(names) != len(weights):
+    names, weights, model = recipe.reward.functions, recipe.reward.weights, recipe.reward_model
+    if not (names or model) or len(names) != len(weights):
         counts = f"{len(names)} function{'s' * (len(names) != 1)} and {len(weights)} weight{'s' * (len(weights) != 1)}"
         example = tuple(1.0 for _ in names) or (1.0,)
         raise UserError(f"config.reward has {counts}: give each function one, such as reward.weights = {example}")
@@ -53,64 +52,66 @@ def check_rewards(config: Config, required: tuple[str, ...]) -> None:
         if channels.count(name) > 1:
             times = "twice" if channels.count(name) == 2 else f"{channels.count(name)} times"
             raise UserError(f"config.reward.functions has {name!r} {times}: give it once")
-    if not any(weights) and not (of_model and config.reward_model.weight) and looks_at_rewards(required):
+    if not any(weights) and not (model and model.weight) and recipe.estimator.needs_reward:
         raise UserError("config.reward.weights are all 0: nothing would be rewarded; give one function a weight")
-    if of_model:
-        check_reward_model(config, required)
-    tokens, limit = config.reward.overlong_tokens, config.rollout.max_completion_tokens
+    if model:
+        check_reward_model(recipe)
+    tokens, limit = recipe.reward.overlong_tokens, recipe.rollout.max_completion_tokens
     if tokens > limit:
         raise UserError(f"config.reward.overlong_tokens = {tokens} is more than a completion's {limit}: lower it")
 
 
-def check_reward_model(config: Config, required: tuple[str, ...]) -> None:
+def check_reward_model(recipe: Recipe) -> None:
     """Checks that the scores of a reward model, which come after the sampling, are not needed before."""
-    if not looks_at_rewards(required):
-        raise UserError(f"config.reward_model would be of no use: advantage {config.advantage.name!r} uses no reward")
-    if config.rollout.resample_rounds:
+    if not recipe.estimator.needs_reward:
+        raise UserError(f"config.reward_model would be of no use: advantage {recipe.advantage.name!r} uses no reward")
+    if recipe.rollout.resample_rounds:
         raise UserError(
-            f"config.rollout.resample_rounds = {config.rollout.resample_rounds}: a reward model scores completions "
+            f"config.rollout.resample_rounds = {recipe.rollout.resample_rounds}: a reward model scores completions "
             "after the sampling, when no group can be replaced: set it to 0"
         )
-    if config.data.curriculum.skip:
+    if recipe.data.curriculum.skip:
         raise UserError(
-            f"config.data.curriculum.skip = {config.data.curriculum.skip}: a reward model scores completions after the "
+            f"config.data.curriculum.skip = {recipe.data.curriculum.skip}: a reward model scores completions after the "
             "curriculum has judged their prompts: set it to 0.0"
         )
-    if "greedy_rewards" in required:
+    if recipe.estimator.needs_greedy:
         raise UserError(
-            f"config.reward_model: advantage {config.advantage.name!r} compares with the greedy completion, which a "
+            f"config.reward_model: advantage {recipe.advantage.name!r} compares with the greedy completion, which a "
             "reward model does not score: take another advantage"
         )
 
 
-def check_advantage(config: Config, name: str, required: tuple[str, ...]) -> None:
+def check_advantage(recipe: Recipe) -> None:
     """Checks that the estimator gets every signal it requires, and that no signal is computed without need."""
-    given = config.advantage.name
+    given, name, required = recipe.advantage.name, recipe.estimator.name, recipe.estimator.inputs
     there = (*advantages.SIGNALS, *FROZEN.values())
     for signal in required:
         if signal not in there:
             raise UserError(f"config.advantage.name = {given!r} asks for {signal!r}: there is {', '.join(there)}")
-    if config.group_size < 2 and name in advantages.OF_A_GROUP:
+    if recipe.group_size < 2 and name in advantages.OF_A_GROUP:
         raise UserError(f"config.group_size = 1: advantage {given!r} compares the members of a group; give 2 or more")
-    if name == "pass_at_k" and config.advantage.k > config.group_size:
-        raise UserError(f"config.advantage.k = {config.advantage.k}: give 1 to group_size = {config.group_size}")
-    of = arguments(config.advantage)
-    if name and of.get("epsilon") == 0 and of.get("normalize") != "none":
+    by, group = recipe.advantage.arguments, recipe.group_size
+    if name == "pass_at_k" and by["k"] > group:
+        raise UserError(f"config.advantage.k = {by['k']}: give 1 to group_size = {group}")
+    if name and by.get("epsilon") == 0 and by.get("normalize") != "none":
         raise UserError("config.advantage.epsilon = 0: equal rewards would be divided by 0; give more, like 1e-4")
     sections = {"critic": ("values", "ppo")} | {name: (column, "distillation") for name, column in FROZEN.items()}
     for section, (column, example) in sections.items():
-        if column in required and section not in config:
+        settings = getattr(recipe, section)
+        if column in required and not settings:
             raise UserError(
                 f"config.{section} is missing: advantage {given!r} asks for {column}; see configs/{example}.py"
             )
-        if section in config and column not in required and section != "reward_model":
+        if settings and column not in required and section != "reward_model":
             raise UserError(f"config.{section} would be of no use: advantage {given!r} does not ask for its {column}")
-        if section in config and section in FROZEN and not config[section].path:
+        if settings and section in FROZEN and not settings.path:
             raise UserError(f"config.{section}.path = '': give the {section}'s folder or hub id")
 
 
-def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
+def check_loss(recipe: Recipe, loss: str) -> None:
     """Checks that the loss fits the advantages, the updates per rollout and the age of the samples."""
+    updates, advantage = recipe.updates_per_rollout, recipe.estimator.name
     if loss in losses.WITHOUT_RATIO and updates > 1:
         raise UserError(
             f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} optimizer steps on a "
@@ -118,7 +119,7 @@ def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
         )
     if loss in losses.WITH_SEQUENCE_ADVANTAGE and advantage in advantages.OF_A_TOKEN:
         raise UserError(f"config.loss.name = {loss!r} wants an advantage a completion, {advantage!r} gives one a token")
-    e, c = config.entropy, config.importance
+    e, c = recipe.entropy, recipe.importance
     if e.target and not (e.step and e.most >= e.coef and e.most):
         raise UserError(
             f"config.entropy.target = {e.target}, but the coefficient cannot move towards it with step = {e.step} and "
@@ -126,45 +127,45 @@ def check_loss(config: Config, loss: str, advantage: str, updates: int) -> None:
         )
     if c.action == "mask" and c.low >= c.high:
         raise UserError(f"config.importance.low = {c.low} is not below high = {c.high}: no weight would be kept")
-    if loss and config.rollout.max_lag and c.action == "none":  # a user's loss may have a correction
+    if loss and recipe.rollout.max_lag and c.action == "none":  # a user's loss may have a correction
         raise UserError(
-            f"config.importance.action = 'none' with rollout.max_lag = {config.rollout.max_lag}: loss {loss!r} knows "
+            f"config.importance.action = 'none' with rollout.max_lag = {recipe.rollout.max_lag}: loss {loss!r} knows "
             "the policy at the start of the step, not the older one that sampled: set action = 'auto', or max_lag = 0"
         )
 
 
-def check_ratio_of_a_sequence(config: Config, loss: str) -> None:
+def check_ratio_of_a_sequence(recipe: Recipe, loss: str) -> None:
     """Checks that a loss with one ratio per completion is averaged over completions, not over tokens."""
     if loss not in WITH_SEQUENCE_RATIO:
         return
-    if config.aggregate.mode == "token_mean":
+    if recipe.aggregate.mode == "token_mean":
         raise UserError(
             f"config.aggregate.mode = 'token_mean': loss {loss!r} has one ratio for a completion, which would count by "
             "its length: set 'sequence_mean', or 'sequence_sum' for a completion that counts by its length (LUSPO)"
         )
-    of_a_token = arguments(config.loss).get("level") == "token"
-    if config.mask.top_entropy < 1 and not of_a_token:
+    of_a_token = recipe.loss.arguments.get("level") == "token"
+    if recipe.mask.top_entropy < 1 and not of_a_token:
         raise UserError(
-            f"config.mask.top_entropy = {config.mask.top_entropy}: the gradient of loss {loss!r}'s ratio reaches every "
+            f"config.mask.top_entropy = {recipe.mask.top_entropy}: the gradient of loss {loss!r}'s ratio reaches every "
             "token of a completion, chosen or not: set it to 1.0, or take loss gspo with level = 'token'"
         )
 
 
-def check_kl(config: Config, required: tuple[str, ...]) -> None:
+def check_kl(recipe: Recipe) -> None:
     """Checks that the KL penalty has an effect where it is placed, and that its adaptive coefficient is stable."""
-    k = config.kl
+    k = recipe.kl
     if k.placement == "loss" and k.estimator == "k1":
         raise UserError(
             "config.kl: k1 in the loss does nothing (its on-policy gradient has mean zero): "
             "use k2 or k3 there, or placement = 'reward'"
         )
-    if k.placement == "reward" and not {"rewards", "token_rewards"} & set(required):
+    if k.placement == "reward" and not {"rewards", "token_rewards"} & set(recipe.estimator.inputs):
         raise UserError(
-            f"config.kl.placement = 'reward': advantage {config.advantage.name!r} does not look at it; "
+            f"config.kl.placement = 'reward': advantage {recipe.advantage.name!r} does not look at it; "
             "set 'loss' or 'none'"
         )
-    own = own_name(resolve(config.advantage.name, advantages), advantages)
-    if k.placement == "reward" and own == "grpo" and arguments(config.advantage).get("normalize") != "none":
+    normalize = recipe.advantage.arguments.get("normalize")
+    if k.placement == "reward" and recipe.estimator.name == "grpo" and normalize != "none":
         raise UserError(
             "config.advantage.normalize divides by a deviation that the KL penalty is part of: where the task gives no "
             "signal, the penalty alone would make full-size advantages; set it to 'none', or kl.placement to 'loss'"
@@ -173,7 +174,7 @@ def check_kl(config: Config, required: tuple[str, ...]) -> None:
         raise UserError(
             "config.kl.target moves the coefficient by itself: set kl.decay to 'constant' and kl.coef above 0"
         )
-    sequences = config.prompts_per_update * config.group_size
+    sequences = recipe.prompts_per_update * recipe.group_size
     if k.target and k.horizon < sequences:
         raise UserError(
             f"config.kl.horizon = {k.horizon} is less than an optimizer step's {sequences} sequences: the "
@@ -181,9 +182,9 @@ def check_kl(config: Config, required: tuple[str, ...]) -> None:
         )
 
 
-def check_rollout(config: Config) -> None:
+def check_rollout(recipe: Recipe) -> None:
     """Checks that the completions of a group can differ, and that the engine accepts its settings."""
-    r = config.rollout
+    r = recipe.rollout
     if r.top_k == 1:
         raise UserError(
             "config.rollout.top_k = 1: every completion would be the greedy one, with nothing to learn from; "
@@ -194,47 +195,49 @@ def check_rollout(config: Config) -> None:
             f"config.rollout.max_lag = {r.max_lag} and resample_rounds = {r.resample_rounds}: rewards find the groups "
             "without signal, and are not judged where batches are sampled ahead: set one of them to 0"
         )
-    engines.choose(config).check()
+    recipe.chosen_engine.check()
 
 
-def check_turns(config: Config) -> None:
-    """Checks that a turn and an observation fit into an episode."""
-    whole, turns = config.rollout.max_completion_tokens, config.turns
-    for field in ("tokens", "observation_tokens"):
-        if turns[field] > whole:
+def check_turns(recipe: Recipe) -> None:
+    """Checks that an environment has limits of its episodes, and that a turn and an observation fit into one."""
+    check_episodes(recipe.env, recipe.turns)
+    limit = recipe.rollout.max_completion_tokens
+    sizes = {name: x for name, x in (recipe.turns or {}).items() if name in ("tokens", "observation_tokens")}
+    for field, tokens in sizes.items():
+        if tokens > limit:
             raise UserError(
-                f"config.turns.{field} = {turns[field]} is more than an episode has: rollout.max_completion_tokens is "
-                f"{whole}; lower one or raise the other"
+                f"config.turns.{field} = {tokens} is more than an episode has: rollout.max_completion_tokens is "
+                f"{limit}; lower one or raise the other"
             )
 
 
-def check_lora(config: Config) -> None:
+def check_lora(recipe: Settings, lora: KeywordArguments) -> None:
     """Checks that adapters have a base, and that a moving reference stays adapters of this base."""
-    if not config.model.path:
+    if not recipe.model.path:
         raise UserError("config.lora: model.path is '', and a new model has nothing to adapt: give a model's folder")
     try:
-        re.compile(config.lora.targets)
+        re.compile(lora.targets)
     except re.error as error:
-        raise UserError(f"config.lora.targets = {config.lora.targets!r} is no regular expression: {error}") from None
-    if "kl" in config and config.kl.mix < 1:
+        raise UserError(f"config.lora.targets = {lora.targets!r} is no regular expression: {error}") from None
+    if isinstance(recipe, Recipe) and recipe.kl.mix < 1:
         raise UserError(
-            f"config.kl.mix = {config.kl.mix}: the mean of two adapters is not the adapter of the mean: set it to 1.0"
+            f"config.kl.mix = {recipe.kl.mix}: the mean of two adapters is not the adapter of the mean: set it to 1.0"
         )
 
 
-def check_health(config: Config) -> None:
+def check_health(recipe: Settings) -> None:
     """Checks the rules that act: their names, and that a rollback has a checkpoint to go back to; and what may wait."""
-    minutes = config.health.hang_minutes
-    for field, seconds in flatten(config).items():
+    minutes = recipe.health.hang_minutes
+    for field, seconds in flat(recipe).items():
         waits = field.endswith(".timeout") or field == "engine.patience"
         if waits and 0 < 60 * minutes < seconds:
             raise UserError(
                 f"config.{field} = {seconds:g} seconds, but config.health.hang_minutes = {minutes:g}: such a wait "
                 "would be taken for a hang: raise hang_minutes (0: never)"
             )
-    health, saved, rules = config.health, config.checkpoint, [rule.__name__ for rule in RULES]
+    health, saved, rules = recipe.health, recipe.checkpoint, [rule.__name__ for rule in RULES]
     names = {"stop": (health.stop, rules)}
-    if "rollback" in health:  # not in `sft`
+    if isinstance(health, ActingHealthSettings):
         names |= {"skip": (health.skip, SKIPS), "rollback.rules": (health.rollback.rules, rules)}
         both = sorted(set(health.stop) & set(health.rollback.rules))
         if both:

@@ -1,57 +1,303 @@
-"""What a run is asked to do, read once from its config: functions are resolved and facts are derived."""
+"""What a run is asked to do: a config as a frozen record, with the facts that follow from it.
+
+Only build.py, the programs and the tools see a recipe. All rooms below get their own sections.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Annotated, Any, ClassVar
 
-from jaxrl_llm.algorithms import advantages, kl
+from jaxrl_llm import tasks
+from jaxrl_llm.algorithms import advantages, kl, losses
 from jaxrl_llm.algorithms.advantages import Estimator
 from jaxrl_llm.algorithms.credit import Credit, lambda_returns
-from jaxrl_llm.config.names import arguments, channel_weights, own_name, required_inputs, resolve
-from jaxrl_llm.recipe.checks import Totals
+from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weights
+from jaxrl_llm.config.names import own_name, required_inputs
+from jaxrl_llm.config.records import Call, KeywordArguments
+from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange
+from jaxrl_llm.data.settings import DataSettings, EvalSettings, SourceSettings
+from jaxrl_llm.learner import optim
+from jaxrl_llm.learner.optim import Coefficient, Lowers, Optimizer, make_optimizer
+from jaxrl_llm.learner.scorers import FROZEN
+from jaxrl_llm.learner.settings import (
+    CriticSettings,
+    FrozenSettings,
+    HostMemory,
+    KlSettings,
+    MaskSettings,
+    RewardModelSettings,
+    RouterSettings,
+)
+from jaxrl_llm.machine.sharding import make_mesh
+from jaxrl_llm.models.peft import make_lora
+from jaxrl_llm.models.settings import GroupModelSettings, ModelSettings, NewModelSettings
 from jaxrl_llm.rollout import engines
+from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.protocol import EngineChoice
-from jaxrl_llm.structs import Config
+from jaxrl_llm.rollout.samples import Drawing
+from jaxrl_llm.rollout.settings import JudgeSettings, LengthSettings, RewardSettings, RolloutSettings
+from jaxrl_llm.session.settings import (
+    ActingHealthSettings,
+    CheckpointSettings,
+    HealthSettings,
+    LogSettings,
+    SamplesLogSettings,
+)
+from jaxrl_llm.structs import Array, Sizes
+
+Share = Annotated[float, Field(float, low=0, high=0.95)]  # below 1: a prompt may become a lesson again
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, kw_only=True)
+class CurriculumSettings:
+    """Which prompts a run passes over."""
+
+    skip: Share
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsSettings(DataSettings):
+    """The section `data` of `train`."""
+
+    mixture: dict[str, SourceSettings] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    curriculum: CurriculumSettings
+
+    @property
+    def skips_prompts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether a curriculum passes over prompts."""
+        return self.curriculum.skip > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExamplesSettings(DataSettings):
+    """The section `data` of `sft`."""
+
+    completion_column: str = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The sections that `train` and `sft` share. configs/grpo.py explains each field."""
+
+    seed: Annotated[int, Field(int, low=0, high=2**31 - 1)]
+    deterministic: MayChange[bool]
+    num_steps: MayChange[AtLeastOne]
+    schedule_steps: Count
+    prompts_per_step: AtLeastOne
+    microbatch: MayChange[Count]
+    model: ModelSettings
+    data: DataSettings
+    eval: EvalSettings
+    reward: JudgeSettings
+    aggregate: Annotated[KeywordArguments, losses.aggregation_weights]
+    rollout: LengthSettings
+    optim: Annotated[KeywordArguments, make_optimizer]
+    mesh: Annotated[KeywordArguments, make_mesh]
+    health: HealthSettings
+    checkpoint: CheckpointSettings
+    log: LogSettings
+    router: RouterSettings | None = None
+    lora: Annotated[KeywordArguments, make_lora] | None = None
+
+    program: ClassVar[str]
+    env: ClassVar[Call | None] = None
+    turns: ClassVar[KeywordArguments | None] = None
+
+    @property
+    def other_paths(self) -> dict[str, str]:
+        """Folders or hub ids of models beside the policy, by section; "": none."""
+        return {}
+
+    @property
+    def scheduled_steps(self) -> int:
+        """Steps that the schedules cover."""
+        return self.schedule_steps or self.num_steps
+
+    @property
+    def router_coefficients(self) -> dict[str, Coefficient]:
+        """The coefficient of the load-balance loss, if there is one."""
+        balanced = self.router and self.router.balance_coef > 0
+        return {"router/balance_coef": optim.constant(self.router.balance_coef)} if self.router and balanced else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftRecipe(Settings):
+    """What an `sft` config asks for, without devices, data and weights."""
+
+    model: NewModelSettings
+    data: ExamplesSettings
+
+    program: ClassVar[str] = "sft"
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of a step: an example is a prompt with one completion."""
+        return Sizes(
+            prompts_per_step=self.prompts_per_step,
+            group_size=1,
+            max_completion_tokens=self.rollout.max_completion_tokens,
+            prompts_per_update=self.prompts_per_step,
+            epochs=1,
+            microbatch=self.microbatch,
+            steps=self.num_steps,
+            scheduled_steps=self.scheduled_steps,
+            warmup_steps=warmup_steps(self.optim, self.scheduled_steps),
+        )
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, with the coefficients of the loss."""
+        return make_optimizer(self.sizes.scheduled_updates, more=self.router_coefficients, **self.optim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Settings):
     """What a `train` config asks for, without devices, data and weights."""
 
-    sizes: Totals
-    engine: EngineChoice
-    credit: Credit
-    own_samples: bool  # the weights that sample are those at the start of the step
-    exact: bool  # sampler and trainer also compute the same log-probabilities, to the rounding of float32
+    group_size: AtLeastOne
+    prompts_per_update: AtLeastOne
+    epochs: AtLeastOne
+    model: GroupModelSettings
+    data: PromptsSettings
+    reward: RewardSettings
+    rollout: RolloutSettings
+    health: ActingHealthSettings
+    log: SamplesLogSettings
+    advantage: Annotated[Call, advantages]
+    loss: Annotated[Call, losses]
+    engine: Annotated[Call, engines]
+    kl: KlSettings
+    entropy: Annotated[KeywordArguments, optim.entropy_coefficient]
+    mask: MaskSettings
+    importance: Annotated[KeywordArguments, make_importance_weights]
+    host_memory: HostMemory
+    critic: CriticSettings | None = None
+    teacher: FrozenSettings | None = None
+    reward_model: RewardModelSettings | None = None
+    env: Annotated[Call, tasks.ENVIRONMENTS] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    turns: Annotated[KeywordArguments, EnvironmentPool] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    program: ClassVar[str] = "train"
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of a step."""
+        waits = self.critic.warmup_steps if self.critic else 0
+        return Sizes(
+            prompts_per_step=self.prompts_per_step,
+            group_size=self.group_size,
+            max_completion_tokens=self.rollout.max_completion_tokens,
+            prompts_per_update=self.prompts_per_update,
+            epochs=self.epochs,
+            microbatch=self.microbatch,
+            steps=self.num_steps,
+            scheduled_steps=self.scheduled_steps,
+            critic_steps=waits,
+            warmup_steps=warmup_steps(self.optim, self.updates_per_rollout * (self.scheduled_steps - waits)),
+            samples=self.group_size * (1 + self.rollout.resample_rounds) + self.estimator.needs_greedy,
+        )
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps on a rollout."""
+        return self.prompts_per_step // self.prompts_per_update * self.epochs
+
+    @cached_property
+    def estimator(self) -> Estimator:
+        """The advantage estimator, with its arguments."""
+        function, given = self.advantage.function, self.advantage.arguments
+        return Estimator(own_name(function, advantages), partial(function, **given), required_inputs(function))
+
+    @cached_property
+    def chosen_engine(self) -> EngineChoice:
+        """The engine. Raises: UserError, if the `engine` section does not fit it."""
+        return self.engine()
+
+    @property
+    def own_samples(self) -> bool:
+        """Whether the weights that sample are those at the start of the step."""
+        return self.chosen_engine.in_trainer and not self.rollout.max_lag
+
+    @property
+    def exact(self) -> bool:
+        """Whether sampler and trainer also compute the same log-probabilities, to the rounding of float32."""
+        return self.own_samples and self.model.dtype == "float32"
+
+    @property
+    def frozen(self) -> dict[str, FrozenSettings]:
+        """The models that score and never learn, by section."""
+        return {name: section for name in FROZEN if (section := getattr(self, name))}
+
+    @property
+    def other_paths(self) -> dict[str, str]:
+        """Folders or hub ids of models beside the policy, by section; "": none."""
+        critic = {"critic": self.critic.path} if self.critic else {}
+        return critic | {name: section.path for name, section in self.frozen.items()}
+
+    @property
+    def drawing(self) -> Drawing:
+        """What a step samples for each of its prompts."""
+        rollout, greedy = self.rollout, self.estimator.needs_greedy
+        return Drawing(self.group_size, rollout.sampling, rollout.resample_rounds, greedy, self.mask.truncated)
+
+    @property
+    def kl_in_loss(self) -> Callable[[Array, Array], Array] | None:
+        """The estimator of the KL penalty in the loss; None: it is not there."""
+        return getattr(kl, self.kl.estimator) if self.kl.placement == "loss" else None
+
+    @cached_property
+    def credit(self) -> Credit:
+        """How rewards become advantages."""
+        returns = partial(lambda_returns, gamma=self.critic.gamma, lam=self.critic.lam) if self.critic else None
+        return Credit(
+            estimator=self.estimator,
+            weights=self.reward.channels,
+            model_weight=self.reward_model.weight if self.reward_model else None,
+            overlong_tokens=self.reward.overlong_tokens,
+            kl=getattr(kl, self.kl.estimator) if self.kl.placement == "reward" else None,
+            returns=returns,
+            top_entropy=self.mask.top_entropy,
+            updates=self.sizes.updates_per_rollout,
+        )
+
+    @property
+    def importance_weights(self) -> ImportanceFn:
+        """The weights of tokens that another engine or older weights sampled."""
+        return make_importance_weights(off_policy=not self.own_samples, dtype=self.model.dtype, **self.importance)
+
+    @property
+    def lowers(self) -> Lowers | None:
+        """What a rollback makes of the learning rate; None: the run never goes back."""
+        back = self.health.rollback
+        return Lowers(back.learning_rate, back.warmup_steps) if back.rules else None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The policy's optimizer, with the coefficients of its loss."""
+        return make_optimizer(
+            self.sizes.scheduled_updates,
+            more=self._coefficients(),
+            skips=self.health.skip,
+            lowers=self.lowers,
+            **self.optim,
+        )
+
+    def _coefficients(self) -> dict[str, Coefficient]:
+        k, coefficients = self.kl, dict[str, Coefficient]()
+        if k.placement != "none":
+            by: dict[str, Any] = dict(coef=k.coef, decay=k.decay, end=k.end, target=k.target, horizon=k.horizon)
+            sizes = self.sizes
+            coefficients["kl/coef"] = optim.kl_coefficient(sizes.scheduled_updates, sizes.sequences_per_update, **by)
+        if self.entropy.coef or self.entropy.target:
+            coefficients["entropy/coef"] = optim.entropy_coefficient(**self.entropy)
+        if "gradient_spike" in self.health.skip:
+            coefficients["grad_norm/bound"] = optim.spike_bound()
+        return coefficients | self.router_coefficients
 
 
-def read(config: Config, sizes: Totals) -> Recipe:
-    """Returns the recipe of a `train` config that has passed its checks; sizes: what the checks derived."""
-    own_samples = engines.own_samples(config)
-    exact = own_samples and config.model.dtype == "float32"
-    return Recipe(sizes, engines.choose(config), read_credit(config, sizes.updates_per_rollout), own_samples, exact)
-
-
-def read_estimator(config: Config) -> Estimator:
-    """Returns the advantage estimator that a config names, with its arguments."""
-    function = resolve(config.advantage.name, advantages)
-    compute = partial(function, **arguments(config.advantage))
-    return Estimator(own_name(function, advantages), compute, required_inputs(function))
-
-
-def read_credit(config: Config, updates: int) -> Credit:
-    """Returns how the rewards of a run become advantages; updates: optimizer steps on a rollout."""
-    returns = None
-    if "critic" in config:
-        returns = partial(lambda_returns, gamma=config.critic.gamma, lam=config.critic.lam)
-    return Credit(
-        estimator=read_estimator(config),
-        weights=channel_weights(config),
-        model_weight=config.reward_model.weight if "reward_model" in config else None,
-        overlong_tokens=config.reward.overlong_tokens,
-        kl=resolve(config.kl.estimator, kl) if config.kl.placement == "reward" else None,
-        returns=returns,
-        top_entropy=config.mask.top_entropy,
-        updates=updates,
-    )
+def warmup_steps(section: KeywordArguments, total: int, name: str = "optim") -> int:
+    """Returns the optimizer steps of a warm-up. Raises: UserError, as `optim.count_warmup`."""
+    return optim.count_warmup(total, warmup_steps=section.warmup_steps, warmup_ratio=section.warmup_ratio, section=name)

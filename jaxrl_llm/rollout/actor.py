@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,13 +16,31 @@ from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import Samples, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
-from jaxrl_llm.structs import Array, Pending, PyTree, Rollouts
+from jaxrl_llm.structs import Array, PartState, PyTree, Rollouts
+
+
+class Lent(NamedTuple):
+    """States of a run whose parameters the engine may still read. An update, which donates them, takes them back."""
+
+    states: PyTree  # to read
+    params: PyTree  # those that were pushed
+    pushed: Future[Rollouts | None]
+    weight_check: WeightCheck | None
+
+    def take_back(self) -> tuple[PyTree, dict[str, Any]]:
+        """Waits until the engine no longer reads the parameters. Returns the states, and the weight check's metrics.
+
+        Raises: UserError, if the engine does not have the pushed weights.
+        """
+        answer = self.pushed.result()
+        measured = self.weight_check.check(answer, self.params) if self.weight_check and answer else {}
+        return self.states, measured
 
 
 class Actor:
     """Samples a batch for each step. The batch of step s comes from the weights after step s - 1 - lag.
 
-    Call `next`, `push` and `advance` once per step, in this order. With a lag, one thread pushes and samples while the
+    Call `next` and `push` once per step, in this order. With a lag, one thread pushes and samples while the
     caller's thread learns. The step count decides the order of its work, not the time.
     """
 
@@ -47,85 +65,99 @@ class Actor:
         self._visits = curriculum.no_signal if curriculum else None
         self._beginning = self._position = self._now()
         self._prefetcher: Prefetcher[Samples] = Prefetcher(self._sample, lag=lag, last=last)
+        self._sampled: list[Samples] = []  # by an earlier process, for the steps after `begin`
+        self._learned = 0  # last step whose `push` no `next` has followed; 0: none
         self._current: Samples
-        self._pushed: Future[Rollouts | None]
+        self.lent: Lent  # by the last `begin` or `push`
 
-    def reset(self, step: int, params: PyTree, pending: Pending | None = None, attempt: int = 0) -> None:
-        """Continues after `step` with these weights and the batches of `pending`; None: from the start of the data.
-
-        attempt: how often the run has gone back. Each attempt has other samples of the same prompts.
-        """
+    def load(self, state: PartState | None) -> None:
+        """Goes on at the position in the data of a state, with its batches; None: at the start of the data."""
         # Waits: a batch in sampling still moves the iterator.
         self._prefetcher.close(wait=True)
         self._prefetcher = Prefetcher(self._sample, lag=self._lag, last=self._last)
-        # Steps are below 2**31, so no step has this number.
-        self._key = jax.random.fold_in(self._first_key, 2**32 - attempt) if attempt else self._first_key
-        position, batches = pending or Pending(self._beginning, [])
-        if "data" not in position:
-            # Of a checkpoint of an earlier version.
-            position = {"data": position, "shapes": {}}
+        position = state.notes["position"] if state else self._beginning
         # Before the push is ordered: with a lag, the thread samples right after it.
         self._source.go_to(position["data"])
-        self._book.load(SAMPLING, position["shapes"])
-        self._position = position
+        self._book.load_of(SAMPLING, position["shapes"])
+        self._position, self._learned = position, 0
         if self._visits is not None:
             size = len(self._visits)
             self._visits = from_text(position["visits"], size) if "visits" in position else np.zeros(size, bool)
-        self._pushed = self._prefetcher.do(self._push, params, step, self._visits)
-        ordered = [self._source.from_checkpoint(arrays, metrics) for arrays, metrics in batches]
-        self._prefetcher.begin(step, [replace(samples, position=position) for samples in ordered])
+        metrics = state.notes["metrics"] if state and state.arrays else []
+        batches = zip(state.arrays, metrics, strict=True) if state and metrics else ()
+        ordered = [self._source.from_checkpoint(arrays, measured) for arrays, measured in batches]
+        self._sampled = [replace(samples, position=position) for samples in ordered]
+
+    def begin(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> Lent:
+        """Begins after `step`, once `load` has set the position, and lends the engine the parameters of `states`.
+
+        attempt: how often the run has gone back. Each attempt has other samples of the same prompts.
+        """
+        # Steps are below 2**31, so no step has this number.
+        self._key = jax.random.fold_in(self._first_key, 2**32 - attempt) if attempt else self._first_key
+        self.lent = self._ordered_push(states, params, step)
+        # After the push: a batch that is ordered now has these weights.
+        self._prefetcher.begin(step, self._sampled)
+        self._sampled = []
+        return self.lent
 
     def next(self) -> Samples:
-        """Waits for the batch of the next step and returns it. Returns the same batch until `push`."""
+        """Waits for the batch of the next step and returns it. Returns the same batch until `push`.
+
+        Here, not at the end of a step: only now does the last step need neither the engine nor the devices.
+        """
+        if self._learned:
+            self._prefetcher.learned(self._learned)
+            self._learned = 0
         # Here and not in the thread that samples ahead: the order of programs must be the same in all processes.
         self._current = self._source.settled(self._prefetcher.next())
         return self._current
 
-    def finish_push(self, params: PyTree) -> dict[str, Any]:
-        """Waits until the engine no longer reads the last pushed parameters; returns the weight check's metrics.
-
-        params: the last pushed parameters. An update must not donate their memory before this returns.
-        """
-        answer = self._pushed.result()
-        return self._check.check(answer, params) if self._check and answer else {}
-
-    def wait(self) -> None:
-        """Waits until the engine has the last pushed weights."""
-        self._pushed.result()
-
-    def push(self, params: PyTree, step: int) -> None:
-        """Drops the batch that `step` has learned from, and pushes the weights after `step`."""
+    def push(self, states: PyTree, params: PyTree, step: int) -> Lent:
+        """Drops the batch that `step` has learned from, and lends the engine the parameters of the states after it."""
         self._position = self._current.position
         # The position behind this batch: a checkpoint from now on begins there.
         self._prefetcher.used()
+        self._learned = step
         if self._curriculum and self._visits is not None:
             samples = self._current  # `no_signal` waits for the reward functions
             visits = samples.prompts.numbers, samples.no_signal, samples.replaced
             self._visits = self._curriculum.visited(self._visits, *visits)
-        self._pushed = self._prefetcher.do(self._push, params, step, self._visits)
+        self.lent = self._ordered_push(states, params, step)
         if distributed.count() > 1:
             # It gathers the weights: no other program may come between, in any process.
-            self._pushed.result()
+            self.wait()
+        return self.lent
 
-    def advance(self, step: int) -> None:
-        """Allows one more batch: `step` no longer needs the engine or the device."""
-        self._prefetcher.learned(step)
+    def wait(self) -> None:
+        """Waits until the engine has the last pushed weights."""
+        self.lent.pushed.result()
 
-    def pending(self, seconds: float | None = None) -> Pending:
+    def waiting(self, seconds: float | None = None) -> list[Samples]:
         """Waits for the ordered batches that no step has used, at most `seconds`, and returns the finished ones.
 
         With several processes it waits for all: each must save the same batches.
         """
-        batches = self._prefetcher.waiting(seconds if distributed.count() == 1 else None)
+        return self._prefetcher.waiting(seconds if distributed.count() == 1 else None)
+
+    def state(self, seconds: float | None = None) -> PartState:
+        """Returns the position in the data, and the batches that wait for their update, which it waits for."""
+        batches = self.waiting(seconds)
         position = batches[-1].position if batches else self._position
         if self._visits is not None:
             position = position | {"visits": to_text(self._visits)}
-        settled = map(self._source.settled, batches)
-        return Pending(position, [(self._source.to_checkpoint(samples), samples.metrics) for samples in settled])
+        settled = list(map(self._source.settled, batches))
+        metrics = [{name: float(x) for name, x in samples.metrics.items()} for samples in settled]
+        arrays = [self._source.to_checkpoint(samples) for samples in settled]
+        return PartState({"position": position, "metrics": metrics}, arrays)
 
     def close(self) -> None:
         """Starts nothing more."""
         self._prefetcher.close()
+
+    def _ordered_push(self, states: PyTree, params: PyTree, step: int) -> Lent:
+        pushed = self._prefetcher.do(self._push, params, step, self._visits)
+        return Lent(states, params, pushed, self._check)
 
     def _push(self, params: PyTree, step: int, visits: np.ndarray | None) -> Rollouts | None:
         if self._curriculum and visits is not None:
@@ -144,4 +176,4 @@ class Actor:
 
     def _now(self) -> dict[str, Any]:
         """Returns the position of the data, and the shapes in use: both decide the next batch."""
-        return {"data": self._source.position(), "shapes": self._book.state(SAMPLING)}
+        return {"data": self._source.position(), "shapes": self._book.state_of(SAMPLING)}

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl_llm.machine.shapes import Cost, Ladder
-from jaxrl_llm.structs import AnyArray
+from jaxrl_llm.machine.sharding import prompt_shards
+from jaxrl_llm.structs import AnyArray, Sizes
 
 BLOCK = 64  # tokens; no KV cache is smaller
 
@@ -44,6 +46,13 @@ def prompts_at_once(prompts: int, group: int, devices: int, max_sequences: int) 
         if prompts % n == 0 and n * group <= (max_sequences or n * group)
     ]
     return max(fitting, default=devices)
+
+
+def decode_shapes(sizes: Sizes, mesh: Mesh, max_sequences: int) -> list[Slots]:
+    """Returns the shapes in which a run may decode, the largest first. max_sequences: see `prompts_at_once`."""
+    devices = prompt_shards(mesh)
+    prompts = prompts_at_once(sizes.prompts_per_step, sizes.group_size, devices, max_sequences)
+    return slot_shapes(prompts // devices, sizes.group_size, sizes.max_completion_tokens)
 
 
 def slot_shapes(prompts: int, group: int, length: int) -> list[Slots]:

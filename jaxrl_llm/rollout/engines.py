@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Literal
 from urllib.parse import urlsplit
 
-from jaxrl_llm.config.names import arguments, resolve
 from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.vllm import engine as servers_of_vllm
 from jaxrl_llm.rollout.vllm.address import LOOPBACK, check_python
-from jaxrl_llm.structs import Config
 
 __all__ = ["jax", "vllm"]  # names for config.engine.name
 
@@ -28,11 +25,6 @@ SERVER_ARGS = (
     "--max-num-seqs",
     "512",
 )
-
-
-def choose(config: Config) -> EngineChoice:
-    """Returns the engine that a config names. Raises: UserError, if the `engine` section does not fit it."""
-    return resolve(config.engine.name, sys.modules[__name__], "config.engine.name")(**arguments(config.engine))
 
 
 def jax(*, max_sequences: MayChange[Count] = 0) -> EngineChoice:
@@ -120,8 +112,3 @@ def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> N
             f"config.engine.push = {push!r} and push_address = {push_address!r}: 'http' needs this host's address "
             "as the servers reach it, 'file' none"
         )
-
-
-def own_samples(config: Config) -> bool:
-    """Returns whether the weights at the start of a step sample its completions, in the trainer's process."""
-    return choose(config).in_trainer and not config.rollout.max_lag

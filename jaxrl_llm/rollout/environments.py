@@ -11,20 +11,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from jaxrl_llm import tasks
-from jaxrl_llm.config.names import arguments, resolve
+from jaxrl_llm.config.records import Call, KeywordArguments
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, NotNegative
 from jaxrl_llm.data import encoding, formats
 from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.rollout.time_limit import TimeLimit
 from jaxrl_llm.rollout.tool_messages import ToolMessages
-from jaxrl_llm.structs import Config
 from jaxrl_llm.tasks.protocol import Environment, Reply, checked
 
 __all__: tuple[str, ...] = ()  # no class here is an environment that a config may name
@@ -34,17 +34,36 @@ FAILED = "\n\n[The environment failed: {}]\n\n"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def open_environments(
-    config: Config, tokenizer: Any, opened: ExitStack, template_args: Mapping[str, Any]
-) -> EnvironmentPool | None:
-    """Opens the environments that a config names; None: it names none. They close with `opened`.
+@dataclass(frozen=True, kw_only=True)
+class EpisodeSettings:
+    """What the policy talks to, and the limits of an episode. Both are there or none."""
 
-    template_args: arguments of the chat template, beside the tools. Raises: UserError.
+    env: Annotated[Call, tasks.ENVIRONMENTS] | None = None
+    turns: Annotated[KeywordArguments, EnvironmentPool] | None = None
+
+
+def check_episodes(environment: Call | None, turns: KeywordArguments | None) -> None:
+    """Raises: UserError, if one of the sections `env` and `turns` is missing."""
+    if environment and not turns:
+        raise UserError("config.turns is missing: an environment needs the limits of episodes (configs/search_grpo.py)")
+    if turns and not environment:
+        raise UserError("config.turns does nothing: there is no environment; add config.env, or take the section out")
+
+
+def open_environments(
+    environment: Call | None,
+    turns: KeywordArguments | None,
+    tokenizer: Any,
+    opened: ExitStack,
+    template_args: Mapping[str, Any],
+) -> EnvironmentPool | None:
+    """Opens the environments of a run; None: it has none. They close with `opened`.
+
+    turns: the limits of episodes. template_args: arguments of the chat template, beside the tools. Raises: UserError.
     """
-    if "env" not in config:
+    if not (environment and turns):
         return None
-    make = partial(resolve(config.env.name, tasks.ENVIRONMENTS, "config.env.name"), **arguments(config.env))
-    return opened.enter_context(closing(EnvironmentPool(tokenizer, make, template_args, **config.turns)))
+    return opened.enter_context(closing(EnvironmentPool(tokenizer, environment, template_args, **turns)))
 
 
 class EnvironmentPool:

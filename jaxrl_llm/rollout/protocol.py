@@ -42,27 +42,21 @@ class Engine(Protocol):
 
     max_gap: float | None  # largest difference to the trainer's log-probabilities after a push; None: no check
 
-    def generate(
+    def sample(
         self,
         prompts: Prompts,
         key: jax.Array,
         *,
         group_size: int,
         sampling: Sampling,
+        environments: Environments | None = None,
         max_tokens: np.ndarray | None = None,
     ) -> Rollouts:
         """Samples group_size completions of each prompt, on the host. The stop token belongs to the completion.
 
-        max_tokens [B, G]: the limit of each completion, where it is below the run's limit.
-        """
-        ...
-
-    def converse(
-        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, environments: Environments
-    ) -> Rollouts:
-        """Samples group_size episodes for each prompt, on the host. Observations are not in their `loss_mask`.
-
-        A completion has the tokens of all turns and observations, as they were sampled and encoded.
+        environments: of episodes, whose completions have the tokens of all turns and observations, as they were sampled
+        and encoded; observations are not in `loss_mask`. max_tokens [B, G]: the limit of each completion of one turn,
+        where it is below the run's limit.
         """
         ...
 

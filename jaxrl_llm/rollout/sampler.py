@@ -103,19 +103,27 @@ class Sampler:
     def close(self) -> None:
         """Does nothing: the sampler has started nothing."""
 
-    def generate(
+    def sample(
         self,
         prompts: Prompts,
         key: jax.Array,
         *,
         group_size: int,
         sampling: Sampling,
+        environments: Environments | None = None,
         max_tokens: np.ndarray | None = None,
     ) -> Rollouts:
-        """Samples `group_size` completions of each prompt, on the host; max_tokens [B, G]: limit of each completion."""
+        """Samples `group_size` completions of each prompt, or episodes, on the host. See `protocol.Engine`."""
+        if environments:
+            return self._sample_episodes(prompts, key, group_size, sampling, environments)
+        shape = len(prompts.tokens), group_size
+        limits = np.full(shape, self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
+        return self._sample_turn(prompts, key, sampling, limits)
+
+    def _sample_turn(self, prompts: Prompts, key: jax.Array, sampling: Sampling, limits: np.ndarray) -> Rollouts:
+        group_size = limits.shape[1]
         local_prompts, length = len(prompts.tokens), self._length  # prompts of this process
         count = local_prompts * distributed.count()
-        limits = np.full((local_prompts, group_size), length) if max_tokens is None else np.minimum(max_tokens, length)
         # By this number a completion draws the same random numbers in any process and in any turn.
         number = np.arange(count * group_size, dtype=np.int32).reshape(count, group_size)[distributed.part(count)]
         fixed = self._decoding(count, group_size, sampling)
@@ -130,10 +138,9 @@ class Sampler:
         versions = np.full(mask.shape, self._version, np.int32)
         return Rollouts(tokens, mask, mask, logprobs, ~np.isin(last, self._stops), versions)
 
-    def converse(
-        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, environments: Environments
+    def _sample_episodes(
+        self, prompts: Prompts, key: jax.Array, group_size: int, sampling: Sampling, environments: Environments
     ) -> Rollouts:
-        """Samples `group_size` episodes for each prompt, on the host."""
         local_prompts = len(prompts.tokens)  # prompts of this process
         count = local_prompts * distributed.count()
         number = np.arange(count * group_size, dtype=np.int32).reshape(count, group_size)[distributed.part(count)]

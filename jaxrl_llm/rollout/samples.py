@@ -19,7 +19,7 @@ from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.structs import Array, Batch, Config, Prompts, Rewards, Rollouts
+from jaxrl_llm.structs import Array, Batch, Prompts, Rewards, Rollouts
 
 SAMPLING = "sampling"  # channel of the thread that samples
 
@@ -80,15 +80,6 @@ class Move(NamedTuple):
     sources: np.ndarray
 
 
-def episodes(
-    engine: Engine, environments: EnvironmentPool, prompts: Prompts, key: Array, group_size: int, sampling: Sampling
-) -> Rollouts:
-    """Samples group_size episodes for each prompt, and what their environments measured."""
-    batch = environments.begin(prompts.rows, group_size)
-    rollouts = engine.converse(prompts, key, group_size=group_size, sampling=sampling, environments=batch)
-    return replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())
-
-
 def measured_alike(rollouts: Rollouts, channel: str) -> Rollouts:
     """Returns rollouts in which all processes have what the environments of any measured: 0 where they did not.
 
@@ -115,9 +106,11 @@ class CompletionTask:
 
     def sample(self, engine: Engine, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Rollouts:
         """Samples completions of one turn, or episodes if there are environments."""
-        if not self.environments:
-            return engine.generate(prompts, key, group_size=group_size, sampling=sampling)
-        return episodes(engine, self.environments, prompts, key, group_size, sampling)
+        batch = self.environments.begin(prompts.rows, group_size) if self.environments else None
+        rollouts = engine.sample(prompts, key, group_size=group_size, sampling=sampling, environments=batch)
+        if not batch:
+            return rollouts
+        return replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())
 
     def grade(self, prompts: Prompts, rollouts: Rollouts) -> Graded:
         """Returns texts and rewards. With environments, functions also get the columns of `rewards`' docstring."""
@@ -134,24 +127,31 @@ class CompletionTask:
         return Graded(texts, channels, turns, metrics)
 
 
+class Drawing(NamedTuple):
+    """What a step samples for each of its prompts."""
+
+    group_size: int  # completions
+    sampling: Sampling
+    resample_rounds: int = 0  # of fresh prompts, at most, for groups without a signal
+    greedy: bool = False  # also the greedy completion
+    masks_truncated: bool = False  # completions that the limit cut are not trained on
+
+
 class SampleSource:
     """Samples completions for the next prompts and starts the reward functions."""
 
     def __init__(
         self,
-        config: Config,
+        drawing: Drawing,
         engine: Engine,
-        sampling: Sampling,
         prompts: grain.DatasetIterator,
         collate: Callable[[Any], Prompts],
         task: CompletionTask,
         mesh: Mesh,
-        *,
-        greedy: bool,
     ):
-        """collate(numbers) -> these rows of the data set; greedy: also sample each prompt's greedy completion."""
-        self._config, self._engine, self._sampling, self._prompts = config, engine, sampling, prompts
-        self._collate, self._task, self._mesh, self._greedy = collate, task, mesh, greedy
+        """collate(numbers) -> these rows of the data set."""
+        self._drawing, self._engine, self._prompts = drawing, engine, prompts
+        self._collate, self._task, self._mesh = collate, task, mesh
 
     def position(self) -> dict[str, Any]:
         """Returns the position in the data after the last prompts."""
@@ -163,19 +163,18 @@ class SampleSource:
 
     def sample(self, key: Array) -> Samples:
         """Samples the next prompts. The main thread calls `settled` for the groups that were replaced."""
-        config, metrics = self._config, {}
+        drawing, metrics = self._drawing, {}
 
         def draw(key: Array) -> Samples:
-            return self._draw(next(self._prompts), key, config.group_size, self._sampling)
+            return self._draw(next(self._prompts), key, drawing.group_size, drawing.sampling)
 
         samples = draw(key)
-        if config.rollout.resample_rounds:
+        if drawing.resample_rounds:
             metrics = {"groups/no_signal_sampled": distributed.gather(samples.no_signal, SAMPLING).mean()}
             more = lambda i: draw(jax.random.fold_in(key, i))  # noqa: E731
-            rounds = config.rollout.resample_rounds
-            samples, metrics["groups/replaced"] = refill(samples, more, self._collate, rounds)
+            samples, metrics["groups/replaced"] = refill(samples, more, self._collate, drawing.resample_rounds)
         # After `refill`, which may replace prompts.
-        greedy = self._draw(samples.prompts, key, 1, Sampling(temperature=0)) if self._greedy else None
+        greedy = self._draw(samples.prompts, key, 1, Sampling(temperature=0)) if drawing.greedy else None
         return replace(samples, greedy=greedy, metrics=metrics)
 
     def settled(self, samples: Samples) -> Samples:
@@ -183,13 +182,15 @@ class SampleSource:
         return settled(samples, self._task.tokenizer, self._mesh)
 
     def to_checkpoint(self, samples: Samples) -> dict[str, Any]:
-        """Returns the arrays that a checkpoint keeps of a batch that no update has used yet."""
+        """Returns the arrays that a checkpoint keeps of a batch that no update has used yet, on the devices."""
         greedy = {"greedy": samples.greedy.rollouts} if samples.greedy else {}
-        return {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
+        arrays = {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
+        return sharding.shard_batch(arrays, self._mesh)
 
     def from_checkpoint(self, arrays: dict[str, Any], metrics: dict[str, Any]) -> Samples:
         """Rebuilds the batch of `to_checkpoint` and grades it again. kept: a checkpoint holds dataclasses as dicts."""
         # A checkpoint has no texts and no rewards: both follow from the rows and the tokens.
+        arrays = sharding.to_host(arrays)
         prompts = self._collate(arrays["numbers"])
         rollouts, *greedy = (Rollouts(**arrays[name]) for name in ("rollouts", "greedy") if name in arrays)
         samples = replace(self._graded(prompts, rollouts), metrics=metrics)
@@ -201,7 +202,7 @@ class SampleSource:
 
     def _graded(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
         graded = self._task.score.start(lambda: self._task.grade(prompts, rollouts))
-        return Samples(prompts, rollouts, graded, masks_truncated=self._config.mask.truncated)
+        return Samples(prompts, rollouts, graded, masks_truncated=self._drawing.masks_truncated)
 
 
 def refill(

@@ -50,7 +50,7 @@ class WeightCheck:
     def ask(self) -> Rollouts:
         """Samples the servers' answers."""
         limit = np.full((len(self._prompts.tokens), 1), TOKENS)
-        return self._engine.generate(
+        return self._engine.sample(
             self._prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0), max_tokens=limit
         )
 

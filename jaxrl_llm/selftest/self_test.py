@@ -12,29 +12,23 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl_llm.algorithms import losses
-from jaxrl_llm.config.names import arguments, resolve
 from jaxrl_llm.data import formats
-from jaxrl_llm.data.prompts import template_args_of
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.history import History
 from jaxrl_llm.health.rules.environment import tool_down
+from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import progress, sharding
-from jaxrl_llm.recipe.no_effect import looks_at_rewards
 from jaxrl_llm.rollout.routing import routing_agreement
-from jaxrl_llm.selftest.trial import AGAIN, KEY, TOKENS, Dialog, Tested, Trial, prepare, to_batch
+from jaxrl_llm.selftest.trial import AGAIN, KEY, TOKENS, Dialog, Subject, Trial, prepare, to_batch
 from jaxrl_llm.structs import Array, Batch, Rollouts
-
-if TYPE_CHECKING:  # it imports this module
-    from jaxrl_llm.session.run import Run
 
 # Of equal weights in two programs: half the square of a difference of log-probabilities, 1e-6 for float32.
 KL, KL_ROUNDED = 1e-9, 1e-3
@@ -96,10 +90,10 @@ class Checked(NamedTuple):
         return fields | {"seconds": round(self.seconds, 3), "findings": findings}
 
 
-def check(run: Run, parts: Tested, *, full: bool) -> Iterator[Checked]:
-    """Runs all checks on a run that has restored its first states; full: also those with programs of their own."""
+def check(parts: Subject, states: States, *, full: bool) -> Iterator[Checked]:
+    """Runs all checks on a new run; states: its first ones; full: also those with programs of their own."""
     began = time.perf_counter()
-    trial = prepare(run, parts, full=full)
+    trial = prepare(parts, states, full=full)
     _, group, _ = trial.rollouts.completions.shape
     sampled = f"sampled {len(trial.rollouts.completions)} x {group} completions, and scored them"
     yield Checked("", CheckReport(sampled), time.perf_counter() - began)
@@ -109,25 +103,25 @@ def check(run: Run, parts: Tested, *, full: bool) -> Iterator[Checked]:
         yield Checked(id, report, time.perf_counter() - began)
 
 
-def at_start(run: Run, parts: Tested) -> None:
-    """Runs the checks that need no other programs than the run, and tells what they find. Stops nothing."""
+def at_start(parts: Subject, states: States, say: Callable[[str], None]) -> list[Finding]:
+    """Runs the checks that need no other programs than the run, says how many passed, and returns what they find."""
     began = time.perf_counter()
     reports, following = [], [*(id for id, _ in CHECKS), ""]
     with progress.task("self-test", len(following)) as shown:
         shown.detail = "sampling"
-        for checked, then in zip(check(run, parts, full=False), following, strict=True):
+        for checked, then in zip(check(parts, states, full=False), following, strict=True):
             reports += [checked.report] if checked.id else []
             shown.advance(detail=then)
     applicable = sum(report.applicable for report in reports)
     alarming = sum(bool(report.findings) for report in reports)
     summary = f"{applicable - alarming} checks passed" + (f", {alarming} found something" if alarming else "")
-    run.log.say(f"self-test: {summary} in {time.perf_counter() - began:.1f} s")
-    run.health.add(run.step, [finding for report in reports for finding in report.findings])
+    say(f"self-test: {summary} in {time.perf_counter() - began:.1f} s")
+    return [finding for report in reports for finding in report.findings]
 
 
 def reference_agrees(trial: Trial) -> CheckReport:
     """S1: at step 0 the reference is the policy."""
-    if "ref_logprobs" not in trial.scores or trial.run.step:
+    if "ref_logprobs" not in trial.scores:
         return skipped("the run has no reference")
     # Not by the reference's own program: it would make the same mistake twice.
     if trial.full:
@@ -139,7 +133,7 @@ def reference_agrees(trial: Trial) -> CheckReport:
     else:
         return skipped(MORE)
     text = f"KL to the reference {kl:.1e}"
-    if kl <= (KL if trial.config.model.dtype == "float32" else KL_ROUNDED):
+    if kl <= (KL if trial.parts.facts.dtype == "float32" else KL_ROUNDED):
         return CheckReport(text)
     cause = "the reference has other weights than the policy, or scores in another way"
     fix = "begin a new run, with files that nobody changes"
@@ -173,8 +167,8 @@ def sampler_agrees(trial: Trial) -> CheckReport:
         return skipped(MORE)
     gaps = np.abs(_host(trial.policy) - trial.rollouts.logprobs)[trial.rollouts.loss_mask]
     text = f"log-probabilities of sampler and trainer differ by {gaps.max():.1e} at most, {gaps.mean():.1e} in the mean"
-    if trial.full and trial.parts.model.cfg.mixture and trial.parts.in_trainer:
-        same = routing_agreement(trial.parts.model, trial.params, trial.batch, trial.run.mesh)
+    if trial.full and trial.parts.model.cfg.mixture and trial.parts.facts.in_trainer:
+        same = routing_agreement(trial.parts.model, trial.params, trial.batch, trial.parts.learning.mesh)
         text += f"; they choose the same experts in {same:.2%} of layers and tokens"
     gap, bound = (gaps.max(), GAP) if trial.exact else (gaps.mean(), min(trial.engine.max_gap or MEAN_GAP, MEAN_GAP))
     if gap <= bound:
@@ -186,7 +180,7 @@ def sampler_agrees(trial: Trial) -> CheckReport:
 
 def groups_are_whole(trial: Trial) -> CheckReport:
     """S4: each group has all its completions, and advantages relative to a group have mean 0 in it."""
-    name = trial.parts.credit.estimator.name
+    name = trial.parts.facts.credit.estimator.name
     expected, sampled = trial.rewards.total.shape, trial.rollouts.completions.shape[:2]
     findings = []
     if sampled != expected:
@@ -211,10 +205,10 @@ def groups_are_whole(trial: Trial) -> CheckReport:
 
 def reward_sees(trial: Trial) -> CheckReport:
     """S5: functions judge what a policy may say, and a good answer earns more than an empty completion."""
-    config, rows = trial.config, trial.parts.dataset.rows[:ROWS]
-    if not any(config.reward.weights) or not looks_at_rewards(_required(trial)):
+    reward, rows = trial.parts.facts.reward, trial.parts.dataset.rows[:ROWS]
+    if not any(reward.weights) or not trial.parts.facts.credit.estimator.needs_reward:
         return skipped("no reward is used")
-    if not config.reward.timeout and not trial.full:  # a call more may change the state of a function
+    if not reward.timeout and not trial.full:  # a call more may change the state of a function
         return skipped("reward.timeout = 0: the functions run in this process; doctor --selftest calls them")
     columns = [name for name in ANSWERS if all(isinstance(row.get(name), str | int | float) for row in rows)]
     texts = [
@@ -229,9 +223,7 @@ def reward_sees(trial: Trial) -> CheckReport:
         )
     if np.isnan(earned).all():
         evidence = f"no function has a verdict on {earned.size} completions"
-        cause = (
-            f"{', '.join(map(str, config.reward.functions))}: a judge does not answer, or the rows lack what it reads"
-        )
+        cause = f"{', '.join(map(str, reward.functions))}: a judge does not answer, or the rows lack what it reads"
         fix = "start the judge, or mend the data"
         return CheckReport(evidence, (Finding("no_verdict", "error", evidence, cause, fix, "docs/health.md S5"),))
     if not columns:
@@ -263,7 +255,7 @@ def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) ->
 
 def stop_is_learned(trial: Trial) -> CheckReport:
     """S6: prompts end where the answer begins; a completion can stop, and learns its stop token."""
-    rollouts, stops, limit = trial.rollouts, trial.parts.stop_ids, trial.config.rollout.max_completion_tokens
+    rollouts, stops, limit = trial.rollouts, trial.parts.stop_ids, trial.parts.learning.sizes.max_completion_tokens
     findings = list(_generation_prompt(trial))
     if not any(0 <= stop < trial.parts.model.cfg.vocab_size for stop in stops):
         fix = "add eos_token_id to the model's generation_config.json"
@@ -310,10 +302,10 @@ def gradient_stays(trial: Trial) -> CheckReport:
     """S7: the gradient is the same for all prompts at once, and for one packed row of a prompt at a time."""
     if not trial.full:
         return skipped(MORE)
-    microbatch = sharding.prompt_shards(trial.run.mesh)  # one prompt of each device
-    bound = GRADIENT if trial.config.model.dtype == trial.config.optim.gradient_dtype == "float32" else GRADIENT_ROUNDED
+    microbatch = sharding.prompt_shards(trial.parts.learning.mesh)  # one prompt of each device
+    bound = GRADIENT if trial.parts.facts.dtype == trial.parts.facts.gradient_dtype == "float32" else GRADIENT_ROUNDED
     findings, distances = [], []
-    for name in trial.run.learners:
+    for name in trial.parts.learning.learners:
         whole, _ = trial.gradient(name, 0)
         distances_by_layout = {"packed rows": _distance(trial.gradient(name, microbatch, packed=True)[0], whole)}
         # Packing and micro-batches together failed. A program without packing says which of the two it is.
@@ -400,9 +392,10 @@ def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
     """Finds a tool that fails in all calls of these episodes."""
     measured = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
     finding = tool_down(History([{"step": 1} | measured]))
-    if not finding or "url" not in trial.config.env:
+    environment = trial.parts.facts.env
+    if not finding or not environment or "url" not in environment.arguments:
         return finding
-    return replace(finding, cause=f"{finding.cause} (config.env.url = {trial.config.env.url!r})")
+    return replace(finding, cause=f"{finding.cause} (config.env.url = {environment.arguments['url']!r})")
 
 
 def samples_differ(trial: Trial) -> CheckReport:
@@ -434,10 +427,10 @@ def push_arrives(trial: Trial) -> CheckReport:
     # A base in int8 has numbers that mean something only with their scales, which are moved.
     floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     moved = jax.tree.map(lambda x: x * MOVED if floating(x) else x, trial.params)
-    trial.engine.update_weights(moved, trial.run.step)
+    trial.engine.update_weights(moved)
     sampled = trial.sample(KEY, AGAIN)
     # The run goes on with its own weights, whatever this check finds.
-    trial.engine.update_weights(trial.params, trial.run.step)
+    trial.engine.update_weights(trial.params)
     # The tokens were sampled with the pushed weights, so their log-probabilities must be those of the new weights.
     new, old = (_gap(trial, params, sampled) for params in (moved, trial.params))
     text = f"after a push, log-probabilities differ from the new weights by {new:.1e}, from the old by {old:.1e}"
@@ -474,7 +467,7 @@ def _first_metrics(trial: Trial) -> dict[str, Array] | None:
         return trial.gradient("policy", 0)[1]
     if trial.policy is None:
         return None
-    loss_fn = resolve(trial.config.loss.name, losses)(**arguments(trial.config.loss))
+    loss_fn = trial.parts.facts.loss()
 
     @jax.jit
     def metrics(logprobs: Array, batch: Batch) -> dict[str, Array]:
@@ -483,10 +476,6 @@ def _first_metrics(trial: Trial) -> dict[str, Array] | None:
         return {name: mean(x) for name, x in loss_fn(logprobs, batch)[1].items()}
 
     return metrics(trial.policy, replace(trial.batch, packed_index=None))
-
-
-def _required(trial: Trial) -> tuple[str, ...]:
-    return trial.parts.credit.estimator.inputs
 
 
 def _answer_texts(answer: Any) -> list[str]:
@@ -500,8 +489,7 @@ def _generation_prompt(trial: Trial) -> Iterator[Finding]:
     prompt, tokenizer = trial.parts.dataset.rows[0]["prompt"], trial.parts.tokenizer
     if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":  # no template, or an answer that goes on
         return
-    schemas = trial.parts.environments.schemas if trial.parts.environments else ()
-    args = template_args_of(trial.config, schemas) | formats.template_args(trial.parts.dataset.rows[0])
+    args = trial.parts.facts.template_args | formats.template_args(trial.parts.dataset.rows[0])
     render = partial(tokenizer.apply_chat_template, prompt, tokenize=False, **args)
     closed, opened = (render(add_generation_prompt=add) for add in (False, True))
     expected = opened.removeprefix(closed) if opened.startswith(closed) else ""
@@ -521,15 +509,15 @@ def _distance(gradient: Any, other: Any) -> float:
 def _gap(trial: Trial, params: Any, sampled: Any) -> float:
     """Returns the largest difference of sampled log-probabilities to those of the trainer with these parameters."""
     assert trial.logprobs  # a full trial has it
-    ours = _host(trial.logprobs(params, to_batch(trial.run, trial.prompts, sampled, full=trial.full)))
-    mask, theirs = sharding.gather((sampled.loss_mask, sampled.logprobs), trial.run.mesh)
+    ours = _host(trial.logprobs(params, to_batch(trial.parts, trial.prompts, sampled, full=trial.full)))
+    mask, theirs = sharding.gather((sampled.loss_mask, sampled.logprobs), trial.parts.learning.mesh)
     return float(np.abs(np.where(mask, ours - theirs, 0.0)).max())
 
 
 def _weight_check(trial: Trial) -> CheckReport:
     """Asks the check that a run with such an engine makes after each push."""
     try:
-        gap = trial.parts.actor.finish_push(trial.params)["weight_check/gap"]
+        gap = trial.parts.actor.lent.take_back()[1]["weight_check/gap"]
     except UserError as error:
         cause, fix = "the engine does not have the pushed weights", "start the server again"
         return CheckReport(

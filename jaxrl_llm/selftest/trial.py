@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.credit import Credit
 from jaxrl_llm.algorithms.losses import Metrics
-from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.config.records import Call
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.learner.forward import make_logprob_fn
-from jaxrl_llm.learner.packing import pack, packed_shapes
+from jaxrl_llm.learner.learning import Learning
+from jaxrl_llm.learner.packing import Packing, pack, packed_shapes
+from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.machine.shapes import SAMPLING, TRAINING, Book
@@ -25,10 +27,8 @@ from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.structs import Array, Batch, Config, Prompts, PyTree, Rewards, Rollouts
-
-if TYPE_CHECKING:  # it imports this module
-    from jaxrl_llm.session.run import Run
+from jaxrl_llm.rollout.settings import RewardSettings
+from jaxrl_llm.structs import Array, Batch, Prompts, PyTree, Rewards, Rollouts
 
 PROMPTS, GROUP = 4, 4  # prompts at least, completions of each at most, if the trial has shapes of its own
 TOKENS = 256  # of a completion at most: it costs little, and most that stop have stopped by then
@@ -38,21 +38,35 @@ Dialog: TypeAlias = list[tuple[list[int], list[int] | None]]
 KEY = 2**31 - 1  # folded into the run's key: no step has this number, so no step draws the same
 
 
+class Facts(NamedTuple):
+    """What the self-test needs to know of a recipe."""
+
+    dtype: str  # of activations
+    gradient_dtype: str
+    in_trainer: bool  # the engine has the trainer's arithmetic
+    own_samples: bool  # the weights that sample are those at the start of the step
+    credit: Credit
+    loss: Call
+    reward: RewardSettings
+    env: Call | None
+    template_args: dict[str, Any]  # of the chat template
+
+
 @dataclass(frozen=True)
-class Tested:
-    """The parts of a run that only its self-test needs."""
+class Subject:
+    """The parts of a run that its self-test looks at."""
 
     actor: Actor
+    learning: Learning
+    packing: Packing
     model: Decoder
     tokenizer: Any
     dataset: data.Dataset
     stop_ids: tuple[int, ...]
-    sampling: Sampling
     environments: EnvironmentPool | None  # what the policy talks to; None: nothing
+    book: Book
     reward_fn: Callable[[], RewardFn]  # opens one, which the caller closes: after an error the run's own is of no use
-    credit: Credit
-    in_trainer: bool  # the engine has the trainer's arithmetic
-    own_samples: bool  # the weights that sample are those at the start of the step
+    facts: Facts
 
 
 class Recorder(EnvironmentBatch):
@@ -78,8 +92,8 @@ class Recorder(EnvironmentBatch):
 class Trial:
     """Completions of the first prompts, scored and with advantages. Arrays on the host are those of all processes."""
 
-    run: Run
-    parts: Tested
+    parts: Subject
+    states: States  # the first ones
     full: bool  # also run what needs programs that the run has not
     prompts: Prompts  # of this process
     rollouts: Rollouts
@@ -91,17 +105,13 @@ class Trial:
     policy: Array | None  # log-probabilities [B, G, C] of the completions, by the trainer; on the devices
     gradients: dict[Any, tuple[PyTree, Metrics]] = field(default_factory=dict)  # those computed until now
 
-    @property
-    def config(self) -> Config:
-        return self.run.config
-
     def episodes(self) -> tuple[Rollouts, list[Dialog]]:
         """Samples episodes of the prompts of this process, and returns them with what was said in each."""
-        key = jax.random.fold_in(jax.random.key(self.config.seed), KEY)
+        key = jax.random.fold_in(jax.random.key(self.parts.learning.seed), KEY)
         assert self.parts.environments
         recorder = Recorder(self.parts.environments, self.prompts.rows, GROUP)
-        rollouts = self.engine.converse(
-            self.prompts, key, group_size=GROUP, sampling=self.parts.sampling, environments=recorder
+        rollouts = self.engine.sample(
+            self.prompts, key, group_size=GROUP, sampling=self.parts.learning.sampling, environments=recorder
         )
         return replace(rollouts, episodes=recorder.metrics()), recorder.dialogs()
 
@@ -111,17 +121,17 @@ class Trial:
 
     @property
     def params(self) -> PyTree:
-        return self.run.policy(self.run.states)
+        return self.parts.learning.policy(self.states)
 
     @property
     def exact(self) -> bool:
         """Whether sampler and trainer compute the same numbers, to the rounding of float32."""
-        return self.parts.in_trainer and self.config.model.dtype == "float32"
+        return self.parts.facts.in_trainer and self.parts.facts.dtype == "float32"
 
     def sample(self, key: int, tokens: int) -> Rollouts:
         """Samples completions of the prompts of this process, of at most so many tokens."""
         group = self.rollouts.completions.shape[1]
-        return _sample(self.run, self.parts, self.prompts, group, key, tokens)
+        return _sample(self.parts, self.prompts, group, key, tokens)
 
     def gradient(self, name: str, microbatch: int, *, packed: bool = False) -> tuple[PyTree, Metrics]:
         """Returns the gradient of a learner and its metrics, for `microbatch` prompts at a time (0: all).
@@ -134,8 +144,8 @@ class Trial:
                 _, group, limit = self.rollouts.completions.shape
                 lengths = self.rollouts.completion_mask.sum(axis=-1)
                 index = pack(lengths, limit, packed_shapes(group, limit)[-1])[distributed.part(len(lengths))]
-                index = sharding.shard_batch(index, self.run.mesh)
-            learner, state = self.run.learners[name], self.run.states[name]
+                index = sharding.shard_batch(index, self.parts.learning.mesh)
+            learner, state = self.parts.learning.learners[name], self.states[name]
             placed = jax.tree.map(lambda x: x.sharding, state.params), None
             program = jax.jit(learner.gradient(microbatch), out_shardings=placed, compiler_options=ROUND_AS_WRITTEN)
             batch, coefs = replace(self.batch, packed_index=index), learner.coefficients(state)
@@ -143,63 +153,64 @@ class Trial:
         return self.gradients[name, microbatch, packed]
 
 
-def prepare(run: Run, parts: Tested, *, full: bool) -> Trial:
+def prepare(parts: Subject, states: States, *, full: bool) -> Trial:
     """Samples and scores the first prompts of the data. Data, keys, shapes and states of the run stay as they are.
 
     full: few prompts, in shapes of their own. Otherwise those of the run, whose programs its first step needs anyway.
     """
-    config, params = run.config, run.policy(run.states)
+    learning, facts, engine = parts.learning, parts.facts, parts.actor.engine
+    params, mesh = learning.policy(states), learning.mesh
     parts.actor.wait()
-    parts.actor.pending()  # a thread that samples ahead uses the same engine and the same book
-    group, count = config.group_size, config.prompts_per_step
+    parts.actor.waiting()  # a thread that samples ahead uses the same engine and the same book
+    group, count = learning.sizes.group_size, learning.sizes.prompts_per_step
     # At least two prompts of each device, so that there are several micro-batches.
     if full:
-        group, count = min(group, GROUP), max(2 * sharding.prompt_shards(run.mesh), PROMPTS)
+        group, count = min(group, GROUP), max(2 * sharding.prompt_shards(mesh), PROMPTS)
     numbers = [number % len(parts.dataset.rows) for number in range(count)]
     prompts = data.make_prompts(parts.dataset, numbers[distributed.part(count)], parts.tokenizer.pad_token_id)
-    with _shapes_stay(run.book):
-        sampled = _sample(run, parts, prompts, group, KEY, TOKENS)
-        again = _sample(run, parts, prompts, group, KEY - 1, AGAIN)
-        rollouts, again = sharding.gather((sampled, again), run.mesh)
-        plain = to_batch(run, prompts, sampled, full=full)
+    with _shapes_stay(parts.book):
+        sampled = _sample(parts, prompts, group, KEY, TOKENS)
+        again = _sample(parts, prompts, group, KEY - 1, AGAIN)
+        rollouts, again = sharding.gather((sampled, again), mesh)
+        plain = to_batch(parts, prompts, sampled, full=full)
     # The sampler's weights are not in memory while a step scores, unless the engine samples ahead.
-    if parts.own_samples:
-        parts.actor.engine.release()
-    scores, logprobs = run.score(run.states, plain), _logprob_program(run, parts, full=full)
+    if facts.own_samples:
+        engine.release()
+    scores, logprobs = learning.score(states, plain), _logprob_program(parts, states, full=full)
     policy = logprobs(params, plain) if logprobs else None
-    rewards = _synthetic_rewards(parts.credit, count, group)
+    rewards = _synthetic_rewards(facts.credit, count, group)
     local_rewards = jax.tree.map(lambda x: x[distributed.part(count)], rewards)
-    placed = sharding.shard_batch(local_rewards, run.mesh)
-    batch, _ = run.assign_credit(plain, scores, placed, run.coefficients(run.states))
-    if parts.own_samples:
-        parts.actor.engine.update_weights(params, run.step)
-    return Trial(run, parts, full, prompts, rollouts, again, rewards, batch, scores, logprobs, policy)
+    placed = sharding.shard_batch(local_rewards, mesh)
+    batch, _ = learning.assign_credit(plain, scores, placed, learning.coefficients(states))
+    if facts.own_samples:
+        engine.update_weights(params)
+    return Trial(parts, states, full, prompts, rollouts, again, rewards, batch, scores, logprobs, policy)
 
 
 @contextmanager
 def _shapes_stay(book: Book) -> Iterator[None]:
     """Undoes what the block changes in the book: the run must take the shapes that it takes without a self-test."""
-    saved = {kind: book.state(kind) for kind in (SAMPLING, TRAINING)}
+    saved = {kind: book.state_of(kind) for kind in (SAMPLING, TRAINING)}
     yield
     for kind, state in saved.items():
-        book.load(kind, state)
+        book.load_of(kind, state)
 
 
-def _sample(run: Run, parts: Tested, prompts: Prompts, group: int, key: int, tokens: int) -> Rollouts:
-    limits = np.full((len(prompts.tokens), group), min(tokens, run.config.rollout.max_completion_tokens))
-    run_key = jax.random.fold_in(jax.random.key(run.config.seed), key)
-    return parts.actor.engine.generate(prompts, run_key, group_size=group, sampling=parts.sampling, max_tokens=limits)
+def _sample(parts: Subject, prompts: Prompts, group: int, key: int, tokens: int) -> Rollouts:
+    limits = np.full((len(prompts.tokens), group), min(tokens, parts.learning.sizes.max_completion_tokens))
+    run_key, sampling = jax.random.fold_in(jax.random.key(parts.learning.seed), key), parts.learning.sampling
+    return parts.actor.engine.sample(prompts, run_key, group_size=group, sampling=sampling, max_tokens=limits)
 
 
-def to_batch(run: Run, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
+def to_batch(parts: Subject, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
     """Puts completions of this process on the devices, in packed rows."""
     lengths, (_, group, limit) = rollouts.completion_mask.sum(axis=-1), rollouts.completions.shape
     shape, lengths = packed_shapes(group, limit)[0], distributed.gather(lengths)
     # The shape that the first step takes, if a completion that was cut here goes on to the limit: then the step finds
     # its program compiled.
-    if run.packing and not full:
+    if not full:
         lengths_at_most = np.where(distributed.gather(rollouts.truncated), limit, lengths)
-        shape = run.packing(lengths_at_most, prompts.tokens.shape[1]).shape[2:]
+        shape = parts.packing(lengths_at_most, prompts.tokens.shape[1]).shape[2:]
     batch = Batch(
         prompts.tokens,
         prompts.mask,
@@ -209,22 +220,22 @@ def to_batch(run: Run, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> B
         sampler_logprobs=rollouts.logprobs,
         packed_index=pack(lengths, limit, shape)[distributed.part(len(lengths))],
     )
-    return sharding.shard_batch(batch, run.mesh)
+    return sharding.shard_batch(batch, parts.learning.mesh)
 
 
-def _logprob_program(run: Run, parts: Tested, *, full: bool) -> Callable[[PyTree, Batch], Array] | None:
+def _logprob_program(parts: Subject, states: States, *, full: bool) -> Callable[[PyTree, Batch], Array] | None:
     """Returns a function of the policy's parameters and a batch, with a program that the run has if there is one."""
+    learning = parts.learning
     # One program for policy and reference: two programs round in another order, and equal weights would differ.
-    if run.reference:
-        reference = run.reference
+    if reference := learning.reference:
         dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]  # noqa: E731
-        same = dtypes(reference.shapes) == dtypes(run.states["policy"].params)
-        program = run.scorers["reference"].program
+        same = dtypes(reference.shapes) == dtypes(states["policy"].params)
+        program = learning.scorers["reference"].program
         return lambda params, batch: program(params if same else reference.copy(params), batch)["ref_logprobs"]
-    scorer = run.scorers.get("policy")
+    scorer = learning.scorers.get("policy")
     if scorer and "old_logprobs" in scorer.columns:
         return lambda params, batch: scorer.program(params, batch)["old_logprobs"]
-    return make_logprob_fn(parts.model, parts.sampling, run.mesh, microbatch=0) if full else None
+    return make_logprob_fn(parts.model, learning.sampling, learning.mesh, microbatch=0) if full else None
 
 
 def _synthetic_rewards(credit: Credit, count: int, group: int) -> Rewards:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 import jaxrl_llm
-from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import own_files
 from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.distributed import agreement
-from jaxrl_llm.structs import Config
 
 VERSIONS = {"JAX": jax.__version__, "Python": platform.python_version(), "jaxrl_llm": jaxrl_llm.__version__}
 
 
-def check(config: Config) -> None:
-    """Checks that all processes have this config, and the same code and versions.
+def check(fields: Mapping[str, Any]) -> None:
+    """Checks that all processes have these fields of a config, and the same code and versions.
 
-    config: checked, so that the modules which it names are imported. Raises: UserError, naming what differs.
+    The modules that the fields name are imported. Raises: UserError, naming what differs.
     """
     if distributed.count() == 1:
         return
-    fields = flatten(config)
     code = {"the code of jaxrl_llm": _hash(sorted(Path(jaxrl_llm.__file__).parent.rglob("*.py")))}
     code |= {f"the file of {name}": _hash([file]) for name, file in own_files(fields.values()).items()}
     agreement.check_alike({f"config.{name}": x for name, x in fields.items()} | VERSIONS, code)

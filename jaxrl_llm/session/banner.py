@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxrl_llm.data.prompts import Dataset
+from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import printable
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.update import Learner
@@ -17,7 +18,8 @@ from jaxrl_llm.machine.shapes import MOST, SAMPLING, TRAINING, Shape
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.rollout.compaction import Slots
-from jaxrl_llm.structs import Config, Totals
+from jaxrl_llm.rollout.settings import JudgeSettings
+from jaxrl_llm.structs import Sizes
 
 
 def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str] = ()) -> None:
@@ -32,47 +34,54 @@ def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str
         console.print(printable(line), markup=False)
 
 
-def batch_table(
-    config: Config, totals: Totals, mesh: Mesh, model: DecoderConfig, dataset: Dataset, held_out: Dataset, start: int
+def model_and_data_table(
+    path: str, mesh: Mesh, model: DecoderConfig, sizes: Sizes, settings: DataSettings, dataset: Dataset
 ) -> list[tuple[str, Any]]:
-    """Returns the banner's rows on model, mesh, data and batch sizes, and the step at which the run begins."""
+    """Returns the banner's rows on model, mesh and training data. path: of the model; "": a new one."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
-    few = len(dataset.rows) < config.prompts_per_step
+    few = len(dataset.rows) < sizes.prompts_per_step
     once = ""
-    if "curriculum" in config.data and config.data.curriculum.skip and _draws(config) <= len(dataset.rows):
-        once = f"none is drawn twice in {config.num_steps:,} steps"
-    path = config.model.path.removeprefix(f"{Path.cwd()}/") or "new"
+    if settings.skips_prompts and sizes.steps * sizes.prompts_per_step <= len(dataset.rows):
+        once = f"none is drawn twice in {sizes.steps:,} steps"
+    path = path.removeprefix(f"{Path.cwd()}/") or "new"
     return [
         ("model", f"{path} ({shape})"),
         ("mesh", f"{axes} on {mesh.devices.flat[0].device_kind}"),
         ("prompts", f"{_count(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
-        *_sources(config, dataset),
+        *_sources(settings, dataset),
         *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
         *([("", f"{once}, so that data.curriculum changes nothing")] if once else []),
         *[("", note) for note in (*dataset.notes, *_repeated(dataset))],
-        *([("problems", _count(held_out, "eval.convert"))] if config.eval.every else []),
-        *([("", f"of {config.eval.source}, judged by {config.eval.function}")] if config.eval.every else []),
-        *([("", held_out.read_as)] if config.eval.every and held_out.read_as else []),
-        *([("", note) for note in (*held_out.notes, *_repeated(held_out))] if config.eval.every else []),
-        *totals_table(totals),
-        ("begins", f"after step {start} of {config.num_steps}, resumed" if start else "anew"),
     ]
 
 
-def unconfined(config: Config) -> list[str]:
-    """Returns the line of a run whose programs of the policy may run without a sandbox."""
-    if not config.reward.unconfined:
+def problems_table(settings: EvalSettings, held_out: Dataset) -> list[tuple[str, Any]]:
+    """Returns the banner's rows on the evaluation, if there is one."""
+    if not settings.every:
         return []
     return [
-        "WARNING: config.reward.unconfined = True: programs that the policy writes run WITHOUT a sandbox. They can "
-        "read, change and send all that you can: keys, data, other processes."
+        ("problems", _count(held_out, "eval.convert")),
+        ("", f"of {settings.source}, judged by {settings.function}"),
+        *([("", held_out.read_as)] if held_out.read_as else []),
+        *[("", note) for note in (*held_out.notes, *_repeated(held_out))],
     ]
 
 
-def _sources(config: Config, dataset: Dataset) -> list[tuple[str, str]]:
+UNCONFINED = (
+    "WARNING: config.reward.unconfined = True: programs that the policy writes run WITHOUT a sandbox. They can read, "
+    "change and send all that you can: keys, data, other processes."
+)
+
+
+def unconfined(settings: JudgeSettings) -> list[str]:
+    """Returns the line of a run whose programs of the policy may run without a sandbox."""
+    return [UNCONFINED] if settings.unconfined else []
+
+
+def _sources(settings: DataSettings, dataset: Dataset) -> list[tuple[str, str]]:
     """Returns the rows on how the columns were read, and on the sources of a mixture."""
-    weights = {name: config.data.mixture[name].weight for name in dataset.parts}
+    weights = {name: settings.mixture[name].weight for name in dataset.parts}
     shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
     parts = [f"{name}: {len(rows):,} prompts, {shares[name]:.1%} of a step" for name, rows in dataset.parts.items()]
     return [("", line) for line in [*([dataset.read_as] if dataset.read_as else []), *parts]]
@@ -87,20 +96,20 @@ def _repeated(dataset: Dataset) -> list[str]:
     ]
 
 
-def _draws(config: Config) -> int:
-    """Returns the prompts that a run draws, at least."""
-    return config.num_steps * config.prompts_per_step
+def beginning(start: int, steps: int) -> tuple[str, str]:
+    """Returns the banner's row on the step at which the run begins."""
+    return "begins", f"after step {start} of {steps}, resumed" if start else "anew"
 
 
-def totals_table(totals: Totals) -> list[tuple[str, int]]:
+def totals_table(sizes: Sizes) -> list[tuple[str, int]]:
     """Returns the rows on batch sizes and step counts."""
     return [
-        ("sequences per step", totals.sequences_per_step),
-        ("sequences per optimizer step", totals.sequences_per_update),
-        ("optimizer steps per rollout", totals.updates_per_rollout),
-        ("optimizer steps", totals.updates),
-        ("warm-up steps", totals.warmup_steps),
-        ("completion tokens, at most", totals.completion_tokens),
+        ("sequences per step", sizes.sequences_per_step),
+        ("sequences per optimizer step", sizes.sequences_per_update),
+        ("optimizer steps per rollout", sizes.updates_per_rollout),
+        ("optimizer steps", sizes.updates),
+        ("warm-up steps", sizes.warmup_steps),
+        ("completion tokens, at most", sizes.completion_tokens),
     ]
 
 
@@ -109,7 +118,7 @@ def _count(dataset: Dataset, convert: str) -> str:
     return f"{len(dataset.rows):,} of at most {dataset.width} tokens{refused}"
 
 
-def models_table(scorers: dict[str, Scorer], learners: dict[str, Learner]) -> list[tuple[str, str]]:
+def models_table(scorers: Mapping[str, Scorer], learners: Mapping[str, Learner]) -> list[tuple[str, str]]:
     """Returns the banner's rows on models: scorers with their columns, and learners with their first step."""
     columns = [f"{name} ({', '.join(scorer.columns)})" for name, scorer in scorers.items()]
     late = {name: f" (from step {x.frozen_steps + 1})" for name, x in learners.items() if x.frozen_steps}

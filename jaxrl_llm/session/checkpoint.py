@@ -10,13 +10,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import date
 from operator import itemgetter
 from pathlib import Path
 from threading import Thread
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -36,24 +36,30 @@ from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk, distributed
 from jaxrl_llm.machine.distributed import agreement
-from jaxrl_llm.machine.sharding import BATCH, shard_batch, to_host
+from jaxrl_llm.machine.sharding import BATCH
 from jaxrl_llm.session import other_rows
 from jaxrl_llm.session.lock import LOCK
 from jaxrl_llm.session.other_rows import SECTIONS, Change, Rows
-from jaxrl_llm.structs import Config, Pending, PyTree
+from jaxrl_llm.session.settings import CheckpointSettings
+from jaxrl_llm.structs import PartState, PyTree
 
-NO_ROWS = Rows({}, "")  # of a checkpoint of an earlier version
-UNSET = {"schedule_steps": 0, "data.today": ""}  # fields that the beginning of a run decides, as the user leaves them
+NO_ROWS = Rows({}, "")
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
+FORMAT = 2  # of checkpoints; a change that an older version cannot read gets the next number
+MODELS, SAMPLES = "models", "samples"  # parts with arrays
+NOTES = "notes"  # the file of JSON
 # Seconds after which a save in the background fails, and with it the run. Orbax's 20 minutes are too few for a slow
 # bucket, and it measures them by the clock of the host, which may be set forward.
 COMMIT = 6 * 3600
 DELETED = ".deleted"  # behind the folder's name: where checkpoints are that are being deleted
 
 
-def check_workdir(workdir: Path, config: Config, may_change: Collection[str]) -> None:
-    """Checks that the workdir can hold a run of this config.
+def check_workdir(
+    workdir: Path, fields: Mapping[str, Any], may_change: Collection[str], defaults: Mapping[str, Any] = NO_DEFAULTS
+) -> None:
+    """Checks that the workdir can hold a run of a config with these fields.
 
-    may_change: fields that may differ from the config of the run in the workdir.
+    may_change: fields that may differ from the config of the run in the workdir. defaults: of fields that it may lack.
     Raises: UserError, if the workdir is not writable, has files of another program, or holds a run of another config.
     """
     existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
@@ -68,35 +74,28 @@ def check_workdir(workdir: Path, config: Config, may_change: Collection[str]) ->
         before = flatten(ConfigDict(json.loads(file.read_text())))
     except (ValueError, AttributeError):  # not JSON, or not an object
         raise UserError(f"{file} is not a run's config: give another --workdir") from None
-    now = flatten(ConfigDict(json.loads(_resolved(config))))
+    now = json.loads(json.dumps(fields))  # as the file has them: lists for tuples
     # Function names are compared first: a changed function also changes the other fields of its section.
     for name in sorted(set(before) | set(now), key=lambda name: (not name.endswith(".name"), name)):
-        if before.get(name) != now.get(name) and name not in may_change:
+        default = defaults.get(name)
+        if before.get(name, default) != now.get(name, default) and name not in may_change:
             raise UserError(
                 f"config.{name} is {now.get(name)!r}, but the run in {workdir} has {before.get(name)!r}: "
                 "give another --workdir, or the run's own config"
             )
 
 
-def keep_beginning(workdir: Path, config: Config) -> None:
-    """Replaces what a config leaves open by what the workdir's run began with, in all processes by the same.
+def beginning(workdir: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields that the beginning of a run decides, in all processes alike: as the workdir's run has them.
 
-    These are schedule_steps = 0, in a new run num_steps, and data.today = "", in a new run the date of this day.
+    new: these fields as a new run has them.
     """
-    # Missing fields, and those of a wrong type, are left to `check_fields`, and set ones to `check_workdir`.
-    began = distributed.exchange(_beginning(workdir, config) if distributed.first() else None)[0]
-    now = flatten(config)
-    open_fields = {name: began[name] for name, unset in UNSET.items() if name in began and now[name] == unset}
-    config.update_from_flattened_dict(open_fields)
-
-
-def _beginning(workdir: Path, config: Config) -> dict[str, Any]:
-    """Returns the values of the fields UNSET with which the run in the workdir began, or with which it would begin."""
-    began, now = {"schedule_steps": config.num_steps, "data.today": date.today().isoformat()}, flatten(config)
-    with suppress(OSError, ValueError, AttributeError):  # no run, or `check_workdir` reports the error
-        before = flatten(ConfigDict(json.loads((workdir / "config.json").read_text())))
-        began |= {name: before[name] for name in began if name in before}  # runs of earlier versions have no date
-    return {name: x for name, x in began.items() if name in now}
+    began = dict(new)
+    if distributed.first():
+        with suppress(OSError, ValueError, AttributeError):  # no run, or `check_workdir` reports the error
+            before = flatten(ConfigDict(json.loads((workdir / "config.json").read_text())))
+            began |= {name: before[name] for name in began if name in before}
+    return distributed.exchange(began)[0]
 
 
 def _is_ours(file: Path) -> bool:
@@ -106,14 +105,10 @@ def _is_ours(file: Path) -> bool:
     return file.name.startswith(("launch.", "config.json.partial", agreement.TOKEN, LOCK))
 
 
-def open_workdir(workdir: Path, config: Config) -> None:
-    """Writes the resolved config.json into the workdir. Raises: UserError, if the disk write fails."""
+def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
+    """Writes config.json into the workdir. Raises: UserError, if the disk write fails."""
     with disk.writing(workdir):
-        disk.replace(workdir / "config.json", _resolved(config))
-
-
-def _resolved(config: Config) -> str:
-    return json.dumps(config.to_dict(), indent=2) + "\n"
+        disk.replace(workdir / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def cut_back(file: Path, step: int) -> None:
@@ -137,25 +132,27 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 class Checkpoints:
-    """Saves model states, the data position and the step in the background.
+    """Saves {part: state} in the background: arrays under the name of the part, and all notes in one file of JSON.
 
     A torn save is never a checkpoint. Neither is one whose deletion was cut off: it has left the folder before.
     """
 
-    def __init__(self, folder: Path, began_with: dict[str, str], config: Config, mesh: Mesh, rows: Rows = NO_ROWS):
-        """config: the `checkpoint` section; began_with: per field, the hash of a model or data that must not change.
+    def __init__(
+        self, folder: Path, began_with: dict[str, str], settings: CheckpointSettings, mesh: Mesh, rows: Rows = NO_ROWS
+    ):
+        """began_with: per field, the hash of a model or data that must not change.
 
         rows: of the run; the position in the data depends on them.
         """
         self._began_with, self._mesh, self._rows = began_with, mesh, rows
-        self._best, self._every = config.keep_best, config.every
+        self._best, self._every = settings.keep_best, settings.every
         self._accuracies: dict[int, float] = {}  # of checkpoints, by step
         # On the disk at once: those that are due, the best, one that a signal made between two of them, and a new one.
-        self._at_once = config.keep + config.keep_best + (config.every > 1) + 1
+        self._at_once = settings.keep + settings.keep_best + (settings.every > 1) + 1
         by = itemgetter("accuracy")
-        policies: list[Any] = [LatestN(1), LatestDue(config.keep, config.every)]
-        if config.keep_best:
-            policies.append(BestN(get_metric_fn=by, n=config.keep_best, keep_checkpoints_without_metrics=False))
+        policies: list[Any] = [LatestN(1), LatestDue(settings.keep, settings.every)]
+        if settings.keep_best:
+            policies.append(BestN(get_metric_fn=by, n=settings.keep_best, keep_checkpoints_without_metrics=False))
         options = ocp.CheckpointManagerOptions(
             best_fn=by,  # without it Orbax stores no accuracy, and a resumed run could not tell the best
             preservation_policy=AnyPreservationPolicy(policies),
@@ -169,7 +166,7 @@ class Checkpoints:
         self._removal: Thread | None = None
         self._delete()
         arrays = ocp.StandardCheckpointHandler()
-        handlers = {"state": arrays, "waiting": arrays, "host": ocp.JsonCheckpointHandler()}
+        handlers = {MODELS: arrays, SAMPLES: arrays, NOTES: ocp.JsonCheckpointHandler()}
         with self._saving():
             self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
         self._check_seen()
@@ -207,22 +204,18 @@ class Checkpoints:
                 "another --workdir"
             )
 
-    def save(self, step: int, states: PyTree, pending: Pending, accuracy: float | None, **host: Any) -> None:
+    def save(self, step: int, parts: Mapping[str, PartState], accuracy: float | None, *, attempt: int = 0) -> None:
         """Starts to save a step. Returns when the arrays are copied to the host; then they may be donated.
 
-        host: ladders, the states of the ladders of shapes that learning uses (`shapes.Book`); rollbacks, how often the
-        run has gone back.
+        parts: MODELS, SAMPLES and others without arrays. attempt: how often the run has gone back.
         Raises: UserError, if the previous save failed.
         """
-        waiting = [{name: float(x) for name, x in of_batch.items()} for _, of_batch in pending.batches]
-        host |= {"iterator": pending.position, "began_with": self._began_with, "waiting": waiting}
-        host |= {"rows": self._rows._asdict()}
-        items = {"state": ocp.args.StandardSave(states), "host": ocp.args.JsonSave(host)}
-        if pending.batches:
-            items["waiting"] = ocp.args.StandardSave([shard_batch(arrays, self._mesh) for arrays, _ in pending.batches])
+        notes = {"format": FORMAT, "attempt": attempt, "began_with": self._began_with, "rows": self._rows._asdict()}
+        notes["parts"] = {name: part.notes for name, part in parts.items()}
+        items: dict[str, Any] = {name: ocp.args.StandardSave(x.arrays) for name, x in parts.items() if x.arrays}
         metrics = None if accuracy is None else {"accuracy": accuracy}
         with self._saving():
-            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
+            self._manager.save(step, args=ocp.args.Composite(**items, notes=ocp.args.JsonSave(notes)), metrics=metrics)
         if accuracy is not None:
             self._accuracies[step] = accuracy
 
@@ -235,13 +228,10 @@ class Checkpoints:
         self.wait()
         return sorted(step for step in self._manager.all_steps() if step % self._every == 0)
 
-    def rollbacks(self) -> int:
+    def attempt(self) -> int:
         """Returns how often the run had gone back when it made the newest checkpoint; 0 without one."""
         step = self._manager.latest_step()
-        if step is None:
-            return 0
-        host = read(self._manager, step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
-        return host.get("rollbacks", 0)  # checkpoints of earlier versions have none
+        return 0 if step is None else read_notes(self._manager, step)["attempt"]
 
     def check(self) -> None:
         """Raises: UserError, if the last save failed. Does not wait for a save that is still running."""
@@ -271,32 +261,33 @@ class Checkpoints:
         step = self._manager.latest_step()
         return None if step is None else Path(self._manager.directory) / str(step)
 
-    def check_beginning(self, config: Config) -> tuple[int, list[Change]]:
+    def check_beginning(self, fields: Mapping[str, Any]) -> tuple[int, list[Change]]:
         """Returns the newest complete step, or 0 if none, and which rows the config accepts instead of those before.
 
+        fields: of the config.
         Raises: UserError, if the run began with another model, or with other rows that the config does not accept.
         """
         step = self._manager.latest_step()
         if step is None:
             return 0, []
-        host = read(self._manager, step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
-        before = host["began_with"]
-        for field, found in self._began_with.items():
+        notes = read_notes(self._manager, step)
+        before = notes["began_with"]
+        for field, digest in self._began_with.items():
             # A field that is new in the config has no hash to compare.
-            if field not in SECTIONS and before.get(field, found) != found:
+            if field not in SECTIONS and before.get(field, digest) != digest:
                 raise UserError(
                     f"config.{field} holds something else than when this run began: "
                     "put that back, or give another --workdir"
                 )
-        changes = other_rows.check(self._folder.parent, config, self._began_with, self._rows, step, host)
+        changes = other_rows.check(self._folder.parent, fields, self._began_with, self._rows, step, notes)
         self._began_with = before | self._began_with
         return step, changes
 
-    def resume(self, states: PyTree, before: int | None = None) -> tuple[int, PyTree, Pending | None, dict[str, Any]]:
-        """Restores the newest checkpoint: step, states with the shardings of `states`, pending batches, ladders.
+    def resume(self, models: PyTree, before: int | None = None) -> tuple[int, dict[str, PartState]]:
+        """Restores the newest checkpoint: its step, and the state of each part.
 
-        states: shapes and shardings are enough. before: restores only a smaller step, and deletes all other
-        checkpoints, because the run will make them again. Returns (0, None, None, {}) if there is no checkpoint.
+        models: the arrays of MODELS, as shapes with shardings. before: restores only a smaller step, and deletes all
+        other checkpoints, because the run will make them again. Returns (0, {}) if there is no checkpoint.
         Raises: UserError, if the checkpoint cannot be read.
         """
         if before is not None:
@@ -305,36 +296,35 @@ class Checkpoints:
                 self._manager.delete(later)
             self._delete()
         step = self._manager.latest_step()
-        metrics: dict[int, Any] = {kept: self._manager.metrics(kept) for kept in self._manager.all_steps()}
-        self._accuracies = {kept: found["accuracy"] for kept, found in metrics.items() if found}
+        metrics: dict[int, Any] = {saved: self._manager.metrics(saved) for saved in self._manager.all_steps()}
+        self._accuracies = {saved: measured["accuracy"] for saved, measured in metrics.items() if measured}
         if step is None:
-            return 0, None, None, {}
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, states)
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
-        restored = read(self._manager, step, wanted)
-        waits, arrays = restored["host"]["waiting"], []
-        if waits:
-            place, stored = NamedSharding(self._mesh, BATCH), self._manager.item_metadata(step)["waiting"].tree
-            wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), stored)
-            waiting = ocp.args.Composite(waiting=ocp.args.StandardRestore(wanted))
-            arrays = to_host(read(self._manager, step, waiting)["waiting"])
-        host, batches = restored["host"], list(zip(arrays, waits, strict=True))
-        # Checkpoints of earlier versions have no ladders.
-        return step, restored["state"], self._pending(host, batches), host.get("ladders", {})
+            return 0, {}
+        notes = read_notes(self._manager, step)
+        shapes = {MODELS: jax.tree.map(ocp.utils.to_shape_dtype_struct, models)}
+        # The batches that wait have the shapes with which they were saved, over the devices of today.
+        stored = self._manager.item_metadata(step)
+        if stored.get(SAMPLES):
+            place = NamedSharding(self._mesh, BATCH)
+            placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
+            shapes[SAMPLES] = jax.tree.map(placed, stored[SAMPLES].tree)
+        arrays = read(self._manager, step, {name: ocp.args.StandardRestore(x) for name, x in shapes.items()})
+        parts = {name: PartState(kept, arrays.get(name)) for name, kept in notes["parts"].items()}
+        return step, self._of_these_rows(notes, parts)
 
-    def _pending(self, host: dict[str, Any], batches: list[tuple[dict[str, Any], dict[str, Any]]]) -> Pending | None:
-        """Returns what a checkpoint has of the data, as far as it holds for the rows of today.
+    def _of_these_rows(self, notes: dict[str, Any], parts: dict[str, PartState]) -> dict[str, PartState]:
+        """Returns the parts without what does not hold for the rows of today.
 
-        With another number of rows, a position stands for other rows: None, the order begins anew. With other prompts,
+        With another number of rows, a position stands for other rows: the order begins anew. With other prompts,
         completions that wait are those of other prompts, and are dropped.
         """
-        field = "data.source"
-        if host["began_with"].get(field) != self._began_with.get(field):
-            rows = Rows(**host["rows"]) if "rows" in host else NO_ROWS
-            if rows.counts.get(field) != self._rows.counts.get(field):
-                return None
-            batches = batches if rows.prompts == self._rows.prompts else []
-        return Pending(host["iterator"], batches)
+        field, saved = "data.source", Rows(**notes["rows"])
+        if notes["began_with"].get(field) == self._began_with.get(field):
+            return parts
+        if saved.counts.get(field) != self._rows.counts.get(field):
+            return {name: part for name, part in parts.items() if name != SAMPLES}
+        samples = parts[SAMPLES] if saved.prompts == self._rows.prompts else parts[SAMPLES]._replace(arrays=None)
+        return parts | {SAMPLES: samples}
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -375,10 +365,24 @@ class LatestDue(PreservationPolicy):
         return [checkpoint.step in due for checkpoint in checkpoints]
 
 
-def read(manager: ocp.CheckpointManager, step: int, wanted: ocp.args.Composite) -> Any:
-    """Reads the wanted items of a checkpoint. Raises: UserError, if its files cannot be read."""
+def read_notes(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
+    """Reads the notes of a checkpoint. Raises: UserError, if another version made it, or its file cannot be read."""
+    version = 1  # whose notes had another name
+    if not (Path(manager.directory) / str(step) / "host").exists():
+        notes = read(manager, step, {NOTES: ocp.args.JsonRestore()})[NOTES]
+        version = notes["format"]
+        if version == FORMAT:
+            return notes
+    raise UserError(
+        f"checkpoint {manager.directory / str(step)} has format {version}, and this version of jaxrl_llm reads format "
+        f"{FORMAT}: go on with the version that began the run, or begin a new one with model.path = WORKDIR/hf"
+    )
+
+
+def read(manager: ocp.CheckpointManager, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads items of a checkpoint: {name: arguments of its restore}. Raises: UserError, if a file cannot be read."""
     try:
-        return manager.restore(step, args=wanted)
+        return dict(manager.restore(step, args=ocp.args.Composite(**items)))
     except jax.errors.JaxRuntimeError:  # device errors, such as out of memory
         raise
     except Exception as error:  # file errors: Orbax raises many types

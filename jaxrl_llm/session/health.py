@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from jaxrl_llm.health.finding import Finding, LogRecord
 from jaxrl_llm.health.history import WINDOW, History
 from jaxrl_llm.health.rules import findings
 from jaxrl_llm.machine import disk, distributed
 from jaxrl_llm.session.checkpoint import cut_back
+from jaxrl_llm.session.settings import HealthSettings
 
 
 class Verdict(NamedTuple):
@@ -29,12 +30,12 @@ class Tell(Protocol):
 class Health:
     """Judges the records of a run. Writes findings to health.jsonl, and tells those that are new."""
 
-    def __init__(self, workdir: Path, bounds: dict[str, Any], tell: Tell):
-        """bounds: the `health` section of the config; tell: shows a finding on the console."""
-        self._workdir, self._file, self._bounds, self._tell = workdir, workdir / "health.jsonl", bounds, tell
-        self._actions = dict.fromkeys(bounds["stop"], "stop")
-        if "rollback" in bounds:  # not in `sft`
-            self._actions |= dict.fromkeys(bounds["rollback"]["rules"], "roll back")
+    def __init__(self, workdir: Path, settings: HealthSettings, tell: Tell):
+        """tell: shows a finding on the console."""
+        self._workdir, self._file, self._bounds, self._tell = workdir, workdir / "health.jsonl", vars(settings), tell
+        self._actions = dict.fromkeys(settings.stop, "stop")
+        if settings.rollback:
+            self._actions |= dict.fromkeys(settings.rollback.rules, "roll back")
         self._history = History()
         self._last_steps: dict[str, int] = {}  # last step of each finding
         self._verdict = Verdict()

@@ -109,7 +109,7 @@ class Lock:
 class Seen(NamedTuple):
     """A lock's file: while its owner renews it, it changes."""
 
-    owner: OwnerRecord | None  # None: of an earlier version, or not yet written
+    owner: OwnerRecord | None  # None: not yet written
     inode: int
     modified: int  # nanoseconds
 

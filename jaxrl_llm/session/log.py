@@ -30,7 +30,7 @@ from jaxrl_llm.machine import disk, distributed, progress, sharding
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.checkpoint import cut_back
 from jaxrl_llm.session.record import Record, Timer
-from jaxrl_llm.structs import Config
+from jaxrl_llm.session.settings import LogSettings
 
 # Label in the console line, key in metrics.jsonl, format. Keys that a run does not have are left out.
 COLUMNS = (
@@ -53,10 +53,11 @@ class Log:
     The thread waits for a step's numbers while the next step runs. `begin` opens the files.
     """
 
-    def __init__(self, workdir: Path, config: Config):
-        self._workdir, self._num_steps = workdir, config.num_steps
-        self._completions_every = config.log.completions_every if "completions_every" in config.log else 0
-        self._config = config.to_dict()
+    def __init__(self, workdir: Path, settings: LogSettings, num_steps: int, config: dict[str, Any]):
+        """config: all fields of the run, for the loggers."""
+        self._workdir, self._num_steps = workdir, num_steps
+        self._settings, self._config = settings, config
+        self._completions_every = settings.completions_every
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._written: Future[dict[str, Any]] | None = None  # record of the last `write`, done when it is on disk
         self._watched: Future[float] | None = None
@@ -81,8 +82,8 @@ class Log:
     def _open(self, step: int) -> None:
         for name in ("metrics", "completions"):
             self._files[name] = self._opened(name, step if step else -1)  # the record of step 0 is written again
-        run = loggers.LoggedRun(self._workdir, step, self._config["log"]["project"], self._config)
-        for name in self._config["log"]["to"]:
+        run = loggers.LoggedRun(self._workdir, step, self._settings.project, self._config)
+        for name in self._settings.to:
             self._loggers.append(loggers.Background(name, resolve(name, loggers), run, self.say))
         if self._terminal and not self._bars:
             self._bars = progress.make_bars(self._console)

@@ -15,7 +15,6 @@ import jaxrl_llm
 from jaxrl_llm.machine import disk
 from jaxrl_llm.models import hf
 from jaxrl_llm.session import other_rows
-from jaxrl_llm.structs import Config
 
 POINTS = 20  # rows of the curve
 COLUMNS = {  # metric -> heading, format
@@ -34,23 +33,22 @@ def write(folder: Path, text: str) -> None:
         (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def card(workdir: Path, config: Config, began_with: Mapping[str, str], step: int | None = None) -> str:
+def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str], step: int | None = None) -> str:
     """Returns the card of the model after `step` of a run; None: after the last one.
 
-    began_with: the hash of the model and of the data that the run began with, by config field.
+    config: as config.json has it. began_with: the hash of the model and of the data that the run began with, by field.
     """
     records = [record for record in _records(workdir) if step is None or record["step"] <= step]
     last = records[-1]["step"] if records else 0
-    name, rl = workdir.resolve().name, "loss" in config
+    name, algorithm = workdir.resolve().name, _algorithm(config)
     accuracy = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
     commit = _commit()
     by = f"jaxrl_llm {jaxrl_llm.__version__}" + (f", commit {commit}" if commit else "")
-    how = f"`{config.advantage.name}` advantages and the `{config.loss.name}` loss" if rl else "supervised fine-tuning"
-    base = _plain(config.model.path) or "a new model"
+    base = _plain(config["model"]["path"]) or "a new model"
     parts = [
         f"# {name}",
-        f"This model was trained from `{base}` with {how}, by {by}. It is the model after step {last:,} of "
-        f"{config.num_steps:,}.",
+        f"This model was trained from `{base}` with {algorithm}, by {by}. It is the model after step {last:,} of "
+        f"{config['num_steps']:,}.",
         "```python\nfrom transformers import pipeline\n\n"
         'generate = pipeline("text-generation", "THIS_MODEL")  # or a folder, for vLLM too\n```',
         "## Measured",
@@ -58,34 +56,48 @@ def card(workdir: Path, config: Config, began_with: Mapping[str, str], step: int
         "## Data",
         _data(config, began_with, [change for change in other_rows.read(workdir) if change.after_step < last]),
         "## Config",
-        f"```json\n{_plain(json.dumps(config.to_dict(), indent=2))}\n```",
+        f"```json\n{_plain(json.dumps(config, indent=2))}\n```",
     ]
     return f"---\n{_head(name, config, accuracy)}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
-def _head(name: str, config: Config, accuracy: Sequence[float]) -> str:
+def _head(name: str, config: Mapping[str, Any], accuracy: Sequence[float]) -> str:
     """Returns the metadata that a hub reads."""
     results = [
         EvalResult(
             task_type="text-generation",
             dataset_type="custom",
-            dataset_name=_plain(config.eval.source),
+            dataset_name=_plain(config["eval"]["source"]),
             metric_type="accuracy",
             metric_value=round(value, 4),
-            metric_name=config.eval.function,
+            metric_name=config["eval"]["function"],
         )
         for value in accuracy[-1:]
     ]
-    path = config.model.path
+    path = config["model"]["path"]
     made = ModelCardData(
         model_name=name,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["jaxrl_llm", *(["reinforcement-learning", config.advantage.name] if "loss" in config else ["sft"])],
+        tags=["jaxrl_llm", *_tags(config)],
         base_model=path if hf.is_hub_id(path) else None,
         eval_results=results or None,
     )
     return made.to_yaml().strip()
+
+
+def _algorithm(config: Mapping[str, Any]) -> str:
+    match config:
+        case {"advantage": advantage, "loss": loss}:
+            return f"`{advantage['name']}` advantages and the `{loss['name']}` loss"
+    return "supervised fine-tuning"
+
+
+def _tags(config: Mapping[str, Any]) -> list[str]:
+    match config:
+        case {"advantage": advantage}:
+            return ["reinforcement-learning", advantage["name"]]
+    return ["sft"]
 
 
 def _curve(records: Sequence[Mapping[str, Any]]) -> str:
@@ -104,23 +116,25 @@ def _curve(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
-def _data(config: Config, began_with: Mapping[str, str], changes: Sequence[other_rows.Change]) -> str:
+def _data(config: Mapping[str, Any], began_with: Mapping[str, str], changes: Sequence[other_rows.Change]) -> str:
     lines = []
     for section, use in (("data", "training"), ("eval", "evaluation")):
-        if section == "eval" and not config.eval.every:
+        if section == "eval" and not config["eval"]["every"]:
             continue
-        convert = f", converted by `{config[section].convert}`" if config[section].convert else ""
-        found = began_with.get(f"{section}.source")
+        source, convert = _plain(config[section]["source"]), config[section]["convert"]
+        digest = began_with.get(f"{section}.source")
         lines.append(
-            f"- {use}: `{_plain(config[section].source)}`{convert}" + (f", SHA-256 `{found}`" if found else "")
+            f"- {use}: `{source}`"
+            + (f", converted by `{convert}`" if convert else "")
+            + (f", SHA-256 `{digest}`" if digest else "")
         )
     for change in changes:
         lines.append(
             f"- after step {change.after_step:,}, {change.field} had other rows: SHA-256 `{change.before}` before"
         )
     lines.append(f"- base model: SHA-256 `{began_with['model.path']}` of its config and of the ends of its weights")
-    if config.eval.every:
-        lines.append(f"- accuracy: the mean of `{config.eval.function}` over greedy completions")
+    if config["eval"]["every"]:
+        lines.append(f"- accuracy: the mean of `{config['eval']['function']}` over greedy completions")
     return "\n".join(lines)
 
 

@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
-from jaxrl_llm.structs import Config
 
 FILE = "data_changes.jsonl"  # in the workdir
 SECTIONS = {"data.source": "data", "eval.source": "eval"}  # config field that names rows -> its section
@@ -36,13 +35,13 @@ class Change:
     field: str
     before: str
     now: str
-    rows_before: list[int] | None  # None: the checkpoint is of an earlier version
+    rows_before: list[int]  # of each source of a mixture
     rows_now: list[int]
 
     def __str__(self) -> str:
-        then = "rows" if self.rows_before is None else f"{sum(self.rows_before):,} rows"
+        before, now = sum(self.rows_before), sum(self.rows_now)
         field = "data.mixture" if self.field == "data.source" and len(self.rows_now) > 1 else self.field
-        line = f"config.{field} holds other rows than this run had ({then} then, {sum(self.rows_now):,} now"
+        line = f"config.{field} holds other rows than this run had ({before:,} rows then, {now:,} now"
         if self.field == "eval.source":
             return f"{line}; accuracies are of these from now on)"
         return f"{line})" if self.rows_before == self.rows_now else f"{line}; the order of the rows begins anew)"
@@ -54,31 +53,32 @@ def accepted_by(hashes: Mapping[str, str]) -> str:
 
 
 def check(
-    workdir: Path, config: Config, hashes: Mapping[str, str], rows: Rows, step: int, saved: Mapping[str, Any]
+    workdir: Path, fields: Mapping[str, Any], hashes: Mapping[str, str], rows: Rows, step: int, saved: Mapping[str, Any]
 ) -> list[Change]:
     """Returns how the rows differ from those of a checkpoint: the hash and the number for each field.
 
-    saved: `began_with` and `rows` of the checkpoint of `step`. Raises: UserError, unless the config accepts the rows.
+    fields: of the config. saved: `began_with` and `rows` of the checkpoint of `step`.
+    Raises: UserError, unless the config accepts the rows.
     """
-    before, counts = saved["began_with"], saved["rows"]["counts"] if "rows" in saved else {}
+    before, counts = saved["began_with"], saved["rows"]["counts"]
     changed = [field for field in SECTIONS if field in hashes and before.get(field, hashes[field]) != hashes[field]]
     changes = [
-        Change(step, field, before[field], hashes[field], counts.get(field), rows.counts[field]) for field in changed
+        Change(step, field, before[field], hashes[field], counts[field], rows.counts[field]) for field in changed
     ]
-    if changes and config.data.accept != accepted_by(hashes):
+    if changes and fields["data.accept"] != accepted_by(hashes):
         raise UserError(
-            f"{' and '.join(map(str, changes))}{_fields(workdir, config, changed)}: put the rows back, or give another "
+            f"{' and '.join(map(str, changes))}{_fields(workdir, fields, changed)}: put the rows back, or give another "
             f"--workdir, or go on with the rows that are there now: --config.data.accept={accepted_by(hashes)}"
         )
     return changes
 
 
-def _fields(workdir: Path, config: Config, changed: Sequence[str]) -> str:
+def _fields(workdir: Path, fields: Mapping[str, Any], changed: Sequence[str]) -> str:
     """Says which config fields of changed rows differ from those of the run, with both values."""
     then = flatten(ConfigDict(json.loads((workdir / "config.json").read_text(encoding="utf-8"))))
-    now, sections = flatten(config), tuple(f"{SECTIONS[field]}." for field in changed)
-    differ = [name for name in now if name.startswith(sections) and name in then and then[name] != now[name]]
-    told = [f"{name} was {then[name]!r} and is {now[name]!r}" for name in differ if name != "data.accept"]
+    sections = tuple(f"{SECTIONS[field]}." for field in changed)
+    differ = [name for name in fields if name.startswith(sections) and name in then and then[name] != fields[name]]
+    told = [f"{name} was {then[name]!r} and is {fields[name]!r}" for name in differ if name != "data.accept"]
     return f"; {', '.join(told)}" if told else ""
 
 

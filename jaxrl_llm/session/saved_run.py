@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,15 +16,19 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl_llm.data.prompts import columns_of
+from jaxrl_llm.config import records
 from jaxrl_llm.data.rows import load_rows
+from jaxrl_llm.data.settings import DataSettings
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, new_model, peft
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.models.settings import NewModelSettings
 from jaxrl_llm.session import checkpoint
-from jaxrl_llm.structs import Config, PyTree
+from jaxrl_llm.structs import PyTree
+
+T = TypeVar("T")
 
 
 class SavedRun:
@@ -33,14 +37,15 @@ class SavedRun:
     def __init__(self, workdir: Path):
         self._folder = workdir / "checkpoints"
         try:
-            self.config: Config = ConfigDict(json.loads((workdir / "config.json").read_text()))
+            config = json.loads((workdir / "config.json").read_text())
+            self.config: dict[str, Any] = ConfigDict(config).to_dict()
         except (OSError, ValueError):
             raise UserError(f"{workdir} is no run (it has no config.json of one): give a run's --workdir") from None
         if not checkpoint.has_checkpoint(self._folder):
             raise UserError(f"{workdir} has no checkpoint yet: wait for the first one, or give another run")
         checkpoint.quieten_orbax()
         options = ocp.CheckpointManagerOptions(read_only=True)
-        handlers = {"state": ocp.PyTreeCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
+        handlers = {checkpoint.MODELS: ocp.PyTreeCheckpointHandler(), checkpoint.NOTES: ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self._folder.absolute(), options=options, item_handlers=handlers)
 
     def find(self, which: str) -> int:
@@ -67,7 +72,8 @@ class SavedRun:
 
         place(shapes) -> shardings; without it, returns NumPy arrays.
         """
-        states = self._manager.item_metadata(step)["state"].tree
+        checkpoint.read_notes(self._manager, step)  # refuses another format
+        states = self._manager.item_metadata(step)[checkpoint.MODELS].tree
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states["policy"]["params"])
         whole = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # Orbax skips placeholders
         if place:
@@ -76,30 +82,57 @@ class SavedRun:
             how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
         args = jax.tree.map(lambda _: ocp.RestoreArgs(), whole)
         whole["policy"]["params"], args["policy"]["params"] = shapes, how
-        wanted = ocp.args.Composite(state=ocp.args.PyTreeRestore(whole, restore_args=args))
-        return checkpoint.read(self._manager, step, wanted)["state"]["policy"]["params"]
+        wanted = {checkpoint.MODELS: ocp.args.PyTreeRestore(whole, restore_args=args)}
+        return checkpoint.read(self._manager, step, wanted)[checkpoint.MODELS]["policy"]["params"]
 
     def policy(self, step: int, folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
         """Reads all parameters of the policy onto a mesh, as its model takes them; folder: the run's `model_folder`."""
         params = self.params(step, partial(sharding.shardings, mesh=mesh))
-        if "lora" not in self.config:
+        if not self.adapters:
             return params
         lora = self.lora(model)
         return lora.combine(peft.load_base(folder, model, mesh, lora), params)
 
+    @property
+    def adapters(self) -> dict[str, Any] | None:
+        """The section of the run's adapters; None: all parameters learned."""
+        return self.section_or_none("lora")
+
+    def section_or_none(self, name: str) -> dict[str, Any] | None:
+        """Returns a section of the run's config; None: it has none."""
+        return next((section for key, section in self.config.items() if key == name), None)
+
+    @property
+    def group_size(self) -> int:
+        """Completions of a prompt in a step; 1 for a run of `sft`."""
+        match self.config:
+            case {"group_size": size}:
+                return size
+        return 1
+
+    def section(self, record: type[T], name: str) -> T:
+        """Returns a section of the run's config as a record, without the fields that the record does not have."""
+        return records.read(record, self.config[name])
+
     def lora(self, model: Decoder) -> Lora:
         """Returns the adapters of the run, which has some."""
-        return peft.make_lora(model, **self.config.lora)
+        assert self.adapters
+        return peft.make_lora(model, **self.adapters)
 
     def began_with(self, step: int) -> dict[str, str]:
         """Returns the hashes of the models and the data that the run began with, by config field."""
-        wanted = ocp.args.Composite(host=ocp.args.JsonRestore())
-        return checkpoint.read(self._manager, step, wanted)["host"]["began_with"]
+        return checkpoint.read_notes(self._manager, step)["began_with"]
 
     @contextmanager
     def model_folder(self, step: int) -> Iterator[Path]:
         """The model folder that the run began with. Raises: UserError, if its model has changed since."""
-        with model_folder(self.config) as folder:
+        data, path = self.section(DataSettings, "data"), self.config["model"]["path"]
+        with ExitStack() as opened:
+            if path:
+                folder = hf.find(path)
+            else:
+                new, column = self.section(NewModelSettings, "model"), self.config["data"]["completion_column"]
+                folder = opened.enter_context(new_model_folder(new, data, column))
             if hf.fingerprint(folder) != self.began_with(step)["model.path"]:
                 raise UserError(f"model.path = {folder} holds another model than when the run began: put that back")
             yield folder
@@ -110,12 +143,9 @@ class SavedRun:
 
 
 @contextmanager
-def model_folder(config: Config) -> Iterator[Path]:
-    """The Hugging Face folder that a run begins with. For a new model it is a temporary folder, removed at the end."""
-    if config.model.path or "hidden_size" not in config.model:  # a size of a new model
-        yield hf.find(config.model.path)
-        return
-    with TemporaryDirectory() as made:
-        rows = load_rows(config.data.source, config.data.convert, columns=columns_of(config)).rows
-        new_model.write_folder(Path(made), config.model, rows, config.data.completion_column)
-        yield Path(made)
+def new_model_folder(model: NewModelSettings, data: DataSettings, column: str) -> Iterator[Path]:
+    """Makes the temporary folder of a new model. column: of the rows, which holds the text to learn."""
+    with TemporaryDirectory() as folder:
+        rows = load_rows(data.source, data.convert, columns=data.columns).rows
+        new_model.write_folder(Path(folder), vars(model), rows, column)
+        yield Path(folder)

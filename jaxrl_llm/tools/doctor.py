@@ -6,7 +6,7 @@ import ast
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
 from jaxrl_llm.errors import UserError, printable, run_main
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.finding import SEVERITIES, Finding, LogRecord
 from jaxrl_llm.health.history import History
-from jaxrl_llm.recipe import checks, settings
+from jaxrl_llm.recipe import advice
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.self_test import Checked
 from jaxrl_llm.session.banner import totals_table
-from jaxrl_llm.structs import Config, Totals
+from jaxrl_llm.structs import Config, Sizes
 from jaxrl_llm.tools import logs
 
 DESCRIPTION = (
@@ -91,28 +92,28 @@ def look_at_config(config: Config, args: Namespace) -> list[Finding]:
 
     With --selftest, it also runs the self-test, on the devices. Raises: UserError, if the config is wrong.
     """
-    totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
-    changed = tuple(overrides(config, Path(args.config)))
-    judged = settings.RunSettings(config, totals, settings.width_of(config), changed=changed)
-    findings, blind = settings.findings(judged), settings.blind(judged)
+    recipe = recipes.read_either(config)
+    changed = tuple(overrides(flatten(config), Path(args.config)))
+    judged = advice.RunSettings(recipe, advice.width_of(recipe), changed=changed)
+    findings, blind = advice.findings(judged), advice.blind(judged)
     self_tests = self_test_of(config, quiet=args.json) if args.selftest else []
     findings += [finding for checked in self_tests for finding in checked.report.findings]
     if args.json:
-        report = {"totals": vars(totals), "findings": [finding.record() for finding in findings]}
-        report |= {"rules": len(settings.RULES), "could_not_look": blind}
+        report = {"totals": recipe.sizes.totals(), "findings": [finding.record() for finding in findings]}
+        report |= {"rules": len(advice.RULES), "could_not_look": blind}
         report |= {"self_test": [checked.record() for checked in self_tests if checked.id]} if self_tests else {}
         print(json.dumps(report, indent=2))
     else:
-        print_config(totals, findings, blind)
+        print_config(recipe.sizes, findings, blind)
     return findings
 
 
-def overrides(config: Config, file: Path) -> list[str]:
-    """Returns what a config changes of its file, if the file says what it measured: ["epochs = 4", ...]."""
+def overrides(fields: Mapping[str, Any], file: Path) -> list[str]:
+    """Returns which fields of a config differ from its file, if the file says what it measured: ["epochs = 4", ...]."""
     if "Measured" not in (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""):
         return []
     measured = flatten(load(file))
-    changed = {name: value for name, value in flatten(config).items() if value != measured[name]}
+    changed = {name: value for name, value in fields.items() if value != measured[name]}
     return [f"{name} = {value!r}" for name, value in changed.items() if not name.startswith(SAME_RESULT)]
 
 
@@ -121,7 +122,7 @@ def self_test_of(config: Config, *, quiet: bool) -> list[Checked]:
 
     Raises: UserError, if the run cannot be built.
     """
-    if "loss" not in config:
+    if recipes.read_either(config).program != "train":
         raise UserError("--selftest: supervised fine-tuning has no self-test; give the config of a run of `train`")
     with config.unlocked():  # it saves and logs nothing
         config.checkpoint.keep, config.checkpoint.keep_best = 1, 0
@@ -131,14 +132,13 @@ def self_test_of(config: Config, *, quiet: bool) -> list[Checked]:
         if quiet:
             resources.enter_context(redirect_stdout(sys.stderr))
         workdir = Path(resources.enter_context(TemporaryDirectory()))
-        run = resources.enter_context(build(config, workdir))
-        run.restore()
-        assert run.tested
+        session, parts = resources.enter_context(build(config, workdir))
+        session.restore()
         checks_run = []
-        for checked in self_test.check(run, run.tested, full=True):
+        for checked in self_test.check(parts.subject, session.at.states, full=True):
             print(printable(checked.line()), flush=True)
             checks_run.append(checked)
-        run.actor.finish_push(run.policy(run.states))
+        parts.rest()
     return checks_run
 
 
@@ -208,16 +208,16 @@ def could_look(count: int, blind: dict[str, str]) -> list[str]:
     ]
 
 
-def print_config(totals: Totals, findings: list[Finding], blind: dict[str, str]) -> None:
+def print_config(sizes: Sizes, findings: list[Finding], blind: dict[str, str]) -> None:
     """Prints what follows from a config, its findings, and which rules could look; blind: {rule: why it could not}."""
     console = Console(highlight=False, soft_wrap=True)
-    for name, value in totals_table(totals):
+    for name, value in totals_table(sizes):
         console.print(f"  {name:<28}  {value:,}", markup=False)
     for finding in findings:
         console.print(printable(finding.line()), markup=False)
     if not findings:
         console.print("no rule finds anything")
-    for line in could_look(len(settings.RULES), blind):
+    for line in could_look(len(advice.RULES), blind):
         console.print(printable(line), markup=False)
 
 

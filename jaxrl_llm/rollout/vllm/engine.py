@@ -208,22 +208,29 @@ class VllmEngine:
         self._tensors: dict[str, list[int]] = {}
         self._version, self._closed = 0, Event()
 
-    def generate(
+    def sample(
         self,
         prompts: Prompts,
         key: jax.Array,
         *,
         group_size: int,
         sampling: Sampling,
+        environments: Environments | None = None,
         max_tokens: np.ndarray | None = None,
     ) -> Rollouts:
-        """Samples group_size completions of each prompt, on the host; max_tokens [B, G]: limit of each completion."""
+        """Samples group_size completions of each prompt, or episodes, on the host. See `protocol.Engine`."""
+        if environments:
+            return self._sample_episodes(prompts, key, group_size, sampling, environments)
+        shape = len(prompts.tokens), group_size
+        limits = np.full(shape, self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
+        return self._sample_turn(prompts, key, sampling, limits)
+
+    def _sample_turn(self, prompts: Prompts, key: jax.Array, sampling: Sampling, limits: np.ndarray) -> Rollouts:
+        group_size = limits.shape[1]
         # vLLM gives member i of a request the seed plus i: leave room below 2**31.
         count = len(prompts.tokens) * distributed.count()
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1 - group_size))[distributed.part(count)]
         shape = (len(prompts.tokens), group_size, self._length)
-        limits = np.full(shape[:2], self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
-        # The text is made here: the server need not make it too.
         body = _sampling_params(sampling, self._stops) | {"detokenize": False}
 
         def request(b: int, first: int, members: np.ndarray, limit: int) -> dict[str, Any]:
@@ -248,13 +255,10 @@ class VllmEngine:
                 truncated[at[:2]] = completion.truncated
         return Rollouts(tokens, mask, mask, logprobs, truncated, versions)
 
-    def converse(
-        self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, environments: Environments
+    def _sample_episodes(
+        self, prompts: Prompts, key: jax.Array, group_size: int, sampling: Sampling, environments: Environments
     ) -> Rollouts:
-        """Samples group_size episodes for each prompt, on the host. A turn is a request with all tokens before it.
-
-        The server finds the keys and values of these tokens in its prefix cache.
-        """
+        # A turn is a request with all tokens before it: the server finds their keys and values in its prefix cache.
         local_prompts = len(prompts.tokens)
         count = local_prompts * group_size * distributed.count()
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1))[distributed.part(count)]

@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import config_parser, parse_config
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.machine.sharding import mesh_over
-from jaxrl_llm.structs import Config
 from jaxrl_llm.tools.plan.chips import Chip, topology
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES
 from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan
@@ -51,18 +51,19 @@ def main() -> None:
         help="try meshes, micro-batches and remat until N of them fit, those first that promise to be fast",
     )
     config, args = parse_config(parser)
+    recipe = recipes.read(config)
     with TemporaryDirectory() as dump:
         # Before XLA starts. JAX below 0.12 does not say how much memory a TPU program needs, but XLA reports it here.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
         chip, devices = topology(args.topology, args.slices)
-        width = args.prompt_tokens or config.data.max_prompt_tokens
+        width = args.prompt_tokens or recipe.data.max_prompt_tokens
         console = Console(stderr=args.json, width=150, highlight=False)
         with redirect_stdout(sys.stderr) if args.json else nullcontext():
             if args.search:
-                plans = search(config, devices, chip, width, Path(dump), args.search, console)
+                plans = search(recipe, devices, chip, width, Path(dump), args.search, console)
             else:
                 say = lambda phase: console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")  # noqa: E731
-                plans = [make_plan(config, mesh_over(devices, **config.mesh), width, Path(dump), say=say)]
+                plans = [make_plan(recipe, mesh_over(devices, **recipe.mesh), width, Path(dump), say=say)]
     if args.json:
         print(json.dumps([as_json(plan, chip) for plan in plans], indent=2))
     else:
@@ -75,7 +76,7 @@ def main() -> None:
 def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -> None:
     """Prints what a chip holds, a table of the phases, and what to change where one does not fit."""
     where = args.topology if args.slices == 1 else f"{args.slices} x {args.topology}"
-    console.print(f"\n{title(plan.models.config, plan, where)}")
+    console.print(f"\n{title(plan, where)}")
     holds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.holds.items())
     console.print(f"each chip holds, GiB: {holds}")
     table = Table()
@@ -115,17 +116,15 @@ def print_collectives(phase: Phase, count: int, console: Console) -> None:
     console.print(table)
 
 
-def title(config: Config, plan: SlicePlan, topology: str) -> str:
+def title(plan: SlicePlan, topology: str) -> str:
     """Returns a line with the model, the mesh and the sizes of a step."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.models.mesh.shape.items())
-    sizes = f"B {config.prompts_per_step}, G {config.group_size}, C {config.rollout.max_completion_tokens}"
-    how = f"microbatch {config.microbatch}, remat {config.model.remat}, row_parts {config.model.row_parts}"
-    how += f", engine.max_sequences {_max_sequences(config)}"
+    recipe, model = plan.recipe, plan.recipe.model
+    sizes = f"B {recipe.prompts_per_step}, G {recipe.group_size}, C {recipe.rollout.max_completion_tokens}"
+    how = f"microbatch {recipe.microbatch}, remat {model.remat}, row_parts {model.row_parts}"
+    most = recipe.engine.arguments.get("max_sequences", "of another engine")
+    how += f", engine.max_sequences {most}"
     return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {how}"
-
-
-def _max_sequences(config: Config) -> Any:
-    return config.engine.max_sequences if "max_sequences" in config.engine else "of another engine"
 
 
 def row(phase: Phase, chip: Chip) -> list[str]:
@@ -156,12 +155,12 @@ def as_json(plan: SlicePlan, chip: Chip) -> dict[str, Any]:
     for phase in plan.phases:
         numbers = {name: x for name, x in vars(phase).items() if name != "collectives"}
         phases.append(numbers | {"peak": phase.peak, "sent": phase.sent, "estimated_seconds": phase.seconds(chip)})
-    config = plan.models.config
+    recipe, model = plan.recipe, plan.recipe.model
     return {
         "fits": plan.fits(chip),
         "mesh": dict(plan.models.mesh.shape),
-        "config": {name: config[name] for name in ("prompts_per_step", "group_size", "microbatch")}
-        | {"model.remat": config.model.remat, "model.row_parts": config.model.row_parts},
+        "config": {name: getattr(recipe, name) for name in ("prompts_per_step", "group_size", "microbatch")}
+        | {"model.remat": model.remat, "model.row_parts": model.row_parts},
         "memory": chip.memory * GIB,
         "holds": plan.holds,
         "phases": phases,

@@ -16,22 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.build import make_learning
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner.learning import Learning, Models, describe_models, make_learning, make_packing
-from jaxrl_llm.learner.programs import of_learning
+from jaxrl_llm.learner.learning import Learning, Models, describe_models, make_packing
+from jaxrl_llm.learner.programs import learning_programs
 from jaxrl_llm.learner.scorers import FROZEN, Frozen, frozen_model
+from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.machine.sharding import prompt_shards, shardings
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
-from jaxrl_llm.recipe import checks, compatibility
-from jaxrl_llm.recipe.recipe import Recipe, read
+from jaxrl_llm.models.settings import ModelSettings
+from jaxrl_llm.recipe import fit
+from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.rollout.compaction import prompts_at_once
-from jaxrl_llm.rollout.protocol import EngineChoice
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.structs import Config, PyTree, TrainState
+from jaxrl_llm.structs import PyTree, TrainState
 from jaxrl_llm.tools.plan.chips import Chip
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
 from jaxrl_llm.tools.plan.flops import flops
@@ -88,6 +90,7 @@ class Phase:
 class SlicePlan:
     """The plan of a run on a slice: what its chips hold, and the phases of a step."""
 
+    recipe: Recipe
     models: Models
     holds: dict[str, int]  # bytes on a chip: parameters, optimizer ...
     phases: list[Phase]
@@ -102,7 +105,7 @@ class SlicePlan:
 
 
 def make_plan(
-    config: Config,
+    recipe: Recipe,
     mesh: Mesh,
     width: int,
     dump: Path,
@@ -114,55 +117,46 @@ def make_plan(
 
     width: tokens of a prompt; dump: the empty folder in which XLA reports the memory of programs.
     say: gets each phase when it is compiled. memory_limit: bytes of a chip; the first phase above it ends the plan.
-    Raises: UserError, if the config is wrong. A program that does not fit is no error.
+    Raises: UserError, if model or mesh do not fit. A program that does not fit is no error.
     """
-    totals = checks.check_train(config)
-    compatibility.check_batch_fits_mesh(config, mesh, totals.prompts_per_update)
-    folder = hf.find(config.model.path, weights=False)
-    models = describe_models(config, totals, mesh, folder, weights=False)
-    compatibility.check_router(config, models.model.cfg)
+    fit.check_batch_fits_mesh(recipe.sizes, mesh)
+    folder = hf.find(recipe.model.path, weights=False)
+    models = describe_models(recipe.model, recipe.lora, recipe.other_paths, mesh, folder, weights=False)
+    fit.check_router(recipe, models.model.cfg)
     for name, other in models.others.items():
-        compatibility.check_other_model(f"{name}.path", hf.load_model(other).cfg, models.model.cfg)
-    frozen = {name: _frozen(models, name) for name in FROZEN if name in models.others}
+        fit.check_other_model(f"{name}.path", hf.load_model(other).cfg, models.model.cfg)
+    frozen = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
     base = {"base": _base(models, models.lora)} if models.lora else {}
-    recipe = read(config, totals)
-    learning = make_learning(
-        models,
-        lambda: None,
-        frozen,
-        base.get("base"),
-        credit=recipe.credit,
-        own_samples=recipe.own_samples,
-        exact=recipe.exact,
-    )
-    states = learning.all_states() | {name: other.params for name, other in frozen.items()} | base
+    learning = make_learning(recipe, models, lambda: None, base.get("base"), frozen)
+    states = learning.all_shapes() | {name: other.params for name, other in frozen.items()} | base
     policy = learning.learners["policy"]
     book, phases = Book(), list[Phase]()
     packing = make_packing(models, learning, book)
-    lengths = np.full((config.prompts_per_step, config.group_size), config.rollout.max_completion_tokens)
+    lengths = np.full((recipe.prompts_per_step, recipe.group_size), recipe.rollout.max_completion_tokens)
     shape = packing(lengths, width).shape[1:]
-    batches = config.prompts_per_step // at_once(models, recipe.engine.max_sequences)
-    sampler = _sampler(models, book, recipe.engine.max_sequences)
+    batches = recipe.prompts_per_step // at_once(recipe, mesh)
+    sampler = _sampler(models, recipe, book)
     # The sampler's copy of the weights: in the dtype and with the sharding of the decode loop.
     copy = sampler.resident(policy.all_parameters(policy.shapes))
-    holds = _holds(_on_chips(states, config), copy, models, recipe.engine)
+    holds = _holds(_on_chips(states, recipe.host_memory), copy, models, recipe)
     if sum(holds.values()) > memory_limit:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
-        return SlicePlan(models, holds, phases, 0)
-    for program in _programs(models, recipe, learning, sampler, shape[1:], width):
-        phase = _measure(models, program, _beside(states, program, config), shape[0], copy, dump, batches)
+        return SlicePlan(recipe, models, holds, phases, 0)
+    for program in _programs(recipe, learning, sampler, shape[1:], width):
+        beside = _beside(states, program, recipe.host_memory)
+        phase = _measure(models, recipe, program, beside, shape[0], copy, dump, batches)
         say(phase)
         phases.append(phase)
         if memory_limit < math.inf and (phase.error or phase.peak > memory_limit):
             break
     book.close()
-    tokens = math.prod(lengths.shape) * config.rollout.max_completion_tokens
-    return SlicePlan(models, holds, phases, tokens)
+    tokens = math.prod(lengths.shape) * recipe.rollout.max_completion_tokens
+    return SlicePlan(recipe, models, holds, phases, tokens)
 
 
-def _frozen(models: Models, name: str) -> Frozen:
+def _frozen(models: Models, name: str, start: ModelSettings) -> Frozen:
     """Returns a model that never learns, with the shapes of its parameters."""
-    model = frozen_model(name, models.others[name], models.config, models.mesh)
+    model = frozen_model(name, models.others[name], start, models.mesh)
     params = _placed(model.shapes(), model, models.mesh)
     if name == "reward_model":
         sharding = NamedSharding(models.mesh, PartitionSpec())
@@ -183,67 +177,71 @@ def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
     return jax.tree.map(abstract, shapes, model.used_dtypes(shapes), shardings(shapes, mesh))
 
 
-def _on_chips(states: PyTree, config: Config, *, learns: bool = False) -> PyTree:
-    """Returns the states without those in the host's memory (`Run.put_away`). learns: while learners learn."""
-    away = ("reference", *FROZEN) if config.host_memory.reference else ()
+def _on_chips(states: PyTree, on_host: HostMemory, *, learns: bool = False) -> PyTree:
+    """Returns the states without those in the host's memory (`Learning.put_away`). learns: while learners learn."""
+    away = ("reference", *FROZEN) if on_host.reference else ()
     states = {name: state for name, state in states.items() if name not in away}
-    if learns or not config.host_memory.optimizer:
+    if learns or not on_host.optimizer:
         return states
     return {name: replace(x, opt_state=()) if isinstance(x, TrainState) else x for name, x in states.items()}
 
 
-def _beside(states: PyTree, program: Program, config: Config) -> int:
+def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
     """Returns the bytes on a chip of what a program does not use, and what is in memory with it."""
     # By identity: two arrays of equal shape are different memory.
     used = {id(x) for x in jax.tree.leaves(program.states)}
-    resident = jax.tree.leaves(_on_chips(states, config, learns=program.phase == "update"))
+    resident = jax.tree.leaves(_on_chips(states, on_host, learns=program.phase == "update"))
     return chip_bytes([x for x in resident if id(x) not in used]) + chip_bytes(program.beside)
 
 
-def _sampler(models: Models, book: Book, max_sequences: int) -> Sampler:
-    config = models.config
+def _sampler(models: Models, recipe: Recipe, book: Book) -> Sampler:
     return Sampler(
         models.model,
         models.mesh,
-        max_completion_tokens=config.rollout.max_completion_tokens,
+        max_completion_tokens=recipe.rollout.max_completion_tokens,
         stop_ids=(1,),
         pad_id=0,
-        max_sequences=max_sequences,
+        max_sequences=recipe.chosen_engine.max_sequences,
         book=book,
     )
 
 
 def _programs(
-    models: Models, recipe: Recipe, learning: Learning, sampler: Sampler, shape: tuple[int, int], width: int
+    recipe: Recipe, learning: Learning, sampler: Sampler, shape: tuple[int, int], width: int
 ) -> Iterator[Program]:
     """Yields the programs of a step: of the decode loops, the largest. Another engine samples elsewhere."""
-    config = models.config
-    batch = dict(prompts=config.prompts_per_step, width=width, group=config.group_size, sampling=learning.sampling)
     policy = learning.learners["policy"]
-    sampler_programs = sampler.programs(policy.all_parameters(policy.shapes), **batch, episodes="env" in config)
-    for program in sampler_programs if recipe.engine.in_trainer else ():
+    sampler_programs = sampler.programs(
+        policy.all_parameters(policy.shapes),
+        prompts=recipe.prompts_per_step,
+        width=width,
+        group=recipe.group_size,
+        sampling=learning.sampling,
+        episodes=recipe.env is not None,
+    )
+    for program in sampler_programs if recipe.chosen_engine.in_trainer else ():
         yield program
         if program.phase == "decoding":
             break
-    yield from of_learning(config, models.mesh, learning, [shape], width, recipe.credit.weights)
+    yield from learning_programs(learning, [shape], width, recipe.credit.weights)
 
 
 def _measure(
-    models: Models, program: Program, beside: int, parts: int, copy: PyTree, dump: Path, batches: int
+    models: Models, recipe: Recipe, program: Program, beside: int, parts: int, copy: PyTree, dump: Path, batches: int
 ) -> Phase:
     """Compiles a program.
 
     parts: micro-batches that a prompt is in; copy: the sampler's weights; batches: those that are sampled in a step.
     """
-    config, totals = models.config, models.totals
-    prompts = config.prompts_per_update if program.phase == "update" else config.prompts_per_step
-    turns = prompts // (config.microbatch or prompts) * parts
+    sizes = recipe.sizes
+    prompts = sizes.prompts_per_update if program.phase == "update" else sizes.prompts_per_step
+    turns = prompts // (sizes.microbatch or prompts) * parts
     # A program is compiled once, for one batch. A step calls it this often.
-    runs = {"update": totals.updates_per_rollout, "prompts": batches, "decoding": batches}
+    runs = {"update": sizes.updates_per_rollout, "prompts": batches, "decoding": batches}
     times = runs.get(program.phase, program.times)
     # The decode loop has one turn a token. It may end sooner, but a plan is of the longest completions.
     if program.phase == "decoding":
-        turns = config.rollout.max_completion_tokens
+        turns = sizes.max_completion_tokens
     traced, began = program.trace(), time.perf_counter()
     try:
         compiled = program.compile()
@@ -264,10 +262,10 @@ def _measure(
     )
 
 
-def at_once(models: Models, max_sequences: int) -> int:
+def at_once(recipe: Recipe, mesh: Mesh) -> int:
     """Returns how many prompts have a KV cache at once."""
-    config = models.config
-    return prompts_at_once(config.prompts_per_step, config.group_size, prompt_shards(models.mesh), max_sequences)
+    sizes, most = recipe.sizes, recipe.chosen_engine.max_sequences
+    return prompts_at_once(sizes.prompts_per_step, sizes.group_size, prompt_shards(mesh), most)
 
 
 def _traffic(program: Program, compiled: jax.stages.Compiled, turns: int, models: Models, copy: PyTree) -> float:
@@ -314,7 +312,7 @@ def chip_bytes(tree: PyTree) -> int:
     return sum(array_bytes(x) for x in jax.tree.leaves(tree))
 
 
-def _holds(states: PyTree, copy: PyTree, models: Models, engine: EngineChoice) -> dict[str, int]:
+def _holds(states: PyTree, copy: PyTree, models: Models, recipe: Recipe) -> dict[str, int]:
     """Returns the bytes on a chip of what stays in memory between programs."""
     holds = {}
     for name, state in states.items():
@@ -323,12 +321,12 @@ def _holds(states: PyTree, copy: PyTree, models: Models, engine: EngineChoice) -
             holds[f"{name} optimizer"] = chip_bytes(state.opt_state)
         else:
             holds[name] = chip_bytes(state)
-    config, cfg, tensor = models.config, models.model.cfg, models.mesh.shape["tensor"]
-    if engine.in_trainer:
-        completions = at_once(models, engine.max_sequences) // prompt_shards(models.mesh) * config.group_size
+    cfg, tensor = models.model.cfg, models.mesh.shape["tensor"]
+    if recipe.chosen_engine.in_trainer:
+        completions = at_once(recipe, models.mesh) // prompt_shards(models.mesh) * recipe.group_size
         # Heads that the tensor axis does not divide are whole on every chip.
         heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
         bytes_per_token = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
         holds["sampler's copy (while it samples)"] = chip_bytes(copy)
-        holds["KV cache (while it samples)"] = completions * config.rollout.max_completion_tokens * bytes_per_token
+        holds["KV cache (while it samples)"] = completions * recipe.rollout.max_completion_tokens * bytes_per_token
     return holds

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from jaxrl_llm.config.records import KeywordArguments
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.sharding import mesh_over
 from jaxrl_llm.models import hf
-from jaxrl_llm.structs import Config
+from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.tools.plan.chips import Chip
 from jaxrl_llm.tools.plan.phases import SlicePlan, make_plan
 
@@ -22,20 +23,19 @@ PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}  # forward passes of an update 
 
 
 def search(
-    config: Config, devices: Sequence[Any], chip: Chip, width: int, dump: Path, count: int, console: Console
+    recipe: Recipe, devices: Sequence[Any], chip: Chip, width: int, dump: Path, count: int, console: Console
 ) -> list[SlicePlan]:
     """Returns the plans of the first `count` candidates that fit, the one with the shortest estimated step first."""
     # Compiling takes minutes a candidate, so a rough estimate without the compiler decides the order.
     plans: list[SlicePlan] = []
-    for candidate in sorted(candidates(config, len(devices)), key=lambda c: _promise(c, len(devices), chip)):
+    for candidate in sorted(candidates(recipe, len(devices)), key=lambda c: _promise(c, len(devices), chip)):
         if len(plans) == count:
             break
         text = f"mesh {dict(candidate.mesh)}, microbatch {candidate.microbatch}, remat {candidate.model.remat}"
         try:
             mesh = mesh_over(devices, **candidate.mesh)
             plan = make_plan(candidate, mesh, width, dump, memory_limit=chip.memory * 2**30)
-        # This mesh does not suit the batch or the slice: the next one may.
-        except UserError as error:
+        except UserError as error:  # this mesh does not suit the batch or the slice
             console.print(f"{text}: {error}")
             continue
         fits = plan.fits(chip)
@@ -44,37 +44,29 @@ def search(
     return sorted(plans, key=lambda plan: plan.seconds(chip))
 
 
-def candidates(config: Config, devices: int) -> Iterator[Config]:
-    """Yields configs with another mesh, micro-batch and remat. The tensor axis divides the heads of keys."""
-    kv_heads = hf.load_model(hf.find(config.model.path, weights=False)).cfg.kv_heads
+def candidates(recipe: Recipe, devices: int) -> Iterator[Recipe]:
+    """Yields recipes with another mesh, micro-batch and remat. The tensor axis divides the heads of keys."""
+    kv_heads = hf.load_model(hf.find(recipe.model.path, weights=False)).cfg.kv_heads
     for tensor, remat in itertools.product((1, 2, 4, 8, 16), ("full", "dots")):
         shards = devices // tensor
-        if kv_heads % tensor or devices % tensor or config.prompts_per_update % shards:
+        if kv_heads % tensor or devices % tensor or recipe.prompts_per_update % shards:
             continue
         for at_once in (1, 2, 4, 8):
-            if config.prompts_per_update % (shards * at_once) == 0:
-                candidate = deepcopy(config).unlock()
-                # fsdp over all that tensor leaves: it divides parameters and optimizer, which data would copy.
-                candidate.mesh.update(data=1, fsdp=shards, tensor=tensor)
-                candidate.microbatch, candidate.model.remat = shards * at_once, remat
-                yield candidate.lock()
+            if recipe.prompts_per_update % (shards * at_once) == 0:
+                mesh = KeywordArguments(dict(data=1, fsdp=shards, tensor=tensor))
+                model = replace(recipe.model, remat=remat)
+                yield replace(recipe, mesh=mesh, microbatch=shards * at_once, model=model)
 
 
-def _promise(config: Config, devices: int, chip: Chip) -> float:
+def _promise(recipe: Recipe, devices: int, chip: Chip) -> float:
     """Rough seconds of an update without what all candidates share: recomputed passes, and the layers' collectives."""
-    cfg = hf.load_model(hf.find(config.model.path, weights=False)).cfg
+    cfg, remat, mesh = hf.load_model(hf.find(recipe.model.path, weights=False)).cfg, recipe.model.remat, recipe.mesh
     experts, chosen = (cfg.mixture.experts, cfg.mixture.chosen) if cfg.mixture else (1, 1)
-    # Three kernels [D, F] of each expert, and about two [D, D] of attention: with few key heads, key and value are
-    # small.
     weights, active = (cfg.layers * cfg.width * (3 * n * cfg.mlp_width + 2 * cfg.width) for n in (experts, chosen))
-    tokens = config.prompts_per_update * config.group_size * config.rollout.max_completion_tokens
-    arithmetic = 2 * active * tokens * PASSES[config.model.remat] / devices / chip.flops
-    # bfloat16 kernels, gathered for the forward pass, again for the backward one, and their gradients scattered: for
-    # each micro-batch.
-    gathered = 3 * 2 * weights / config.mesh.tensor * (config.prompts_per_update // config.microbatch)
+    tokens = recipe.sizes.sequences_per_update * recipe.sizes.max_completion_tokens
+    arithmetic = 2 * active * tokens * PASSES[remat] / devices / chip.flops
+    gathered = 3 * 2 * weights / mesh.tensor * (recipe.prompts_per_update // recipe.microbatch)
     summed = 0.0
-    # Two sums of the states in each layer and pass, 2 bytes a number, each sent twice (a reduce-scatter and a gather).
-    if config.mesh.tensor > 1:
-        summed = 2 * 2 * 2 * PASSES[config.model.remat] * cfg.layers * cfg.width * tokens / config.mesh.fsdp
-    # The larger, and not the sum: the compiler sends while it computes.
+    if mesh.tensor > 1:  # two sums of the states in each layer and pass
+        summed = 2 * 2 * 2 * PASSES[remat] * cfg.layers * cfg.width * tokens / mesh.fsdp
     return max(arithmetic, (gathered + summed) / chip.ring)

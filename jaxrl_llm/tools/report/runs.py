@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import SEVERITIES, Finding, LogRecord
 from jaxrl_llm.health.history import FEW, RECENT
-from jaxrl_llm.recipe import checks, settings
-from jaxrl_llm.structs import Config, Totals
+from jaxrl_llm.recipe import advice
+from jaxrl_llm.structs import Config, Sizes
 from jaxrl_llm.tools import doctor, logs
 from jaxrl_llm.tools.report.follow import Lines
 
@@ -29,9 +30,9 @@ class RunVerdict(NamedTuple):
 
 
 class SettingsReport(NamedTuple):
-    """The totals of a config, and the findings of the rules over its settings."""
+    """The sizes of a config, and the findings of the rules over its settings."""
 
-    totals: Totals | None  # None, if the config does not pass the checks of this version
+    sizes: Sizes | None  # None, if the config does not pass the checks of this version
     findings: list[Finding]
     problem: str = ""  # why something is missing
 
@@ -152,12 +153,10 @@ def _tuples(value: Any) -> Any:
 def read_settings(config: Config) -> SettingsReport:
     """Applies the checks and the rules over settings. Looks only at files of this machine."""
     try:
-        totals = checks.check_train(config) if "loss" in config else checks.check_sft(config)
+        recipe = recipes.read_either(config)
     except UserError as error:
         return SettingsReport(None, [], f"The config does not pass the checks here: {error}")
     try:
-        return SettingsReport(
-            totals, settings.findings(settings.RunSettings(config, totals, settings.width_of(config)))
-        )
+        return SettingsReport(recipe.sizes, advice.findings(advice.RunSettings(recipe, advice.width_of(recipe))))
     except UserError as error:
-        return SettingsReport(totals, [], f"The rules over settings need the model: {error}")
+        return SettingsReport(recipe.sizes, [], f"The rules over settings need the model: {error}")

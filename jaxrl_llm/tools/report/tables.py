@@ -27,7 +27,7 @@ def batch_table(runs: Sequence[ReportedRun]) -> list[TableRow]:
     """Returns the batch words of the configs, and what follows from them."""
     rows = [{name: run.config[name] for name in SIZES if name in run.config} for run in runs]
     for row, run in zip(rows, runs, strict=True):
-        row |= dict(totals_table(run.settings.totals)) if run.settings.totals else {}
+        row |= dict(totals_table(run.settings.sizes)) if run.settings.sizes else {}
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [TableRow(name, [f"{row[name]:,}" if name in row else MISSING for row in rows]) for name in names]
 

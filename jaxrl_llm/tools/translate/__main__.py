@@ -97,12 +97,12 @@ def print_checks(translation: Translation, linted: lint.Linted, written: str, su
     """
     for name, why in translation.yours().items():
         _say(f"yours to set: {name}: {why}")
-    if linted.totals:
+    if linted.sizes:
         _say(
             f"{written}the checks {subject}pass"
             + (", with stand-ins for what is yours to set" if translation.yours() else "")
         )
-        print_config(linted.totals, linted.findings, linted.blind)
+        print_config(linted.sizes, linted.findings, linted.blind)
     else:
         _say(f"{written}the checks refuse it: {linted.refused}")
     if linted.missing:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.recipe import checks, settings
-from jaxrl_llm.structs import Config, Totals
+from jaxrl_llm.recipe import advice
+from jaxrl_llm.structs import Config, Sizes
 from jaxrl_llm.tools.translate import ours
 
 STAND_INS = {  # for what the user must complete, so that all the rest is checked
@@ -29,7 +30,7 @@ STAND_INS = {  # for what the user must complete, so that all the rest is checke
 class Linted(NamedTuple):
     """What the checks and the rules say."""
 
-    totals: Totals | None
+    sizes: Sizes | None
     refused: str  # the first problem of the checks; "": none
     findings: list[Finding]
     blind: dict[str, str]  # {rule that could not look: why}
@@ -47,7 +48,7 @@ def load_text(text: str) -> Config:
 
 def lint(config: Config, yours: set[str]) -> Linted:
     """Checks a config. Fields in `yours` have a stand-in meanwhile."""
-    missing = _without_pyarrow(config)
+    missing = _without_pyarrow([config.data, config.eval, *config.data.mixture.values()])
     for name in yours & STAND_INS.keys():
         section, field = name.split(".")
         config[section][field] = STAND_INS[name]
@@ -60,20 +61,19 @@ def lint(config: Config, yours: set[str]) -> Linted:
     # Locked, as `jaxrl train` gets it: a field that does not exist is an error.
     config.lock()
     try:
-        totals = checks.check_train(config)
+        recipe = recipes.read(config)
     except UserError as error:
         return Linted(None, str(error), [], {}, missing)
     try:
-        width, wrong = None if "model.path" in yours else settings.width_of(config), {}
+        width, wrong = None if "model.path" in yours else advice.width_of(recipe), {}
     except UserError as error:
         width, wrong = None, {"learning_rate": str(error)}
-    judged = settings.RunSettings(config, totals, width)
-    return Linted(totals, "", settings.findings(judged), settings.blind(judged) | wrong, missing)
+    judged = advice.RunSettings(recipe, width)
+    return Linted(recipe.sizes, "", advice.findings(judged), advice.blind(judged) | wrong, missing)
 
 
-def _without_pyarrow(config: Config) -> str:
+def _without_pyarrow(sections: list[Any]) -> str:
     """Lets the checks pass Parquet files where pyarrow is not installed. Returns what reads them; "": it is here."""
-    sections = [config.data, *([config.eval] if config.eval.every else []), *config.data.mixture.values()]
     parquet = [section for section in sections if section.source.endswith(".parquet")]
     if not parquet or find_spec("pyarrow"):
         return ""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import configs
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import printable
-from jaxrl_llm.structs import Config
 from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
 
 WIDTH = 119
@@ -32,7 +31,7 @@ def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] =
     file: what is translated; to: the new file; lost: lines of the file that belong to no key.
     """
     base = translation.base
-    fields = _written(translation, load(base))
+    fields = _written(translation, flatten(load(base)))
     body: list[str] = []
     before = ""
     for name in fields:
@@ -94,12 +93,11 @@ def literal(value: Any) -> str:
     return repr(value)
 
 
-def _written(translation: Translation, base: Config) -> dict[str, Any]:
+def _written(translation: Translation, base_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields to write, in the order of the complete configs. Defaults that the base has are left out."""
     text = "\n".join((configs.FOLDER / name).read_text(encoding="utf-8") for name in EXPLAINED)
     # Read from the text: a ConfigDict does not keep the order in which a config sets its fields.
     order = list(dict.fromkeys(re.findall(r"\bc\.([a-z_]+(?:\.[a-z_0-9]+)*)", text)))
-    base_fields = flatten(base)
     fields = translation.fields()
     explicit = {name for outcome in translation.outcomes.values() for name in outcome.fields}
     new_section = {

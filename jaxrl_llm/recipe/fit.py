@@ -10,14 +10,15 @@ from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.models.config import DecoderConfig
-from jaxrl_llm.structs import Config
+from jaxrl_llm.recipe.recipe import Recipe, Settings
+from jaxrl_llm.structs import Sizes
 
 
-def check_batch_fits_mesh(config: Config, mesh: Mesh, prompts_per_update: int) -> None:
+def check_batch_fits_mesh(sizes: Sizes, mesh: Mesh) -> None:
     """Checks that every device gets the same number of prompts. Raises: UserError, naming the field."""
     devices = sharding.prompt_shards(mesh)
-    sizes = {"microbatch": config.microbatch} if config.microbatch else {"prompts_per_update": prompts_per_update}
-    for field, prompts in (sizes | {"prompts_per_step": config.prompts_per_step}).items():
+    update = "microbatch" if sizes.microbatch else "prompts_per_update"
+    for field, prompts in {update: sizes.at_once, "prompts_per_step": sizes.prompts_per_step}.items():
         if prompts % devices:
             raise UserError(
                 f"config.{field} = {prompts} prompts cannot be split evenly over mesh.data x mesh.fsdp = {devices} "
@@ -46,20 +47,20 @@ def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -
         )
 
 
-def check_router(config: Config, model: DecoderConfig) -> None:
+def check_router(recipe: Settings, model: DecoderConfig) -> None:
     """Raises: UserError, if the config has settings of experts, and the model has none."""
-    if "router" in config and model.mixture is None:
+    if recipe.router and model.mixture is None:
         raise UserError(
-            f"config.router is for a model with experts, and {config.model.path or 'the new model'} has none: take the "
+            f"config.router is for a model with experts, and {recipe.model.path or 'the new model'} has none: take the "
             "section out, or give another model.path"
         )
 
 
-def check_sampling(config: Config, model: DecoderConfig) -> None:
+def check_sampling(recipe: Recipe, model: DecoderConfig) -> None:
     """Raises: UserError, if top-k excludes no token."""
-    if config.rollout.top_k >= model.vocab_size:
+    if recipe.rollout.top_k >= model.vocab_size:
         raise UserError(
-            f"config.rollout.top_k = {config.rollout.top_k} does nothing: the model's vocabulary has "
+            f"config.rollout.top_k = {recipe.rollout.top_k} does nothing: the model's vocabulary has "
             f"{model.vocab_size} tokens; set it to 0"
         )
 
@@ -73,11 +74,11 @@ def check_other_model(field: str, other: DecoderConfig, policy: DecoderConfig) -
         )
 
 
-def check_positions(config: Config, model: DecoderConfig, *datasets: Dataset, whose: str = "the model's") -> None:
+def check_positions(recipe: Settings, model: DecoderConfig, *datasets: Dataset, whose: str = "the model's") -> None:
     """Checks that prompt and completion fit a model's positions. Raises: UserError, naming the field."""
     width = max(dataset.width for dataset in datasets)
-    if width + config.rollout.max_completion_tokens > model.max_positions:
+    if width + recipe.rollout.max_completion_tokens > model.max_positions:
         raise UserError(
-            f"config.rollout.max_completion_tokens = {config.rollout.max_completion_tokens} after prompts of up to "
+            f"config.rollout.max_completion_tokens = {recipe.rollout.max_completion_tokens} after prompts of up to "
             f"{width} tokens is more than {whose} {model.max_positions} positions: lower it"
         )

@@ -8,13 +8,12 @@ from typing import NamedTuple, TypeAlias
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import losses
-from jaxrl_llm.config.names import arguments, is_ours, own_name, resolve
+from jaxrl_llm.config.names import is_ours, own_name, resolve
+from jaxrl_llm.config.records import Call
 from jaxrl_llm.data.rows import is_task
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.models import hf
-from jaxrl_llm.recipe.checks import mixture_of, scheduled_steps
-from jaxrl_llm.rollout import engines
-from jaxrl_llm.structs import Config, Totals
+from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 
 # Full fine-tuning of Qwen3-0.6B (width 1024) was stable at rate 1e-6 and ruined the model at 5e-5. The embedded model
 # (width 128) is stable at 4e-4, oscillates at 1e-3 and is ruined at 3e-3 (docs/health.md). The bound is proportional
@@ -32,15 +31,15 @@ LONG = 10_000  # updates, after which a published gradient norm climbed
 class RunSettings(NamedTuple):
     """The settings of a run that the rules judge, and what follows from them."""
 
-    config: Config
-    totals: Totals
+    recipe: Recipe | SftRecipe
     width: int | None  # of the policy; None: its config.json is not here
     platform: str = ""  # of the devices, "cpu", "gpu" or "tpu"; "": not known
     changed: tuple[str, ...] = ()  # fields that differ from the config file, if it says what it measured
 
     @property
-    def rl(self) -> bool:
-        return "loss" in self.config
+    def rl(self) -> Recipe | None:
+        """The recipe of `train`; None: it is one of `sft`."""
+        return self.recipe if isinstance(self.recipe, Recipe) else None
 
 
 SettingsRule: TypeAlias = Callable[[RunSettings], Iterator[Finding]]
@@ -55,7 +54,7 @@ def findings(settings: RunSettings) -> list[Finding]:
 def blind(settings: RunSettings) -> dict[str, str]:
     """Returns {rule: why it cannot look}."""
     lacks = {
-        "width": f"no config.json of {settings.config.model.path} here",
+        "width": f"no config.json of {settings.recipe.model.path} here",
         "rl": "sft has no rollouts",
         "platform": "no device is asked",
     }
@@ -65,26 +64,26 @@ def blind(settings: RunSettings) -> dict[str, str]:
     return {rule: reasons[0] for rule, reasons in lacking.items() if reasons}
 
 
-def width_of(config: Config) -> int | None:
-    """Returns the width of a config's policy; None: its model is a hub id that is not on this machine.
+def width_of(recipe: Recipe | SftRecipe) -> int | None:
+    """Returns the width of the policy; None: its model is a hub id that is not on this machine.
 
     Raises: UserError, for a folder that is no model.
     """
-    if not config.model.path and "hidden_size" in config.model:  # a new model
-        return config.model.hidden_size
-    folder = hf.find_here(config.model.path)
+    if isinstance(recipe, SftRecipe) and not recipe.model.path:  # a new model
+        return recipe.model.hidden_size
+    folder = hf.find_here(recipe.model.path)
     return hf.load_model(folder).cfg.width if folder else None
 
 
 def learning_rate(settings: RunSettings) -> Iterator[Finding]:
     """F9: a rate that ruins a model of this width."""
-    config, width = settings.config, settings.width
+    recipe, width = settings.recipe, settings.width
     assert width  # RULES says that the rule needs it
-    adapters = ADAPTERS if "lora" in config else 1
-    rates = [("optim", config.optim.learning_rate, adapters * (1 if settings.rl else SUPERVISED))]
-    if "critic" in config:
-        factor = SUPERVISED * (1 if config.critic.path else adapters)
-        rates.append(("critic.optim", config.critic.optim.learning_rate, factor))
+    adapters = ADAPTERS if recipe.lora else 1
+    rates = [("optim", recipe.optim.learning_rate, adapters * (1 if settings.rl else SUPERVISED))]
+    if critic := settings.rl and settings.rl.critic:
+        factor = SUPERVISED * (1 if critic.path else adapters)
+        rates.append(("critic.optim", critic.optim.learning_rate, factor))
     for section, rate, factor in rates:
         bound = factor * RATE * WIDTH / width
         if rate >= bound:
@@ -100,8 +99,8 @@ def learning_rate(settings: RunSettings) -> Iterator[Finding]:
 
 def many_updates(settings: RunSettings) -> Iterator[Finding]:
     """F2: many optimizer steps on one rollout."""
-    bound = UPDATES_WITH_CRITIC if "critic" in settings.config else UPDATES
-    updates = settings.totals.updates_per_rollout
+    bound = UPDATES_WITH_CRITIC if settings.rl and settings.rl.critic else UPDATES
+    updates = settings.recipe.sizes.updates_per_rollout
     if updates > bound:
         yield Finding(
             "many_updates",
@@ -115,13 +114,14 @@ def many_updates(settings: RunSettings) -> Iterator[Finding]:
 
 def small_updates(settings: RunSettings) -> Iterator[Finding]:
     """F1: few sequences in an optimizer step, as after a cut that was meant to save memory."""
-    bound = SEQUENCES_WITH_CRITIC if "critic" in settings.config else SEQUENCES
-    sequences = settings.totals.sequences_per_update
-    if sequences <= bound and sequences < settings.totals.sequences_per_step:
+    bound = SEQUENCES_WITH_CRITIC if settings.rl and settings.rl.critic else SEQUENCES
+    sizes = settings.recipe.sizes
+    if sizes.sequences_per_update <= bound and sizes.sequences_per_update < sizes.sequences_per_step:
         yield Finding(
             "small_updates",
             "warning",
-            f"an optimizer step has {sequences} of the rollout's {settings.totals.sequences_per_step:,} sequences",
+            f"an optimizer step has {sizes.sequences_per_update} of the rollout's {sizes.sequences_per_step:,} "
+            "sequences",
             "its gradient may be noise, and the reward stay flat",
             "raise prompts_per_update; to save memory, lower microbatch, which never changes the gradient",
             "EasyR1 #24, Search-R1 #97",
@@ -130,11 +130,13 @@ def small_updates(settings: RunSettings) -> Iterator[Finding]:
 
 def entropy_bonus(settings: RunSettings) -> Iterator[Finding]:
     """F1c: a constant entropy bonus."""
-    if settings.config.entropy.coef > 0 and not settings.config.entropy.target:
+    assert settings.rl  # RULES says that the rule needs it
+    entropy = settings.rl.entropy
+    if entropy.coef > 0 and not entropy.target:
         yield Finding(
             "entropy_bonus",
             "warning",
-            f"entropy.coef = {settings.config.entropy.coef:g} without a target",
+            f"entropy.coef = {entropy.coef:g} without a target",
             "a constant bonus lets the entropy only rise, until the text is noise",
             "set entropy.coef = 0, or entropy.target",
             "Search-R1 #162",
@@ -143,17 +145,18 @@ def entropy_bonus(settings: RunSettings) -> Iterator[Finding]:
 
 def no_anchor(settings: RunSettings) -> Iterator[Finding]:
     """F6: a long run with several updates on a rollout, no KL penalty and no importance weights."""
-    config, totals = settings.config, settings.totals
-    if config.kl.placement != "none" or totals.updates_per_rollout == 1 or totals.updates < LONG:
+    recipe = settings.rl
+    assert recipe  # RULES says that the rule needs it
+    sizes = recipe.sizes
+    if recipe.kl.placement != "none" or sizes.updates_per_rollout == 1 or sizes.updates < LONG:
         return
-    weighed = config.importance.action != "none" and not (
-        config.importance.action == "auto" and engines.own_samples(config)
-    )
-    if not weighed and not (engines.choose(config).in_trainer and config.model.dtype == "float32"):
+    action = recipe.importance.action
+    weighed = action != "none" and not (action == "auto" and recipe.own_samples)
+    if not weighed and not (recipe.chosen_engine.in_trainer and recipe.model.dtype == "float32"):
         yield Finding(
             "no_anchor",
             "warning",
-            f"{totals.updates:,} optimizer steps, {totals.updates_per_rollout} on a rollout, "
+            f"{sizes.updates:,} optimizer steps, {sizes.updates_per_rollout} on a rollout, "
             "without KL penalty and correction",
             "the norm of the gradient may climb for thousands of steps",
             "in this order: set importance.action = 'truncate', epochs = 1, or a small kl.coef in the loss",
@@ -163,7 +166,7 @@ def no_anchor(settings: RunSettings) -> Iterator[Finding]:
 
 def long_warmup(settings: RunSettings) -> Iterator[Finding]:
     """F28: most of the run is a warm-up."""
-    warmup, total = settings.totals.warmup_steps, settings.totals.scheduled_updates
+    warmup, total = settings.recipe.sizes.warmup_steps, settings.recipe.sizes.scheduled_updates
     if warmup > total / 2:
         yield Finding(
             "long_warmup",
@@ -177,16 +180,16 @@ def long_warmup(settings: RunSettings) -> Iterator[Finding]:
 
 def schedule(settings: RunSettings) -> Iterator[Finding]:
     """The schedules end before or after the run."""
-    config = settings.config
-    if config.num_steps == scheduled_steps(config):
+    recipe = settings.recipe
+    if recipe.num_steps == recipe.scheduled_steps:
         return
-    rate = config.optim.learning_rate if config.optim.decay == "constant" else config.optim.end
-    longer = config.num_steps > config.schedule_steps
+    rate = recipe.optim.learning_rate if recipe.optim.decay == "constant" else recipe.optim.end
+    longer = recipe.num_steps > recipe.schedule_steps
     yield Finding(
         "schedule",
         "note",
-        f"warm-up and decay are laid out for {config.schedule_steps} steps, as the run began, and it now has "
-        f"{config.num_steps}",
+        f"warm-up and decay are laid out for {recipe.schedule_steps} steps, as the run began, and it now has "
+        f"{recipe.num_steps}",
         f"the steps after them have the learning rate {rate:g}" if longer else "it ends before they do",
         "",
         "",
@@ -195,7 +198,8 @@ def schedule(settings: RunSettings) -> Iterator[Finding]:
 
 def idle_clip(settings: RunSettings) -> Iterator[Finding]:
     """A clip that was changed, and clips nothing."""
-    if settings.totals.updates_per_rollout == 1 and (changed := _changed(settings.config)):
+    assert settings.rl  # RULES says that the rule needs it
+    if settings.rl.updates_per_rollout == 1 and (changed := _changed(settings.rl.loss)):
         yield Finding(
             "idle_clip",
             "note",
@@ -206,13 +210,12 @@ def idle_clip(settings: RunSettings) -> Iterator[Finding]:
         )
 
 
-def _changed(config: Config) -> list[str]:
+def _changed(loss: Call) -> list[str]:
     """Lists the arguments of a built-in loss that act on its ratio and differ from their defaults."""
-    loss = resolve(config.loss.name, losses)
-    defaults = inspect.signature(loss).parameters if own_name(loss, losses) else {}
+    defaults = inspect.signature(loss.function).parameters if own_name(loss.function, losses) else {}
     return [
         f"loss.{name} = {value!r}"
-        for name, value in arguments(config.loss).items()
+        for name, value in loss.arguments.items()
         if name in defaults and name != "level" and value != defaults[name].default
     ]
 
@@ -232,17 +235,17 @@ def published(settings: RunSettings) -> Iterator[Finding]:
 
 def other_problems(settings: RunSettings) -> Iterator[Finding]:
     """F34: the evaluation has the problems of a task of this package, from which no training prompt comes."""
-    config = settings.config
-    sources = [part.source for part in mixture_of(config).values()] or [config.data.source]
-    judged = _task(config.eval.source) if config.eval.every else ""
+    recipe = settings.recipe
+    sources = [part.source for part in recipe.data.mixture.values()] or [recipe.data.source]
+    judged = _task(recipe.eval.source) if recipe.eval.every else ""
     if judged and judged not in map(_task, sources):
         trained = f"data.source = {sources[0]!r}" if len(sources) == 1 else "data.mixture"
         yield Finding(
             "other_problems",
             "warning",
-            f"eval.source = {config.eval.source!r} has other problems than {trained}",
+            f"eval.source = {recipe.eval.source!r} has other problems than {trained}",
             "the accuracy is not that of what is trained",
-            f"set eval.source and eval.function (now {config.eval.function}), or eval.every = 0",
+            f"set eval.source and eval.function (now {recipe.eval.function}), or eval.every = 0",
             "docs/failures.md F34",
         )
 
@@ -257,14 +260,14 @@ def _task(source: str) -> str:
 
 def keeps_nothing(settings: RunSettings) -> Iterator[Finding]:
     """The best checkpoint of a run without evaluation."""
-    if not settings.config.eval.every and settings.config.checkpoint.keep_best:
+    if not settings.recipe.eval.every and settings.recipe.checkpoint.keep_best:
         why = "eval.every is 0, and nothing says which is best"
         yield Finding("keeps_nothing", "note", "checkpoint.keep_best keeps nothing", why, "", "")
 
 
 def deterministic(settings: RunSettings) -> Iterator[Finding]:
     """An option of GPUs on another device."""
-    if settings.config.deterministic and settings.platform != "gpu":
+    if settings.recipe.deterministic and settings.platform != "gpu":
         evidence = f"deterministic = True has no effect on a {settings.platform}"
         yield Finding("deterministic", "note", evidence, "it is for GPUs", "", "")
 

@@ -1,0 +1,199 @@
+"""Sections of a config as frozen records: what a config may hold, and its typed reading.
+
+A record is a frozen dataclass with a field for each field of its section. A field may also be a section:
+`Annotated[Call, module]` names a function of a module, `Annotated[KeywordArguments, function]` holds the keyword
+arguments of a function, another record has fields of its own, `dict[str, record]` has sections of any names, and
+`X | None = None` is a section that may be absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from jaxrl_llm.config.names import Place, package, resolve
+from jaxrl_llm.config.schema import Field, check_arguments, field_of, fields_of
+from jaxrl_llm.config.suggestions import nearest
+from jaxrl_llm.errors import UserError
+
+T = TypeVar("T")
+
+
+class KeywordArguments(Mapping[str, Any]):
+    """The keyword arguments of a function, as its section of a config gives them; also as attributes."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function that a section of a config names, with the keyword arguments that the section gives it."""
+
+    name: str  # as the config has it
+    function: Callable[..., Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.function(*inputs, **self.arguments)
+
+
+class SectionKind(NamedTuple):
+    """What the annotation of a record's field says of a section."""
+
+    kind: type  # Call, KeywordArguments or a record
+    of: Any = None  # the module of a Call, the function of KeywordArguments
+    optional: bool = False
+    several: bool = False  # a dict of such sections
+
+
+@cache
+def _sections(record: type) -> dict[str, SectionKind]:
+    """Returns the fields of a record that are sections."""
+    found = {name: _section_of(hint) for name, hint in get_type_hints(record, include_extras=True).items()}
+    names = {field.name for field in fields(record)}
+    return {name: section for name, section in found.items() if section and name in names}
+
+
+def _section_of(hint: Any) -> SectionKind | None:
+    if NoneType in get_args(hint):
+        inner = _section_of(next(kind for kind in get_args(hint) if kind is not NoneType))
+        return inner._replace(optional=True) if inner else None
+    if get_origin(hint) is Annotated and get_args(hint)[0] in (Call, KeywordArguments):
+        return SectionKind(*get_args(hint))
+    if get_origin(hint) is dict and is_dataclass(get_args(hint)[1]):
+        return SectionKind(get_args(hint)[1], several=True)
+    return SectionKind(hint) if isinstance(hint, type) and is_dataclass(hint) else None
+
+
+class Table(NamedTuple):
+    """What a config may hold: its fields, those of them that it may leave out, and its sections that name functions."""
+
+    fields: dict[str, Field]
+    defaults: dict[str, Any]
+    named: dict[str, Place]
+
+
+def table(record: type, values: Mapping[str, Any], section: str = "") -> Table:
+    """Returns the table that `record` describes. A section that may be absent counts where `values` have it."""
+    prefix, inner = f"{section}." if section else "", _sections(record)
+    hints, known = get_type_hints(record, include_extras=True), Table({}, {}, {})
+    for each in fields(record):
+        path, part = prefix + each.name, values.get(each.name, {})
+        if each.name not in inner:
+            kind = field_of(hints[each.name])
+            known.fields.update({path: kind} if kind else {})
+            known.defaults.update({path: each.default} if each.default is not MISSING else {})
+            continue
+        here, parts = inner[each.name], {path: part}
+        if here.several:
+            parts = {f"{path}.{name}": x for name, x in part.items()} if isinstance(part, dict) else {}
+        elif here.optional and each.name not in values:
+            continue
+        for name, below in parts.items():
+            # A value of another type than a section is refused where the fields are checked.
+            lower = _table_of(here, below if isinstance(below, dict) else {}, name)
+            known.fields.update(lower.fields)
+            known.defaults.update(lower.defaults)
+            known.named.update(lower.named)
+    return known
+
+
+def _table_of(section: SectionKind, values: Mapping[str, Any], path: str) -> Table:
+    if section.kind is Call:
+        return Table({}, {}, {path: section.of})
+    if section.kind is KeywordArguments:
+        return Table(fields_of(path, section.of), {}, {})
+    return table(section.kind, values, path)
+
+
+def read(record: type[T], values: Mapping[str, Any]) -> T:
+    """Returns the checked values of a config, or of a section of one, as a frozen record."""
+    inner, given = _sections(record), dict[str, Any]()
+    for each in fields(record):  # pyright: ignore[reportArgumentType]
+        if each.name in values:
+            part, here = values[each.name], inner.get(each.name)
+            if here and here.several:
+                given[each.name] = {name: _read_section(here, x) for name, x in part.items()}
+            else:
+                given[each.name] = _read_section(here, part) if here else part
+    return record(**given)
+
+
+def _read_section(section: SectionKind, values: Mapping[str, Any]) -> Any:
+    if section.kind is Call:
+        rest = {name: x for name, x in values.items() if name != "name"}
+        return Call(values["name"], resolve(values["name"], section.of), rest)
+    return KeywordArguments(values) if section.kind is KeywordArguments else read(section.kind, values)
+
+
+def check_fields(known: Table, flat: Mapping[str, Any]) -> None:
+    """Checks that a config has exactly the fields of a table, with allowed values.
+
+    flat: of the config, as `flatten` gives it. Raises: UserError, naming the field.
+    """
+    for section, place in known.named.items():
+        if f"{section}.name" not in flat:
+            raise UserError(f"config.{section}.name is missing: give a function of {package(place).__name__}")
+        name = flat[f"{section}.name"]
+        if problem := Field(str).problem(name):
+            raise UserError(f"config.{section}.name {problem}")
+        given = {path.removeprefix(f"{section}."): x for path, x in flat.items() if path.startswith(f"{section}.")}
+        function = resolve(name, place, f"config.{section}.name")
+        check_arguments(section, name, function, {key: x for key, x in given.items() if key != "name"})
+    in_calls = [name for name in flat if name.split(".")[0] in known.named]
+    rest = {name: value for name, value in flat.items() if name not in in_calls}
+    for name in rest:
+        if name not in known.fields:
+            near = nearest(name, [*known.fields, *in_calls])
+            raise UserError(f"config.{name} is not a field" + (f"; did you mean {near}?" if near else ""))
+    for name, allowed in known.fields.items():
+        if name not in rest and name not in known.defaults:
+            raise UserError(f"config.{name} is missing: add it to the config file (configs/ has complete ones)")
+        if name in rest and (problem := allowed.problem(rest[name])):
+            raise UserError(f"config.{name} {problem}")
+
+
+def names_that_may_change(known: Table, flat: Mapping[str, Any]) -> set[str]:
+    """Returns the fields of a checked config that a resumed run may change."""
+    allowed = dict(known.fields)
+    for section, place in known.named.items():
+        allowed |= fields_of(section, resolve(flat[f"{section}.name"], place))
+    return {name for name, field in allowed.items() if field.may_change}
+
+
+def flat(record: Any, section: str = "") -> dict[str, Any]:
+    """Flattens a record to {"optim.learning_rate": 1e-5, ...}, without sections that are not there."""
+    prefix, values = f"{section}." if section else "", dict[str, Any]()
+    for each in fields(record):
+        path, value = prefix + each.name, getattr(record, each.name)
+        if isinstance(value, Call):
+            value = value.arguments | {"name": value.name}
+        inner = _sections(type(record)).get(each.name)
+        if inner and inner.several:
+            values |= {name: x for key, part in value.items() for name, x in flat(part, f"{path}.{key}").items()}
+        elif inner and is_dataclass(inner.kind) and inner.kind is not Call and value is not None:
+            values |= flat(value, path)
+        elif inner:
+            values |= {f"{path}.{name}": x for name, x in (value or {}).items()}
+        else:
+            values[path] = value
+    return values

@@ -1,0 +1,59 @@
+"""The sections `data` and `eval` of a config. configs/grpo.py explains each field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, Positive
+from jaxrl_llm.data.formats import Columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSettings:
+    """One source of a mixture. What names and reads rows may change: a fingerprint checks the rows."""
+
+    source: MayChange[str]
+    convert: MayChange[str]
+    weight: Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """The rows of a run, and how they become prompts."""
+
+    source: MayChange[str]
+    convert: MayChange[str]
+    prompt_column: MayChange[str]
+    answer_column: MayChange[str]
+    format_prompt: MayChange[str]
+    accept: MayChange[str]
+    chat_template_args: dict[str, Any]
+    today: MayChange[str]
+    max_prompt_tokens: AtLeastOne
+    overlong: Literal["drop", "error"]
+
+    mixture: ClassVar[dict[str, SourceSettings]] = {}
+    completion_column: ClassVar[str] = ""  # with the text that `sft` learns
+    skips_prompts: ClassVar[bool] = False  # a curriculum passes over some
+
+    @property
+    def columns(self) -> Columns:
+        """How rows are read that no convert function makes."""
+        return Columns(self.prompt_column, self.answer_column, self.format_prompt)
+
+    def template_args(self, tools: Any = ()) -> dict[str, Any]:
+        """Returns the arguments of the chat template; tools: that it describes."""
+        return self.chat_template_args | ({"tools": list(tools)} if tools else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """The problems that measure the accuracy, and how often."""
+
+    every: MayChange[Count]
+    source: MayChange[str]
+    convert: MayChange[str]
+    function: str
+    problems: MayChange[AtLeastOne]
+    patience: MayChange[Count]

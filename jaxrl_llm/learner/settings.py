@@ -1,0 +1,78 @@
+"""The sections of a config that say what a run learns and how. configs/grpo.py explains each field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from jaxrl_llm.config.records import KeywordArguments
+from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange, NotNegative, Share
+from jaxrl_llm.learner.optim import Decay, make_optimizer
+
+AboveZero = Annotated[float, Field(float, low=0, high=1, above=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlSettings:
+    """The penalty for the distance to the reference."""
+
+    placement: Literal["none", "reward", "loss"]
+    estimator: Literal["k1", "k2", "k3"]
+    coef: NotNegative
+    decay: Decay
+    end: NotNegative
+    weighted: bool
+    target: NotNegative
+    horizon: AtLeastOne
+    refresh_every: Count
+    mix: AboveZero
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskSettings:
+    """Which completions and tokens the policy does not learn from."""
+
+    truncated: bool
+    top_entropy: AboveZero
+    off_policy: NotNegative
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """What is in the memory of the host while no program uses it."""
+
+    reference: MayChange[bool]
+    optimizer: MayChange[bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSettings:
+    """PPO's critic."""
+
+    path: str
+    gamma: Share
+    lam: Share
+    clip: NotNegative
+    warmup_steps: Count
+    optim: Annotated[KeywordArguments, make_optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """The router of a model with experts."""
+
+    balance_coef: NotNegative
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenSettings:
+    """A model that scores and never learns."""
+
+    path: MayChange[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelSettings(FrozenSettings):
+    """A model whose scores are a part of the reward."""
+
+    weight: float

@@ -1,0 +1,38 @@
+"""The section `model` of a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The model that a run begins with. configs/grpo.py explains each field."""
+
+    path: MayChange[str]  # a moved folder is fine: a fingerprint checks its files
+    dtype: Literal["float32", "bfloat16"]
+    remat: MayChange[Literal["none", "dots", "full"]]
+
+    row_parts: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupModelSettings(ModelSettings):
+    """The model of a run that scores and learns from several completions of a prompt."""
+
+    row_parts: MayChange[AtLeastOne] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewModelSettings(ModelSettings):
+    """The model of `sft`: with path = "", a new one of these sizes, which have the names of a config.json."""
+
+    hidden_size: AtLeastOne
+    num_hidden_layers: AtLeastOne
+    num_attention_heads: AtLeastOne
+    num_key_value_heads: AtLeastOne
+    intermediate_size: AtLeastOne
+    vocabulary: Count

@@ -1,0 +1,61 @@
+"""The sections `rollout` and `reward` of a config. configs/grpo.py explains each field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.config.names import split_call
+from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange, Positive
+
+TIMEOUT = Field(float, low=0, high=1e6)
+Seconds = MayChange[Annotated[float, TIMEOUT]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthSettings:
+    """The length of completions, for `sft`."""
+
+    max_completion_tokens: AtLeastOne
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings(LengthSettings):
+    """How completions are sampled."""
+
+    max_lag: Count
+    resample_rounds: Count
+    temperature: Positive
+    top_k: Count
+    top_p: Annotated[float, Field(float, low=0, high=1, above=True)]
+
+    @property
+    def sampling(self) -> Sampling:
+        """The distribution that is sampled and scored."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSettings:
+    """How the functions run that judge completions."""
+
+    timeout: Seconds
+    unconfined: MayChange[bool]
+
+    functions: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings(JudgeSettings):
+    """The reward functions of a run, and what a completion loses near its limit."""
+
+    functions: tuple = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    weights: tuple
+    overlong_tokens: Count
+
+    @property
+    def channels(self) -> dict[str, float]:
+        """{name: weight} of the reward functions. The name of a channel is without arguments."""
+        names = [split_call(text)[0] for text in self.functions]
+        return dict(zip(names, self.weights, strict=True))

@@ -1,0 +1,61 @@
+"""What a run begins with: its models and its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxrl_llm.data.prompts import Dataset
+from jaxrl_llm.learner.learning import Models
+from jaxrl_llm.learner.scorers import States
+from jaxrl_llm.learner.update import Learner
+from jaxrl_llm.machine import distributed
+from jaxrl_llm.machine.shapes import Book
+from jaxrl_llm.models import hf, hf_export, peft
+from jaxrl_llm.rollout.environments import EnvironmentPool
+from jaxrl_llm.session import model_card
+from jaxrl_llm.session.opening import Workplace
+from jaxrl_llm.structs import PyTree
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The models and the rows of a run, loaded and checked before anything is written."""
+
+    models: Models
+    tokenizer: Any
+    dataset: Dataset
+    held_out: Dataset  # evaluation problems; `dataset` itself if the run has no evaluation
+    environments: EnvironmentPool | None  # None: a completion is one turn
+    stop_ids: tuple[int, ...]
+    book: Book  # the shapes of the run
+    first_params: list[PyTree]  # the model's parameters, until `params` hands them out
+    base: PyTree  # the parameters beside the adapters; None: all parameters learn
+
+    def params(self) -> PyTree:
+        """Returns the model's parameters as its folder has them. Each call returns separate arrays."""
+        models = self.models
+        return (
+            self.first_params.pop() if self.first_params else hf.load_params(models.folder, models.model, models.mesh)
+        )
+
+    @cached_property
+    def began_with(self) -> dict[str, str]:
+        """Returns the hashes of the models and the data that must not change in a resumed run, by config field."""
+        digests = {"model.path": hf.fingerprint(self.models.folder), "data.source": self.dataset.fingerprint()}
+        if self.held_out is not self.dataset:
+            digests["eval.source"] = self.held_out.fingerprint()
+        if self.models.adapters:
+            digests["lora.path"] = peft.fingerprint(self.models.adapters)
+        others = {name: folder for name, folder in self.models.others.items() if name != "critic"}
+        return digests | {f"{name}.path": hf.fingerprint(folder) for name, folder in others.items()}
+
+    def export(self, place: Workplace, policy: Learner, states: States) -> None:
+        """Writes the policy as a Hugging Face folder with its model card, and its adapters as a folder of PEFT."""
+        workdir, models = place.workdir, self.models
+        hf_export.save(workdir / "hf", policy.all_parameters(states["policy"]), models.folder)
+        if distributed.first():
+            model_card.write(workdir / "hf", model_card.card(workdir, place.config, self.began_with))
+        if models.lora:
+            peft.save(workdir / "adapter", states["policy"].params, models.lora, place.config["model"]["path"])

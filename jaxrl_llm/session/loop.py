@@ -1,0 +1,36 @@
+"""The loop of a run: steps, evaluations, records, checkpoints and rollbacks. It knows no program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxrl_llm.session.record import Record
+from jaxrl_llm.session.session import Session
+
+
+def run(
+    session: Session, one_step: Callable[[Any, int], tuple[Any, Record]], test: Callable[[], None] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Runs from the current step to the end, and yields the records of metrics.jsonl, one step late.
+
+    one_step(what the last step returned, step) -> what the next step gets, and the record. test: of a new run.
+    Raises: UserError, for an error that the user can fix, or if a health rule stops the run.
+    """
+    carried, step = session.begin(test)
+    while step < session.plan.steps and not session.stagnates():
+        session.stop.check()
+        carried, record = one_step(carried, step + 1)
+        record.evaluation = session.evaluate(record.step)
+        # Always the previous step, not the newest record that is ready: timing must not decide when a rule stops a run.
+        before = session.log.finish()
+        if session.judge(before) or session.write(record):  # a rule sends the run back
+            carried, step = session.begin(test)
+        else:
+            step = record.step
+        if before:
+            yield before
+    if last := session.log.finish():
+        session.judge(last)
+        yield last
+    session.finish()

@@ -1,0 +1,107 @@
+"""Opens the workdir of a run, and the session in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxrl_llm.config.load import flatten
+from jaxrl_llm.learner.scorers import States
+from jaxrl_llm.machine import distributed
+from jaxrl_llm.machine.compilation import Compilations, keep_compilations
+from jaxrl_llm.machine.distributed import agreement
+from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.session import alike, checkpoint, other_rows
+from jaxrl_llm.session.checkpoint import Checkpoints
+from jaxrl_llm.session.health import Health
+from jaxrl_llm.session.lock import Lock, locked
+from jaxrl_llm.session.log import Log
+from jaxrl_llm.session.other_rows import Rows
+from jaxrl_llm.session.rollback import Rollbacks
+from jaxrl_llm.session.session import Plan, Session, Trainer
+from jaxrl_llm.session.settings import CheckpointSettings, HealthSettings, LogSettings
+from jaxrl_llm.session.signals import Stop, stop_signals
+
+
+@dataclass
+class Workplace:
+    """Where a run works: its workdir, and what closes at its end."""
+
+    workdir: Path
+    opened: ExitStack  # closes everything that the run opens, in reverse order
+    stop: Stop
+    compilations: Compilations
+    cache: str  # folder of compiled programs, or "off"
+    config: dict[str, Any]  # as config.json has it
+    lock: Lock | None = None  # of the workdir, in the first process
+
+    def take(
+        self, fields: Mapping[str, Any], may_change: Collection[str], defaults: Mapping[str, Any], *, shared: bool
+    ) -> None:
+        """Checks that all processes have this config, and takes the workdir, which must be new or a run of it.
+
+        fields: of the config; may_change, defaults: see `check_workdir`. shared: all processes have this workdir.
+        Raises: UserError.
+        """
+        alike.check(fields)
+        if distributed.first():
+            checkpoint.check_workdir(self.workdir, fields, may_change, defaults)
+            self.lock = self.opened.enter_context(locked(self.workdir))
+        if shared:
+            agreement.check_shared(self.workdir)
+
+
+@contextmanager
+def at_work(workdir: Path, *, signals: bool, command: bool) -> Iterator[Workplace]:
+    """Yields the workplace of a run, whose config is not known yet. signals and command: see `build.build`."""
+    with ExitStack() as opened, stop_signals(opened, signals, command) as stop:
+        opened.callback(WATCHDOG.close)
+        compilations = opened.enter_context(closing(Compilations()))
+        yield Workplace(workdir, opened, stop, compilations, keep_compilations(), {})
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The settings of what a session writes."""
+
+    plan: Plan
+    log: LogSettings
+    health: HealthSettings
+    checkpoint: CheckpointSettings
+
+
+def open_session(
+    place: Workplace,
+    outputs: Outputs,
+    shapes: States,
+    mesh: Mesh,
+    began_with: dict[str, str],
+    rows: Rows,
+    announce: Callable[[Sequence[str], int], None],
+) -> Callable[[Trainer], Session]:
+    """Opens checkpoints of `shapes`, log and health rules, and returns `session(trainer)`.
+
+    began_with: hashes of models and data; rows: of the run. announce(lines, step): called in the first process, with
+    the rows that were accepted instead of others, and the step after which the run goes on.
+    Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
+    """
+    workdir, enter = place.workdir, place.opened.enter_context
+    opened = Checkpoints(workdir / "checkpoints", began_with, outputs.checkpoint, mesh, rows)
+    checkpoints = enter(closing(opened))
+    start, changes = checkpoints.check_beginning(flatten(ConfigDict(place.config)))
+    if distributed.first():
+        checkpoints.check_room(shapes)
+        checkpoint.open_workdir(workdir, place.config)
+        other_rows.write(workdir, changes)
+        announce([f"{change}: accepted" for change in changes], start)
+    log = enter(closing(Log(workdir, outputs.log, outputs.plan.steps, place.config)))
+    health, rollbacks = Health(workdir, outputs.health, log.tell), Rollbacks(workdir)
+    fields = workdir, place.lock, outputs.plan, log, health, rollbacks, checkpoints, place.stop, place.compilations
+    return partial(Session, *fields)

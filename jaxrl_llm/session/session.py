@@ -1,0 +1,234 @@
+"""A session: what lasts of a run, and how the run resumes, saves and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.scorers import States
+from jaxrl_llm.machine import distributed, progress
+from jaxrl_llm.machine.compilation import Compilations
+from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.session.checkpoint import MODELS, Checkpoints
+from jaxrl_llm.session.health import Health
+from jaxrl_llm.session.lock import Lock
+from jaxrl_llm.session.log import Log
+from jaxrl_llm.session.record import Record
+from jaxrl_llm.session.rollback import Rollbacks
+from jaxrl_llm.session.signals import SECONDS, Stop
+from jaxrl_llm.structs import PartState, PyTree, StatefulPart
+
+
+class Trainer(Protocol):
+    """What a session asks of `train` or `sft`, whose steps it runs."""
+
+    problems: int  # of the evaluation
+
+    @property
+    def kept(self) -> Mapping[str, StatefulPart]:
+        """What a checkpoint keeps beside the states of the models."""
+        ...
+
+    def shapes(self) -> States:
+        """Returns the states that a checkpoint holds, as shapes with shardings."""
+        ...
+
+    def first(self) -> States:
+        """Returns the states at step 0."""
+        ...
+
+    def restored(self, states: States, attempt: int) -> States:
+        """Returns the states of a checkpoint with what it leaves out. attempt: how often the run has gone back."""
+        ...
+
+    def begin(self, states: States, step: int, attempt: int) -> Any:
+        """Begins after `step`. Returns what its step gets: the states, or what lends them."""
+        ...
+
+    def rest(self) -> None:
+        """Waits until nothing beside the main thread uses the states. Raises: UserError, if such work has failed."""
+        ...
+
+    def accuracy(self, states: States) -> float:
+        """Returns the accuracy on the evaluation's problems."""
+        ...
+
+    def export(self, states: States) -> None:
+        """Writes the policy as a folder of Hugging Face."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When a session does what. Numbers are steps."""
+
+    steps: int
+    checkpoint_every: int
+    evaluate_every: int  # 0: never
+    patience: int  # evaluations that are not better than the best one, after which the run ends; 0: it does not
+    most_rollbacks: int = 0
+
+
+@dataclass
+class Standing:
+    """Where a run stands."""
+
+    step: int = 0  # the last one that `states` contain
+    saved: int = 0  # the last one in a checkpoint
+    states: States = field(default_factory=dict)
+    unwritten: Record | None = None  # of `step`, until the log has it
+    attempt: int = 0  # how often the run has gone back
+    accuracies: list[float] = field(default_factory=list)  # of all evaluations up to `step`
+
+
+@dataclass
+class Session:
+    """What lasts of a run: its workdir with log and checkpoints, the rules that act, signals, and where it stands."""
+
+    workdir: Path
+    lock: Lock | None  # of the workdir, in the first process
+    plan: Plan
+    log: Log
+    health: Health
+    rollbacks: Rollbacks
+    checkpoints: Checkpoints
+    stop: Stop
+    compilations: Compilations
+    trainer: Trainer
+    at: Standing = field(default_factory=Standing)
+
+    def begin(self, test: Callable[[], None] | None = None) -> tuple[Any, int]:
+        """Restores, tests a new run, and evaluates if the log lacks it. Returns what a step gets, and the last step."""
+        carried = self.restore()
+        if test and not self.at.step and not self.at.attempt:
+            test()
+        step = self.at.step
+        # Before the first step, or again if a signal interrupted the last evaluation.
+        if self.log.lacks_evaluation(step) and (measured := self.evaluate(step)):
+            with self.stop.deferred():
+                self.log.add_evaluation(step, measured)
+        return carried, step
+
+    def restore(self) -> Any:
+        """Moves all parts to the newest checkpoint, or to the beginning. Returns what the next step gets.
+
+        If the run has decided to go back, deletes the checkpoints after that step.
+        """
+        decisions = self.rollbacks.read()
+        back = decisions[-1] if len(decisions) > self.checkpoints.attempt() else None
+        with progress.task("reading the checkpoint"):
+            step, parts = self.checkpoints.resume(self.trainer.shapes(), back.to + 1 if back else None)
+        for name, part in self.trainer.kept.items():
+            part.load(parts.get(name))
+        attempt = len(decisions)
+        states = parts[MODELS].arrays if MODELS in parts else self.trainer.first()
+        states = self.trainer.restored(states, attempt if back else 0)
+        self.log.begin(step)
+        self.health.begin(self.log.seen_by_health())
+        self.at = Standing(step, step, states, None, attempt, self.log.accuracies())
+        carried = self.trainer.begin(states, step, attempt)
+        self.stop.finish = self.finish_early  # last: from here on a signal has a complete state to save
+        return carried
+
+    def commit(self, states: States, record: Record) -> None:
+        """Makes a step the current state. Before this call a signal loses the step; after it a signal saves it."""
+        self.at.states, self.at.step, self.at.unwritten = states, record.step, record
+        WATCHDOG.stepped()
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Returns the accuracy after `step` if an evaluation is due, else {}."""
+        every = self.plan.evaluate_every
+        if not every or (step % every and step != self.plan.steps):
+            return {}
+        self.at.accuracies.append(self.trainer.accuracy(self.at.states))
+        return {"eval/accuracy": self.at.accuracies[-1], "eval/problems": self.trainer.problems}
+
+    def stagnates(self) -> bool:
+        """Returns whether the last `eval.patience` evaluations were no better than the best one before them."""
+        patience = self.plan.patience
+        before, last = self.at.accuracies[:-patience], self.at.accuracies[-patience:]
+        return patience > 0 and bool(before) and max(last) <= max(before)
+
+    def judge(self, record: dict[str, Any] | None) -> bool:
+        """Applies the health rules. Returns whether the run must go back: `begin` does it.
+
+        Raises: UserError, if a rule stops the run.
+        """
+        action, step, finding = self.health.judge(record)
+        if finding and action == "stop":
+            latest = self.checkpoints.latest()
+            last = f"the last checkpoint is {latest}" if latest else "there is no checkpoint"
+            raise UserError(f"step {step}: {finding.evidence}, because {finding.cause}; {last}: {finding.fix}")
+        if finding and action == "roll back":
+            self.trainer.rest()  # then nothing uses these states
+            most, saved = self.plan.most_rollbacks, self.checkpoints.steps()
+            with self.stop.deferred():  # from the decision on, a signal must not save these states
+                decision = self.rollbacks.decide(step, finding.record(), saved, most)
+                self.at.states, self.at.saved, self.at.unwritten = {}, self.at.step, None
+            self.log.say(f"    health {finding.line()}")
+            self.log.say(f"    rollback {self.at.attempt + 1} of at most {most}: back to step {decision.to}")
+        return action == "roll back"
+
+    def write(self, record: Record) -> bool:
+        """Writes the record of a step, and a checkpoint if it is due. Returns whether `judge` sends the run back.
+
+        Raises: UserError, if another process has taken the lock of the workdir.
+        """
+        if self.lock:
+            self.lock.check()
+        with self.stop.deferred():
+            self.log.write(record)
+            self.at.unwritten = None
+        self.checkpoints.check()
+        accuracy = record.evaluation.get("eval/accuracy")
+        last = record.step == self.plan.steps or self.stagnates()
+        if record.step % self.plan.checkpoint_every == 0 or self.checkpoints.is_best(accuracy) or last:
+            if self.judge(self.log.finish()):  # before saving: a bad state must not replace a good checkpoint
+                return True
+            with self.stop.deferred():
+                self.save(accuracy)
+        return False
+
+    def save(self, accuracy: float | None = None, *, seconds: float | None = None) -> None:
+        """Saves all parts. seconds: how long it may wait for the batches that are sampled ahead.
+
+        Raises: UserError, if the workdir has vanished. Orbax would make it again, without config and log.
+        """
+        if not (self.workdir / "config.json").is_file():
+            raise UserError(f"{self.workdir} has vanished: put it back; the same command goes on")
+        self.log.sync()  # a resumed run expects the record of the checkpoint's step in the log
+        models: PyTree = {name: self.at.states[name] for name in self.trainer.shapes()}
+        parts = {MODELS: PartState({}, models)}
+        parts |= {name: part.state(seconds) for name, part in self.trainer.kept.items()}
+        self.checkpoints.save(self.at.step, parts, accuracy, attempt=self.at.attempt)
+        self.at.saved = self.at.step
+        WATCHDOG.moved()
+
+    def finish(self) -> None:
+        """Ends the run after the last step."""
+        if self.at.step < self.plan.steps:
+            best = f"{max(self.at.accuracies):.1%}"
+            self.log.say(f"early stop: {self.plan.patience} evaluations were not better than {best}")
+        self.trainer.rest()
+        with self.stop.deferred():
+            with progress.task("writing the last checkpoint"):
+                self.checkpoints.wait()
+            self.trainer.export(self.at.states)
+            self.log.end(self.at.step, self.compilations)
+
+    def finish_early(self) -> None:
+        """Ends the run after a signal: writes the last record if its evaluation was interrupted, and a checkpoint."""
+        if self.at.unwritten:
+            self.log.write(self.at.unwritten)
+        if self.at.saved < self.at.step:
+            self.save(seconds=max(SECONDS / 2 - self.stop.seconds, 0))
+        self.log.finish()
+        self.checkpoints.wait()
+        # The folder is smaller than a checkpoint, and never half-written. There are no states while `restore` runs.
+        seconds = max(distributed.exchange(self.stop.seconds))  # the same decision in all processes
+        if self.at.states and self.at.step and seconds < SECONDS / 2:
+            self.trainer.export(self.at.states)
+        self.log.end(self.at.step, self.compilations, self.stop.used())

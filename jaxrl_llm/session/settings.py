@@ -1,0 +1,64 @@
+"""The sections `health`, `checkpoint` and `log` of a config. configs/grpo.py explains each field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollbackSettings:
+    """The rules that send a run back, and what is different then."""
+
+    rules: tuple[str, ...]
+    most: MayChange[AtLeastOne]
+    learning_rate: Annotated[float, Field(float, low=0, high=1, above=True)]
+    warmup_steps: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthSettings:
+    """What a run does about findings. The arguments of rules are fields too."""
+
+    max_skipped: MayChange[Count]  # of the rule `updates_skipped`
+    hang_minutes: MayChange[Annotated[float, Field(float, low=0, high=1e5)]]
+    stop: MayChange[tuple[str, ...]]
+
+    rollback: ClassVar[RollbackSettings | None] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActingHealthSettings(HealthSettings):
+    """What a run of reinforcement learning does about findings: it may also skip updates, and go back."""
+
+    skip: tuple[str, ...]
+    rollback: RollbackSettings = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    self_test: MayChange[bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """How often a run is saved, and how many checkpoints it keeps."""
+
+    every: MayChange[AtLeastOne]
+    keep: MayChange[AtLeastOne]
+    keep_best: MayChange[Count]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """Where the numbers of a run go besides its own files."""
+
+    to: MayChange[tuple[str, ...]]
+    project: MayChange[str]
+
+    completions_every: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesLogSettings(LogSettings):
+    """The log of a run that samples completions."""
+
+    completions_every: MayChange[Count] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
