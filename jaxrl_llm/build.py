@@ -78,14 +78,14 @@ class Parts:
     book: Book
     evaluation: Callable[[Engine], float]  # -> accuracy
     problems: int
-    write: Callable[[States], None]  # exports the policy
+    export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
     programs: Callable[[], Iterator[Program]]  # all that the run may compile
     subject: Subject
     self_test: Callable[[], None] | None = None  # of a new run
 
     @property
     def kept(self) -> Mapping[str, StatefulPart]:
-        """What a checkpoint keeps beside the states: first the shapes, which the batches that wait were sampled in."""
+        """What a checkpoint keeps beside the states: the shapes in which a run learns, and where it is in the data."""
         return {"shapes": self.book, checkpoint.SAMPLES: self.actor}
 
     def shapes(self) -> States:
@@ -112,10 +112,6 @@ class Parts:
         """Returns the accuracy of the last pushed weights, which are those of the states."""
         self.actor.wait()
         return self.evaluation(self.actor.engine)
-
-    def export(self, states: States) -> None:
-        """Writes the policy as a folder of Hugging Face."""
-        self.write(states)
 
 
 @contextmanager
@@ -176,7 +172,7 @@ def beginning(workdir: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     These are schedule_steps = 0, in a new run num_steps, and data.today = "", in a new run the date of this day.
     """
     # Missing fields, and those of a wrong type, are left to the checks, and set ones to `check_workdir`.
-    new = {"schedule_steps": fields["num_steps"], "data.today": date.today().isoformat()}
+    new = {"schedule_steps": fields.get("num_steps", 0), "data.today": date.today().isoformat()}
     began = checkpoint.beginning(workdir, new)
     return {name: began[name] for name, unset in UNSET.items() if name in fields and fields[name] == unset}
 

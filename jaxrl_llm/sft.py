@@ -51,9 +51,9 @@ class SftParts:
     policy: Learner
     mesh: Mesh
     rows: AnyArray  # of an update: all examples
-    evaluation: Callable[[States], float]  # -> accuracy
+    accuracy: Callable[[States], float]  # on the evaluation's problems
     problems: int
-    write: Callable[[States], None]  # exports the policy
+    export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
 
     @property
     def kept(self) -> Mapping[str, StatefulPart]:
@@ -78,14 +78,6 @@ class SftParts:
 
     def rest(self) -> None:
         """Returns at once: only the steps use the states."""
-
-    def accuracy(self, states: States) -> float:
-        """Returns the accuracy of the states on the evaluation's problems."""
-        return self.evaluation(states)
-
-    def export(self, states: States) -> None:
-        """Writes the policy as a folder of Hugging Face."""
-        self.write(states)
 
 
 def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tuple[States, Record]:
@@ -166,8 +158,8 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
         return measured
 
     rows, problems = np.arange(recipe.prompts_per_step, dtype=np.int32), len(inputs.held_out.rows)
-    write = partial(inputs.export, place, policy)
-    parts = SftParts(Examples(iterator), policy, mesh, rows, accuracy, problems, write)
+    export = partial(inputs.export, place, policy)
+    parts = SftParts(Examples(iterator), policy, mesh, rows, accuracy, problems, export)
     return session(parts), parts
 
 

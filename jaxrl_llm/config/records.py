@@ -68,9 +68,9 @@ class SectionKind(NamedTuple):
 @cache
 def _sections(record: type) -> dict[str, SectionKind]:
     """Returns the fields of a record that are sections."""
-    found = {name: _section_of(hint) for name, hint in get_type_hints(record, include_extras=True).items()}
-    names = {field.name for field in fields(record)}
-    return {name: section for name, section in found.items() if section and name in names}
+    hints = get_type_hints(record, include_extras=True)
+    kinds = {each.name: _section_of(hints[each.name]) for each in fields(record)}
+    return {name: kind for name, kind in kinds.items() if kind}
 
 
 def _section_of(hint: Any) -> SectionKind | None:

@@ -52,11 +52,11 @@ class Trainer(Protocol):
         """Waits until nothing beside the main thread uses the states. Raises: UserError, if such work has failed."""
         ...
 
-    def accuracy(self, states: States) -> float:
+    def accuracy(self, states: States, /) -> float:
         """Returns the accuracy on the evaluation's problems."""
         ...
 
-    def export(self, states: States) -> None:
+    def export(self, states: States, /) -> None:
         """Writes the policy as a folder of Hugging Face."""
         ...
 
