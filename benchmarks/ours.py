@@ -24,8 +24,9 @@ from jaxrl_llm.config import load as configs
 from jaxrl_llm.machine.compilation import Compilations, keep_compilations
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.actor import Lent
+from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import Graded, Samples
+from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.session import Session
 from jaxrl_llm.structs import PartState, Prompts, PyTree
 from jaxrl_llm.train import rl_step

@@ -33,9 +33,9 @@ from jaxrl_llm.recipe import fit
 from jaxrl_llm.rollout import scores
 from jaxrl_llm.rollout.environments import EpisodeSettings, check_episodes, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate, whole_batches
-from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.grading import Graded, RewardFn
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import CompletionTask, Graded
+from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.rollout.settings import TIMEOUT
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.session.banner import print_banner

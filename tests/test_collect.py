@@ -9,16 +9,8 @@ import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.machine import distributed, sharding
-from jaxrl_llm.rollout.samples import (
-    CompletionTask,
-    Drawing,
-    Graded,
-    Samples,
-    SampleSource,
-    per_episode,
-    refill,
-    settled,
-)
+from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.samples import CompletionTask, Drawing, Samples, SampleSource, per_episode, refill, settled
 from jaxrl_llm.structs import Prompts, Rollouts
 
 B, G, C = 4, 2, 3

@@ -243,7 +243,8 @@ from types import SimpleNamespace
 import numpy as np
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.distributed import store
-from jaxrl_llm.rollout.samples import Graded, Samples, refill, settled
+from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.samples import Samples, refill, settled
 from jaxrl_llm.structs import Prompts, Rollouts
 
 B, G, C, sent = 8, 2, int(sys.argv[2]), []

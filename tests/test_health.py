@@ -15,7 +15,8 @@ from benchmarks import simulated
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.finding import channels
 from jaxrl_llm.health.history import FEW, GAPLESS, PAST, RECENT, SLOWER, History
-from jaxrl_llm.rollout.samples import Graded, Samples
+from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.record import of_texts, repeated
 from jaxrl_llm.session.settings import ActingHealthSettings, RollbackSettings

@@ -23,7 +23,7 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout import grading
-from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.grading import Completions, RewardFn
 from jaxrl_llm.tasks import countdown
 
 ROOT = Path(__file__).parent.parent
@@ -145,7 +145,7 @@ def test_functions_run_at_the_same_time_and_their_batch_begins_before_it_is_wait
     with closing(score("slow", "slower")) as judge:
         judge(*BATCH)  # they are imported
         began = time.monotonic()
-        graded = judge.start(lambda: judge(*BATCH))
+        graded = judge.start(lambda: Completions(*BATCH))
         assert time.monotonic() - began < 0.2
         time.sleep(0.8)
         waited = time.monotonic()
@@ -156,14 +156,15 @@ def test_functions_run_at_the_same_time_and_their_batch_begins_before_it_is_wait
 
 def test_without_a_limit_a_function_runs_in_the_thread_that_waits_for_it():
     with closing(score("alarmed", timeout=0)) as judge:
-        graded = judge.start(lambda: (judge(*BATCH), threading.current_thread()))
-        assert graded()[1] is threading.main_thread()
+        threads = []
+        graded = judge.start(lambda: threads.append(threading.current_thread()) or Completions(*BATCH))
         assert graded() is graded()
+        assert threads == [threading.main_thread()]
 
 
 def test_a_function_may_set_an_alarm_be_a_closure_and_print(capfd):
     with closing(score("alarmed", "closure", "shown")) as judge:
-        graded = judge.start(lambda: judge(*BATCH))  # in a thread, where Python refuses alarms
+        graded = judge.start(lambda: Completions(*BATCH))  # in a thread, where Python refuses alarms
         np.testing.assert_array_equal(graded().channels["total"], [[4, 4], [4, 4]])
     assert "said by a reward" in capfd.readouterr().out
 
@@ -193,7 +194,7 @@ def test_what_stops_a_function_is_said_in_one_line_and_nothing_is_left(name, tim
     pids = [process._process.pid for process in judge._processes.values()]
     began = time.monotonic()
     with closing(judge), pytest.raises(UserError, match=re.escape(f"reward {__name__}.{name} {words}")):
-        judge.start(lambda: judge(*BATCH))()
+        judge.start(lambda: Completions(*BATCH))()
     assert time.monotonic() - began < 30
     for pid in pids:
         with pytest.raises(ProcessLookupError):

@@ -28,7 +28,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.update import make_gradient
 from jaxrl_llm.models.lora import int8, merged
-from jaxrl_llm.rollout.grading import Rewarded, RewardFn
+from jaxrl_llm.rollout.grading import Graded, RewardFn
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import AGAIN, Trial, prepare
 from jaxrl_llm.tools import doctor
@@ -223,7 +223,7 @@ class Judge:
 
     def __call__(self, rows, texts, ids, columns):
         each = [[self._judge(row, text) for text in group] for row, group in zip(rows, texts, strict=True)]
-        return Rewarded({"total": np.array(each, np.float32)}, {})
+        return Graded(texts, {"total": np.array(each, np.float32)}, [], {})
 
     def close(self) -> None:
         pass

@@ -23,9 +23,10 @@ from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.machine import sharding
+from jaxrl_llm.rollout.grading import Completions
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import Graded, Samples
+from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session import log
 from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.session.record import Timer
@@ -235,9 +236,7 @@ def test_the_device_scores_while_functions_judge_the_same_batch():
     with closing(test_rewards.score("slow", "slower")) as judge:
         judge(*test_rewards.BATCH)  # they are imported
         began = time.monotonic()
-        graded = judge.start(
-            lambda: Graded(test_rewards.TEXTS, judge(*test_rewards.BATCH).channels, [], {})
-        )  # half a second
+        graded = judge.start(lambda: Completions(*test_rewards.BATCH))  # half a second
         sampled = SimpleNamespace(next=lambda: Samples(prompts, rollouts, graded))
         learning = SimpleNamespace(
             mesh=sharding.make_mesh(data=1, fsdp=1, tensor=1), coefficients=lambda _: {},

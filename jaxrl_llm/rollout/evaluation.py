@@ -9,8 +9,9 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine import distributed, progress, sharding
+from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.rollout.samples import CompletionTask, Graded, measured_alike
+from jaxrl_llm.rollout.samples import CompletionTask, measured_alike
 
 
 def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:

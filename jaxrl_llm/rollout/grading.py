@@ -37,15 +37,26 @@ SEARCH = 1.0
 LARGEST = float(np.finfo(np.float32).max)
 
 
-class Rewarded(NamedTuple):
-    """What completions earn."""
+class Completions(NamedTuple):
+    """What reward functions judge: B data rows, and B x G completions of their prompts."""
 
+    rows: list[dict[str, Any]]
+    texts: list[list[str]]
+    ids: list[list[list[int]]]
+    columns: Mapping[str, list[list[Any]]] = MappingProxyType({})  # more of them, B x G each, such as `turns`
+
+
+class Graded(NamedTuple):
+    """Completions as text, and what they earn."""
+
+    texts: list[list[str]]  # B x G
     channels: dict[str, np.ndarray]  # [B, G] of each function, and their weighted sum "total"
+    turns: list[list[list[dict[str, str]]]]  # B x G, of episodes of several turns; []: these are none
     metrics: dict[str, float]  # what functions measured with `log_metric`: "function/name"
 
 
 class RewardFn:
-    """`reward_fn(rows, texts, ids)` -> channels [B, G] and metrics.
+    """`reward_fn(rows, texts, ids)` -> what the completions earn.
 
     rows: B data rows; texts and ids: B x G completions. functions: their names, with arguments where they have some.
     Where a function returns None, its channel is NaN and adds 0 to the total. If no function with a weight returns a
@@ -71,7 +82,7 @@ class RewardFn:
         texts: list[list[str]],
         ids: list[list[list[int]]],
         columns: Mapping[str, list[list[Any]]] = MappingProxyType({}),
-    ) -> Rewarded:
+    ) -> Graded:
         """columns: more columns for the functions, with B x G values, as `turns`."""
         shape = (len(rows), len(texts[0]))
         flat_rows = [
@@ -85,15 +96,17 @@ class RewardFn:
         answers = ask(flat_rows, flat_texts, flat_ids)
         channels = {name: np.asarray(answers[name].values, np.float32).reshape(shape) for name in self._functions}
         metrics = {f"{name}/{key}": x for name, answer in answers.items() for key, x in answer.metrics.items()}
-        return Rewarded(channels | {"total": weighted_sum(list(channels.values()), self._weights, shape)}, metrics)
+        total = weighted_sum(list(channels.values()), self._weights, shape)
+        return Graded(texts, channels | {"total": total}, columns.get("turns", []), metrics)
 
-    def start(self, grade: Callable[[], T]) -> Callable[[], T]:
-        """Starts `grade`, which calls this RewardFn, in a thread. Returns a function that waits for its result.
+    def start(self, completions: Callable[[], Completions]) -> Callable[[], Graded]:
+        """Judges completions() in a thread. Returns a function that waits for the result, and may be called repeatedly.
 
-        That function may be called repeatedly. Without a time limit, its first call runs `grade` in the caller's
-        thread: a reward function may set an alarm, and Python allows alarms only in the main thread.
+        Without a time limit, its first call judges in the caller's thread: a reward function may set an alarm, and
+        Python allows alarms only in the main thread.
         """
-        return self._thread.submit(grade).result if self._timeout else cache(grade)
+        judge = lambda: self(*completions())  # noqa: E731
+        return self._thread.submit(judge).result if self._timeout else cache(judge)
 
     def close(self) -> None:
         """Ends the processes, also while they judge a batch."""

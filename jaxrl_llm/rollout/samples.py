@@ -17,20 +17,11 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.rollout.environments import EnvironmentPool
-from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.grading import Completions, Graded, RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Batch, Prompts, Rewards, Rollouts
 
 SAMPLING = "sampling"  # channel of the thread that samples
-
-
-class Graded(NamedTuple):
-    """Completions as text, and what they earn."""
-
-    texts: list[list[str]]  # B x G
-    channels: dict[str, np.ndarray]  # [B, G]
-    turns: list[list[list[data.Turn]]]  # B x G, of episodes of several turns; []: these are none
-    metrics: dict[str, float]  # what reward functions measured: "function/name"
 
 
 @dataclass(frozen=True)
@@ -113,18 +104,24 @@ class CompletionTask:
         return replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())
 
     def grade(self, prompts: Prompts, rollouts: Rollouts) -> Graded:
-        """Returns texts and rewards. With environments, functions also get the columns of `rewards`' docstring."""
+        """Returns texts and rewards, once the reward functions have judged."""
+        return self.score(*self.completions(prompts, rollouts))
+
+    def start_grading(self, prompts: Prompts, rollouts: Rollouts) -> Callable[[], Graded]:
+        """Starts to decode and to judge, beside the caller. Returns a function that waits for the result."""
+        return self.score.start(partial(self.completions, prompts, rollouts))
+
+    def completions(self, prompts: Prompts, rollouts: Rollouts) -> Completions:
+        """Decodes completions for the reward functions, with the columns of `tasks` if there are environments."""
         tokens, mask = rollouts.completions, rollouts.completion_mask
         texts, ids = data.decode(self.tokenizer, tokens, mask)
         if not self.environments:
-            channels, metrics = self.score(prompts.rows, texts, ids)
-            return Graded(texts, channels, [], metrics)
+            return Completions(prompts.rows, texts, ids)
         turns = data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)
         groups = zip(rollouts.loss_mask, mask, strict=True)
         loss_masks = [[row[real].tolist() for row, real in zip(*group, strict=True)] for group in groups]
         columns = {"turns": turns, "episode": per_episode(rollouts), "loss_mask": loss_masks}
-        channels, metrics = self.score(prompts.rows, texts, ids, columns)
-        return Graded(texts, channels, turns, metrics)
+        return Completions(prompts.rows, texts, ids, columns)
 
 
 class Drawing(NamedTuple):
@@ -201,7 +198,7 @@ class SampleSource:
         return self._graded(prompts, measured_alike(rollouts, SAMPLING) if self._task.environments else rollouts)
 
     def _graded(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
-        graded = self._task.score.start(lambda: self._task.grade(prompts, rollouts))
+        graded = self._task.start_grading(prompts, rollouts)
         return Samples(prompts, rollouts, graded, masks_truncated=self._drawing.masks_truncated)
 
 

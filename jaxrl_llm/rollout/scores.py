@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout.samples import Graded
+from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.tasks import math as maths
 
 Answers: TypeAlias = list[list[str | None]]  # N x G; None: the completion gives no answer

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.rollout.samples import Graded, Samples
+from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Array, Rollouts
 
 LOG = "log"  # channel of the log's thread

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jaxrl_llm
-from jaxrl_llm.rollout.samples import Graded
+from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.scores import Measured, channel_text, lines
 from jaxrl_llm.tools.report.completions import cut, prompt_text
 from jaxrl_llm.tools.report.page import template
