@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms import losses
@@ -97,7 +98,10 @@ class Parts:
         return self.learning.first()
 
     def restored(self, states: States, attempt: int) -> States:
-        """Returns the states of a checkpoint with what it leaves out. attempt: how often the run has gone back."""
+        """Returns the states of a checkpoint with what it leaves out.
+
+        attempt: how often the run has gone back, if it has just done so; else 0.
+        """
         return self.learning.restored(states, attempt)
 
     def begin(self, states: States, step: int, attempt: int) -> Lent:
@@ -156,12 +160,13 @@ def opened_place(
     config, workdir = with_names(config), Path(workdir)
     with at_work(workdir, signals=signals, command=command) as place:
         # First: the checks need the schedules' length.
-        config.update_from_flattened_dict(beginning(workdir, flatten(config)))
+        # Of plain values: a config may have fields that refer to others.
+        config.update_from_flattened_dict(beginning(workdir, flatten(ConfigDict(config.to_dict()))))
         recipe = read(config)
         place.config = config.to_dict()
         if recipe.deterministic:  # must come before JAX initializes its devices
             compute_deterministically()
-        known, fields = records.table(type(recipe), place.config), flatten(config)
+        known, fields = records.table(type(recipe), place.config), flatten(ConfigDict(place.config))
         place.take(fields, records.names_that_may_change(known, fields), known.defaults, shared=shared)
         yield place, recipe
 

@@ -266,7 +266,7 @@ def environment_of(args: argparse.Namespace, run: SavedRun | None) -> EpisodeSet
         section = (run.section_or_none(name) if run else None) or {}
         if section := section | (getattr(args, name) or {}):
             values[name] = section
-    records.check_fields(records.table(EpisodeSettings, values), flatten(ConfigDict(values)))
+    records.check_fields(records.table(EpisodeSettings, values), values, flatten(ConfigDict(values)))
     episodes = records.read(EpisodeSettings, values)
     check_episodes(episodes.env, episodes.turns)
     return episodes

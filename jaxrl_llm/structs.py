@@ -106,6 +106,7 @@ class Sizes:
     scheduled_steps: int  # that warm-up and decay cover
     warmup_steps: int  # optimizer steps
     critic_steps: int = 0  # at the start, in which only the critic learns
+    critic: bool = False  # there is one
     samples: int = 1  # completions that a step samples for each prompt, at most
 
     @property
@@ -132,8 +133,8 @@ class Sizes:
 
     @property
     def critic_updates(self) -> int:
-        """Optimizer steps that the critic's schedule covers."""
-        return self.updates_per_rollout * self.scheduled_steps
+        """Optimizer steps that the critic's schedule covers; 0: there is no critic."""
+        return self.updates_per_rollout * self.scheduled_steps * self.critic
 
     @property
     def completion_tokens(self) -> int:

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from jaxrl_llm.algorithms import kl
+from jaxrl_llm.build import opened_place
 from jaxrl_llm.config import load, records
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe import read, read_either
 from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.rollout.actor import Lent
-from jaxrl_llm.session.checkpoint import check_workdir
+from jaxrl_llm.session.checkpoint import check_workdir, open_workdir
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,12 +74,34 @@ def test_a_new_field_with_a_default_does_not_forbid_to_resume(tmp_path):
     known = records.table(Newer, {"width": 1})
     assert records.read(Newer, {"width": 1}) == Newer(width=1)
     for resumed in ({"width": 1}, {"width": 1, "depth": 2}):
-        records.check_fields(known, resumed)
+        records.check_fields(known, resumed, resumed)
         check_workdir(tmp_path, resumed, (), known.defaults)
-    with pytest.raises(UserError, match=r"config.depth is 3, but the run in .* has None"):
+    with pytest.raises(UserError, match=r"config.depth is 3, but the run in .* has 2"):
         check_workdir(tmp_path, {"width": 1, "depth": 3}, (), known.defaults)
     with pytest.raises(UserError, match=r"config.width is missing"):
-        records.check_fields(known, {"depth": 2})
+        records.check_fields(known, {"depth": 2}, {"depth": 2})
+
+
+def test_a_named_section_may_hold_a_section_and_fields_that_refer_to_others(tmp_path):
+    config = load.load(ROOT / "configs" / "grpo.py")
+    config.num_steps, config.rollout.max_completion_tokens = 7, config.get_ref("num_steps")
+    config.loss = ConfigDict(dict(name="test_recipe.limited", limits=dict(low=0.1)))
+    for _ in range(2):  # also when it is resumed
+        with opened_place(config, tmp_path / "run", read) as (place, recipe):
+            assert recipe.rollout.max_completion_tokens == recipe.scheduled_steps == 7
+            assert recipe.loss.arguments == {"limits": {"low": 0.1}}
+            place.workdir.mkdir(exist_ok=True)
+            open_workdir(place.workdir, place.config)
+
+
+def limited(*, limits: dict):
+    return lambda logprobs, batch: (logprobs * limits["low"], {})
+
+
+def test_an_absent_mixture_is_none():
+    config = load.load(ROOT / "configs" / "grpo.py")
+    del config.data.mixture
+    assert read(config).data.mixture == {}
 
 
 def test_what_the_engine_reads_is_taken_back_before_an_update_gets_it():

@@ -145,10 +145,10 @@ def _read_section(section: SectionKind, values: Mapping[str, Any]) -> Any:
     return KeywordArguments(values) if section.kind is KeywordArguments else read(section.kind, values)
 
 
-def check_fields(known: Table, flat: Mapping[str, Any]) -> None:
+def check_fields(known: Table, values: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
     """Checks that a config has exactly the fields of a table, with allowed values.
 
-    flat: of the config, as `flatten` gives it. Raises: UserError, naming the field.
+    values: of the config, as a dict; flat: the same, as `flatten` gives them. Raises: UserError, naming the field.
     """
     for section, place in known.named.items():
         if f"{section}.name" not in flat:
@@ -156,9 +156,8 @@ def check_fields(known: Table, flat: Mapping[str, Any]) -> None:
         name = flat[f"{section}.name"]
         if problem := Field(str).problem(name):
             raise UserError(f"config.{section}.name {problem}")
-        given = {path.removeprefix(f"{section}."): x for path, x in flat.items() if path.startswith(f"{section}.")}
-        function = resolve(name, place, f"config.{section}.name")
-        check_arguments(section, name, function, {key: x for key, x in given.items() if key != "name"})
+        given = {key: x for key, x in values[section].items() if key != "name"}
+        check_arguments(section, name, resolve(name, place, f"config.{section}.name"), given)
     in_calls = [name for name in flat if name.split(".")[0] in known.named]
     rest = {name: value for name, value in flat.items() if name not in in_calls}
     for name in rest:

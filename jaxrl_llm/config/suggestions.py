@@ -38,6 +38,7 @@ ALIASES = {
     "num_iterations": "epochs",
     "ppo_epochs": "epochs",
     "max_steps": "num_steps",
+    "steps": "num_steps",
     "total_steps": "num_steps",
     "total_training_steps": "num_steps",
     "model_name_or_path": "model.path",

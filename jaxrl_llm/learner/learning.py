@@ -112,7 +112,10 @@ class Learning:
         return states | ({"reference": self.reference.copy(states["policy"].params)} if self.reference else {})
 
     def restored(self, states: States, attempt: int) -> States:
-        """Returns the states of a checkpoint with what it leaves out. attempt: how often the run has gone back."""
+        """Returns the states of a checkpoint with what it leaves out.
+
+        attempt: how often the run has gone back, if it has just done so; else 0.
+        """
         if self.reference and "reference" not in states:  # it never moves, so checkpoints leave it out
             states = states | {"reference": self.reference.load()}
         if attempt:

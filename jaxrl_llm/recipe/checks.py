@@ -39,8 +39,8 @@ def check_train(recipe: Recipe) -> None:
         warmup_steps(critic.optim, recipe.updates_per_rollout * recipe.scheduled_steps, "critic.optim")
         check_schedule(recipe, critic.optim, "critic.optim")
     check_schedule(recipe, recipe.optim, "optim")
-    # Here a warm-up that is longer than the run is found.
-    assert recipe.sizes
+    # A warm-up that is longer than the run is found where the sizes are derived.
+    recipe.sizes.totals()
 
 
 def check_schedule(recipe: Settings, section: Any, name: str) -> None:
@@ -67,8 +67,8 @@ def check_sft(recipe: SftRecipe) -> None:
     if new and heads % kv_heads:
         raise UserError(f"config.model.num_key_value_heads = {kv_heads} does not divide {heads} heads: give a divisor")
     check_schedule(recipe, recipe.optim, "optim")
-    # Here a warm-up that is longer than the run is found.
-    assert recipe.sizes
+    # A warm-up that is longer than the run is found where the sizes are derived.
+    recipe.sizes.totals()
 
 
 def check_shared(recipe: Settings, prompts_per_update: int) -> None:

@@ -71,7 +71,7 @@ def check_no_effect(recipe: Recipe) -> None:
 
 
 def check_no_effect_shared(recipe: Settings) -> None:
-    """Does the same for the fields that `train` and `sft` share, and for the model sizes of `sft`."""
+    """Refuses fields without effect of those that `train` and `sft` share, and model sizes of `sft`."""
     constant = "decay is 'constant'"
     _refuse_no_effect(recipe, [("optim.end", 0.0, recipe.optim.decay == "constant", f"optim.{constant}")])
     if isinstance(recipe, Recipe) and recipe.critic:

@@ -48,21 +48,21 @@ from jaxrl_llm.session.settings import (
 )
 from jaxrl_llm.structs import Array, Sizes
 
-Share = Annotated[float, Field(float, low=0, high=0.95)]  # below 1: a prompt may become a lesson again
+SkipShare = Annotated[float, Field(float, low=0, high=0.95)]  # below 1: a prompt may become a lesson again
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumSettings:
     """Which prompts a run passes over."""
 
-    skip: Share
+    skip: SkipShare
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsSettings(DataSettings):
     """The section `data` of `train`."""
 
-    mixture: dict[str, SourceSettings] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    mixture: dict[str, SourceSettings] = field(default_factory=dict)  # pyright: ignore[reportIncompatibleVariableOverride]
     curriculum: CurriculumSettings
 
     @property
@@ -196,6 +196,7 @@ class Recipe(Settings):
             steps=self.num_steps,
             scheduled_steps=self.scheduled_steps,
             critic_steps=waits,
+            critic=self.critic is not None,
             warmup_steps=warmup_steps(self.optim, self.updates_per_rollout * (self.scheduled_steps - waits)),
             samples=self.group_size * (1 + self.rollout.resample_rounds) + self.estimator.needs_greedy,
         )

@@ -67,6 +67,7 @@ def check_workdir(
         raise UserError(f"--workdir {workdir} cannot be written ({existing} is no folder of yours): give another")
     if not workdir.exists() or all(_is_ours(file) for file in workdir.iterdir()):
         return  # no run yet
+    check_format(workdir / "checkpoints")  # first: another version may also have had other fields
     file = workdir / "config.json"
     if not file.is_file():
         raise UserError(f"--workdir {workdir} is not empty and not a run of ours (no config.json): give a new folder")
@@ -77,10 +78,11 @@ def check_workdir(
     now = json.loads(json.dumps(fields))  # as the file has them: lists for tuples
     # Function names are compared first: a changed function also changes the other fields of its section.
     for name in sorted(set(before) | set(now), key=lambda name: (not name.endswith(".name"), name)):
-        default = defaults.get(name)
-        if before.get(name, default) != now.get(name, default) and name not in may_change:
+        default = json.loads(json.dumps(defaults.get(name)))
+        here, then = now.get(name, default), before.get(name, default)
+        if here != then and name not in may_change:
             raise UserError(
-                f"config.{name} is {now.get(name)!r}, but the run in {workdir} has {before.get(name)!r}: "
+                f"config.{name} is {here!r}, but the run in {workdir} has {then!r}: "
                 "give another --workdir, or the run's own config"
             )
 
@@ -365,18 +367,28 @@ class LatestDue(PreservationPolicy):
         return [checkpoint.step in due for checkpoint in checkpoints]
 
 
+def check_format(folder: Path) -> None:
+    """Raises: UserError, if the newest checkpoint in a folder is of the format before notes had a number."""
+    steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
+    if steps and (folder / str(max(steps)) / "host").exists():
+        raise _other_format(folder / str(max(steps)), 1)
+
+
+def _other_format(checkpoint: Path, number: int) -> UserError:
+    return UserError(
+        f"checkpoint {checkpoint} has format {number}, and this version of jaxrl_llm reads format {FORMAT}: go on with "
+        "the version that began the run, or begin a new one with model.path = WORKDIR/hf"
+    )
+
+
 def read_notes(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
     """Reads the notes of a checkpoint. Raises: UserError, if another version made it, or its file cannot be read."""
-    version = 1  # whose notes had another name
-    if not (Path(manager.directory) / str(step) / "host").exists():
-        notes = read(manager, step, {NOTES: ocp.args.JsonRestore()})[NOTES]
-        version = notes["format"]
-        if version == FORMAT:
-            return notes
-    raise UserError(
-        f"checkpoint {manager.directory / str(step)} has format {version}, and this version of jaxrl_llm reads format "
-        f"{FORMAT}: go on with the version that began the run, or begin a new one with model.path = WORKDIR/hf"
-    )
+    folder = Path(manager.directory)
+    check_format(folder)
+    notes = read(manager, step, {NOTES: ocp.args.JsonRestore()})[NOTES]
+    if notes["format"] != FORMAT:
+        raise _other_format(folder / str(step), notes["format"])
+    return notes
 
 
 def read(manager: ocp.CheckpointManager, step: int, items: Mapping[str, Any]) -> dict[str, Any]:

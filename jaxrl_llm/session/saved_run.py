@@ -43,6 +43,7 @@ class SavedRun:
             raise UserError(f"{workdir} is no run (it has no config.json of one): give a run's --workdir") from None
         if not checkpoint.has_checkpoint(self._folder):
             raise UserError(f"{workdir} has no checkpoint yet: wait for the first one, or give another run")
+        checkpoint.check_format(self._folder)
         checkpoint.quieten_orbax()
         options = ocp.CheckpointManagerOptions(read_only=True)
         handlers = {checkpoint.MODELS: ocp.PyTreeCheckpointHandler(), checkpoint.NOTES: ocp.JsonCheckpointHandler()}
@@ -72,7 +73,6 @@ class SavedRun:
 
         place(shapes) -> shardings; without it, returns NumPy arrays.
         """
-        checkpoint.read_notes(self._manager, step)  # refuses another format
         states = self._manager.item_metadata(step)[checkpoint.MODELS].tree
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states["policy"]["params"])
         whole = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # Orbax skips placeholders
@@ -100,7 +100,8 @@ class SavedRun:
 
     def section_or_none(self, name: str) -> dict[str, Any] | None:
         """Returns a section of the run's config; None: it has none."""
-        return next((section for key, section in self.config.items() if key == name), None)
+        sections = self.config
+        return sections.get(name)
 
     @property
     def group_size(self) -> int:

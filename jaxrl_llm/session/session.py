@@ -41,7 +41,10 @@ class Trainer(Protocol):
         ...
 
     def restored(self, states: States, attempt: int) -> States:
-        """Returns the states of a checkpoint with what it leaves out. attempt: how often the run has gone back."""
+        """Returns the states of a checkpoint with what it leaves out.
+
+        attempt: how often the run has gone back, if it has just done so; else 0.
+        """
         ...
 
     def begin(self, states: States, step: int, attempt: int) -> Any:
@@ -124,8 +127,11 @@ class Session:
         for name, part in self.trainer.kept.items():
             part.load(parts.get(name))
         attempt = len(decisions)
-        states = parts[MODELS].arrays if MODELS in parts else self.trainer.first()
-        states = self.trainer.restored(states, attempt if back else 0)
+        # Nothing else may hold these arrays: `restored` moves some of them to the host, before the push needs memory.
+        states = self.trainer.restored(
+            parts.pop(MODELS).arrays if parts else self.trainer.first(), attempt if back else 0
+        )
+        parts.clear()
         self.log.begin(step)
         self.health.begin(self.log.seen_by_health())
         self.at = Standing(step, step, states, None, attempt, self.log.accuracies())

@@ -231,6 +231,7 @@ class VllmEngine:
         count = len(prompts.tokens) * distributed.count()
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1 - group_size))[distributed.part(count)]
         shape = (len(prompts.tokens), group_size, self._length)
+        # The text is made here: the server need not make it too.
         body = _sampling_params(sampling, self._stops) | {"detokenize": False}
 
         def request(b: int, first: int, members: np.ndarray, limit: int) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def search(
         try:
             mesh = mesh_over(devices, **candidate.mesh)
             plan = make_plan(candidate, mesh, width, dump, memory_limit=chip.memory * 2**30)
-        except UserError as error:  # this mesh does not suit the batch or the slice
+        # This mesh does not suit the batch or the slice: the next one may.
+        except UserError as error:
             console.print(f"{text}: {error}")
             continue
         fits = plan.fits(chip)
@@ -53,6 +54,7 @@ def candidates(recipe: Recipe, devices: int) -> Iterator[Recipe]:
             continue
         for at_once in (1, 2, 4, 8):
             if recipe.prompts_per_update % (shards * at_once) == 0:
+                # fsdp over all that tensor leaves: it divides parameters and optimizer, which data would copy.
                 mesh = KeywordArguments(dict(data=1, fsdp=shards, tensor=tensor))
                 model = replace(recipe.model, remat=remat)
                 yield replace(recipe, mesh=mesh, microbatch=shards * at_once, model=model)
@@ -62,11 +64,17 @@ def _promise(recipe: Recipe, devices: int, chip: Chip) -> float:
     """Rough seconds of an update without what all candidates share: recomputed passes, and the layers' collectives."""
     cfg, remat, mesh = hf.load_model(hf.find(recipe.model.path, weights=False)).cfg, recipe.model.remat, recipe.mesh
     experts, chosen = (cfg.mixture.experts, cfg.mixture.chosen) if cfg.mixture else (1, 1)
+    # Three kernels [D, F] of each expert, and about two [D, D] of attention: with few key heads, key and value are
+    # small.
     weights, active = (cfg.layers * cfg.width * (3 * n * cfg.mlp_width + 2 * cfg.width) for n in (experts, chosen))
     tokens = recipe.sizes.sequences_per_update * recipe.sizes.max_completion_tokens
     arithmetic = 2 * active * tokens * PASSES[remat] / devices / chip.flops
+    # bfloat16 kernels, gathered for the forward pass, again for the backward one, and their gradients scattered: for
+    # each micro-batch.
     gathered = 3 * 2 * weights / mesh.tensor * (recipe.prompts_per_update // recipe.microbatch)
     summed = 0.0
-    if mesh.tensor > 1:  # two sums of the states in each layer and pass
+    # Two sums of the states in each layer and pass, 2 bytes a number, each sent twice (a reduce-scatter and a gather).
+    if mesh.tensor > 1:
         summed = 2 * 2 * 2 * PASSES[remat] * cfg.layers * cfg.width * tokens / mesh.fsdp
+    # The larger, and not the sum: the compiler sends while it computes.
     return max(arithmetic, (gathered + summed) / chip.ring)
