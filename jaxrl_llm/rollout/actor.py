@@ -40,8 +40,8 @@ class Lent(NamedTuple):
 class Actor:
     """Samples a batch for each step. The batch of step s comes from the weights after step s - 1 - lag.
 
-    Call `load` and `begin` first, and then `next` and `push` once per step, in this order. With a lag, one thread pushes
-    and samples while the caller's thread learns. The step count decides the order of its work, not the time.
+    Call `load` and `begin` first, and then `next` and `push` once per step, in this order. With a lag, one thread
+    pushes and samples while the caller's thread learns. The step count decides the order of its work, not the time.
     """
 
     def __init__(

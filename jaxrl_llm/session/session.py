@@ -128,9 +128,8 @@ class Session:
             part.load(parts.get(name))
         attempt = len(decisions)
         # Nothing else may hold these arrays: `restored` moves some of them to the host, before the push needs memory.
-        states = self.trainer.restored(
-            parts.pop(MODELS).arrays if parts else self.trainer.first(), attempt if back else 0
-        )
+        states = parts.pop(MODELS).arrays if parts else self.trainer.first()
+        states = self.trainer.restored(states, attempt if back else 0)
         parts.clear()
         self.log.begin(step)
         self.health.begin(self.log.seen_by_health())
