@@ -62,7 +62,7 @@ def child(kind: str) -> None:
 
     saving = (ocp.CheckpointManager, "_finalize")
     slowed = {
-        "rollout": (Sampler, "generate"), "update": (Prefetcher, "used"), "push": (Sampler, "update_weights"),
+        "rollout": (Sampler, "sample"), "update": (Prefetcher, "used"), "push": (Sampler, "update_weights"),
         "save": saving, "disk": saving, "second": saving,
     }  # fmt: skip
     if kind in slowed:

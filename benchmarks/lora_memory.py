@@ -26,6 +26,7 @@ MIB = 2**20
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     with TemporaryDirectory() as made:
+        from jaxrl_llm import recipe as recipes
         from jaxrl_llm.config.load import load
         from jaxrl_llm.machine.sharding import make_mesh
         from jaxrl_llm.tools.plan.phases import make_plan
@@ -37,7 +38,7 @@ def main() -> None:
             for name, more in RUNS.items():
                 config = load(ROOT / "configs" / f"{name.partition(',')[0]}.py")
                 config.update_from_flattened_dict(STEP | {"model.path": str(folder)} | case | more)
-                plan = make_plan(config.lock(), make_mesh(**config.mesh), workload.prompt_tokens, Path(made))
+                plan = make_plan(recipes.read(config), make_mesh(**config.mesh), workload.prompt_tokens, Path(made))
                 holds = ", ".join(f"{what} {size / MIB:.0f}" for what, size in plan.holds.items())
                 print(f"\n{name}, {case}; it holds, MiB: {holds}")
                 for phase in plan.phases:
