@@ -94,6 +94,7 @@ def main() -> None:
         dump = Path(made) / "dump"
         dump.mkdir()
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
+        from jaxrl_llm import recipe as recipes
         from jaxrl_llm.config.load import load
         from jaxrl_llm.machine.compilation import Program
         from jaxrl_llm.machine.sharding import mesh_over
@@ -114,7 +115,7 @@ def main() -> None:
             config.update_from_flattened_dict(USUAL | {"model.path": str(folder)} | fields)
             seen.clear()
             plan = phases.make_plan(
-                config.lock(), mesh_over(devices, **config.mesh), WIDTH, dump, memory_limit=chip.memory * 2**30
+                recipes.read(config), mesh_over(devices, **config.mesh), WIDTH, dump, memory_limit=chip.memory * 2**30
             )
             peaks, differ = [], []
             for phase in plan.phases:
