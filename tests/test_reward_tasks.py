@@ -142,7 +142,9 @@ def measured(completions, log_metric):
 def test_what_a_function_logs_and_leaves_without_a_verdict_reaches_the_trainer(timeout):
     names = ("test_reward_tasks.measured", "test_reward_tasks.scaled(by=0.5)")
     with closing(RewardFn(names, (2.0, 0.0), timeout, field="config.reward.timeout")) as judge:
-        channels, metrics = judge([{"prompt": "?"}, {"prompt": "!"}], [["none", "b"], ["c", "d"]], [[[1], [2]]] * 2)
+        _, channels, _, metrics = judge(
+            [{"prompt": "?"}, {"prompt": "!"}], [["none", "b"], ["c", "d"]], [[[1], [2]]] * 2
+        )
     assert metrics == {"test_reward_tasks.measured/long": 0.25}
     np.testing.assert_array_equal(channels["test_reward_tasks.scaled"], [[2.0, 0.5], [0.5, 0.5]])
     # A function of weight 0 is only logged: its number is no verdict.
