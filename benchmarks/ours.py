@@ -28,7 +28,7 @@ from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.session import Session
-from jaxrl_llm.structs import PartState, Prompts, PyTree
+from jaxrl_llm.structs import PartState, Prompts, PyTree, Rewards
 from jaxrl_llm.train import rl_step
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +69,7 @@ class Prescribed:
         rollouts = self._engine.sample(prompts, key, group_size=w.group, sampling=sampling, max_tokens=lengths)
         self._engine.release()
         np.testing.assert_array_equal(rollouts.completion_mask.sum(axis=-1), lengths)
-        return Samples(prompts, rollouts, lambda: Graded([], graded(rollouts.completions, lengths), [], {}))
+        return Samples(prompts, rollouts, lambda: Graded([], earned(rollouts.completions, lengths), [], {}))
 
     def push(self, states: PyTree, params: PyTree, step: int) -> Lent:
         """The next samples are of these weights. The engine has a copy of its own."""
@@ -83,17 +83,18 @@ class Prescribed:
         return PartState({})
 
 
-def graded(completions: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+def earned(completions: np.ndarray, lengths: np.ndarray) -> Rewards:
     """Rewards [B, G] as a channel and as the total."""
-    rewards = [
+    each = [
         [reward(row[:n].tolist()) for row, n in zip(rows, ns, strict=True)]
         for rows, ns in zip(completions, lengths, strict=True)
     ]
-    return dict.fromkeys(("benchmarks.ours.even", "total"), np.asarray(rewards, np.float32))
+    total = np.asarray(each, np.float32)
+    return Rewards(total, {"benchmarks.ours.even": total})
 
 
 def even(completions: list) -> list[float]:
-    """Named in the config; `graded` stands in for it, since completions here are no text."""
+    """Named in the config; `earned` stands in for it, since completions here are no text."""
     return [0.0] * len(completions)
 
 

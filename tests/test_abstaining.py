@@ -106,9 +106,9 @@ def test_the_mixture_of_the_documentation_runs_as_it_is_written(tmp_path, monkey
     texts = [["\\boxed{0}", "0"], ["\\boxed{6}", "```python\ndef f(): return 6\n```"]]
     texts += [["```python\ndef f(): return 2\n```", "\\boxed{2}"]] * 2
     with closing(RewardFn(c.reward.functions, c.reward.weights, 0, field="config.reward.timeout")) as judge:
-        channels = judge(rows, texts, [[[1], [1]]] * 4).channels
+        rewards = judge(rows, texts, [[[1], [1]]] * 4).rewards
     none = [np.nan, np.nan]
-    np.testing.assert_array_equal(channels["math.accuracy"], [[1, 0], [1, 0], none, none])
-    np.testing.assert_array_equal(channels["code.accuracy"], [none, none, [1, 0], [0, 0]])
-    np.testing.assert_array_equal(channels["total"], [[1, 0], [1, 0], [1, 0], [0, 0]])
+    np.testing.assert_array_equal(rewards.channels["math.accuracy"], [[1, 0], [1, 0], none, none])
+    np.testing.assert_array_equal(rewards.channels["code.accuracy"], [none, none, [1, 0], [0, 0]])
+    np.testing.assert_array_equal(rewards.total, [[1, 0], [1, 0], [1, 0], [0, 0]])
     sys.modules.pop("my_rows", None)

@@ -324,10 +324,10 @@ def test_what_is_not_judged_before_the_deadline_is_late_and_the_run_goes_on(monk
     judge = RewardFn(("code.accuracy(seconds=5.0)",), (1.0,), 4.0, field="config.reward.timeout")
     try:
         found = judge(rows, texts, [[[0]]] * 8)
-        assert found.channels["total"].ravel().tolist() == [1.0] + [0.0] * 7
+        assert found.rewards.total.ravel().tolist() == [1.0] + [0.0] * 7
         assert found.metrics["code.accuracy/time"] == 7 / 8
         assert found.metrics["code.accuracy/late"] >= 4 / 8
-        assert judge(rows[:1], texts[:1], [[[0]]]).channels["total"].item() == 1.0  # the run goes on
+        assert judge(rows[:1], texts[:1], [[[0]]]).rewards.total.item() == 1.0  # the run goes on
     finally:
         judge.close()
     tasks.set_deadline(0.0)

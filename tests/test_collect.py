@@ -11,7 +11,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.samples import CompletionTask, Drawing, Samples, SampleSource, per_episode, refill, settled
-from jaxrl_llm.structs import Prompts, Rollouts
+from jaxrl_llm.structs import Prompts, Rewards, Rollouts
 
 B, G, C = 4, 2, 3
 
@@ -31,7 +31,7 @@ def sampled(number: int, signal: list[bool]) -> Samples:
     rollouts = Rollouts(completions, mask, mask, completions.astype(np.float32), np.zeros((B, G), bool), completions)
     total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)
     texts = [[str(m)] * G for m in marks]
-    graded = Graded(texts, {"total": total, "mark": np.repeat(marks[:, None], G, 1)}, [], {})
+    graded = Graded(texts, Rewards(total, {"mark": np.repeat(marks[:, None], G, 1)}), [], {})
     return Samples(prompts, rollouts, lambda: graded)
 
 
@@ -43,10 +43,10 @@ def refilled(*args) -> tuple[Samples, int]:
 
 def marks(whole: Samples) -> list[int]:
     """Which group stands at each place, after checking that all of it does."""
-    texts, channels, *_ = whole.graded()
+    texts, rewards, *_ = whole.graded()
     found = [row["mark"] for row in whole.prompts.rows]
     assert [t[0] for t in texts] == [str(m) for m in found]
-    for array in (whole.prompts.tokens, whole.rollouts.completions, whole.rollouts.logprobs, channels["mark"]):
+    for array in (whole.prompts.tokens, whole.rollouts.completions, whole.rollouts.logprobs, rewards.channels["mark"]):
         assert [set(group.reshape(-1).tolist()) for group in array] == [{m} for m in found]
     return found
 

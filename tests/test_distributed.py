@@ -245,7 +245,7 @@ from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.distributed import store
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.samples import Samples, refill, settled
-from jaxrl_llm.structs import Prompts, Rollouts
+from jaxrl_llm.structs import Prompts, Rewards, Rollouts
 
 B, G, C, sent = 8, 2, int(sys.argv[2]), []
 exchanged = store._exchange
@@ -263,7 +263,7 @@ with distributed.joined(sys.argv[1]):
         mask, cut = np.ones(tokens.shape, bool), np.zeros(tokens.shape[:2], bool)
         rollouts = Rollouts(tokens, mask, mask, tokens.astype(np.float32), cut, tokens)
         total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)[part]
-        graded = Graded([[str(n)] * G for n in numbers], {"total": total}, [], {})
+        graded = Graded([[str(n)] * G for n in numbers], Rewards(total, {}), [], {})
         return Samples(collate(numbers), rollouts, lambda: graded)
 
     fresh = {1: sampled(1, [False, True] * 4), 2: sampled(2, [True] * 8)}

@@ -20,7 +20,7 @@ from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.record import of_texts, repeated
 from jaxrl_llm.session.settings import ActingHealthSettings, RollbackSettings
-from jaxrl_llm.structs import Rollouts
+from jaxrl_llm.structs import Rewards, Rollouts
 
 HEALTHY = {
     "step": 5, "importance/mean": 1.0, "importance/ess": 0.999, "importance/kl": 1e-12, "rollout/lag_p95": 0.0,
@@ -298,7 +298,7 @@ def a_step(texts: list[list[str]]) -> Samples:
     tokens = np.array([[[ord(c) for c in text.ljust(longest)] for text in group] for group in texts], np.int32)
     mask = np.array([[[i < len(text) for i in range(longest)] for text in group] for group in texts])
     rollouts = Rollouts(tokens, mask, mask, np.zeros(mask.shape), np.zeros(mask.shape[:2], bool), np.zeros(mask.shape))
-    return Samples(None, rollouts, lambda: Graded(texts, {}, [], {}))
+    return Samples(None, rollouts, lambda: Graded(texts, Rewards(None, {}), [], {}))
 
 
 def test_a_simulated_healthy_run_learns_and_its_noise_falls_with_the_root_of_the_sequences():
@@ -315,8 +315,8 @@ def test_what_an_environment_says_again_is_no_repetition_of_the_policy():
     step = a_step([["ask abcdefgh abcdefgh abcdefgh"]])
     own = np.arange(30)[None, None] < 4  # the rest are documents, the same three times
     turns = [[[{"role": "assistant", "content": "ask "}, {"role": "environment", "content": "abcdefgh" * 3}]]]
-    texts = step.graded().texts
-    step = replace(step, rollouts=replace(step.rollouts, loss_mask=own), graded=lambda: Graded(texts, {}, turns, {}))
+    graded = step.graded()._replace(turns=turns)
+    step = replace(step, rollouts=replace(step.rollouts, loss_mask=own), graded=lambda: graded)
     measured = of_texts(step)
     assert measured["completion/repeated"] == 0.0
     assert measured["completion/compressed"] > 1  # of four letters, not of the documents

@@ -133,10 +133,10 @@ def judged_in_a_run(server: Server, seconds: float, count: int, **arguments) -> 
     judging = RewardFn((f"judge.score(url={server.url!r}, model='m', {given})",), (1.0,), seconds, field="timeout")
     try:
         texts = [[str(i) for i in range(count)]]
-        _, channels, _, metrics = judging([{"prompt": "?"}], texts, [[[1]] * count])
+        _, rewards, _, metrics = judging([{"prompt": "?"}], texts, [[[1]] * count])
     finally:
         judging.close()
-    return channels["judge.score"][0].tolist(), metrics
+    return rewards.channels["judge.score"][0].tolist(), metrics
 
 
 def test_a_judge_that_hangs_gives_no_verdict_and_is_not_asked_for_the_rest_of_the_batch():
@@ -213,8 +213,8 @@ def test_it_runs_in_a_process_as_a_config_names_it():
         function = f"judge.score(url={server.url!r}, model='m')"
         judging = RewardFn((function,), (1.0,), 60.0, field="config.reward.timeout")
         try:
-            _, channels, _, metrics = judging([{"prompt": "?"}], [["good", "bad"]], [[[1], [2]]])
+            _, rewards, _, metrics = judging([{"prompt": "?"}], [["good", "bad"]], [[[1], [2]]])
         finally:
             judging.close()
-    assert channels["judge.score"].tolist() == [[pytest.approx(0.9), 0.25]]
+    assert rewards.channels["judge.score"].tolist() == [[pytest.approx(0.9), 0.25]]
     assert metrics["judge.score/failed"] == 0.0

@@ -126,7 +126,8 @@ c = grpo.get_config()
 c.reward.functions, c.reward.weights = (score, "math.is_boxed", FORM), (1.0, 1.0, 1.0)
 names = with_names(c).reward.functions
 reward = RewardFn(names, c.reward.weights, 20.0, field="x")
-print(names, {name: x.tolist() for name, x in reward([{"prompt": "?"}], [["a", "bcd"]], [[[1], [1]]]).channels.items()})
+earned = reward([{"prompt": "?"}], [["a", "bcd"]], [[[1], [1]]]).rewards
+print(names, {name: x.tolist() for name, x in (earned.channels | {"total": earned.total}).items()})
 reward.close()
 """
 
@@ -188,7 +189,7 @@ def test_the_own_reward_of_the_documentation_calls_those_of_the_package(tmp_path
     texts = [["```python\ndef f(): return 1\n```\n\\boxed{3}", "```python\ndef f(): return 2\n```\n\\boxed{3}"]] * 3
     with closing(RewardFn(("mine.both",), (1.0,), 20.0, field="x")) as reward:
         judged = reward(rows, texts, [[[1] * 500, [1] * 1000]] * 3)
-    np.testing.assert_allclose(judged.channels["mine.both"], [[2.0, 0.9], [np.nan] * 2, [np.nan] * 2])
+    np.testing.assert_allclose(judged.rewards.channels["mine.both"], [[2.0, 0.9], [np.nan] * 2, [np.nan] * 2])
     assert (judged.metrics["mine.both/no_code"], judged.metrics["mine.both/broken_tests"]) == (0.0, 1 / 3)
 
 
@@ -205,7 +206,7 @@ def test_a_function_of_a_config_file_judges_and_is_named_by_the_file(tmp_path):
     assert c.eval.function == "mine.score"
     for timeout in (0.0, 20.0):
         with closing(RewardFn(c.reward.functions, (1.0,), timeout, field="x")) as reward:
-            assert reward([{"prompt": "?"}], [["a"]], [[[1]]]).channels["total"].tolist() == [[7.0]]
+            assert reward([{"prompt": "?"}], [["a"]], [[[1]]]).rewards.total.tolist() == [[7.0]]
 
 
 @pytest.mark.parametrize("function", [lambda completions: completions, Judge(), functools.partial(of_verl)])

@@ -142,13 +142,13 @@ def measured(completions, log_metric):
 def test_what_a_function_logs_and_leaves_without_a_verdict_reaches_the_trainer(timeout):
     names = ("test_reward_tasks.measured", "test_reward_tasks.scaled(by=0.5)")
     with closing(RewardFn(names, (2.0, 0.0), timeout, field="config.reward.timeout")) as judge:
-        _, channels, _, metrics = judge(
+        _, rewards, _, metrics = judge(
             [{"prompt": "?"}, {"prompt": "!"}], [["none", "b"], ["c", "d"]], [[[1], [2]]] * 2
         )
     assert metrics == {"test_reward_tasks.measured/long": 0.25}
-    np.testing.assert_array_equal(channels["test_reward_tasks.scaled"], [[2.0, 0.5], [0.5, 0.5]])
+    np.testing.assert_array_equal(rewards.channels["test_reward_tasks.scaled"], [[2.0, 0.5], [0.5, 0.5]])
     # A function of weight 0 is only logged: its number is no verdict.
-    np.testing.assert_array_equal(channels["total"], [[np.nan, 2.0], [2.0, 2.0]])
+    np.testing.assert_array_equal(rewards.total, [[np.nan, 2.0], [2.0, 2.0]])
 
 
 def test_verls_reward_is_that_of_the_data_source_of_a_row():

@@ -117,9 +117,9 @@ closure = (lambda bonus: lambda completions: [bonus] * len(completions))(2.0)
 def test_a_function_with_trls_signature_works_unchanged(timeout):
     SEEN.clear()
     with closing(score("right", weights=(2.0,), timeout=timeout)) as judge:
-        channels = judge(*BATCH).channels
-    np.testing.assert_array_equal(channels[f"{__name__}.right"], [[1, np.nan], [1, np.nan]])
-    np.testing.assert_array_equal(channels["total"], [[2, np.nan], [2, np.nan]])  # no verdict, not 0
+        rewards = judge(*BATCH).rewards
+    np.testing.assert_array_equal(rewards.channels[f"{__name__}.right"], [[1, np.nan], [1, np.nan]])
+    np.testing.assert_array_equal(rewards.total, [[2, np.nan], [2, np.nan]])  # no verdict, not 0
     if timeout:
         assert not SEEN  # it ran elsewhere
     else:
@@ -131,14 +131,14 @@ def test_a_function_with_trls_signature_works_unchanged(timeout):
 def test_text_prompts_give_text_completions():
     with closing(score("length")) as judge:
         np.testing.assert_array_equal(
-            judge([{"prompt": "1+1"}, {"prompt": "2+2"}], *BATCH[1:]).channels["total"], [[1, 1], [1, 4]]
+            judge([{"prompt": "1+1"}, {"prompt": "2+2"}], *BATCH[1:]).rewards.total, [[1, 1], [1, 4]]
         )
 
 
 def test_the_total_is_the_weighted_sum_of_the_channels():
     with closing(score("length", "count", weights=(0.5, -1.0))) as judge:
         for _ in range(3):
-            np.testing.assert_allclose(judge(*BATCH).channels["total"], [[0.5, -0.5], [-1.5, -2.5]])
+            np.testing.assert_allclose(judge(*BATCH).rewards.total, [[0.5, -0.5], [-1.5, -2.5]])
 
 
 def test_functions_run_at_the_same_time_and_their_batch_begins_before_it_is_waited_for():
@@ -149,7 +149,7 @@ def test_functions_run_at_the_same_time_and_their_batch_begins_before_it_is_wait
         assert time.monotonic() - began < 0.2
         time.sleep(0.8)
         waited = time.monotonic()
-        np.testing.assert_array_equal(graded().channels["total"], [[2, 2], [2, 2]])
+        np.testing.assert_array_equal(graded().rewards.total, [[2, 2], [2, 2]])
         assert time.monotonic() - waited < 0.2  # one after the other they would take a second
         assert graded() is graded()
 
@@ -165,7 +165,7 @@ def test_without_a_limit_a_function_runs_in_the_thread_that_waits_for_it():
 def test_a_function_may_set_an_alarm_be_a_closure_and_print(capfd):
     with closing(score("alarmed", "closure", "shown")) as judge:
         graded = judge.start(lambda: Completions(*BATCH))  # in a thread, where Python refuses alarms
-        np.testing.assert_array_equal(graded().channels["total"], [[4, 4], [4, 4]])
+        np.testing.assert_array_equal(graded().rewards.total, [[4, 4], [4, 4]])
     assert "said by a reward" in capfd.readouterr().out
 
 
@@ -179,7 +179,7 @@ def test_an_async_function_is_awaited_and_its_event_loop_stays():
     assert call(one) == call(one) == [1, 1, 1, 1]
     assert loops[0] is loops[1]
     with closing(score("asynchronous")) as judge:
-        np.testing.assert_array_equal(judge(*BATCH).channels["total"], [[0.5, 0.5], [0.5, 0.5]])
+        np.testing.assert_array_equal(judge(*BATCH).rewards.total, [[0.5, 0.5], [0.5, 0.5]])
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from jaxrl_llm.models.lora import int8, merged
 from jaxrl_llm.rollout.grading import Graded, RewardFn
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import AGAIN, Trial, prepare
+from jaxrl_llm.structs import Rewards
 from jaxrl_llm.tools import doctor
 from jaxrl_llm.train import steps
 
@@ -223,7 +224,7 @@ class Judge:
 
     def __call__(self, rows, texts, ids, columns):
         each = [[self._judge(row, text) for text in group] for row, group in zip(rows, texts, strict=True)]
-        return Graded(texts, {"total": np.array(each, np.float32)}, [], {})
+        return Graded(texts, Rewards(np.array(each, np.float32), {}), [], {})
 
     def close(self) -> None:
         pass

@@ -12,6 +12,7 @@ from jaxrl_llm.machine import distributed, progress, sharding
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import CompletionTask, measured_alike
+from jaxrl_llm.structs import Rewards
 
 
 def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
@@ -41,17 +42,18 @@ def evaluate(
             rollouts = measured_alike(rollouts, "evaluation") if task.environments else rollouts
             graded = task.grade(prompts, rollouts)
             real = max(min(share.stop, count - i * batch) - share.start, 0)  # others fill the last batch
-            channels = {name: values[:real] for name, values in graded.channels.items()}
-            channels["total"] = np.nan_to_num(channels["total"])
-            parts.append(Graded(graded.texts[:real], channels, graded.turns[:real], {}))
+            channels = {name: values[:real] for name, values in graded.rewards.channels.items()}
+            rewards = Rewards(np.nan_to_num(graded.rewards.total[:real]), channels)
+            parts.append(Graded(graded.texts[:real], rewards, graded.turns[:real], {}))
             shown.advance(min(batch, count - shown.finished))
     texts, turns = ([x for part in parts for x in part[field]] for field in (0, 2))
-    channels = {name: np.concatenate([part.channels[name] for part in parts]) for name in parts[0].channels}
-    return Graded(texts, channels, turns, {})
+    total, channels = np.concatenate([part.rewards.total for part in parts]), parts[0].rewards.channels
+    channels = {name: np.concatenate([part.rewards.channels[name] for part in parts]) for name in channels}
+    return Graded(texts, Rewards(total, channels), turns, {})
 
 
 def mean_score(graded: Graded) -> float:
     """Returns the mean score of the completions of all processes, which exchange two numbers each."""
-    scores = graded.channels["total"]
+    scores = graded.rewards.total
     sums, sizes = zip(*distributed.exchange([scores.sum(dtype=float), scores.size]), strict=True)
     return sum(sums) / sum(sizes)

@@ -24,6 +24,7 @@ from jaxrl_llm.config.names import OWN, resolve, split_call
 from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.process import Process
+from jaxrl_llm.structs import Rewards
 from jaxrl_llm.tasks.signatures import bound
 
 __all__: tuple[str, ...] = ()  # no function here is a reward that a config may name
@@ -50,7 +51,7 @@ class Graded(NamedTuple):
     """Completions as text, and what they earn."""
 
     texts: list[list[str]]  # B x G
-    channels: dict[str, np.ndarray]  # [B, G] of each function, and their weighted sum "total"
+    rewards: Rewards
     turns: list[list[list[dict[str, str]]]]  # B x G, of episodes of several turns; []: these are none
     metrics: dict[str, float]  # what functions measured with `log_metric`: "function/name"
 
@@ -97,7 +98,7 @@ class RewardFn:
         channels = {name: np.asarray(answers[name].values, np.float32).reshape(shape) for name in self._functions}
         metrics = {f"{name}/{key}": x for name, answer in answers.items() for key, x in answer.metrics.items()}
         total = weighted_sum(list(channels.values()), self._weights, shape)
-        return Graded(texts, channels | {"total": total}, columns.get("turns", []), metrics)
+        return Graded(texts, Rewards(total, channels), columns.get("turns", []), metrics)
 
     def start(self, completions: Callable[[], Completions]) -> Callable[[], Graded]:
         """Judges completions() in a thread. Returns a function that waits for the result, and may be called repeatedly.

@@ -41,7 +41,7 @@ class Samples:
     @property
     def no_signal(self) -> np.ndarray:
         """True for groups [B] in which all completions have the same reward, or none has one: no learning signal."""
-        total = self.graded().channels["total"]
+        total = self.graded().rewards.total
         return ~(np.fmax.reduce(total, axis=1) > np.fmin.reduce(total, axis=1))  # both ignore NaN
 
     @property
@@ -55,11 +55,10 @@ class Samples:
 
     def rewards(self) -> Rewards:
         """Waits for the reward functions and returns the rewards."""
-        channels = dict(self.graded().channels)
-        rewards = Rewards(channels.pop("total"), channels)
+        rewards = self.graded().rewards
         if not self.greedy:
             return rewards
-        greedy, lengths = self.greedy.graded().channels["total"], self.greedy.rollouts.completion_mask.sum(axis=-1)
+        greedy, lengths = self.greedy.graded().rewards.total, self.greedy.rollouts.completion_mask.sum(axis=-1)
         return replace(rewards, greedy=greedy, greedy_lengths=lengths)
 
 
@@ -242,19 +241,19 @@ def _move_groups(rollouts: Rollouts, graded: Graded, move: Move, tokenizer: Any,
     at, fresh, sources = move
     # The metrics of two batches may have other names: an environment need not give all of them.
     names = sorted({*rollouts.episodes, *fresh.rollouts.episodes})
-    old = _filled(rollouts, names), graded.channels
-    new = _filled(fresh.rollouts, names), fresh.graded().channels
-    rollouts, channels = sharding.put_groups(old, new, at, sources, mesh)
+    old = _filled(rollouts, names), graded.rewards
+    new = _filled(fresh.rollouts, names), fresh.graded().rewards
+    rollouts, rewards = sharding.put_groups(old, new, at, sources, mesh)
     part = distributed.part(len(rollouts.truncated) * distributed.count())
     local = at[(part.start <= at) & (at < part.stop)] - part.start
     if not len(local):
-        return rollouts, graded._replace(channels=channels)
+        return rollouts, graded._replace(rewards=rewards)
     # Their texts follow from their tokens.
     tokens, mask, loss_mask = (x[local] for x in (rollouts.completions, rollouts.completion_mask, rollouts.loss_mask))
     texts = dict(zip(local.tolist(), data.decode(tokenizer, tokens, mask)[0], strict=True))
     turns = dict(zip(local.tolist(), data.decode_turns(tokenizer, tokens, mask, loss_mask), strict=True))
     replaced = lambda groups, new: [new.get(b, group) for b, group in enumerate(groups)]  # noqa: E731
-    return rollouts, Graded(replaced(graded.texts, texts), channels, replaced(graded.turns, turns), graded.metrics)
+    return rollouts, Graded(replaced(graded.texts, texts), rewards, replaced(graded.turns, turns), graded.metrics)
 
 
 def _same(graded: Graded) -> Graded:

@@ -123,8 +123,7 @@ def measure_all(
     graded: Graded, rows: Sequence[dict[str, Any]], extract: Callable[[str], Any] | None, by: str
 ) -> Measured:
     """Measures all problems, and those of each value of the column `by`; "": not by column. Raises: UserError."""
-    scores = graded.channels["total"]
-    channels = {name: values for name, values in graded.channels.items() if name != "total"}
+    scores, channels = graded.rewards.total, graded.rewards.channels
     answers = answers_of(graded.texts, extract) if extract else None
     measured = measure(scores, channels, answers)
     if not by:

@@ -250,7 +250,7 @@ def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) ->
         columns["episode"] = [[defaultdict(float) for _ in group] for group in texts]
         columns["loss_mask"] = [[[True] * len(tokens) for tokens in group] for group in ids]
     with closing(trial.parts.reward_fn()) as reward_fn:
-        return reward_fn(rows, texts, ids, columns).channels["total"]
+        return reward_fn(rows, texts, ids, columns).rewards.total
 
 
 def stop_is_learned(trial: Trial) -> CheckReport:

@@ -163,7 +163,7 @@ def of_sources(samples: Samples) -> dict[str, Any]:
     if not samples.prompts.sources:
         return {}
     here: dict[str, list[list[float]]] = {}
-    for name, rewards in zip(samples.prompts.sources, samples.graded().channels["total"], strict=True):
+    for name, rewards in zip(samples.prompts.sources, samples.graded().rewards.total, strict=True):
         here.setdefault(name, []).append(rewards[np.isfinite(rewards)].tolist())
     groups: dict[str, list[list[float]]] = {}
     for of_process in distributed.exchange(here, LOG):

@@ -56,7 +56,7 @@ def render(title: str, measured: Measured, graded: Graded, rows: Sequence[dict[s
 
 def problem(at: int, graded: Graded, row: dict[str, Any]) -> Problem:
     """Returns what the page shows of a problem."""
-    scores = graded.channels["total"][at]
+    scores = graded.rewards.total[at]
     columns = ", ".join(f"{key}: {value}" for key, value in row.items() if key != "prompt")
     shown = [completion(at, i, graded) for i in range(min(len(scores), SHOWN))]
     # As pass@k counts: a score of 1 or more.
@@ -66,8 +66,8 @@ def problem(at: int, graded: Graded, row: dict[str, Any]) -> Problem:
 
 def completion(at: int, i: int, graded: Graded) -> ScoredCompletion:
     """Returns what the page shows of completion i of problem `at`: its text, or the turns of its episode."""
-    values = {name: float(x[at, i]) for name, x in graded.channels.items()}
-    score = values.pop("total")
+    score = float(graded.rewards.total[at, i])
+    values = {name: float(x[at, i]) for name, x in graded.rewards.channels.items()}
     text = ", ".join(f"{name} {'–' if np.isnan(x) else f'{x:.4g}'}" for name, x in values.items())
     if graded.turns:
         turns = [ShownTurn(turn["role"], cut(turn["content"])) for turn in graded.turns[at][i]]
