@@ -25,7 +25,7 @@ from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Batch, Prompts
 
 GROUP, OF_AN_UPDATE = 8, 16
-LOSSES = {"gspo": (losses.gspo(), "sequence_mean"), "ppo_clip": (losses.ppo_clip(), "token_mean")}
+LOSSES = {"gspo": (losses.gspo, "sequence_mean"), "ppo_clip": (losses.ppo_clip, "token_mean")}
 
 
 def measure(dtype: str, length: int, *, prompts: int, scored: int) -> tuple[dict[str, float], float, float]:

@@ -268,17 +268,10 @@ def make_learning(
     params() gives the policy's first parameters, if all of them learn; base: those beside its adapters. frozen: models
     that never learn, by section.
     """
-    sizes, mesh, sampling, anchored = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.kl.placement != "none"
+    sizes, mesh, sampling, needed = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.columns
     learns = policy_parameters(models, params, base, recipe.seed)
     scorers = make_scorers(
-        models.model,
-        sampling,
-        mesh,
-        recipe.credit,
-        at_once=sizes.at_once,
-        anchored=anchored,
-        exact=recipe.exact,
-        base=learns.base,
+        models.model, sampling, mesh, needed, at_once=sizes.at_once, exact=recipe.exact, base=learns.base
     )
     for name, other in frozen.items():
         scorers[name] = make_frozen_scorer(name, other, sizes.microbatch, sampling, mesh)
@@ -292,7 +285,7 @@ def make_learning(
         )
         learners = {"critic": learner} | learners  # first: it learns before the policy
     reference = None
-    if anchored:
+    if "ref_logprobs" in needed:
         every, mix = recipe.kl.refresh_every, recipe.kl.mix
         reference = make_reference(models, learners["policy"], learns, refresh_every=every, mix=mix)
     credit = make_credit(recipe.credit, mesh)
@@ -303,7 +296,7 @@ def make_policy(recipe: Recipe, models: Models, learns: Parameters) -> Learner:
     """Builds the policy's learner."""
     objective = update.policy_objective(
         models.model,
-        recipe.loss(),
+        recipe.loss,
         recipe.rollout.sampling,
         kl=recipe.kl_in_loss,
         kl_weighted=recipe.kl.weighted,

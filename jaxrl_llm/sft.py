@@ -182,7 +182,7 @@ def make_policy(recipe: SftRecipe, inputs: Inputs) -> Learner:
         return init(jax.random.key(recipe.seed))
 
     return update.make_learner(
-        update.policy_objective(model, losses.cross_entropy(), Sampling(), routed=model.cfg.mixture is not None),
+        update.policy_objective(model, losses.cross_entropy, Sampling(), routed=model.cfg.mixture is not None),
         recipe.optimizer,
         mesh=mesh,
         microbatch=recipe.microbatch,

@@ -79,6 +79,7 @@ class Batch:
     sampler_logprobs: AnyArray = None  # [B, G, C], reported by the engine
     old_logprobs: AnyArray = None  # [B, G, C], by the policy before the first update; None: by the current policy
     ref_logprobs: AnyArray = None  # [B, G, C], by the reference (the KL anchor)
+    columns: dict[str, AnyArray] = field(default_factory=dict)  # {name: [B, G, C]}, scores that the loss asks for
     packed_index: AnyArray = None  # [B, E, N, T] int32, from `packing.pack`; None: each completion is a row
 
 

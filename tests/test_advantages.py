@@ -95,7 +95,7 @@ def test_an_estimator_gives_the_same_on_a_mesh(name):
         "rewards": rng.random(shape[:2]), "channels": {"a": rng.random(shape[:2]), "b": rng.random(shape[:2])},
         "greedy_rewards": rng.random(8), "loss_mask": rng.random(shape) < 0.7, "has_reward": rng.random((8, 4)) < 0.8,
     }  # fmt: skip
-    signals |= {x: rng.normal(size=shape) for x in ("token_rewards", "values", "logprobs", "teacher_logprobs")}
+    signals |= {x: rng.normal(size=shape) for x in ("token_rewards", "values", "old_logprobs", "teacher_logprobs")}
     estimator = getattr(advantages, name)
     fixed = ESTIMATORS[name] | ({"weights": {"a": 1.0, "b": 0.5}} if "weights" in required_inputs(estimator) else {})
     taken = {x: signals[x] for x in required_inputs(estimator) if x in signals}

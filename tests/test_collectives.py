@@ -40,7 +40,7 @@ def lower(program: str, config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> jax.
     b, microbatch = sizes.prompts, sizes.microbatch
     batch = _batch(mesh, sizes)
     model = Decoder(replace(config, tied_head=True) if program == "critic" else config, mesh)
-    shapes, objective = model.shapes(), update.policy_objective(model, losses.ppo_clip(), Sampling())
+    shapes, objective = model.shapes(), update.policy_objective(model, losses.ppo_clip, Sampling())
     if program == "critic":
         readout = {"kernel": jnp.zeros((config.width, 1)), "bias": jnp.zeros(1)}
         shapes, objective = {"decoder": shapes, "readout": readout}, critic.value_objective(model, clip=0.2)

@@ -129,6 +129,13 @@ def test_old_logprobs_are_kept_for_several_updates_and_those_of_a_single_one_are
     np.testing.assert_array_equal(assign({"name": "test_credit.total"}, updates=2)[0].old_logprobs, PENALTY)
 
 
+def test_a_loss_gets_the_columns_that_it_asks_for_and_no_others():
+    assert assign({"name": "test_credit.total"})[0].columns == {}
+    batch, _ = assign({"name": "test_credit.total"}, loss_columns=("old_logprobs",))
+    assert (list(batch.columns), batch.old_logprobs) == (["old_logprobs"], None)
+    np.testing.assert_array_equal(batch.columns["old_logprobs"], PENALTY)
+
+
 def test_the_error_of_the_mean_reward_is_that_of_groups_and_easy_groups_are_told_from_hard_ones():
     rewards = np.array([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, np.nan]], np.float32)
     found = credit.reward_metrics(rewards, {}, None)

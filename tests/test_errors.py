@@ -729,8 +729,8 @@ def test_a_column_that_the_judge_of_the_evaluation_asks_for_is_missed_before_wei
 
 
 NOT_FINITE = """
-def f(*, clip_low, clip_high, delta):
-    return lambda logprobs, batch: (logprobs * float("nan"), {})
+def f(logprobs, batch, *, clip_low, clip_high, delta):
+    return logprobs * float("nan"), {}
 """
 
 

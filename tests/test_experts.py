@@ -217,7 +217,7 @@ def gradient(shape=(1, 1, 1), microbatch=0, packed=(), **changes):
     """Gradient and metrics of an update with a load-balance loss, on the host."""
     mesh, config = tiny.mesh_of(shape), replace(CONFIG, **changes)
     _, params = tiny.model_and_params(config)
-    objective = update.policy_objective(Decoder(config, mesh), losses.ppo_clip(), Sampling(), kl=k3, routed=True)
+    objective = update.policy_objective(Decoder(config, mesh), losses.ppo_clip, Sampling(), kl=k3, routed=True)
     aggregate = partial(losses.aggregation_weights, mode="token_mean")
     of = jax.jit(update.make_gradient(objective, mesh, microbatch, aggregate=aggregate, dtype="float32"))
     whole = tiny.batch()
@@ -272,7 +272,7 @@ def test_the_gradient_of_the_load_balance_loss_is_that_of_the_mean_probabilities
 
 
 def test_without_a_coefficient_there_is_no_load_balance_loss():
-    made = update.policy_objective(tiny.model_and_params(CONFIG)[0], losses.ppo_clip(), Sampling(), routed=True)
+    made = update.policy_objective(tiny.model_and_params(CONFIG)[0], losses.ppo_clip, Sampling(), routed=True)
     batch, mesh = tiny.batch(), tiny.mesh_of((1, 1, 1))
     assert update.full_batch_load(made, {}, batch, {}, microbatch=2, mesh=mesh) is None
 

@@ -149,7 +149,7 @@ def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, pac
     place = lambda tree: jax.device_put(tree, sharding.shardings(tree, mesh))  # noqa: E731
     base = place(params)
     learner = update.make_learner(
-        update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=None),
+        update.policy_objective(model, losses.ppo_clip, Sampling(), kl=None),
         adamw, lora.shapes, lambda: place(drawn(lora)), mesh, microbatch=microbatch,
         aggregate=partial(losses.aggregation_weights, mode="token_mean"), base=update.Base(base, lora.combine),
     )  # fmt: skip
@@ -206,7 +206,7 @@ def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
         model.shapes(), sharding.shardings(model.shapes(), mesh),
     )  # fmt: skip
     learner = update.make_learner(
-        update.policy_objective(model, losses.ppo_clip(), Sampling()), tiny.optimizer(), lora.shapes, lambda: None,
+        update.policy_objective(model, losses.ppo_clip, Sampling()), tiny.optimizer(), lora.shapes, lambda: None,
         mesh, microbatch=1, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
         base=update.Base(base, lora.combine),
     )  # fmt: skip

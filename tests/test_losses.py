@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms import losses
-from jaxrl_llm.config.names import _functions
+from jaxrl_llm.config.names import _functions, required_inputs
 from jaxrl_llm.structs import Batch
 
 
@@ -92,17 +93,17 @@ def topr(x, frozen, old, a):
 
 
 CASES: dict[str, tuple[losses.LossFn, Callable]] = {
-    "ppo_clip": (losses.ppo_clip(clip_low=0.2, clip_high=0.28), ppo_clip),
-    "two-sided": (losses.ppo_clip(clip_low=0.2, clip_high=0.28, delta=1.5), partial(ppo_clip, delta=1.5)),
-    "dual clip": (losses.ppo_clip(clip_low=0.2, clip_high=0.28, delta=1.5), dual_clip),
-    "gspo": (losses.gspo(clip_low=0.01, clip_high=0.02), gspo),
-    "gspo-token": (losses.gspo(clip_low=0.01, clip_high=0.02, level="token"), gspo_token),
-    "gmpo": (losses.gmpo(), gmpo),
-    "reinforce": (losses.reinforce(), reinforce),
-    "cispo": (losses.cispo(clip_low=0.3, clip_high=0.5), cispo),
-    "sapo": (losses.sapo(), sapo),
-    "vespo": (losses.vespo(), vespo),
-    "topr": (losses.topr(), topr),
+    "ppo_clip": (partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28), ppo_clip),
+    "two-sided": (partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28, delta=1.5), partial(ppo_clip, delta=1.5)),
+    "dual clip": (partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28, delta=1.5), dual_clip),
+    "gspo": (partial(losses.gspo, clip_low=0.01, clip_high=0.02), gspo),
+    "gspo-token": (partial(losses.gspo, clip_low=0.01, clip_high=0.02, level="token"), gspo_token),
+    "gmpo": (losses.gmpo, gmpo),
+    "reinforce": (losses.reinforce, reinforce),
+    "cispo": (partial(losses.cispo, clip_low=0.3, clip_high=0.5), cispo),
+    "sapo": (losses.sapo, sapo),
+    "vespo": (losses.vespo, vespo),
+    "topr": (losses.topr, topr),
 }
 BY_TOKEN = {"ppo_clip", "two-sided", "dual clip", "gspo", "gspo-token", "reinforce", "cispo", "sapo", "vespo", "topr"}
 
@@ -182,6 +183,25 @@ def test_what_an_environment_wrote_changes_no_loss_and_no_gradient(name):
         np.testing.assert_array_equal(jax.jit(f)(logprobs), jax.jit(f)(other))
 
 
+@pytest.mark.parametrize("name", losses.__all__)
+def test_a_loss_is_the_same_on_a_batch_and_on_its_halves(name):
+    """A micro-batch has some prompts, and some completions of a prompt: the rest is not in its masks."""
+    loss_fn = getattr(losses, name)
+    logprobs, batch = random_batch(4, seed=2)
+    batch = replace(batch, prompts=None, columns={x: logprobs - 1 for x in required_inputs(loss_fn)[2:]})
+    value = jax.jit(lambda x, part: loss_fn(x, part, **part.columns)[0])
+    whole = np.where(batch.loss_mask, value(logprobs, batch), 0.0)
+    for prompts in (slice(0, 2), slice(2, 3)):
+        x, part = jax.tree.map(lambda array, at=prompts: array[at], (logprobs, batch))
+        np.testing.assert_allclose(np.where(part.loss_mask, value(x, part), 0.0), whole[prompts], rtol=1e-6)
+    for completions in (np.arange(4) < 2, np.arange(4) >= 2):
+        here = completions[None, :, None]
+        part = replace(batch, completion_mask=batch.completion_mask & here, loss_mask=batch.loss_mask & here)
+        np.testing.assert_allclose(
+            np.where(part.loss_mask, value(logprobs, part), 0.0), np.where(here, whole, 0.0), rtol=1e-6
+        )
+
+
 def numbers(loss_fn: losses.LossFn, log_ratios: list[float], advantage: float) -> list[float]:
     """Losses of one sequence of log-probability -1 each."""
     x = jnp.full((1, 1, len(log_ratios)), -1.0)
@@ -194,18 +214,18 @@ def numbers(loss_fn: losses.LossFn, log_ratios: list[float], advantage: float) -
 
 def test_losses_by_hand():
     half, double = math.log(0.5), math.log(2.0)
-    assert numbers(losses.ppo_clip(), [half, double, 0.0], 1.0) == [-0.5, -1.2, -1.0]
-    assert numbers(losses.ppo_clip(), [half, double, 0.0], -1.0) == [0.8, 2.0, 1.0]
-    assert numbers(losses.ppo_clip(delta=1.5), [half, double, 0.0], -1.0) == [0.8, 1.5, 1.0]
-    assert numbers(losses.gspo(clip_low=0.2, clip_high=0.2), [double, double, half, half], 3.0) == [-3.0] * 4
-    assert numbers(losses.gspo(clip_low=0.2, clip_high=0.2), [double, double], 3.0) == [-3.6] * 2
-    assert numbers(losses.gmpo(clip_low=double, clip_high=double), [2 * double, 0.0], 1.0) == [-1.4142] * 2
-    assert numbers(losses.reinforce(), [half, double], 2.0) == [2.0, 2.0]
-    assert numbers(losses.cispo(clip_high=0.5), [half, double], 2.0) == [1.0, 3.0]
-    assert numbers(losses.sapo(), [0.0, double], 1.0) == [-2.0, round(-4 / (1 + math.exp(-1)), 4)]
-    assert numbers(losses.topr(), [double, double], 3.0) == [3.0] * 2
-    assert numbers(losses.topr(), [half, 0.0], -2.0) == [-1.0] * 2
-    assert numbers(losses.vespo(), [0.0, double], 1.0) == [round(4 * math.exp(-3), 4)] * 2
+    assert numbers(losses.ppo_clip, [half, double, 0.0], 1.0) == [-0.5, -1.2, -1.0]
+    assert numbers(losses.ppo_clip, [half, double, 0.0], -1.0) == [0.8, 2.0, 1.0]
+    assert numbers(partial(losses.ppo_clip, delta=1.5), [half, double, 0.0], -1.0) == [0.8, 1.5, 1.0]
+    assert numbers(partial(losses.gspo, clip_low=0.2, clip_high=0.2), [double, double, half, half], 3.0) == [-3.0] * 4
+    assert numbers(partial(losses.gspo, clip_low=0.2, clip_high=0.2), [double, double], 3.0) == [-3.6] * 2
+    assert numbers(partial(losses.gmpo, clip_low=double, clip_high=double), [2 * double, 0.0], 1.0) == [-1.4142] * 2
+    assert numbers(losses.reinforce, [half, double], 2.0) == [2.0, 2.0]
+    assert numbers(partial(losses.cispo, clip_high=0.5), [half, double], 2.0) == [1.0, 3.0]
+    assert numbers(losses.sapo, [0.0, double], 1.0) == [-2.0, round(-4 / (1 + math.exp(-1)), 4)]
+    assert numbers(losses.topr, [double, double], 3.0) == [3.0] * 2
+    assert numbers(losses.topr, [half, 0.0], -2.0) == [-1.0] * 2
+    assert numbers(losses.vespo, [0.0, double], 1.0) == [round(4 * math.exp(-3), 4)] * 2
 
 
 @pytest.mark.parametrize("g", [1, 3, 16])

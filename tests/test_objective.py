@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +14,30 @@ import tiny
 from jaxrl_llm.algorithms import kl, losses
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.config.names import required_inputs
 from jaxrl_llm.learner import forward, optim, update
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.session.record import of_updates
 from jaxrl_llm.structs import Batch
 
+
+def with_columns(logprobs, batch, entropy, ref_logprobs):
+    """A loss with inputs of its own."""
+    return entropy * (logprobs - ref_logprobs) ** 2, {}
+
+
 LOSSES = {
-    "ppo_clip": losses.ppo_clip(),
-    "two-sided": losses.ppo_clip(delta=1.3),
-    "gspo": losses.gspo(),
-    "gspo-token": losses.gspo(level="token"),
-    "gmpo": losses.gmpo(),
-    "reinforce": losses.reinforce(),
-    "cispo": losses.cispo(),
-    "sapo": losses.sapo(),
-    "vespo": losses.vespo(),
-    "topr": losses.topr(),
+    "ppo_clip": losses.ppo_clip,
+    "two-sided": partial(losses.ppo_clip, delta=1.3),
+    "gspo": losses.gspo,
+    "gspo-token": partial(losses.gspo, level="token"),
+    "gmpo": losses.gmpo,
+    "reinforce": losses.reinforce,
+    "cispo": losses.cispo,
+    "sapo": losses.sapo,
+    "vespo": losses.vespo,
+    "topr": losses.topr,
+    "with columns": with_columns,
 }
 TERMS = {  # what an objective may have besides
     "kl": dict(kl=kl.k3),
@@ -43,11 +52,14 @@ def one_update(shape, microbatch, loss, terms, monkeypatch, filler=None):
     table = lambda model, params, batch, sampling: (params["table"][batch.prompts[:, 0]],) * 2  # noqa: E731
     monkeypatch.setattr(update, "completion_logprobs", table)
     _, batch = random_batch(0, b=8)
+    columns = {"entropy": np.exp(batch.sampler_logprobs), "ref_logprobs": batch.ref_logprobs}
+    batch = replace(batch, columns={name: columns[name] for name in required_inputs(LOSSES[loss])[2:]})
     batch = replace(batch, prompts=np.arange(8)[:, None], policy_mask=np.random.default_rng(1).random((8, 4, 5)) < 0.8)
     if filler is not None:
         fill = lambda x: np.where(batch.loss_mask, x, filler)  # noqa: E731
         named = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "policy_mask")
         batch = replace(batch, **{name: fill(getattr(batch, name)).astype(np.float32) for name in named})
+        batch = replace(batch, columns=jax.tree.map(fill, batch.columns))
     mesh = tiny.mesh_of(shape)
     optimizer = tiny.optimizer(more={"kl/coef": optim.constant(0.1), "entropy/coef": optim.constant(0.01)})
     params = {"table": jnp.asarray(random_batch(5, b=8)[0], jnp.float32)}
@@ -64,6 +76,7 @@ def one_update(shape, microbatch, loss, terms, monkeypatch, filler=None):
 CASES = [*((loss, "kl") for loss in LOSSES), *(("ppo_clip", terms) for terms in TERMS if terms != "kl")]
 ON_A_MESH = (
     ("gspo", "kl"),
+    ("with columns", "kl"),
     ("ppo_clip", "correction"),
     ("ppo_clip", "off-policy mask"),
 )  # quickly; the others are slow
@@ -110,9 +123,9 @@ def random_batch(seed=0, b=3):
     return logprobs, batch
 
 
-def nothing():
+def nothing(logprobs, batch):
     """A policy loss that is zero, so that the other terms stand alone."""
-    return lambda logprobs, batch: (jnp.zeros_like(logprobs), {})
+    return jnp.zeros_like(logprobs), {}
 
 
 RESTATED = {  # of one token: log-probability now, of the reference, of the policy that sampled
@@ -130,7 +143,7 @@ def test_k3_by_the_ratio_by_hand(monkeypatch):
     x, old, ref = (jnp.full((1, 1, 1), np.log(p), jnp.float32) for p in (0.4, 0.2, 0.2))
     mask = np.ones((1, 1, 1), bool)
     batch = Batch(None, None, None, mask, mask, x, old_logprobs=old, ref_logprobs=ref)
-    objective = update.policy_objective(None, nothing(), Sampling(), kl=kl.k3, kl_weighted=True)
+    objective = update.policy_objective(None, nothing, Sampling(), kl=kl.k3, kl_weighted=True)
     by_hand = 2 * (0.5 - np.log(0.5) - 1)
     np.testing.assert_allclose(objective(x, batch, {"kl/coef": 1.0})[0], by_hand, rtol=1e-5)
 
@@ -141,7 +154,7 @@ def test_a_kl_term_equals_its_restatement_in_value_and_gradient(name, monkeypatc
     terms, restated = RESTATED[name]
     with jax.enable_x64(True):
         x, batch = random_batch()
-        objective = update.policy_objective(None, nothing(), Sampling(), **terms)
+        objective = update.policy_objective(None, nothing, Sampling(), **terms)
         value = lambda x: objective(x, batch, {"kl/coef": 0.3})[0]  # noqa: E731
         expected = lambda x: 0.3 * restated(x, batch.ref_logprobs, batch.old_logprobs)  # noqa: E731
         np.testing.assert_allclose(value(jnp.asarray(x)), expected(x), atol=1e-9)
@@ -171,7 +184,7 @@ def test_k3_weighted_by_the_ratio_has_the_gradient_of_the_kl_off_policy_where_pl
 def test_an_entropy_bonus_is_taken_off_and_a_coefficient_of_none_is_none(monkeypatch):
     with_logprobs(monkeypatch)
     x, batch = random_batch()
-    objective = update.policy_objective(None, nothing(), Sampling())
+    objective = update.policy_objective(None, nothing, Sampling())
     loss, metrics = objective(jnp.asarray(x, jnp.float32), batch, {"entropy/coef": 0.1})
     np.testing.assert_allclose(loss, -0.1 * 0.5 * x**2, rtol=1e-5)
     np.testing.assert_allclose(metrics["loss/entropy"], loss)
@@ -182,8 +195,8 @@ def test_tokens_that_are_not_chosen_keep_their_kl_and_lose_their_policy_loss(mon
     with_logprobs(monkeypatch)
     x, batch = random_batch()
     chosen = np.random.default_rng(1).random(x.shape) < 0.5
-    with_kl = update.policy_objective(None, losses.ppo_clip(), Sampling(), kl=kl.k3)
-    alone = update.policy_objective(None, nothing(), Sampling(), kl=kl.k3)
+    with_kl = update.policy_objective(None, losses.ppo_clip, Sampling(), kl=kl.k3)
+    alone = update.policy_objective(None, nothing, Sampling(), kl=kl.k3)
     coefs = {"kl/coef": 0.3}
     whole, part, rest = (
         np.asarray(f(x, b, coefs)[0])
@@ -195,9 +208,9 @@ def test_tokens_that_are_not_chosen_keep_their_kl_and_lose_their_policy_loss(mon
 def test_importance_weights_multiply_the_policy_loss_and_not_the_kl(monkeypatch):
     with_logprobs(monkeypatch)
     x, batch = random_batch()
-    plain = losses.ppo_clip()(x, batch)[0]
+    plain = losses.ppo_clip(x, batch)[0]
     correct = lambda trainer, sampler, mask: (jnp.full(x.shape, 0.5), {})  # noqa: E731
-    objective = update.policy_objective(None, losses.ppo_clip(), Sampling(), kl=kl.k2, correct=correct)
+    objective = update.policy_objective(None, losses.ppo_clip, Sampling(), kl=kl.k2, correct=correct)
     expected = 0.5 * plain + 0.3 * kl.k2(x, batch.ref_logprobs)
     np.testing.assert_allclose(objective(x, batch, {"kl/coef": 0.3})[0], expected, rtol=1e-6)
 
@@ -231,7 +244,7 @@ def test_the_kl_to_reward_ratio_is_that_of_the_penalty_of_a_completion_to_the_ta
     model, params = tiny.model_and_params()
     optimizer = tiny.optimizer(more={"kl/coef": optim.constant(0.1)})
     state, placed = update.init_state(params, optimizer, mesh)
-    objective = update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=kl.k3)
+    objective = update.policy_objective(model, losses.ppo_clip, Sampling(), kl=kl.k3)
     step = update.make_update_step(
         objective, optimizer, mesh, placed, microbatch=2,
         aggregate=lambda mask: losses.aggregation_weights(mask, mode="token_mean"),
@@ -256,7 +269,7 @@ def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
     optimizer = tiny.optimizer(warmup_steps=5, more={"kl/coef": adaptive})
     state, placed = update.init_state(params, optimizer, mesh)
     step = update.make_update_step(
-        update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=kl.k3), optimizer, mesh, placed, microbatch=0,
+        update.policy_objective(model, losses.ppo_clip, Sampling(), kl=kl.k3), optimizer, mesh, placed, microbatch=0,
         aggregate=lambda mask: losses.aggregation_weights(mask, mode="token_mean"),
     )  # fmt: skip
     states, ratios = [], []
@@ -280,7 +293,7 @@ def test_good_completions_and_a_penalty_without_an_advantage_have_metrics_of_the
     with_logprobs(monkeypatch)
     x, batch = random_batch()
     sign = np.random.default_rng(2).integers(-1, 2, x.shape).astype(np.float32)
-    objective = update.policy_objective(None, nothing(), Sampling(), kl=kl.k3)
+    objective = update.policy_objective(None, nothing, Sampling(), kl=kl.k3)
     _, metrics = objective(jnp.asarray(x, jnp.float32), replace(batch, advantages=sign), {"kl/coef": 0.3})
     good, alone = np.asarray(metrics["tokens/good"]), np.asarray(metrics["loss/kl_alone"])
     np.testing.assert_array_equal(good, sign > 0)

@@ -94,8 +94,59 @@ def test_a_named_section_may_hold_a_section_and_fields_that_refer_to_others(tmp_
             open_workdir(place.workdir, place.config)
 
 
-def limited(*, limits: dict):
-    return lambda logprobs, batch: (logprobs * limits["low"], {})
+def limited(logprobs, batch, *, limits: dict):
+    return logprobs * limits["low"], {}
+
+
+def asks(logprobs, batch, entropy, ref_logprobs):
+    return entropy * (logprobs - ref_logprobs), {}
+
+
+def asks_a_critic(logprobs, batch, values):
+    return logprobs * values, {}
+
+
+def asks_for_nothing_known(logprobs, batch, surprise):
+    return surprise, {}
+
+
+def makes_a_loss():
+    return lambda logprobs, batch: (logprobs, {})
+
+
+def with_loss(loss: str, config: str = "grpo", **changes: object) -> Recipe:
+    c = load.load(ROOT / "configs" / f"{config}.py")
+    c.loss = ConfigDict(dict(name=f"test_recipe.{loss}"))
+    c.kl.update(placement="none", coef=0.0, estimator="k3")
+    for field, setting in changes.items():
+        load.override(c, field.replace("__", "."), str(setting))
+    return read(c)
+
+
+def test_what_a_loss_asks_for_is_computed_also_without_a_penalty_and_a_mask():
+    columns = {"old_logprobs", "entropy", "ref_logprobs", "values"}
+    assert recipe_of("reinforce").columns & columns == set()
+    assert recipe_of("grpo", prompts_per_update=64).columns & columns == {"ref_logprobs"}  # of the penalty
+    recipe = with_loss("asks")
+    assert recipe.columns & columns == {"entropy", "ref_logprobs"}
+    assert recipe.credit.loss_columns == ("entropy", "ref_logprobs")
+    assert recipe_of("top_entropy").columns & columns >= {"entropy"}
+    assert with_loss("asks", host_memory__reference=True).host_memory.reference  # there is a reference
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("asks_a_critic", r"config.critic is missing: .*loss.name = 'test_recipe.asks_a_critic' asks for values; see"),
+        ("asks_for_nothing_known", r"config.loss.name = .* asks for 'surprise': there is .*entropy, ref_logprobs, val"),
+        ("makes_a_loss", r"config.loss.name = .* takes no batch: make it loss\(logprobs, batch, \*, fields\)"),
+    ],
+)
+def test_a_loss_without_its_inputs_is_refused(loss, words):
+    with pytest.raises(UserError, match=words):
+        with_loss(loss)
+    if loss == "asks_a_critic":
+        assert "values" in with_loss(loss, "ppo").credit.loss_columns
 
 
 def test_an_absent_mixture_is_none():

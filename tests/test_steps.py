@@ -142,6 +142,22 @@ def test_an_engine_of_ones_own_is_named_in_the_config(tmp_path):
     assert jax.numpy.isfinite(last["grad_norm"])
 
 
+def certain(logprobs, batch, entropy, ref_logprobs, *, width: float):
+    """A loss with inputs of its own: the policy stays near the reference where it was certain."""
+    pull = jax.numpy.where(entropy < width, (logprobs - ref_logprobs) ** 2, 0.0)
+    return pull - batch.advantages * logprobs, {"certain/pull": pull, "certain/share": 1.0 * (entropy < width)}
+
+
+def test_a_loss_of_ones_own_asks_for_columns_by_the_names_of_its_arguments(tmp_path):
+    config = tiny(
+        **{"num_steps": 2, "eval.every": 0, "checkpoint.keep_best": 0, "kl.placement": "none", "kl.coef": 0.0}
+    )
+    config.loss = ConfigDict(dict(name="test_steps.certain", width=0.5))
+    last = list(steps(config, tmp_path / "run"))[-1]
+    assert 0 < last["certain/share"] < 1
+    assert 0 < last["certain/pull"] < last["kl/ref"] and "kl/coef" not in last
+
+
 OBSERVED = 2  # tokens that the environment appends
 
 

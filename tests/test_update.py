@@ -224,7 +224,7 @@ def test_state_is_initialized_sharded_and_stays_so():
     optimizer = tiny.optimizer()
     state, placed = update.init_state(params, optimizer, mesh)
     step = update.make_update_step(
-        update.policy_objective(model, losses.ppo_clip(), Sampling()), optimizer, mesh, placed,
+        update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, mesh, placed,
         microbatch=0, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
     )  # fmt: skip
     before = jax.tree.map(lambda x: x.sharding, state)
@@ -242,7 +242,7 @@ def test_a_non_finite_gradient_changes_no_parameter_and_is_counted():
     kept = jax.tree.map(np.array, params)
     state, placed = update.init_state(params, optimizer, mesh)
     step = update.make_update_step(
-        update.policy_objective(model, losses.ppo_clip(), Sampling()), optimizer, mesh, placed,
+        update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, mesh, placed,
         microbatch=0, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
     )  # fmt: skip
     good = tiny.batch()
@@ -260,7 +260,7 @@ def test_an_update_without_a_trained_token_is_skipped_though_the_optimizer_has_m
     mesh, (model, params) = tiny.mesh_of(ONE), tiny.model_and_params()
     state, placed = update.init_state(params, optimizer := tiny.optimizer(weight_decay=0.1), mesh)
     step = update.make_update_step(
-        update.policy_objective(model, losses.ppo_clip(), Sampling()), optimizer, mesh, placed,
+        update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, mesh, placed,
         microbatch=0, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
     )  # fmt: skip
     good, rows = tiny.batch(), jnp.arange(tiny.B)
@@ -276,7 +276,7 @@ def test_an_update_without_a_trained_token_is_skipped_though_the_optimizer_has_m
 def test_the_first_on_policy_update_has_ratio_one_and_the_reinforce_gradient():
     model, params = tiny.model_and_params()
     batch = dataclasses.replace(tiny.batch(), old_logprobs=None, ref_logprobs=None)
-    objective = update.policy_objective(model, losses.ppo_clip(), Sampling())
+    objective = update.policy_objective(model, losses.ppo_clip, Sampling())
 
     def surrogate(params):
         loss, metrics = objective(params, batch, {})
@@ -301,7 +301,7 @@ def test_moments_or_sums_of_micro_batches_in_bfloat16_move_the_parameters_almost
         mesh, (model, params) = tiny.mesh_of(ONE), tiny.model_and_params()
         state, placed = update.init_state(params, optimizer := tiny.optimizer(**changes), mesh)
         step = update.make_update_step(
-            update.policy_objective(model, losses.ppo_clip(), Sampling()), optimizer, mesh, placed,
+            update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, mesh, placed,
             microbatch=1, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
         )  # fmt: skip
         before, batch = np.array(ravel_pytree(params)[0]), sharding.shard_batch(tiny.batch(), mesh)

@@ -110,7 +110,7 @@ def one_update(
     params = jax.device_put(params, sharding.shardings(params, mesh))
     adamw = optimizer(weight_decay=0.1, more={"kl/coef": optim.constant(0.1)})
     model = Decoder(config, mesh)
-    objective = update.policy_objective(model, losses.ppo_clip(), Sampling(), kl=k3)
+    objective = update.policy_objective(model, losses.ppo_clip, Sampling(), kl=k3)
     state, placed = update.init_state(params, adamw, mesh)
     aggregate = partial(losses.aggregation_weights, mode=mode, constant_length=C if mode == "constant" else 0)
     step = update.make_update_step(objective, adamw, mesh, placed, microbatch=microbatch, aggregate=aggregate)

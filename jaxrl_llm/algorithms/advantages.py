@@ -8,10 +8,16 @@ has_reward [B, G]        False where no function with a weight returned a number
 channels {name: [B, G]}  rewards of each function, NaN where it returned None; weights {name: float} their weights
 greedy_rewards [B]       rewards of the greedy completion of each prompt, which the run then samples too
 token_rewards [B, G, C]  rewards on the last trained token, and a KL penalty on each token
-values [B, G, C]         the critic's value before each token
-logprobs [B, G, C]       log-probabilities of the tokens, by the policy at the start of the step
-teacher_logprobs [B, G, C]  the same by a teacher; other models give other columns (`learner.scorers.FROZEN`)
 loss_mask [B, G, C]      True on trained tokens
+
+and the columns [B, G, C] of the models that score (`learner.scorers.COLUMNS` and `FROZEN`), before the first update:
+
+old_logprobs             log-probabilities of the tokens, by the policy
+entropy                  of the distribution from which a token was sampled, by the policy
+ref_logprobs             log-probabilities by the reference
+values                   the critic's value before each token
+teacher_logprobs         log-probabilities by a teacher
+reward_model_scores      of the completion until and with each token
 
 An estimator returns advantages [B, G] or [B, G, C]. Its keyword arguments are the fields of `config.advantage`.
 Standard deviations have ddof = 1, as in TRL and veRL. epsilon is added to the deviation; `_whiten` adds it to the
@@ -31,17 +37,7 @@ from jaxtyping import Bool, Float
 from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
-SIGNALS = (
-    "rewards",
-    "has_reward",
-    "channels",
-    "weights",
-    "greedy_rewards",
-    "token_rewards",
-    "values",
-    "logprobs",
-    "loss_mask",
-)
+SIGNALS = ("rewards", "has_reward", "channels", "weights", "greedy_rewards", "token_rewards", "loss_mask")
 OF_A_GROUP = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")  # these need G >= 2
 OF_A_TOKEN = ("reinforce_pp", "gae", "distillation")  # advantages differ within a completion
 
@@ -214,14 +210,14 @@ def gae(
     return _whiten(advantages, loss_mask, epsilon) if normalize else advantages
 
 
-def distillation(teacher_logprobs: Float[Array, "B G C"], logprobs: Float[Array, "B G C"]) -> Float[Array, "B G C"]:
+def distillation(teacher_logprobs: Float[Array, "B G C"], old_logprobs: Float[Array, "B G C"]) -> Float[Array, "B G C"]:
     """Computes advantages for on-policy distillation: A_t = log teacher - log policy of token t.
 
     A_t is minus a one-sample estimate of the reverse KL. The REINFORCE gradient is the gradient of
     KL(policy || teacher) at each token, given the policy's earlier tokens (arXiv 2306.13649 with lambda = beta = 1).
     Rewards are not used.
     """
-    return teacher_logprobs - logprobs
+    return teacher_logprobs - old_logprobs
 
 
 def _whiten(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"], epsilon: NotNegative) -> Float[Array, "B G C"]:

@@ -33,14 +33,16 @@ class Credit:
     returns: Callable[[Array, Array, Array], Array] | None  # (token rewards, values, loss mask) -> a critic's targets
     top_entropy: float  # share of tokens in the policy loss; 1: all
     updates: int  # optimizer steps on a rollout
+    loss_columns: tuple[str, ...] = ()  # scores that the loss asks for
 
 
 def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
     """Returns `assign_credit(batch, scores, rewards, coefs) -> (batch, metrics)`. The metrics are scalars.
 
     scores: {column: [B, G, C]} of all scorers. coefs: {"kl/coef": scalar}, for a KL penalty in the reward.
-    The new batch also has rewards, advantages, the policy mask, old and reference log-probabilities, and the critic's
-    values and returns. A single update on a rollout uses its own log-probabilities as the old ones.
+    The new batch also has rewards, advantages, the policy mask, old and reference log-probabilities, the critic's
+    values and returns, and the columns of the loss. A single update on a rollout uses its own log-probabilities as the
+    old ones.
     """
     estimator, weights = credit.estimator, credit.weights
     if credit.model_weight is not None:
@@ -76,7 +78,6 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
             "channels": {name: channels[name] for name in weights},
             "weights": weights,
             "token_rewards": at_the_end(total, mask) - penalty,
-            "logprobs": scores.get("old_logprobs"),
             "loss_mask": mask,
         }
         if rewards.greedy is not None:
@@ -98,11 +99,13 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
 
     def assign_credit(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Batch, Columns]:
         # Without packed rows: it does not read them, and their shapes would be further programs.
-        columns, metrics = assign(replace(batch, packed_index=None), scores, rewards, coefs)
+        assigned, metrics = assign(replace(batch, packed_index=None), scores, rewards, coefs)
         # With one update the ratio is exactly 1. Scored log-probabilities differ from the update's by rounding, and
         # then it would not be.
         used_scores = {"values", "ref_logprobs"} | ({"old_logprobs"} if credit.updates > 1 else set())
-        return replace(batch, **columns, **{name: scores[name] for name in used_scores & scores.keys()}), metrics
+        used = {name: scores[name] for name in used_scores & scores.keys()}
+        columns = {name: scores[name] for name in credit.loss_columns}
+        return replace(batch, **assigned, **used, columns=columns), metrics
 
     return assign_credit
 

@@ -1,8 +1,16 @@
-"""Losses: factories that take hyperparameters and return `loss_fn(logprobs, batch)`.
+"""Losses: pure functions from the log-probabilities of the tokens to the loss of each token.
 
-A loss_fn maps logprobs [B, G, C] to a per-token loss [B, G, C] and a dict of per-token metrics [B, G, C].
-`aggregation_weights` reduces the loss; metrics are averaged over trained tokens. In the equations, A is the advantage,
-r = exp(logprobs - old_logprobs) the ratio of a token, and sg stops the gradient.
+`loss(logprobs, batch, *, fields)` maps logprobs [B, G, C] to a per-token loss [B, G, C] and a dict of per-token metrics
+[B, G, C]. `aggregation_weights` reduces the loss; metrics are averaged over trained tokens. The keyword arguments are
+the fields of `config.loss`. Further positional arguments select score columns [B, G, C] by their names
+(`credit.COLUMNS`), such as entropy and ref_logprobs: `loss(logprobs, batch, entropy, *, fields)`. They are constants,
+computed before the first update of a step.
+
+The batch of a loss is a micro-batch: some of a step's prompts, and of a prompt some of its completions. The tokens of
+the others are outside both of its masks. So the loss of a completion may depend on its own tokens alone: with a mean or
+a quantile over the batch, the gradient would depend on `microbatch`. What needs the whole batch is an advantage.
+
+In the equations, A is the advantage, r = exp(logprobs - old_logprobs) the ratio of a token, and sg stops the gradient.
 """
 
 from __future__ import annotations
@@ -14,12 +22,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from jaxrl_llm.config.schema import Count, NotNegative, Positive
+from jaxrl_llm.config.schema import Count, NotNegative, Positive, checked_by
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Array, Batch
 
 Metrics: TypeAlias = dict[str, Array]
-LossFn: TypeAlias = Callable[[Array, Batch], tuple[Array, Metrics]]
+LossFn: TypeAlias = Callable[..., tuple[Array, Metrics]]  # (logprobs, batch, score columns by their names)
 
 __all__ = ["cispo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "topr", "vespo"]  # names that a config may use
 
@@ -29,144 +37,136 @@ WITH_SEQUENCE_ADVANTAGE = ("gmpo",)  # needs one advantage per completion
 LARGEST = 20.0
 
 
-def ppo_clip(*, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, delta: NotNegative = 0.0) -> LossFn:
+def _check_delta(*, clip_low: float, clip_high: float, delta: float) -> None:
+    if 0 < delta <= 1 + clip_high:
+        raise UserError(f"config.loss.delta = {delta} is not above 1 + clip_high: give more, or 0 for none")
+
+
+@checked_by(_check_delta)
+def ppo_clip(
+    logprobs: Float[Array, "B G C"],
+    batch: Batch,
+    *,
+    clip_low: NotNegative = 0.2,
+    clip_high: NotNegative = 0.2,
+    delta: NotNegative = 0.0,
+) -> tuple[Array, Metrics]:
     """Returns the clipped surrogate loss (arXiv 1707.06347; clip_high > clip_low as in DAPO, arXiv 2503.14476).
 
     -min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprobs - old_logprobs).
     delta > 1 + clip_high also bounds the loss of tokens with A < 0 (0: no bound). It is the two-sided bound of
     arXiv 2505.07291, and equals the c of dual clip (arXiv 1912.09729).
-    Raises: UserError, if 0 < delta <= 1 + clip_high, because delta would then replace clip_high.
+    A delta of 1 + clip_high or less would replace clip_high, and the check of a config refuses it.
     """
-    if 0 < delta <= 1 + clip_high:
-        raise UserError(f"config.loss.delta = {delta} is not above 1 + clip_high: give more, or 0 for none")
-
-    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
-        ratio = ratio_of(logprobs - old_logprobs(logprobs, batch))
-        return _clipped(ratio, batch.advantages, clip_low, clip_high, delta)
-
-    return loss_fn
+    ratio = ratio_of(logprobs - old_logprobs(logprobs, batch))
+    return _clipped(ratio, batch.advantages, clip_low, clip_high, delta)
 
 
 def gspo(
-    *, clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4, level: Literal["sequence", "token"] = "sequence"
-) -> LossFn:
+    logprobs: Float[Array, "B G C"],
+    batch: Batch,
+    *,
+    clip_low: NotNegative = 3e-4,
+    clip_high: NotNegative = 4e-4,
+    level: Literal["sequence", "token"] = "sequence",
+) -> tuple[Array, Metrics]:
     """Returns group sequence policy optimization (arXiv 2507.18071): `ppo_clip` with one ratio per sequence.
 
     s = exp(mean over trained tokens of logprobs - old_logprobs). level "token" (GSPO-token) has the same value and the
     gradient s d(logprobs_t) at token t, for advantages that differ between tokens. With aggregation "sequence_sum" it
     is LUSPO (arXiv 2602.05261): each sequence counts in proportion to its length.
     """
-
-    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
-        log_ratio = sequence_mean(logprobs - old_logprobs(logprobs, batch), batch.loss_mask)
-        if level == "token":
-            # The two log-probabilities cancel in the value, but not in the gradient.
-            log_ratio = jax.lax.stop_gradient(log_ratio) + logprobs - jax.lax.stop_gradient(logprobs)
-        ratio = jnp.broadcast_to(ratio_of(log_ratio), logprobs.shape)
-        return _clipped(ratio, batch.advantages, clip_low, clip_high)
-
-    return loss_fn
+    log_ratio = sequence_mean(logprobs - old_logprobs(logprobs, batch), batch.loss_mask)
+    if level == "token":
+        # The two log-probabilities cancel in the value, but not in the gradient.
+        log_ratio = jax.lax.stop_gradient(log_ratio) + logprobs - jax.lax.stop_gradient(logprobs)
+    ratio = jnp.broadcast_to(ratio_of(log_ratio), logprobs.shape)
+    return _clipped(ratio, batch.advantages, clip_low, clip_high)
 
 
-def gmpo(*, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> LossFn:
+def gmpo(
+    logprobs: Float[Array, "B G C"], batch: Batch, *, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4
+) -> tuple[Array, Metrics]:
     """Returns geometric-mean policy optimization (arXiv 2507.20673): the geometric mean of clipped ratios.
 
     -A exp(mean_t l_t), where l is the log-ratio and l_t = min(l, clip(l, -clip_low, clip_high)) for A > 0. For A < 0,
     max replaces min. It needs one advantage per sequence.
     """
-
-    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
-        log_ratio = logprobs - old_logprobs(logprobs, batch)
-        clipped = jnp.clip(log_ratio, -clip_low, clip_high)
-        up = batch.advantages > 0
-        bounded = jnp.where(up, jnp.minimum(log_ratio, clipped), jnp.maximum(log_ratio, clipped))
-        ratio = ratio_of(sequence_mean(bounded, batch.loss_mask))
-        metrics = {"clip/fraction": _float(bounded != log_ratio), "ratio/mean": ratio_of(log_ratio)}
-        return -ratio * batch.advantages, metrics
-
-    return loss_fn
+    log_ratio = logprobs - old_logprobs(logprobs, batch)
+    clipped = jnp.clip(log_ratio, -clip_low, clip_high)
+    up = batch.advantages > 0
+    bounded = jnp.where(up, jnp.minimum(log_ratio, clipped), jnp.maximum(log_ratio, clipped))
+    ratio = ratio_of(sequence_mean(bounded, batch.loss_mask))
+    metrics = {"clip/fraction": _float(bounded != log_ratio), "ratio/mean": ratio_of(log_ratio)}
+    return -ratio * batch.advantages, metrics
 
 
-def reinforce() -> LossFn:
+def reinforce(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
     """Returns -A logprobs (Williams, 1992). It is correct only for samples of the current policy."""
-
-    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
-        return -batch.advantages * logprobs, {}
-
-    return loss_fn
+    return -batch.advantages * logprobs, {}
 
 
-def cispo(*, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0) -> LossFn:
+def cispo(
+    logprobs: Float[Array, "B G C"], batch: Batch, *, clip_low: NotNegative = 1.0, clip_high: NotNegative = 4.0
+) -> tuple[Array, Metrics]:
     """Returns REINFORCE with clipped importance weights (MiniMax-M1, arXiv 2506.13585): each token keeps its gradient.
 
     -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs. The upper bound is 1 + clip_high, as in the paper; TRL's
     `epsilon_high` is the bound itself. clip_low = 1 means no lower bound.
     """
-
-    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
-        # The weight is a constant: also tokens beyond a bound keep the gradient of their log-probability.
-        ratio = jax.lax.stop_gradient(ratio_of(logprobs - old_logprobs(logprobs, batch)))
-        clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-        metrics = {"clip/fraction": _float(clipped != ratio), "ratio/mean": ratio}
-        return -clipped * batch.advantages * logprobs, metrics
-
-    return loss_fn
+    # The weight is a constant: also tokens beyond a bound keep the gradient of their log-probability.
+    ratio = jax.lax.stop_gradient(ratio_of(logprobs - old_logprobs(logprobs, batch)))
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    metrics = {"clip/fraction": _float(clipped != ratio), "ratio/mean": ratio}
+    return -clipped * batch.advantages * logprobs, metrics
 
 
-def sapo(*, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> LossFn:
+def sapo(
+    logprobs: Float[Array, "B G C"], batch: Batch, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
+) -> tuple[Array, Metrics]:
     """Returns soft adaptive policy optimization (arXiv 2511.20347): a sigmoid gate replaces the clip.
 
     -(4 / tau) sigmoid(tau (r - 1)) A, with tau_positive where A > 0 and tau_negative elsewhere.
     """
-
-    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
-        ratio = ratio_of(logprobs - old_logprobs(logprobs, batch))
-        tau = jnp.where(batch.advantages > 0, tau_positive, tau_negative)
-        # A sigmoid has the slope 1/4 at 0: with 4 / tau the gradient at r = 1 is that of r A, whatever tau is.
-        return -(4 / tau) * jax.nn.sigmoid(tau * (ratio - 1)) * batch.advantages, {"ratio/mean": ratio}
-
-    return loss_fn
+    ratio = ratio_of(logprobs - old_logprobs(logprobs, batch))
+    tau = jnp.where(batch.advantages > 0, tau_positive, tau_negative)
+    # A sigmoid has the slope 1/4 at 0: with 4 / tau the gradient at r = 1 is that of r A, whatever tau is.
+    return -(4 / tau) * jax.nn.sigmoid(tau * (ratio - 1)) * batch.advantages, {"ratio/mean": ratio}
 
 
 def vespo(
+    logprobs: Float[Array, "B G C"],
+    batch: Batch,
     *,
     k_positive: NotNegative = 2.0,
     lambda_positive: NotNegative = 3.0,
     k_negative: NotNegative = 3.0,
     lambda_negative: NotNegative = 2.0,
-) -> LossFn:
+) -> tuple[Array, Metrics]:
     """Returns variational sequence-level soft policy optimization (arXiv 2602.10693).
 
     -sg(w^k exp(lambda (1 - w))) A logprobs, w = exp(sum over trained tokens of logprobs - old_logprobs). The weight is
     1 on-policy, and approaches 0 for small and for large w. k and lambda depend on the sign of A.
     """
-
-    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
-        log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs(logprobs, batch))
-        log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
-        k = jnp.where(batch.advantages > 0, k_positive, k_negative)
-        slope = jnp.where(batch.advantages > 0, lambda_positive, lambda_negative)
-        # One exp of a sum: w^k alone may overflow.
-        weight = jnp.exp(k * log_w + slope * (1 - ratio_of(log_w)))
-        return -weight * batch.advantages * logprobs, {"vespo/weight": weight, "ratio/mean": ratio_of(log_ratio)}
-
-    return loss_fn
+    log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs(logprobs, batch))
+    log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
+    k = jnp.where(batch.advantages > 0, k_positive, k_negative)
+    slope = jnp.where(batch.advantages > 0, lambda_positive, lambda_negative)
+    # One exp of a sum: w^k alone may overflow.
+    weight = jnp.exp(k * log_w + slope * (1 - ratio_of(log_w)))
+    return -weight * batch.advantages * logprobs, {"vespo/weight": weight, "ratio/mean": ratio_of(log_ratio)}
 
 
-def topr() -> LossFn:
+def topr(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
     """Returns tapered off-policy REINFORCE (arXiv 2503.14286): only samples with A <= 0 are weighted, by at most 1.
 
     -sg(w) A logprobs, w = 1 where A > 0, min(exp(sum over trained tokens of logprobs - old_logprobs), 1) elsewhere.
     """
-
-    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
-        log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs(logprobs, batch))
-        log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
-        # The sum of many log-ratios: its minimum with 0 comes before exp, which would overflow.
-        weight = jnp.where(batch.advantages > 0, 1.0, jnp.exp(jnp.minimum(log_w, 0.0)))
-        return -weight * batch.advantages * logprobs, {"ratio/mean": ratio_of(log_ratio)}
-
-    return loss_fn
+    log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs(logprobs, batch))
+    log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
+    # The sum of many log-ratios: its minimum with 0 comes before exp, which would overflow.
+    weight = jnp.where(batch.advantages > 0, 1.0, jnp.exp(jnp.minimum(log_w, 0.0)))
+    return -weight * batch.advantages * logprobs, {"ratio/mean": ratio_of(log_ratio)}
 
 
 def old_logprobs(logprobs: Float[Array, "B G C"], batch: Batch) -> Float[Array, "B G C"]:
@@ -200,13 +200,9 @@ def _float(x: Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def cross_entropy() -> LossFn:
+def cross_entropy(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
     """Returns -logprobs, the loss of supervised fine-tuning."""
-
-    def loss_fn(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
-        return -logprobs, {}
-
-    return loss_fn
+    return -logprobs, {}
 
 
 def aggregation_weights(

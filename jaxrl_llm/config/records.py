@@ -52,8 +52,8 @@ class Call:
     function: Callable[..., Any]
     arguments: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, *inputs: Any) -> Any:
-        return self.function(*inputs, **self.arguments)
+    def __call__(self, *inputs: Any, **columns: Any) -> Any:
+        return self.function(*inputs, **columns, **self.arguments)
 
 
 class SectionKind(NamedTuple):

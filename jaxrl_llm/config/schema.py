@@ -74,6 +74,8 @@ def check_arguments(section: str, name: str, function: Callable[..., Any], given
     for key, parameter in taken.items():
         if parameter.default is parameter.empty and key not in given:
             raise UserError(f"config.{section}.{key} is missing: {name} needs it{_whole(section, name)}")
+    if inspect.isfunction(function):
+        _check_together(function, taken, given)
 
 
 def _whole(section: str, name: str) -> str:
@@ -114,7 +116,13 @@ def check_call(text: str, module: Place, what: str) -> None:
     for key, parameter in taken.items():
         if own and parameter.default is parameter.empty and key not in given:
             raise UserError(f"{what}: {name} needs an argument {key}: write {name}({key}=...)")
-    if own and (check := getattr(function, "check", None)):
+    if own:
+        _check_together(function, taken, given)
+
+
+def _check_together(function: Any, taken: dict[str, inspect.Parameter], given: dict[str, Any]) -> None:
+    """Runs the check that `checked_by` gave a function, with defaults in place of arguments that are not given."""
+    if check := getattr(function, "check", None):
         check(**{key: given.get(key, parameter.default) for key, parameter in taken.items()})
 
 

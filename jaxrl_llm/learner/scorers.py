@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.algorithms.credit import Credit
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
@@ -27,8 +26,11 @@ from jaxrl_llm.structs import Batch, PyTree
 States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference": parameters
 
 
-# Config section of a model that scores but never learns -> its column. An advantage estimator gets the column as an
-# argument of this name; `reward_model_scores` also enter the rewards. For another such model, add a line.
+# The columns [B, G, C] that policy, reference and critic compute before the first update of a step. An advantage
+# estimator or a loss gets a column as an argument of this name.
+COLUMNS = ("old_logprobs", "entropy", "ref_logprobs", "values")
+# Config section of a model that scores but never learns -> its column, which estimator and loss get in the same way;
+# `reward_model_scores` also enter the rewards. For another such model, add a line.
 FROZEN = {"teacher": "teacher_logprobs", "reward_model": "reward_model_scores"}
 
 
@@ -65,36 +67,24 @@ class Scorer(NamedTuple):
 
 
 def make_scorers(
-    model: Decoder,
-    sampling: Sampling,
-    mesh: Mesh,
-    credit: Credit,
-    *,
-    at_once: int,
-    anchored: bool,
-    exact: bool,
-    base: Base,
+    model: Decoder, sampling: Sampling, mesh: Mesh, needed: Collection[str], *, at_once: int, exact: bool, base: Base
 ) -> dict[str, Scorer]:
-    """Returns reference and policy as scorers, in the order in which they run, if a step needs their columns.
+    """Returns reference and policy as scorers, in the order in which they run, if one of their columns is `needed`.
 
-    at_once: prompts of an update in memory at a time. anchored: there is a KL penalty. exact: the sampler has
-    the weights of the start of the step, and its log-probabilities equal the trainer's, to rounding. base: the policy's
-    parameters that do not learn; they are the reference, if there is no other.
+    at_once: prompts of an update in memory at a time. exact: the sampler has the weights of the start of the step, and
+    its log-probabilities equal the trainer's, to rounding. base: the policy's parameters that do not learn; they are
+    the reference, if there is no other.
     """
     # As many prompts at a time as in the update: other shapes may round differently, and the ratio would not be 1.
     scorers = {}
-    if anchored:
+    if "ref_logprobs" in needed:
         reference = score_columns(model, sampling, mesh, at_once, ref_logprobs="logprobs")
         anchor = lambda states: (  # noqa: E731
             base.combine(base.params, states["reference"]) if "reference" in states else base.params
         )
         scorers["reference"] = Scorer(("ref_logprobs",), anchor, reference)
-    columns = {}
-    # A single update on a rollout uses its own log-probabilities as the old ones.
-    if credit.updates > 1 or credit.kl or "logprobs" in credit.estimator.inputs:
-        columns["old_logprobs"] = "logprobs"
-    if credit.top_entropy < 1:
-        columns["entropy"] = "entropy"
+    columns = {"old_logprobs": "logprobs", "entropy": "entropy"}
+    columns = {column: per_token for column, per_token in columns.items() if column in needed}
     if exact and list(columns) == ["old_logprobs"]:
         # The sampler has already computed them: no forward pass is needed.
         known = lambda params, batch: {"old_logprobs": batch.sampler_logprobs}  # noqa: E731

@@ -136,7 +136,7 @@ def policy_objective(
         else:
             (logprobs, entropy), load = completion_logprobs(model, params, batch, sampling), None
         old = old_logprobs(logprobs, batch)
-        loss, metrics = loss_fn(logprobs, batch)
+        loss, metrics = loss_fn(logprobs, batch, **batch.columns)
         if batch.policy_mask is not None:
             loss = jnp.where(batch.policy_mask, loss, 0.0)
         if off_policy:
@@ -235,7 +235,7 @@ def make_update_step(
         updates = jax.tree.map(lambda x: coefs["learning_rate"] * x, updates)
         metrics |= {"update_norm": optax.global_norm(updates)} | jax.tree.map(jnp.float32, refused)
         metrics |= {"update_size": metrics["update_norm"] / optax.global_norm(state.params)}
-        if batch.rewards is not None and "kl/ref" in metrics:
+        if batch.rewards is not None and {"kl/ref", "kl/coef"} <= metrics.keys():
             length = jnp.sum(batch.loss_mask) / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
             # Without any verdict the mean is NaN, and the bound of the warm-up must not depend on it.
             reward = jnp.maximum(jnp.nan_to_num(jnp.nanmean(jnp.abs(batch.rewards))), 1e-6)

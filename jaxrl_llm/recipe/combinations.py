@@ -6,14 +6,14 @@ import re
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.names import closest, own_name, split_call
+from jaxrl_llm.config.names import closest, own_name, required_inputs, split_call
 from jaxrl_llm.config.records import KeywordArguments, flat
 from jaxrl_llm.config.schema import Field, check_call
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner.optim import SKIPS
-from jaxrl_llm.learner.scorers import FROZEN
+from jaxrl_llm.learner.scorers import COLUMNS, FROZEN
 from jaxrl_llm.recipe.no_effect import check_no_effect
 from jaxrl_llm.recipe.recipe import Recipe, Settings
 from jaxrl_llm.rollout.environments import check_episodes
@@ -27,9 +27,9 @@ def check_algorithm(recipe: Recipe) -> None:
     loss = own_name(recipe.loss.function, losses)
     check_rewards(recipe)
     check_advantage(recipe)
+    check_columns(recipe)
     check_loss(recipe, loss)
     check_ratio_of_a_sequence(recipe, loss)
-    recipe.loss()  # a loss checks its arguments when it is built
     check_kl(recipe)
     check_no_effect(recipe)
 
@@ -83,12 +83,8 @@ def check_reward_model(recipe: Recipe) -> None:
 
 
 def check_advantage(recipe: Recipe) -> None:
-    """Checks that the estimator gets every signal it requires, and that no signal is computed without need."""
-    given, name, required = recipe.advantage.name, recipe.estimator.name, recipe.estimator.inputs
-    there = (*advantages.SIGNALS, *FROZEN.values())
-    for signal in required:
-        if signal not in there:
-            raise UserError(f"config.advantage.name = {given!r} asks for {signal!r}: there is {', '.join(there)}")
+    """Checks that the estimator fits the size of a group, and that its arguments fit together."""
+    given, name = recipe.advantage.name, recipe.estimator.name
     if recipe.group_size < 2 and name in advantages.OF_A_GROUP:
         raise UserError(f"config.group_size = 1: advantage {given!r} compares the members of a group; give 2 or more")
     by, group = recipe.advantage.arguments, recipe.group_size
@@ -96,15 +92,36 @@ def check_advantage(recipe: Recipe) -> None:
         raise UserError(f"config.advantage.k = {by['k']}: give 1 to group_size = {group}")
     if name and by.get("epsilon") == 0 and by.get("normalize") != "none":
         raise UserError("config.advantage.epsilon = 0: equal rewards would be divided by 0; give more, like 1e-4")
-    sections = {"critic": ("values", "ppo")} | {name: (column, "distillation") for name, column in FROZEN.items()}
-    for section, (column, example) in sections.items():
-        settings = getattr(recipe, section)
-        if column in required and not settings:
+
+
+def check_columns(recipe: Recipe) -> None:
+    """Checks that estimator and loss get every input that they ask for, and that no model scores without need."""
+    if len(required_inputs(recipe.loss.function)) < 2:
+        raise UserError(
+            f"config.loss.name = {recipe.loss.name!r} takes no batch: make it loss(logprobs, batch, *, fields), which "
+            "returns the loss of each token and a dict of metrics"
+        )
+    scores = (*COLUMNS, *FROZEN.values())
+    loss, advantage = recipe.loss.name, recipe.advantage.name
+    users = dict[str, str]()
+    for user, inputs, known in (
+        (f"config.loss.name = {loss!r}", recipe.loss_columns, scores),
+        (f"config.advantage.name = {advantage!r}", recipe.estimator.inputs, advantages.SIGNALS + scores),
+    ):
+        for name in inputs:
+            if name not in known:
+                raise UserError(f"{user} asks for {name!r}: there is {', '.join(known)}")
+            users[name] = user
+    for section, column in {"critic": "values", **FROZEN}.items():
+        settings, user = getattr(recipe, section), users.get(column)
+        if user and not settings:
+            example = {"critic": "; see configs/ppo.py", "teacher": "; see configs/distillation.py"}.get(section, "")
+            raise UserError(f"config.{section} is missing: {user} asks for {column}{example}")
+        if settings and not user and section != "reward_model":
             raise UserError(
-                f"config.{section} is missing: advantage {given!r} asks for {column}; see configs/{example}.py"
+                f"config.{section} would be of no use: neither loss {loss!r} nor advantage {advantage!r} asks for its "
+                f"{column}"
             )
-        if settings and column not in required and section != "reward_model":
-            raise UserError(f"config.{section} would be of no use: advantage {given!r} does not ask for its {column}")
         if settings and section in FROZEN and not settings.path:
             raise UserError(f"config.{section}.path = '': give the {section}'s folder or hub id")
 

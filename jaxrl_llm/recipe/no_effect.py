@@ -47,7 +47,7 @@ def check_no_effect(recipe: Recipe) -> None:
             (
                 "host_memory.reference",
                 False,
-                (no_place or bool(recipe.lora)) and not recipe.frozen,
+                ("ref_logprobs" not in recipe.columns or bool(recipe.lora)) and not recipe.frozen,
                 f"there is no reference{' beside the base' * bool(recipe.lora)}, and none of {', '.join(FROZEN)}",
             ),
             ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),

@@ -209,8 +209,8 @@ class Recipe(Settings):
     @cached_property
     def estimator(self) -> Estimator:
         """The advantage estimator, with its arguments."""
-        function, given = self.advantage.function, self.advantage.arguments
-        return Estimator(own_name(function, advantages), partial(function, **given), required_inputs(function))
+        function = self.advantage.function
+        return Estimator(own_name(function, advantages), self.advantage, required_inputs(function))
 
     @cached_property
     def chosen_engine(self) -> EngineChoice:
@@ -239,6 +239,22 @@ class Recipe(Settings):
         return critic | {name: section.path for name, section in self.frozen.items()}
 
     @property
+    def loss_columns(self) -> tuple[str, ...]:
+        """The score columns that the loss asks for: its arguments after logprobs and batch."""
+        return required_inputs(self.loss.function)[2:]
+
+    @property
+    def columns(self) -> set[str]:
+        """The score columns that a step needs, among the other inputs of the estimator."""
+        uses = {
+            # A single update on a rollout uses its own log-probabilities as the old ones.
+            "old_logprobs": self.updates_per_rollout > 1 or self.kl.placement == "reward",
+            "ref_logprobs": self.kl.placement != "none",
+            "entropy": self.mask.top_entropy < 1,
+        }
+        return {*self.estimator.inputs, *self.loss_columns, *(name for name, used in uses.items() if used)}
+
+    @property
     def drawing(self) -> Drawing:
         """What a step samples for each of its prompts."""
         rollout, greedy = self.rollout, self.estimator.needs_greedy
@@ -262,6 +278,7 @@ class Recipe(Settings):
             returns=returns,
             top_entropy=self.mask.top_entropy,
             updates=self.sizes.updates_per_rollout,
+            loss_columns=self.loss_columns,
         )
 
     @property

@@ -467,13 +467,13 @@ def _first_metrics(trial: Trial) -> dict[str, Array] | None:
         return trial.gradient("policy", 0)[1]
     if trial.policy is None:
         return None
-    loss_fn = trial.parts.facts.loss()
+    loss_fn = trial.parts.facts.loss
 
     @jax.jit
     def metrics(logprobs: Array, batch: Batch) -> dict[str, Array]:
         mask = batch.loss_mask
         mean = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / jnp.sum(mask)  # noqa: E731
-        return {name: mean(x) for name, x in loss_fn(logprobs, batch)[1].items()}
+        return {name: mean(x) for name, x in loss_fn(logprobs, batch, **batch.columns)[1].items()}
 
     return metrics(trial.policy, replace(trial.batch, packed_index=None))
 
