@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from ml_collections import ConfigDict
@@ -61,11 +61,12 @@ from jaxrl_llm.selftest.trial import Facts, Subject
 from jaxrl_llm.session import banner, checkpoint
 from jaxrl_llm.session.inputs import Inputs
 from jaxrl_llm.session.opening import Outputs, Workplace, at_work, open_session
-from jaxrl_llm.session.other_rows import Rows
-from jaxrl_llm.session.session import Plan, Session, Trainer
+from jaxrl_llm.session.other_rows import Change, Rows
+from jaxrl_llm.session.session import ModelStates, Plan, Session, Trainer
 from jaxrl_llm.structs import Config, PyTree, StatefulPart
 
 UNSET = {"schedule_steps": 0, "data.today": ""}  # fields that the beginning of a run decides, as the user leaves them
+Run = TypeVar("Run")  # a session and the parts of its steps
 COMPILE_ONLY = "compile the programs of the run into the cache of compiled code, in all its shapes, and end"
 
 
@@ -89,21 +90,6 @@ class Parts:
         """What a checkpoint keeps beside the states: the shapes in which a run learns, and where it is in the data."""
         return {"shapes": self.book, checkpoint.SAMPLES: self.actor}
 
-    def shapes(self) -> States:
-        """Returns the states that a checkpoint holds, as shapes with shardings."""
-        return self.learning.shapes()
-
-    def first(self) -> States:
-        """Returns the states at step 0."""
-        return self.learning.first()
-
-    def restored(self, states: States, attempt: int) -> States:
-        """Returns the states of a checkpoint with what it leaves out.
-
-        attempt: how often the run has gone back, if it has just done so; else 0.
-        """
-        return self.learning.restored(states, attempt)
-
     def begin(self, states: States, step: int, attempt: int) -> Lent:
         """Lends the engine the first weights, after `step`."""
         return self.actor.begin(states, self.learning.policy(states), step, attempt)
@@ -118,42 +104,38 @@ class Parts:
         return self.evaluation(self.actor.engine)
 
 
-@contextmanager
 def build(
     config: Config, workdir: str | Path, *, signals: bool = False, command: bool = False
-) -> Iterator[tuple[Session, Parts]]:
+) -> AbstractContextManager[tuple[Session, Parts]]:
     """Opens the run of `config` in `workdir`, and closes it on every exit: the checkpoints last, then the lock.
 
     An exception in the block, as that of Ctrl-C, saves the run first, unless it is a UserError (`Interrupts`). signals:
     SIGTERM and a closed terminal raise KeyboardInterrupt. command: this process is for this run alone, and a signal
     ends both, with exit code 0 (`StopSignals`). Raises: UserError, for an error that the user can fix.
     """
-    with opened_place(config, workdir, recipes.read, signals=signals, command=command) as (place, recipe):
-        run = make_run(place, recipe)
-        if command:  # here all processes have loaded their data and models, for which there is no bound
-            WATCHDOG.begin(recipe.health.hang_minutes, distributed.end)
-        yield run
+    return opened_run(config, workdir, recipes.read, make_run, signals=signals, command=command)
 
 
 def compile_only(config: Config) -> None:
     """Compiles the programs of a run into the cache, in all shapes that it may use, without a step."""
     # Each process has a workdir of its own.
-    with TemporaryDirectory() as folder, opened_place(config, folder, recipes.read, shared=False) as (place, recipe):
-        session, parts = make_run(place, recipe)
+    with TemporaryDirectory() as folder, opened_run(config, folder, recipes.read, make_run, shared=False) as run:
+        session, parts = run
         compile_all(parts.programs(), session.log.say)
 
 
 @contextmanager
-def opened_place(
+def opened_run(
     config: Config,
     workdir: str | Path,
     read: Callable[[Config], Any],
+    make: Callable[[Workplace, Any], Run],
     *,
     signals: bool = False,
     command: bool = False,
     shared: bool = True,
-) -> Iterator[tuple[Workplace, Any]]:
-    """Reads and checks a config and takes the workdir, in this order. Yields the place and the recipe.
+) -> Iterator[Run]:
+    """Reads and checks a config, takes the workdir, and yields make(place, recipe): in this order.
 
     shared: all processes have the same workdir. For the others, see `build`. Raises: UserError.
     """
@@ -168,7 +150,10 @@ def opened_place(
             compute_deterministically()
         known, fields = records.table(type(recipe), place.config), flatten(ConfigDict(place.config))
         place.take(fields, records.names_that_may_change(known, fields), known.defaults, shared=shared)
-        yield place, recipe
+        run = make(place, recipe)
+        if command:  # here all processes have loaded their data and models, for which there is no bound
+            WATCHDOG.begin(recipe.health.hang_minutes, distributed.end)
+        yield run
 
 
 def beginning(workdir: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +199,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     first_params = [hf.load_params(folder, model, mesh)] if begins else []
     base = peft.load_base(folder, model, mesh, models.lora) if models.lora else None
     book = place.opened.enter_context(closing(Book()))
-    inputs = Inputs(models, tokenizer, dataset, held_out, environments, stop_ids, book, first_params, base)
+    inputs = Inputs(models, tokenizer, dataset, held_out, environments, tools, stop_ids, book, first_params, base)
     files = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
     agreement.check_alike({}, files)
     return inputs
@@ -227,16 +212,16 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
     fit.check_sampling(recipe, models.model.cfg)
     in_trainer = recipe.chosen_engine.in_trainer
     fit.check_one_at_a_time(models.mesh, in_trainer=in_trainer, max_lag=recipe.rollout.max_lag)
-    start, on_host = recipe.model, recipe.host_memory.reference
-    frozen = {
-        name: load_frozen(name, models.others[name], start, inputs.tokenizer, models.mesh, on_host=on_host)
-        for name in recipe.frozen
-    }
-    learning = make_learning(recipe, models, inputs.params, inputs.base, frozen)
+
+    def load_other(name: str) -> Frozen:
+        folder, on_host = models.others[name], recipe.host_memory.reference
+        return load_frozen(name, folder, recipe.model, inputs.tokenizer, models.mesh, on_host=on_host)
+
+    learning = make_learning(recipe, models, inputs.params, inputs.base, load_other)
     packing = make_packing(models, learning, inputs.book)
     slots = decode_shapes(recipe.sizes, models.mesh, recipe.chosen_engine.max_sequences) if in_trainer else []
     rows = banner.models_table(learning.scorers, learning.learners), banner.shapes_table(slots, packing.ladder.shapes)
-    outputs = open_outputs(place, recipe, inputs, learning.shapes(), [*rows[0], *rows[1]])
+    outputs = open_outputs(place, recipe, inputs, learning, [*rows[0], *rows[1]], inputs.dataset.counts())
     actor = make_actor(place, recipe, inputs)
     parts = Parts(
         actor,
@@ -261,20 +246,20 @@ def run_self_test(session: Session, subject: Subject) -> None:
 
 
 def make_learning(
-    recipe: Recipe, models: Models, params: Callable[[], PyTree], base: PyTree, frozen: dict[str, Frozen]
+    recipe: Recipe, models: Models, params: Callable[[], PyTree], base: PyTree, other: Callable[[str], Frozen]
 ) -> Learning:
     """Combines scorers, credit and learners.
 
-    params() gives the policy's first parameters, if all of them learn; base: those beside its adapters. frozen: models
-    that never learn, by section.
+    params() gives the policy's first parameters, if all of them learn; base: those beside its adapters.
+    other(section) -> a model that never learns.
     """
     sizes, mesh, sampling, needed = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.columns
     learns = policy_parameters(models, params, base, recipe.seed)
     scorers = make_scorers(
         models.model, sampling, mesh, needed, at_once=sizes.at_once, exact=recipe.exact, base=learns.base
     )
-    for name, other in frozen.items():
-        scorers[name] = make_frozen_scorer(name, other, sizes.microbatch, sampling, mesh)
+    for name in recipe.frozen:
+        scorers[name] = make_frozen_scorer(name, other(name), sizes.microbatch, sampling, mesh)
     aggregate = partial(losses.aggregation_weights, **recipe.aggregate)
     learners = {"policy": make_policy(recipe, models, learns)}
     if critic := recipe.critic:
@@ -319,22 +304,20 @@ def open_outputs(
     place: Workplace,
     recipe: Recipe | SftRecipe,
     inputs: Inputs,
-    shapes: States,
+    models: ModelStates,
     rows: Sequence[tuple[str, Any]],
-    examples: int | None = None,
+    counts: list[int],
 ) -> Callable[[Trainer], Session]:
-    """Opens the session of a run, whose checkpoints hold `shapes`, and prints the banner with `rows`.
+    """Opens the session of a run, whose checkpoints hold `models`, and prints the banner with `rows`.
 
-    examples: number of rows that the order of the data has, if it leaves some out. Raises: UserError.
+    counts: numbers of rows of each source that the order of the data has. Raises: UserError.
     """
-    dataset, back = inputs.dataset, recipe.health.rollback
-    counts = dataset.counts() if examples is None else [examples]
-    now = Rows({"data.source": counts, "eval.source": inputs.held_out.counts()}, dataset.prompts())
-    most = back.most if back else 0
+    now = Rows({"data.source": counts, "eval.source": inputs.held_out.counts()}, inputs.dataset.prompts())
+    most = recipe.health.rollback.most if recipe.health.rollback else 0
     plan = Plan(recipe.num_steps, recipe.checkpoint.every, recipe.eval.every, recipe.eval.patience, most)
     outputs = Outputs(plan, recipe.log, recipe.health, recipe.checkpoint)
     tell = partial(announce, place, recipe, inputs, rows)
-    return open_session(place, outputs, shapes, inputs.models.mesh, inputs.began_with, now, tell)
+    return open_session(place, outputs, models, inputs.models.mesh, inputs.began_with, now, tell)
 
 
 def announce(
@@ -342,8 +325,8 @@ def announce(
     recipe: Recipe | SftRecipe,
     inputs: Inputs,
     rows: Sequence[tuple[str, Any]],
-    accepted: Sequence[str],
     start: int,
+    changes: Sequence[Change],
 ) -> None:
     """Prints the banner, and what is known to go wrong with the settings of the run."""
     models, mesh = inputs.models, inputs.models.mesh
@@ -355,8 +338,7 @@ def announce(
             *banner.model_and_data_table(recipe.model.path, mesh, cfg, recipe.sizes, data, inputs.dataset),
             *banner.problems_table(recipe.eval, inputs.held_out),
             *banner.totals_table(recipe.sizes),
-            banner.beginning(start, recipe.num_steps),
-            *[("", line) for line in accepted],
+            *banner.beginning(start, recipe.num_steps, changes),
             *rows,
             *banner.adapters_table(models.lora),
             ("compiled code", place.cache),
@@ -369,9 +351,9 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
     """Starts the engine and builds the actor."""
     dataset, opened, mesh = inputs.dataset, place.opened, inputs.models.mesh
     collate = partial(data.make_prompts, dataset, pad_id=inputs.tokenizer.pad_token_id)
-    skip, weights = recipe.data.curriculum.skip, {name: part.weight for name, part in recipe.data.mixture.items()}
+    skip, mixture = recipe.data.curriculum.skip, recipe.data.mixture
     curriculum, iterator = drawn(
-        dataset, collate, batch=recipe.prompts_per_step, seed=recipe.seed, skip=skip, weights=weights
+        dataset, collate, batch=recipe.prompts_per_step, seed=recipe.seed, skip=skip, mixture=mixture
     )
     reward_fn = open_reward_fn(opened, recipe.reward.functions, recipe.reward.weights, recipe.reward.timeout)
     engine = opened.enter_context(closing(recipe.chosen_engine.start(engine_inputs(place, recipe, inputs))))
@@ -411,7 +393,7 @@ def engine_inputs(place: Workplace, recipe: Recipe, inputs: Inputs) -> EngineInp
 
 def make_subject(recipe: Recipe, inputs: Inputs, learning: Learning, packing: Packing, actor: Actor) -> Subject:
     """Returns what the self-test looks at."""
-    reward, args = recipe.reward, recipe.data.template_args(inputs.environments.schemas if inputs.environments else ())
+    reward, args = recipe.reward, recipe.data.template_args(inputs.tools)
     facts = Facts(
         dtype=recipe.model.dtype,
         gradient_dtype=recipe.optim.gradient_dtype,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.build import load, make_evaluation, open_outputs, opened_place
+from jaxrl_llm.build import load, make_evaluation, open_outputs, opened_run
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.data import columns, encoding, order
 from jaxrl_llm.data import prompts as data
@@ -28,7 +28,6 @@ from jaxrl_llm.learner.learning import policy_parameters
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.machine import distributed, sharding
-from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import read_sft
 from jaxrl_llm.recipe.recipe import SftRecipe
@@ -41,6 +40,25 @@ from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.saved_run import new_model_folder
 from jaxrl_llm.session.session import Session
 from jaxrl_llm.structs import AnyArray, Batch, Config, PartState, PyTree, StatefulPart
+
+
+@dataclass
+class PolicyStates:
+    """The states of a run in which only the policy learns."""
+
+    policy: Learner
+
+    def shapes(self) -> States:
+        """Returns the states of a checkpoint, as shapes with shardings."""
+        return {"policy": self.policy.shapes}
+
+    def first(self) -> States:
+        """Returns the states at step 0."""
+        return {"policy": self.policy.init()}
+
+    def restored(self, states: States, attempt: int) -> States:
+        """Returns the states of a checkpoint, which are complete."""
+        return states
 
 
 @dataclass
@@ -59,18 +77,6 @@ class SftParts:
     def kept(self) -> Mapping[str, StatefulPart]:
         """What a checkpoint keeps beside the states."""
         return {SAMPLES: self.examples}
-
-    def shapes(self) -> States:
-        """Returns the states of a checkpoint, as shapes with shardings."""
-        return {"policy": self.policy.shapes}
-
-    def first(self) -> States:
-        """Returns the states at step 0."""
-        return {"policy": self.policy.init()}
-
-    def restored(self, states: States, attempt: int) -> States:
-        """Returns the states of a checkpoint, which are complete."""
-        return states
 
     def begin(self, states: States, step: int, attempt: int) -> States:
         """Returns the states: only the steps use them."""
@@ -124,16 +130,11 @@ class Examples:
         self._iterator.set_state(self._position)
 
 
-@contextmanager
 def build(
     config: Config, workdir: str | Path, *, signals: bool = False, command: bool = False
-) -> Iterator[tuple[Session, SftParts]]:
+) -> AbstractContextManager[tuple[Session, SftParts]]:
     """Opens the run of an `sft` config, as `build.build` does for `train`. Raises: UserError."""
-    with opened_place(config, workdir, read_sft, signals=signals, command=command) as (place, recipe):
-        run = make_run(place, recipe)
-        if command:  # here all processes have loaded their data and models, for which there is no bound
-            WATCHDOG.begin(recipe.health.hang_minutes, distributed.end)
-        yield run
+    return opened_run(config, workdir, read_sft, make_run, signals=signals, command=command)
 
 
 def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
@@ -147,7 +148,7 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
     iterator = order.iterate(len(short), recipe.prompts_per_step, recipe.seed, collate)
     policy = make_policy(recipe, inputs)
     dropped = [("over-long completions dropped", len(answers) - len(short))]
-    session = open_outputs(place, recipe, inputs, {"policy": policy.shapes}, dropped, examples=len(short))
+    session = open_outputs(place, recipe, inputs, PolicyStates(policy), dropped, [len(short)])
     engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=inputs.stop_ids, pad_id=tokenizer.pad_token_id)
     evaluation = make_evaluation(place, recipe, inputs)
 

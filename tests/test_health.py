@@ -111,7 +111,7 @@ def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path: Path
     health.begin([])
     bad = HEALTHY | {"importance/ess": 0.1}
     records = [record | {"step": step} for step, record in enumerate((HEALTHY, bad, bad, HEALTHY, bad), 1)]
-    assert {health.judge(record).action for record in records} == {"go on"}
+    assert {health.judge([record]).action for record in records} == {"go on"}
     (line,) = said  # it comes back two steps later, which is no news
     assert (
         line.startswith("error: mean weight 1.00, effective sample size 10%: ") and "[sampler_mismatch, arXiv" in line
@@ -125,9 +125,9 @@ def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path: Path
     health.begin(records[:3])  # as a run that goes on after step 3
     assert kept() == [(2, "sampler_mismatch"), (3, "sampler_mismatch")]
     assert len(said) == 1
-    health.judge(records[2] | {"eval/accuracy": 0.5})  # the same step, evaluated later
+    health.judge([records[2] | {"eval/accuracy": 0.5}])  # the same step, evaluated later
     assert kept() == [(2, "sampler_mismatch"), (3, "sampler_mismatch")]
-    assert health.judge(None).action == "go on"
+    assert health.judge([]).action == "go on"
 
 
 def test_updates_that_are_skipped_without_a_verdict_are_not_called_infinite(tmp_path):
@@ -146,7 +146,7 @@ def test_updates_skipped_in_a_row_stop_a_run_be_they_the_policys_or_the_critics(
     }  # fmt: skip
     health = Health(tmp_path, settings_of(BOUNDS | {"max_skipped": most}), print)
     health.begin([])
-    verdict = health.judge(record)
+    verdict = health.judge([record])
     assert verdict.action == ("stop" if stops else "go on")
     if stops:
         assert verdict.step == 7

@@ -378,7 +378,9 @@ def test_a_critic_without_a_folder_learns_adapters_of_its_own_on_the_same_base(t
             learners = parts.learning.learners
             critic, before = learners["critic"], jax.tree.map(np.asarray, learners["critic"].base.params)
             assert jax.tree.leaves(critic.base.params)[0] is jax.tree.leaves(learners["policy"].base.params)[0]
-            sizes |= {name: sum(x.size for x in jax.tree.leaves(parts.shapes()[name].params)) for name in learners}
+            sizes |= {
+                name: sum(x.size for x in jax.tree.leaves(parts.learning.shapes()[name].params)) for name in learners
+            }
             for _ in train.train(session, parts):
                 pass
             jax.tree.map(np.testing.assert_array_equal, before, critic.base.params)

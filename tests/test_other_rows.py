@@ -107,7 +107,8 @@ def test_a_chat_template_writes_the_day_of_the_runs_beginning_when_it_is_resumed
         clock = SimpleNamespace(today=lambda day=day: date(2026, 11, day), now=lambda day=day: datetime(2026, 11, day))
         monkeypatch.setattr(build, "date", clock)
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
-        with build.opened_place(tiny(**fields), tmp_path / "run", recipes.read) as (place, recipe):
+        opened = build.opened_run(tiny(**fields), tmp_path / "run", recipes.read, lambda *of_run: of_run)
+        with opened as (place, recipe):
             inputs = build.load(place, recipe, lambda: Path(recipe.model.path))
             checkpoint.open_workdir(tmp_path / "run", place.config)
             prompts.append(inputs.tokenizer.decode(inputs.dataset.ids[0]))

@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxrl_llm.algorithms import kl
-from jaxrl_llm.build import opened_place
+from jaxrl_llm.build import opened_run
 from jaxrl_llm.config import load, records
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe import read, read_either
@@ -87,7 +87,7 @@ def test_a_named_section_may_hold_a_section_and_fields_that_refer_to_others(tmp_
     config.num_steps, config.rollout.max_completion_tokens = 7, config.get_ref("num_steps")
     config.loss = ConfigDict(dict(name="test_recipe.limited", limits=dict(low=0.1)))
     for _ in range(2):  # also when it is resumed
-        with opened_place(config, tmp_path / "run", read) as (place, recipe):
+        with opened_run(config, tmp_path / "run", read, lambda *of_run: of_run) as (place, recipe):
             assert recipe.rollout.max_completion_tokens == recipe.scheduled_steps == 7
             assert recipe.loss.arguments == {"limits": {"low": 0.1}}
             place.workdir.mkdir(exist_ok=True)

@@ -153,5 +153,5 @@ def test_a_checkpoint_has_the_shapes_of_its_step_although_the_next_step_has_coun
         parts.packing(np.full((8, 4), 5), 8)  # the next step has begun
         session.save()
         session.checkpoints.wait()
-        _, saved = session.checkpoints.resume(parts.shapes())
+        _, saved = session.checkpoints.resume(parts.learning.shapes())
     assert saved["shapes"].notes["training"]["calls"] == 1

@@ -296,7 +296,9 @@ def test_a_run_killed_while_it_deletes_a_checkpoint_never_resumes_half_of_it(tmp
 
             monkeypatch.setattr(shutil, "rmtree", cut_off)
     with suppress(SystemExit):
-        checkpoints.resume(STATE, before=3 if keep == 3 else None)
+        if keep == 3:
+            checkpoints.go_back(2)
+        checkpoints.resume(STATE)
     end = time.monotonic() + 20
     while not removed and time.monotonic() < end:
         time.sleep(0.01)
@@ -304,7 +306,8 @@ def test_a_run_killed_while_it_deletes_a_checkpoint_never_resumes_half_of_it(tmp
     monkeypatch.undo()
     again = Checkpoints(folder, {}, ConfigDict(dict(keep=keep, keep_best=0, every=1)), MESH)
     for left in reversed(again.steps()):  # also the one that an evaluation, or a later rollback, takes
-        again.resume(STATE, before=left + 1)
+        again.go_back(left)
+        again.resume(STATE)
     assert again.resume(STATE)[0] == {3: 1, 1: 3}[keep]
     again.close()
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoints"]

@@ -19,6 +19,7 @@ from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.rollout.compaction import Slots
 from jaxrl_llm.rollout.settings import JudgeSettings
+from jaxrl_llm.session.other_rows import Change
 from jaxrl_llm.structs import Sizes
 
 
@@ -96,9 +97,10 @@ def _repeated(dataset: Dataset) -> list[str]:
     ]
 
 
-def beginning(start: int, steps: int) -> tuple[str, str]:
-    """Returns the banner's row on the step at which the run begins."""
-    return "begins", f"after step {start} of {steps}, resumed" if start else "anew"
+def beginning(start: int, steps: int, changes: Sequence[Change]) -> list[tuple[str, str]]:
+    """Returns the banner's rows on the step at which the run begins, and on the rows that it accepts from there on."""
+    begins = f"after step {start} of {steps}, resumed" if start else "anew"
+    return [("begins", begins), *[("", f"{change}: accepted") for change in changes]]
 
 
 def totals_table(sizes: Sizes) -> list[tuple[str, int]]:

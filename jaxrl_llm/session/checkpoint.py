@@ -258,10 +258,11 @@ class Checkpoints:
                 self._removal = Thread(target=lambda: [shutil.rmtree(x, ignore_errors=True) for x in moved])
                 self._removal.start()
 
-    def latest(self) -> Path | None:
-        """Path of the newest checkpoint, which may not be complete yet; None if there is none."""
+    def latest(self) -> str:
+        """Says which checkpoint is the newest, for an error. It may not be complete yet."""
         step = self._manager.latest_step()
-        return None if step is None else Path(self._manager.directory) / str(step)
+        folder = self._manager.directory
+        return "there is no checkpoint" if step is None else f"the last checkpoint is {folder / str(step)}"
 
     def check_beginning(self, fields: Mapping[str, Any]) -> tuple[int, list[Change]]:
         """Returns the newest complete step, or 0 if none, and which rows the config accepts instead of those before.
@@ -285,18 +286,18 @@ class Checkpoints:
         self._began_with = before | self._began_with
         return step, changes
 
-    def resume(self, models: PyTree, before: int | None = None) -> tuple[int, dict[str, PartState]]:
-        """Restores the newest checkpoint: its step, and the state of each part.
+    def go_back(self, step: int) -> None:
+        """Deletes the checkpoints after `step`: the run will make them again. Raises: UserError, if a save failed."""
+        self.wait()  # a running save may be one of those to delete
+        for later in [saved for saved in self._manager.all_steps() if saved > step]:
+            self._manager.delete(later)
+        self._delete()
 
-        models: the arrays of MODELS, as shapes with shardings. before: restores only a smaller step, and deletes all
-        other checkpoints, because the run will make them again. Returns (0, {}) if there is no checkpoint.
-        Raises: UserError, if the checkpoint cannot be read.
+    def resume(self, models: PyTree) -> tuple[int, dict[str, PartState]]:
+        """Restores the newest checkpoint: its step, and the state of each part; (0, {}): there is none.
+
+        models: the arrays of MODELS, as shapes with shardings. Raises: UserError, if the checkpoint cannot be read.
         """
-        if before is not None:
-            self.wait()  # a running save may be one of those to delete
-            for later in [step for step in self._manager.all_steps() if step >= before]:
-                self._manager.delete(later)
-            self._delete()
         step = self._manager.latest_step()
         metrics: dict[int, Any] = {saved: self._manager.metrics(saved) for saved in self._manager.all_steps()}
         self._accuracies = {saved: measured["accuracy"] for saved, measured in metrics.items() if measured}

@@ -65,11 +65,15 @@ class Health:
             with disk.writing(self._workdir), self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step} | finding.record()) + "\n")
 
-    def judge(self, record: LogRecord | None) -> Verdict:
-        """Returns the verdict after a record: the next one, or the last one again, perhaps with more entries."""
+    def judge(self, records: list[LogRecord]) -> Verdict:
+        """Returns the verdict after a record: the next one, or the last one again, perhaps with more entries.
+
+        records: this one; []: none is new.
+        """
         last = self._history.latest[-1:]
-        if record is None or record in last:
+        if records in ([], last):
             return self._verdict
+        (record,) = records
         again = last and last[0]["step"] == record["step"]
         # The last record with more entries, such as those of an evaluation: its findings are written again.
         if again and distributed.first():

@@ -28,6 +28,7 @@ class Inputs:
     dataset: Dataset
     held_out: Dataset  # evaluation problems; `dataset` itself if the run has no evaluation
     environments: EnvironmentPool | None  # None: a completion is one turn
+    tools: list[dict[str, Any]]  # that the chat template describes
     stop_ids: tuple[int, ...]
     book: Book  # the shapes of the run
     first_params: list[PyTree]  # the model's parameters, until `params` hands them out

@@ -106,9 +106,9 @@ class Log:
         self.finish()
         self._written = self._thread.submit(self._write, record)
 
-    def finish(self) -> dict[str, Any] | None:
-        """Waits for the last record since `begin` and returns it. Raises: UserError, if it cannot be written."""
-        return self._written.result() if self._written else None
+    def finish(self) -> list[dict[str, Any]]:
+        """Waits for the last record since `begin` and returns it; []: none. Raises: UserError, if it is not written."""
+        return [self._written.result()] if self._written else []
 
     def sync(self) -> None:
         """Waits until the written lines are on the disk itself: a host that is lost takes its page cache with it."""

@@ -17,20 +17,17 @@ def run(
     one_step(what the last step returned, step) -> what the next step gets, and the record. test: of a new run.
     Raises: UserError, for an error that the user can fix, or if a health rule stops the run.
     """
-    carried, step = session.begin(test)
-    while step < session.plan.steps and not session.stagnates():
+    carried = session.begin(test)
+    while session.at.step < session.plan.steps and not session.stagnates():
         session.stop.check()
-        carried, record = one_step(carried, step + 1)
+        carried, record = one_step(carried, session.at.step + 1)
         record.evaluation = session.evaluate(record.step)
         # Always the previous step, not the newest record that is ready: timing must not decide when a rule stops a run.
         before = session.log.finish()
         if session.judge(before) or session.write(record):  # a rule sends the run back
-            carried, step = session.begin(test)
-        else:
-            step = record.step
-        if before:
-            yield before
-    if last := session.log.finish():
-        session.judge(last)
-        yield last
+            carried = session.begin(test)
+        yield from before
+    last = session.log.finish()
+    session.judge(last)
+    yield from last
     session.finish()

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl_llm.config.load import flatten
-from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.compilation import Compilations, keep_compilations
 from jaxrl_llm.machine.distributed import agreement
@@ -21,11 +20,11 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.session import alike, checkpoint, other_rows
 from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.session.health import Health
-from jaxrl_llm.session.lock import Lock, locked
+from jaxrl_llm.session.lock import locked
 from jaxrl_llm.session.log import Log
-from jaxrl_llm.session.other_rows import Rows
+from jaxrl_llm.session.other_rows import Change, Rows
 from jaxrl_llm.session.rollback import Rollbacks
-from jaxrl_llm.session.session import Plan, Session, Trainer
+from jaxrl_llm.session.session import ModelStates, Plan, Session, Trainer
 from jaxrl_llm.session.settings import CheckpointSettings, HealthSettings, LogSettings
 from jaxrl_llm.session.signals import Stop, stop_signals
 
@@ -40,7 +39,7 @@ class Workplace:
     compilations: Compilations
     cache: str  # folder of compiled programs, or "off"
     config: dict[str, Any]  # as config.json has it
-    lock: Lock | None = None  # of the workdir, in the first process
+    check_lock: Callable[[], None] = lambda: None  # raises: UserError, if another process has taken the workdir
 
     def take(
         self, fields: Mapping[str, Any], may_change: Collection[str], defaults: Mapping[str, Any], *, shared: bool
@@ -53,7 +52,7 @@ class Workplace:
         alike.check(fields)
         if distributed.first():
             checkpoint.check_workdir(self.workdir, fields, may_change, defaults)
-            self.lock = self.opened.enter_context(locked(self.workdir))
+            self.check_lock = self.opened.enter_context(locked(self.workdir)).check
         if shared:
             agreement.check_shared(self.workdir)
 
@@ -80,16 +79,16 @@ class Outputs:
 def open_session(
     place: Workplace,
     outputs: Outputs,
-    shapes: States,
+    models: ModelStates,
     mesh: Mesh,
     began_with: dict[str, str],
     rows: Rows,
-    announce: Callable[[Sequence[str], int], None],
+    announce: Callable[[int, Sequence[Change]], None],
 ) -> Callable[[Trainer], Session]:
-    """Opens checkpoints of `shapes`, log and health rules, and returns `session(trainer)`.
+    """Opens checkpoints of `models`, log and health rules, and returns `session(trainer)`.
 
-    began_with: hashes of models and data; rows: of the run. announce(lines, step): called in the first process, with
-    the rows that were accepted instead of others, and the step after which the run goes on.
+    began_with: hashes of models and data; rows: of the run. announce(step, changes): called in the first process, with
+    the step after which the run goes on, and the rows that were accepted instead of others.
     Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
     """
     workdir, enter = place.workdir, place.opened.enter_context
@@ -97,11 +96,11 @@ def open_session(
     checkpoints = enter(closing(opened))
     start, changes = checkpoints.check_beginning(flatten(ConfigDict(place.config)))
     if distributed.first():
-        checkpoints.check_room(shapes)
+        checkpoints.check_room(models.shapes())
         checkpoint.open_workdir(workdir, place.config)
         other_rows.write(workdir, changes)
-        announce([f"{change}: accepted" for change in changes], start)
+        announce(start, changes)
     log = enter(closing(Log(workdir, outputs.log, outputs.plan.steps, place.config)))
     health, rollbacks = Health(workdir, outputs.health, log.tell), Rollbacks(workdir)
-    fields = workdir, place.lock, outputs.plan, log, health, rollbacks, checkpoints, place.stop, place.compilations
-    return partial(Session, *fields)
+    fields = workdir, place.check_lock, outputs.plan, log, health, rollbacks, checkpoints
+    return partial(Session, *fields, place.stop, place.compilations, models)

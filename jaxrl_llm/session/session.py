@@ -14,7 +14,6 @@ from jaxrl_llm.machine.compilation import Compilations
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.session.checkpoint import MODELS, Checkpoints
 from jaxrl_llm.session.health import Health
-from jaxrl_llm.session.lock import Lock
 from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.rollback import Rollbacks
@@ -22,15 +21,8 @@ from jaxrl_llm.session.signals import SECONDS, Stop
 from jaxrl_llm.structs import PartState, PyTree, StatefulPart
 
 
-class Trainer(Protocol):
-    """What a session asks of `train` or `sft`, whose steps it runs."""
-
-    problems: int  # of the evaluation
-
-    @property
-    def kept(self) -> Mapping[str, StatefulPart]:
-        """What a checkpoint keeps beside the states of the models."""
-        ...
+class ModelStates(Protocol):
+    """The states of the models of a run: how they begin, and what a checkpoint holds of them."""
 
     def shapes(self) -> States:
         """Returns the states that a checkpoint holds, as shapes with shardings."""
@@ -45,6 +37,17 @@ class Trainer(Protocol):
 
         attempt: how often the run has gone back, if it has just done so; else 0.
         """
+        ...
+
+
+class Trainer(Protocol):
+    """What a session asks of `train` or `sft`, whose steps it runs."""
+
+    problems: int  # of the evaluation
+
+    @property
+    def kept(self) -> Mapping[str, StatefulPart]:
+        """What a checkpoint keeps beside the states of the models."""
         ...
 
     def begin(self, states: States, step: int, attempt: int) -> Any:
@@ -92,7 +95,7 @@ class Session:
     """What lasts of a run: its workdir with log and checkpoints, the rules that act, signals, and where it stands."""
 
     workdir: Path
-    lock: Lock | None  # of the workdir, in the first process
+    check_lock: Callable[[], None]  # raises: UserError, if another process has taken the lock of the workdir
     plan: Plan
     log: Log
     health: Health
@@ -100,11 +103,12 @@ class Session:
     checkpoints: Checkpoints
     stop: Stop
     compilations: Compilations
+    models: ModelStates
     trainer: Trainer
     at: Standing = field(default_factory=Standing)
 
-    def begin(self, test: Callable[[], None] | None = None) -> tuple[Any, int]:
-        """Restores, tests a new run, and evaluates if the log lacks it. Returns what a step gets, and the last step."""
+    def begin(self, test: Callable[[], None] | None = None) -> Any:
+        """Restores, tests a new run, and evaluates if the log lacks it. Returns what the next step gets."""
         carried = self.restore()
         if test and not self.at.step and not self.at.attempt:
             test()
@@ -113,7 +117,7 @@ class Session:
         if self.log.lacks_evaluation(step) and (measured := self.evaluate(step)):
             with self.stop.deferred():
                 self.log.add_evaluation(step, measured)
-        return carried, step
+        return carried
 
     def restore(self) -> Any:
         """Moves all parts to the newest checkpoint, or to the beginning. Returns what the next step gets.
@@ -121,15 +125,16 @@ class Session:
         If the run has decided to go back, deletes the checkpoints after that step.
         """
         decisions = self.rollbacks.read()
-        back = decisions[-1] if len(decisions) > self.checkpoints.attempt() else None
+        attempt, undone = len(decisions), decisions[self.checkpoints.attempt() :]
+        for decision in undone:
+            self.checkpoints.go_back(decision.to)
         with progress.task("reading the checkpoint"):
-            step, parts = self.checkpoints.resume(self.trainer.shapes(), back.to + 1 if back else None)
+            step, parts = self.checkpoints.resume(self.models.shapes())
         for name, part in self.trainer.kept.items():
             part.load(parts.get(name))
-        attempt = len(decisions)
         # Nothing else may hold these arrays: `restored` moves some of them to the host, before the push needs memory.
-        states = parts.pop(MODELS).arrays if parts else self.trainer.first()
-        states = self.trainer.restored(states, attempt if back else 0)
+        states = parts.pop(MODELS).arrays if parts else self.models.first()
+        states = self.models.restored(states, attempt if undone else 0)
         parts.clear()
         self.log.begin(step)
         self.health.begin(self.log.seen_by_health())
@@ -157,16 +162,15 @@ class Session:
         before, last = self.at.accuracies[:-patience], self.at.accuracies[-patience:]
         return patience > 0 and bool(before) and max(last) <= max(before)
 
-    def judge(self, record: dict[str, Any] | None) -> bool:
-        """Applies the health rules. Returns whether the run must go back: `begin` does it.
+    def judge(self, records: list[dict[str, Any]]) -> bool:
+        """Applies the health rules to the last record, if there is one. Returns whether the run must go back.
 
-        Raises: UserError, if a rule stops the run.
+        `begin` does that. Raises: UserError, if a rule stops the run.
         """
-        action, step, finding = self.health.judge(record)
+        action, step, finding = self.health.judge(records)
         if finding and action == "stop":
             latest = self.checkpoints.latest()
-            last = f"the last checkpoint is {latest}" if latest else "there is no checkpoint"
-            raise UserError(f"step {step}: {finding.evidence}, because {finding.cause}; {last}: {finding.fix}")
+            raise UserError(f"step {step}: {finding.evidence}, because {finding.cause}; {latest}: {finding.fix}")
         if finding and action == "roll back":
             self.trainer.rest()  # then nothing uses these states
             most, saved = self.plan.most_rollbacks, self.checkpoints.steps()
@@ -182,20 +186,19 @@ class Session:
 
         Raises: UserError, if another process has taken the lock of the workdir.
         """
-        if self.lock:
-            self.lock.check()
+        self.check_lock()
         with self.stop.deferred():
             self.log.write(record)
             self.at.unwritten = None
         self.checkpoints.check()
         accuracy = record.evaluation.get("eval/accuracy")
         last = record.step == self.plan.steps or self.stagnates()
-        if record.step % self.plan.checkpoint_every == 0 or self.checkpoints.is_best(accuracy) or last:
-            if self.judge(self.log.finish()):  # before saving: a bad state must not replace a good checkpoint
-                return True
+        due = record.step % self.plan.checkpoint_every == 0 or self.checkpoints.is_best(accuracy) or last
+        back = due and self.judge(self.log.finish())  # before saving: a bad state must not replace a good checkpoint
+        if due and not back:
             with self.stop.deferred():
                 self.save(accuracy)
-        return False
+        return back
 
     def save(self, accuracy: float | None = None, *, seconds: float | None = None) -> None:
         """Saves all parts. seconds: how long it may wait for the batches that are sampled ahead.
@@ -205,7 +208,7 @@ class Session:
         if not (self.workdir / "config.json").is_file():
             raise UserError(f"{self.workdir} has vanished: put it back; the same command goes on")
         self.log.sync()  # a resumed run expects the record of the checkpoint's step in the log
-        models: PyTree = {name: self.at.states[name] for name in self.trainer.shapes()}
+        models: PyTree = {name: self.at.states[name] for name in self.models.shapes()}
         parts = {MODELS: PartState({}, models)}
         parts |= {name: part.state(seconds) for name, part in self.trainer.kept.items()}
         self.checkpoints.save(self.at.step, parts, accuracy, attempt=self.at.attempt)

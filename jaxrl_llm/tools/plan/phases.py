@@ -127,7 +127,7 @@ def make_plan(
         fit.check_other_model(f"{name}.path", hf.load_model(other).cfg, models.model.cfg)
     frozen = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
     base = {"base": _base(models, models.lora)} if models.lora else {}
-    learning = make_learning(recipe, models, lambda: None, base.get("base"), frozen)
+    learning = make_learning(recipe, models, lambda: None, base.get("base"), frozen.__getitem__)
     states = learning.all_shapes() | {name: other.params for name, other in frozen.items()} | base
     policy = learning.learners["policy"]
     book, phases = Book(), list[Phase]()
