@@ -11,6 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxrl_llm.algorithms import kl
+from jaxrl_llm.algorithms.traits import Trait, declares
 from jaxrl_llm.build import opened_run
 from jaxrl_llm.config import load, records
 from jaxrl_llm.errors import UserError
@@ -147,6 +148,38 @@ def test_a_loss_without_its_inputs_is_refused(loss, words):
         with_loss(loss)
     if loss == "asks_a_critic":
         assert "values" in with_loss(loss, "ppo").credit.loss_columns
+
+
+@declares(Trait.WITHOUT_RATIO, Trait.SEQUENCE_ADVANTAGE)
+def limits_itself(logprobs, batch):
+    return logprobs, {}
+
+
+@declares(Trait.COMPARES_GROUP)
+def compares(rewards):
+    return rewards
+
+
+@declares(Trait.VARIES_BY_TOKEN)
+def varies(token_rewards):
+    return token_rewards
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epochs": 2}, "'test_recipe.limits_itself' has no ratio to the policy that sampled, but 2 optimizer steps"),
+        ({"advantage.name": "test_recipe.varies"}, "wants an advantage a completion, 'test_recipe.varies' gives one a"),
+        ({"advantage.name": "test_recipe.compares", "group_size": 1}, "advantage 'test_recipe.compares' compares the"),
+    ],
+)
+def test_a_function_of_ones_own_declares_what_it_does_not_go_with(changes, words):
+    c = load.load(ROOT / "configs" / "reinforce.py")
+    c.loss, c.advantage = (ConfigDict(dict(name=f"test_recipe.{name}")) for name in ("limits_itself", "compares"))
+    read(c)
+    c.update_from_flattened_dict(changes)
+    with pytest.raises(UserError, match=words):
+        read(c)
 
 
 def test_an_absent_mixture_is_none():

@@ -34,12 +34,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
+from jaxrl_llm.algorithms.traits import Trait, declares
 from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
 SIGNALS = ("rewards", "has_reward", "channels", "weights", "greedy_rewards", "token_rewards", "loss_mask")
-OF_A_GROUP = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")  # these need G >= 2
-OF_A_TOKEN = ("reinforce_pp", "gae", "distillation")  # advantages differ within a completion
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class Estimator:
         return "greedy_rewards" in self.inputs
 
 
+@declares(Trait.COMPARES_GROUP)
 def grpo(
     rewards: Float[Array, "B G"],
     has_reward: Bool[Array, "B G"] | None = None,
@@ -82,6 +82,7 @@ def grpo(
     return centered / (_deviation(rewards, has_reward, axis) + epsilon)
 
 
+@declares(Trait.COMPARES_GROUP)
 def rloo(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None = None) -> Float[Array, "B G"]:
     """Computes leave-one-out advantages (arXiv 2402.14740): A_i = r_i - mean of the group's other rewards. G >= 2."""
     g = _count(rewards, has_reward, 1)
@@ -89,6 +90,7 @@ def rloo(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None = N
     return _centered(rewards, has_reward) * (g / jnp.maximum(g - 1, 1))
 
 
+@declares(Trait.VARIES_BY_TOKEN)
 def reinforce_pp(
     token_rewards: Float[Array, "B G C"],
     loss_mask: Bool[Array, "B G C"],
@@ -102,6 +104,7 @@ def reinforce_pp(
     return _whiten(gae(token_rewards, zeros, loss_mask, gamma=gamma, lam=1.0, normalize=False), loss_mask, epsilon)
 
 
+@declares(Trait.COMPARES_GROUP)
 def reinforce_pp_baseline(
     rewards: Float[Array, "B G"],
     loss_mask: Bool[Array, "B G C"],
@@ -120,6 +123,7 @@ def remax(rewards: Float[Array, "B G"], greedy_rewards: Float[Array, " B"]) -> F
     return rewards - greedy_rewards[:, None]
 
 
+@declares(Trait.COMPARES_GROUP)
 def opo(
     rewards: Float[Array, "B G"], loss_mask: Bool[Array, "B G C"], has_reward: Bool[Array, "B G"] | None = None
 ) -> Float[Array, "B G"]:
@@ -134,6 +138,7 @@ def opo(
     return _zero_without_signal(centered, rewards, has_reward)
 
 
+@declares(Trait.COMPARES_GROUP)
 def gdpo(
     channels: dict[str, Float[Array, "B G"]], weights: dict[str, float], *, epsilon: NotNegative = 1e-4
 ) -> Float[Array, "B G"]:
@@ -153,6 +158,7 @@ def gdpo(
     return centered / (_deviation(total, has_reward, None) + epsilon)
 
 
+@declares(Trait.COMPARES_GROUP)
 def pass_at_k(
     rewards: Float[Array, "B G"],
     has_reward: Bool[Array, "B G"] | None = None,
@@ -179,6 +185,7 @@ def pass_at_k(
     return advantages if has_reward is None else jnp.where(has_reward & (g >= k), advantages, 0.0)
 
 
+@declares(Trait.VARIES_BY_TOKEN)
 def gae(
     token_rewards: Float[Array, "B G C"],
     values: Float[Array, "B G C"],
@@ -210,6 +217,7 @@ def gae(
     return _whiten(advantages, loss_mask, epsilon) if normalize else advantages
 
 
+@declares(Trait.VARIES_BY_TOKEN)
 def distillation(teacher_logprobs: Float[Array, "B G C"], old_logprobs: Float[Array, "B G C"]) -> Float[Array, "B G C"]:
     """Computes advantages for on-policy distillation: A_t = log teacher - log policy of token t.
 

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
+from jaxrl_llm.algorithms.traits import Trait, declares
 from jaxrl_llm.config.schema import Count, NotNegative, Positive, checked_by
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Array, Batch
@@ -31,8 +32,6 @@ LossFn: TypeAlias = Callable[..., tuple[Array, Metrics]]  # (logprobs, batch, sc
 
 __all__ = ["cispo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "topr", "vespo"]  # names that a config may use
 
-WITHOUT_RATIO = ("reinforce",)  # correct only for samples of the current policy
-WITH_SEQUENCE_ADVANTAGE = ("gmpo",)  # needs one advantage per completion
 # Bound of log-ratios: keeps exp and its gradient finite.
 LARGEST = 20.0
 
@@ -62,6 +61,7 @@ def ppo_clip(
     return _clipped(ratio, batch.advantages, clip_low, clip_high, delta)
 
 
+@declares(Trait.SEQUENCE_RATIO)
 def gspo(
     logprobs: Float[Array, "B G C"],
     batch: Batch,
@@ -84,6 +84,7 @@ def gspo(
     return _clipped(ratio, batch.advantages, clip_low, clip_high)
 
 
+@declares(Trait.SEQUENCE_ADVANTAGE, Trait.SEQUENCE_RATIO)
 def gmpo(
     logprobs: Float[Array, "B G C"], batch: Batch, *, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4
 ) -> tuple[Array, Metrics]:
@@ -101,6 +102,7 @@ def gmpo(
     return -ratio * batch.advantages, metrics
 
 
+@declares(Trait.WITHOUT_RATIO)
 def reinforce(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
     """Returns -A logprobs (Williams, 1992). It is correct only for samples of the current policy."""
     return -batch.advantages * logprobs, {}

@@ -6,6 +6,7 @@ import re
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import advantages, losses
+from jaxrl_llm.algorithms.traits import Trait, traits_of
 from jaxrl_llm.config.names import closest, own_name, required_inputs, split_call
 from jaxrl_llm.config.records import KeywordArguments, flat
 from jaxrl_llm.config.schema import Field, check_call
@@ -19,17 +20,14 @@ from jaxrl_llm.recipe.recipe import Recipe, Settings
 from jaxrl_llm.rollout.environments import check_episodes
 from jaxrl_llm.session.settings import ActingHealthSettings
 
-WITH_SEQUENCE_RATIO = ("gspo", "gmpo")  # losses with one importance ratio per completion
-
 
 def check_algorithm(recipe: Recipe) -> None:
     """Runs the checks of the algorithm. Raises: UserError, naming the field."""
-    loss = own_name(recipe.loss.function, losses)
     check_rewards(recipe)
     check_advantage(recipe)
     check_columns(recipe)
-    check_loss(recipe, loss)
-    check_ratio_of_a_sequence(recipe, loss)
+    check_loss(recipe)
+    check_ratio_of_a_sequence(recipe)
     check_kl(recipe)
     check_no_effect(recipe)
 
@@ -85,7 +83,7 @@ def check_reward_model(recipe: Recipe) -> None:
 def check_advantage(recipe: Recipe) -> None:
     """Checks that the estimator fits the size of a group, and that its arguments fit together."""
     given, name = recipe.advantage.name, recipe.estimator.name
-    if recipe.group_size < 2 and name in advantages.OF_A_GROUP:
+    if recipe.group_size < 2 and Trait.COMPARES_GROUP in traits_of(recipe.advantage.function):
         raise UserError(f"config.group_size = 1: advantage {given!r} compares the members of a group; give 2 or more")
     by, group = recipe.advantage.arguments, recipe.group_size
     if name == "pass_at_k" and by["k"] > group:
@@ -126,16 +124,19 @@ def check_columns(recipe: Recipe) -> None:
             raise UserError(f"config.{section}.path = '': give the {section}'s folder or hub id")
 
 
-def check_loss(recipe: Recipe, loss: str) -> None:
+def check_loss(recipe: Recipe) -> None:
     """Checks that the loss fits the advantages, the updates per rollout and the age of the samples."""
-    updates, advantage = recipe.updates_per_rollout, recipe.estimator.name
-    if loss in losses.WITHOUT_RATIO and updates > 1:
+    updates, loss, advantage = recipe.updates_per_rollout, recipe.loss.name, recipe.advantage
+    traits = traits_of(recipe.loss.function)
+    if Trait.WITHOUT_RATIO in traits and updates > 1:
         raise UserError(
             f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} optimizer steps on a "
             "rollout: set epochs = 1 and prompts_per_update = prompts_per_step, or another loss"
         )
-    if loss in losses.WITH_SEQUENCE_ADVANTAGE and advantage in advantages.OF_A_TOKEN:
-        raise UserError(f"config.loss.name = {loss!r} wants an advantage a completion, {advantage!r} gives one a token")
+    if Trait.SEQUENCE_ADVANTAGE in traits and Trait.VARIES_BY_TOKEN in traits_of(advantage.function):
+        raise UserError(
+            f"config.loss.name = {loss!r} wants an advantage a completion, {advantage.name!r} gives one a token"
+        )
     e, c = recipe.entropy, recipe.importance
     if e.target and not (e.step and e.most >= e.coef and e.most):
         raise UserError(
@@ -144,16 +145,18 @@ def check_loss(recipe: Recipe, loss: str) -> None:
         )
     if c.action == "mask" and c.low >= c.high:
         raise UserError(f"config.importance.low = {c.low} is not below high = {c.high}: no weight would be kept")
-    if loss and recipe.rollout.max_lag and c.action == "none":  # a user's loss may have a correction
+    own = own_name(recipe.loss.function, losses)  # a user's loss may have a correction
+    if own and recipe.rollout.max_lag and c.action == "none":
         raise UserError(
             f"config.importance.action = 'none' with rollout.max_lag = {recipe.rollout.max_lag}: loss {loss!r} knows "
             "the policy at the start of the step, not the older one that sampled: set action = 'auto', or max_lag = 0"
         )
 
 
-def check_ratio_of_a_sequence(recipe: Recipe, loss: str) -> None:
+def check_ratio_of_a_sequence(recipe: Recipe) -> None:
     """Checks that a loss with one ratio per completion is averaged over completions, not over tokens."""
-    if loss not in WITH_SEQUENCE_RATIO:
+    loss = recipe.loss.name
+    if Trait.SEQUENCE_RATIO not in traits_of(recipe.loss.function):
         return
     if recipe.aggregate.mode == "token_mean":
         raise UserError(

@@ -1,0 +1,34 @@
+"""Traits: what the checks of a config must know of a loss or an advantage estimator, declared where it is defined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Trait(Enum):
+    """What holds of an advantage estimator or of a loss."""
+
+    COMPARES_GROUP = "an estimator that compares the completions of a prompt: G >= 2"
+    VARIES_BY_TOKEN = "an estimator whose advantages differ within a completion"
+    WITHOUT_RATIO = "a loss that is correct only for samples of the current policy"
+    SEQUENCE_ADVANTAGE = "a loss that needs one advantage per completion"
+    SEQUENCE_RATIO = "a loss with one importance ratio per completion"
+
+
+def declares(*traits: Trait) -> Callable[[F], F]:
+    """Returns a decorator that gives a function traits; also for functions of a user."""
+
+    def mark(function: F) -> F:
+        setattr(function, "traits", traits)  # noqa: B010 - a function has no such attribute for type checkers
+        return function
+
+    return mark
+
+
+def traits_of(function: Callable[..., Any]) -> tuple[Trait, ...]:
+    """Returns the traits that a function declares."""
+    return getattr(function, "traits", ())
