@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.models import hf, lora, peft
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.adapters import merged
 from jaxrl_llm.session.saved_run import SavedRun
 
 
@@ -26,12 +27,12 @@ def main() -> None:
     step = run.find("last")
     with run.model_folder(step) as folder:
         model = hf.load_model(folder, mesh)
-        of_run, base = run.lora(model), hf.load_params(folder, model, mesh)
-        rounded, adapters = peft.load_base(folder, model, mesh, of_run), jax.tree.map(jnp.asarray, run.params(step))
+        of_run, base = model.adapters(run.adapters), hf.load_params(folder, model, mesh)
+        rounded, adapters = hf.load_base(folder, model, mesh, of_run), jax.tree.map(jnp.asarray, run.params(step))
     tokens = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (64, 24))
     mask = np.ones_like(tokens, bool)
     logits = jax.jit(lambda params: model.logits(params, model.prefill(params, tokens, mask)[0]))
-    given, kept = logits(base), logits(lora.merged(rounded))
+    given, kept = logits(base), logits(merged(rounded))
     moved = jnp.abs(jax.nn.log_softmax(given) - jax.nn.log_softmax(kept)).mean()
     print(f"logits of up to {jnp.abs(given).max():.0f}; rounded: {jnp.abs(given - kept).max():.2f} at most,", end=" ")
     print(f"and {moved:.3f} of a log-probability on average")

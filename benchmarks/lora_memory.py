@@ -19,7 +19,7 @@ STEP = {
     "mesh.fsdp": 1,
 }  # fmt: skip
 CASES: list[dict[str, Any]] = [{"microbatch": 1}, {"microbatch": 1, "model.dtype": "bfloat16"}]
-RUNS: dict[str, dict[str, Any]] = {"grpo": {}, "lora": {}, "lora, int8": {"lora.base_dtype": "int8"}}
+RUNS: dict[str, dict[str, Any]] = {"grpo": {}, "lora": {}, "lora, int8": {"adapters.base_dtype": "int8"}}
 MIB = 2**20
 
 

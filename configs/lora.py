@@ -14,16 +14,16 @@ from jaxrl_llm.configs import grpo  # configs/grpo.py explains every other field
 def get_config() -> ConfigDict:
     c = grpo.get_config()
     c.num_steps = 40
-    c.lora = ConfigDict()
-    c.lora.rank = 16  # r: columns of A and rows of B
-    c.lora.alpha = 32.0  # the adapters' product is multiplied by alpha / r ...
-    c.lora.rs = False  # ... or, if True, by alpha / sqrt(r): then larger ranks need no other learning rate (rsLoRA)
+    c.adapters = ConfigDict(dict(name="lora"))
+    c.adapters.rank = 16  # r: columns of A and rows of B
+    c.adapters.alpha = 32.0  # the adapters' product is multiplied by alpha / r ...
+    c.adapters.rs = False  # ... or, if True, by alpha / sqrt(r): then larger ranks need no other learning rate (rsLoRA)
     # A regular expression. A kernel gets adapters if this is found in its name in the checkpoint, such as
     # self_attn.q_proj or mlp.up_proj. A reference without adapters is the base
-    c.lora.targets = "_proj"
+    c.adapters.targets = "_proj"
     # Of the kernels of the layers, which do not learn. "": model.dtype. "int8" takes half the memory of bfloat16; each
     # number is rounded to 1/127 of the largest one of its output
-    c.lora.base_dtype = ""
-    c.lora.path = ""  # a folder of PEFT with adapters to start from, of the same rank, alpha and targets; "": new ones
+    c.adapters.base_dtype = ""
+    c.adapters.path = ""  # a folder of PEFT with adapters to start from, of the same settings; "": new ones
     c.optim.learning_rate = 1e-3
     return c

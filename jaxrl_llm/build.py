@@ -44,7 +44,7 @@ from jaxrl_llm.machine.compilation import Program, compute_deterministically
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.shapes import Book
-from jaxrl_llm.models import hf, peft
+from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, Lent
@@ -172,7 +172,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     mesh = sharding.make_mesh(**recipe.mesh)
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
     folder = find()
-    models = describe_models(recipe.model, recipe.lora, recipe.other_paths, mesh, folder)
+    models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder)
     model = models.model
     fit.check_router(recipe, model.cfg)
     tokenizer = encoding.on_day(hf.load_tokenizer(folder), recipe.data.today)
@@ -195,9 +195,9 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
     # Only process 0 looks for a folder that may not be there yet: NFS would go on telling others that it is not.
     saved = distributed.first() and checkpoint.has_checkpoint(place.workdir / "checkpoints")
-    begins = recipe.model.path and not models.lora and not distributed.exchange(saved)[0]
+    begins = recipe.model.path and not models.adapters and not distributed.exchange(saved)[0]
     first_params = [hf.load_params(folder, model, mesh)] if begins else []
-    base = peft.load_base(folder, model, mesh, models.lora) if models.lora else None
+    base = hf.load_base(folder, model, mesh, models.adapters) if models.adapters else None
     book = place.opened.enter_context(closing(Book()))
     inputs = Inputs(models, tokenizer, dataset, held_out, environments, tools, stop_ids, book, first_params, base)
     files = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
@@ -263,7 +263,7 @@ def make_learning(
     aggregate = partial(losses.aggregation_weights, **recipe.aggregate)
     learners = {"policy": make_policy(recipe, models, learns)}
     if critic := recipe.critic:
-        shared = learns if models.lora and not critic.path else None
+        shared = learns if models.adapters and not critic.path else None
         folder = models.others.get("critic", models.folder)
         learner, scorers["critic"] = make_critic(
             critic, recipe.model, folder, mesh, aggregate, sizes=sizes, shared=shared
@@ -340,7 +340,7 @@ def announce(
             *banner.totals_table(recipe.sizes),
             *banner.beginning(start, recipe.num_steps, changes),
             *rows,
-            *banner.adapters_table(models.lora),
+            *banner.adapters_table(models.adapters),
             ("compiled code", place.cache),
         ],
         lines=[*banner.unconfined(recipe.reward), *map(Finding.line, advice.findings(judged))],

@@ -103,7 +103,7 @@ def refuse(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("optim.lr=1e-5", "config.optim.lr is not a field | did you mean optim.learning_rate?"),
     "a name that is near no other": ("optim.b3=1", "config.optim.b3 is not a field | there is optim."),
     "a section that is not there":
-        ("lora.rank=8", "config.lora is not a section | in a file, as the shipped config lora does"),
+        ("adapters.rank=8", "config.adapters is not a section | in a file, as the shipped config lora does"),
     "a section set like a field": ("optim=1", "config.optim is a section | set one of optim."),
     "a word for a number": ("num_steps=many", "config.num_steps is 'many': give a whole number, such as 1"),
     "a fraction for a count": ("num_steps=1.5", "config.num_steps is '1.5': give a whole number, such as 1"),
@@ -524,7 +524,7 @@ SHARDS = '{"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "mode
     "of pictures, and unknown":
         (configured(model_type="new", vision_config={}), "'new' is a vision-language model | model; there is gemma2"),
     "that is an adapter":
-        (adapter, "model.path './model' holds adapters of PEFT | their base, lab/base, as model.path | lora.path"),
+        (adapter, "model.path './model' holds adapters of PEFT | their base, lab/base, as model.path | adapters.path"),
     "whose weights are cut short": (cut_short, "model.safetensors is broken or cut short | fetch it again"),
     "that lacks a shard":
         (sharded(SHARDS), "model-2.safetensors is missing | fetch it again"),

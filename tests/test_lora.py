@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
+import sys
 from functools import cache, partial
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from ml_collections import ConfigDict
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm import recipe as recipes
@@ -27,22 +30,24 @@ from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export, names, peft
+from jaxrl_llm.models.adapters import Adapters, int8, merged
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.lora import Lora, int8, merged
+from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.recipe import advice
 from jaxrl_llm.rollout.weights import Placing
 from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.structs import PyTree
+from jaxrl_llm.tools import export
 
 ROOT = Path(__file__).parent.parent
 LORA = dict(rank=4, alpha=6.0, rs=True, targets="_proj", base_dtype="", path="")
 
 
-def lora_of(model: Decoder, **changes: object) -> Lora:
-    return peft.make_lora(model, **LORA | changes)
+def lora_of(model: Decoder, **changes: object) -> Adapters:
+    return model.adapters(Lora(**LORA | changes))
 
 
-def drawn(lora: Lora, size: float = 0.3) -> PyTree:
+def drawn(lora: Adapters, size: float = 0.3) -> PyTree:
     """Adapters as after some training: B is not 0."""
     leaves, tree = jax.tree.flatten(lora.shapes)
     keys = jax.random.split(jax.random.key(7), len(leaves))
@@ -54,7 +59,7 @@ def tensors_of(params: PyTree) -> dict[str, np.ndarray]:
     return dict(hf_export.tensors(params, names.family_table("qwen2"), np.float32))
 
 
-def kept(lora: Lora, params: PyTree) -> PyTree:
+def kept(lora: Adapters, params: PyTree) -> PyTree:
     """The base as a run keeps it."""
     return jax.tree_util.tree_map_with_path(lambda path, x: lora.as_stored(sharding.path_name(path), x), params)
 
@@ -74,7 +79,7 @@ def by_hand(base: PyTree, adapters: PyTree, scale: float) -> PyTree:
 
 @pytest.mark.parametrize(("rs", "scale"), [(False, 6 / 4), (True, 6 / 2)])
 def test_the_scale_is_alpha_over_the_rank_or_over_its_root(rs, scale):
-    assert lora_of(tiny.model_and_params()[0], rs=rs).scale == scale
+    assert lora_of(tiny.model_and_params()[0], rs=rs).kind.scale == scale
 
 
 def test_a_kernel_in_int8_has_a_step_for_each_output():
@@ -125,7 +130,7 @@ def test_values_and_gradients_of_adapters_are_those_through_merged_kernels(targe
 
     (ours, said), (theirs, expected) = (
         jax.jit(jax.grad(partial(total, whole), has_aux=True))(adapters)
-        for whole in (partial(lora.combine, base), partial(by_hand, merged(base), scale=lora.scale))
+        for whole in (partial(lora.combine, base), partial(by_hand, merged(base), scale=lora.kind.scale))
     )
     np.testing.assert_allclose(said, expected, atol=1e-4)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
@@ -219,7 +224,7 @@ def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
 def test_the_backward_pass_keeps_no_kernel_of_int8_as_floats(remat):
     model = Decoder(dataclasses.replace(tiny.CONFIG, layers=16, width=128, mlp_width=512, remat=remat))
     lora = lora_of(model, base_dtype="int8")
-    base, tokens = peft.base_shapes(model.shapes(), lora), jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    base, tokens = lora.base_shapes(model.shapes()), jax.ShapeDtypeStruct((1, 4), jnp.int32)
 
     def total(adapters: PyTree, base: PyTree, tokens: jax.Array) -> jax.Array:
         return model.prefill(lora.combine(base, adapters), tokens, jnp.ones((1, 4), bool))[0].sum()
@@ -234,7 +239,7 @@ def test_the_copy_of_the_sampler_and_the_exported_tensors_are_merged(base_dtype)
     model, params = tiny.model_and_params()
     lora = lora_of(model, targets="q_proj|mlp", base_dtype=base_dtype)
     adapters, base = drawn(lora), kept(lora, params)
-    whole, expected = lora.combine(base, adapters), by_hand(merged(base), adapters, lora.scale)
+    whole, expected = lora.combine(base, adapters), by_hand(merged(base), adapters, lora.kind.scale)
     close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     copy = Placing(model, tiny.mesh_of((1, 2, 2)))(whole)
     jax.tree.map(close, copy, model.unstack(expected))
@@ -247,7 +252,7 @@ def config_of(**changes: object):
     config = configs.load(ROOT / "configs" / "lora.py")
     short = {
         "num_steps": 4, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4,
-        "eval.every": 0, "checkpoint.every": 2, "checkpoint.keep": 9, "log.to": (), "lora.rank": 2,
+        "eval.every": 0, "checkpoint.every": 2, "checkpoint.keep": 9, "log.to": (), "adapters.rank": 2,
         "log.completions_every": 0, "health.self_test": False, "mesh.fsdp": 2, "mesh.tensor": 2,
     }  # fmt: skip
     for name, value in (short | changes).items():
@@ -295,9 +300,9 @@ def test_the_folders_of_a_run_are_base_plus_adapters(whole):
     run, mesh = SavedRun(whole), tiny.mesh_of((1, 1, 1))
     with run.model_folder(4) as folder:
         model = hf.load_model(folder, mesh)
-        base, lora = hf.load_params(folder, model, mesh), run.lora(model)
+        base, lora = hf.load_params(folder, model, mesh), model.adapters(run.adapters)
         adapters = run.params(4)
-        expected = by_hand(base, jax.tree.map(jnp.asarray, adapters), lora.scale)
+        expected = by_hand(base, jax.tree.map(jnp.asarray, adapters), lora.kind.scale)
         close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
         jax.tree.map(close, hf.load_params(whole / "hf", model, mesh), expected)
         jax.tree.map(np.testing.assert_array_equal, peft.load(whole / "adapter", lora), adapters)
@@ -307,7 +312,7 @@ def test_the_folders_of_a_run_are_base_plus_adapters(whole):
 
 @pytest.mark.slow
 def test_a_run_with_a_base_in_int8_learns_is_resumed_bit_for_bit_and_saves_what_it_sampled_from(whole, tmp_path):
-    config = config_of(**{"lora.base_dtype": "int8", "model.dtype": "float32"})
+    config = config_of(**{"adapters.base_dtype": "int8", "model.dtype": "float32"})
     for _ in train.steps(config, tmp_path / "run"):
         pass
     ours, theirs = numbers(tmp_path / "run"), numbers(whole)
@@ -322,8 +327,8 @@ def test_a_run_with_a_base_in_int8_learns_is_resumed_bit_for_bit_and_saves_what_
     run, mesh = SavedRun(tmp_path / "run"), tiny.mesh_of((1, 1, 1))
     with run.model_folder(4) as folder:
         model = hf.load_model(folder, mesh)
-        base = merged(peft.load_base(folder, model, mesh, run.lora(model)))
-        expected = by_hand(base, jax.tree.map(jnp.asarray, run.params(4)), run.lora(model).scale)
+        base = merged(hf.load_base(folder, model, mesh, model.adapters(run.adapters)))
+        expected = by_hand(base, jax.tree.map(jnp.asarray, run.params(4)), run.adapters.scale)
         close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
         jax.tree.map(close, hf.load_params(tmp_path / "run" / "hf", model, mesh), expected)
 
@@ -332,7 +337,7 @@ def test_the_parts_of_a_kernel_in_int8_are_sharded_as_the_kernel():
     folder, mesh = ROOT / "jaxrl_llm" / "assets" / "arithmetic", tiny.mesh_of((1, 2, 2))
     model = hf.load_model(folder, mesh)
     lora = lora_of(model, base_dtype="int8")
-    base = peft.load_base(folder, model, mesh, lora)
+    base = hf.load_base(folder, model, mesh, lora)
     for name, place in (("query", ("fsdp", "tensor")), ("output", ("tensor", "fsdp"))):
         kernel = base["layers"]["attention"][name]["kernel"]
         assert kernel.qvalue.dtype == jnp.int8
@@ -345,7 +350,7 @@ def test_the_parts_of_a_kernel_in_int8_are_sharded_as_the_kernel():
 @pytest.mark.slow
 def test_a_run_from_a_folder_of_peft_begins_with_it_and_stays_near_it(whole, tmp_path):
     """Its reference has these adapters, also when it is resumed."""
-    changes = {"lora.path": whole / "adapter", "optim.learning_rate": 1e-30, "optim.decay": "constant"}
+    changes = {"adapters.path": whole / "adapter", "optim.learning_rate": 1e-30, "optim.decay": "constant"}
     before = tensors_of(hf.load_params(whole / "hf", *_of(whole / "hf")))
     for steps in (2, 4):
         for _ in train.steps(config_of(**changes | {"num_steps": steps}), tmp_path / "run"):
@@ -354,9 +359,9 @@ def test_a_run_from_a_folder_of_peft_begins_with_it_and_stays_near_it(whole, tmp
     after = tensors_of(hf.load_params(tmp_path / "run" / "hf", *_of(whole / "hf")))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), before, after)
     run, other = SavedRun(whole), tmp_path / "other"
-    peft.save(other, jax.tree.map(lambda x: 2 * x, run.params(4)), run.lora(_of(whole / "hf")[0]), "base")
-    with pytest.raises(UserError, match=r"config.lora.path holds something else than when this run began"):
-        next(train.steps(config_of(**changes | {"lora.path": other, "num_steps": 5}), tmp_path / "run"))
+    peft.save(other, jax.tree.map(lambda x: 2 * x, run.params(4)), _of(whole / "hf")[0].adapters(run.adapters), "base")
+    with pytest.raises(UserError, match=r"config.adapters.path holds something else than when this run began"):
+        next(train.steps(config_of(**changes | {"adapters.path": other, "num_steps": 5}), tmp_path / "run"))
 
 
 def _of(folder: Path) -> tuple[Decoder, jax.sharding.Mesh]:
@@ -399,10 +404,10 @@ def test_a_moving_reference_takes_the_adapters_of_the_policy(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lora.targets": "q_proj("}, "is no regular expression"),
-        ({"lora.base_dtype": "int4"}, "config.lora.base_dtype is 'int4': give one of '', 'int8'"),
-        ({"lora.rank": 0}, "config.lora.rank is 0"),
-        ({"lora.alpha": 0.0}, "config.lora.alpha is 0.0"),
+        ({"adapters.targets": "q_proj("}, "is no regular expression"),
+        ({"adapters.base_dtype": "int4"}, "config.adapters.base_dtype is 'int4': give one of '', 'int8'"),
+        ({"adapters.rank": 0}, "config.adapters.rank is 0"),
+        ({"adapters.alpha": 0.0}, "config.adapters.alpha is 0.0"),
         ({"kl.refresh_every": 2, "kl.mix": 0.5}, "config.kl.mix = 0.5: the mean of two adapters"),
         ({"host_memory.reference": True}, "no reference beside the base, and none of teacher"),
         ({"model.path": ""}, "a new model has nothing to adapt"),
@@ -420,6 +425,76 @@ def test_the_bound_of_the_rate_is_ten_times_that_of_full_fine_tuning(rate, found
     assert bool(list(told)) == found
 
 
+@pytest.fixture
+def scales(tmp_path, monkeypatch) -> dict[str, object]:
+    """The section of a kind of adapters in a module of the user: that of docs/lora.md."""
+    (module,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lora.md").read_text(), re.DOTALL)
+    (tmp_path / "scales.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "scales", raising=False)
+    return dict(name="scales.Scales", targets="q_proj|mlp", base_dtype="int8")
+
+
+def config_with(section: dict[str, object], **changes: object):
+    config = config_of(**changes).copy_and_resolve_references()
+    with config.unlocked():
+        config.adapters = ConfigDict(section)
+    return config.lock()
+
+
+def scaled(base: PyTree, scales: PyTree) -> PyTree:
+    """W (1 + s) for every kernel with scales."""
+    whole = jax.tree.map(lambda x: x, base)
+    for part, names_of_part in (("attention", ("query",)), ("mlp", ("gate", "up", "down"))):
+        for name in names_of_part:
+            kernel, s = whole["layers"][part][name]["kernel"], scales["layers"][part][name]["s"]
+            whole["layers"][part][name] |= {"kernel": kernel * (1 + s)}
+    return whole
+
+
+def test_a_kind_of_adapters_of_the_user_computes_what_its_merged_kernels_compute(scales):
+    recipe = recipes.read(config_with(scales, **{"kl.refresh_every": 1, "kl.mix": 0.5}))
+    assert recipe.adapters is not None
+    model, params = tiny.model_and_params(scale=2.0)
+    adapters = model.adapters(recipe.adapters())
+    base, new = kept(adapters, params), adapters.init(jax.random.key(0))
+    score = jax.jit(lambda params: forward.completion_logprobs(model, params, tiny.batch(), Sampling())[0])
+    np.testing.assert_array_equal(score(adapters.combine(base, new)), score(base))
+    whole, expected = adapters.combine(base, drawn(adapters)), scaled(merged(base), drawn(adapters))
+    np.testing.assert_allclose(score(whole), score(expected), atol=1e-4)
+    assert float(jnp.abs(score(whole) - score(base)).max()) > 1e-2
+    close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    jax.tree.map(close, Placing(model, tiny.mesh_of((1, 2, 2)))(whole), model.unstack(expected))
+
+
+def test_the_settings_of_a_kind_of_adapters_of_the_user_are_checked(scales):
+    with pytest.raises(UserError, match=r"config.adapters.base_dtype is 'int4': give one of '', 'int8'"):
+        recipes.read(config_with(scales | {"base_dtype": "int4"}))
+    with pytest.raises(UserError, match=r"config.adapters.rank is not an argument: scales.Scales takes targets, base_"):
+        recipes.read(config_with(scales | {"rank": 4}))
+
+
+@pytest.mark.slow
+def test_a_kind_of_adapters_of_the_user_learns_is_resumed_and_is_exported_merged(scales, tmp_path, monkeypatch):
+    run, mesh, alone = tmp_path / "run", tiny.mesh_of((1, 1, 1)), {"mesh.fsdp": 1, "mesh.tensor": 1}
+    for steps in (1, 2):
+        for _ in train.steps(config_with(scales, num_steps=steps, schedule_steps=2, **alone), run):
+            pass
+    saved = SavedRun(run)
+    with saved.model_folder(2) as folder:
+        model = hf.load_model(folder, mesh)
+        adapters, learned = model.adapters(saved.adapters), saved.params(2)
+        assert min(float(np.abs(s).max()) for s in jax.tree.leaves(learned)) > 0
+        expected = scaled(merged(kept(adapters, hf.load_params(folder, model, mesh))), learned)
+        close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+        jax.tree.map(close, hf.load_params(run / "hf", model, mesh), expected)
+        jax.tree.map(close, tensors_of(saved.policy(2, folder, model, mesh)), tensors_of(expected))
+    assert not (run / "adapter").exists()
+    monkeypatch.setattr("sys.argv", ["export", str(run), "--adapter", "--to", str(tmp_path / "to")])
+    with pytest.raises(UserError, match="without adapters that PEFT knows"):
+        export.main()
+
+
 def test_targets_that_name_no_kernel_are_told_what_there_is():
     with pytest.raises(UserError, match=r"targets = 'c_attn' .* there is self_attn.k_proj, .*mlp.up_proj"):
         lora_of(tiny.model_and_params()[0], targets="c_attn")
@@ -428,9 +503,9 @@ def test_targets_that_name_no_kernel_are_told_what_there_is():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(rank=2), "config.lora.rank = 2, but .* has r = 4"),
-        (dict(rs=False), "config.lora.rs = False, but .* has use_rslora = True"),
-        (dict(targets="q_proj"), "also has base_model.model.model.layers.0.*set config.lora.targets"),
+        (dict(rank=2), "config.adapters.rank = 2, but .* has r = 4"),
+        (dict(rs=False), "config.adapters.rs = False, but .* has use_rslora = True"),
+        (dict(targets="q_proj"), "also has base_model.model.model.layers.0.*set config.adapters.targets"),
         (dict(use_dora=True), "use_dora is True, which is not supported"),
         (dict(alora_invocation_tokens=[1, 2]), "alora_invocation_tokens is .1, 2., which is not supported"),
         (dict(init_lora_weights="pissa_niter_4"), "'pissa_niter_4', with which PEFT changes the base too"),
@@ -454,7 +529,7 @@ def test_adapters_outside_of_the_layers_and_missing_ones_are_told_from_those_tha
     save_file(load_file(file) | {"base_model.model.lm_head.lora_A.weight": np.zeros((4, 32), np.float32)}, file)
     with pytest.raises(UserError, match=r"also has .*lm_head.lora_A.weight: only kernels of the layers"):
         peft.load(tmp_path / "adapter", lora)
-    with pytest.raises(UserError, match=r"k_proj.lora_A.weight is missing: config.lora.targets may name only kernels"):
+    with pytest.raises(UserError, match=r"k_proj.lora_A.weight is missing: config.adapters.targets may name only"):
         peft.load(tmp_path / "adapter", lora_of(model))
 
 

@@ -118,7 +118,7 @@ def test_the_recipes_with_lora_run_end_to_end(name, qwen, tmp_path):
         f"--config.model.path={qwen}", f"--config.data.source={tmp_path}/rows.parquet", "--config.num_steps=1",
         f"--config.eval.source={tmp_path}/rows.parquet", "--config.prompts_per_step=4", "--config.prompts_per_update=4",
         "--config.group_size=2", "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=0",
-        "--config.mesh.fsdp=1", "--config.mesh.data=1", "--config.engine.max_sequences=0", "--config.lora.rank=2",
+        "--config.mesh.fsdp=1", "--config.mesh.data=1", "--config.engine.max_sequences=0", "--config.adapters.rank=2",
     ]  # fmt: skip
     result = run(tmp_path / "run", *small, config=f"configs/recipes/qwen2_5_0_5b_gsm8k_lora_{name}.py")
     assert result.returncode == 0, result.stderr

@@ -27,7 +27,7 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.update import make_gradient
-from jaxrl_llm.models.lora import int8, merged
+from jaxrl_llm.models.adapters import int8, merged
 from jaxrl_llm.rollout.grading import Graded, RewardFn
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import AGAIN, Trial, prepare

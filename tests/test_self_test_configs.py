@@ -101,7 +101,7 @@ OF_UPDATE = (
     "importance",
     "mask",
     "critic",
-    "lora",
+    "adapters",
     "env",
     "model.dtype",
     "optim.gradient_dtype",

@@ -312,7 +312,7 @@ def test_a_quantized_model_of_trl_is_a_base_in_int8_if_only_adapters_learn(keys,
     made = made_of(tmp_path, "grpo.yaml", TRL_YAML + keys)
     assert made.outcomes["load_in_8bit"].kind == kind
     _, c = config_of(made, tmp_path)
-    assert c.get("lora.base_dtype") == base_dtype
+    assert c.get("adapters.base_dtype") == base_dtype
 
 
 def test_ppo_of_trl_has_a_critic_and_its_schedule_counts_rollouts(tmp_path):
@@ -417,7 +417,7 @@ def test_a_table_sets_fields_that_are_there_and_knows_its_defaults(name):
     for base in ("ppo", "search_ppo"):
         c = load(CONFIGS / f"{base}.py")
         there |= set(records.table(Recipe, c.to_dict()).fields) | set(flatten(c))
-    of_functions = ("advantage.", "loss.", "lora.", "reward_model.", "data.mixture")
+    of_functions = ("advantage.", "loss.", "adapters.", "reward_model.", "data.mixture")
     values = (None, True, False, 0, 1, 8, 0.5, "", "gae", "cosine", [1, 2], {"a": 1}, "someone/thing")
     for key in [*system.rules, *system.defaults]:
         key = key.replace("[*][*]", "**").replace("*", "anything")
@@ -948,7 +948,7 @@ SCRIPTS = {  # scripts of TRL: a text, keys with their kind, and fields
         "r=8, lora_alpha=32, lora_dropout=0.05, bias='none', task_type='CAUSAL_LM', layers_to_transform=[1]))",
         {"trainer.peft_config.lora_dropout": "unsupported", "trainer.peft_config.layers_to_transform": "unsupported",
          "trainer.peft_config.bias": "no effect", "trainer.peft_config.r": "mapped"},
-        {"lora.rank": 8, "lora.alpha": 32.0},
+        {"adapters.name": "lora", "adapters.rank": 8, "adapters.alpha": 32.0},
     ),
     "functions of modules": (
         "from mymod.rewards import good as fine\nimport other.place\nfrom trl.rewards import think_format_reward\n"

@@ -13,14 +13,14 @@ measured here. tests/test_recipes.py runs this file with a small model of the sa
 
 from ml_collections import ConfigDict
 
-from jaxrl_llm.configs.lora import get_config as of_lora  # configs/lora.py explains the fields of `lora`
+from jaxrl_llm.configs.lora import get_config as of_lora  # configs/lora.py explains the fields of `adapters`
 from jaxrl_llm.configs.recipes import qwen2_5_0_5b_gsm8k
 
 
 def get_config() -> ConfigDict:
     c = qwen2_5_0_5b_gsm8k.get_config()
-    c.lora = of_lora().lora
-    c.lora.rank, c.lora.alpha = 32, 64.0
+    c.adapters = of_lora().adapters
+    c.adapters.rank, c.adapters.alpha = 32, 64.0
     c.model.dtype = "float32"
     c.prompts_per_step = c.prompts_per_update = 16
     c.microbatch, c.model.row_parts = 1, 2

@@ -140,9 +140,14 @@ def read(record: type[T], values: Mapping[str, Any]) -> T:
 
 def _read_section(section: SectionKind, values: Mapping[str, Any]) -> Any:
     if section.kind is Call:
-        rest = {name: x for name, x in values.items() if name != "name"}
-        return Call(values["name"], resolve(values["name"], section.of), rest)
+        return read_call(values, section.of)
     return KeywordArguments(values) if section.kind is KeywordArguments else read(section.kind, values)
+
+
+def read_call(values: Mapping[str, Any], place: Place, what: str = "name") -> Call:
+    """Returns the function of `place` that a section names, with its arguments. what: the field, for an error."""
+    rest = {name: x for name, x in values.items() if name != "name"}
+    return Call(values["name"], resolve(values["name"], place, what), rest)
 
 
 def check_fields(known: Table, values: Mapping[str, Any], flat: Mapping[str, Any]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxrl_llm.config.load import shipped_with
@@ -25,6 +26,7 @@ class Field:
     choices: tuple[str, ...] = ()
     above: bool = False  # excludes `low`
     of: type | None = None  # type of each value of a tuple
+    pattern: bool = False  # text that is a regular expression
     may_change: bool = False  # in a resumed run: the run's numbers stay the same, to rounding
 
     def problem(self, value: Any) -> str | None:
@@ -38,6 +40,11 @@ class Field:
         if self.of and isinstance(value, tuple):
             problems = [problem for one in value if (problem := Field(self.of).problem(one))]
             return f"has one that {problems[0]}" if problems else None
+        if self.pattern:
+            try:
+                re.compile(str(value))
+            except re.error as error:
+                return f"is {value!r}, which is no regular expression: {error}"
         if self.choices and value not in self.choices:
             return f"is {value!r}: give one of {', '.join(map(repr, self.choices))}"
         if self.low is not None and (value < self.low or (self.above and value == self.low)):
@@ -53,6 +60,7 @@ Positive = Annotated[float, Field(float, low=0, above=True)]
 Share = Annotated[float, Field(float, low=0, high=1)]
 AtLeastOne = Annotated[int, Field(int, low=1)]
 Count = Annotated[int, Field(int, low=0)]
+Pattern = Annotated[str, Field(str, pattern=True)]
 
 T = TypeVar("T")
 MAY_CHANGE = "in a resumed run"
@@ -162,8 +170,9 @@ def fields_of(section: str, function: Callable[..., Any]) -> dict[str, Field]:
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        made = function.__init__ if inspect.isclass(function) else function
-        return get_type_hints(made, include_extras=True)
+        # Of a record, the hints of its fields: those that it inherits use names of another module.
+        plain = inspect.isclass(function) and not is_dataclass(function)
+        return get_type_hints(function.__init__ if plain else function, include_extras=True)
     except NameError:  # an annotation uses a name that only type checkers import
         return {}
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms import kl
 from jaxrl_llm.algorithms.credit import CreditFn
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.config.records import KeywordArguments
+from jaxrl_llm.config.records import Call
 from jaxrl_llm.learner.packing import Packing, index_shape, minibatches, packed_shapes
 from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.settings import HostMemory
@@ -25,8 +25,8 @@ from jaxrl_llm.learner.update import ALL_LEARN, Base, Learner, Parameters
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.shapes import MOST, RATES, TRAINING, Book, Shape, abstract
 from jaxrl_llm.models import hf, peft
+from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.structs import AnyArray, Array, Batch, PyTree, Sizes
 
@@ -39,13 +39,12 @@ class Models:
     folder: Path  # of the policy
     model: Decoder
     others: dict[str, Path]  # section of the config -> folder of that other model
-    lora: Lora | None  # the policy's adapters, if only they learn
-    adapters: str = ""  # folder that the adapters begin as; "": new ones
+    adapters: Adapters | None  # the policy's, if only they learn
 
 
 def describe_models(
     start: ModelSettings,
-    adapters: KeywordArguments | None,
+    adapters: Call | None,
     paths: Mapping[str, str],
     mesh: Mesh,
     folder: Path,
@@ -54,22 +53,27 @@ def describe_models(
 ) -> Models:
     """Finds the models of a run, whose policy is in `folder`.
 
-    adapters: arguments of `peft.make_lora`; None: all parameters learn. paths: of other models, by section; "": none.
-    weights: False, if no weights will be read. Raises: UserError, for a folder or a model that cannot be used.
+    adapters: their kind; None: all parameters learn. paths: of other models, by section; "": none. weights:
+    False, if no weights will be read. Raises: UserError, for a folder or a model that cannot be used.
     """
     others = {name: hf.find(path, f"{name}.path", weights=weights) for name, path in paths.items() if path}
     model = hf.load_model(folder, mesh, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts)
-    if not adapters:
-        return Models(mesh, folder, model, others, None)
-    return Models(mesh, folder, model, others, peft.make_lora(model, **adapters), adapters.path)
+    return Models(mesh, folder, model, others, model.adapters(adapters()) if adapters else None)
 
 
 def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree, seed: int) -> Parameters:
     """Returns what the policy learns: adapters of `base`, or all that params() gives. seed: of new adapters."""
-    if not (lora := models.lora):
+    if not (adapters := models.adapters):
         return Parameters(models.model.shapes(), params, ALL_LEARN)
-    first = partial(peft.first_adapters, lora, models.adapters, seed, models.mesh)
-    return Parameters(lora.shapes, first, Base(base, lora.combine))
+    place = sharding.shardings(adapters.shapes, models.mesh)
+
+    def first() -> PyTree:
+        if path := adapters.kind.path:
+            return jax.device_put(peft.load(Path(path).expanduser(), adapters), place)
+        # Made where they stay: no process holds all of them.
+        return jax.jit(adapters.init, out_shardings=place)(jax.random.key(seed))
+
+    return Parameters(adapters.shapes, first, Base(base, adapters.combine))
 
 
 class Reference(NamedTuple):
@@ -196,9 +200,9 @@ def make_reference(
     None: it is the base of the policy's new adapters, without them.
     """
     model, shapes, moves = models.model, policy.shapes.params, refresh_every > 0
-    if models.lora and not (moves or models.adapters):
+    if models.adapters and not (moves or models.adapters.kind.path):
         return None
-    if models.lora:
+    if models.adapters:
         copy_all = jax.jit(lambda adapters: jax.tree.map(jnp.copy, adapters))
         return Reference(copy_all, learns.params, shapes, refresh_every, mix)
     if not moves:

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from qwix import QArray
 
+from jaxrl_llm.models.adapters import AdaptedKernel, Stored, as_array
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.experts import Experts, Routing
-from jaxrl_llm.models.lora import Adapted, Stored, as_array
 from jaxrl_llm.models.rope import rotate
 from jaxrl_llm.structs import Array
 
@@ -130,7 +130,7 @@ class EmbedAndHead(nnx.Module):
 
 
 class Linear(nnx.Linear):
-    """x [..., D] -> [..., E]. The kernel [D, E] may be in int8, and have an adapter (`lora.Adapted`)."""
+    """x [..., D] -> [..., E]. The kernel [D, E] may be in int8, and have an adapter (`AdaptedKernel`)."""
 
     def __init__(self, cfg: DecoderConfig, din: int, dout: int, **options: Any):
         super().__init__(din, dout, dtype=jnp.dtype(cfg.dtype), **options)
@@ -140,15 +140,15 @@ class Linear(nnx.Linear):
         # One token axis: with several, XLA copies and transposes both factors of the kernel's gradient.
         flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         stored = self.kernel.get_value()
-        adapter = stored if isinstance(stored, Adapted) else None
+        adapter = stored if isinstance(stored, AdaptedKernel) else None
         kernel = adapter.frozen if adapter else stored
         # The backward pass needs W. Without a checkpoint here or around the layer, it would keep all kernels as floats.
         recompute = isinstance(kernel, QArray) and self.cfg.remat == "none"
         y = (jax.checkpoint(self._product) if recompute else self._product)(flat, kernel)
         if adapter:
-            # The product with W is computed as in the base, so that with B = 0 base and adapted model give the same
-            # bits.
-            y = (y.astype(jnp.float32) + adapter.added(flat, self.cfg.precision)).astype(self.dtype)
+            # The product with W is computed as in the base, so that with a new adapter base and adapted model give the
+            # same bits.
+            y = adapter.applied(flat, y.astype(jnp.float32), self.cfg.precision).astype(self.dtype)
         if self.bias is not None:
             # The bias is rounded as in the engines, but added in float32: its gradient is a sum over all tokens.
             y = (y.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.machine.sharding import BATCH, path_name
-from jaxrl_llm.models import attention_gpu, attention_tpu
+from jaxrl_llm.models import attention_gpu, attention_tpu, names
+from jaxrl_llm.models.adapters import AdapterKind, Adapters, make_adapters
 from jaxrl_llm.models.attention import (
     KeyValue,
     Visible,
@@ -100,11 +101,15 @@ class Decoder:
             sizes |= {name: sizes[name] * mixture.chosen // mixture.experts for name in expert_kernels}
         return sum(sizes.values())
 
-    def linears(self) -> list[str]:
-        """Paths of the kernels, each [L, D, E], that may have adapters (`lora.Adapted`)."""
-        block = nnx.merge(self._block_def, self._block_state)
-        paths = [path for path, node in nnx.iter_graph(block) if isinstance(node, Linear)]
-        return [f"layers/{'/'.join(map(str, path))}/kernel" for path in paths]
+    def adapters(self, kind: AdapterKind) -> Adapters:
+        """Returns adapters beside kernels of the layers. Raises: UserError, if the targets are in no name of one."""
+        nodes = nnx.iter_graph(nnx.merge(self._block_def, self._block_state))
+        kernels = {
+            f"layers/{'/'.join(map(str, path))}/kernel": (self.cfg.layers, *node.kernel.get_value().shape)
+            for path, node in nodes
+            if isinstance(node, Linear)
+        }
+        return make_adapters(kind, kernels, names.family_table(self.cfg.family))
 
     def as_used(self, params: PyTree) -> PyTree:
         """Casts parameters to the dtype of their products. Norms and routers compute in float32, and stay in it.

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import progress, sharding
 from jaxrl_llm.models import names
+from jaxrl_llm.models.adapters import Adapters, int8
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import PyTree
@@ -123,7 +124,7 @@ def _is_adapter(folder: Path, path: str, field: str) -> str:
     base = read_config(folder, ADAPTER).get("base_model_name_or_path") or "the model that it adapts"
     line = f"{field} {path!r} holds adapters of PEFT ({ADAPTER}), no model"
     if field == "model.path":
-        return f"{line}: give their base, {base}, as model.path and this folder as lora.path (configs/lora.py)"
+        return f"{line}: give their base, {base}, as model.path and this folder as adapters.path (configs/lora.py)"
     return f"{line}: merge them into their base, {base}, with PEFT (merge_and_unload), and give that"
 
 
@@ -284,6 +285,19 @@ def load_params(
     dtypes = jax.tree.map(lambda x: x.dtype, shapes) if learns else model.used_dtypes(shapes)
     with progress.task(f"loading the tensors of {folder.name}", len(jax.tree.leaves(shapes))) as shown:
         return jax.tree_util.tree_map_with_path(partial(load, shown), shapes, dtypes)
+
+
+def load_base(folder: Path, model: Decoder, mesh: Mesh, adapters: Adapters) -> PyTree:
+    """Loads the parameters beside the adapters. Raises: UserError, as `load_params`."""
+
+    def keep(path: str, leaf: jax.Array) -> Any:
+        if path not in adapters.in_int8:
+            return leaf
+        # Rounded tensor by tensor while loading: the float kernels of all layers are never in memory together.
+        place = sharding.shardings({path: jax.eval_shape(int8, leaf)}, mesh)[path]
+        return jax.jit(int8, out_shardings=place)(leaf)
+
+    return load_params(folder, model, mesh, learns=False, keep=keep)
 
 
 def load_readout(folder: Path, model: Decoder) -> PyTree:

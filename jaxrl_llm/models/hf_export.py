@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxrl_llm.machine import disk, distributed, progress, sharding
-from jaxrl_llm.models import lora, names
+from jaxrl_llm.models import adapters, names
 from jaxrl_llm.models.hf import read_config, stored_dtype
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import Array, PyTree
@@ -120,7 +120,7 @@ def _layer(stacked: Array, i: int) -> Array:
 
 @jax.jit
 def _index(stacked: PyTree, i: Array) -> jax.Array:
-    return lora.merged_kernel(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked))
+    return adapters.merged(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked))
 
 
 def table_of(folder: Path) -> TensorNames:
@@ -134,11 +134,11 @@ def tensors(params: PyTree, table: TensorNames, dtype: Any) -> Iterator[tuple[st
     A kernel with an adapter is merged, a layer at a time. table: of the family. A head that is tied to the
     embedding is not yielded: the embedding has its values.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, lora.is_kernel):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, adapters.is_kernel):
         name = sharding.path_name(path)
         form, remaining_names = table[name], iter(names.tensor_names(table[name], leaf.shape))
         # A slice on the device is a program for each shape, so the host slices what is small.
-        on_host = not lora.is_kernel(leaf) and leaf.nbytes <= AT_ONCE
+        on_host = not adapters.is_kernel(leaf) and leaf.nbytes <= AT_ONCE
         values: Any = sharding.whole_to_host(leaf) if on_host else leaf
         for i in range(leaf.shape[0] if names.stacked(form) else 1):
             fetched = sharding.whole_to_host(_layer(values, i) if names.stacked(form) else values)
@@ -151,7 +151,7 @@ def tensors(params: PyTree, table: TensorNames, dtype: Any) -> Iterator[tuple[st
 def shapes(params: PyTree, table: TensorNames) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that `tensors` yields, in the same order."""
     by_tensor = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, lora.is_kernel):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, adapters.is_kernel):
         name = sharding.path_name(path)
         shape = leaf.shape[names.stacked(table[name]) :]
         for tensor in names.tensor_names(table[name], leaf.shape):

@@ -79,7 +79,7 @@ def learning_rate(settings: RunSettings) -> Iterator[Finding]:
     """F9: a rate that ruins a model of this width."""
     recipe, width = settings.recipe, settings.width
     assert width  # RULES says that the rule needs it
-    adapters = ADAPTERS if recipe.lora else 1
+    adapters = ADAPTERS if recipe.adapters else 1
     rates = [("optim", recipe.optim.learning_rate, adapters * (1 if settings.rl else SUPERVISED))]
     if critic := settings.rl and settings.rl.critic:
         factor = SUPERVISED * (1 if critic.path else adapters)

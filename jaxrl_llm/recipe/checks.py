@@ -11,7 +11,7 @@ from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.rows import check_source
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.recipe.combinations import check_algorithm, check_health, check_lora, check_rollout, check_turns
+from jaxrl_llm.recipe.combinations import check_adapters, check_algorithm, check_health, check_rollout, check_turns
 from jaxrl_llm.recipe.no_effect import check_no_effect_shared
 from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe, warmup_steps
 from jaxrl_llm.sandbox import program as sandbox
@@ -86,8 +86,7 @@ def check_shared(recipe: Settings, prompts_per_update: int) -> None:
     check_data(recipe)
     check_no_effect_shared(recipe)
     check_health(recipe)
-    if recipe.lora:
-        check_lora(recipe, recipe.lora)
+    check_adapters(recipe)
     if recipe.eval.every:
         check_call(recipe.eval.function, tasks.REWARDS, "config.eval.function")
     for name in recipe.log.to:

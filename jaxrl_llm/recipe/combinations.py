@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.algorithms.traits import Trait, traits_of
 from jaxrl_llm.config.names import closest, own_name, required_inputs, split_call
-from jaxrl_llm.config.records import KeywordArguments, flat
+from jaxrl_llm.config.records import flat
 from jaxrl_llm.config.schema import Field, check_call
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.history import RECENT
@@ -231,15 +229,13 @@ def check_turns(recipe: Recipe) -> None:
             )
 
 
-def check_lora(recipe: Settings, lora: KeywordArguments) -> None:
+def check_adapters(recipe: Settings) -> None:
     """Checks that adapters have a base, and that a moving reference stays adapters of this base."""
+    if not recipe.adapters:
+        return
     if not recipe.model.path:
-        raise UserError("config.lora: model.path is '', and a new model has nothing to adapt: give a model's folder")
-    try:
-        re.compile(lora.targets)
-    except re.error as error:
-        raise UserError(f"config.lora.targets = {lora.targets!r} is no regular expression: {error}") from None
-    if isinstance(recipe, Recipe) and recipe.kl.mix < 1:
+        raise UserError("config.adapters: model.path is '': a new model has nothing to adapt: give a model's folder")
+    if isinstance(recipe, Recipe) and recipe.kl.mix < 1 and not recipe.adapters().linear:
         raise UserError(
             f"config.kl.mix = {recipe.kl.mix}: the mean of two adapters is not the adapter of the mean: set it to 1.0"
         )

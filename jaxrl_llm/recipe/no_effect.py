@@ -47,8 +47,8 @@ def check_no_effect(recipe: Recipe) -> None:
             (
                 "host_memory.reference",
                 False,
-                ("ref_logprobs" not in recipe.columns or bool(recipe.lora)) and not recipe.frozen,
-                f"there is no reference{' beside the base' * bool(recipe.lora)}, and none of {', '.join(FROZEN)}",
+                ("ref_logprobs" not in recipe.columns or bool(recipe.adapters)) and not recipe.frozen,
+                f"there is no reference{' beside the base' * bool(recipe.adapters)}, and none of {', '.join(FROZEN)}",
             ),
             ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),
             ("kl.horizon", 10_000, not k.target, "kl.target is 0"),

@@ -32,7 +32,7 @@ from jaxrl_llm.learner.settings import (
     RouterSettings,
 )
 from jaxrl_llm.machine.sharding import make_mesh
-from jaxrl_llm.models.peft import make_lora
+from jaxrl_llm.models import adapter_kinds
 from jaxrl_llm.models.settings import GroupModelSettings, ModelSettings, NewModelSettings
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.environments import EnvironmentPool
@@ -100,7 +100,7 @@ class Settings:
     checkpoint: CheckpointSettings
     log: LogSettings
     router: RouterSettings | None = None
-    lora: Annotated[KeywordArguments, make_lora] | None = None
+    adapters: Annotated[Call, adapter_kinds] | None = None
 
     program: ClassVar[str]
     env: ClassVar[Call | None] = None

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import placed
-from jaxrl_llm.models import lora
+from jaxrl_llm.models import adapters
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, PyTree
 
@@ -70,7 +70,7 @@ def _layer(model: Decoder, layers: PyTree, i: Array) -> PyTree:
     """Returns layer i of a stack, with its adapters merged."""
     layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
     # Merged in float32, then cast: the sum of base and adapter is rounded once.
-    layer = model.as_used(lora.merged(layer))
+    layer = model.as_used(adapters.merged(layer))
     return _turned(layer, lambda kernel: kernel.T) if model.cfg.transposed else layer
 
 

@@ -15,8 +15,8 @@ from jaxrl_llm.errors import printable
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.machine.shapes import MOST, SAMPLING, TRAINING, Shape
+from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.config import DecoderConfig
-from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.rollout.compaction import Slots
 from jaxrl_llm.rollout.settings import JudgeSettings
 from jaxrl_llm.session.other_rows import Change
@@ -130,13 +130,13 @@ def models_table(scorers: Mapping[str, Scorer], learners: Mapping[str, Learner])
     ]
 
 
-def adapters_table(lora: Lora | None) -> list[tuple[str, str]]:
+def adapters_table(adapters: Adapters | None) -> list[tuple[str, str]]:
     """Returns the banner's row on adapters, if the run has some."""
-    if not lora:
+    if not adapters:
         return []
-    names = ", ".join(module.rpartition(".")[2] for module in lora.modules.values())
-    rows = [("adapters that learn", f"{lora.size:,} parameters, rank {lora.rank}, of {names}")]
-    return rows + [("kernels of the base", "int8, with a scale for each output")] * bool(lora.in_int8)
+    names = ", ".join(module.rpartition(".")[2] for module in adapters.modules.values())
+    rows = [("adapters that learn", f"{adapters.size:,} parameters, {type(adapters.kind).__name__}, of {names}")]
+    return rows + [("kernels of the base", "int8, with a scale for each output")] * bool(adapters.in_int8)
 
 
 def shapes_table(slots: Sequence[Slots], packed: Sequence[Shape]) -> list[tuple[str, str]]:

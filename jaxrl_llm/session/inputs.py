@@ -47,16 +47,16 @@ class Inputs:
         digests = {"model.path": hf.fingerprint(self.models.folder), "data.source": self.dataset.fingerprint()}
         if self.held_out is not self.dataset:
             digests["eval.source"] = self.held_out.fingerprint()
-        if self.models.adapters:
-            digests["lora.path"] = peft.fingerprint(self.models.adapters)
+        if (adapters := self.models.adapters) and adapters.kind.path:
+            digests["adapters.path"] = peft.fingerprint(adapters.kind.path)
         others = {name: folder for name, folder in self.models.others.items() if name != "critic"}
         return digests | {f"{name}.path": hf.fingerprint(folder) for name, folder in others.items()}
 
     def export(self, place: Workplace, policy: Learner, states: States) -> None:
-        """Writes the policy as a Hugging Face folder with its model card, and its adapters as a folder of PEFT."""
+        """Writes the policy as a Hugging Face folder with its model card, and adapters as a folder of PEFT."""
         workdir, models = place.workdir, self.models
         hf_export.save(workdir / "hf", policy.all_parameters(states["policy"]), models.folder)
         if distributed.first():
             model_card.write(workdir / "hf", model_card.card(workdir, place.config, self.began_with))
-        if models.lora:
-            peft.save(workdir / "adapter", states["policy"].params, models.lora, place.config["model"]["path"])
+        if (adapters := models.adapters) and adapters.kind.peft:
+            peft.save(workdir / "adapter", states["policy"].params, adapters, place.config["model"]["path"])

@@ -21,9 +21,9 @@ from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import DataSettings
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.models import hf, new_model, peft
+from jaxrl_llm.models import adapter_kinds, hf, new_model
+from jaxrl_llm.models.adapters import AdapterKind
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.settings import NewModelSettings
 from jaxrl_llm.session import checkpoint
 from jaxrl_llm.structs import PyTree
@@ -90,13 +90,14 @@ class SavedRun:
         params = self.params(step, partial(sharding.shardings, mesh=mesh))
         if not self.adapters:
             return params
-        lora = self.lora(model)
-        return lora.combine(peft.load_base(folder, model, mesh, lora), params)
+        adapters = model.adapters(self.adapters)
+        return adapters.combine(hf.load_base(folder, model, mesh, adapters), params)
 
     @property
-    def adapters(self) -> dict[str, Any] | None:
-        """The section of the run's adapters; None: all parameters learned."""
-        return self.section_or_none("lora")
+    def adapters(self) -> AdapterKind | None:
+        """The kind of the run's adapters; None: all parameters learned."""
+        section = self.section_or_none("adapters")
+        return records.read_call(section, adapter_kinds, "config.adapters.name")() if section else None
 
     def section_or_none(self, name: str) -> dict[str, Any] | None:
         """Returns a section of the run's config; None: it has none."""
@@ -114,11 +115,6 @@ class SavedRun:
     def section(self, record: type[T], name: str) -> T:
         """Returns a section of the run's config as a record, without the fields that the record does not have."""
         return records.read(record, self.config[name])
-
-    def lora(self, model: Decoder) -> Lora:
-        """Returns the adapters of the run, which has some."""
-        assert self.adapters
-        return peft.make_lora(model, **self.adapters)
 
     def began_with(self, step: int) -> dict[str, str]:
         """Returns the hashes of the models and the data that the run began with, by config field."""

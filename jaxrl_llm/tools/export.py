@@ -35,8 +35,8 @@ def main() -> None:
         raise UserError("--private does nothing without --push-to")
     run = SavedRun(args.workdir)
     step = run.find(args.step)
-    if args.adapter and not run.adapters:
-        raise UserError(f"--adapter: {args.workdir} is a run without section lora: leave it out")
+    if args.adapter and not (run.adapters and run.adapters.peft):
+        raise UserError(f"--adapter: {args.workdir} is a run without adapters that PEFT knows: leave it out")
     if args.to and args.to.exists() and (not args.to.is_dir() or any(args.to.iterdir())):
         raise UserError(f"--to {args.to} is there already and not empty: give a new folder")
     if args.push_to:
@@ -58,8 +58,8 @@ def main() -> None:
 def save(run: SavedRun, step: int, to: Path, *, adapter: bool) -> None:
     """Writes the policy of a checkpoint into a new folder; adapter: only its adapters. Raises: UserError."""
     with run.model_folder(step) as folder:
-        if adapter:
-            peft.save(to, run.params(step), run.lora(hf.load_model(folder)), run.config["model"]["path"])
+        if adapter and run.adapters:
+            peft.save(to, run.params(step), hf.load_model(folder).adapters(run.adapters), run.config["model"]["path"])
         elif run.adapters:  # the base has the dtype of the run
             mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
             model = hf.load_model(folder, mesh, dtype=run.config["model"]["dtype"])

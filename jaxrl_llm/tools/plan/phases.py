@@ -25,9 +25,9 @@ from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.machine.sharding import prompt_shards, shardings
-from jaxrl_llm.models import hf, peft
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.recipe.recipe import Recipe
@@ -121,12 +121,12 @@ def make_plan(
     """
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
     folder = hf.find(recipe.model.path, weights=False)
-    models = describe_models(recipe.model, recipe.lora, recipe.other_paths, mesh, folder, weights=False)
+    models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder, weights=False)
     fit.check_router(recipe, models.model.cfg)
     for name, other in models.others.items():
         fit.check_other_model(f"{name}.path", hf.load_model(other).cfg, models.model.cfg)
     frozen = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
-    base = {"base": _base(models, models.lora)} if models.lora else {}
+    base = {"base": _base(models, models.adapters)} if models.adapters else {}
     learning = make_learning(recipe, models, lambda: None, base.get("base"), frozen.__getitem__)
     states = learning.all_shapes() | {name: other.params for name, other in frozen.items()} | base
     policy = learning.learners["policy"]
@@ -165,9 +165,9 @@ def _frozen(models: Models, name: str, start: ModelSettings) -> Frozen:
     return Frozen(model, params)
 
 
-def _base(models: Models, lora: Lora) -> PyTree:
+def _base(models: Models, adapters: Adapters) -> PyTree:
     """Returns the parameters beside the adapters, as shapes."""
-    shapes = peft.base_shapes(_placed(models.model.shapes(), models.model, models.mesh), lora)
+    shapes = adapters.base_shapes(_placed(models.model.shapes(), models.model, models.mesh))
     abstract = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
     return jax.tree.map(abstract, shapes, shardings(shapes, models.mesh))
 

@@ -137,11 +137,12 @@ def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False, base_dtype:
     listed = targets.split(",") if isinstance(targets, str) else list(targets)
     pattern = "_proj" if listed == ["all-linear"] else "|".join(name.strip() for name in listed)
     fields = {
-        "lora.rank": int(rank),
-        "lora.alpha": float(alpha),
-        "lora.rs": rs,
-        "lora.targets": pattern,
-        "lora.base_dtype": base_dtype,
-        "lora.path": "",
+        "adapters.name": "lora",
+        "adapters.rank": int(rank),
+        "adapters.alpha": float(alpha),
+        "adapters.rs": rs,
+        "adapters.targets": pattern,
+        "adapters.base_dtype": base_dtype,
+        "adapters.path": "",
     }
     return Outcome("changed" if reason else "mapped", fields, reason)

@@ -87,7 +87,7 @@ IDLE: dict[str, Rule] = {
     "datasets": off("one source here: data.source"),
     "streaming": Idle("rows are read whole"),
     "test_split_size": off("name the problems in eval.source"),
-    "trainer.quantization_config": off("only the base of adapters is quantized: set lora.base_dtype"),
+    "trainer.quantization_config": off("only the base of adapters is quantized: set adapters.base_dtype"),
     "dataset_streaming": Idle("rows are read whole"),
     "ignore_bias_buffers": Idle("of torch"),
     "do_eval": Idle("eval_strategy decides"),

@@ -323,7 +323,7 @@ def quantized(value: Any, keys: Keys) -> Outcome:
     if not keys["use_peft"]:
         return Outcome("unsupported", reason="only the base of adapters is quantized: set use_peft")
     reason = "8 bits with a scale for each output of a kernel; embedding and head stay as they are"
-    return Outcome("changed", {"lora.base_dtype": "int8"}, reason)
+    return Outcome("changed", {"adapters.base_dtype": "int8"}, reason)
 
 
 def remat(value: Any, keys: Keys) -> Outcome:

@@ -15,7 +15,7 @@ from jaxrl_llm.errors import printable
 from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
 
 WIDTH = 119
-WHOLE = ("advantage", "loss", "lora", "reward_model")  # sections that are written as one line
+WHOLE = ("adapters", "advantage", "loss", "reward_model")  # sections that are written as one line
 ALGORITHM = {
     "grpo": "GRPO",
     "ppo": "PPO",
@@ -131,7 +131,7 @@ def _written(translation: Translation, base_fields: Mapping[str, Any]) -> dict[s
 def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[str]:
     """Returns the line of a field with its comments. The first field of a section in WHOLE has the whole section."""
     section = name.split(".")[0]
-    if section in WHOLE and (f"{section}.name" in fields or section in ("lora", "reward_model")):
+    if section in WHOLE and (f"{section}.name" in fields or section == "reward_model"):
         names = [other for other in fields if other.startswith(f"{section}.")]
         if name != names[0]:
             return []
