@@ -18,17 +18,11 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import REWARDS, is_empty
 from jaxrl_llm.tasks.signatures import bound
 
-COMPLETION_ARGUMENTS = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "log_metric",
-)  # arguments that are no columns of rows
+# Arguments that are no columns of rows.
+COMPLETION_ARGUMENTS = ("prompts", "completions", "completion_ids", "log_metric")
 EPISODE_COLUMNS = ("turns", "episode", "loss_mask")  # columns that an environment gives
-TRL_ARGUMENTS = {
-    "trainer_state": "the state of TRL's trainer",
-    "log_extra": "TRL's log of columns",
-}  # arguments of TRL alone
+# Arguments of TRL alone.
+TRL_ARGUMENTS = {"trainer_state": "the state of TRL's trainer", "log_extra": "TRL's log of columns"}
 Turns: TypeAlias = list[tuple[bool, str]]
 # Names that the answer of a problem has in published data sets.
 ANSWERS = (

@@ -66,6 +66,14 @@ class CheckReport(NamedTuple):
     applicable: bool = True
 
 
+def alarm(
+    check: str, id: str, evidence: str, cause: str, fix: str, *, failures: str = "", severity: str = "error"
+) -> Finding:
+    """Returns the finding of a check. failures: rows of docs/failures.md."""
+    source = f"docs/health.md {check}" + (f", docs/failures.md {failures}" if failures else "")
+    return Finding(id, severity, evidence, cause, fix, source)
+
+
 Check: TypeAlias = Callable[[Trial], CheckReport]
 skipped = partial(CheckReport, findings=(), applicable=False)
 MORE = "doctor --selftest does this: it needs programs that the run has not"
@@ -137,9 +145,7 @@ def reference_agrees(trial: Trial) -> CheckReport:
         return CheckReport(text)
     cause = "the reference has other weights than the policy, or scores in another way"
     fix = "begin a new run, with files that nobody changes"
-    return CheckReport(
-        text, (Finding("reference_differs", "error", f"{text} at step 0", cause, fix, "docs/health.md S1"),)
-    )
+    return CheckReport(text, (alarm("S1", "reference_differs", f"{text} at step 0", cause, fix),))
 
 
 def ratio_is_one(trial: Trial) -> CheckReport:
@@ -156,9 +162,7 @@ def ratio_is_one(trial: Trial) -> CheckReport:
         return CheckReport(text)
     cause = "old log-probabilities are not those of the policy that learns"
     fix = "use an engine or a dtype that rounds as the trainer does, or look at your loss"
-    return CheckReport(
-        text, (Finding("ratio_not_one", "error", f"{text} in the first update", cause, fix, "docs/health.md S2"),)
-    )
+    return CheckReport(text, (alarm("S2", "ratio_not_one", f"{text} in the first update", cause, fix),))
 
 
 def sampler_agrees(trial: Trial) -> CheckReport:
@@ -175,7 +179,7 @@ def sampler_agrees(trial: Trial) -> CheckReport:
         return CheckReport(text)
     cause = f"the engine does not compute what the trainer computes (bound {bound:g})"
     fix = "compare weights, dtype and sampling settings of both"
-    return CheckReport(text, (Finding("sampler_disagrees", "error", text, cause, fix, "docs/health.md S3"),))
+    return CheckReport(text, (alarm("S3", "sampler_disagrees", text, cause, fix),))
 
 
 def groups_are_whole(trial: Trial) -> CheckReport:
@@ -185,9 +189,7 @@ def groups_are_whole(trial: Trial) -> CheckReport:
     findings = []
     if sampled != expected:
         evidence = f"{sampled[0]} groups of {sampled[1]} completions, not {expected[0]} of {expected[1]}"
-        findings.append(
-            Finding("groups_broken", "error", evidence, "the engine loses completions", "mend it", "docs/health.md S4")
-        )
+        findings.append(alarm("S4", "groups_broken", evidence, "the engine loses completions", "mend it"))
     text = f"{sampled[0]} groups of {sampled[1]}"
     if name not in GROUP_CENTERED:
         return CheckReport(f"{text}; the estimator need not have mean 0 in a group", tuple(findings))
@@ -199,7 +201,7 @@ def groups_are_whole(trial: Trial) -> CheckReport:
     text = f"{text}, mean of their advantages {mean:.1e} at most"
     if not mean <= CENTERED:
         cause, fix = "a group is not its own baseline", f"mend the estimator {name}"
-        findings.append(Finding("advantages_not_centered", "error", text, cause, fix, "docs/health.md S4"))
+        findings.append(alarm("S4", "advantages_not_centered", text, cause, fix))
     return CheckReport(text, tuple(findings))
 
 
@@ -218,14 +220,12 @@ def reward_sees(trial: Trial) -> CheckReport:
         earned = _earned(trial, rows, texts)
     except UserError as error:
         fix = "make it judge any text, since a policy may say nothing"
-        return CheckReport(
-            "an error", (Finding("reward_fails", "error", str(error), "it was asked", fix, "docs/health.md S5"),)
-        )
+        return CheckReport("an error", (alarm("S5", "reward_fails", str(error), "it was asked", fix),))
     if np.isnan(earned).all():
         evidence = f"no function has a verdict on {earned.size} completions"
         cause = f"{', '.join(map(str, reward.functions))}: a judge does not answer, or the rows lack what it reads"
         fix = "start the judge, or mend the data"
-        return CheckReport(evidence, (Finding("no_verdict", "error", evidence, cause, fix, "docs/health.md S5"),))
+        return CheckReport(evidence, (alarm("S5", "no_verdict", evidence, cause, fix),))
     if not columns:
         return CheckReport(
             f"the functions judge; the data has no column {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]} to compare"
@@ -238,7 +238,7 @@ def reward_sees(trial: Trial) -> CheckReport:
     evidence = "no form of the row's answer earns more than an empty completion"
     cause = f"the reward is blind, or wants a form that the self-test does not try ({text}; {', '.join(columns)})"
     fix = "judge a good answer by hand with your reward function"
-    return CheckReport(text, (Finding("reward_blind", "warning", evidence, cause, fix, "docs/health.md S5"),))
+    return CheckReport(text, (alarm("S5", "reward_blind", evidence, cause, fix, severity="warning"),))
 
 
 def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) -> np.ndarray:
@@ -260,16 +260,7 @@ def stop_is_learned(trial: Trial) -> CheckReport:
     if not any(0 <= stop < trial.parts.model.cfg.vocab_size for stop in stops):
         fix = "add eos_token_id to the model's generation_config.json"
         evidence = f"stop tokens {list(stops)}, none in the vocabulary"
-        findings.append(
-            Finding(
-                "no_stop_token",
-                "error",
-                evidence,
-                "no completion can end",
-                fix,
-                "docs/health.md S6, docs/failures.md F14",
-            )
-        )
+        findings.append(alarm("S6", "no_stop_token", evidence, "no completion can end", fix, failures="F14"))
     # The last token of a completion; 0 where the engine returns an empty one.
     last = np.maximum(rollouts.completion_mask.sum(axis=-1, keepdims=True) - 1, 0)
     at_end = lambda x: np.take_along_axis(x, last, axis=-1)[..., 0]  # noqa: E731
@@ -279,21 +270,12 @@ def stop_is_learned(trial: Trial) -> CheckReport:
     if lost := int((ended & ~learned).sum()):
         text = f"{lost} of {ended.sum()} completions that stopped do not end with a trained stop token"
         cause, fix = "stopping is never learned", "let the engine keep the stop token in the completion and its mask"
-        findings.append(
-            Finding("stop_not_trained", "error", text, cause, fix, "docs/health.md S6, docs/failures.md F14")
-        )
+        findings.append(alarm("S6", "stop_not_trained", text, cause, fix, failures="F14"))
     elif not ended.any() and count >= MEANT and limit <= TOKENS:
         text = f"none of {count} completions stopped within {limit} tokens"
         fix = "raise rollout.max_completion_tokens, or use a model that knows its stop token"
         findings.append(
-            Finding(
-                "nothing_stops",
-                "warning",
-                text,
-                "the limit cuts all of them",
-                fix,
-                "docs/health.md S6, docs/failures.md F14",
-            )
+            alarm("S6", "nothing_stops", text, "the limit cuts all of them", fix, failures="F14", severity="warning")
         )
     return CheckReport(text, tuple(findings))
 
@@ -315,16 +297,7 @@ def gradient_stays(trial: Trial) -> CheckReport:
         for how in [how for how, x in distances_by_layout.items() if not x <= bound]:
             evidence = f"with {how}, the gradient of the {name} differs by {distances_by_layout[how]:.1e} of its norm"
             cause, fix = "the loss depends on more than the tokens it gets", "sum over the tokens of a loss alone"
-            findings.append(
-                Finding(
-                    "microbatch_changes_gradient",
-                    "error",
-                    evidence,
-                    cause,
-                    fix,
-                    "docs/health.md S7, docs/failures.md F25, F29",
-                )
-            )
+            findings.append(alarm("S7", "microbatch_changes_gradient", evidence, cause, fix, failures="F25, F29"))
     return CheckReport(
         f"packed rows and micro-batches change the gradient by {', '.join(distances)} of its norm", tuple(findings)
     )
@@ -348,23 +321,16 @@ def environment_is_masked(trial: Trial) -> CheckReport:
         cause = "the policy ends each episode in its first turn, or the environment says nothing"
         fix = "look at completions.jsonl; start from a model that knows the protocol"
         return CheckReport(
-            text,
-            (Finding("environment_silent", "warning", text, cause, fix, "docs/health.md S8, docs/failures.md F22"),),
+            text, (alarm("S8", "environment_silent", text, cause, fix, failures="F22", severity="warning"),)
         )
     if changed := sum(episode.changed for episode in observed):
         evidence = f"{changed} of {tokens} tokens that the environment said are others in the completion"
         cause, fix = "text is encoded again between turns", "append the ids that the environment returns"
-        return CheckReport(
-            text,
-            (Finding("observation_changed", "error", evidence, cause, fix, "docs/health.md S8, docs/failures.md F21"),),
-        )
+        return CheckReport(text, (alarm("S8", "observation_changed", evidence, cause, fix, failures="F21"),))
     if trained:
         evidence = f"{trained} of {tokens} tokens that the environment said are in the loss mask"
         cause, fix = "the policy learns to say what it only reads", "append an observation with loss_mask False"
-        return CheckReport(
-            text,
-            (Finding("environment_trained", "error", evidence, cause, fix, "docs/health.md S8, docs/failures.md F20"),),
-        )
+        return CheckReport(text, (alarm("S8", "environment_trained", evidence, cause, fix, failures="F20"),))
     return CheckReport(f"{text}, and none of them is trained")
 
 
@@ -411,7 +377,7 @@ def samples_differ(trial: Trial) -> CheckReport:
     for what in [what for what, chance in equal.items() if chance < np.log(CHANCE)]:  # False, if they differ, is 0
         evidence = f"all completions are the same for different {what}"
         cause, fix = f"the engine uses one key (by chance: e^{equal[what]:.0f})", "draw with the key and the member"
-        findings.append(Finding("samples_repeat", "error", evidence, cause, fix, "docs/health.md S9"))
+        findings.append(alarm("S9", "samples_repeat", evidence, cause, fix))
     distinct = np.mean([len(np.unique(group, axis=0)) for group in tokens])
     moved = (tokens[..., first] != again).any(axis=-1).mean()
     text = f"{distinct:.1f} of {tokens.shape[1]} completions of a group are distinct, another key changes {moved:.0%}"
@@ -437,9 +403,7 @@ def push_arrives(trial: Trial) -> CheckReport:
     if new < old and (new <= GAP or not trial.exact):
         return CheckReport(text)
     cause, fix = "the engine does not sample with the weights that it got", "mend its update_weights"
-    return CheckReport(
-        text, (Finding("push_has_no_effect", "error", text, cause, fix, "docs/health.md S10, docs/failures.md F23"),)
-    )
+    return CheckReport(text, (alarm("S10", "push_has_no_effect", text, cause, fix, failures="F23"),))
 
 
 CHECKS: tuple[tuple[str, Check], ...] = (
@@ -497,7 +461,7 @@ def _generation_prompt(trial: Trial) -> Iterator[Finding]:
     if not "".join(decoded.split()).endswith("".join(expected.split())):
         evidence = f"the prompt ends with {decoded[-40:]!r}, not with {expected!r} of the chat template"
         cause, fix = "the model is not asked to answer", "mend data.convert or the chat template"
-        yield Finding("no_generation_prompt", "error", evidence, cause, fix, "docs/health.md S6")
+        yield alarm("S6", "no_generation_prompt", evidence, cause, fix)
 
 
 def _distance(gradient: Any, other: Any) -> float:
@@ -520,14 +484,7 @@ def _weight_check(trial: Trial) -> CheckReport:
         gap = trial.parts.actor.lent.take_back()[1]["weight_check/gap"]
     except UserError as error:
         cause, fix = "the engine does not have the pushed weights", "start the server again"
-        return CheckReport(
-            "",
-            (
-                Finding(
-                    "push_has_no_effect", "error", str(error), cause, fix, "docs/health.md S10, docs/failures.md F23"
-                ),
-            ),
-        )
+        return CheckReport("", (alarm("S10", "push_has_no_effect", str(error), cause, fix, failures="F23"),))
     return CheckReport(
         f"weight check: log-probabilities differ by {gap:.1e} at most, the bound is {trial.engine.max_gap:g}"
     )
