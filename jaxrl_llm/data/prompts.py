@@ -72,13 +72,7 @@ class Dataset:
 
 def load(settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Dataset:
     """Loads the training prompts. tools: that the chat template describes. Raises: UserError."""
-    args = settings.template_args(tools)
-    shared: dict[str, Any] = dict(
-        max_prompt_tokens=settings.max_prompt_tokens,
-        overlong=settings.overlong,
-        template_args=args,
-        columns=settings.columns,
-    )
+    shared = _reading(settings, tools)
     if settings.mixture:
         parts = {
             name: read(part.source, tokenizer, convert=part.convert, field=f"data.mixture.{name}.convert", **shared)
@@ -94,7 +88,7 @@ def load(settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]]
             "config.env.functions: rows have a column 'tools' of their own, which the environment does not know: "
             "leave it out"
         )
-    check_template_args_used("config.data.chat_template_args", args, dataset)
+    check_template_args_used("config.data.chat_template_args", shared["template_args"], dataset)
     return dataset
 
 
@@ -102,17 +96,16 @@ def load_held_out(
     problems: EvalSettings, settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()
 ) -> Dataset:
     """Loads the evaluation prompts, read as those of training. An over-long one is an error, so none is left out."""
-    return read(
-        problems.source,
-        tokenizer,
-        convert=problems.convert,
-        field="eval.convert",
-        problems=problems.problems,
-        max_prompt_tokens=settings.max_prompt_tokens,
-        overlong="error",
-        template_args=settings.template_args(tools),
-        columns=settings.columns,
+    own: dict[str, Any] = dict(
+        convert=problems.convert, field="eval.convert", problems=problems.problems, overlong="error"
     )
+    return read(problems.source, tokenizer, **_reading(settings, tools) | own)
+
+
+def _reading(settings: DataSettings, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns how all rows of a run are read, as arguments of `read`."""
+    args, limit = settings.template_args(tools), settings.max_prompt_tokens
+    return dict(max_prompt_tokens=limit, overlong=settings.overlong, template_args=args, columns=settings.columns)
 
 
 def join(parts: Mapping[str, Dataset]) -> Dataset:

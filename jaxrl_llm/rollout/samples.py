@@ -106,10 +106,6 @@ class CompletionTask:
         """Returns texts and rewards, once the reward functions have judged."""
         return self.score(*self.completions(prompts, rollouts))
 
-    def start_grading(self, prompts: Prompts, rollouts: Rollouts) -> Callable[[], Graded]:
-        """Starts to decode and to judge, beside the caller. Returns a function that waits for the result."""
-        return self.score.start(partial(self.completions, prompts, rollouts))
-
     def completions(self, prompts: Prompts, rollouts: Rollouts) -> Completions:
         """Decodes completions for the reward functions, with the columns of `tasks` if there are environments."""
         tokens, mask = rollouts.completions, rollouts.completion_mask
@@ -197,7 +193,7 @@ class SampleSource:
         return self._graded(prompts, measured_alike(rollouts, SAMPLING) if self._task.environments else rollouts)
 
     def _graded(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
-        graded = self._task.start_grading(prompts, rollouts)
+        graded = self._task.score.start(partial(self._task.completions, prompts, rollouts))
         return Samples(prompts, rollouts, graded, masks_truncated=self._drawing.masks_truncated)
 
 
@@ -233,7 +229,7 @@ def settled(samples: Samples, tokenizer: Any, mesh: Mesh) -> Samples:
     rollouts, graded = samples.rollouts, samples.graded
     for move in samples.moves:
         rollouts, moved = _move_groups(rollouts, graded(), move, tokenizer, mesh)
-        graded = partial(_same, moved)
+        graded = lambda moved=moved: moved  # noqa: E731
     return replace(samples, rollouts=rollouts, graded=graded, moves=[])
 
 
@@ -254,10 +250,6 @@ def _move_groups(rollouts: Rollouts, graded: Graded, move: Move, tokenizer: Any,
     turns = dict(zip(local.tolist(), data.decode_turns(tokenizer, tokens, mask, loss_mask), strict=True))
     replaced = lambda groups, new: [new.get(b, group) for b, group in enumerate(groups)]  # noqa: E731
     return rollouts, Graded(replaced(graded.texts, texts), rewards, replaced(graded.turns, turns), graded.metrics)
-
-
-def _same(graded: Graded) -> Graded:
-    return graded
 
 
 def _filled(rollouts: Rollouts, names: Iterable[str]) -> Rollouts:

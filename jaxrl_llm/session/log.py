@@ -12,10 +12,11 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import jax
 import numpy as np
@@ -44,6 +45,7 @@ COLUMNS = (
     ("grad", "grad_norm", ".2f"),
     ("accuracy", "eval/accuracy", ".1%"),
 )
+T = TypeVar("T")
 PHASES = ("rollout", "reward", "score", "update")
 
 
@@ -132,37 +134,35 @@ class Log:
         for logger in self._loggers:
             logger.write_text(step, f"health/{finding.id}", finding.line())
 
-    def last(self, count: int) -> list[dict[str, Any]]:
-        """Returns the last records of metrics.jsonl, at most `count`."""
-        lines: list[dict[str, Any]] = []
+    def read(self, pick: Callable[[TextIO], list[T]]) -> list[T]:
+        """Returns pick(lines of metrics.jsonl), which the first process reads, in all processes."""
+        picked: list[T] = []
         if distributed.first():
             with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
-                lines = [json.loads(line) for line in deque(file, maxlen=count)]
-        return distributed.exchange(lines)[0]
+                picked = pick(file)
+        return distributed.exchange(picked)[0]
+
+    def last(self) -> list[dict[str, Any]]:
+        """Returns the last record of metrics.jsonl, if there is one."""
+        return self.read(lambda file: [json.loads(line) for line in deque(file, maxlen=1)])
 
     def seen_by_health(self) -> list[dict[str, Any]]:
         """Returns those records of metrics.jsonl that health rules look at."""
-        kept: list[dict[str, Any]] = []
-        if distributed.first():
-            with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
-                kept = History(map(json.loads, file)).records
-        return distributed.exchange(kept)[0]
+        return self.read(lambda file: History(map(json.loads, file)).records)
 
     def accuracies(self) -> list[float]:
         """Returns the accuracies of all evaluations in metrics.jsonl."""
-        found: list[float] = []
-        if distributed.first():
-            with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
-                found = [line["eval/accuracy"] for line in map(json.loads, file) if "eval/accuracy" in line]
-        return distributed.exchange(found)[0]
+        return self.read(
+            lambda file: [line["eval/accuracy"] for line in map(json.loads, file) if "eval/accuracy" in line]
+        )
 
     def lacks_evaluation(self, step: int) -> bool:
         """Returns whether metrics.jsonl, which ends at `step` or before, has no evaluation of `step`."""
-        return all(record["step"] < step or "eval/accuracy" not in record for record in self.last(1))
+        return all(record["step"] < step or "eval/accuracy" not in record for record in self.last())
 
     def add_evaluation(self, step: int, evaluation: dict[str, Any]) -> None:
         """Adds an evaluation to the record of `step`, which is the last one, or writes a first record."""
-        before = self.last(1)
+        before = self.last()
         record = {"step": step} | (before[0] if before else {})
         if distributed.first():
             self._files["metrics"].close()

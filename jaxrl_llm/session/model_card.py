@@ -40,7 +40,7 @@ def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str]
     """
     records = [record for record in _records(workdir) if step is None or record["step"] <= step]
     last = records[-1]["step"] if records else 0
-    name, algorithm = workdir.resolve().name, _algorithm(config)
+    name, (algorithm, *tags) = workdir.resolve().name, _algorithm(config)
     accuracy = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
     commit = _commit()
     by = f"jaxrl_llm {jaxrl_llm.__version__}" + (f", commit {commit}" if commit else "")
@@ -58,10 +58,10 @@ def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str]
         "## Config",
         f"```json\n{_plain(json.dumps(config, indent=2))}\n```",
     ]
-    return f"---\n{_head(name, config, accuracy)}\n---\n\n" + "\n\n".join(parts) + "\n"
+    return f"---\n{_head(name, config, tags, accuracy)}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
-def _head(name: str, config: Mapping[str, Any], accuracy: Sequence[float]) -> str:
+def _head(name: str, config: Mapping[str, Any], tags: Sequence[str], accuracy: Sequence[float]) -> str:
     """Returns the metadata that a hub reads."""
     results = [
         EvalResult(
@@ -79,25 +79,19 @@ def _head(name: str, config: Mapping[str, Any], accuracy: Sequence[float]) -> st
         model_name=name,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["jaxrl_llm", *_tags(config)],
+        tags=["jaxrl_llm", *tags],
         base_model=path if hf.is_hub_id(path) else None,
         eval_results=results or None,
     )
     return made.to_yaml().strip()
 
 
-def _algorithm(config: Mapping[str, Any]) -> str:
+def _algorithm(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns how the model was trained, in words, and the tags for a hub."""
     match config:
-        case {"advantage": advantage, "loss": loss}:
-            return f"`{advantage['name']}` advantages and the `{loss['name']}` loss"
-    return "supervised fine-tuning"
-
-
-def _tags(config: Mapping[str, Any]) -> list[str]:
-    match config:
-        case {"advantage": advantage}:
-            return ["reinforcement-learning", advantage["name"]]
-    return ["sft"]
+        case {"advantage": {"name": name}, "loss": {"name": loss}}:
+            return f"`{name}` advantages and the `{loss}` loss", "reinforcement-learning", name
+    return "supervised fine-tuning", "sft"
 
 
 def _curve(records: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ import zlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Array, Rollouts
 
+T = TypeVar("T")
 LOG = "log"  # channel of the log's thread
 
 
@@ -133,11 +134,16 @@ def error_of_mean(values: np.ndarray) -> float:
 
 def of_rewards(metrics: dict[str, float]) -> dict[str, float]:
     """Returns the means over all processes of what reward functions measured."""
-    found: dict[str, list[float]] = {}
-    for of_process in distributed.exchange(metrics, LOG):
-        for name, value in of_process.items():
-            found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    return {name: sum(values) / len(values) for name, values in gathered(metrics).items()}
+
+
+def gathered(numbers: dict[str, T]) -> dict[str, list[T]]:
+    """Returns what the processes have under each name, in their order."""
+    lists: dict[str, list[T]] = {}
+    for in_process in distributed.exchange(numbers, LOG):
+        for name, x in in_process.items():
+            lists.setdefault(name, []).append(x)
+    return lists
 
 
 def of_episodes(rollouts: Rollouts) -> dict[str, Any]:
@@ -148,12 +154,9 @@ def of_episodes(rollouts: Rollouts) -> dict[str, Any]:
     own, real = rollouts.loss_mask.sum(), rollouts.completion_mask.sum()
     sums |= {"policy_tokens": [float(own), rollouts.truncated.size]}
     sums |= {"environment_tokens": [float(real - own), rollouts.truncated.size]}
-    found: dict[str, list[list[float]]] = {}
-    for of_process in distributed.exchange(sums, LOG):
-        for name, pair in of_process.items():
-            found.setdefault(name, []).append(pair)
-    size = sum(count for _, count in found["policy_tokens"])
-    record = {f"episode/{name}": sum(total for total, _ in pairs) / size for name, pairs in found.items()}
+    pairs_of = gathered(sums)
+    size = sum(count for _, count in pairs_of["policy_tokens"])
+    record = {f"episode/{name}": sum(total for total, _ in pairs) / size for name, pairs in pairs_of.items()}
     seconds = record.pop("episode/seconds", 0.0)
     return record | {"time/environment": seconds}
 
@@ -165,10 +168,7 @@ def of_sources(samples: Samples) -> dict[str, Any]:
     here: dict[str, list[list[float]]] = {}
     for name, rewards in zip(samples.prompts.sources, samples.graded().rewards.total, strict=True):
         here.setdefault(name, []).append(rewards[np.isfinite(rewards)].tolist())
-    groups: dict[str, list[list[float]]] = {}
-    for of_process in distributed.exchange(here, LOG):
-        for name, rewards in of_process.items():
-            groups.setdefault(name, []).extend(rewards)
+    groups = {name: list(chain(*lists)) for name, lists in gathered(here).items()}
     size, record = sum(map(len, groups.values())), {}
     for name, rewards in groups.items():
         earned = list(chain(*rewards))
