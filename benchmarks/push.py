@@ -21,7 +21,9 @@ from rich.table import Table
 from benchmarks.step import environment, make_model
 from benchmarks.workloads import WORKLOADS
 from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.protocol import EngineInputs
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 
@@ -39,13 +41,14 @@ ARGUMENTS = ("--enforce-eager", "--no-enable-chunked-prefill", "--skip-tokenizer
 def measure(folder: Path, workdir: Path, push: str, times: int) -> tuple[int, list[float]]:
     """Bytes of a model, and seconds of each of so many pushes after a first."""
     model = hf.load_model(folder)
-    params = hf.load_params(folder, model, sharding.make_mesh(data=1, fsdp=1, tensor=1))
+    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    params = hf.load_params(folder, model, mesh)
     python = str(environment("vllm"))
     server = ManagedServer(python, folder, dtype="float32", max_model_len=64, log=workdir / "vllm.log", extra=ARGUMENTS)
     engine = VllmEngine(
-        (server.url,), run="benchmark", weights_dir="/dev/shm", model=model.cfg, dtype="float32",
-        push_address="127.0.0.1" if push == "http" else "", max_completion_tokens=16, max_prompt_tokens=16,
-        stop_ids=(1,), pad_id=0, concurrency=8, timeout=300.0, patience=300.0, managed=server,
+        (server.url,), EngineInputs(model, mesh, folder, workdir, 16, 16, (1,), 0, Book()), run="benchmark",
+        weights_dir="/dev/shm", push_address="127.0.0.1" if push == "http" else "", concurrency=8, timeout=300.0,
+        patience=300.0, managed=server,
     )  # fmt: skip
     seconds = []
     try:

@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -33,9 +34,11 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.environments import EnvironmentPool
+from jaxrl_llm.rollout.protocol import EngineInputs
 from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
@@ -134,12 +137,11 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
 
 @contextmanager
 def connected(*servers: ManagedServer, tmp_path: Path, run: str = "test", **changes) -> Iterator[VllmEngine]:
-    usual = dict(
-        run=run, weights_dir=str(tmp_path), push_address="", model=MODEL.cfg, dtype="float32",
-        max_completion_tokens=LENGTH, max_prompt_tokens=8, stop_ids=STOPS, pad_id=PAD, concurrency=64, timeout=120.0,
-        patience=200.0,
-    )  # fmt: skip
-    engine = VllmEngine(tuple(server.url for server in servers), **usual | changes)
+    usual = dict(run=run, weights_dir=str(tmp_path), push_address="", concurrency=64, timeout=120.0, patience=200.0)
+    cfg = replace(changes.pop("model", MODEL.cfg), dtype=changes.pop("dtype", "float32"))
+    length = changes.pop("max_completion_tokens", LENGTH)
+    inputs = EngineInputs(SimpleNamespace(cfg=cfg), None, FOLDER, tmp_path, 8, length, STOPS, PAD, Book())
+    engine = VllmEngine(tuple(server.url for server in servers), inputs, **usual | changes)
     try:
         yield engine
     finally:

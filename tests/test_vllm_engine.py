@@ -22,7 +22,9 @@ import pytest
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.protocol import EngineInputs
 from jaxrl_llm.rollout.vllm import address, engine
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.structs import Prompts
@@ -80,9 +82,8 @@ def connected(
     monkeypatch.setattr(engine, "SOON", 0.3)
     monkeypatch.setattr(engine, "WAITS", (0.02, 0.05))
     made = VllmEngine(
-        tuple(named), run="test", weights_dir=str(folder), push_address="", model=MODEL.cfg,
-        dtype="float32", max_completion_tokens=length, max_prompt_tokens=4, stop_ids=(1,), pad_id=0, concurrency=2,
-        timeout=5.0, patience=patience,
+        tuple(named), EngineInputs(MODEL, None, FOLDER, folder, 4, length, (1,), 0, Book()), run="test",
+        weights_dir=str(folder), push_address="", concurrency=2, timeout=5.0, patience=patience,
     )  # fmt: skip
     try:
         yield made

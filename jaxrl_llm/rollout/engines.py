@@ -74,19 +74,10 @@ def vllm(
             )
     check_addresses(servers, push, push_address)
     check = partial(check_python, python, "config.engine.python") if managed else lambda: None
-    settings = dict(
-        managed=managed,
-        python=python,
-        server_args=server_args,
-        servers=servers,
-        concurrency=concurrency,
-        push_address=push_address,
-        weights_dir=weights_dir,
-        timeout=timeout,
-        patience=patience,
-        max_gap=max_gap,
-    )
-    return EngineChoice(partial(servers_of_vllm.start, **settings), check=check)
+    server = dict(managed=managed, python=python, server_args=server_args, servers=servers)
+    pushes = dict(push_address=push_address, weights_dir=weights_dir, max_gap=max_gap)
+    requests = dict(concurrency=concurrency, timeout=timeout, patience=patience)
+    return EngineChoice(partial(servers_of_vllm.start, **server, **pushes, **requests), check=check)
 
 
 def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> None:

@@ -22,7 +22,6 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.models import hf_export, names
-from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
@@ -77,7 +76,7 @@ def start(
     **settings: Any,
 ) -> VllmEngine:
     """Starts the engine, and its server if `managed` (arguments: `engines.vllm`). Raises: UserError."""
-    server, dtype = None, inputs.model.cfg.dtype
+    server = None
     servers = tuple(own_address(server, "servers") for server in servers)
     if settings["push_address"]:
         settings["push_address"] = own_address(settings["push_address"], "push_address")
@@ -85,7 +84,7 @@ def start(
         server = ManagedServer(
             python,
             inputs.folder,
-            dtype=dtype,
+            dtype=inputs.model.cfg.dtype,
             max_model_len=inputs.max_prompt_tokens + inputs.max_completion_tokens,
             log=inputs.workdir / (f"vllm-{distributed.index()}.log" if distributed.count() > 1 else "vllm.log"),
             extra=server_args,
@@ -95,13 +94,8 @@ def start(
     try:
         engine = VllmEngine(
             (server.url,) if server else servers,
+            inputs,
             run=hashlib.sha256(where.encode()).hexdigest()[:12],
-            model=inputs.model.cfg,
-            dtype=dtype,
-            max_completion_tokens=inputs.max_completion_tokens,
-            max_prompt_tokens=inputs.max_prompt_tokens,
-            stop_ids=inputs.stop_ids,
-            pad_id=inputs.pad_id,
             managed=server,
             **settings,
         )
@@ -159,36 +153,32 @@ class VllmEngine:
     def __init__(
         self,
         servers: tuple[str, ...],
+        inputs: EngineInputs,
         *,
         run: str,
-        model: DecoderConfig,
         weights_dir: str,
         push_address: str,
-        dtype: str,
-        max_completion_tokens: int,
-        max_prompt_tokens: int,
-        stop_ids: tuple[int, ...],
-        pad_id: int,
         concurrency: int,
         timeout: float,
         patience: float,
         managed: ManagedServer | None = None,
     ):
-        """run: an id of the run; dtype: of the pushed weights; push_address: of this host, for a push over HTTP.
+        """run: an id of the run; push_address: of this host, for a push over HTTP.
 
         Raises: UserError, like `WeightFile`.
         """
         self._servers = tuple(server.rstrip("/") for server in servers)
-        self._run, self._dtype = f"jaxrl_llm:{run}:", dtype
+        model = inputs.model.cfg
+        self._run, self._dtype = f"jaxrl_llm:{run}:", model.dtype  # of the pushed weights
         self._table = names.family_table(model.family)
         self._offer = weights.WeightFile(
-            Path(weights_dir) / f"{address.FOLDER}{run}", dtype, self._table, address=push_address
+            Path(weights_dir) / f"{address.FOLDER}{run}", model.dtype, self._table, address=push_address
         )
         # The width of experts has a name of its own in each family; the shapes of the tensors say it too.
         fields = [name for name in SHAPE if not (model.mixture and name == "intermediate_size")]
         self._model = {name: getattr(model, SHAPE[name]) for name in fields}
-        self._length, self._width = max_completion_tokens, max_prompt_tokens
-        self._stops, self._pad, self._patience, self._managed = stop_ids, pad_id, patience, managed
+        self._length, self._width = inputs.max_completion_tokens, inputs.max_prompt_tokens
+        self._stops, self._pad, self._patience, self._managed = inputs.stop_ids, inputs.pad_id, patience, managed
         at_once = concurrency * len(servers)
         limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
         # pool=None: a request may wait for a free connection as long as the others run.

@@ -24,26 +24,10 @@ class ManagedServer:
         if len(str(uds)) > LONGEST:
             uds = Path("/tmp").joinpath(*uds.parts[-2:])
         self.url, self.log = f"{UNIX}{uds}", log
-        command = [
-            sys.executable,
-            "-m",
-            "jaxrl_llm.tools.serve_vllm",
-            "--model",
-            str(model),
-            "--python",
-            python,
-            "--uds",
-            str(uds),
-            "--dtype",
-            dtype,
-            "--max-model-len",
-            str(max_model_len),
-            "--log",
-            str(log),
-            "--with-parent",
-            "--",
-            *extra,
-        ]
+        options = dict(model=model, python=python, uds=uds, dtype=dtype, max_model_len=max_model_len, log=log)
+        command = [sys.executable, "-m", "jaxrl_llm.tools.serve_vllm"]
+        command += [f"--{name.replace('_', '-')}={x}" for name, x in options.items()]
+        command += ["--with-parent", "--", *extra]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self._process = subprocess.Popen(
