@@ -34,7 +34,7 @@ def accuracies(name: str, seed: int) -> dict[int, float]:
     command += [f"--config.seed={seed}", *SETTINGS]
     if name == "distillation":
         accuracies("grpo", 0)
-        command.append(f"--config.teacher.path={RUNS / 'grpo-0' / 'hf'}")
+        command.append(f"--config.teachers.teacher.path={RUNS / 'grpo-0' / 'hf'}")
     if not (workdir / "hf" / "model.safetensors").exists():
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:

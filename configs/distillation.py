@@ -3,7 +3,7 @@
 The advantage of a token is the teacher's log-probability minus the policy's.
 
 jaxrl train --config configs/distillation.py
-    --config.teacher.path=FOLDER   (WORKDIR/hf of any trained run)
+    --config.teachers.teacher.path=FOLDER   (WORKDIR/hf of any trained run)
 
 Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 100.0 % at least.
 """
@@ -15,7 +15,9 @@ from jaxrl_llm.configs import grpo  # configs/grpo.py explains every field
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.teacher = ConfigDict(dict(path=""))  # a folder or hub id; "": an error, because there is no default teacher
+    # By name, any number of them: the column of `teachers.NAME` is NAME_logprobs, an argument of the advantage or loss.
+    # path: a folder or hub id; "": an error, because there is no default teacher.
+    c.teachers = ConfigDict(dict(teacher=dict(path="")))
     c.advantage = ConfigDict(dict(name="distillation"))
     c.loss = ConfigDict(dict(name="reinforce"))
     c.kl.placement, c.kl.coef = "none", 0.0

@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "reward.overlong_tokens=4",
     ),
     "dapo": ("epochs=1",),
-    "distillation": ("teacher.path=TEACHER", "prompts_per_update=8"),
+    "distillation": ("teachers.teacher.path=TEACHER", "prompts_per_update=8"),
     "top_entropy": ("epochs=2",),
     "lag": ("rollout.max_lag=1", "kl.refresh_every=2", "kl.mix=0.5"),
     "reinforce_pp": ("prompts_per_update=8",),

@@ -46,8 +46,8 @@ def test_the_config_with_a_server_of_its_own_passes_the_checks(monkeypatch):
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_a_config_passes_the_checks_names_its_command_and_is_measured(file):
     c = config.load(file)
-    if "teacher" in c:
-        c.teacher.path = "somewhere"
+    for teacher in c.get("teachers", {}).values():
+        teacher.path = "somewhere"
     recipes.read(c.lock())
     text = file.read_text()
     assert f"--config configs/{file.name}" in text
@@ -238,11 +238,11 @@ def test_a_value_of_another_type_is_refused_where_a_script_sets_it(made, change,
 
 def test_a_moved_or_copied_section_names_its_new_place():
     c = ppo.get_config()
-    c.teacher = dict(path="", inner=dict(size=1))
+    c.teachers = dict(first=dict(path="", inner=dict(size=1)))
     for copied in (c, copy.deepcopy(c), c.copy_and_resolve_references()):
         for section, name, path in (
             (copied.critic.optim, "b1", "critic.optim.b1"),
-            (copied.teacher.inner, "size", "teacher.inner.size"),
+            (copied.teachers.first.inner, "size", "teachers.first.inner.size"),
         ):
             with pytest.raises(UserError, match=rf"^config.{path} is 'x': give a"):
                 section[name] = "x"

@@ -116,5 +116,5 @@ def test_targets_are_lambda_returns_over_the_trained_tokens():
 
 def test_another_model_that_cannot_read_what_the_policy_writes_is_refused():
     fit.check_other_model("critic.path", tiny.CONFIG, tiny.CONFIG)
-    with pytest.raises(UserError, match=r"config.teacher.path: .*vocabulary of 16, the policy, .* 32: give one"):
-        fit.check_other_model("teacher.path", replace(tiny.CONFIG, vocab_size=16), tiny.CONFIG)
+    with pytest.raises(UserError, match=r"config.teachers.big.path: .*vocabulary of 16, the policy, .* 32: give one"):
+        fit.check_other_model("teachers.big.path", replace(tiny.CONFIG, vocab_size=16), tiny.CONFIG)

@@ -384,12 +384,16 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
     "with an estimator that asks for a critic":
         ("c.advantage = ConfigDict(dict(name='gae'))", "config.critic is missing | 'gae' | configs/ppo.py"),
     "with an estimator that asks for a teacher":
-        ("c.advantage = ConfigDict(dict(name='distillation'))", "config.teacher is missing | configs/distillation.py"),
+        ("c.advantage = ConfigDict(dict(name='distillation'))",
+         "config.advantage.name = 'distillation' | config.teachers.teacher is missing | configs/distillation.py"),
+    "with a teacher by the name of another column":
+        ("c.teachers = ConfigDict(dict(ref=dict(path='x')))", "config.teachers.ref: the column ref_logprobs | another"),
     "with a teacher that nobody asks for":
-        ("c.teacher = ConfigDict(dict(path='x'))", "config.teacher would be of no use | 'grpo'"),
+        ("c.teachers = ConfigDict(dict(second=dict(path='x')))",
+         "config.teachers.second would be of no use | 'ppo_clip' | 'grpo' | second_logprobs"),
     "with a teacher that is not named":
-        ("c.advantage = ConfigDict(dict(name='distillation')); c.teacher = ConfigDict(dict(path=''))",
-         "config.teacher.path = '' | give the teacher's folder"),
+        ("c.advantage = ConfigDict(dict(name='distillation')); c.teachers = ConfigDict(dict(teacher=dict(path='')))",
+         "config.teachers.teacher.path = '' | give the model's folder"),
     "with an estimator that does not know the KL penalty in the reward":
         ("c.advantage = ConfigDict(dict(name='gdpo')); c.kl.placement = 'reward'",
          "config.kl.placement = 'reward' | 'gdpo' | set 'loss' or 'none'"),
@@ -421,7 +425,7 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
         ("c.advantage = ConfigDict(dict(name='gdpo')); c.reward.overlong_tokens = 2",
          "config.reward.overlong_tokens = 2 | 'gdpo' does not look at it | set it to 0"),
     "with groups chosen by a reward that nobody looks at":
-        ("c.advantage = ConfigDict(dict(name='distillation')); c.teacher = ConfigDict(dict(path='x')); "
+        ("c.advantage = ConfigDict(dict(name='distillation')); c.teachers = ConfigDict(dict(teacher=dict(path='x'))); "
          "c.rollout.resample_rounds = 1", "config.rollout.resample_rounds = 1 | looks at no reward"),
     "with our estimator by its dotted name and groups of one":
         ("c.advantage.name = 'jaxrl_llm.algorithms.advantages.grpo'; c.group_size = 1",

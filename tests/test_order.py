@@ -122,7 +122,7 @@ def test_a_column_that_a_source_does_not_have_is_none_there():
 
 REFUSED = {
     "group of one": ("ppo", dict(data__curriculum__skip=0.5, group_size=1), "a group of 1 never has a signal"),
-    "advantage without rewards": ("distillation", dict(data__curriculum__skip=0.5, teacher__path="x"),
+    "advantage without rewards": ("distillation", dict(data__curriculum__skip=0.5, teachers__teacher__path="x"),
                                   "skip = 0.5 does nothing: advantage 'distillation' looks at no reward"),
     "certainty": ("grpo", dict(data__curriculum__skip=1.0), "curriculum.skip is 1.0: give a value of at most 0.95"),
 }  # fmt: skip

@@ -15,6 +15,7 @@ from jaxrl_llm.algorithms.traits import Trait, declares
 from jaxrl_llm.build import opened_run
 from jaxrl_llm.config import load, records
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.scorers import column_of
 from jaxrl_llm.recipe import read, read_either
 from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.rollout.actor import Lent
@@ -111,6 +112,28 @@ def asks_for_nothing_known(logprobs, batch, surprise):
     return surprise, {}
 
 
+def nearest(one_logprobs, other_logprobs, old_logprobs):
+    return np.maximum(one_logprobs, other_logprobs) - old_logprobs
+
+
+def test_there_may_be_several_teachers_each_with_a_column_of_its_name():
+    c = load.load(ROOT / "configs" / "distillation.py")
+    c.advantage.name = "test_recipe.nearest"
+    with pytest.raises(UserError, match=r"asks for 'one_logprobs': there is .*; config.teachers.one is missing, see"):
+        read(c)
+    c.teachers = {name: dict(path=name) for name in ("one", "other")}
+    recipe = read(c)
+    assert recipe.other_paths == {"teachers.one": "one", "teachers.other": "other"}
+    assert {column_of(section) for section in recipe.frozen} == {"one_logprobs", "other_logprobs"}
+    c.loss.name = "test_recipe.asks_a_teacher"
+    with pytest.raises(UserError, match=r"loss.name = .* asks for 'third_logprobs': there is .*, other_logprobs; conf"):
+        read(c)
+
+
+def asks_a_teacher(logprobs, batch, third_logprobs):
+    return logprobs - third_logprobs, {}
+
+
 def makes_a_loss():
     return lambda logprobs, batch: (logprobs, {})
 
@@ -138,8 +161,8 @@ def test_what_a_loss_asks_for_is_computed_also_without_a_penalty_and_a_mask():
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        ("asks_a_critic", r"config.critic is missing: .*loss.name = 'test_recipe.asks_a_critic' asks for values; see"),
-        ("asks_for_nothing_known", r"config.loss.name = .* asks for 'surprise': there is .*entropy, ref_logprobs, val"),
+        ("asks_a_critic", r"config.loss.name = .* asks for 'values': there is .*; config.critic is missing, see "),
+        ("asks_for_nothing_known", r"config.loss.name = .* asks for 'surprise': there is .*entropy, ref_logprobs$"),
         ("makes_a_loss", r"config.loss.name = .* takes no batch: make it loss\(logprobs, batch, \*, fields\)"),
     ],
 )

@@ -185,7 +185,7 @@ def test_what_a_reward_model_cannot_do_is_refused_before_a_run(folder, tmp_path)
         c = small("x").unlock()
         c.advantage, c.loss = ConfigDict(dict(name=name)), ConfigDict(dict(name="reinforce"))
         if name == "distillation":
-            c.teacher = ConfigDict(dict(path="y"))
+            c.teachers = ConfigDict(dict(teacher=dict(path="y")))
         with pytest.raises(UserError, match=words):
             recipes.read(c.lock())
     with pytest.raises(UserError, match=r"config\.reward_model\.path = ''"):

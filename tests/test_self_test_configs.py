@@ -84,9 +84,8 @@ def small(file: Path, model: Path, folder: Path) -> ConfigDict:
     if file.stem != KEEPS_ITS_MODEL:
         c.model.path, c.data.source = str(model), str(rows)
         c.update_from_flattened_dict({"turns.tokens": 16, "turns.observation_tokens": 48} if "env" in c else {})
-    for section in ("teacher", "reward_model"):
-        if section in c:
-            c[section].path = str(model)
+    for section in (*c.get("teachers", {}).values(), *([c.reward_model] if "reward_model" in c else ())):
+        section.path = str(model)
     return c
 
 

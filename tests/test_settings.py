@@ -23,8 +23,8 @@ def said(name: str, width=SMALL, platform="cpu", **changes: object) -> list[str]
     c = config.load(ROOT / "configs" / f"{name}.py")
     for field, value in changes.items():
         config.override(c, field.replace("__", "."), str(value))
-    if "teacher" in c:
-        c.teacher.path = "somewhere"
+    for teacher in c.get("teachers", {}).values():
+        teacher.path = "somewhere"
     return [finding.line() for finding in findings(RunSettings(recipes.read_either(c.lock()), width, platform))]
 
 

@@ -213,7 +213,7 @@ def test_every_config_trains_on_a_mesh(file, tmp_path):
     if file.stem in ("sft", "search_sft", "grpo_vllm"):
         pytest.skip("no reinforcement learning, or not without a server: tests/test_vllm.py")
     if file.stem == "distillation":
-        extra.append("--config.teacher.path=jaxrl_llm/assets/arithmetic")
+        extra.append("--config.teachers.teacher.path=jaxrl_llm/assets/arithmetic")
     if file.stem in ("ppo", "search_ppo"):
         extra += ["--config.critic.warmup_steps=1", "--config.critic.optim.warmup_steps=0"]
     if 'name="reinforce"' in file.read_text():

@@ -10,13 +10,13 @@ greedy_rewards [B]       rewards of the greedy completion of each prompt, which 
 token_rewards [B, G, C]  rewards on the last trained token, and a KL penalty on each token
 loss_mask [B, G, C]      True on trained tokens
 
-and the columns [B, G, C] of the models that score (`learner.scorers.COLUMNS` and `FROZEN`), before the first update:
+and the columns [B, G, C] of the models that score, before the first update (`learner.scorers`):
 
 old_logprobs             log-probabilities of the tokens, by the policy
 entropy                  of the distribution from which a token was sampled, by the policy
 ref_logprobs             log-probabilities by the reference
 values                   the critic's value before each token
-teacher_logprobs         log-probabilities by a teacher
+NAME_logprobs            log-probabilities by the teacher `config.teachers.NAME`
 reward_model_scores      of the completion until and with each token
 
 An estimator returns advantages [B, G] or [B, G, C]. Its keyword arguments are the fields of `config.advantage`.

@@ -2,8 +2,8 @@
 
 `loss(logprobs, batch, *, fields)` maps logprobs [B, G, C] to a per-token loss [B, G, C] and a dict of per-token metrics
 [B, G, C]. `aggregation_weights` reduces the loss; metrics are averaged over trained tokens. The keyword arguments are
-the fields of `config.loss`. Further positional arguments select score columns [B, G, C] by their names
-(`credit.COLUMNS`), such as entropy and ref_logprobs: `loss(logprobs, batch, entropy, *, fields)`. They are constants,
+the fields of `config.loss`. Further positional arguments select score columns [B, G, C] by their names, such as entropy
+and ref_logprobs (the top of `advantages.py` has all): `loss(logprobs, batch, entropy, *, fields)`. They are constants,
 computed before the first update of a step.
 
 The batch of a loss is a micro-batch: some of a step's prompts, and of a prompt some of its completions. The tokens of

@@ -26,12 +26,14 @@ from jaxrl_llm.structs import Batch, PyTree
 States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference": parameters
 
 
-# The columns [B, G, C] that policy, reference and critic compute before the first update of a step. An advantage
-# estimator or a loss gets a column as an argument of this name.
-COLUMNS = ("old_logprobs", "entropy", "ref_logprobs", "values")
-# Config section of a model that scores but never learns -> its column, which estimator and loss get in the same way;
-# `reward_model_scores` also enter the rewards. For another such model, add a line.
-FROZEN = {"teacher": "teacher_logprobs", "reward_model": "reward_model_scores"}
+# Columns [B, G, C] that policy and reference compute before the first update of a step. An advantage estimator or a
+# loss gets a column as an argument of this name; the critic has `values`, and other models those of `column_of`.
+COLUMNS = ("old_logprobs", "entropy", "ref_logprobs")
+
+
+def column_of(section: str) -> str:
+    """Returns the column of a model that never learns, by its section: `reward_model`, or `teachers.NAME`."""
+    return "reward_model_scores" if section == "reward_model" else f"{section.removeprefix('teachers.')}_logprobs"
 
 
 class Frozen(NamedTuple):
@@ -113,7 +115,7 @@ def score_columns(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: in
 def load_frozen(
     section: str, folder: Path, start: ModelSettings, tokenizer: Any, mesh: Mesh, *, on_host: bool
 ) -> Frozen:
-    """Loads the model in `folder`; section: its section of the config, one of FROZEN.
+    """Loads the model in `folder`; section: its section of the config.
 
     start: dtype and row parts of the policy. on_host: the parameters are in the host's memory while nothing uses them.
     Raises: UserError, if the model cannot be loaded, or has other ids for the policy's tokens.
@@ -143,7 +145,7 @@ def frozen_model(section: str, folder: Path, start: ModelSettings, mesh: Mesh) -
 
 def make_frozen_scorer(section: str, frozen: Frozen, microbatch: int, sampling: Sampling, mesh: Mesh) -> Scorer:
     """Returns a model as a scorer: its log-probabilities of the sampled tokens, or the scores of a reward model."""
-    column, model = FROZEN[section], frozen.model
+    column, model = column_of(section), frozen.model
     if section == "reward_model":
         scores = lambda params, batch: {column: forward.completion_values(model, params, batch, after=True)}  # noqa: E731
         score = forward.in_microbatches(scores, mesh, microbatch)

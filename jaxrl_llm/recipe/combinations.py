@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.algorithms.traits import Trait, traits_of
@@ -12,7 +14,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner.optim import SKIPS
-from jaxrl_llm.learner.scorers import COLUMNS, FROZEN
+from jaxrl_llm.learner.scorers import COLUMNS, column_of
 from jaxrl_llm.recipe.no_effect import check_no_effect
 from jaxrl_llm.recipe.recipe import Recipe, Settings
 from jaxrl_llm.rollout.environments import check_episodes
@@ -97,29 +99,33 @@ def check_columns(recipe: Recipe) -> None:
             f"config.loss.name = {recipe.loss.name!r} takes no batch: make it loss(logprobs, batch, *, fields), which "
             "returns the loss of each token and a dict of metrics"
         )
-    scores = (*COLUMNS, *FROZEN.values())
-    loss, advantage = recipe.loss.name, recipe.advantage.name
-    users = dict[str, str]()
-    for user, inputs, known in (
-        (f"config.loss.name = {loss!r}", recipe.loss_columns, scores),
-        (f"config.advantage.name = {advantage!r}", recipe.estimator.inputs, advantages.SIGNALS + scores),
-    ):
-        for name in inputs:
-            if name not in known:
-                raise UserError(f"{user} asks for {name!r}: there is {', '.join(known)}")
-            users[name] = user
-    for section, column in {"critic": "values", **FROZEN}.items():
-        settings, user = getattr(recipe, section), users.get(column)
-        if user and not settings:
-            example = {"critic": "; see configs/ppo.py", "teacher": "; see configs/distillation.py"}.get(section, "")
-            raise UserError(f"config.{section} is missing: {user} asks for {column}{example}")
-        if settings and not user and section != "reward_model":
+    for name in {"old", "ref"} & recipe.teachers.keys():
+        raise UserError(f"config.teachers.{name}: the column {name}_logprobs is another model's: choose another name")
+    scores = {"critic": "values"} if recipe.critic else {}
+    scores |= {section: column_of(section) for section in recipe.frozen}
+    columns, loss, advantage = (*COLUMNS, *scores.values()), recipe.loss, recipe.advantage
+    check_inputs(f"config.loss.name = {loss.name!r}", recipe.loss_columns, columns)
+    check_inputs(f"config.advantage.name = {advantage.name!r}", recipe.estimator.inputs, advantages.SIGNALS + columns)
+    for section, column in scores.items():
+        if column not in {*recipe.loss_columns, *recipe.estimator.inputs, "reward_model_scores"}:
             raise UserError(
-                f"config.{section} would be of no use: neither loss {loss!r} nor advantage {advantage!r} asks for its "
-                f"{column}"
+                f"config.{section} would be of no use: neither loss {loss.name!r} nor advantage {advantage.name!r} "
+                f"asks for its {column}"
             )
-        if settings and section in FROZEN and not settings.path:
-            raise UserError(f"config.{section}.path = '': give the {section}'s folder or hub id")
+    for section, settings in recipe.frozen.items():
+        if not settings.path:
+            raise UserError(f"config.{section}.path = '': give the model's folder or hub id")
+
+
+def check_inputs(function: str, inputs: Sequence[str], known: Sequence[str]) -> None:
+    """Checks that a function gets its inputs. Raises: UserError, with what is known and which section is missing."""
+    missing = {"values": "; config.critic is missing, see configs/ppo.py"}
+    missing |= {"reward_model_scores": "; config.reward_model is missing"}
+    for name in inputs:
+        teacher = f"; config.teachers.{name.removesuffix('_logprobs')} is missing, see configs/distillation.py"
+        if name not in known:
+            hint = missing.get(name, teacher if name.endswith("_logprobs") else "")
+            raise UserError(f"{function} asks for {name!r}: there is {', '.join(known)}{hint}")
 
 
 def check_loss(recipe: Recipe) -> None:

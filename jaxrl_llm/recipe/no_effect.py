@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxrl_llm.config.records import flat
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner.scorers import FROZEN
 from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe
 
 # Sizes of a new model, with the values of configs/sft.py.
@@ -48,7 +47,8 @@ def check_no_effect(recipe: Recipe) -> None:
                 "host_memory.reference",
                 False,
                 ("ref_logprobs" not in recipe.columns or bool(recipe.adapters)) and not recipe.frozen,
-                f"there is no reference{' beside the base' * bool(recipe.adapters)}, and none of {', '.join(FROZEN)}",
+                f"there is no reference{' beside the base' * bool(recipe.adapters)}, and none of teachers and "
+                "reward_model",
             ),
             ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),
             ("kl.horizon", 10_000, not k.target, "kl.target is 0"),

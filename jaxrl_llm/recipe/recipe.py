@@ -21,7 +21,6 @@ from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange
 from jaxrl_llm.data.settings import DataSettings, EvalSettings, SourceSettings
 from jaxrl_llm.learner import optim
 from jaxrl_llm.learner.optim import Coefficient, Lowers, Optimizer, make_optimizer
-from jaxrl_llm.learner.scorers import FROZEN
 from jaxrl_llm.learner.settings import (
     CriticSettings,
     FrozenSettings,
@@ -175,7 +174,7 @@ class Recipe(Settings):
     importance: Annotated[KeywordArguments, make_importance_weights]
     host_memory: HostMemory
     critic: CriticSettings | None = None
-    teacher: FrozenSettings | None = None
+    teachers: dict[str, FrozenSettings] = field(default_factory=dict)
     reward_model: RewardModelSettings | None = None
     env: Annotated[Call, tasks.ENVIRONMENTS] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     turns: Annotated[KeywordArguments, EnvironmentPool] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -230,7 +229,8 @@ class Recipe(Settings):
     @property
     def frozen(self) -> dict[str, FrozenSettings]:
         """The models that score and never learn, by section."""
-        return {name: section for name in FROZEN if (section := getattr(self, name))}
+        teachers = {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+        return teachers | ({"reward_model": self.reward_model} if self.reward_model else {})
 
     @property
     def other_paths(self) -> dict[str, str]:

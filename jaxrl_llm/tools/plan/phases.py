@@ -20,7 +20,7 @@ from jaxrl_llm.build import make_learning
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.learning import Learning, Models, describe_models, make_packing
 from jaxrl_llm.learner.programs import learning_programs
-from jaxrl_llm.learner.scorers import FROZEN, Frozen, frozen_model
+from jaxrl_llm.learner.scorers import Frozen, frozen_model
 from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Book
@@ -179,8 +179,8 @@ def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
 
 def _on_chips(states: PyTree, on_host: HostMemory, *, learns: bool = False) -> PyTree:
     """Returns the states without those in the host's memory (`Learning.put_away`). learns: while learners learn."""
-    away = ("reference", *FROZEN) if on_host.reference else ()
-    states = {name: state for name, state in states.items() if name not in away}
+    if on_host.reference:  # only what learns, and the base of its adapters, stays
+        states = {name: x for name, x in states.items() if isinstance(x, TrainState) or name == "base"}
     if learns or not on_host.optimizer:
         return states
     return {name: replace(x, opt_state=()) if isinstance(x, TrainState) else x for name, x in states.items()}
