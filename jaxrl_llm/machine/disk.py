@@ -20,6 +20,25 @@ def writing(folder: Path) -> Iterator[None]:
         raise UserError(cannot_write(folder, error.strerror or str(error))) from error
 
 
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yields a new folder, which replaces `folder` after the block: `folder` is never half-written.
+
+    Raises: UserError, if a write fails.
+    """
+    unfinished, old = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
+    with writing(folder):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        # A folder cannot be replaced in one step, so the old one moves aside and is deleted last.
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        unfinished.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def replace(file: Path, text: str) -> None:
     """Writes a file that is whole or not there after a crash of the host too, and replaces what was there."""
     partial = file.with_name(file.name + ".partial")

@@ -129,24 +129,19 @@ def make_adapters(kind: AdapterKind, kernels: Mapping[str, tuple[int, ...]], tab
     kernels: path -> shape [L, D, E] of those that may have some. table: path -> name of the weights in checkpoints.
     Raises: UserError, if the targets are in no name.
     """
-    leaves, modules = dict[str, Any](), dict[str, str]()
-    for path, shape in kernels.items():
-        module = table[path].removesuffix(".weight")
-        if re.search(kind.targets, _in_layer(module)):
-            *parts, _ = path.split("/")
-            # The tree has only paths with an adapter: `combine` takes all else from the base.
-            node = reduce(lambda node, part: node.setdefault(part, {}), parts, leaves)
-            node |= kind.leaves(*shape)
-            modules["/".join(parts)] = module
-    if not modules:
-        known = ", ".join(_in_layer(table[path].removesuffix(".weight")) for path in kernels)
+    modules = {path: table[path].removesuffix(".weight") for path in kernels}
+    # Behind the name of the layer, such as self_attn.q_proj.
+    in_layer = {path: module.rpartition("{}.")[2] for path, module in modules.items()}
+    leaves, adapted = dict[str, Any](), [path for path in kernels if re.search(kind.targets, in_layer[path])]
+    if not adapted:
+        known = ", ".join(in_layer.values())
         raise UserError(f"config.adapters.targets = {kind.targets!r} is in no name of a kernel; there is {known}")
-    return Adapters(kind, leaves, modules, frozenset(kernels if kind.base_dtype else ()))
-
-
-def _in_layer(module: str) -> str:
-    """Returns a module's name behind that of its layer, such as self_attn.q_proj."""
-    return module.rpartition("{}.")[2]
+    for path in adapted:
+        # The tree has only paths with an adapter: `combine` takes all else from the base.
+        node = reduce(lambda node, part: node.setdefault(part, {}), path.split("/")[:-1], leaves)
+        node |= kind.leaves(*kernels[path])
+    names = {path.removesuffix("/kernel"): modules[path] for path in adapted}
+    return Adapters(kind, leaves, names, frozenset(kernels if kind.base_dtype else ()))
 
 
 def int8(kernel: AnyArray) -> QArray:

@@ -30,15 +30,13 @@ COPIED = (".json", ".jinja", ".txt", ".model")
 def save(folder: Path, params: PyTree, source: Path) -> None:
     """Writes a folder that `transformers` loads: weights in `source`'s dtype, and copies of `source`'s other files.
 
-    All processes call it, and the first one writes.
-
-    The new folder is complete before it replaces an old `folder`, so `folder` is never half-written.
+    All processes call it, and the first one writes. An old `folder` is replaced as a whole.
     Raises: UserError, if the disk write fails.
     """
     dtype = stored_dtype(source)
     if distributed.first():
-        with disk.writing(folder):
-            _save(folder, params, source, dtype)
+        with disk.replacing(folder) as unfinished:
+            _save(unfinished, params, source, dtype)
     else:
         # Gathers them together with the first process.
         deque(tensors(params, table_of(source), dtype), maxlen=0)
@@ -46,28 +44,18 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
 
 
 def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     for file in source.iterdir():
         about_weights = "safetensors" in file.name or file.name in NOT_COPIED
         if file.is_file() and file.suffix in COPIED and not about_weights and _belongs_to(source, file):
-            shutil.copy(file, partial)
+            shutil.copy(file, folder)
     weight_map: dict[str, Path] = {}
     shard: dict[str, np.ndarray] = {}
     files: list[Path] = []
 
     # One shard in host memory at a time; the final name needs the number of shards.
     def flush() -> None:
-        files.append(partial / f"{len(files)}.safetensors")
-        try:
-            # Some versions of transformers refuse a file without this entry.
-            save_file(shard, files[-1], metadata={"format": "pt"})
-        # safetensors raises it instead of an OSError.
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        # Like the other files; safetensors makes it readable by the owner only.
-        files[-1].chmod(0o644)
+        files.append(folder / f"{len(files)}.safetensors")
+        save_tensors(files[-1], shard)
         weight_map.update(dict.fromkeys(shard, files[-1]))
         shard.clear()
 
@@ -79,23 +67,28 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
             shown.advance()
         flush()
     if len(files) == 1:
-        files[0].rename(partial / "model.safetensors")
+        files[0].rename(folder / "model.safetensors")
     else:
         final = {file: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files, 1)}
         index = {
             "metadata": {"total_size": sum(map(math.prod, shapes(params, table_of(source)).values())) * dtype.itemsize},
             "weight_map": {name: final[file] for name, file in weight_map.items()},
         }
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         for file, name in final.items():
-            file.rename(partial / name)
-    # A folder cannot be replaced in one step, so the old one moves aside and is deleted last.
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+            file.rename(folder / name)
+
+
+def save_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes a file of safetensors. Raises: OSError, if the disk write fails."""
+    try:
+        # Some versions of transformers refuse a file without this entry.
+        save_file(tensors, file, metadata={"format": "pt"})
+    # safetensors raises it instead of an OSError.
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    # Like the other files; safetensors makes it readable by the owner only.
+    file.chmod(0o644)
 
 
 def _belongs_to(folder: Path, file: Path) -> bool:

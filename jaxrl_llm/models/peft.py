@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk, distributed, sharding
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.adapters import Adapters, PeftForm
 from jaxrl_llm.structs import PyTree
 
@@ -47,27 +46,15 @@ BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 def save(folder: Path, params: PyTree, adapters: Adapters, base: str) -> None:
     """Writes a folder that PEFT loads onto the model `base`. All processes call it, and the first one writes.
 
-    params: of the adapters, whose kind PEFT has. The new folder is complete before it replaces an old one.
+    params: of the adapters, whose kind PEFT has. An old `folder` is replaced as a whole.
     Raises: UserError, if the disk write fails.
     """
     # All processes take part: a sharded array is gathered by all of them, and only the first one writes.
     on_host = jax.tree.map(sharding.whole_to_host, params)
     if distributed.first():
-        unfinished = folder.with_name(folder.name + ".partial")
-        with disk.writing(folder):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
+        with disk.replacing(folder) as unfinished:
             (unfinished / SETTINGS).write_text(json.dumps(settings(adapters, base), indent=2) + "\n")
-            try:
-                save_file(tensors(on_host, adapters), unfinished / WEIGHTS, metadata={"format": "pt"})
-            # safetensors raises it instead of an OSError.
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
-            # safetensors makes it readable by the owner only.
-            (unfinished / WEIGHTS).chmod(0o644)
-            # A folder cannot be renamed over one that has files.
-            shutil.rmtree(folder, ignore_errors=True)
-            unfinished.rename(folder)
+            hf_export.save_tensors(unfinished / WEIGHTS, tensors(on_host, adapters))
     distributed.wait("adapter")
 
 
