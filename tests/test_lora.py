@@ -429,7 +429,7 @@ def test_the_bound_of_the_rate_is_ten_times_that_of_full_fine_tuning(rate, found
 def scales(tmp_path, monkeypatch) -> dict[str, object]:
     """The section of a kind of adapters in a module of the user: that of docs/lora.md."""
     (module,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lora.md").read_text(), re.DOTALL)
-    (tmp_path / "scales.py").write_text(module)
+    (tmp_path / "scales.py").write_text(module + "\n\ndef make(*, targets, base_dtype):\n    return Scales\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "scales", raising=False)
     return dict(name="scales.Scales", targets="q_proj|mlp", base_dtype="int8")
@@ -472,6 +472,8 @@ def test_the_settings_of_a_kind_of_adapters_of_the_user_are_checked(scales):
         recipes.read(config_with(scales | {"base_dtype": "int4"}))
     with pytest.raises(UserError, match=r"config.adapters.rank is not an argument: scales.Scales takes targets, base_"):
         recipes.read(config_with(scales | {"rank": 4}))
+    with pytest.raises(UserError, match=r"config.adapters.name = 'scales.make' is no AdapterKind: see docs/lora.md"):
+        recipes.read(config_with(scales | {"name": "scales.make"}))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner.optim import SKIPS
 from jaxrl_llm.learner.scorers import COLUMNS, column_of
+from jaxrl_llm.models.adapters import AdapterKind
 from jaxrl_llm.recipe.no_effect import check_no_effect
 from jaxrl_llm.recipe.recipe import Recipe, Settings
 from jaxrl_llm.rollout.environments import check_episodes
@@ -239,9 +240,11 @@ def check_adapters(recipe: Settings) -> None:
     """Checks that adapters have a base, and that a moving reference stays adapters of this base."""
     if not recipe.adapters:
         return
+    if not isinstance(kind := recipe.adapters(), AdapterKind):
+        raise UserError(f"config.adapters.name = {recipe.adapters.name!r} is no AdapterKind: see docs/lora.md")
     if not recipe.model.path:
         raise UserError("config.adapters: model.path is '': a new model has nothing to adapt: give a model's folder")
-    if isinstance(recipe, Recipe) and recipe.kl.mix < 1 and not recipe.adapters().linear:
+    if isinstance(recipe, Recipe) and recipe.kl.mix < 1 and not kind.linear:
         raise UserError(
             f"config.kl.mix = {recipe.kl.mix}: the mean of two adapters is not the adapter of the mean: set it to 1.0"
         )
