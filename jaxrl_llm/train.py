@@ -30,7 +30,7 @@ def rl_step(session: Session, parts: Parts, lent: Lent, step: int) -> tuple[Lent
     samples = actor.next()
     timer.lap("rollout")
     session.stop.check()
-    plain = shard_batch(to_batch(samples, parts.packing), learning.mesh)
+    plain = shard_batch(to_batch(samples.prompts, samples.rollouts, samples.trained, parts.packing), learning.mesh)
     scores = learning.score(lent.states, plain)  # before the rewards: the device scores while the host rewards
     scored = session.log.watch(scores)
     rewards = shard_batch(samples.rewards(), learning.mesh)

@@ -257,20 +257,12 @@ def _filled(rollouts: Rollouts, names: Iterable[str]) -> Rollouts:
     return replace(rollouts, episodes={name: rollouts.episodes.get(name, nothing) for name in names})
 
 
-def to_batch(samples: Samples, pack: Callable[[np.ndarray, int], np.ndarray] | None) -> Batch:
-    """Converts samples to a batch on the host. pack: lengths [B, G], P -> packed_index [B, E, N, T]; None: none."""
-    prompts, rollouts = samples.prompts, samples.rollouts
-    index = None
-    if pack:
-        # The lengths of all processes decide the shape of the rows.
-        lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1))
-        index = pack(lengths, prompts.tokens.shape[1])[distributed.part(len(lengths))]
-    return Batch(
-        prompts.tokens,
-        prompts.mask,
-        rollouts.completions,
-        rollouts.completion_mask,
-        samples.trained,
-        sampler_logprobs=rollouts.logprobs,
-        packed_index=index,
-    )
+def to_batch(
+    prompts: Prompts, rollouts: Rollouts, trained: np.ndarray, pack: Callable[[np.ndarray, int], np.ndarray]
+) -> Batch:
+    """Makes a batch on the host. trained: its loss mask; pack: lengths [B, G], P -> packed_index [B, E, N, T]."""
+    # The lengths of all processes decide the shape of the rows.
+    lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1))
+    index = pack(lengths, prompts.tokens.shape[1])[distributed.part(len(lengths))]
+    completions = rollouts.completions, rollouts.completion_mask, trained
+    return Batch(prompts.tokens, prompts.mask, *completions, sampler_logprobs=rollouts.logprobs, packed_index=index)

@@ -27,7 +27,7 @@ from jaxrl_llm.health.rules.environment import tool_down
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import progress, sharding
 from jaxrl_llm.rollout.routing import routing_agreement
-from jaxrl_llm.selftest.trial import AGAIN, KEY, TOKENS, Dialog, Subject, Trial, prepare, to_batch
+from jaxrl_llm.selftest.trial import AGAIN, KEY, TOKENS, Dialog, Subject, Trial, prepare, trial_batch
 from jaxrl_llm.structs import Array, Batch, Rollouts
 
 # Of equal weights in two programs: half the square of a difference of log-probabilities, 1e-6 for float32.
@@ -473,7 +473,7 @@ def _distance(gradient: Any, other: Any) -> float:
 def _gap(trial: Trial, params: Any, sampled: Any) -> float:
     """Returns the largest difference of sampled log-probabilities to those of the trainer with these parameters."""
     assert trial.logprobs  # a full trial has it
-    ours = _host(trial.logprobs(params, to_batch(trial.parts, trial.prompts, sampled, full=trial.full)))
+    ours = _host(trial.logprobs(params, trial_batch(trial.parts, trial.prompts, sampled, full=trial.full)))
     mask, theirs = sharding.gather((sampled.loss_mask, sampled.logprobs), trial.parts.learning.mesh)
     return float(np.abs(np.where(mask, ours - theirs, 0.0)).max())
 

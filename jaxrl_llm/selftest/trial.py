@@ -27,6 +27,7 @@ from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine
+from jaxrl_llm.rollout.samples import to_batch
 from jaxrl_llm.rollout.settings import RewardSettings
 from jaxrl_llm.structs import Array, Batch, Prompts, PyTree, Rewards, Rollouts
 
@@ -172,7 +173,7 @@ def prepare(parts: Subject, states: States, *, full: bool) -> Trial:
         sampled = _sample(parts, prompts, group, KEY, TOKENS)
         again = _sample(parts, prompts, group, KEY - 1, AGAIN)
         rollouts, again = sharding.gather((sampled, again), mesh)
-        plain = to_batch(parts, prompts, sampled, full=full)
+        plain = trial_batch(parts, prompts, sampled, full=full)
     # The sampler's weights are not in memory while a step scores, unless the engine samples ahead.
     if facts.own_samples:
         engine.release()
@@ -202,25 +203,19 @@ def _sample(parts: Subject, prompts: Prompts, group: int, key: int, tokens: int)
     return parts.actor.engine.sample(prompts, run_key, group_size=group, sampling=sampling, max_tokens=limits)
 
 
-def to_batch(parts: Subject, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
+def trial_batch(parts: Subject, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
     """Puts completions of this process on the devices, in packed rows."""
-    lengths, (_, group, limit) = rollouts.completion_mask.sum(axis=-1), rollouts.completions.shape
-    shape, lengths = packed_shapes(group, limit)[0], distributed.gather(lengths)
-    # The shape that the first step takes, if a completion that was cut here goes on to the limit: then the step finds
-    # its program compiled.
-    if not full:
+    _, group, limit = rollouts.completions.shape
+
+    def packed(lengths: np.ndarray, width: int) -> np.ndarray:
+        if full:
+            return pack(lengths, limit, packed_shapes(group, limit)[0])
+        # The shape that the first step takes, if a completion that was cut here goes on to the limit: then the step
+        # finds its program compiled.
         lengths_at_most = np.where(distributed.gather(rollouts.truncated), limit, lengths)
-        shape = parts.packing(lengths_at_most, prompts.tokens.shape[1]).shape[2:]
-    batch = Batch(
-        prompts.tokens,
-        prompts.mask,
-        rollouts.completions,
-        rollouts.completion_mask,
-        rollouts.loss_mask,
-        sampler_logprobs=rollouts.logprobs,
-        packed_index=pack(lengths, limit, shape)[distributed.part(len(lengths))],
-    )
-    return sharding.shard_batch(batch, parts.learning.mesh)
+        return pack(lengths, limit, parts.packing(lengths_at_most, width).shape[2:])
+
+    return sharding.shard_batch(to_batch(prompts, rollouts, rollouts.loss_mask, packed), parts.learning.mesh)
 
 
 def _logprob_program(parts: Subject, states: States, *, full: bool) -> Callable[[PyTree, Batch], Array] | None:
