@@ -212,23 +212,11 @@ def tensorboard(run: LoggedRun) -> Logger:
     return TensorBoardWriter(run.workdir / "tensorboard", run.step)
 
 
-def wandb(run: LoggedRun) -> Logger:
-    """A run of Weights & Biases. Its environment variables hold, such as WANDB_MODE=offline."""
-    return Wandb(run)
-
-
-def trackio(run: LoggedRun) -> Logger:
-    """A run of trackio: on this disk, or in a Space if TRACKIO_SPACE_ID names one."""
-    return Trackio(run)
-
-
-def mlflow(run: LoggedRun) -> Logger:
-    """A run of MLflow in the experiment `project`, where MLFLOW_TRACKING_URI says."""
-    return Mlflow(run)
-
-
 class Wandb:
-    """Writes with `step` as a number of its own: W&B's own step must not go back, and a resumed run does."""
+    """A run of Weights & Biases. Its environment variables hold, such as WANDB_MODE=offline.
+
+    Writes with `step` as a number of its own: W&B's own step must not go back, and a resumed run does.
+    """
 
     def __init__(self, run: LoggedRun):
         import wandb  # pyright: ignore[reportMissingImports]
@@ -250,7 +238,10 @@ class Wandb:
 
 
 class Trackio:
-    """The run has the id in its name, by which trackio finds it again."""
+    """A run of trackio: on this disk, or in a Space if TRACKIO_SPACE_ID names one.
+
+    The run has the id in its name, by which trackio finds it again.
+    """
 
     def __init__(self, run: LoggedRun):
         import trackio  # pyright: ignore[reportMissingImports]
@@ -270,7 +261,10 @@ class Trackio:
 
 
 class Mlflow:
-    """Uses the client alone: the run of `mlflow.start_run` belongs to one thread. The run has the id as a tag."""
+    """A run of MLflow in the experiment `project`, where MLFLOW_TRACKING_URI says.
+
+    Uses the client alone: the run of `mlflow.start_run` belongs to one thread. The run has the id as a tag.
+    """
 
     TAG = "jaxrl_llm.run_id"
     PARAMS = 100  # in one request
@@ -312,3 +306,6 @@ class Mlflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+wandb, trackio, mlflow = Wandb, Trackio, Mlflow  # as configs name them

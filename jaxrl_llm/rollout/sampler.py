@@ -121,19 +121,10 @@ class Sampler:
         return self._sample_turn(prompts, key, sampling, limits)
 
     def _sample_turn(self, prompts: Prompts, key: jax.Array, sampling: Sampling, limits: np.ndarray) -> Rollouts:
-        group_size = limits.shape[1]
-        local_prompts, length = len(prompts.tokens), self._length  # prompts of this process
-        count = local_prompts * distributed.count()
-        # By this number a completion draws the same random numbers in any process and in any turn.
-        number = np.arange(count * group_size, dtype=np.int32).reshape(count, group_size)[distributed.part(count)]
-        fixed = self._decoding(count, group_size, sampling)
-        turns, at_once = [], fixed.batch // distributed.count()
-        for first in range(0, local_prompts, at_once):
-            at = slice(first, first + at_once)
-            arrays = prompts.tokens[at], prompts.mask[at], number[at], limits[at]
-            turns.append(self._decode(fixed, key, *arrays))
+        fixed, number, parts = self._split(prompts, limits.shape[1], sampling)
+        turns = [self._decode(fixed, key, prompts.tokens[at], prompts.mask[at], number[at], limits[at]) for at in parts]
         tokens, logprobs, lengths = (np.concatenate(x) for x in zip(*turns, strict=True))
-        mask = np.arange(length) < lengths[..., None]
+        mask = np.arange(self._length) < lengths[..., None]
         last = np.take_along_axis(tokens, lengths[..., None] - 1, axis=-1)[..., 0]
         versions = np.full(mask.shape, self._version, np.int32)
         return Rollouts(tokens, mask, mask, logprobs, ~np.isin(last, self._stops), versions)
@@ -141,18 +132,24 @@ class Sampler:
     def _sample_episodes(
         self, prompts: Prompts, key: jax.Array, group_size: int, sampling: Sampling, environments: Environments
     ) -> Rollouts:
-        local_prompts = len(prompts.tokens)  # prompts of this process
-        count = local_prompts * distributed.count()
-        number = np.arange(count * group_size, dtype=np.int32).reshape(count, group_size)[distributed.part(count)]
-        fixed = self._decoding(count, group_size, sampling)
-        rollouts, at_once = [], fixed.batch // distributed.count()
-        for first in range(0, local_prompts, at_once):
-            at = slice(first, first + at_once)
+        fixed, number, parts = self._split(prompts, group_size, sampling)
+        rollouts = []
+        for at in parts:
             arrays = (prompts.tokens[at], prompts.mask[at]), number[at]
-            episodes = self._episodes.sample(fixed, self._params, key, *arrays, environments, first * group_size)
+            episodes = self._episodes.sample(fixed, self._params, key, *arrays, environments, at.start * group_size)
             versions = np.full(episodes.tokens.shape, self._version, np.int32)
             rollouts.append(episodes.rollouts(group_size, versions))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *rollouts)
+
+    def _split(self, prompts: Prompts, group_size: int, sampling: Sampling) -> tuple[Decoding, np.ndarray, list[slice]]:
+        """Returns the numbers [B, G] of this process's completions, and the prompts that take turns."""
+        local_prompts = len(prompts.tokens)
+        count = local_prompts * distributed.count()
+        # By this number a completion draws the same random numbers in any process and in any turn.
+        number = np.arange(count * group_size, dtype=np.int32).reshape(count, group_size)[distributed.part(count)]
+        fixed = self._decoding(count, group_size, sampling)
+        at_once = fixed.batch // distributed.count()
+        return fixed, number, [slice(first, first + at_once) for first in range(0, local_prompts, at_once)]
 
     def _decoding(self, prompts: int, group: int, sampling: Sampling) -> Decoding:
         devices = sharding.prompt_shards(self._mesh)
