@@ -69,7 +69,7 @@ class CheckReport(NamedTuple):
 def alarm(
     check: str, id: str, evidence: str, cause: str, fix: str, *, failures: str = "", severity: str = "error"
 ) -> Finding:
-    """Returns the finding of a check. failures: rows of docs/failures.md."""
+    """Returns the finding of a check. failures: rows of the page of failures."""
     source = f"docs/health.md {check}" + (f", docs/failures.md {failures}" if failures else "")
     return Finding(id, severity, evidence, cause, fix, source)
 
