@@ -77,7 +77,7 @@ class Actor:
         self._prefetcher = Prefetcher(self._sample, lag=self._lag, last=self._last)
         position = state.notes["position"] if state else self._beginning
         # Before the push is ordered: with a lag, the thread samples right after it.
-        self._source.go_to(position["data"])
+        self._source.prompts.set_state(position["data"])
         self._book.load_of(SAMPLING, position["shapes"])
         self._position, self._learned = position, 0
         if self._visits is not None:
@@ -176,4 +176,4 @@ class Actor:
 
     def _now(self) -> dict[str, Any]:
         """Returns the position of the data, and the shapes in use: both decide the next batch."""
-        return {"data": self._source.position(), "shapes": self._book.state_of(SAMPLING)}
+        return {"data": self._source.prompts.get_state(), "shapes": self._book.state_of(SAMPLING)}

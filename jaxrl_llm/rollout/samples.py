@@ -142,23 +142,15 @@ class SampleSource:
         mesh: Mesh,
     ):
         """collate(numbers) -> these rows of the data set."""
-        self._drawing, self._engine, self._prompts = drawing, engine, prompts
+        self._drawing, self._engine, self.prompts = drawing, engine, prompts
         self._collate, self._task, self._mesh = collate, task, mesh
-
-    def position(self) -> dict[str, Any]:
-        """Returns the position in the data after the last prompts."""
-        return self._prompts.get_state()
-
-    def go_to(self, position: dict[str, Any]) -> None:
-        """Goes to a position in the data."""
-        self._prompts.set_state(position)
 
     def sample(self, key: Array) -> Samples:
         """Samples the next prompts. The main thread calls `settled` for the groups that were replaced."""
         drawing, metrics = self._drawing, {}
 
         def draw(key: Array) -> Samples:
-            return self._draw(next(self._prompts), key, drawing.group_size, drawing.sampling)
+            return self._draw(next(self.prompts), key, drawing.group_size, drawing.sampling)
 
         samples = draw(key)
         if drawing.resample_rounds:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from jaxrl_llm.health.finding import Finding, LogRecord
 from jaxrl_llm.health.history import WINDOW, History
@@ -23,15 +23,11 @@ class Verdict(NamedTuple):
     finding: Finding | None = None  # the reason, if the run does not go on
 
 
-class Tell(Protocol):
-    def __call__(self, step: int, finding: Finding, /) -> None: ...
-
-
 class Health:
     """Judges the records of a run. Writes findings to health.jsonl, and tells those that are new."""
 
-    def __init__(self, workdir: Path, settings: HealthSettings, tell: Tell):
-        """tell: shows a finding on the console."""
+    def __init__(self, workdir: Path, settings: HealthSettings, tell: Callable[[int, Finding], None]):
+        """tell(step, finding): shows it on the console."""
         self._workdir, self._file, self._bounds, self._tell = workdir, workdir / "health.jsonl", vars(settings), tell
         self._actions = dict.fromkeys(settings.stop, "stop")
         if settings.rollback:

@@ -59,7 +59,6 @@ class Log:
         """config: all fields of the run, for the loggers."""
         self._workdir, self._num_steps = workdir, num_steps
         self._settings, self._config = settings, config
-        self._completions_every = settings.completions_every
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._written: Future[dict[str, Any]] | None = None  # record of the last `write`, done when it is on disk
         self._watched: Future[float] | None = None
@@ -206,7 +205,8 @@ class Log:
     def _write(self, record: Record) -> dict[str, Any]:
         """Waits for the numbers of a step and writes them. Runs in the thread."""
         written = self._write_plain({"step": record.step} | record.summary())
-        if record.samples and self._completions_every and record.step % self._completions_every == 0:
+        every = self._settings.completions_every
+        if record.samples and every and record.step % every == 0:
             self._write_sample(record.step, record.samples, sharding.to_host(record.rewards))
         return written
 

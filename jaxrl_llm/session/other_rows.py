@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,10 +85,8 @@ def write(workdir: Path, changes: Sequence[Change]) -> None:
     """Adds changes to FILE, unless a run that ended before its next checkpoint has done so. Raises: UserError."""
     before = read(workdir)
     if new := [change for change in changes if change not in before]:
-        partial = workdir / f"{FILE}.partial"
         with disk.writing(workdir):
-            partial.write_text("".join(json.dumps(asdict(change)) + "\n" for change in [*before, *new]))
-            os.replace(partial, workdir / FILE)
+            disk.replace(workdir / FILE, "".join(json.dumps(asdict(change)) + "\n" for change in [*before, *new]))
 
 
 def read(workdir: Path) -> list[Change]:
