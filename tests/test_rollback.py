@@ -112,14 +112,13 @@ def after(function):
         kill()
     return call
 
-real = rollback.Rollbacks._write, Checkpoints.resume
+real = rollback.Rollbacks._write, Checkpoints.go_back
 if moment == "before the decision":
     rollback.Rollbacks._write = before(real[0])
 if moment == "after the decision":
     rollback.Rollbacks._write = after(real[0])
 if moment == "after the deletion":
-    resume = lambda self, states, before=None: (after(real[1]) if before else real[1])(self, states, before)
-    Checkpoints.resume = resume
+    Checkpoints.go_back = after(real[1])
 for record in steps(here.back(), workdir):
     if moment == "in a save after it" and (workdir / "rollbacks/1.json").exists() and record["step"] == 6:
         kill()
