@@ -116,7 +116,17 @@ def random_batch(g: int, seed: int, *, by_token: bool = False) -> tuple[np.ndarr
     trained = real & (rng.random(shape) < 0.8)
     logprobs, old = rng.normal(-2, 0.4, (2, *shape))
     advantages = rng.normal(size=shape if by_token else (3, g, 1)) * np.ones(shape)
-    return logprobs, Batch(None, None, None, real, trained, advantages, old_logprobs=old)
+    columns = dict(zip(("entropy", "ref_logprobs"), rng.random((2, *shape)), strict=True))
+    return logprobs, Batch(None, None, None, real, trained, advantages, old_logprobs=old, columns=columns)
+
+
+def computed(loss_fn: losses.LossFn, logprobs, batch: Batch) -> tuple[jax.Array, losses.Metrics]:
+    """The loss and its metrics, with the columns that it asks for."""
+    return loss_fn(logprobs, batch, **columns_of(loss_fn, batch))
+
+
+def columns_of(function: Callable, batch: Batch) -> dict[str, np.ndarray]:
+    return {name: x for name, x in batch.columns.items() if name in required_inputs(function)}
 
 
 def restated(function: Callable, logprobs: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -127,10 +137,11 @@ def restated(function: Callable, logprobs: np.ndarray, batch: Batch) -> tuple[np
         if not len(where):
             continue
         x, old, a = (array[index][where] for array in (logprobs, batch.old_logprobs, batch.advantages))
-        value[index][where] = function(x, x, old, a)
+        columns = {name: array[index][where] for name, array in columns_of(function, batch).items()}
+        value[index][where] = function(x, x, old, a, **columns)
         for i, t in enumerate(where):
             step = 1e-6 * (np.arange(len(x)) == i)
-            up, down = (sum(function(x + s, x, old, a)) for s in (step, -step))
+            up, down = (sum(function(x + s, x, old, a, **columns)) for s in (step, -step))
             gradient[index][t] = (up - down) / 2e-6
     return value, gradient
 
@@ -144,8 +155,9 @@ def test_a_loss_equals_its_restatement_in_value_and_gradient(name, g):
             logprobs, batch = random_batch(g, seed=g, by_token=by_token)
             value, gradient = restated(function, logprobs, batch)
             mask = batch.loss_mask
-            summed = jax.jit(lambda x, b=batch, m=mask: jnp.sum(jnp.where(m, loss_fn(x, b)[0], 0.0)))
-            np.testing.assert_allclose(np.where(mask, loss_fn(jnp.asarray(logprobs), batch)[0], 0), value, atol=1e-6)
+            summed = jax.jit(lambda x, b=batch, m=mask: jnp.sum(jnp.where(m, computed(loss_fn, x, b)[0], 0.0)))
+            loss = computed(loss_fn, jnp.asarray(logprobs), batch)[0]
+            np.testing.assert_allclose(np.where(mask, loss, 0), value, atol=1e-6)
             np.testing.assert_allclose(jax.grad(summed)(logprobs), gradient, rtol=1e-6, atol=1e-6)
 
 
@@ -177,7 +189,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
 def test_what_an_environment_wrote_changes_no_loss_and_no_gradient(name):
     loss_fn, _ = CASES[name]
     logprobs, batch = random_batch(4, seed=1)
-    trained = lambda x, b=batch: jnp.sum(jnp.where(b.loss_mask, loss_fn(x, b)[0], 0.0))  # noqa: E731
+    trained = lambda x, b=batch: jnp.sum(jnp.where(b.loss_mask, computed(loss_fn, x, b)[0], 0.0))  # noqa: E731
     other = np.where(batch.loss_mask, logprobs, -7.0)
     for f in (trained, jax.grad(trained)):
         np.testing.assert_array_equal(jax.jit(f)(logprobs), jax.jit(f)(other))
@@ -188,8 +200,7 @@ def test_a_loss_is_the_same_on_a_batch_and_on_its_halves(name):
     """A micro-batch has some prompts, and some completions of a prompt: the rest is not in its masks."""
     loss_fn = getattr(losses, name)
     logprobs, batch = random_batch(4, seed=2)
-    batch = replace(batch, prompts=None, columns={x: logprobs - 1 for x in required_inputs(loss_fn)[2:]})
-    value = jax.jit(lambda x, part: loss_fn(x, part, **part.columns)[0])
+    value = jax.jit(lambda x, part: computed(loss_fn, x, part)[0])
     whole = np.where(batch.loss_mask, value(logprobs, batch), 0.0)
     for prompts in (slice(0, 2), slice(2, 3)):
         x, part = jax.tree.map(lambda array, at=prompts: array[at], (logprobs, batch))

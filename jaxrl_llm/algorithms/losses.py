@@ -30,7 +30,8 @@ from jaxrl_llm.structs import Array, Batch
 Metrics: TypeAlias = dict[str, Array]
 LossFn: TypeAlias = Callable[..., tuple[Array, Metrics]]  # (logprobs, batch, score columns by their names)
 
-__all__ = ["cispo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "topr", "vespo"]  # names that a config may use
+# Names that a config may use.
+__all__ = ["cispo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "topr", "vespo"]
 
 # Bound of log-ratios: keeps exp and its gradient finite.
 LARGEST = 20.0
