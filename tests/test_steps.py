@@ -261,7 +261,8 @@ def test_the_device_scores_while_functions_judge_the_same_batch():
         )  # fmt: skip
         log = SimpleNamespace(timer=Timer, watch=lambda x: x)
         session = SimpleNamespace(log=log, stop=SimpleNamespace(check=lambda: None))
-        parts = SimpleNamespace(actor=sampled, packing=None, learning=learning)
+        unpacked = lambda lengths, _: np.zeros((*lengths.shape, 1), np.int32)[..., None]  # noqa: E731
+        parts = SimpleNamespace(actor=sampled, packing=unpacked, learning=learning)
         with pytest.raises(AttributeError, match="take_back"):  # what follows is learning
             rl_step(session, parts, SimpleNamespace(states={}), 1)
         assert 0.45 < time.monotonic() - began < 0.9
