@@ -24,7 +24,8 @@ from jaxrl_llm.tasks import arithmetic
 def measure(folder: Path, skip: float, seed: int, steps: int) -> list[float]:
     """Trains on the rows in `folder`, and returns the columns of the table."""
     c = load(Path("configs/grpo.py"))
-    c.data.source, c.data.curriculum.skip, c.seed, c.num_steps = f"{folder}/rows.jsonl", skip, seed, steps
+    c.data.source, c.seed, c.num_steps = f"{folder}/rows.jsonl", seed, steps
+    c.data.curriculum = {"skip": skip} if skip else None
     c.eval.every, c.log.to, c.log.completions_every = steps, (), 0
     c.health.self_test = False
     records = [r for r in train.steps(c, folder / "run") if r["step"]]

@@ -81,7 +81,7 @@ class Peak:
 
 
 LEAN = {
-    "kl.placement": "none", "kl.coef": 0.0, "model.dtype": "bfloat16", "optim.momentum_dtype": "bfloat16",
+    "kl": None, "model.dtype": "bfloat16", "optim.momentum_dtype": "bfloat16",
     "optim.gradient_dtype": "bfloat16",
 }  # fmt: skip
 
@@ -105,7 +105,7 @@ def measure(folder: Path, workdir: Path, address: str, lean: bool) -> dict[str, 
         config = load(HERE.parent / "configs" / "grpo.py")
         config.update_from_flattened_dict({
             "model.path": str(folder), "num_steps": 2, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2,
-            "eval.every": 0, "checkpoint.keep_best": 0, "checkpoint.every": 1, "checkpoint.keep": 1,
+            "eval": None, "checkpoint.keep_best": 0, "checkpoint.every": 1, "checkpoint.keep": 1,
             "optim.warmup_steps": 0, "log.to": (), "reward.timeout": 0.0, "model.remat": "full",
             "health.self_test": False,
         } | (LEAN if lean else {}))  # fmt: skip

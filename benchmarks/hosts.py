@@ -27,7 +27,7 @@ COUNTS, MORE = (2, 4, 8), (64, 512)
 ROWS = 2**16  # bytes of an array that a process gives to `gather`: 256 x 16 lengths are 32 KiB
 TINY = (
     "num_steps=8", "optim.warmup_steps=0", "optim.decay=constant", "prompts_per_step=8", "prompts_per_update=4",
-    "group_size=4", "eval.every=0", "checkpoint.every=100", "checkpoint.keep_best=0", "mesh.data=-1",
+    "group_size=4", "eval=none", "checkpoint.every=100", "checkpoint.keep_best=0", "mesh.data=-1",
     "mesh.fsdp=1", "health.self_test=False", "epochs=1", "log.to=()",
 )  # fmt: skip
 LENGTHS = {"grpo": (12, 24), "dapo": (12, 24), "search_grpo": (128, 256)}  # tokens of a completion at most

@@ -38,7 +38,7 @@ from jaxrl_llm.train import train
 ROOT = Path(__file__).parent.parent
 HERE = "benchmarks.ill_runs"  # also where this module is the program
 SMALL = {
-    "num_steps": 40, "prompts_per_step": 32, "prompts_per_update": 32, "eval.every": 0, "checkpoint.every": 10_000,
+    "num_steps": 40, "prompts_per_step": 32, "prompts_per_update": 32, "eval": None, "checkpoint.every": 10_000,
     "checkpoint.keep_best": 0, "log.to": (), "log.completions_every": 0, "reward.timeout": 0.0,
     "health.self_test": False,
     # One device: a faulty engine computes beside other programs, and collectives of both could wait for each other.
@@ -296,7 +296,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "engine_drift": Fault(
         "the engine drifts, and the policy does not learn",
-        engine("noisy", noise=0.001, growth=1.5) | reward("equal") | {"kl.placement": "none", "kl.coef": 0.0},
+        engine("noisy", noise=0.001, growth=1.5) | reward("equal") | {"kl": None},
         engine("noisy", noise=0.003, growth=1.3),
     ),
     "stale_samples": Fault(
@@ -325,7 +325,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "entropy_collapse": Fault(
         "a reward that one digit hacks, for every other prompt",
-        reward("ones") | {"optim.learning_rate": 1e-3, "kl.placement": "none", "kl.coef": 0.0},
+        reward("ones") | {"optim.learning_rate": 1e-3, "kl": None},
         {"seed": 1, "optim.learning_rate": 7e-4}, within=40,
     ),
     "entropy_explosion": Fault(
@@ -343,7 +343,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "gradient_climb": Fault(
         "the unit of the rewards and the rate grow by 7 % with each step, 8 optimizer steps on a rollout, no anchor",
-        {"prompts_per_update": 8, "epochs": 2, "kl.placement": "none", "kl.coef": 0.0, "advantage.normalize": "none"},
+        {"prompts_per_update": 8, "epochs": 2, "kl": None, "advantage.normalize": "none"},
         {"epochs": 4, "seed": 1}, within=40, inject=grow,
     ),
     "gradient_spike": Fault(
@@ -352,7 +352,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "good_fades": Fault(
         "samples are 6 steps old, at a high rate, without an anchor",
-        {"rollout.max_lag": 6, "optim.learning_rate": 1e-3, "kl.placement": "none", "kl.coef": 0.0},
+        {"rollout.max_lag": 6, "optim.learning_rate": 1e-3, "kl": None},
         {"rollout.max_lag": 8, "seed": 1}, within=40,
     ),
     "repeats": Fault(

@@ -109,7 +109,7 @@ def make_config(workload: Workload, folder: Path, remat: str, microbatch: int) -
     c.update_from_flattened_dict({
         "num_steps": 1000, "prompts_per_step": workload.prompts, "prompts_per_update": workload.prompts,
         "group_size": workload.group, "microbatch": microbatch, "model.path": str(folder), "model.remat": remat,
-        "data.source": "benchmarks.ours.rows", "eval.every": 0, "reward.functions": ("benchmarks.ours.even",),
+        "data.source": "benchmarks.ours.rows", "eval": None, "reward.functions": ("benchmarks.ours.even",),
         "reward.weights": (1.0,), "reward.timeout": 0.0, "kl.coef": KL_COEF, "checkpoint.keep_best": 0,
         "rollout.max_completion_tokens": workload.completion_tokens, "rollout.temperature": TEMPERATURE,
         "optim.learning_rate": workload.learning_rate, "optim.warmup_steps": 0, "optim.decay": "constant",

@@ -25,7 +25,7 @@ FIRST = 5  # step from which it counts: the earlier ones compile
 def main() -> None:
     config, _ = parse_config(config_parser("benchmarks.overhead", __doc__ or ""))
     with config.unlocked():
-        config.num_steps, config.eval.every, config.checkpoint.keep_best = 30, 0, 0
+        config.num_steps, config.eval, config.checkpoint.keep_best = 30, None, 0
     clock, cpu = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
 
     def timed(owner: Any, name: str, part: str) -> None:

@@ -31,7 +31,7 @@ STEPS: list[tuple[str, int, dict[str, Any]]] = [  # topology, layers, fields
     ("v5e:2x2", 9, {}),
     ("v5e:2x2", 10, {}),
     ("v5e:2x2", 10, {"optim.momentum_dtype": "bfloat16"}),
-    ("v5e:2x2", 10, {"kl.placement": "none", "kl.coef": 0.0}),
+    ("v5e:2x2", 10, {"kl": None}),
     ("v5e:2x2", 12, AWAY),
     ("v5e:2x2", 12, {"mesh.tensor": 2}),
     ("v5e:2x2", 2, {"microbatch": 32}),

@@ -42,7 +42,7 @@ HERE = "benchmarks.stability"
 SEEDS = (0, 1, 2)
 CHEAP = {
     "checkpoint.every": 100_000, "checkpoint.keep_best": 0, "log.to": (), "log.completions_every": 0,
-    "reward.timeout": 0.0, "health.self_test": False, "mesh.fsdp": 1, "eval.every": 0,
+    "reward.timeout": 0.0, "health.self_test": False, "mesh.fsdp": 1, "eval": None,
 }  # fmt: skip
 
 
@@ -163,7 +163,7 @@ EVALUATED = {"eval.every": 20}
 ACCURACY = tuple((f"accuracy at {step}", at(step), ".1%") for step in (20, 40, 60))
 BATCHES = (*ACCURACY, ("swing of the reward", swing, ".3f"))
 FAST = {"optim.learning_rate": 1e-3}
-NO_KL = {"kl.placement": "none", "kl.estimator": "k3", "kl.coef": 0.0}
+NO_KL = {"kl": None}
 
 
 def climbing() -> Iterator[tuple[str, dict[str, Any]]]:

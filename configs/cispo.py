@@ -14,5 +14,5 @@ def get_config() -> ConfigDict:
     c = grpo.get_config()
     c.num_steps, c.prompts_per_update = 50, 16  # four updates per rollout
     c.loss = ConfigDict(dict(name="cispo", clip_low=1.0, clip_high=4.0))
-    c.kl.placement, c.kl.coef = "none", 0.0
+    c.kl = None
     return c

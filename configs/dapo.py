@@ -17,5 +17,5 @@ def get_config() -> ConfigDict:
     c.rollout.resample_rounds = 3
     # A completion of 12 tokens has no penalty, one of 16 tokens has the full penalty of 1.
     c.rollout.max_completion_tokens, c.reward.overlong_tokens = 16, 4
-    c.kl.placement, c.kl.coef = "none", 0.0
+    c.kl = None
     return c

@@ -20,5 +20,5 @@ def get_config() -> ConfigDict:
     c.teachers = ConfigDict(dict(teacher=dict(path="")))
     c.advantage = ConfigDict(dict(name="distillation"))
     c.loss = ConfigDict(dict(name="reinforce"))
-    c.kl.placement, c.kl.coef = "none", 0.0
+    c.kl = None
     return c

@@ -14,5 +14,5 @@ def get_config() -> ConfigDict:
     c = grpo.get_config()
     c.advantage = ConfigDict(dict(name="grpo", normalize="none", epsilon=0.0))
     c.aggregate.mode, c.aggregate.constant_length = "constant", c.rollout.max_completion_tokens
-    c.kl.placement, c.kl.coef = "none", 0.0
+    c.kl = None
     return c

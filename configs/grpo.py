@@ -62,11 +62,12 @@ def get_config() -> ConfigDict:
     # c.data.mixture.math = ConfigDict(dict(source="math.parquet", convert="", weight=2.0)). Prompts are drawn in
     # proportion to the weights.
     c.data.mixture = ConfigDict()
-    # Probability of passing over a prompt whose completions all had the same reward at its last visit; 0: no curriculum
-    c.data.curriculum = ConfigDict(dict(skip=0.0))
+    # Passes over prompts that taught nothing. dict(skip=0.9): the probability of passing over a prompt whose
+    # completions all had the same reward at its last visit.
+    c.data.curriculum = None
 
-    c.eval = ConfigDict()
-    c.eval.every = 10  # steps between evaluations; also before the first step and at the end; 0: no evaluation
+    c.eval = ConfigDict()  # None: no evaluation
+    c.eval.every = 10  # steps between evaluations; also before the first step and at the end
     c.eval.source = "arithmetic.held_out"  # source of the evaluation problems, like data.source
     c.eval.convert = ""  # like data.convert, for the evaluation problems; "": none
     c.eval.problems = 1000  # the first problems of the source; each gets one greedy completion
@@ -104,23 +105,23 @@ def get_config() -> ConfigDict:
     c.aggregate.mode = "token_mean"  # reduction of token losses: token_mean | sequence_mean | sequence_sum | constant
     c.aggregate.constant_length = 0  # tokens that mode "constant" divides each sequence by; 0: for the other modes
 
-    c.kl = ConfigDict()
-    c.kl.placement = "loss"  # place of the KL penalty to the reference: none | reward | loss
-    c.kl.estimator = "k3"  # k1 (only in the reward) | k2 | k3
+    c.kl = ConfigDict()  # the KL penalty to the reference. None: no penalty, and no reference
+    c.kl.placement = "loss"  # place of the penalty: reward | loss
+    c.kl.estimator = "k3"  # k1 (only in the reward) | k2 | k3 | k3_weighted (only in the loss: k3 times pi / pi_old)
     c.kl.coef = 1e-3  # coefficient of the penalty, at the start
     c.kl.decay = "constant"  # schedule of the coefficient: constant | linear | cosine
     c.kl.end = 0.0  # coefficient at the last optimizer step, with a linear or cosine decay
-    c.kl.weighted = False  # True: multiply k3 in the loss by pi / pi_old
-    c.kl.target = 0.0  # mean KL per token that kl.coef adapts to; 0: kl.coef does not adapt
-    c.kl.horizon = 10_000  # about the number of sequences in which kl.coef adapts to the target
-    c.kl.refresh_every = 0  # steps between two moves of the reference towards the policy; 0: it never moves
-    c.kl.mix = 1.0  # how far a move goes: (1 - mix) reference + mix policy; 1: the reference becomes the policy
+    # kl.coef adapts to a KL. dict(target=0.01, horizon=10_000): the mean KL per token, and about the number of
+    # sequences in which it adapts.
+    c.kl.adaptive = None
+    # The reference moves towards the policy. dict(every=100, mix=1.0): steps between two moves, and how far a move
+    # goes: (1 - mix) reference + mix policy.
+    c.kl.refresh = None
 
-    c.entropy = ConfigDict()
-    c.entropy.coef = 0.0  # coefficient of the entropy bonus, at the start; 0: no bonus at the start
-    c.entropy.target = 0.0  # entropy that entropy.coef adapts to; 0: entropy.coef does not adapt
-    c.entropy.step = 0.0  # change per update: up if the entropy is at or below the target, else down; 0: no target
-    c.entropy.most = 0.0  # largest value of the adaptive coefficient; 0: no target
+    # A bonus for the entropy of the policy. dict(coef=1e-3): its coefficient, at the start. With
+    # adaptive=dict(target=0.3, step=1e-4, most=5e-3) in it, the coefficient goes up by `step` after an update whose
+    # entropy is at or below the target, else down, and stays between 0 and `most`.
+    c.entropy = None
 
     c.mask = ConfigDict()
     c.mask.truncated = False  # True: do not train on completions that the token limit cut
@@ -175,9 +176,10 @@ def get_config() -> ConfigDict:
     c.health.skip = ()
     # Rules (docs/health.md) whose finding ends the run. The findings of all other rules are only told.
     c.health.stop = ("updates_skipped",)
-    # rules: at their finding the run goes back to a checkpoint before it, and goes on with other samples of the same
-    # prompts, at most `most` times. learning_rate: factor of the rate at each rollback; warmup_steps: a new warm-up.
-    c.health.rollback = ConfigDict(dict(rules=(), most=3, learning_rate=0.5, warmup_steps=5))
+    # dict(rules=("reward_collapse",), most=3, learning_rate=0.5, warmup_steps=5): at a finding of these rules the run
+    # goes back to a checkpoint before it, and goes on with other samples of the same prompts, at most `most` times.
+    # learning_rate: factor of the rate at each rollback; warmup_steps: a new warm-up.
+    c.health.rollback = None
     # Minutes, at least, in which nothing moves until the command ends with exit code 75, which means "start it again":
     # a host, a disk or a collective hangs. Ten median steps may be longer. 0: it waits for ever (docs/pods.md).
     c.health.hang_minutes = 60.0

@@ -15,5 +15,5 @@ def get_config() -> ConfigDict:
     c.advantage = ConfigDict(dict(name="grpo", normalize="none", epsilon=0.0))
     c.loss = ConfigDict(dict(name="reinforce"))
     c.aggregate.mode = "sequence_sum"
-    c.kl.placement, c.kl.coef = "none", 0.0
+    c.kl = None
     return c

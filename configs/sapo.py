@@ -15,5 +15,5 @@ def get_config() -> ConfigDict:
     c.num_steps, c.prompts_per_update = 50, 16  # four updates per rollout
     c.loss = ConfigDict(dict(name="sapo", tau_positive=1.0, tau_negative=1.05))
     c.aggregate.mode = "sequence_mean"
-    c.kl.placement, c.kl.coef = "none", 0.0
+    c.kl = None
     return c

@@ -14,6 +14,6 @@ def get_config() -> ConfigDict:
     c.model.vocabulary = 768
     c.data.source, c.data.max_prompt_tokens = "encyclopedia.demonstrations", 32
     c.rollout.max_completion_tokens = 160
-    c.eval.every = 0
+    c.eval = None
     c.checkpoint.every = 500
     return c

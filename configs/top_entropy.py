@@ -13,5 +13,5 @@ from jaxrl_llm.configs import grpo  # configs/grpo.py explains every field
 def get_config() -> ConfigDict:
     c = grpo.get_config()
     c.mask.top_entropy = 0.2
-    c.kl.placement, c.kl.coef = "none", 0.0
+    c.kl = None
     return c

@@ -180,7 +180,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     environments = open_environments(recipe.env, recipe.turns, tokenizer, place.opened, args)
     tools = environments.schemas if environments else []
     dataset = data.load(recipe.data, tokenizer, tools)
-    held_out = data.load_held_out(recipe.eval, recipe.data, tokenizer, tools) if recipe.eval.every else dataset
+    held_out = data.load_held_out(recipe.eval, recipe.data, tokenizer, tools) if recipe.eval else dataset
     functions, episodes = recipe.reward.functions, environments is not None
     dataset, held_out = columns.check_all(recipe.data, recipe.eval, functions, dataset, held_out, episodes=episodes)
     if environments:
@@ -271,8 +271,8 @@ def make_learning(
         learners = {"critic": learner} | learners  # first: it learns before the policy
     reference = None
     if "ref_logprobs" in needed:
-        every, mix = recipe.kl.refresh_every, recipe.kl.mix
-        reference = make_reference(models, learners["policy"], learns, refresh_every=every, mix=mix)
+        refresh = recipe.kl.refresh if recipe.kl else None
+        reference = make_reference(models, learners["policy"], learns, refresh)
     credit = make_credit(recipe.credit, mesh)
     return Learning(mesh, sampling, scorers, credit, learners, reference, recipe.host_memory, sizes, recipe.seed)
 
@@ -283,8 +283,8 @@ def make_policy(recipe: Recipe, models: Models, learns: Parameters) -> Learner:
         models.model,
         recipe.loss,
         recipe.rollout.sampling,
-        kl=recipe.kl_in_loss,
-        kl_weighted=recipe.kl.weighted,
+        kl=recipe.kl_estimator("loss"),
+        kl_weighted=recipe.kl_weighted,
         correct=recipe.importance_weights,
         off_policy=recipe.mask.off_policy,
         routed=models.model.cfg.mixture is not None,
@@ -314,7 +314,8 @@ def open_outputs(
     """
     now = Rows({"data.source": counts, "eval.source": inputs.held_out.counts()}, inputs.dataset.prompts())
     most = recipe.health.rollback.most if recipe.health.rollback else 0
-    plan = Plan(recipe.num_steps, recipe.checkpoint.every, recipe.eval.every, recipe.eval.patience, most)
+    every, patience = (recipe.eval.every, recipe.eval.patience) if recipe.eval else (0, 0)
+    plan = Plan(recipe.num_steps, recipe.checkpoint.every, every, patience, most)
     outputs = Outputs(plan, recipe.log, recipe.health, recipe.checkpoint)
     tell = partial(announce, place, recipe, inputs, rows)
     return open_session(place, outputs, models, inputs.models.mesh, inputs.began_with, now, tell)
@@ -336,7 +337,7 @@ def announce(
         f"jaxrl_llm.{recipe.program}: {place.workdir}",
         [
             *banner.model_and_data_table(recipe.model.path, mesh, cfg, recipe.sizes, data, inputs.dataset),
-            *banner.problems_table(recipe.eval, inputs.held_out),
+            *(banner.problems_table(recipe.eval, inputs.held_out) if recipe.eval else []),
             *banner.totals_table(recipe.sizes),
             *banner.beginning(start, recipe.num_steps, changes),
             *rows,
@@ -351,7 +352,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
     """Starts the engine and builds the actor."""
     dataset, opened, mesh = inputs.dataset, place.opened, inputs.models.mesh
     collate = partial(data.make_prompts, dataset, pad_id=inputs.tokenizer.pad_token_id)
-    skip, mixture = recipe.data.curriculum.skip, recipe.data.mixture
+    skip, mixture = recipe.data.curriculum.skip if recipe.data.curriculum else 0.0, recipe.data.mixture
     curriculum, iterator = drawn(
         dataset, collate, batch=recipe.prompts_per_step, seed=recipe.seed, skip=skip, mixture=mixture
     )
@@ -439,7 +440,7 @@ def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
     batches = [dict(prompts=recipe.prompts_per_step, width=width, group=recipe.group_size, sampling=sampling)]
     if recipe.estimator.needs_greedy:
         batches.append(batches[0] | dict(group=1, sampling=Sampling(0.0)))
-    if recipe.eval.every:
+    if recipe.eval:
         held_out = inputs.held_out
         count = whole_batches(recipe.sizes.sequences_per_step, len(held_out.rows), inputs.models.mesh)
         batches.append(dict(prompts=count, width=held_out.width, group=1, sampling=Sampling(0.0)))
@@ -448,7 +449,7 @@ def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
 
 def make_evaluation(place: Workplace, recipe: Recipe | SftRecipe, inputs: Inputs) -> Callable[[Engine], float]:
     """Returns `evaluation(engine)` -> accuracy of greedy completions on the held-out problems."""
-    judge = (recipe.eval.function,) if recipe.eval.every else ()
+    judge = (recipe.eval.function,) if recipe.eval else ()
     reward_fn = open_reward_fn(place.opened, judge, (1.0,), recipe.reward.timeout)
     task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
     batch = whole_batches(recipe.sizes.sequences_per_step, len(inputs.held_out.rows), inputs.models.mesh)

@@ -24,7 +24,7 @@ from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task
-from jaxrl_llm.data.settings import DataSettings, EvalSettings
+from jaxrl_llm.data.settings import DataSettings
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
 from jaxrl_llm.machine import extras, sharding
 from jaxrl_llm.machine.compilation import keep_compilations
@@ -85,7 +85,7 @@ def main() -> None:
             args.page.write_text(page, encoding="utf-8")
         except OSError as error:
             raise UserError(f"--page {args.page} cannot be written ({error.strerror}): give another file") from error
-    if run and args.step == "best" and args.source == run.config["eval"]["source"]:
+    if run and args.step == "best" and run.evaluation and args.source == run.evaluation.source:
         said = f"--step best: these problems chose step {step}, so that its accuracy on them is too high"
         print(printable(f"{said}: give others with --task"), file=sys.stderr)
     if args.json:
@@ -288,16 +288,26 @@ def of_model(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the defaults of the command line for a run: the settings of its own evaluation."""
-    problems, data = run.section(EvalSettings, "eval"), run.section(DataSettings, "data")
+    """Returns the defaults of the command line for a run: the settings of its own evaluation.
+
+    Raises: UserError, if the run evaluated nothing, and the command line names no problems.
+    """
+    problems, data = run.evaluation, run.section(DataSettings, "data")
+    if not problems and not (args.task and (args.function or is_task(args.task))):
+        raise UserError("the run has no section eval: give --task, and --function if that is a file")
     own_task = args.task and is_task(args.task)
     sequences = run.config["prompts_per_step"] * run.group_size
+    asked = {"function": [f"{args.task}.accuracy"], "convert": "", "problems": 1000}
+    if problems:
+        asked = {
+            "source": problems.source,
+            "function": [f"{args.task}.accuracy" if own_task else problems.function],
+            "convert": "" if args.task else problems.convert,
+            "problems": problems.problems,
+        }
     return {
-        "source": problems.source,
-        "function": [f"{args.task}.accuracy" if own_task else problems.function],
-        "convert": "" if args.task else problems.convert,
+        **asked,
         **vars(Columns() if own_task else data.columns),
-        "problems": problems.problems,
         "max_prompt_tokens": data.max_prompt_tokens,
         "chat_template_args": data.chat_template_args,
         "today": data.today,

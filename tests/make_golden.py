@@ -24,19 +24,19 @@ FOLDER = Path(__file__).parent / "references" / "golden"
 MODEL = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
 TINY = (
     "num_steps=3", "optim.warmup_steps=1", "optim.decay=constant", "prompts_per_step=8", "prompts_per_update=4",
-    "group_size=4", "eval.every=0", "checkpoint.keep_best=0", "log.completions_every=1", "log.to=()",
+    "group_size=4", "eval=none", "checkpoint.keep_best=0", "log.completions_every=1", "log.to=()",
     "mesh.data=2", "mesh.fsdp=1",
 )  # fmt: skip
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": ("epochs=2", "microbatch=2"),
     "ppo": (
-        "group_size=1", "critic.warmup_steps=1", "critic.optim.warmup_steps=0", "kl.target=0.01", "epochs=2",
+        "group_size=1", "critic.warmup_steps=1", "critic.optim.warmup_steps=0", "kl.adaptive.target=0.01", "epochs=2",
         "reward.overlong_tokens=4",
     ),
     "dapo": ("epochs=1",),
     "distillation": ("teachers.teacher.path=TEACHER", "prompts_per_update=8"),
     "top_entropy": ("epochs=2",),
-    "lag": ("rollout.max_lag=1", "kl.refresh_every=2", "kl.mix=0.5"),
+    "lag": ("rollout.max_lag=1", "kl.refresh.every=2", "kl.refresh.mix=0.5"),
     "reinforce_pp": ("prompts_per_update=8",),
     "remax": ("prompts_per_update=8", "mask.truncated=true"),
 }  # fmt: skip

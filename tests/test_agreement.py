@@ -139,7 +139,7 @@ def rows():
 def test_processes_with_other_rows_end_before_the_first_step(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "config.py").write_text((ROOT / "configs" / "grpo.py").read_text())
-    fields = (*TINY, "data.source=own.rows", "eval.every=0", "checkpoint.keep_best=0")
+    fields = (*TINY, "data.source=own.rows", "eval=none", "checkpoint.keep_best=0")
     said = end(Processes(2, tmp_path / "config.py", tmp_path / "run", *fields, last={"OTHER": "1"}))
     assert "error: process 1 differs from process 0: the content of config.data.source is another: " in said
 

@@ -37,7 +37,7 @@ TINY = (
 )  # fmt: skip
 CONFIGS = {
     "grpo": ("epochs=2",),
-    "ppo": ("group_size=1", "critic.warmup_steps=1", "critic.optim.warmup_steps=0", "kl.target=0.01"),
+    "ppo": ("group_size=1", "critic.warmup_steps=1", "critic.optim.warmup_steps=0", "kl.adaptive.target=0.01"),
     "dapo": ("epochs=1",),
     "search_grpo": ("rollout.max_completion_tokens=128",),
 }
@@ -148,7 +148,7 @@ def test_two_processes_have_the_numbers_of_one_with(config, tmp_path):
 def test_two_processes_have_the_curriculum_of_one(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": str(a + b)} for a, b in PAIRS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = (f"data.source={tmp_path}/rows.jsonl", "data.curriculum.skip=0.9", "eval.every=0", "num_steps=6")
+    fields = (f"data.source={tmp_path}/rows.jsonl", "data.curriculum.skip=0.9", "eval=none", "num_steps=6")
     run(1, "grpo", tmp_path / "one", *fields)
     run(2, "grpo", tmp_path / "two", *fields)
     check_same(tmp_path / "two", tmp_path / "one")
@@ -225,7 +225,7 @@ def test_a_process_that_sleeps_for_ever_ends_all_with_75_and_no_step_is_lost(tmp
     """Its heartbeats go on: without the watchdog the others wait for ever."""
     (tmp_path / "own.py").write_text(OWN_REWARD)
     (tmp_path / "config.py").write_text((ROOT / "configs" / "grpo.py").read_text())
-    fields = (*TINY, "reward.functions=('own.reward',)", "reward.weights=(1.0,)", "reward.timeout=0.0", "eval.every=0")
+    fields = (*TINY, "reward.functions=('own.reward',)", "reward.weights=(1.0,)", "reward.timeout=0.0", "eval=none")
     fields += ("checkpoint.keep_best=0", "health.hang_minutes=0.4", "num_steps=5", "schedule_steps=5")
     processes = Processes(2, tmp_path / "config.py", tmp_path / "run", *fields, last={"HANGS": "1"})
     assert processes.end(200) == [75, 75], processes.said()
@@ -336,8 +336,8 @@ def test_a_second_signal_ends_a_process_that_waits_for_one_that_is_stopped():
 @pytest.mark.slow
 def test_two_processes_go_back_together_and_then_end_together(tmp_path):
     never = ("num_steps=20", "reward.functions=arithmetic.accuracy", "reward.weights=1.0", "optim.learning_rate=1e-9")
-    act = ("health.rollback.rules=no_signal", "health.rollback.most=1", "checkpoint.every=4", "checkpoint.keep=4")
-    no_signal = ("eval.every=0", "checkpoint.keep_best=0", "epochs=1", "rollout.temperature=0.001")
+    act = ("health.rollback.rules=no_signal,", "health.rollback.most=1", "checkpoint.every=4", "checkpoint.keep=4")
+    no_signal = ("eval=none", "checkpoint.keep_best=0", "epochs=1", "rollout.temperature=0.001")
     processes = Processes(2, ROOT / "configs" / "grpo.py", tmp_path / "run", *TINY, *never, *act, *no_signal)
     assert processes.end() == [2, 2], processes.said()
     decision = json.loads((tmp_path / "run" / "rollbacks" / "1.json").read_text())

@@ -417,7 +417,7 @@ def test_the_ids_of_a_thousand_episodes_are_those_that_were_sampled_and_never_en
 )
 def test_micro_batches_parts_and_devices_give_the_same_gradient_of_episodes(changes, tmp_path):
     def after(name: str, **more: Any) -> dict:
-        config = config_with_turns(**{"num_steps": 2, "mesh.fsdp": 1, "eval.every": 0, **more})
+        config = config_with_turns(**{"num_steps": 2, "mesh.fsdp": 1, "eval": None, **more})
         for _ in steps(config, tmp_path / name):
             pass
         return records(tmp_path / name)[-1]
@@ -432,7 +432,7 @@ def test_without_the_mask_of_observations_the_numbers_of_the_loss_show_it(monkey
     def first(name: str) -> dict:
         config = load(ROOT / "configs" / "search_grpo.py")
         config.update_from_flattened_dict({
-            "num_steps": 1, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "eval.every": 0,
+            "num_steps": 1, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "eval": None,
             "checkpoint.keep_best": 0, "log.to": (), "reward.timeout": 0.0, "health.self_test": False,
             "mesh.fsdp": 1,
         })  # fmt: skip

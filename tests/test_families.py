@@ -19,7 +19,7 @@ from jaxrl_llm.train import steps
 ROOT = Path(__file__).parent.parent
 SETTINGS = {
     "num_steps": 40, "prompts_per_step": 16, "prompts_per_update": 16, "group_size": 8, "optim.learning_rate": 3e-3,
-    "optim.warmup_steps": 5, "optim.decay": "constant", "eval.every": 0, "checkpoint.every": 40,
+    "optim.warmup_steps": 5, "optim.decay": "constant", "eval": None, "checkpoint.every": 40,
     "rollout.max_completion_tokens": 6, "reward.functions": ("tests.test_families.right",), "reward.weights": (1.0,),
     "reward.timeout": 0.0, "log.to": (), "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "microbatch": 8,
 }  # fmt: skip

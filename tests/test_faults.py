@@ -45,7 +45,7 @@ def saves_slowly():  # as a large model on a slow disk
     ocp.CheckpointManager._finalize = slow
 """
 SHORT = [
-    "--config.num_steps=4", "--config.eval.every=0", "--config.checkpoint.every=1", "--config.mesh.data=1",
+    "--config.num_steps=4", "--config.eval=none", "--config.checkpoint.every=1", "--config.mesh.data=1",
     "--config.epochs=1", "--config.prompts_per_update=8", "--config.microbatch=0", "--config.optim.warmup_steps=0",
 ]  # fmt: skip
 FAILS = ["--config.reward.functions=mine.fails_at_the_third", "--config.reward.weights=1."]
@@ -168,9 +168,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, workdir: Path, config: str, *extra:
 @pytest.mark.parametrize(
     ("config", "extra"),
     [
-        ("configs/grpo.py", ["--config.kl.placement=none", "--config.kl.coef=0."]),
+        ("configs/grpo.py", ["--config.kl=none"]),
         ("configs/grpo.py", []),
-        ("configs/grpo.py", ["--config.kl.refresh_every=2"]),
+        ("configs/grpo.py", ["--config.kl.refresh.every=2"]),
         ("configs/ppo.py", ["--config.critic.warmup_steps=0", "--config.critic.optim.warmup_steps=0"]),
     ],
     ids=["no reference", "a reference", "a moving reference", "a critic"],

@@ -73,7 +73,7 @@ def test_rows_are_read_as_their_columns_say(tmp_path, arithmetic, kind, row, pro
     (made,) = found.rows
     assert (made["prompt"], made.get("answer"), found.read_as) == (prompt, answer, said)
     assert row.keys() <= made.keys()
-    config = tiny(**{"data.source": str(file), "data.overlong": "error", "eval.every": 0})
+    config = tiny(**{"data.source": str(file), "data.overlong": "error", "eval": None})
     dataset = data.load(recipes.read(config).data, arithmetic)
     assert arithmetic.decode(dataset.ids[0].tolist(), skip_special_tokens=True) == SUM
     assert dataset.read_as == said

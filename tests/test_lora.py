@@ -252,7 +252,7 @@ def config_of(**changes: object):
     config = configs.load(ROOT / "configs" / "lora.py")
     short = {
         "num_steps": 4, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4,
-        "eval.every": 0, "checkpoint.every": 2, "checkpoint.keep": 9, "log.to": (), "adapters.rank": 2,
+        "eval": None, "checkpoint.every": 2, "checkpoint.keep": 9, "log.to": (), "adapters.rank": 2,
         "log.completions_every": 0, "health.self_test": False, "mesh.fsdp": 2, "mesh.tensor": 2,
     }  # fmt: skip
     for name, value in (short | changes).items():
@@ -396,7 +396,7 @@ def test_a_critic_without_a_folder_learns_adapters_of_its_own_on_the_same_base(t
 
 @pytest.mark.slow
 def test_a_moving_reference_takes_the_adapters_of_the_policy(tmp_path):
-    for _ in train.steps(config_of(**{"kl.refresh_every": 1}), tmp_path / "run"):
+    for _ in train.steps(config_of(**{"kl.refresh.every": 1}), tmp_path / "run"):
         pass
     assert [record["kl/ref"] for record in numbers(tmp_path / "run")] == [0.0] * 4
 
@@ -408,7 +408,7 @@ def test_a_moving_reference_takes_the_adapters_of_the_policy(tmp_path):
         ({"adapters.base_dtype": "int4"}, "config.adapters.base_dtype is 'int4': give one of '', 'int8'"),
         ({"adapters.rank": 0}, "config.adapters.rank is 0"),
         ({"adapters.alpha": 0.0}, "config.adapters.alpha is 0.0"),
-        ({"kl.refresh_every": 2, "kl.mix": 0.5}, "config.kl.mix = 0.5: the mean of two adapters"),
+        ({"kl.refresh.every": 2, "kl.refresh.mix": 0.5}, "config.kl.refresh.mix = 0.5: the mean of two adapters"),
         ({"host_memory.reference": True}, "no reference beside the base, and none of teacher"),
         ({"model.path": ""}, "a new model has nothing to adapt"),
     ],

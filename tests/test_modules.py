@@ -158,7 +158,7 @@ def test_a_users_module_is_not_replaced_by_ours(tmp_path, place):
     (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
     (tmp_path / "lab" / "delta.py").write_text(
         f"import sys\nsys.path.append({str(ROOT / 'configs')!r})\nimport grpo\n\ndef get_config():\n"
-        "    c = grpo.get_config()\n    c.data.source, c.eval.every = 'sums.jsonl', 0\n"
+        "    c = grpo.get_config()\n    c.data.source, c.eval = 'sums.jsonl', None\n"
         "    c.reward.functions, c.reward.weights = ('arithmetic.accuracy',), (1.0,)\n    return c\n"
     )
     command = [sys.executable, "-m", "jaxrl_llm.train", "--config", "lab/delta.py"]

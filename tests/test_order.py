@@ -184,7 +184,7 @@ def test_a_run_with_mixture_and_curriculum_goes_on_bit_for_bit(tmp_path, monkeyp
 
     def config() -> ConfigDict:
         c = tiny(**{
-            "data.source": "", "num_steps": 7, "rollout.max_lag": lag, "data.curriculum.skip": 0.9, "eval.every": 0,
+            "data.source": "", "num_steps": 7, "rollout.max_lag": lag, "data.curriculum.skip": 0.9, "eval": None,
             "checkpoint.every": 4,
         })  # fmt: skip
         c.data.mixture = ConfigDict(TWO)

@@ -45,9 +45,9 @@ def seen(workdir: Path, file: Path, num_steps: int, **more) -> list[str]:
     """Runs up to a step, and returns the rows that it drew."""
     SEEN.clear()
     config = tiny(**{
-        "data.source": str(file), "eval.every": 0, "num_steps": num_steps, "schedule_steps": 9, "prompts_per_step": 2,
+        "data.source": str(file), "eval": None, "num_steps": num_steps, "schedule_steps": 9, "prompts_per_step": 2,
         "prompts_per_update": 2, "reward.functions": ("test_other_rows.looks",), "reward.weights": (1.0,),
-        "reward.timeout": 0.0, "rollout.max_completion_tokens": 1, "kl.placement": "none", "kl.coef": 0.0,
+        "reward.timeout": 0.0, "rollout.max_completion_tokens": 1, "kl": None,
     } | more)  # fmt: skip
     assert [record["step"] for record in steps(config, workdir)][-1] == num_steps
     return list(SEEN)
@@ -101,7 +101,7 @@ def test_a_chat_template_writes_the_day_of_the_runs_beginning_when_it_is_resumed
     shutil.copytree(ASSET, tmp_path / "model")
     dated = "{{ strftime_now('%d') }}" + (ASSET / "chat_template.jinja").read_text()
     (tmp_path / "model" / "chat_template.jinja").write_text(dated)
-    fields = {"data.source": f"{tmp_path}/x.jsonl", "eval.every": 0, "model.path": f"{tmp_path}/model"}
+    fields = {"data.source": f"{tmp_path}/x.jsonl", "eval": None, "model.path": f"{tmp_path}/model"}
     prompts = []
     for day in (24, 25):  # by the clock of this package, and that of transformers
         clock = SimpleNamespace(today=lambda day=day: date(2026, 11, day), now=lambda day=day: datetime(2026, 11, day))

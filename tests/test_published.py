@@ -133,7 +133,7 @@ FLAGS = tuple(f"--config.{name}={value}" for name, value in TINY.items())
 def lora_run(tmp_path) -> Path:
     """The workdir of a run with a base in int8."""
     config = configs.load(ROOT / "configs" / "lora.py")
-    changes = {"num_steps": 1, "eval.every": 0, "checkpoint.keep_best": 0, "log.to": (), "adapters.base_dtype": "int8"}
+    changes = {"num_steps": 1, "eval": None, "checkpoint.keep_best": 0, "log.to": (), "adapters.base_dtype": "int8"}
     config.update_from_flattened_dict(TINY | changes)
     for _ in train.steps(config, tmp_path / "lora"):
         pass

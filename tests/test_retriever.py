@@ -363,7 +363,7 @@ def searching(url: str, **changes):
     config = load(ROOT / "configs" / "search_grpo.py")
     config.update_from_flattened_dict({
         "num_steps": 6, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 4,
-        "eval.every": 0, "checkpoint.every": 100, "checkpoint.keep_best": 0, "log.to": (), "mesh.fsdp": 1,
+        "eval": None, "checkpoint.every": 100, "checkpoint.keep_best": 0, "log.to": (), "mesh.fsdp": 1,
         "log.completions_every": 0, "reward.timeout": 0.0, "health.self_test": False, "env.corpus": "", "env.url": url,
         "env.timeout": 0.5, "env.retries": 0, "rollout.max_completion_tokens": 128, **changes,
     })  # fmt: skip

@@ -129,7 +129,7 @@ def small(folder: Path | str, **changes: object):
     c = config.load(ROOT / "configs" / "grpo.py")
     c.reward_model = ConfigDict(dict(path=str(folder), weight=0.5))
     fields = dict(
-        num_steps=1, prompts_per_step=8, prompts_per_update=8, group_size=4, eval__every=0, optim__warmup_steps=0,
+        num_steps=1, prompts_per_step=8, prompts_per_update=8, group_size=4, eval=None, optim__warmup_steps=0,
         mesh__fsdp=1, log__to=(), health__self_test=True, checkpoint__keep_best=0, log__completions_every=1,
     )  # fmt: skip
     for field, value in (fields | changes).items():
@@ -162,7 +162,7 @@ def test_its_score_enters_the_reward_of_a_run(folder, tmp_path):
 
 def test_a_reward_model_alone_is_enough_and_none_of_a_function_is_filled_by_it():
     mask, scores = np.ones((1, 2, 3), bool), np.array([[[9.0, 9.0, 2.0], [9.0, 9.0, 4.0]]], np.float32)
-    c = small("x", reward__functions="()", reward__weights="()", kl__placement="none", kl__coef=0.0)
+    c = small("x", reward__functions="()", reward__weights="()", kl=None)
     c.advantage = ConfigDict(dict(name="gdpo", epsilon=1e-4))
     assign = credit.make_credit(recipes.read(c).credit, tiny.mesh_of((1, 1, 1)))
     rewards = Rewards(np.full((1, 2), np.nan, np.float32), {})
@@ -176,7 +176,7 @@ def test_a_reward_model_alone_is_enough_and_none_of_a_function_is_filled_by_it()
 def test_what_a_reward_model_cannot_do_is_refused_before_a_run(folder, tmp_path):
     for changes, words in {
         (("rollout__resample_rounds", 1),): "resample_rounds = 1: a reward model scores completions after",
-        (("data__curriculum__skip", 0.9),): r"curriculum\.skip = 0\.9: a reward model scores .*: set it to 0\.0",
+        (("data__curriculum__skip", 0.9),): r"config\.data\.curriculum: a reward model scores .*: take the section out",
         (("reward__functions", "()"), ("reward__weights", "(1.0,)")): "has 0 functions and 1 weight: give each",
     }.items():
         with pytest.raises(UserError, match=words):

@@ -216,7 +216,7 @@ def test_a_trainer_that_is_killed_leaves_no_reward_behind(tmp_path):
     row = '{"prompt": [{"role": "user", "content": "1+1"}], "answer": "' + str(tmp_path / "pid") + '"}\n'
     (tmp_path / "rows.jsonl").write_text(row * 8)
     fields = (
-        "num_steps=1 prompts_per_step=8 prompts_per_update=8 group_size=2 optim.warmup_steps=0 eval.every=0 "
+        "num_steps=1 prompts_per_step=8 prompts_per_update=8 group_size=2 optim.warmup_steps=0 eval=none "
         f"data.source={tmp_path}/rows.jsonl reward.functions=tests.test_rewards.waits reward.weights=1. "
         "mesh.fsdp=1 rollout.max_completion_tokens=2 log.to=() health.self_test=False"
     )

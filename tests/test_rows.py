@@ -251,7 +251,7 @@ def test_the_banner_counts_what_was_dropped_and_says_when_rows_are_fewer_than_a_
         ("", "of arithmetic.held_out, judged by arithmetic.accuracy"),
     ]
     assert [name for name, _ in shown(63, 0)] == ["prompts", "", "problems", ""]
-    config.eval.every = 0
+    config.eval = None
     assert shown(64, 0) == [("prompts", "64 of at most 3 tokens, 4 over-long dropped")]
 
 

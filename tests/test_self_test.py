@@ -38,7 +38,7 @@ from jaxrl_llm.train import steps
 ROOT = Path(__file__).parent.parent
 SMALL = {
     "num_steps": 2, "prompts_per_step": 4, "prompts_per_update": 4, "optim.warmup_steps": 0,
-    "optim.decay": "constant", "eval.every": 0, "checkpoint.keep_best": 0, "log.to": (),
+    "optim.decay": "constant", "eval": None, "checkpoint.keep_best": 0, "log.to": (),
     "log.completions_every": 1, "mesh.fsdp": 1,
 }  # fmt: skip
 

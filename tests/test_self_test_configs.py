@@ -28,7 +28,7 @@ FAMILIES = {
 }  # fmt: skip
 STOPS = 40  # tokens that end a turn of a random model, so that it is short
 SMALL = {
-    "prompts_per_step": 4, "prompts_per_update": 4, "microbatch": 0, "eval.every": 0, "checkpoint.keep_best": 0,
+    "prompts_per_step": 4, "prompts_per_update": 4, "microbatch": 0, "eval": None, "checkpoint.keep_best": 0,
     "checkpoint.keep": 1, "log.to": (), "mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1, "num_steps": 2,
     "optim.warmup_steps": 0, "optim.warmup_ratio": 0.0, "rollout.max_completion_tokens": 16, "reward.timeout": 0.0,
     "data.max_prompt_tokens": 2000, "model.remat": "none", "model.row_parts": 1,

@@ -68,11 +68,11 @@ def test_an_evaluation_of_other_problems_than_those_trained_on_is_told():
     for name in ("grpo", "sft"):
         (line,) = said(name, data__source="fixed.jsonl")
         assert line.startswith(f"{problems}data.source = 'fixed.jsonl': ")
-        assert "set eval.source and eval.function (now arithmetic.accuracy), or eval.every = 0" in line
+        assert "set eval.source and eval.function (now arithmetic.accuracy), or eval = None" in line
     (line,) = said("grpo", data__source="countdown.train")
     assert line.startswith(problems)
     quiet = [dict(data__source="fixed.jsonl", eval__source="exam.jsonl"), dict(data__source="arithmetic.held_out")]
-    quiet += [dict(data__source="fixed.jsonl", eval__every=0, checkpoint__keep_best=0)]
+    quiet += [dict(data__source="fixed.jsonl", eval=None, checkpoint__keep_best=0)]
     assert [said("grpo", **changes) for changes in quiet] == [[], [], []]
     c = config.load("grpo")
     parts = [ConfigDict(dict(source=source, convert="", weight=1.0)) for source in ("a.jsonl", "arithmetic.train")]
@@ -118,14 +118,14 @@ def test_many_updates_on_a_rollout_are_warned_of(name, each, epochs, words):
     ("changes", "words"),
     [
         (dict(prompts_per_update=4), ["an optimizer step has 32 of the rollout's 512 sequences"]),
-        (dict(entropy__coef=0.001), ["entropy.coef = 0.001 without a target"]),
-        (dict(entropy__coef=0.001, entropy__target=0.1, entropy__step=1e-4, entropy__most=0.1), []),
+        (dict(entropy__coef=0.001), ["entropy.coef = 0.001 without entropy.adaptive"]),
+        (dict(entropy__coef=0.001, entropy__adaptive={"target": 0.1, "step": 1e-4, "most": 0.1}), []),
         (dict(optim__warmup_ratio=0.95, optim__warmup_steps=0), ["the warm-up takes 95 of 100 optimizer steps"]),
         (
-            dict(kl__placement="none", kl__coef=0.0, epochs=4, num_steps=3000, model__dtype="bfloat16"),
+            dict(kl=None, epochs=4, num_steps=3000, model__dtype="bfloat16"),
             ["12,000 optimizer steps, 4 on a rollout, without KL penalty and correction"],
         ),
-        (dict(kl__placement="none", kl__coef=0.0, epochs=4, num_steps=300, model__dtype="bfloat16"), []),
+        (dict(kl=None, epochs=4, num_steps=300, model__dtype="bfloat16"), []),
         (dict(epochs=4, num_steps=3000, model__dtype="bfloat16"), []),
     ],
 )
@@ -159,8 +159,8 @@ def test_a_clip_that_clips_nothing_is_noted_where_it_was_changed():
 
 
 def test_what_has_no_effect_without_evaluation_or_a_gpu_is_noted():
-    assert said("grpo", eval__every=0)[0].startswith("note: checkpoint.keep_best keeps nothing: eval.every is 0")
-    assert said("grpo", eval__every=0, checkpoint__keep_best=0) == []
+    assert said("grpo", eval=None)[0].startswith("note: checkpoint.keep_best keeps nothing: there is no section eval")
+    assert said("grpo", eval=None, checkpoint__keep_best=0) == []
     assert said("grpo", deterministic=True) == ["note: deterministic = True has no effect on a cpu: it is for GPUs"]
     assert said("sft", platform="gpu", deterministic=True) == []
 

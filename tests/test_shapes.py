@@ -91,7 +91,7 @@ def ragged_config(steps: int):
     config = configs.load(ROOT / "configs" / "grpo.py")
     config.update_from_flattened_dict({
         "num_steps": steps, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "microbatch": 4,
-        "rollout.max_completion_tokens": 32, "rollout.temperature": 1.3, "eval.every": 0, "checkpoint.keep_best": 0,
+        "rollout.max_completion_tokens": 32, "rollout.temperature": 1.3, "eval": None, "checkpoint.keep_best": 0,
         "checkpoint.every": 10, "log.to": (), "log.completions_every": 0, "mesh.fsdp": 1,
         "health.self_test": False,
     })  # fmt: skip

@@ -96,7 +96,7 @@ def test_a_loop_that_ends_early_saves_raises_and_goes_on_bit_for_bit(whole, tmp_
 
 
 def test_the_step_alone_is_a_function_of_the_run_the_states_and_its_number(whole, tmp_path):
-    with build(tiny(**{"eval.every": 0, "checkpoint.keep_best": 0}), tmp_path / "run") as (session, parts):
+    with build(tiny(**{"eval": None, "checkpoint.keep_best": 0}), tmp_path / "run") as (session, parts):
         _, record = rl_step(session, parts, session.restore(), 1)
         summary = record.summary()
     first = written(whole)[1]
@@ -134,7 +134,7 @@ def canned(*, token: int) -> EngineChoice:
 
 
 def test_an_engine_of_ones_own_is_named_in_the_config(tmp_path):
-    config = tiny(**{"num_steps": 2, "eval.every": 0, "checkpoint.keep_best": 0})
+    config = tiny(**{"num_steps": 2, "eval": None, "checkpoint.keep_best": 0})
     config.engine = ConfigDict(dict(name="test_steps.canned", token=5))
     last = list(steps(config, tmp_path / "run"))[-1]
     assert last["completion/length"] == 4.0
@@ -184,9 +184,9 @@ def echo() -> EngineChoice:
 
 
 def test_an_environment_that_appends_tokens_is_attended_to_and_not_learned_from(tmp_path):
-    config = tiny(**{"num_steps": 2, "eval.every": 0, "checkpoint.keep_best": 0})
+    config = tiny(**{"num_steps": 2, "eval": None, "checkpoint.keep_best": 0})
     plain = list(steps(config, tmp_path / "plain"))
-    config = tiny(**{"num_steps": 2, "eval.every": 0, "checkpoint.keep_best": 0})
+    config = tiny(**{"num_steps": 2, "eval": None, "checkpoint.keep_best": 0})
     config.engine = ConfigDict(dict(name="test_steps.echo"))
     first, last = steps(config, tmp_path / "echo")
     assert first["completion/length"] <= min(plain[0]["completion/length"], 6 - OBSERVED) + OBSERVED
@@ -198,8 +198,8 @@ def test_an_environment_that_appends_tokens_is_attended_to_and_not_learned_from(
 @pytest.mark.slow
 @pytest.mark.parametrize("moving", [False, True])
 def test_a_reference_and_an_optimizer_in_the_hosts_memory_change_no_number(moving, tmp_path):
-    fields = {"prompts_per_update": 4, "eval.every": 0, "mesh.fsdp": 4, "num_steps": 3, "schedule_steps": 3}
-    fields |= {"kl.refresh_every": 2, "kl.mix": 0.5} if moving else {}
+    fields = {"prompts_per_update": 4, "eval": None, "mesh.fsdp": 4, "num_steps": 3, "schedule_steps": 3}
+    fields |= {"kl.refresh.every": 2, "kl.refresh.mix": 0.5} if moving else {}
     away = fields | {"host_memory.reference": True, "host_memory.optimizer": True}
     whole = list(steps(tiny(**fields), tmp_path / "run"))
     list(steps(tiny(**away | {"num_steps": 2}), tmp_path / "away"))  # saves, and goes on from what it has saved
@@ -221,14 +221,14 @@ def test_the_log_is_on_the_disk_itself_before_a_checkpoint_is_saved(tmp_path, mo
     monkeypatch.setattr(
         Checkpoints, "save", lambda self, *given, **more: events.append("save") or save(self, *given, **more)
     )
-    list(steps(tiny(num_steps=2, **{"checkpoint.every": 2, "eval.every": 0}), tmp_path / "run"))
+    list(steps(tiny(num_steps=2, **{"checkpoint.every": 2, "eval": None}), tmp_path / "run"))
     last = events.index("save")
     assert {"metrics.jsonl", "completions.jsonl"} <= set(events[:last])
 
 
 @pytest.mark.slow
 def test_a_run_whose_workdir_vanishes_ends_and_goes_on_when_it_is_back(tmp_path):
-    fields = {"num_steps": 3, "schedule_steps": 3, "eval.every": 0}
+    fields = {"num_steps": 3, "schedule_steps": 3, "eval": None}
 
     def run() -> None:
         for record in steps(tiny(**fields), tmp_path / "run"):
@@ -270,7 +270,7 @@ def test_the_device_scores_while_functions_judge_the_same_batch():
 
 
 def test_completions_without_a_verdict_are_counted_and_not_trained_on(tmp_path):
-    changes = {"num_steps": 1, "eval.every": 0, "log.completions_every": 1, "optim.warmup_steps": 0}
+    changes = {"num_steps": 1, "eval": None, "log.completions_every": 1, "optim.warmup_steps": 0}
     rewards = {"reward.functions": ("test_rewards.unsure", "arithmetic.thought"), "reward.weights": (1.0, 0.0)}
     [record] = list(steps(tiny(**changes, **rewards), tmp_path / "run"))
     assert 0 < record["reward/no_verdict"] < 1

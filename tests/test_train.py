@@ -180,18 +180,19 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
                              "--config.reward.functions=('arithmetic.accuracy','tests.tiny.alarmed')"],
          "groups/replaced"),
         ("configs/ppo.py", ["--config.critic.warmup_steps=2", "--config.critic.optim.warmup_steps=2",
-                            "--config.kl.refresh_every=2", "--config.kl.mix=0.5", "--config.kl.target=0.01"],
+                            "--config.kl.refresh.every=2", "--config.kl.refresh.mix=0.5",
+                            "--config.kl.adaptive.target=0.01"],
          "critic/explained_variance"),
         ("configs/remax.py", ["--config.rollout.max_lag=2", "--config.checkpoint.every=1", "--config.epochs=1",
                                "--config.prompts_per_update=8"],
          "rollout/lag"),
-        ("configs/lora.py", ["--config.optim.warmup_steps=2", "--config.kl.refresh_every=2"], "kl/ref"),
+        ("configs/lora.py", ["--config.optim.warmup_steps=2", "--config.kl.refresh.every=2"], "kl/ref"),
     ],
     ids=["dynamic sampling and rewards that set alarms",
          "a critic, a moving reference and an adaptive coefficient", "batches sampled ahead", "adapters"],
 )  # fmt: skip
 def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
-    arguments = [*TINY, "--config.eval.every=0", *extra]
+    arguments = [*TINY, "--config.eval=none", *extra]
     assert run(tmp_path / "whole", *arguments, config=config).returncode == 0
     process = start(tmp_path / "killed", *arguments, config=config)
     wait_for_step(tmp_path / "killed", 5, process)
@@ -278,7 +279,7 @@ def test_sigterm_before_the_first_step_and_on_a_finished_run_exits_0(whole, tmp_
 
 def test_sigterm_saves_the_step_in_hand_and_exits_0(tmp_path):
     workdir = tmp_path / "run"
-    long = [*TINY, "--config.num_steps=500", "--config.checkpoint.every=1000", "--config.eval.every=0"]
+    long = [*TINY, "--config.num_steps=500", "--config.checkpoint.every=1000", "--config.eval=none"]
     process = start(workdir, *long)
     wait_for_step(workdir, 2, process)
     process.send_signal(signal.SIGTERM)
@@ -294,7 +295,7 @@ def test_one_update_and_several_log_what_they_should(tmp_path):
     result = run(
         tmp_path / "run", *TINY, "--config.num_steps=1", "--config.optim.warmup_steps=0",
         "--config.epochs=1", "--config.prompts_per_update=8",
-        "--config.kl.placement=reward", "--config.kl.estimator=k1", "--config.eval.every=0",
+        "--config.kl.placement=reward", "--config.kl.estimator=k1", "--config.eval=none",
         "--config.advantage.normalize=none",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import records
-from jaxrl_llm.config.load import flatten, load
+from jaxrl_llm.config.load import flatten, load, override
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe.recipe import Recipe
@@ -177,7 +177,7 @@ def test_a_script_of_verl_becomes_a_config_with_its_numbers(tmp_path):
         "advantage.name": "grpo", "advantage.epsilon": 1e-6, "aggregate.mode": "token_mean",
         "loss.clip_low": 0.2, "loss.clip_high": 0.28, "loss.delta": 3.0,
         "optim.learning_rate": 3e-6, "optim.warmup_steps": 20,  # 5 rollouts of 4 updates
-        "optim.decay": "constant", "optim.weight_decay": 0.01, "optim.b2": 0.999, "entropy.coef": 0.0,
+        "optim.decay": "constant", "optim.weight_decay": 0.01, "optim.b2": 0.999, "entropy": None,
     }  # fmt: skip
     assert {name: c[name] for name in expected} == expected
     assert made.outcomes["actor_rollout_ref.rollout.surprise"].kind == "unsupported"
@@ -204,7 +204,8 @@ def test_every_key_becomes_exactly_one_thing_and_what_is_written_passes_the_chec
     assert list(made.outcomes) == list(keys_of(tmp_path, name, FILES[name]))
     assert sum(len(made.with_kind(kind)) for kind in KINDS) == len(made.outcomes)
     text, c = config_of(made, tmp_path)
-    assert {name: c[name] for name in made.fields()} == made.fields()
+    fields = {name: value for name, value in made.fields().items() if not name.startswith("eval.") or c.get(name)}
+    assert {name: c[name] for name in fields} == fields
     comments = " ".join(text.replace("\n", " ").replace("# ", " ").split())
     for key, outcome in made.outcomes.items():  # what is not mapped is in a comment, with its reason
         said = " ".join(outcome.reason.replace("# ", " ").split())
@@ -274,8 +275,8 @@ def test_a_yaml_file_of_trl_becomes_a_config_with_its_numbers(tmp_path):
         "prompts_per_step": 32, "prompts_per_update": 16, "group_size": 4,  # 8 x 8 x 2 and 8 x 4 x 2 completions
         "num_steps": 30, "microbatch": 4, "advantage.normalize": "none", "aggregate.mode": "constant",
         "aggregate.constant_length": 200, "loss.clip_low": 0.2, "loss.clip_high": 0.28, "loss.delta": 0.0,
-        "kl.placement": "loss", "kl.coef": 0.02, "kl.weighted": True, "optim.decay": "cosine",
-        "optim.warmup_ratio": 0.1, "optim.b2": 0.999, "seed": 42, "eval.every": 0,
+        "kl.placement": "loss", "kl.coef": 0.02, "kl.estimator": "k3_weighted", "optim.decay": "cosine",
+        "optim.warmup_ratio": 0.1, "optim.b2": 0.999, "seed": 42, "eval": None,
         "reward.functions": ("math.accuracy(anchors=True)", "my_rewards.my_bonus"), "reward.weights": (1.0, 0.5),
     }  # fmt: skip
     assert {name: c[name] for name in expected} == expected
@@ -336,8 +337,8 @@ def test_ppo_of_trl_has_a_critic_and_its_schedule_counts_rollouts(tmp_path):
         (dict(use_kl_loss=True, kl_loss_type="mse"), "loss", "k2", "mapped"),
         (dict(use_kl_loss=True, kl_loss_type="kl"), "loss", "k2", "changed"),  # its gradient has mean zero
         (dict(use_kl_loss=True, kl_loss_type="k3+"), "loss", "k2", "changed"),
-        (dict(use_kl_loss=True, kl_loss_type="abs"), "none", "k3", "unsupported"),
-        (dict(use_kl_loss=False), "none", "k3", "mapped"),
+        (dict(use_kl_loss=True, kl_loss_type="abs"), None, None, "unsupported"),
+        (dict(use_kl_loss=False), None, None, "mapped"),
         (dict(use_kl_loss=False, reward=True, estimator="rloo"), "reward", "k1", "mapped"),
         (dict(use_kl_loss=False, reward=True, estimator="grpo"), "loss", "k2", "changed"),
         (dict(use_kl_loss=True, reward=True, estimator="rloo"), "loss", "k3", "mapped"),
@@ -348,7 +349,8 @@ def test_the_kl_penalty_of_verl_has_its_place_and_estimator(keys, placement, est
     given |= {"algorithm.use_kl_in_reward": keys.get("reward", False), "actor_rollout_ref.rollout.n": 4}
     given["algorithm.adv_estimator"] = keys.get("estimator", "grpo")
     made = translate(verl.VERL, given)
-    assert (made.fields()["kl.placement"], made.fields()["kl.estimator"]) == (placement, estimator)
+    assert (made.fields().get("kl.placement"), made.fields().get("kl.estimator")) == (placement, estimator)
+    assert placement or made.fields()["kl"] is None
     assert made.outcomes[f"{ACTOR}use_kl_loss"].kind == kind
     # Advantages of grpo would be divided by a deviation that the penalty is a part of; and it has one place.
     expected = {"grpo": "changed", "rloo": "unsupported" if keys["use_kl_loss"] else "mapped"}
@@ -416,7 +418,9 @@ def test_a_table_sets_fields_that_are_there_and_knows_its_defaults(name):
     there = set()
     for base in ("ppo", "search_ppo"):
         c = load(CONFIGS / f"{base}.py")
-        there |= set(records.table(Recipe, c.to_dict()).fields) | set(flatten(c))
+        c.entropy, c.kl.adaptive, c.kl.refresh = {"coef": 1.0, "adaptive": {}}, {}, {}
+        table = records.table(Recipe, c.to_dict())
+        there |= set(table.fields) | table.optional | set(flatten(c))
     of_functions = ("advantage.", "loss.", "adapters.", "reward_model.", "data.mixture")
     values = (None, True, False, 0, 1, 8, 0.5, "", "gae", "cosine", [1, 2], {"a": 1}, "someone/thing")
     for key in [*system.rules, *system.defaults]:
@@ -676,11 +680,13 @@ def test_without_pyarrow_all_the_rest_is_checked_and_one_line_says_what_is_missi
 
 def test_a_run_without_evaluations_keeps_the_problems_for_who_sets_them_later(tmp_path):
     text, c = config_of(made_of(tmp_path, "run.sh", VERL.replace("test_freq=10", "test_freq=-1")), tmp_path)
-    assert (c["eval.every"], c["eval.source"], c["eval.convert"]) == (0, "~/sums/test.parquet", "verl.convert")
-    assert c["eval.function"] == c["reward.functions"][0].replace("score", "accuracy")
-    assert "Before you set it" not in text
+    assert c["eval"] is None and "# To evaluate, set eval.every instead.\n" in text
+    config = lint.load_text(text)
+    override(config, "eval.every", "5")
+    assert (config.eval.source, config.eval.convert) == ("~/sums/test.parquet", "verl.convert")
+    assert config.eval.function == c["reward.functions"][0].replace("score", "accuracy")
     text, c = config_of(made_of(tmp_path, "grpo.yaml", TRL_YAML), tmp_path)
-    assert c["eval.every"] == 0 and "# Before you set it, name the problems in eval.source" in text
+    assert c["eval"] is None and "# To evaluate, set eval.every instead, and name the problems in eval.source" in text
     several = "data.val_files=\"['a.parquet','b.parquet']\" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
     made = made_of(tmp_path, "several.sh", f"python -m verl.trainer.main_ppo {several}\n")
     assert made.fields()["eval.source"] == "a.parquet" and "eval.source" not in made.yours()

@@ -262,7 +262,7 @@ def test_values_come_through_variables_branches_functions_and_files(tmp_path):
         "a function and a loop.sh": {"checkpoint.every": 5},
         "search_r1.sh": {"group_size": 5, "env.most_searches": 2},
         "accelerate.sh": {"kl.coef": 0.01, "model.remat": "dots", "prompts_per_step": 7},
-        "torchrun in a comment's way.sh": {"kl.coef": 0.0, "prompts_per_step": 4},
+        "torchrun in a comment's way.sh": {"kl": None, "prompts_per_step": 4},
         "trl.sh": {"adapters.rank": 8},
         "heredoc.sh": {"kl.coef": 0.02, "group_size": 4, "prompts_per_step": 8},
     }

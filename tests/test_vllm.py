@@ -61,7 +61,7 @@ LENGTH, B, G = 12, 64, 8
 SERVED = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # that vLLM knows
 KEY = jax.random.key(3)
 TINY = [
-    "--config.prompts_per_step=16", "--config.prompts_per_update=16", "--config.group_size=4", "--config.eval.every=0",
+    "--config.prompts_per_step=16", "--config.prompts_per_update=16", "--config.group_size=4", "--config.eval=none",
     "--config.checkpoint.every=2", "--config.log.to=()", "--config.optim.warmup_steps=1",
     "--config.health.self_test=False",
 ]  # fmt: skip

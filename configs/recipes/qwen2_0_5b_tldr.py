@@ -43,7 +43,7 @@ def get_config() -> ConfigDict:
     c.reward.functions = (f"{MODULE}.length", f"{MODULE}.unique_characters")
     c.reward.weights = (1.0, 0.0)
     c.rollout.max_completion_tokens = 256
-    c.kl.placement, c.kl.coef = "none", 0.0
+    c.kl = None
     c.optim.learning_rate, c.optim.warmup_steps, c.optim.b2 = 1e-6, 0, 0.999
     return c
 

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 import jaxrl_llm
 from jaxrl_llm import configs
 from jaxrl_llm.config.names import with_names
-from jaxrl_llm.config.sections import problem, sections
+from jaxrl_llm.config.sections import Section, problem, sections
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.config.user_modules import importing_from
 from jaxrl_llm.errors import Parser, UserError, describe, place
@@ -197,17 +197,21 @@ def override(config: Config, name: str, text: str) -> None:
     *parts, last = name.split(".")
     node: Any = config
     for i, part in enumerate(parts):
-        node = node.get(part) if isinstance(node, ConfigDict) else None
+        node = node.section_named(part) if isinstance(node, Section) and (part in node or node.is_open) else None
         if not isinstance(node, ConfigDict):
             raise UserError(f"config.{'.'.join(parts[: i + 1])} is not a section{_meant(name, flatten(config))}")
-    if ".".join(parts) in OPEN and last not in node:
-        node[last] = _literal(text)
+    if last not in node and (".".join(parts) in OPEN or node.is_open):
+        value = _literal(text)
+        node[last] = _tuple(text) if node.is_open and isinstance(value, str) and "," in value else value
         return
     if last not in node:
         raise UserError(f"config.{name} is not a field{_meant(name, flatten(config))}")
     old = node[last]
-    if isinstance(old, ConfigDict):
-        raise UserError(f"config.{name} {problem(text, old, name)}")
+    if old is None or isinstance(old, ConfigDict):
+        if text.lower() != "none":
+            raise UserError(f"config.{name} {problem(text, old, name)}")
+        node[last] = None
+        return
     node[last] = _parse(name, old, text)
 
 

@@ -84,9 +84,12 @@ def with_names(config: Config, home: str = "") -> Config:
 
     home: the module of functions that a config file defines. Raises: UserError, if a function has no name.
     """
-    match config.to_dict():
+    values = {"reward": {"functions": ()}, "eval": {"function": ""}} | config.to_dict()
+    match values:
         case {"reward": {"functions": functions}, "eval": {"function": judge}}:
             pass
+        case {"reward": {"functions": functions}}:
+            judge = ""
         case {"eval": {"function": judge}}:
             functions = ()
         case _:
@@ -159,7 +162,7 @@ def bind(text: str, module: Place, what: str = "name") -> Callable[..., Any]:
     name, given = split_call(text, what)
     function = resolve(name, module, what)
     if is_ours(function, module):
-        given = {k: p.default for k, p in _keyword_only(function).items() if p.default is not p.empty} | given
+        given = defaults(function) | given
     return partial(function, **given) if given else function
 
 
@@ -182,6 +185,11 @@ def required_inputs(function: Callable[..., Any]) -> tuple[str, ...]:
 def keywords(function: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the names of a function's keyword-only arguments. The config supplies them."""
     return tuple(_keyword_only(function))
+
+
+def defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the defaults of a function's keyword-only arguments."""
+    return {k: p.default for k, p in _keyword_only(function).items() if p.default is not p.empty}
 
 
 def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

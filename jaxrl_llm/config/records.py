@@ -14,7 +14,7 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from jaxrl_llm.config.names import Place, package, resolve
+from jaxrl_llm.config.names import Place, defaults, package, resolve
 from jaxrl_llm.config.schema import Field, check_arguments, field_of, fields_of
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.errors import UserError
@@ -85,17 +85,18 @@ def _section_of(hint: Any) -> SectionKind | None:
 
 
 class Table(NamedTuple):
-    """What a config may hold: its fields, those of them that it may leave out, and its sections that name functions."""
+    """What a config may hold."""
 
     fields: dict[str, Field]
-    defaults: dict[str, Any]
-    named: dict[str, Place]
+    defaults: dict[str, Any]  # of fields that it may leave out
+    named: dict[str, Place]  # sections that name a function
+    optional: set[str]  # sections that it has, and may leave out
 
 
 def table(record: type, values: Mapping[str, Any], section: str = "") -> Table:
     """Returns the table that `record` describes. A section that may be absent counts where `values` have it."""
     prefix, inner = f"{section}." if section else "", _sections(record)
-    hints, known = get_type_hints(record, include_extras=True), Table({}, {}, {})
+    hints, known = get_type_hints(record, include_extras=True), Table({}, {}, {}, set())
     for each in fields(record):
         path, part = prefix + each.name, values.get(each.name, {})
         if each.name not in inner:
@@ -106,23 +107,38 @@ def table(record: type, values: Mapping[str, Any], section: str = "") -> Table:
         here, parts = inner[each.name], {path: part}
         if here.several:
             parts = {f"{path}.{name}": x for name, x in part.items()} if isinstance(part, dict) else {}
-        elif here.optional and each.name not in values:
+        elif here.optional and values.get(each.name) is None:
             continue
+        known.optional.update([path] if here.optional else [])
         for name, below in parts.items():
             # A value of another type than a section is refused where the fields are checked.
             lower = _table_of(here, below if isinstance(below, dict) else {}, name)
             known.fields.update(lower.fields)
             known.defaults.update(lower.defaults)
             known.named.update(lower.named)
+            known.optional.update(lower.optional)
     return known
 
 
 def _table_of(section: SectionKind, values: Mapping[str, Any], path: str) -> Table:
     if section.kind is Call:
-        return Table({}, {}, {path: section.of})
+        return Table({}, {}, {path: section.of}, set())
     if section.kind is KeywordArguments:
-        return Table(fields_of(path, section.of), {}, {})
+        unset = {f"{path}.{name}": x for name, x in defaults(section.of).items()}
+        return Table(fields_of(path, section.of), unset, {}, set())
     return table(section.kind, values, path)
+
+
+def present(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a config without the optional sections that are None."""
+    kept, inner = dict[str, Any](), _sections(record)
+    for name, value in values.items():
+        here = inner.get(name)
+        if here and here.optional and value is None:
+            continue
+        is_record = here is not None and is_dataclass(here.kind) and here.kind is not Call and not here.several
+        kept[name] = present(here.kind, value) if here and is_record and isinstance(value, dict) else value
+    return kept
 
 
 def read(record: type[T], values: Mapping[str, Any]) -> T:
@@ -138,10 +154,12 @@ def read(record: type[T], values: Mapping[str, Any]) -> T:
     return record(**given)
 
 
-def _read_section(section: SectionKind, values: Mapping[str, Any]) -> Any:
+def _read_section(section: SectionKind, values: dict[str, Any]) -> Any:
     if section.kind is Call:
         return read_call(values, section.of)
-    return KeywordArguments(values) if section.kind is KeywordArguments else read(section.kind, values)
+    if section.kind is KeywordArguments:
+        return KeywordArguments(defaults(section.of) | values)
+    return read(section.kind, values)
 
 
 def read_call(values: Mapping[str, Any], place: Place, what: str = "name") -> Call:
@@ -173,7 +191,9 @@ def check_fields(known: Table, values: Mapping[str, Any], flat: Mapping[str, Any
         if name not in rest and name not in known.defaults:
             raise UserError(f"config.{name} is missing: add it to the config file (configs/ has complete ones)")
         if name in rest and (problem := allowed.problem(rest[name])):
-            raise UserError(f"config.{name} {problem}")
+            section = name.rpartition(".")[0]
+            without = f"; without {section}: --config.{section}=none" if section in known.optional else ""
+            raise UserError(f"config.{name} {problem}{without}")
 
 
 def names_that_may_change(known: Table, flat: Mapping[str, Any]) -> set[str]:

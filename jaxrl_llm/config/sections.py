@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 from ml_collections import ConfigDict, FieldReference
 
@@ -25,10 +25,13 @@ JUDGE = "eval.function"  # a field of text that also takes a function object (`n
 class Section(ConfigDict):
     """A config or a section of one. Where a field holds a tuple, one value becomes a tuple of one.
 
-    Raises: UserError, with the path of the field, for a value of another type.
+    None in the place of a section is a section that is not there; it is as it was before once a field of it is set by
+    its path. Raises: UserError, with the path of the field, for a value of another type.
     """
 
     _path = ""  # in the whole config, such as "critic.optim"; "": it is the whole
+    _left_out: ClassVar[Mapping[str, Any]] = {}  # sections that None has replaced
+    _open = False  # may get fields of any names, which are checked with the whole config
 
     def __setitem__(self, key: str, value: Any) -> None:
         path = f"{self._path}.{key}" if self._path else key
@@ -39,7 +42,9 @@ class Section(ConfigDict):
         elif isinstance(before, tuple) and not isinstance(value, (tuple, list, FieldReference, type(None))):
             value = (value,)
         try:
-            if path == JUDGE and (callable(value) or isinstance(value, str)):
+            if off := value is None and isinstance(before, ConfigDict):
+                object.__setattr__(self, "_left_out", {**self._left_out, key: before})
+            if off or (path == JUDGE and (callable(value) or isinstance(value, str))):
                 with self.ignore_type():
                     super().__setitem__(key, value)
             else:
@@ -53,6 +58,31 @@ class Section(ConfigDict):
             if isinstance(value, Section):
                 value._move(f"{path}.{key}")
 
+    def update_from_flattened_dict(self, flattened_dict: Mapping[str, Any], strip_prefix: str = "") -> None:
+        """Sets fields by their paths, such as "critic.optim.learning_rate". A section that is not there is made."""
+        for path, value in flattened_dict.items():
+            if path.startswith(strip_prefix):
+                *parts, last = path.removeprefix(strip_prefix).split(".")
+                section: Any = self
+                for part in parts:
+                    section = section.section_named(part)
+                section[last] = value
+
+    def section_named(self, name: str) -> Any:
+        """Returns what is under a name, and makes a section where nothing or None is."""
+        if self.get(name) is None:
+            if name not in self._left_out:
+                self[name] = Section()
+                object.__setattr__(self[name], "_open", True)
+            else:
+                self[name] = self._left_out[name]
+        return self[name]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was made by `section_named`, so that it may get fields of any names."""
+        return self._open
+
 
 def sections(config: Any) -> Section:
     """Returns a ConfigDict or a dict, with all sections in it, as an unlocked `Section`; a `Section` as it is."""
@@ -65,6 +95,8 @@ def sections(config: Any) -> Section:
 
 def problem(value: Any, before: Any, path: str) -> str:
     """Describes a value of another type than that before it, for an error message with the field's name."""
+    if before is None:
+        return f"is a section that is not there: set its fields, as {path}.FIELD"
     if isinstance(before, ConfigDict):
         return f"is a section: set one of {', '.join(f'{path}.{key}' for key in before)}"
     if isinstance(value, FunctionType) and isinstance(before, str):

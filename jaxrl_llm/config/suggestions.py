@@ -96,6 +96,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if target := ALIASES.get(last):
         for field in (f"{section}.{target.rpartition('.')[2]}", target):
             # First in the section that was named: critic.lr means critic.optim.learning_rate, if there is one.
-            if field in fields or field.startswith("--"):
+            # Its section may be there, as None.
+            if field in fields or field.rpartition(".")[0] in fields or field.startswith("--"):
                 return field
     return next(iter(closest(name, fields)), "")

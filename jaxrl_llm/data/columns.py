@@ -128,7 +128,7 @@ def check(
 
 def check_all(
     data: DataSettings,
-    problems: EvalSettings,
+    problems: EvalSettings | None,
     functions: Sequence[str],
     dataset: Dataset,
     held_out: Dataset,
@@ -143,10 +143,10 @@ def check_all(
         dataset = check_completions(dataset, data.completion_column, data.source)
     for function in functions:
         check_reach(function, REWARDS, "config.reward.functions")
-    if problems.every:
+    if problems:
         check_reach(problems.function, REWARDS, "config.eval.function")
     checked = check(dataset, functions, "data", episodes=episodes, convert=data.convert)
-    if not problems.every:
+    if not problems:
         return checked, checked
     judge, convert = (problems.function,), problems.convert
     return checked, check(held_out, judge, "eval", episodes=episodes, convert=convert)

@@ -51,7 +51,7 @@ class DataSettings:
 class EvalSettings:
     """The problems that measure the accuracy, and how often."""
 
-    every: MayChange[Count]
+    every: MayChange[AtLeastOne]
     source: MayChange[str]
     convert: MayChange[str]
     function: str

@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.records import Call
 from jaxrl_llm.learner.packing import Packing, index_shape, minibatches, packed_shapes
 from jaxrl_llm.learner.scorers import Scorer, States
-from jaxrl_llm.learner.settings import HostMemory
+from jaxrl_llm.learner.settings import HostMemory, RefreshSettings
 from jaxrl_llm.learner.update import ALL_LEARN, Base, Learner, Parameters
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.shapes import MOST, RATES, TRAINING, Book, Shape, abstract
@@ -82,8 +82,7 @@ class Reference(NamedTuple):
     copy: Callable[[PyTree], PyTree]  # from the policy at the start of the run
     load: Callable[[], PyTree]  # from the folder, if the policy has learned since
     shapes: PyTree
-    refresh_every: int  # steps between two moves towards the policy; 0: it never moves, and no checkpoint holds it
-    mix: float  # how far a move goes
+    refresh: RefreshSettings | None  # its moves towards the policy; None: it never moves, and no checkpoint holds it
 
 
 @dataclass
@@ -103,7 +102,7 @@ class Learning:
     def shapes(self) -> States:
         """Returns the states that a checkpoint holds, as shapes with shardings."""
         states: States = {name: learner.shapes for name, learner in self.learners.items()}
-        moves = self.reference and self.reference.refresh_every
+        moves = self.reference and self.reference.refresh
         return states | ({"reference": self.reference.shapes} if self.reference and moves else {})
 
     def all_shapes(self) -> States:
@@ -157,9 +156,10 @@ class Learning:
 
     def settled(self, states: States, step: int) -> States:
         """Returns the states after the updates of `step`. Moves the reference towards the policy if that is due."""
-        if (moving := self.reference) and moving.refresh_every and step % moving.refresh_every == 0:
+        refresh = self.reference and self.reference.refresh
+        if refresh and step % refresh.every == 0:
             reference = sharding.move(states["reference"], sharding.DEVICE)
-            states = states | {"reference": kl.mix_params(reference, states["policy"].params, moving.mix)}
+            states = states | {"reference": kl.mix_params(reference, states["policy"].params, refresh.mix)}
         return self.put_away(states)
 
     def put_away(self, states: States) -> States:
@@ -193,18 +193,18 @@ class Learning:
 
 
 def make_reference(
-    models: Models, policy: Learner, learns: Parameters, *, refresh_every: int, mix: float
+    models: Models, policy: Learner, learns: Parameters, refresh: RefreshSettings | None
 ) -> Reference | None:
     """Returns the KL anchor. If it never moves, it has the dtypes of a model that never learns.
 
     None: it is the base of the policy's new adapters, without them.
     """
-    model, shapes, moves = models.model, policy.shapes.params, refresh_every > 0
+    model, shapes, moves = models.model, policy.shapes.params, refresh is not None
     if models.adapters and not (moves or models.adapters.kind.path):
         return None
     if models.adapters:
         copy_all = jax.jit(lambda adapters: jax.tree.map(jnp.copy, adapters))
-        return Reference(copy_all, learns.params, shapes, refresh_every, mix)
+        return Reference(copy_all, learns.params, shapes, refresh)
     if not moves:
         with_dtype = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)  # noqa: E731
         shapes = jax.tree.map(with_dtype, shapes, model.used_dtypes(shapes))
@@ -216,7 +216,7 @@ def make_reference(
         return copied if moves else model.as_used(copied)
 
     load = partial(hf.load_params, models.folder, model, models.mesh, learns=moves)
-    return Reference(copy, load, shapes, refresh_every, mix)
+    return Reference(copy, load, shapes, refresh)
 
 
 def make_packing(models: Models, learning: Learning, book: Book) -> Packing:

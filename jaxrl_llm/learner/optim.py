@@ -166,24 +166,19 @@ class Lowers(NamedTuple):
         return state.at[1].set(self.learning_rate**rollbacks).at[2].set(0.0)
 
 
-def kl_coefficient(
-    total_steps: int,
-    sequences: int,
-    *,
-    coef: NotNegative,
-    decay: Decay,
-    end: NotNegative,
-    target: NotNegative,
-    horizon: AtLeastOne,
-) -> Coefficient:
-    """Returns a KL coefficient that follows `schedule` or, with a target, proportional control (arXiv 1909.08593).
+def scheduled(coef: float, *, decay: Decay, end: float, total_steps: int) -> Coefficient:
+    """Returns a coefficient that follows `schedule`."""
+    return Coefficient(
+        0.0, schedule(coef, decay=decay, end=end, total_steps=total_steps), lambda state, metrics: state + 1
+    )
+
+
+def adaptive_kl(coef: float, sequences: int, *, target: Positive, horizon: AtLeastOne = 10_000) -> Coefficient:
+    """Returns a KL coefficient under proportional control (arXiv 1909.08593).
 
     coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) sequences / horizon), after each update of `sequences`
     sequences. KL is the mean of k3 over tokens.
     """
-    rate = schedule(coef, decay=decay, end=end, total_steps=total_steps)
-    if not target:
-        return Coefficient(0.0, rate, lambda state, metrics: state + 1)
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
         return state * (1 + jnp.clip(metrics["kl/ref"] / target - 1, -0.2, 0.2) * sequences / horizon)
@@ -191,18 +186,18 @@ def kl_coefficient(
     return Coefficient(coef, lambda state: state, adapt)
 
 
-def entropy_coefficient(*, coef: NotNegative, target: NotNegative, step: NotNegative, most: NotNegative) -> Coefficient:
-    """Returns an entropy coefficient that is constant or, with a target, adaptive (arXiv 2505.22312).
+def adaptive_entropy(coef: float, *, target: Positive, step: Positive, most: Positive) -> Coefficient:
+    """Returns an entropy coefficient that keeps the entropy near a target (arXiv 2505.22312).
 
-    The adaptive coefficient is c if the entropy of the last update was at most the target, else 0. c grows by `step`
-    after an update with entropy at most the target, and otherwise shrinks by `step`. It stays in [0, `most`].
+    It is c if the entropy of the last update was at most the target, else 0. c grows by `step` after an update with
+    entropy at most the target, and otherwise shrinks by `step`. It stays in [0, `most`].
     """
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
         low = metrics["entropy"] <= target
         return jnp.stack([jnp.clip(state[0] + jnp.where(low, step, -step), 0.0, most), low.astype(jnp.float32)])
 
-    return Coefficient((coef, 1.0), lambda state: state[0] * state[1], adapt) if target else constant(coef)
+    return Coefficient((coef, 1.0), lambda state: state[0] * state[1], adapt)
 
 
 def decayed(params: PyTree) -> PyTree:

@@ -7,42 +7,56 @@ from typing import Annotated, Literal
 
 from jaxrl_llm.config.records import KeywordArguments
 from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange, NotNegative, Share
+from jaxrl_llm.learner import optim
 from jaxrl_llm.learner.optim import Decay, make_optimizer
 
 AboveZero = Annotated[float, Field(float, low=0, high=1, above=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
+class RefreshSettings:
+    """How the reference moves towards the policy."""
+
+    every: AtLeastOne
+    mix: AboveZero = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class KlSettings:
     """The penalty for the distance to the reference."""
 
-    placement: Literal["none", "reward", "loss"]
-    estimator: Literal["k1", "k2", "k3"]
+    placement: Literal["reward", "loss"]
+    estimator: Literal["k1", "k2", "k3", "k3_weighted"]
     coef: NotNegative
     decay: Decay
     end: NotNegative
-    weighted: bool
-    target: NotNegative
-    horizon: AtLeastOne
-    refresh_every: Count
-    mix: AboveZero
+    adaptive: Annotated[KeywordArguments, optim.adaptive_kl] | None = None
+    refresh: RefreshSettings | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropySettings:
+    """The bonus for the entropy of the policy."""
+
+    coef: NotNegative
+    adaptive: Annotated[KeywordArguments, optim.adaptive_entropy] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskSettings:
     """Which completions and tokens the policy does not learn from."""
 
-    truncated: bool
-    top_entropy: AboveZero
-    off_policy: NotNegative
+    truncated: bool = False
+    top_entropy: AboveZero = 1.0
+    off_policy: NotNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
     """What is in the memory of the host while no program uses it."""
 
-    reference: MayChange[bool]
-    optimizer: MayChange[bool]
+    reference: MayChange[bool] = False
+    optimizer: MayChange[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)

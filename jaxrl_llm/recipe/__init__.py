@@ -38,6 +38,7 @@ def read_sft(config: Config) -> SftRecipe:
 
 
 def _record(kind: type[R], values: dict[str, Any]) -> R:
+    values = records.present(kind, values)
     records.check_fields(records.table(kind, values), values, flatten(ConfigDict(values)))
     return records.read(kind, values)
 

@@ -132,13 +132,13 @@ def entropy_bonus(settings: RunSettings) -> Iterator[Finding]:
     """F1c: a constant entropy bonus."""
     assert settings.rl  # RULES says that the rule needs it
     entropy = settings.rl.entropy
-    if entropy.coef > 0 and not entropy.target:
+    if entropy and entropy.coef > 0 and not entropy.adaptive:
         yield Finding(
             "entropy_bonus",
             "warning",
-            f"entropy.coef = {entropy.coef:g} without a target",
+            f"entropy.coef = {entropy.coef:g} without entropy.adaptive",
             "a constant bonus lets the entropy only rise, until the text is noise",
-            "set entropy.coef = 0, or entropy.target",
+            "leave the section out, or give entropy.adaptive",
             "Search-R1 #162",
         )
 
@@ -148,7 +148,7 @@ def no_anchor(settings: RunSettings) -> Iterator[Finding]:
     recipe = settings.rl
     assert recipe  # RULES says that the rule needs it
     sizes = recipe.sizes
-    if recipe.kl.placement != "none" or sizes.updates_per_rollout == 1 or sizes.updates < LONG:
+    if recipe.kl or sizes.updates_per_rollout == 1 or sizes.updates < LONG:
         return
     action = recipe.importance.action
     weighed = action != "none" and not (action == "auto" and recipe.own_samples)
@@ -237,15 +237,16 @@ def other_problems(settings: RunSettings) -> Iterator[Finding]:
     """F34: the evaluation has the problems of a task of this package, from which no training prompt comes."""
     recipe = settings.recipe
     sources = [part.source for part in recipe.data.mixture.values()] or [recipe.data.source]
-    judged = _task(recipe.eval.source) if recipe.eval.every else ""
-    if judged and judged not in map(_task, sources):
+    evaluation = recipe.eval
+    judged = _task(evaluation.source) if evaluation else ""
+    if evaluation and judged and judged not in map(_task, sources):
         trained = f"data.source = {sources[0]!r}" if len(sources) == 1 else "data.mixture"
         yield Finding(
             "other_problems",
             "warning",
-            f"eval.source = {recipe.eval.source!r} has other problems than {trained}",
+            f"eval.source = {evaluation.source!r} has other problems than {trained}",
             "the accuracy is not that of what is trained",
-            f"set eval.source and eval.function (now {recipe.eval.function}), or eval.every = 0",
+            f"set eval.source and eval.function (now {evaluation.function}), or eval = None",
             "docs/failures.md F34",
         )
 
@@ -260,8 +261,8 @@ def _task(source: str) -> str:
 
 def keeps_nothing(settings: RunSettings) -> Iterator[Finding]:
     """The best checkpoint of a run without evaluation."""
-    if not settings.recipe.eval.every and settings.recipe.checkpoint.keep_best:
-        why = "eval.every is 0, and nothing says which is best"
+    if not settings.recipe.eval and settings.recipe.checkpoint.keep_best:
+        why = "there is no section eval, and nothing says which is best"
         yield Finding("keeps_nothing", "note", "checkpoint.keep_best keeps nothing", why, "", "")
 
 

@@ -87,7 +87,7 @@ def check_shared(recipe: Settings, prompts_per_update: int) -> None:
     check_no_effect_shared(recipe)
     check_health(recipe)
     check_adapters(recipe)
-    if recipe.eval.every:
+    if recipe.eval:
         check_call(recipe.eval.function, tasks.REWARDS, "config.eval.function")
     for name in recipe.log.to:
         resolve(name, loggers, "config.log.to")
@@ -121,7 +121,7 @@ def check_data(recipe: Settings) -> None:
             ) from None
     if d.format_prompt:
         formats.template(d.format_prompt)
-    sections |= {"eval": recipe.eval} if recipe.eval.every else {}
+    sections |= {"eval": recipe.eval} if recipe.eval else {}
     for field, section in sections.items():
         check_source(f"config.{field}.source", section.source)
         if section.convert:

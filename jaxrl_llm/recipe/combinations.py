@@ -69,10 +69,10 @@ def check_reward_model(recipe: Recipe) -> None:
             f"config.rollout.resample_rounds = {recipe.rollout.resample_rounds}: a reward model scores completions "
             "after the sampling, when no group can be replaced: set it to 0"
         )
-    if recipe.data.curriculum.skip:
+    if recipe.data.curriculum:
         raise UserError(
-            f"config.data.curriculum.skip = {recipe.data.curriculum.skip}: a reward model scores completions after the "
-            "curriculum has judged their prompts: set it to 0.0"
+            "config.data.curriculum: a reward model scores completions after the curriculum has judged their prompts: "
+            "take the section out"
         )
     if recipe.estimator.needs_greedy:
         raise UserError(
@@ -142,11 +142,11 @@ def check_loss(recipe: Recipe) -> None:
         raise UserError(
             f"config.loss.name = {loss!r} wants an advantage a completion, {advantage.name!r} gives one a token"
         )
-    e, c = recipe.entropy, recipe.importance
-    if e.target and not (e.step and e.most >= e.coef and e.most):
+    bonus, c = recipe.entropy, recipe.importance
+    if bonus and bonus.adaptive and bonus.adaptive.most < bonus.coef:
         raise UserError(
-            f"config.entropy.target = {e.target}, but the coefficient cannot move towards it with step = {e.step} and "
-            f"most = {e.most}: give both, most not below coef"
+            f"config.entropy.adaptive.most = {bonus.adaptive.most} is less than entropy.coef = {bonus.coef}, where the "
+            "coefficient begins: raise it"
         )
     if c.action == "mask" and c.low >= c.high:
         raise UserError(f"config.importance.low = {c.low} is not below high = {c.high}: no weight would be kept")
@@ -179,15 +179,19 @@ def check_ratio_of_a_sequence(recipe: Recipe) -> None:
 def check_kl(recipe: Recipe) -> None:
     """Checks that the KL penalty has an effect where it is placed, and that its adaptive coefficient is stable."""
     k = recipe.kl
+    if not k:
+        return
     if k.placement == "loss" and k.estimator == "k1":
         raise UserError(
             "config.kl: k1 in the loss does nothing (its on-policy gradient has mean zero): "
             "use k2 or k3 there, or placement = 'reward'"
         )
+    if k.placement == "reward" and k.estimator == "k3_weighted":
+        raise UserError("config.kl.estimator = 'k3_weighted' is for placement = 'loss': take k1, k2 or k3")
     if k.placement == "reward" and not {"rewards", "token_rewards"} & set(recipe.estimator.inputs):
         raise UserError(
             f"config.kl.placement = 'reward': advantage {recipe.advantage.name!r} does not look at it; "
-            "set 'loss' or 'none'"
+            "set 'loss', or kl = None"
         )
     normalize = recipe.advantage.arguments.get("normalize")
     if k.placement == "reward" and recipe.estimator.name == "grpo" and normalize != "none":
@@ -195,15 +199,15 @@ def check_kl(recipe: Recipe) -> None:
             "config.advantage.normalize divides by a deviation that the KL penalty is part of: where the task gives no "
             "signal, the penalty alone would make full-size advantages; set it to 'none', or kl.placement to 'loss'"
         )
-    if k.target and (k.decay != "constant" or not k.coef):
+    if k.adaptive and (k.decay != "constant" or not k.coef):
         raise UserError(
-            "config.kl.target moves the coefficient by itself: set kl.decay to 'constant' and kl.coef above 0"
+            "config.kl.adaptive moves the coefficient by itself: set kl.decay to 'constant' and kl.coef above 0"
         )
     sequences = recipe.prompts_per_update * recipe.group_size
-    if k.target and k.horizon < sequences:
+    if k.adaptive and k.adaptive.horizon < sequences:
         raise UserError(
-            f"config.kl.horizon = {k.horizon} is less than an optimizer step's {sequences} sequences: the "
-            "coefficient would jump; give more, like 10000"
+            f"config.kl.adaptive.horizon = {k.adaptive.horizon} is less than an optimizer step's {sequences} "
+            "sequences: the coefficient would jump; give more, like 10000"
         )
 
 
@@ -244,9 +248,11 @@ def check_adapters(recipe: Settings) -> None:
         raise UserError(f"config.adapters.name = {recipe.adapters.name!r} is no AdapterKind: see docs/lora.md")
     if not recipe.model.path:
         raise UserError("config.adapters: model.path is '': a new model has nothing to adapt: give a model's folder")
-    if isinstance(recipe, Recipe) and recipe.kl.mix < 1 and not kind.linear:
+    refresh = recipe.kl.refresh if isinstance(recipe, Recipe) and recipe.kl else None
+    if refresh and refresh.mix < 1 and not kind.linear:
         raise UserError(
-            f"config.kl.mix = {recipe.kl.mix}: the mean of two adapters is not the adapter of the mean: set it to 1.0"
+            f"config.kl.refresh.mix = {refresh.mix}: the mean of two adapters is not the adapter of the mean: set "
+            "it to 1.0"
         )
 
 
@@ -263,11 +269,15 @@ def check_health(recipe: Settings) -> None:
     health, saved, rules = recipe.health, recipe.checkpoint, [rule.__name__ for rule in RULES]
     names = {"stop": (health.stop, rules)}
     if isinstance(health, ActingHealthSettings):
-        names |= {"skip": (health.skip, SKIPS), "rollback.rules": (health.rollback.rules, rules)}
+        names["skip"] = health.skip, list(SKIPS)
+    if health.rollback:
+        names["rollback.rules"] = health.rollback.rules, rules
+        if not health.rollback.rules:
+            raise UserError("config.health.rollback.rules is empty: name the rules, or take the section out")
         both = sorted(set(health.stop) & set(health.rollback.rules))
         if both:
             raise UserError(f"config.health.stop and config.health.rollback.rules both have {both[0]!r}: choose one")
-        if health.rollback.rules and saved.every * (saved.keep - 1) < RECENT:
+        if saved.every * (saved.keep - 1) < RECENT:
             raise UserError(
                 f"config.checkpoint.keep = {saved.keep} with every = {saved.every}: a rollback needs a checkpoint that "
                 f"is {RECENT} steps old; raise one of them until every x (keep - 1) is {RECENT} or more"

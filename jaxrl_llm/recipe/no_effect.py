@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.config.records import flat
@@ -10,14 +10,14 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe
 
 # Sizes of a new model, with the values of configs/sft.py.
-SIZES = (
-    ("hidden_size", 128),
-    ("num_hidden_layers", 4),
-    ("num_attention_heads", 4),
-    ("num_key_value_heads", 2),
-    ("intermediate_size", 384),
-    ("vocabulary", 0),
-)
+SIZES = {
+    "model.hidden_size": 128,
+    "model.num_hidden_layers": 4,
+    "model.num_attention_heads": 4,
+    "model.num_key_value_heads": 2,
+    "model.intermediate_size": 384,
+    "model.vocabulary": 0,
+}
 
 
 def check_no_effect(recipe: Recipe) -> None:
@@ -25,70 +25,42 @@ def check_no_effect(recipe: Recipe) -> None:
 
     Raises: UserError, naming the field.
     """
-    k, r, c, advantage = recipe.kl, recipe.rollout, recipe.importance, recipe.advantage.name
-    no_place = k.placement == "none"
-    same_policy, exact, updates = recipe.own_samples, recipe.exact, recipe.updates_per_rollout
-    unseen = not {"rewards", "token_rewards"} & set(recipe.estimator.inputs)
-    unrewarded = not recipe.estimator.needs_reward
-    unweighed, why_not = c.action == "none", "importance.action is 'none'"
-    if c.action == "auto" and same_policy:
-        unweighed, why_not = True, "this very policy samples, so that importance.action = 'auto' weighs nothing"
-    _refuse_no_effect(
-        recipe,
-        (
-            ("kl.coef", 0.0, no_place, "kl.placement is 'none'"),
-            ("kl.target", 0.0, no_place, "kl.placement is 'none'"),
-            ("kl.decay", "constant", no_place, "kl.placement is 'none'"),
-            ("kl.estimator", "k3", no_place, "kl.placement is 'none'"),
-            ("kl.refresh_every", 0, no_place, "kl.placement is 'none'"),
-            ("kl.refresh_every", 0, k.refresh_every > recipe.num_steps, f"the run has {recipe.num_steps} steps"),
-            ("kl.mix", 1.0, not k.refresh_every, "kl.refresh_every is 0"),
-            (
-                "host_memory.reference",
-                False,
-                ("ref_logprobs" not in recipe.columns or bool(recipe.adapters)) and not recipe.frozen,
-                f"there is no reference{' beside the base' * bool(recipe.adapters)}, and none of teachers and "
-                "reward_model",
-            ),
-            ("kl.end", 0.0, k.decay == "constant", "kl.decay is 'constant'"),
-            ("kl.horizon", 10_000, not k.target, "kl.target is 0"),
-            ("kl.weighted", False, (k.placement, k.estimator) != ("loss", "k3"), "it is for k3 in the loss"),
-            ("entropy.step", 0.0, not recipe.entropy.target, "entropy.target is 0"),
-            ("entropy.most", 0.0, not recipe.entropy.target, "entropy.target is 0"),
-            ("importance.action", "auto", exact and c.action in ("truncate", "mask"), "this very policy samples"),
-            ("importance.level", "token", unweighed, why_not),
-            ("importance.high", 2.0, unweighed, why_not),
-            ("importance.low", 0.0, c.action != "mask", "importance.action is not 'mask'"),
-            ("mask.off_policy", 0.0, exact and updates == 1, "a rollout's only optimizer step is on-policy"),
-            ("rollout.max_lag", 0, r.max_lag >= recipe.num_steps, f"the run has {recipe.num_steps} steps"),
-            ("reward.overlong_tokens", 0, unseen, f"advantage {advantage!r} does not look at it"),
-            ("rollout.resample_rounds", 0, unrewarded, f"advantage {advantage!r} looks at no reward"),
-            ("rollout.resample_rounds", 0, recipe.group_size == 1, "a group of 1 never has a signal"),
-            ("data.curriculum.skip", 0.0, recipe.group_size == 1, "a group of 1 never has a signal"),
-            ("data.curriculum.skip", 0.0, unrewarded, f"advantage {advantage!r} looks at no reward"),
-        ),
-    )
+    weights, advantage = recipe.importance, f"advantage {recipe.advantage.name!r}"
+    if weights.action == "none" or recipe.exact or (weights.action == "auto" and recipe.own_samples):
+        none = weights.action == "none"
+        why = f"this very policy samples, so that importance.action = {weights.action!r} weighs nothing"
+        unset = {"importance.level": "token", "importance.high": 2.0} | ({} if none else {"importance.action": "auto"})
+        _refuse(recipe, unset, "importance.action is 'none'" if none else why)
+    if weights.action != "mask":
+        _refuse(recipe, {"importance.low": 0.0}, "importance.action is not 'mask'")
+    if recipe.exact and recipe.updates_per_rollout == 1:
+        _refuse(recipe, {"mask.off_policy": 0.0}, "a rollout's only optimizer step is on-policy")
+    if not recipe.frozen and ("ref_logprobs" not in recipe.columns or recipe.adapters):
+        beside = " beside the base" * bool(recipe.adapters)
+        why = f"there is no reference{beside}, and none of teachers and reward_model"
+        _refuse(recipe, {"host_memory.reference": False}, why)
+    if not {"rewards", "token_rewards"} & set(recipe.estimator.inputs):
+        _refuse(recipe, {"reward.overlong_tokens": 0}, f"{advantage} does not look at it")
+    alone = recipe.group_size == 1
+    if alone or not recipe.estimator.needs_reward:
+        why = "a group of 1 never has a signal" if alone else f"{advantage} looks at no reward"
+        _refuse(recipe, {"rollout.resample_rounds": 0, "data.curriculum.skip": None}, why)
 
 
 def check_no_effect_shared(recipe: Settings) -> None:
-    """Refuses fields without effect of those that `train` and `sft` share, and model sizes of `sft`."""
-    constant = "decay is 'constant'"
-    _refuse_no_effect(recipe, [("optim.end", 0.0, recipe.optim.decay == "constant", f"optim.{constant}")])
-    if isinstance(recipe, Recipe) and recipe.critic:
-        end = ("critic.optim.end", 0.0, recipe.critic.optim.decay == "constant", f"critic.optim.{constant}")
-        _refuse_no_effect(recipe, [end])
-    _refuse_no_effect(recipe, [("eval.patience", 0, not recipe.eval.every, "eval.every is 0")])
-    # keep_best = 1 is the value of the complete configs, so it is allowed.
-    idle = not recipe.eval.every and recipe.checkpoint.keep_best > 1
-    _refuse_no_effect(recipe, [("checkpoint.keep_best", 0, idle, "eval.every is 0, and nothing says which is best")])
-    if isinstance(recipe, SftRecipe):
-        there = bool(recipe.model.path)
-        _refuse_no_effect(recipe, [(f"model.{name}", size, there, "model.path names a model") for name, size in SIZES])
-
-
-def _refuse_no_effect(recipe: Settings, rules: Iterable[tuple[str, Any, bool, str]]) -> None:
-    """Refuses idle fields unless they are unset. Each rule is (field, unset value, idle, reason)."""
+    """Refuses the end of a coefficient that never changes, and sizes of a new model where there is none."""
     values = flat(recipe)
-    for field, unset, idle, why in rules:
-        if idle and values[field] != unset:
-            raise UserError(f"config.{field} = {values[field]!r} does nothing: {why}; set it to {unset!r}")
+    for section in ("optim", "critic.optim", "kl"):
+        if values.get(f"{section}.decay") == "constant":
+            _refuse(recipe, {f"{section}.end": 0.0}, f"{section}.decay is 'constant'")
+    if isinstance(recipe, SftRecipe) and recipe.model.path:
+        _refuse(recipe, SIZES, "model.path names a model")
+
+
+def _refuse(recipe: Settings, unset: Mapping[str, Any], why: str) -> None:
+    """Refuses fields that do nothing. unset: their values that are allowed; None: the section must not be there."""
+    values = flat(recipe)
+    for field, allowed in unset.items():
+        if field in values and values[field] != allowed:
+            remedy = f"set it to {allowed!r}" if allowed is not None else "take the section out"
+            raise UserError(f"config.{field} = {values[field]!r} does nothing: {why}; {remedy}")

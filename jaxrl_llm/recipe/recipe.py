@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import advantages, kl, losses
@@ -23,6 +23,7 @@ from jaxrl_llm.learner import optim
 from jaxrl_llm.learner.optim import Coefficient, Lowers, Optimizer, make_optimizer
 from jaxrl_llm.learner.settings import (
     CriticSettings,
+    EntropySettings,
     FrozenSettings,
     HostMemory,
     KlSettings,
@@ -47,7 +48,8 @@ from jaxrl_llm.session.settings import (
 )
 from jaxrl_llm.structs import Array, Sizes
 
-SkipShare = Annotated[float, Field(float, low=0, high=0.95)]  # below 1: a prompt may become a lesson again
+WEIGHTED = "_weighted"  # end of the name of an estimator that is multiplied by pi / pi_old
+SkipShare = Annotated[float, Field(float, low=0, high=0.95, above=True)]  # below 1: a prompt may become a lesson again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +64,12 @@ class PromptsSettings(DataSettings):
     """The section `data` of `train`."""
 
     mixture: dict[str, SourceSettings] = field(default_factory=dict)  # pyright: ignore[reportIncompatibleVariableOverride]
-    curriculum: CurriculumSettings
+    curriculum: CurriculumSettings | None = None
 
     @property
     def skips_prompts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether a curriculum passes over prompts."""
-        return self.curriculum.skip > 0
+        return self.curriculum is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,6 @@ class Settings:
     microbatch: MayChange[Count]
     model: ModelSettings
     data: DataSettings
-    eval: EvalSettings
     reward: JudgeSettings
     aggregate: Annotated[KeywordArguments, losses.aggregation_weights]
     rollout: LengthSettings
@@ -98,6 +99,7 @@ class Settings:
     health: HealthSettings
     checkpoint: CheckpointSettings
     log: LogSettings
+    eval: EvalSettings | None = None
     router: RouterSettings | None = None
     adapters: Annotated[Call, adapter_kinds] | None = None
 
@@ -168,11 +170,11 @@ class Recipe(Settings):
     advantage: Annotated[Call, advantages]
     loss: Annotated[Call, losses]
     engine: Annotated[Call, engines]
-    kl: KlSettings
-    entropy: Annotated[KeywordArguments, optim.entropy_coefficient]
-    mask: MaskSettings
     importance: Annotated[KeywordArguments, make_importance_weights]
-    host_memory: HostMemory
+    mask: MaskSettings = field(default_factory=MaskSettings)
+    host_memory: HostMemory = field(default_factory=HostMemory)
+    kl: KlSettings | None = None
+    entropy: EntropySettings | None = None
     critic: CriticSettings | None = None
     teachers: dict[str, FrozenSettings] = field(default_factory=dict)
     reward_model: RewardModelSettings | None = None
@@ -248,8 +250,8 @@ class Recipe(Settings):
         """The score columns that a step needs, among the other inputs of the estimator."""
         uses = {
             # A single update on a rollout uses its own log-probabilities as the old ones.
-            "old_logprobs": self.updates_per_rollout > 1 or self.kl.placement == "reward",
-            "ref_logprobs": self.kl.placement != "none",
+            "old_logprobs": self.updates_per_rollout > 1 or self.kl_estimator("reward") is not None,
+            "ref_logprobs": self.kl is not None,
             "entropy": self.mask.top_entropy < 1,
         }
         return {*self.estimator.inputs, *self.loss_columns, *(name for name, used in uses.items() if used)}
@@ -260,10 +262,15 @@ class Recipe(Settings):
         rollout, greedy = self.rollout, self.estimator.needs_greedy
         return Drawing(self.group_size, rollout.sampling, rollout.resample_rounds, greedy, self.mask.truncated)
 
+    def kl_estimator(self, placement: str) -> Callable[[Array, Array], Array] | None:
+        """Returns the estimator of the KL penalty in the "loss" or the "reward"; None: it is not there."""
+        there = self.kl is not None and self.kl.placement == placement
+        return getattr(kl, self.kl.estimator.removesuffix(WEIGHTED)) if self.kl and there else None
+
     @property
-    def kl_in_loss(self) -> Callable[[Array, Array], Array] | None:
-        """The estimator of the KL penalty in the loss; None: it is not there."""
-        return getattr(kl, self.kl.estimator) if self.kl.placement == "loss" else None
+    def kl_weighted(self) -> bool:
+        """Whether the KL penalty is multiplied by the ratio pi / pi_old."""
+        return self.kl is not None and self.kl.estimator.endswith(WEIGHTED)
 
     @cached_property
     def credit(self) -> Credit:
@@ -274,7 +281,7 @@ class Recipe(Settings):
             weights=self.reward.channels,
             model_weight=self.reward_model.weight if self.reward_model else None,
             overlong_tokens=self.reward.overlong_tokens,
-            kl=getattr(kl, self.kl.estimator) if self.kl.placement == "reward" else None,
+            kl=self.kl_estimator("reward"),
             returns=returns,
             top_entropy=self.mask.top_entropy,
             updates=self.sizes.updates_per_rollout,
@@ -290,7 +297,7 @@ class Recipe(Settings):
     def lowers(self) -> Lowers | None:
         """What a rollback makes of the learning rate; None: the run never goes back."""
         back = self.health.rollback
-        return Lowers(back.learning_rate, back.warmup_steps) if back.rules else None
+        return Lowers(back.learning_rate, back.warmup_steps) if back else None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -304,13 +311,17 @@ class Recipe(Settings):
         )
 
     def _coefficients(self) -> dict[str, Coefficient]:
-        k, coefficients = self.kl, dict[str, Coefficient]()
-        if k.placement != "none":
-            by: dict[str, Any] = dict(coef=k.coef, decay=k.decay, end=k.end, target=k.target, horizon=k.horizon)
-            sizes = self.sizes
-            coefficients["kl/coef"] = optim.kl_coefficient(sizes.scheduled_updates, sizes.sequences_per_update, **by)
-        if self.entropy.coef or self.entropy.target:
-            coefficients["entropy/coef"] = optim.entropy_coefficient(**self.entropy)
+        coefficients, sizes = dict[str, Coefficient](), self.sizes
+        if k := self.kl:
+            coefficients["kl/coef"] = (
+                optim.adaptive_kl(k.coef, sizes.sequences_per_update, **k.adaptive)
+                if k.adaptive
+                else optim.scheduled(k.coef, decay=k.decay, end=k.end, total_steps=sizes.scheduled_updates)
+            )
+        if bonus := self.entropy:
+            coefficients["entropy/coef"] = (
+                optim.adaptive_entropy(bonus.coef, **bonus.adaptive) if bonus.adaptive else optim.constant(bonus.coef)
+            )
         if "gradient_spike" in self.health.skip:
             coefficients["grad_norm/bound"] = optim.spike_bound()
         return coefficients | self.router_coefficients

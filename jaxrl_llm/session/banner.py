@@ -58,9 +58,7 @@ def model_and_data_table(
 
 
 def problems_table(settings: EvalSettings, held_out: Dataset) -> list[tuple[str, Any]]:
-    """Returns the banner's rows on the evaluation, if there is one."""
-    if not settings.every:
-        return []
+    """Returns the banner's rows on the evaluation."""
     return [
         ("problems", _count(held_out, "eval.convert")),
         ("", f"of {settings.source}, judged by {settings.function}"),

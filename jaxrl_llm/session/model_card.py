@@ -111,10 +111,11 @@ def _curve(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _data(config: Mapping[str, Any], began_with: Mapping[str, str], changes: Sequence[other_rows.Change]) -> str:
-    lines = []
-    for section, use in (("data", "training"), ("eval", "evaluation")):
-        if section == "eval" and not config["eval"]["every"]:
-            continue
+    lines, judge = [], ""
+    match config:
+        case {"eval": {"function": judge}}:
+            pass
+    for section, use in (("data", "training"), *([("eval", "evaluation")] if judge else [])):
         source, convert = _plain(config[section]["source"]), config[section]["convert"]
         digest = began_with.get(f"{section}.source")
         lines.append(
@@ -127,8 +128,8 @@ def _data(config: Mapping[str, Any], began_with: Mapping[str, str], changes: Seq
             f"- after step {change.after_step:,}, {change.field} had other rows: SHA-256 `{change.before}` before"
         )
     lines.append(f"- base model: SHA-256 `{began_with['model.path']}` of its config and of the ends of its weights")
-    if config["eval"]["every"]:
-        lines.append(f"- accuracy: the mean of `{config['eval']['function']}` over greedy completions")
+    if judge:
+        lines.append(f"- accuracy: the mean of `{judge}` over greedy completions")
     return "\n".join(lines)
 
 

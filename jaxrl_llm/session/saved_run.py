@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm.config import records
 from jaxrl_llm.data.rows import load_rows
-from jaxrl_llm.data.settings import DataSettings
+from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import adapter_kinds, hf, new_model
@@ -98,6 +98,11 @@ class SavedRun:
         """The kind of the run's adapters; None: all parameters learned."""
         section = self.section_or_none("adapters")
         return records.read_call(section, adapter_kinds, "config.adapters.name")() if section else None
+
+    @property
+    def evaluation(self) -> EvalSettings | None:
+        """The run's own evaluation; None: it has none."""
+        return self.section(EvalSettings, "eval") if self.section_or_none("eval") else None
 
     def section_or_none(self, name: str) -> dict[str, Any] | None:
         """Returns a section of the run's config; None: it has none."""

@@ -13,9 +13,9 @@ class RollbackSettings:
     """The rules that send a run back, and what is different then."""
 
     rules: tuple[str, ...]
-    most: MayChange[AtLeastOne]
-    learning_rate: Annotated[float, Field(float, low=0, high=1, above=True)]
-    warmup_steps: Count
+    most: MayChange[AtLeastOne] = 3
+    learning_rate: Annotated[float, Field(float, low=0, high=1, above=True)] = 0.5
+    warmup_steps: Count = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class ActingHealthSettings(HealthSettings):
     """What a run of reinforcement learning does about findings: it may also skip updates, and go back."""
 
     skip: tuple[str, ...]
-    rollback: RollbackSettings = field()  # pyright: ignore[reportIncompatibleVariableOverride]
     self_test: MayChange[bool]
+    rollback: RollbackSettings | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 @dataclass(frozen=True, kw_only=True)

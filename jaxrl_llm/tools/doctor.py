@@ -113,7 +113,7 @@ def overrides(fields: Mapping[str, Any], file: Path) -> list[str]:
     if "Measured" not in (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""):
         return []
     measured = flatten(load(file))
-    changed = {name: value for name, value in fields.items() if value != measured[name]}
+    changed = {name: value for name, value in fields.items() if value != measured.get(name)}
     return [f"{name} = {value!r}" for name, value in changed.items() if not name.startswith(SAME_RESULT)]
 
 

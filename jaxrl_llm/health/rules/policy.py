@@ -60,7 +60,7 @@ def entropy_collapse(history: History) -> Finding | None:
         "warning",
         f"entropy {now:.2g}, {before:.2g} at the start{same}",
         "the policy has settled on one answer, and tries no other",
-        "raise loss.clip_high or rollout.temperature, lower optim.learning_rate, or set entropy.target",
+        "raise loss.clip_high or rollout.temperature, lower optim.learning_rate, or set entropy.adaptive",
         "arXiv 2505.22617",
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jaxrl_llm.tools.translate import images
+from jaxrl_llm.tools.translate import images, ours
 from jaxrl_llm.tools.translate.documents import VERL_FILES
 from jaxrl_llm.tools.translate.outcome import Keys, Kind, Outcome, Rule
 
@@ -217,7 +217,7 @@ def evaluates(files: str) -> Rule:
     def rule(value: Any, keys: Keys) -> Outcome:
         # Without files of its own, the run would evaluate the problems of the config that it begins with.
         if not value or value < 0 or files not in keys:
-            return Outcome("mapped", {"eval.every": 0, "checkpoint.keep_best": 0})
+            return Outcome("mapped", ours.NO_EVALUATION)
         return Outcome("mapped", {"eval.every": int(value)})
 
     return rule
@@ -283,7 +283,7 @@ class KlKeys:
 
     def fields(self, keys: Keys) -> tuple[Kind, dict[str, Any], str]:
         """Returns kind, fields and reason of the outcome of the penalty."""
-        none = {"kl.placement": "none", "kl.coef": 0.0, "kl.estimator": "k3"}
+        none = {"kl": None}
         if self.in_loss(keys):
             coef, kind = float(keys[self.loss_coef]), str(keys[self.loss_kind])
             estimator, reason = kl_estimator(kind)
@@ -330,7 +330,8 @@ class KlKeys:
             kind, fields, reason = self.fields(keys)
             # What changes is said where it does: at the estimator.
             explains = name == "kl.estimator" or kind == "unsupported"
-            return Outcome(kind if explains else "mapped", {name: fields[name]}, reason if explains else "")
+            shown = {name: fields[name]} if name in fields else fields
+            return Outcome(kind if explains else "mapped", shown, reason if explains else "")
 
         return rule
 
@@ -341,7 +342,7 @@ class KlKeys:
             # veRL adapts the coefficient of the reward alone.
             if keys[kind] != "adaptive" or not self.in_reward(keys) or self.in_loss(keys):
                 return Outcome("no effect", reason="the coefficient is fixed")
-            fields = {"kl.target": float(keys[target]), "kl.horizon": int(keys[horizon])}
+            fields = {"kl.adaptive.target": float(keys[target]), "kl.adaptive.horizon": int(keys[horizon])}
             return Outcome("changed", fields, "adapts to the mean k3 of the tokens of an update")
 
         return rule

@@ -48,9 +48,7 @@ def load_text(text: str) -> Config:
 
 def lint(config: Config, yours: set[str]) -> Linted:
     """Checks a config. Fields in `yours` have a stand-in meanwhile."""
-    missing = _without_pyarrow(
-        [config.data, *([config.eval] if config.eval.every else []), *config.data.mixture.values()]
-    )
+    missing = _without_pyarrow([config.data, *([config.eval] if config.eval else []), *config.data.mixture.values()])
     for name in yours & STAND_INS.keys():
         section, field = name.split(".")
         config[section][field] = STAND_INS[name]

@@ -6,7 +6,7 @@ import re
 from importlib.util import find_spec
 from typing import Any
 
-from jaxrl_llm.tools.translate.outcome import Outcome
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 
 ACCURACY = "math.accuracy"
 SEARCH = "search.exact_match"
@@ -27,6 +27,7 @@ EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}  # the files
 
 PARQUET = "verl.convert"  # rows of veRL: prompt, reward_model.ground_truth
 SEARCH_R1_ROWS = "search_r1.convert"
+NO_EVALUATION = {"eval": None, "checkpoint.keep_best": 0}
 FILES = (".parquet", ".json", ".jsonl", ".csv")
 
 
@@ -146,3 +147,8 @@ def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False, base_dtype:
         "adapters.path": "",
     }
     return Outcome("changed" if reason else "mapped", fields, reason)
+
+
+def entropy_bonus(value: Any, keys: Keys) -> Outcome:
+    """The coefficient of an entropy bonus; 0: there is none."""
+    return Outcome("mapped", {"entropy.coef": float(value)} if value else {"entropy": None})

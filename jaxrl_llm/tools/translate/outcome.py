@@ -95,7 +95,10 @@ class Translation:
     defaults: dict[str, Outcome]
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of our config that the translation sets. A key of the file wins over a default."""
+        """Returns the fields of our config that the translation sets. A key of the file wins over a default.
+
+        None is a section that is not there, also if it has fields: these are for who sets it later.
+        """
         fields: dict[str, Any] = {}
         # The file comes last, so that its keys win.
         for outcome in [*self.defaults.values(), *self.outcomes.values()]:
@@ -112,12 +115,8 @@ class Translation:
             for outcome in outcomes.values():
                 incomplete |= outcome.yours
         used = self.fields()
-        evaluates = used.get("eval.every") != 0
-        return {
-            name: why
-            for name, why in incomplete.items()
-            if name in used and (evaluates or name.split(".")[0] != "eval")
-        }
+        absent = {name for name, value in used.items() if value is None}
+        return {name: why for name, why in incomplete.items() if name in used and name.split(".")[0] not in absent}
 
     def with_kind(self, kind: Kind) -> dict[str, Outcome]:
         """Returns the keys of the file with this kind of outcome."""

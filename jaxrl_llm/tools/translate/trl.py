@@ -237,7 +237,7 @@ GRPO_RULES: dict[str, Rule] = {
     # The KL of a token times its ratio, as in DeepSeek-V3.2: unbiased also for samples of an older policy.
     "use_bias_correction_kl": only_if(
         lambda keys: bool(keys["beta"]),
-        trl_rules.was("use_bias_correction_kl", to("kl.weighted", bool)),
+        trl_rules.was("use_bias_correction_kl", trl_rules.kl_estimator),
         "beta is 0: there is no KL penalty",
     ),
     "sync_ref_model": trl_rules.reference_sync,
@@ -272,7 +272,7 @@ GRPO_RULES: dict[str, Rule] = {
         "the quantile of the whole rollout here, of a micro-batch there" * (value < 1),
     ),
     "off_policy_mask_threshold": lambda value, keys: Outcome("mapped", {"mask.off_policy": float(value or 0.0)}),
-    "entropy_coef": to("entropy.coef", float),
+    "entropy_coef": trl_rules.entropy_bonus,
     "use_adaptive_entropy": trl_rules.adaptive_entropy,
     "entropy_coef_min": off("it is 0", 0.0),
     **same_rule(trl_rules.adaptive_entropy, "entropy_target entropy_coef_delta entropy_coef_max"),

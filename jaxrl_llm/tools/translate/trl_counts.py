@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxrl_llm.tools.translate import launchers
+from jaxrl_llm.tools.translate import launchers, ours
 from jaxrl_llm.tools.translate.family import divisors, unknown_steps
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, only_if
 
@@ -138,7 +138,7 @@ def saving(value: Any, keys: Keys) -> Outcome:
 def evaluating(value: Any, keys: Keys) -> Outcome:
     """When evaluations are made. A config does not say the problems: the script does."""
     if value in ("no", None, False):
-        return Outcome("mapped", {"eval.every": 0, "checkpoint.keep_best": 0})
+        return Outcome("mapped", ours.NO_EVALUATION)
     # transformers takes logging_steps where eval_steps is not set.
     every = in_rollouts("eval.every", keys["eval_steps"] or keys["logging_steps"], keys)
     fields = every.fields | {"eval.source": "data/test.parquet", "eval.convert": ""}

@@ -149,7 +149,7 @@ PPO_RULES: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER
     "evaluation_strategy": off("see eval_strategy", "no"),
     "eval_strategy": lambda value, keys: Outcome(
         "changed" if value not in ("no", None) else "mapped",
-        {"eval.every": 0, "checkpoint.keep_best": 0},
+        ours.NO_EVALUATION,
         "TRL's PPO only logs samples: set eval.every and eval.source for an accuracy" * (value not in ("no", None)),
     ),
     "(critic)": lambda value, keys: Outcome("mapped", {"critic.warmup_steps": 0}),

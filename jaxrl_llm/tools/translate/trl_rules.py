@@ -123,9 +123,15 @@ def kl(value: Any, keys: Keys) -> Outcome:
     """The coefficient of k3 in the loss."""
     if not value:
         # A default that trains without a penalty, where older versions had one, is worth a word: the file may be older.
-        fields = {"kl.placement": "none", "kl.coef": 0.0, "kl.estimator": "k3", "kl.weighted": False}
+        fields = {"kl": None}
         return Outcome("mapped", fields) if "beta" in keys else Outcome("changed", fields, OLDER["beta"])
-    return Outcome("mapped", {"kl.placement": "loss", "kl.estimator": "k3", "kl.coef": float(value)}, "k3 in the loss")
+    fields = {"kl.placement": "loss", "kl.coef": float(value)}
+    return Outcome("mapped", fields | kl_estimator(keys["use_bias_correction_kl"], keys).fields, "k3 in the loss")
+
+
+def kl_estimator(value: Any, keys: Keys) -> Outcome:
+    """Whether the KL of a token is multiplied by its ratio."""
+    return Outcome("mapped", {"kl.estimator": "k3_weighted" if value else "k3"})
 
 
 def scaling(value: Any, keys: Keys) -> Outcome:
@@ -292,7 +298,7 @@ def reference_sync(value: Any, keys: Keys) -> Outcome:
     # The reference moves between rollouts here, never within one.
     every = max(1, int(keys["ref_model_sync_steps"]) // per_rollout)
     # ref = alpha policy + (1 - alpha) ref, there and here.
-    fields = {"kl.refresh_every": every, "kl.mix": float(keys["ref_model_mixup_alpha"])}
+    fields = {"kl.refresh.every": every, "kl.refresh.mix": float(keys["ref_model_mixup_alpha"])}
     reason = f"counts optimizer steps, here rollouts with {per_rollout} of them" if per_rollout > 1 else ""
     return Outcome("changed" if reason else "mapped", fields, reason)
 
@@ -339,14 +345,21 @@ def vllm(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {}, "rollouts come from the sampler in JAX; configs/grpo_vllm.py has a vLLM server")
 
 
+def entropy_bonus(value: Any, keys: Keys) -> Outcome:
+    """The coefficient of an entropy bonus, which may begin at 0 and adapt."""
+    if keys["use_adaptive_entropy"]:
+        return Outcome("mapped", {"entropy.coef": float(value)})
+    return ours.entropy_bonus(value, keys)
+
+
 def adaptive_entropy(value: Any, keys: Keys) -> Outcome:
     """An entropy coefficient that adapts."""
     if not keys["use_adaptive_entropy"]:
         return Outcome("no effect", reason="use_adaptive_entropy is False")
     fields = {
-        "entropy.target": float(keys["entropy_target"]),
-        "entropy.step": float(keys["entropy_coef_delta"]),
-        "entropy.most": float(keys["entropy_coef_max"]),
+        "entropy.adaptive.target": float(keys["entropy_target"]),
+        "entropy.adaptive.step": float(keys["entropy_coef_delta"]),
+        "entropy.adaptive.most": float(keys["entropy_coef_max"]),
     }
     return Outcome("mapped", fields)
 

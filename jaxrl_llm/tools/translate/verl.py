@@ -342,7 +342,7 @@ ACTOR_RULES: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}use_token_level_loss": lambda value, keys: Outcome(
         "mapped", {"aggregate.mode": "token_mean" if value else "sequence_mean", "aggregate.constant_length": 0}
     ),
-    f"{ACTOR}entropy_coeff": to("entropy.coef", float),
+    f"{ACTOR}entropy_coeff": ours.entropy_bonus,
     f"{ACTOR}use_kl_loss": KL.switch,
     f"{ACTOR}kl_loss_coef": KL.value("kl.coef", KL.in_loss, "use_kl_loss is False"),
     f"{ACTOR}kl_loss_type": KL.value("kl.estimator", KL.in_loss, "use_kl_loss is False"),

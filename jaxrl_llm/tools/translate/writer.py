@@ -15,7 +15,9 @@ from jaxrl_llm.errors import printable
 from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
 
 WIDTH = 119
-WHOLE = ("adapters", "advantage", "loss", "reward_model")  # sections that are written as one line
+CALLS = ("adapters", "advantage", "loss")  # sections that are written as one line, if they have a name
+# Sections that are always written as one line.
+WHOLE = ("reward_model", "kl.refresh", "kl.adaptive", "entropy", "entropy.adaptive")
 ALGORITHM = {
     "grpo": "GRPO",
     "ppo": "PPO",
@@ -116,28 +118,39 @@ def _written(translation: Translation, base_fields: Mapping[str, Any]) -> dict[s
         or name.split(".")[0] in new_section
     }
     # A section is the arguments of one function. Another name makes the fields of the base wrong, so all are written.
-    whole = {name.split(".")[0] for name in shown} & set(WHOLE)
-    shown = {name: value for name, value in fields.items() if name in shown or name.split(".")[0] in whole}
+    whole = {_section_in_a_line(name) for name in shown} - {""}
+    shown = {name: value for name, value in fields.items() if name in shown or _section_in_a_line(name) in whole}
 
     def place(name: str) -> int:
-        """The place of the field, or of the longest part of its name that the configs mention."""
+        """The place of the field, or of the longest part of its name that the configs mention.
+
+        A section that is not there comes after all fields that it may have.
+        """
         parts = name.split(".")
         known = [".".join(parts[: i + 1]) for i in range(len(parts)) if ".".join(parts[: i + 1]) in order]
+        if fields[name] is None:
+            known += [other for other in order if other.startswith(f"{name}.")]
         return order.index(known[-1]) if known else len(order)
 
-    return {name: shown[name] for name in sorted(shown, key=place)}
+    return {name: shown[name] for name in sorted(shown, key=lambda name: (place(name), shown[name] is None))}
+
+
+def _section_in_a_line(name: str) -> str:
+    """Returns the section of a field, if it is written as one line; "": it is not."""
+    section = name.rpartition(".")[0]
+    return section if section in (*CALLS, *WHOLE) else ""
 
 
 def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[str]:
-    """Returns the line of a field with its comments. The first field of a section in WHOLE has the whole section."""
-    section = name.split(".")[0]
-    if section in WHOLE and (f"{section}.name" in fields or section == "reward_model"):
-        names = [other for other in fields if other.startswith(f"{section}.")]
+    """Returns the line of a field with its comments. The first field of a section in a line has the whole section."""
+    section = _section_in_a_line(name)
+    if section in WHOLE or f"{section}.name" in fields:
+        names = [other for other in fields if _section_in_a_line(other) == section]
         if name != names[0]:
             return []
         # The name of the function comes first, as in our configs. The sort is stable.
         names.sort(key=lambda other: not other.endswith(".name"))
-        arguments = ", ".join(f"{other.split('.')[1]}={literal(fields[other])}" for other in names)
+        arguments = ", ".join(f"{other.rpartition('.')[2]}={literal(fields[other])}" for other in names)
         line = f"c.{section} = ConfigDict(dict({arguments}))"
     elif name == "data.mixture":
         comments, _ = _comments(translation, [name])
@@ -203,10 +216,9 @@ def _comments(translation: Translation, names: Iterable[str]) -> tuple[list[str]
     for name in names:
         if name in yours:
             lines += _wrapped(f"Yours to set: {yours[name]}.")
-    if "eval.every" in names and "eval.source" not in (fields := translation.fields()) and not fields["eval.every"]:
-        lines += _wrapped(
-            f"Before you set it, name the problems in eval.source: those of {translation.base}.py are others."
-        )
+    if "eval" in names:
+        others = f", and name the problems in eval.source: those of {translation.base}.py are others"
+        lines += _wrapped(f"To evaluate, set eval.every instead{others * ('eval.source' not in translation.fields())}.")
     return lines, set(explained)
 
 
