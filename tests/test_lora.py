@@ -453,7 +453,7 @@ def scaled(base: PyTree, scales: PyTree) -> PyTree:
 
 
 def test_a_kind_of_adapters_of_the_user_computes_what_its_merged_kernels_compute(scales):
-    recipe = recipes.read(config_with(scales, **{"kl.refresh_every": 1, "kl.mix": 0.5}))
+    recipe = recipes.read(config_with(scales, **{"kl.refresh.every": 1, "kl.refresh.mix": 0.5}))
     assert recipe.adapters is not None
     model, params = tiny.model_and_params(scale=2.0)
     adapters = model.adapters(recipe.adapters())

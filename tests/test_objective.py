@@ -216,17 +216,16 @@ def test_importance_weights_multiply_the_policy_loss_and_not_the_kl(monkeypatch)
 
 
 def test_an_adaptive_kl_coefficient_moves_towards_its_target_by_hand():
-    by = dict(coef=0.1, decay="constant", end=0.0, target=0.05, horizon=100)
-    coefficient = optim.kl_coefficient(10, 10, **by)
+    coefficient = optim.adaptive_kl(0.1, 10, target=0.05, horizon=100)
     moved = [float(coefficient.adapt(jnp.float32(0.1), {"kl/ref": jnp.float32(x)})) for x in (0.05, 0.055, 9, 0)]
     np.testing.assert_allclose(moved, [0.1, 0.101, 0.102, 0.098], rtol=1e-5)
-    fixed = optim.kl_coefficient(10, 10, **by | dict(target=0.0, decay="linear"))
+    fixed = optim.scheduled(0.1, decay="linear", end=0.0, total_steps=10)
     assert float(fixed.value(jnp.float32(5))) == pytest.approx(0.05)  # after five updates of ten
     assert float(fixed.adapt(jnp.float32(5), {})) == 6
 
 
 def test_an_adaptive_entropy_coefficient_grows_below_its_target_within_its_bounds_and_is_off_above():
-    coefficient = optim.entropy_coefficient(coef=0.005, target=0.3, step=0.01, most=0.02)
+    coefficient = optim.adaptive_entropy(0.005, target=0.3, step=0.01, most=0.02)
     state = jnp.asarray(coefficient.start)
     assert float(coefficient.value(state)) == pytest.approx(0.005)
     seen = []
@@ -265,7 +264,7 @@ def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
     )
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
     model, params = tiny.model_and_params()
-    adaptive = optim.kl_coefficient(9, 32, coef=0.1, decay="constant", end=0.0, target=1.0, horizon=100)
+    adaptive = optim.adaptive_kl(0.1, 32, target=1.0, horizon=100)
     optimizer = tiny.optimizer(warmup_steps=5, more={"kl/coef": adaptive})
     state, placed = update.init_state(params, optimizer, mesh)
     step = update.make_update_step(

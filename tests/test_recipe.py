@@ -142,7 +142,7 @@ def makes_a_loss():
 def with_loss(loss: str, config: str = "grpo", **changes: object) -> Recipe:
     c = load.load(ROOT / "configs" / f"{config}.py")
     c.loss = ConfigDict(dict(name=f"test_recipe.{loss}"))
-    c.kl.update(placement="none", coef=0.0, estimator="k3")
+    c.kl = None
     for field, setting in changes.items():
         load.override(c, field.replace("__", "."), str(setting))
     return read(c)
