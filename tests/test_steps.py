@@ -149,9 +149,7 @@ def certain(logprobs, batch, entropy, ref_logprobs, *, width: float):
 
 
 def test_a_loss_of_ones_own_asks_for_columns_by_the_names_of_its_arguments(tmp_path):
-    config = tiny(
-        **{"num_steps": 2, "eval": None, "checkpoint.keep_best": 0, "kl": None}
-    )
+    config = tiny(**{"num_steps": 2, "eval": None, "checkpoint.keep_best": 0, "kl": None})
     config.loss = ConfigDict(dict(name="test_steps.certain", width=0.5))
     last = list(steps(config, tmp_path / "run"))[-1]
     assert 0 < last["certain/share"] < 1
