@@ -19,7 +19,7 @@ R = TypeVar("R", Recipe, SftRecipe)
 
 def read(config: Config) -> Recipe:
     """Returns the recipe of a `train` config. Raises: UserError, naming the field that is wrong."""
-    if "data.completion_column" in flatten(config):
+    if _program(config) == "sft":
         raise UserError("this is a config of supervised fine-tuning: run it with jaxrl sft (in a script, sft.steps)")
     recipe = _record(Recipe, with_names(config).to_dict())
     checks.check_train(recipe)
@@ -28,7 +28,7 @@ def read(config: Config) -> Recipe:
 
 def read_sft(config: Config) -> SftRecipe:
     """Returns the recipe of an `sft` config. Raises: UserError, naming the field that is wrong."""
-    if "loss" in config:
+    if _program(config) == "train":
         raise UserError(
             "this is a config of reinforcement learning: run it with jaxrl train (in a script, train.steps)"
         )
@@ -43,6 +43,13 @@ def _record(kind: type[R], values: dict[str, Any]) -> R:
     return records.read(kind, values)
 
 
+def _program(config: Config) -> str:
+    """Returns the program that a config is for; "": it has too little to tell."""
+    if "data.completion_column" in flatten(config):
+        return "sft"
+    return "train" if "loss" in config else ""
+
+
 def read_either(config: Config) -> Recipe | SftRecipe:
     """Returns the recipe of a config of either program, for tools. Raises: UserError."""
-    return read(config) if "loss" in config else read_sft(config)
+    return read_sft(config) if _program(config) == "sft" else read(config)

@@ -39,7 +39,7 @@ class RunSettings(NamedTuple):
     @property
     def rl(self) -> Recipe | None:
         """The recipe of `train`; None: it is one of `sft`."""
-        return self.recipe if isinstance(self.recipe, Recipe) else None
+        return self.recipe.rl
 
 
 SettingsRule: TypeAlias = Callable[[RunSettings], Iterator[Finding]]
@@ -69,8 +69,8 @@ def width_of(recipe: Recipe | SftRecipe) -> int | None:
 
     Raises: UserError, for a folder that is no model.
     """
-    if isinstance(recipe, SftRecipe) and not recipe.model.path:  # a new model
-        return recipe.model.hidden_size
+    if recipe.new_width:
+        return recipe.new_width
     folder = hf.find_here(recipe.model.path)
     return hf.load_model(folder).cfg.width if folder else None
 

@@ -12,7 +12,7 @@ from jaxrl_llm.data import formats
 from jaxrl_llm.data.rows import check_source
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe.combinations import check_adapters, check_algorithm, check_health, check_rollout, check_turns
-from jaxrl_llm.recipe.no_effect import check_no_effect_shared
+from jaxrl_llm.recipe.no_effect import check_no_effect_of_sizes, check_no_effect_shared
 from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe, warmup_steps
 from jaxrl_llm.sandbox import program as sandbox
 
@@ -56,6 +56,7 @@ def check_schedule(recipe: Settings, section: Any, name: str) -> None:
 def check_sft(recipe: SftRecipe) -> None:
     """Checks what a run of `sft` is asked to do. Raises: UserError, naming the field."""
     check_shared(recipe, recipe.prompts_per_step)
+    check_no_effect_of_sizes(recipe)
     model = recipe.model
     width, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     new = not model.path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import advantages, losses
@@ -19,7 +19,6 @@ from jaxrl_llm.models.adapters import AdapterKind
 from jaxrl_llm.recipe.no_effect import check_no_effect
 from jaxrl_llm.recipe.recipe import Recipe, Settings
 from jaxrl_llm.rollout.environments import check_episodes
-from jaxrl_llm.session.settings import ActingHealthSettings
 
 
 def check_algorithm(recipe: Recipe) -> None:
@@ -30,6 +29,7 @@ def check_algorithm(recipe: Recipe) -> None:
     check_loss(recipe)
     check_ratio_of_a_sequence(recipe)
     check_kl(recipe)
+    check_known("skip", recipe.health.skip, SKIPS)
     check_no_effect(recipe)
 
 
@@ -186,6 +186,11 @@ def check_kl(recipe: Recipe) -> None:
             "config.kl: k1 in the loss does nothing (its on-policy gradient has mean zero): "
             "use k2 or k3 there, or placement = 'reward'"
         )
+    if k.refresh and k.refresh.mix < 1 and recipe.adapters and not recipe.adapters().linear:
+        raise UserError(
+            f"config.kl.refresh.mix = {k.refresh.mix}: the mean of two adapters is not the adapter of the mean: set "
+            "it to 1.0"
+        )
     if k.placement == "reward" and k.estimator == "k3_weighted":
         raise UserError("config.kl.estimator = 'k3_weighted' is for placement = 'loss': take k1, k2 or k3")
     if k.placement == "reward" and not {"rewards", "token_rewards"} & set(recipe.estimator.inputs):
@@ -241,19 +246,13 @@ def check_turns(recipe: Recipe) -> None:
 
 
 def check_adapters(recipe: Settings) -> None:
-    """Checks that adapters have a base, and that a moving reference stays adapters of this base."""
+    """Checks that adapters have a base."""
     if not recipe.adapters:
         return
-    if not isinstance(kind := recipe.adapters(), AdapterKind):
+    if not isinstance(recipe.adapters(), AdapterKind):
         raise UserError(f"config.adapters.name = {recipe.adapters.name!r} is no AdapterKind: see docs/lora.md")
     if not recipe.model.path:
         raise UserError("config.adapters: model.path is '': a new model has nothing to adapt: give a model's folder")
-    refresh = recipe.kl.refresh if isinstance(recipe, Recipe) and recipe.kl else None
-    if refresh and refresh.mix < 1 and not kind.linear:
-        raise UserError(
-            f"config.kl.refresh.mix = {refresh.mix}: the mean of two adapters is not the adapter of the mean: set "
-            "it to 1.0"
-        )
 
 
 def check_health(recipe: Settings) -> None:
@@ -267,11 +266,9 @@ def check_health(recipe: Settings) -> None:
                 "would be taken for a hang: raise hang_minutes (0: never)"
             )
     health, saved, rules = recipe.health, recipe.checkpoint, [rule.__name__ for rule in RULES]
-    names = {"stop": (health.stop, rules)}
-    if isinstance(health, ActingHealthSettings):
-        names["skip"] = health.skip, list(SKIPS)
+    check_known("stop", health.stop, rules)
     if health.rollback:
-        names["rollback.rules"] = health.rollback.rules, rules
+        check_known("rollback.rules", health.rollback.rules, rules)
         if not health.rollback.rules:
             raise UserError("config.health.rollback.rules is empty: name the rules, or take the section out")
         both = sorted(set(health.stop) & set(health.rollback.rules))
@@ -282,8 +279,11 @@ def check_health(recipe: Settings) -> None:
                 f"config.checkpoint.keep = {saved.keep} with every = {saved.every}: a rollback needs a checkpoint that "
                 f"is {RECENT} steps old; raise one of them until every x (keep - 1) is {RECENT} or more"
             )
-    for field, (given, there) in names.items():
-        for name in set(given) - set(there):
-            close = closest(name, there)
-            hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(there)}"
-            raise UserError(f"config.health.{field} has {name!r}, which is not there: {hint}")
+
+
+def check_known(field: str, given: Iterable[str], there: Collection[str]) -> None:
+    """Raises: UserError, if a field of the section health has a name that is not there."""
+    for name in set(given) - set(there):
+        close = closest(name, there)
+        hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(there)}"
+        raise UserError(f"config.health.{field} has {name!r}, which is not there: {hint}")

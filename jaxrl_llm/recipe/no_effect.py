@@ -48,12 +48,16 @@ def check_no_effect(recipe: Recipe) -> None:
 
 
 def check_no_effect_shared(recipe: Settings) -> None:
-    """Refuses the end of a coefficient that never changes, and sizes of a new model where there is none."""
+    """Refuses the end of a coefficient that never changes."""
     values = flat(recipe)
     for section in ("optim", "critic.optim", "kl"):
         if values.get(f"{section}.decay") == "constant":
             _refuse(recipe, {f"{section}.end": 0.0}, f"{section}.decay is 'constant'")
-    if isinstance(recipe, SftRecipe) and recipe.model.path:
+
+
+def check_no_effect_of_sizes(recipe: SftRecipe) -> None:
+    """Refuses sizes of a new model where there is none."""
+    if recipe.model.path:
         _refuse(recipe, SIZES, "model.path names a model")
 
 

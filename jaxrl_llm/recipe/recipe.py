@@ -108,6 +108,16 @@ class Settings:
     turns: ClassVar[KeywordArguments | None] = None
 
     @property
+    def rl(self) -> Recipe | None:
+        """This recipe, if it has rollouts."""
+        return None
+
+    @property
+    def new_width(self) -> int | None:
+        """Width of the model, if the run begins with a new one."""
+        return None
+
+    @property
     def other_paths(self) -> dict[str, str]:
         """Folders or hub ids of models beside the policy, by section; "": none."""
         return {}
@@ -132,6 +142,11 @@ class SftRecipe(Settings):
     data: ExamplesSettings
 
     program: ClassVar[str] = "sft"
+
+    @property
+    def new_width(self) -> int | None:
+        """Width of the model, if the run begins with a new one."""
+        return None if self.model.path else self.model.hidden_size
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -182,6 +197,11 @@ class Recipe(Settings):
     turns: Annotated[KeywordArguments, EnvironmentPool] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     program: ClassVar[str] = "train"
+
+    @property
+    def rl(self) -> Recipe | None:
+        """This recipe, which has rollouts."""
+        return self
 
     @cached_property
     def sizes(self) -> Sizes:
