@@ -62,7 +62,7 @@ from jaxrl_llm.session import banner, checkpoint
 from jaxrl_llm.session.inputs import Inputs
 from jaxrl_llm.session.opening import Outputs, Workplace, at_work, open_session
 from jaxrl_llm.session.other_rows import Change, Rows
-from jaxrl_llm.session.session import ModelStates, Plan, Session, Trainer
+from jaxrl_llm.session.session import ModelStates, Session, Trainer
 from jaxrl_llm.structs import Config, PyTree, StatefulPart
 
 UNSET = {"schedule_steps": 0, "data.today": ""}  # fields that the beginning of a run decides, as the user leaves them
@@ -271,8 +271,7 @@ def make_learning(
         learners = {"critic": learner} | learners  # first: it learns before the policy
     reference = None
     if "ref_logprobs" in needed:
-        refresh = recipe.kl.refresh if recipe.kl else None
-        reference = make_reference(models, learners["policy"], learns, refresh)
+        reference = make_reference(models, learners["policy"], learns, recipe.refresh)
     credit = make_credit(recipe.credit, mesh)
     return Learning(mesh, sampling, scorers, credit, learners, reference, recipe.host_memory, sizes, recipe.seed)
 
@@ -313,10 +312,7 @@ def open_outputs(
     counts: numbers of rows of each source that the order of the data has. Raises: UserError.
     """
     now = Rows({"data.source": counts, "eval.source": inputs.held_out.counts()}, inputs.dataset.prompts())
-    most = recipe.health.rollback.most if recipe.health.rollback else 0
-    every, patience = (recipe.eval.every, recipe.eval.patience) if recipe.eval else (0, 0)
-    plan = Plan(recipe.num_steps, recipe.checkpoint.every, every, patience, most)
-    outputs = Outputs(plan, recipe.log, recipe.health, recipe.checkpoint)
+    outputs = Outputs(recipe.plan, recipe.log, recipe.health, recipe.checkpoint)
     tell = partial(announce, place, recipe, inputs, rows)
     return open_session(place, outputs, models, inputs.models.mesh, inputs.began_with, now, tell)
 
@@ -337,7 +333,7 @@ def announce(
         f"jaxrl_llm.{recipe.program}: {place.workdir}",
         [
             *banner.model_and_data_table(recipe.model.path, mesh, cfg, recipe.sizes, data, inputs.dataset),
-            *(banner.problems_table(recipe.eval, inputs.held_out) if recipe.eval else []),
+            *banner.problems_table(recipe.eval, inputs.held_out),
             *banner.totals_table(recipe.sizes),
             *banner.beginning(start, recipe.num_steps, changes),
             *rows,
@@ -352,7 +348,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
     """Starts the engine and builds the actor."""
     dataset, opened, mesh = inputs.dataset, place.opened, inputs.models.mesh
     collate = partial(data.make_prompts, dataset, pad_id=inputs.tokenizer.pad_token_id)
-    skip, mixture = recipe.data.curriculum.skip if recipe.data.curriculum else 0.0, recipe.data.mixture
+    skip, mixture = recipe.data.skip, recipe.data.mixture
     curriculum, iterator = drawn(
         dataset, collate, batch=recipe.prompts_per_step, seed=recipe.seed, skip=skip, mixture=mixture
     )

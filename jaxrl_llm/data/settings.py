@@ -35,7 +35,7 @@ class DataSettings:
 
     mixture: ClassVar[dict[str, SourceSettings]] = {}
     completion_column: ClassVar[str] = ""  # with the text that `sft` learns
-    skips_prompts: ClassVar[bool] = False  # a curriculum passes over some
+    skip: ClassVar[float] = 0.0  # probability with which a curriculum passes over a prompt
 
     @property
     def columns(self) -> Columns:

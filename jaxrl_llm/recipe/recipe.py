@@ -28,6 +28,7 @@ from jaxrl_llm.learner.settings import (
     HostMemory,
     KlSettings,
     MaskSettings,
+    RefreshSettings,
     RewardModelSettings,
     RouterSettings,
 )
@@ -44,6 +45,7 @@ from jaxrl_llm.session.settings import (
     CheckpointSettings,
     HealthSettings,
     LogSettings,
+    Plan,
     SamplesLogSettings,
 )
 from jaxrl_llm.structs import Array, Sizes
@@ -67,9 +69,9 @@ class PromptsSettings(DataSettings):
     curriculum: CurriculumSettings | None = None
 
     @property
-    def skips_prompts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether a curriculum passes over prompts."""
-        return self.curriculum is not None
+    def skip(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The probability with which a curriculum passes over a prompt; 0: there is no curriculum."""
+        return self.curriculum.skip if self.curriculum else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,13 @@ class Settings:
     def other_paths(self) -> dict[str, str]:
         """Folders or hub ids of models beside the policy, by section; "": none."""
         return {}
+
+    @property
+    def plan(self) -> Plan:
+        """When a session does what."""
+        every, patience = (self.eval.every, self.eval.patience) if self.eval else (0, 0)
+        most = self.health.rollback.most if self.health.rollback else 0
+        return Plan(self.num_steps, self.checkpoint.every, every, patience, most)
 
     @property
     def scheduled_steps(self) -> int:
@@ -286,6 +295,11 @@ class Recipe(Settings):
         """Returns the estimator of the KL penalty in the "loss" or the "reward"; None: it is not there."""
         there = self.kl is not None and self.kl.placement == placement
         return getattr(kl, self.kl.estimator.removesuffix(WEIGHTED)) if self.kl and there else None
+
+    @property
+    def refresh(self) -> RefreshSettings | None:
+        """How the reference moves towards the policy; None: it never moves."""
+        return self.kl.refresh if self.kl else None
 
     @property
     def kl_weighted(self) -> bool:

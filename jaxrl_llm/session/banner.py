@@ -43,7 +43,7 @@ def model_and_data_table(
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
     few = len(dataset.rows) < sizes.prompts_per_step
     once = ""
-    if settings.skips_prompts and sizes.steps * sizes.prompts_per_step <= len(dataset.rows):
+    if settings.skip and sizes.steps * sizes.prompts_per_step <= len(dataset.rows):
         once = f"none is drawn twice in {sizes.steps:,} steps"
     path = path.removeprefix(f"{Path.cwd()}/") or "new"
     return [
@@ -57,8 +57,10 @@ def model_and_data_table(
     ]
 
 
-def problems_table(settings: EvalSettings, held_out: Dataset) -> list[tuple[str, Any]]:
-    """Returns the banner's rows on the evaluation."""
+def problems_table(settings: EvalSettings | None, held_out: Dataset) -> list[tuple[str, Any]]:
+    """Returns the banner's rows on the evaluation, if there is one."""
+    if not settings:
+        return []
     return [
         ("problems", _count(held_out, "eval.convert")),
         ("", f"of {settings.source}, judged by {settings.function}"),

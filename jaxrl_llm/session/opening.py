@@ -24,8 +24,8 @@ from jaxrl_llm.session.lock import locked
 from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.other_rows import Change, Rows
 from jaxrl_llm.session.rollback import Rollbacks
-from jaxrl_llm.session.session import ModelStates, Plan, Session, Trainer
-from jaxrl_llm.session.settings import CheckpointSettings, HealthSettings, LogSettings
+from jaxrl_llm.session.session import ModelStates, Session, Trainer
+from jaxrl_llm.session.settings import CheckpointSettings, HealthSettings, LogSettings, Plan
 from jaxrl_llm.session.signals import Stop, stop_signals
 
 

@@ -17,6 +17,7 @@ from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.rollback import Rollbacks
+from jaxrl_llm.session.settings import Plan
 from jaxrl_llm.session.signals import SECONDS, Stop
 from jaxrl_llm.structs import PartState, PyTree, StatefulPart
 
@@ -65,17 +66,6 @@ class Trainer(Protocol):
     def export(self, states: States, /) -> None:
         """Writes the policy as a folder of Hugging Face."""
         ...
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When a session does what. Numbers are steps."""
-
-    steps: int
-    checkpoint_every: int
-    evaluate_every: int  # 0: never
-    patience: int  # evaluations that are not better than the best one, after which the run ends; 0: it does not
-    most_rollbacks: int = 0
 
 
 @dataclass

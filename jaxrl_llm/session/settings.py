@@ -62,3 +62,14 @@ class SamplesLogSettings(LogSettings):
     """The log of a run that samples completions."""
 
     completions_every: MayChange[Count] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When a session does what. Numbers are steps."""
+
+    steps: int
+    checkpoint_every: int
+    evaluate_every: int  # 0: never
+    patience: int  # evaluations that are not better than the best one, after which the run ends; 0: it does not
+    most_rollbacks: int = 0
