@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
@@ -19,7 +20,7 @@ R = TypeVar("R", Recipe, SftRecipe)
 
 def read(config: Config) -> Recipe:
     """Returns the recipe of a `train` config. Raises: UserError, naming the field that is wrong."""
-    if _program(config) == "sft":
+    if _program(flatten(config)) == "sft":
         raise UserError("this is a config of supervised fine-tuning: run it with jaxrl sft (in a script, sft.steps)")
     recipe = _record(Recipe, with_names(config).to_dict())
     checks.check_train(recipe)
@@ -28,7 +29,7 @@ def read(config: Config) -> Recipe:
 
 def read_sft(config: Config) -> SftRecipe:
     """Returns the recipe of an `sft` config. Raises: UserError, naming the field that is wrong."""
-    if _program(config) == "train":
+    if _program(flatten(config)) == "train":
         raise UserError(
             "this is a config of reinforcement learning: run it with jaxrl train (in a script, train.steps)"
         )
@@ -43,13 +44,13 @@ def _record(kind: type[R], values: dict[str, Any]) -> R:
     return records.read(kind, values)
 
 
-def _program(config: Config) -> str:
-    """Returns the program that a config is for; "": it has too little to tell."""
-    if "data.completion_column" in flatten(config):
+def _program(fields: Collection[str]) -> str:
+    """Returns the program that a config with these fields is for; "": it has too few to tell."""
+    if "data.completion_column" in fields:
         return "sft"
-    return "train" if "loss" in config else ""
+    return "train" if "loss.name" in fields else ""
 
 
 def read_either(config: Config) -> Recipe | SftRecipe:
     """Returns the recipe of a config of either program, for tools. Raises: UserError."""
-    return read_sft(config) if _program(config) == "sft" else read(config)
+    return read_sft(config) if _program(flatten(config)) == "sft" else read(config)
