@@ -19,8 +19,7 @@ from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.credit import make_credit
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import records
-from jaxrl_llm.config.load import flatten
-from jaxrl_llm.config.names import with_names
+from jaxrl_llm.config.load import flatten, with_names
 from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import drawn

@@ -17,7 +17,7 @@ from jaxrl_llm import configs
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as config
 from jaxrl_llm.config import suggestions
-from jaxrl_llm.config.names import with_names
+from jaxrl_llm.config.load import with_names
 from jaxrl_llm.configs import grpo, ppo
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Sizes

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import load as configs
-from jaxrl_llm.config.names import with_names
+from jaxrl_llm.config.load import with_names
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import columns
 from jaxrl_llm.errors import UserError
@@ -109,7 +109,7 @@ def test_a_class_and_arguments_by_position_are_refused_before_a_run():
 
 
 SCRIPT = """
-from jaxrl_llm.config.names import with_names
+from jaxrl_llm.config.load import with_names
 from jaxrl_llm.configs import grpo
 from jaxrl_llm.rollout.grading import RewardFn
 
@@ -147,7 +147,7 @@ def test_a_function_of_a_script_judges_in_its_own_process_which_does_not_run_the
 
 FAILING = """
 import json
-from jaxrl_llm.config.names import with_names
+from jaxrl_llm.config.load import with_names
 from jaxrl_llm.configs import grpo
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.grading import RewardFn

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 import jaxrl_llm
 from jaxrl_llm import configs
-from jaxrl_llm.config.names import with_names
+from jaxrl_llm.config.names import name_of
 from jaxrl_llm.config.sections import Section, problem, sections
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.config.user_modules import importing_from
@@ -174,6 +174,25 @@ def load(config: str | Path) -> Config:
     if not isinstance(returned, ConfigDict):
         raise UserError(f"{path} gives no config: define get_config(), returning an ml_collections.ConfigDict")
     return sections(with_names(returned, path.stem))
+
+
+def with_names(config: Config, home: str = "") -> Config:
+    """Returns a config with names in place of the reward functions, also of `eval`, that are function objects.
+
+    home: the module of functions that a config file defines. Raises: UserError, if a function has no name.
+    """
+    fields = flatten(config)
+    functions, judge = fields.get("reward.functions", ()), fields.get("eval.function")
+    several = functions if isinstance(functions, tuple) else (functions,)
+    if not any(map(callable, (*several, judge))):
+        return config
+    named = config.copy_and_resolve_references()
+    with named.unlocked(), named.ignore_type():
+        if any(map(callable, several)):
+            named.reward.functions = tuple(name_of(function, home, "reward.functions") for function in several)
+        if callable(judge):
+            named.eval.function = name_of(judge, home, "eval.function")
+    return named
 
 
 def _remedy(error: BaseException) -> str:

@@ -13,13 +13,10 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from jaxrl_llm.config.user_modules import imported_file, own_file
 from jaxrl_llm.errors import UserError, describe
-
-if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
-    from jaxrl_llm.structs import Config
 
 OWN: dict[str, Callable[..., Any]] = {}  # functions that no module has, by the names that a config has for them
 OURS = "jaxrl_llm.tasks."
@@ -79,35 +76,11 @@ def resolve(name: str, place: Place, what: str = "name") -> Callable[..., Any]:
     raise UserError(f"{what} {name!r} does not exist{missing}; {hint}")
 
 
-def with_names(config: Config, home: str = "") -> Config:
-    """Returns a config with names in place of the reward functions, also of `eval`, that are function objects.
+def name_of(function: Any, home: str, field: str) -> str:
+    """Returns the name of a function object, which `resolve` knows also if no module has it; a name as it is.
 
     home: the module of functions that a config file defines. Raises: UserError, if a function has no name.
     """
-    values = {"reward": {"functions": ()}, "eval": {"function": ""}} | config.to_dict()
-    match values:
-        case {"reward": {"functions": functions}, "eval": {"function": judge}}:
-            pass
-        case {"reward": {"functions": functions}}:
-            judge = ""
-        case {"eval": {"function": judge}}:
-            functions = ()
-        case _:
-            return config
-    several = functions if isinstance(functions, tuple) else (functions,)
-    if not any(map(callable, (*several, judge))):
-        return config
-    named = config.copy_and_resolve_references()
-    with named.unlocked(), named.ignore_type():
-        if any(map(callable, several)):
-            named.reward.functions = tuple(_name(one, home, "reward.functions") for one in several)
-        if callable(judge):
-            named.eval.function = _name(judge, home, "eval.function")
-    return named
-
-
-def _name(function: Any, home: str, field: str) -> str:
-    """Returns the name of a function object, which `resolve` knows also if no module has it; a name as it is."""
     if not callable(function):
         return function
     name = getattr(function, "__qualname__", "")
@@ -182,18 +155,14 @@ def required_inputs(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
 
 
-def keywords(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the names of a function's keyword-only arguments. The config supplies them."""
-    return tuple(_keyword_only(function))
+def keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Returns a function's keyword-only arguments. The config supplies them."""
+    return {k: p for k, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the defaults of a function's keyword-only arguments."""
-    return {k: p.default for k, p in _keyword_only(function).items() if p.default is not p.empty}
-
-
-def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return {k: p for k, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    return {k: p.default for k, p in keyword_only(function).items() if p.default is not p.empty}
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:

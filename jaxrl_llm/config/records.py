@@ -8,11 +8,13 @@ arguments of a function, another record has fields of its own, `dict[str, record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from ml_collections import FrozenConfigDict
 
 from jaxrl_llm.config.names import Place, defaults, package, resolve
 from jaxrl_llm.config.schema import Field, check_arguments, field_of, fields_of
@@ -22,26 +24,14 @@ from jaxrl_llm.errors import UserError
 T = TypeVar("T")
 
 
-class KeywordArguments(Mapping[str, Any]):
+class KeywordArguments(FrozenConfigDict):
     """The keyword arguments of a function, as its section of a config gives them; also as attributes."""
 
-    def __init__(self, values: Mapping[str, Any]):
-        self._values = dict(values)
+    if TYPE_CHECKING:  # their types are those of the function's arguments
 
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
+        def __getitem__(self, name: str) -> Any: ...
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_values"][name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -143,18 +133,16 @@ def present(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def read(record: type[T], values: Mapping[str, Any]) -> T:
     """Returns the checked values of a config, or of a section of one, as a frozen record."""
-    inner, given = _sections(record), dict[str, Any]()
-    for each in fields(record):  # pyright: ignore[reportArgumentType]
-        if each.name in values:
-            part, here = values[each.name], inner.get(each.name)
-            if here and here.several:
-                given[each.name] = {name: _read_section(here, x) for name, x in part.items()}
-            else:
-                given[each.name] = _read_section(here, part) if here else part
-    return record(**given)
+    inner, names = _sections(record), {each.name for each in fields(record)}  # pyright: ignore[reportArgumentType]
+    return record(**{name: _read_field(inner.get(name), x) for name, x in values.items() if name in names})
 
 
-def _read_section(section: SectionKind, values: dict[str, Any]) -> Any:
+def _read_field(section: SectionKind | None, values: Any) -> Any:
+    """Returns the value of a field as it is, or the record of a section."""
+    if section is None:
+        return values
+    if section.several:
+        return {name: _read_field(section._replace(several=False), x) for name, x in values.items()}
     if section.kind is Call:
         return read_call(values, section.of)
     if section.kind is KeywordArguments:
@@ -202,22 +190,3 @@ def names_that_may_change(known: Table, flat: Mapping[str, Any]) -> set[str]:
     for section, place in known.named.items():
         allowed |= fields_of(section, resolve(flat[f"{section}.name"], place))
     return {name for name, field in allowed.items() if field.may_change}
-
-
-def flat(record: Any, section: str = "") -> dict[str, Any]:
-    """Flattens a record to {"optim.learning_rate": 1e-5, ...}, without sections that are not there."""
-    prefix, values = f"{section}." if section else "", dict[str, Any]()
-    for each in fields(record):
-        path, value = prefix + each.name, getattr(record, each.name)
-        if isinstance(value, Call):
-            value = value.arguments | {"name": value.name}
-        inner = _sections(type(record)).get(each.name)
-        if inner and inner.several:
-            values |= {name: x for key, part in value.items() for name, x in flat(part, f"{path}.{key}").items()}
-        elif inner and is_dataclass(inner.kind) and inner.kind is not Call and value is not None:
-            values |= flat(value, path)
-        elif inner:
-            values |= {f"{path}.{name}": x for name, x in (value or {}).items()}
-        else:
-            values[path] = value
-    return values

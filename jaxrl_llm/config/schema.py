@@ -10,7 +10,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxrl_llm.config.load import shipped_with
-from jaxrl_llm.config.names import Place, is_ours, keywords, resolve, split_call
+from jaxrl_llm.config.names import Place, is_ours, keyword_only, resolve, split_call
 from jaxrl_llm.config.sections import KINDS
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.errors import UserError
@@ -69,8 +69,7 @@ MayChange = Annotated[T, MAY_CHANGE]  # MayChange[Count] is a Count that a resum
 
 def check_arguments(section: str, name: str, function: Callable[..., Any], given: dict[str, Any]) -> None:
     """Checks that a section gives a function's keyword-only arguments as declared, and no others."""
-    hints = _hints(function)
-    taken = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    hints, taken = _hints(function), keyword_only(function)
     for key, value in given.items():
         if key not in taken:
             near = nearest(f"{section}.{key}", [f"{section}.{other}" for other in taken])
@@ -83,7 +82,7 @@ def check_arguments(section: str, name: str, function: Callable[..., Any], given
         if parameter.default is parameter.empty and key not in given:
             raise UserError(f"config.{section}.{key} is missing: {name} needs it{_whole(section, name)}")
     if inspect.isfunction(function):
-        _check_together(function, taken, given)
+        _apply("check", function, given)
 
 
 def _whole(section: str, name: str) -> str:
@@ -125,13 +124,13 @@ def check_call(text: str, module: Place, what: str) -> None:
         if own and parameter.default is parameter.empty and key not in given:
             raise UserError(f"{what}: {name} needs an argument {key}: write {name}({key}=...)")
     if own:
-        _check_together(function, taken, given)
+        _apply("check", function, given)
 
 
-def _check_together(function: Any, taken: dict[str, inspect.Parameter], given: dict[str, Any]) -> None:
-    """Runs the check that `checked_by` gave a function, with defaults in place of arguments that are not given."""
-    if check := getattr(function, "check", None):
-        check(**{key: given.get(key, parameter.default) for key, parameter in taken.items()})
+def _apply(check: str, function: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Runs a check that `checked_by` gave a function, with defaults in place of arguments that are not given."""
+    if run := getattr(function, check, None):
+        run(**{key: given.get(key, parameter.default) for key, parameter in keyword_only(function).items()})
 
 
 def check_reach(text: str, module: Place, what: str) -> None:
@@ -141,9 +140,8 @@ def check_reach(text: str, module: Place, what: str) -> None:
     """
     name, given = split_call(text, what)
     function = resolve(name, module, what)
-    if is_ours(function, module) and (reach := getattr(function, "reach", None)):
-        parameters = inspect.signature(function).parameters.values()
-        reach(**{p.name: given.get(p.name, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY})
+    if is_ours(function, module):
+        _apply("reach", function, given)
 
 
 def checked_by(check: Callable[..., None], *, reach: Callable[..., None] | None = None) -> Callable[[T], T]:
@@ -164,7 +162,7 @@ def checked_by(check: Callable[..., None], *, reach: Callable[..., None] | None 
 def fields_of(section: str, function: Callable[..., Any]) -> dict[str, Field]:
     """Returns the fields of a section that holds a function's keyword arguments, from their annotations."""
     hints = _hints(function)
-    found = {name: field_of(hints.get(name)) for name in keywords(function)}
+    found = {name: field_of(hints.get(name)) for name in keyword_only(function)}
     return {f"{section}.{name}": field for name, field in found.items() if field}
 
 

@@ -19,7 +19,7 @@ KINDS = {
     tuple: "a tuple",
     dict: "a section",
 }
-JUDGE = "eval.function"  # a field of text that also takes a function object (`names.with_names`)
+JUDGE = "eval.function"  # a field of text that also takes a function object (`load.with_names`)
 
 
 class Section(ConfigDict):

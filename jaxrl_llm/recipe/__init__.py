@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 from ml_collections import ConfigDict
 
 from jaxrl_llm.config import records
-from jaxrl_llm.config.load import flatten
-from jaxrl_llm.config.names import with_names
+from jaxrl_llm.config.load import flatten, with_names
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe import checks
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
@@ -22,8 +21,8 @@ def read(config: Config) -> Recipe:
     """Returns the recipe of a `train` config. Raises: UserError, naming the field that is wrong."""
     if _program(flatten(config)) == "sft":
         raise UserError("this is a config of supervised fine-tuning: run it with jaxrl sft (in a script, sft.steps)")
-    recipe = _record(Recipe, with_names(config).to_dict())
-    checks.check_train(recipe)
+    recipe, fields = _record(Recipe, with_names(config).to_dict())
+    checks.check_train(recipe, fields)
     return recipe
 
 
@@ -33,15 +32,17 @@ def read_sft(config: Config) -> SftRecipe:
         raise UserError(
             "this is a config of reinforcement learning: run it with jaxrl train (in a script, train.steps)"
         )
-    recipe = _record(SftRecipe, with_names(config).to_dict())
-    checks.check_sft(recipe)
+    recipe, fields = _record(SftRecipe, with_names(config).to_dict())
+    checks.check_sft(recipe, fields)
     return recipe
 
 
-def _record(kind: type[R], values: dict[str, Any]) -> R:
+def _record(kind: type[R], values: dict[str, Any]) -> tuple[R, dict[str, Any]]:
+    """Returns a config as a record, and the values of its fields by their paths."""
     values = records.present(kind, values)
-    records.check_fields(records.table(kind, values), values, flatten(ConfigDict(values)))
-    return records.read(kind, values)
+    known, fields = records.table(kind, values), flatten(ConfigDict(values))
+    records.check_fields(known, values, fields)
+    return records.read(kind, values), known.defaults | fields
 
 
 def _program(fields: Collection[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
@@ -12,23 +13,23 @@ from jaxrl_llm.data import formats
 from jaxrl_llm.data.rows import check_source
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe.combinations import check_adapters, check_algorithm, check_health, check_rollout, check_turns
-from jaxrl_llm.recipe.no_effect import check_no_effect_of_sizes, check_no_effect_shared
+from jaxrl_llm.recipe.no_effect import SIZES, refuse
 from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe, warmup_steps
 from jaxrl_llm.sandbox import program as sandbox
 
 
-def check_train(recipe: Recipe) -> None:
+def check_train(recipe: Recipe, fields: Mapping[str, Any]) -> None:
     """Checks what a run of `train` is asked to do. Uses no device, and reads no data and no weights.
 
-    Raises: UserError, naming the field.
+    fields: the values of the config by their paths, with the defaults. Raises: UserError, naming the field.
     """
-    check_shared(recipe, recipe.prompts_per_update)
+    check_shared(recipe, fields, recipe.prompts_per_update)
     if recipe.prompts_per_step % recipe.prompts_per_update:
         raise UserError(
             f"config.prompts_per_step = {recipe.prompts_per_step} is no multiple of "
             f"config.prompts_per_update = {recipe.prompts_per_update}: make it one"
         )
-    check_algorithm(recipe)
+    check_algorithm(recipe, fields)
     check_rollout(recipe)
     check_turns(recipe)
     if critic := recipe.critic:
@@ -53,10 +54,11 @@ def check_schedule(recipe: Settings, section: Any, name: str) -> None:
         )
 
 
-def check_sft(recipe: SftRecipe) -> None:
-    """Checks what a run of `sft` is asked to do. Raises: UserError, naming the field."""
-    check_shared(recipe, recipe.prompts_per_step)
-    check_no_effect_of_sizes(recipe)
+def check_sft(recipe: SftRecipe, fields: Mapping[str, Any]) -> None:
+    """Checks what a run of `sft` is asked to do; fields: as for `check_train`. Raises: UserError, naming the field."""
+    check_shared(recipe, fields, recipe.prompts_per_step)
+    if recipe.model.path:
+        refuse(fields, SIZES, "model.path names a model")
     model = recipe.model
     width, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     new = not model.path
@@ -72,7 +74,7 @@ def check_sft(recipe: SftRecipe) -> None:
     recipe.sizes.totals()
 
 
-def check_shared(recipe: Settings, prompts_per_update: int) -> None:
+def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update: int) -> None:
     """Checks the fields that every trainer's config has. Raises: UserError, naming the field."""
     sandbox.allow_unconfined(recipe.reward.unconfined)  # before the functions that run programs are checked
     if recipe.microbatch and prompts_per_update % recipe.microbatch:
@@ -85,8 +87,10 @@ def check_shared(recipe: Settings, prompts_per_update: int) -> None:
     if recipe.aggregate.mode != "constant" and recipe.aggregate.constant_length:
         raise UserError(f"config.aggregate.constant_length is not used by mode {recipe.aggregate.mode!r}: set it to 0")
     check_data(recipe)
-    check_no_effect_shared(recipe)
-    check_health(recipe)
+    for section in ("optim", "critic.optim", "kl"):
+        if fields.get(f"{section}.decay") == "constant":
+            refuse(fields, {f"{section}.end": 0.0}, f"{section}.decay is 'constant'")
+    check_health(recipe, fields)
     check_adapters(recipe)
     if recipe.eval:
         check_call(recipe.eval.function, tasks.REWARDS, "config.eval.function")

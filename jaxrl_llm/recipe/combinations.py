@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.algorithms.traits import Trait, traits_of
 from jaxrl_llm.config.names import closest, own_name, required_inputs, split_call
-from jaxrl_llm.config.records import flat
 from jaxrl_llm.config.schema import Field, check_call
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.history import RECENT
@@ -21,8 +21,8 @@ from jaxrl_llm.recipe.recipe import Recipe, Settings
 from jaxrl_llm.rollout.environments import check_episodes
 
 
-def check_algorithm(recipe: Recipe) -> None:
-    """Runs the checks of the algorithm. Raises: UserError, naming the field."""
+def check_algorithm(recipe: Recipe, fields: Mapping[str, Any]) -> None:
+    """Runs the checks of the algorithm; fields: as for `checks.check_train`. Raises: UserError, naming the field."""
     check_rewards(recipe)
     check_advantage(recipe)
     check_columns(recipe)
@@ -30,7 +30,7 @@ def check_algorithm(recipe: Recipe) -> None:
     check_ratio_of_a_sequence(recipe)
     check_kl(recipe)
     check_known("skip", recipe.health.skip, SKIPS)
-    check_no_effect(recipe)
+    check_no_effect(recipe, fields)
 
 
 def check_rewards(recipe: Recipe) -> None:
@@ -236,8 +236,8 @@ def check_turns(recipe: Recipe) -> None:
     """Checks that an environment has limits of its episodes, and that a turn and an observation fit into one."""
     check_episodes(recipe.env, recipe.turns)
     limit = recipe.rollout.max_completion_tokens
-    sizes = {name: x for name, x in (recipe.turns or {}).items() if name in ("tokens", "observation_tokens")}
-    for field, tokens in sizes.items():
+    for field in ("tokens", "observation_tokens"):
+        tokens = recipe.turns[field] if recipe.turns else 0
         if tokens > limit:
             raise UserError(
                 f"config.turns.{field} = {tokens} is more than an episode has: rollout.max_completion_tokens is "
@@ -255,10 +255,10 @@ def check_adapters(recipe: Settings) -> None:
         raise UserError("config.adapters: model.path is '': a new model has nothing to adapt: give a model's folder")
 
 
-def check_health(recipe: Settings) -> None:
+def check_health(recipe: Settings, fields: Mapping[str, Any]) -> None:
     """Checks the rules that act: their names, and that a rollback has a checkpoint to go back to; and what may wait."""
     minutes = recipe.health.hang_minutes
-    for field, seconds in flat(recipe).items():
+    for field, seconds in fields.items():
         waits = field.endswith(".timeout") or field == "engine.patience"
         if waits and 0 < 60 * minutes < seconds:
             raise UserError(

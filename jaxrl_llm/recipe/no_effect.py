@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.config.records import flat
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe
+from jaxrl_llm.recipe.recipe import Recipe
 
 # Sizes of a new model, with the values of configs/sft.py.
 SIZES = {
@@ -20,51 +19,39 @@ SIZES = {
 }
 
 
-def check_no_effect(recipe: Recipe) -> None:
+def check_no_effect(recipe: Recipe, fields: Mapping[str, Any]) -> None:
     """Refuses settings of `train` without effect. The values of configs/grpo.py are always allowed.
 
-    Raises: UserError, naming the field.
+    fields: as for `checks.check_train`. Raises: UserError, naming the field.
     """
     weights, advantage = recipe.importance, f"advantage {recipe.advantage.name!r}"
     if weights.action == "none" or recipe.exact or (weights.action == "auto" and recipe.own_samples):
         none = weights.action == "none"
         why = f"this very policy samples, so that importance.action = {weights.action!r} weighs nothing"
         unset = {"importance.level": "token", "importance.high": 2.0} | ({} if none else {"importance.action": "auto"})
-        _refuse(recipe, unset, "importance.action is 'none'" if none else why)
+        refuse(fields, unset, "importance.action is 'none'" if none else why)
     if weights.action != "mask":
-        _refuse(recipe, {"importance.low": 0.0}, "importance.action is not 'mask'")
+        refuse(fields, {"importance.low": 0.0}, "importance.action is not 'mask'")
     if recipe.exact and recipe.updates_per_rollout == 1:
-        _refuse(recipe, {"mask.off_policy": 0.0}, "a rollout's only optimizer step is on-policy")
+        refuse(fields, {"mask.off_policy": 0.0}, "a rollout's only optimizer step is on-policy")
     if not recipe.frozen and ("ref_logprobs" not in recipe.columns or recipe.adapters):
         beside = " beside the base" * bool(recipe.adapters)
         why = f"there is no reference{beside}, and none of teachers and reward_model"
-        _refuse(recipe, {"host_memory.reference": False}, why)
+        refuse(fields, {"host_memory.reference": False}, why)
     if not {"rewards", "token_rewards"} & set(recipe.estimator.inputs):
-        _refuse(recipe, {"reward.overlong_tokens": 0}, f"{advantage} does not look at it")
+        refuse(fields, {"reward.overlong_tokens": 0}, f"{advantage} does not look at it")
     alone = recipe.group_size == 1
     if alone or not recipe.estimator.needs_reward:
         why = "a group of 1 never has a signal" if alone else f"{advantage} looks at no reward"
-        _refuse(recipe, {"rollout.resample_rounds": 0, "data.curriculum.skip": None}, why)
+        refuse(fields, {"rollout.resample_rounds": 0, "data.curriculum.skip": None}, why)
 
 
-def check_no_effect_shared(recipe: Settings) -> None:
-    """Refuses the end of a coefficient that never changes."""
-    values = flat(recipe)
-    for section in ("optim", "critic.optim", "kl"):
-        if values.get(f"{section}.decay") == "constant":
-            _refuse(recipe, {f"{section}.end": 0.0}, f"{section}.decay is 'constant'")
+def refuse(fields: Mapping[str, Any], unset: Mapping[str, Any], why: str) -> None:
+    """Refuses fields that do nothing. unset: their values that are allowed; None: the section must not be there.
 
-
-def check_no_effect_of_sizes(recipe: SftRecipe) -> None:
-    """Refuses sizes of a new model where there is none."""
-    if recipe.model.path:
-        _refuse(recipe, SIZES, "model.path names a model")
-
-
-def _refuse(recipe: Settings, unset: Mapping[str, Any], why: str) -> None:
-    """Refuses fields that do nothing. unset: their values that are allowed; None: the section must not be there."""
-    values = flat(recipe)
+    Raises: UserError, naming the field.
+    """
     for field, allowed in unset.items():
-        if field in values and values[field] != allowed:
+        if field in fields and fields[field] != allowed:
             remedy = f"set it to {allowed!r}" if allowed is not None else "take the section out"
-            raise UserError(f"config.{field} = {values[field]!r} does nothing: {why}; {remedy}")
+            raise UserError(f"config.{field} = {fields[field]!r} does nothing: {why}; {remedy}")

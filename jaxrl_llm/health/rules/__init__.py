@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from jaxrl_llm.config.names import keywords
+from jaxrl_llm.config.names import keyword_only
 from jaxrl_llm.health.finding import Finding, LogRecord, Needs
 from jaxrl_llm.health.history import FEW, RECENT, WINDOW, History
 from jaxrl_llm.health.rules import engine, environment, policy, rewards, texts
@@ -34,7 +34,7 @@ def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
 @cache
 def _fields(rule: Callable[..., Finding | None]) -> tuple[str, ...]:
     """Returns the fields of `config.health` that a rule reads."""
-    return tuple(keywords(rule))
+    return tuple(keyword_only(rule))
 
 
 def blind(records: Sequence[LogRecord]) -> dict[str, str]:
