@@ -26,9 +26,7 @@ class Received:
 
     def __init__(self, came: Callable[[int], object]):
         """came(number): called in the thread, for each signal."""
-        # A signal that is ignored stays ignored, as SIGHUP under nohup.
-        signals = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, _pass) for number in signals}
+        self._before = _handled(NAMES, _pass)
         read, self._write = os.pipe()
         os.set_blocking(self._write, False)  # `set_wakeup_fd` requires it
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -38,8 +36,7 @@ class Received:
         """Restores the handlers before it. Does nothing outside of the main thread, which alone can."""
         if current_thread() is main_thread():
             signal.set_wakeup_fd(self._wakeup)
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+            _restore(self._before)
             os.close(self._write)
 
     def _read(self, read: int, came: Callable[[int], object]) -> None:
@@ -50,7 +47,32 @@ class Received:
         os.close(read)
 
 
-class StopSignals:
+class Stop:
+    """Context of a run: what ends it before its last step."""
+
+    def __init__(self) -> None:
+        self.finish: Callable[[], None] = lambda: None  # saves and ends the run
+        self.name = ""  # of what ended the run
+        self._began = 0.0  # time of the signal
+
+    def check(self) -> None:
+        """Ends the run if a signal has come that ends it here. With several processes, all must call it."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the signal, or since this process knows of it."""
+        return time.monotonic() - self._began
+
+    def used(self) -> str:
+        """Text for the last line: what ended the run, and the seconds that the end took."""
+        return f"{self.name} ({self.seconds:.1f} s of {SECONDS:.0f} s used)"
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """Makes what ends the run wait for the end of this block."""
+        return nullcontext()
+
+
+class StopSignals(Stop):
     """Context in which a first signal ends the run with exit code 0, and a second one at once with 128 + its number.
 
     The first signal interrupts the run at any point, also in a compilation or a rollout of many minutes. The current
@@ -60,9 +82,8 @@ class StopSignals:
 
     def __init__(self, opened: ExitStack):
         """opened: closes all resources of the run, in the right order."""
-        self.finish: Callable[[], None] = self._nothing
-        self.name = ""  # of the received signal
-        self._began = 0.0  # time of the signal
+        super().__init__()
+        self.finish = self._nothing
         self._opened, self._whole, self._kept = opened, Lock(), False
 
     def __enter__(self) -> StopSignals:
@@ -85,18 +106,10 @@ class StopSignals:
         self._kept = False
         self._whole.release()
 
-    def check(self) -> None:
-        """Does nothing: another thread ends the run."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the signal."""
-        return time.monotonic() - self._began
-
     def used(self) -> str:
-        """Text for the last line: the signal and the seconds that the end took. No hint is printed after this call."""
+        """Text for the last line, as `Stop.used`. No hint is printed after this call."""
         self._hint.cancel()
-        return f"{self.name} ({self.seconds:.1f} s of {SECONDS:.0f} s used)"
+        return super().used()
 
     def _take(self) -> None:
         if self.name:
@@ -128,7 +141,7 @@ class StopSignals:
         _say(f"stopped by {self.name} at the start, {self.seconds:.1f} s after the signal: there was nothing to save")
 
 
-class AgreedSignals:
+class AgreedSignals(Stop):
     """Context for several processes: a signal in one of them ends the run in all, at the same place of a step.
 
     One process alone cannot save, and programs that wait for another process cannot be interrupted. So the run ends at
@@ -138,10 +151,8 @@ class AgreedSignals:
 
     def __init__(self, command: bool) -> None:
         """command: the run ends the process, with exit code 0. Otherwise it raises KeyboardInterrupt."""
+        super().__init__()
         self._error: BaseException = SystemExit(0) if command else KeyboardInterrupt()
-        self.finish: Callable[[], None] = lambda: None
-        self.name = ""
-        self._began = 0.0
 
     def __enter__(self) -> AgreedSignals:
         self._received = Received(self._came)
@@ -165,21 +176,8 @@ class AgreedSignals:
             self.finish()
             raise self._error
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the signal, or since this process knows of it."""
-        return time.monotonic() - self._began
 
-    def used(self) -> str:
-        """Text for the last line: the signal and the seconds that the end took."""
-        return f"{self.name} ({self.seconds:.1f} s of {SECONDS:.0f} s used)"
-
-    def deferred(self) -> AbstractContextManager[None]:
-        """Does nothing: a signal never interrupts a block."""
-        return nullcontext()
-
-
-class Interrupts:
+class Interrupts(Stop):
     """Context for a run in the caller's process, as a notebook or a sweep: it saves when it is left early, and raises.
 
     The run is left early by Ctrl-C, by an exception of the caller, or when the caller closes its generator. With
@@ -187,11 +185,8 @@ class Interrupts:
     `with stop.deferred():`, in which the run's state changes; it does not interrupt a long compilation.
     """
 
-    seconds = 0.0
-
     def __init__(self, signals: bool):
-        self.finish: Callable[[], None] = lambda: None
-        self.name = ""  # of what ended the run
+        super().__init__()
         self._numbers = tuple(NAMES) if signals else ()
         self._whole, self._pending = True, 0
 
@@ -208,8 +203,10 @@ class Interrupts:
         finally:
             _restore(self._before)
 
-    def check(self) -> None:
-        pass
+    @property
+    def seconds(self) -> float:
+        """No machine ends soon."""
+        return 0.0
 
     def used(self) -> str:
         """Text for the last line: what ended the run."""
@@ -238,11 +235,10 @@ class Interrupts:
         raise KeyboardInterrupt(self.name)
 
 
-Stop: TypeAlias = StopSignals | AgreedSignals | Interrupts
 Handler: TypeAlias = Callable[[int, Any], Any]
 
 
-def stop_signals(opened: ExitStack, signals: bool, command: bool) -> AbstractContextManager[Stop]:
+def stop_signals(opened: ExitStack, signals: bool, command: bool) -> StopSignals | AgreedSignals | Interrupts:
     """Returns the handling of signals. opened: closes the run's resources.
 
     signals: signals that end a process save and end the run too. command: they end this process as well, with exit
