@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,12 +58,11 @@ from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import Facts, Subject
 from jaxrl_llm.session import banner, checkpoint
 from jaxrl_llm.session.inputs import Inputs
-from jaxrl_llm.session.opening import Outputs, Workplace, at_work, open_session
+from jaxrl_llm.session.opening import Workplace, at_work, open_session
 from jaxrl_llm.session.other_rows import Change, Rows
 from jaxrl_llm.session.session import ModelStates, Session, Trainer
 from jaxrl_llm.structs import Config, PyTree, StatefulPart
 
-UNSET = {"schedule_steps": 0, "data.today": ""}  # fields that the beginning of a run decides, as the user leaves them
 Run = TypeVar("Run")  # a session and the parts of its steps
 COMPILE_ONLY = "compile the programs of the run into the cache of compiled code, in all its shapes, and end"
 
@@ -142,7 +140,7 @@ def opened_run(
     with at_work(workdir, signals=signals, command=command) as place:
         # First: the checks need the schedules' length.
         # Of plain values: a config may have fields that refer to others.
-        config.update_from_flattened_dict(beginning(workdir, flatten(ConfigDict(config.to_dict()))))
+        config.update_from_flattened_dict(checkpoint.beginning(workdir, flatten(ConfigDict(config.to_dict()))))
         recipe = read(config)
         place.config = config.to_dict()
         if recipe.deterministic:  # must come before JAX initializes its devices
@@ -153,17 +151,6 @@ def opened_run(
         if command:  # here all processes have loaded their data and models, for which there is no bound
             WATCHDOG.begin(recipe.health.hang_minutes, distributed.end)
         yield run
-
-
-def beginning(workdir: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what replaces the fields that a config leaves open: what the workdir's run began with.
-
-    These are schedule_steps = 0, in a new run num_steps, and data.today = "", in a new run the date of this day.
-    """
-    # Missing fields, and those of a wrong type, are left to the checks, and set ones to `check_workdir`.
-    new = {"schedule_steps": fields.get("num_steps", 0), "data.today": date.today().isoformat()}
-    began = checkpoint.beginning(workdir, new)
-    return {name: began[name] for name, unset in UNSET.items() if name in fields and fields[name] == unset}
 
 
 def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path]) -> Inputs:
@@ -310,37 +297,27 @@ def open_outputs(
 
     counts: numbers of rows of each source that the order of the data has. Raises: UserError.
     """
+    mesh, cfg = inputs.models.mesh, inputs.models.model.cfg
+
+    def announce(start: int, changes: Sequence[Change]) -> None:
+        judged = advice.RunSettings(recipe, cfg.width, mesh.devices.flat[0].platform)
+        banner.print_banner(
+            f"jaxrl_llm.{recipe.program}: {place.workdir}",
+            [
+                *banner.model_and_data_table(recipe.model.path, mesh, cfg, recipe.sizes, recipe.data, inputs.dataset),
+                *banner.problems_table(recipe.eval, inputs.held_out),
+                *banner.totals_table(recipe.sizes),
+                *banner.beginning(start, recipe.num_steps, changes),
+                *rows,
+                *banner.adapters_table(inputs.models.adapters),
+                ("compiled code", place.cache),
+            ],
+            # What is known to go wrong with these settings.
+            lines=[*banner.unconfined(recipe.reward), *map(Finding.line, advice.findings(judged))],
+        )
+
     now = Rows({"data.source": counts, "eval.source": inputs.held_out.counts()}, inputs.dataset.prompts())
-    outputs = Outputs(recipe.plan, recipe.log, recipe.health, recipe.checkpoint)
-    tell = partial(announce, place, recipe, inputs, rows)
-    return open_session(place, outputs, models, inputs.models.mesh, inputs.began_with, now, tell)
-
-
-def announce(
-    place: Workplace,
-    recipe: Recipe | SftRecipe,
-    inputs: Inputs,
-    rows: Sequence[tuple[str, Any]],
-    start: int,
-    changes: Sequence[Change],
-) -> None:
-    """Prints the banner, and what is known to go wrong with the settings of the run."""
-    models, mesh = inputs.models, inputs.models.mesh
-    judged = advice.RunSettings(recipe, models.model.cfg.width, mesh.devices.flat[0].platform)
-    cfg, data = models.model.cfg, recipe.data
-    banner.print_banner(
-        f"jaxrl_llm.{recipe.program}: {place.workdir}",
-        [
-            *banner.model_and_data_table(recipe.model.path, mesh, cfg, recipe.sizes, data, inputs.dataset),
-            *banner.problems_table(recipe.eval, inputs.held_out),
-            *banner.totals_table(recipe.sizes),
-            *banner.beginning(start, recipe.num_steps, changes),
-            *rows,
-            *banner.adapters_table(models.adapters),
-            ("compiled code", place.cache),
-        ],
-        lines=[*banner.unconfined(recipe.reward), *map(Finding.line, advice.findings(judged))],
-    )
+    return open_session(place, recipe.plan, models, mesh, inputs.began_with, now, announce)
 
 
 def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
@@ -352,7 +329,20 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
         dataset, collate, batch=recipe.prompts_per_step, seed=recipe.seed, skip=skip, mixture=mixture
     )
     reward_fn = open_reward_fn(opened, recipe.reward.functions, recipe.reward.weights, recipe.reward.timeout)
-    engine = opened.enter_context(closing(recipe.chosen_engine.start(engine_inputs(place, recipe, inputs))))
+    engine = recipe.chosen_engine.start(
+        EngineInputs(
+            inputs.models.model,
+            mesh,
+            inputs.models.folder,
+            place.workdir,
+            max(dataset.width, inputs.held_out.width),
+            recipe.rollout.max_completion_tokens,
+            inputs.stop_ids,
+            inputs.tokenizer.pad_token_id,
+            inputs.book,
+        )
+    )
+    opened.enter_context(closing(engine))
     weight_check = None
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
@@ -370,21 +360,6 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
         curriculum=curriculum,
     )
     return opened.enter_context(closing(actor))
-
-
-def engine_inputs(place: Workplace, recipe: Recipe, inputs: Inputs) -> EngineInputs:
-    """Returns the inputs that an engine gets."""
-    return EngineInputs(
-        inputs.models.model,
-        inputs.models.mesh,
-        inputs.models.folder,
-        place.workdir,
-        max(inputs.dataset.width, inputs.held_out.width),
-        recipe.rollout.max_completion_tokens,
-        inputs.stop_ids,
-        inputs.tokenizer.pad_token_id,
-        inputs.book,
-    )
 
 
 def make_subject(recipe: Recipe, inputs: Inputs, learning: Learning, packing: Packing, actor: Actor) -> Subject:

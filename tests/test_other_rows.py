@@ -105,7 +105,7 @@ def test_a_chat_template_writes_the_day_of_the_runs_beginning_when_it_is_resumed
     prompts = []
     for day in (24, 25):  # by the clock of this package, and that of transformers
         clock = SimpleNamespace(today=lambda day=day: date(2026, 11, day), now=lambda day=day: datetime(2026, 11, day))
-        monkeypatch.setattr(build, "date", clock)
+        monkeypatch.setattr(checkpoint, "date", clock)
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
         opened = build.opened_run(tiny(**fields), tmp_path / "run", recipes.read, lambda *of_run: of_run)
         with opened as (place, recipe):

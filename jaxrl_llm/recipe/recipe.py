@@ -126,10 +126,10 @@ class Settings:
 
     @property
     def plan(self) -> Plan:
-        """When a session does what."""
+        """When a session does what, and what it writes."""
         every, patience = (self.eval.every, self.eval.patience) if self.eval else (0, 0)
         most = self.health.rollback.most if self.health.rollback else 0
-        return Plan(self.num_steps, self.checkpoint.every, every, patience, most)
+        return Plan(self.num_steps, every, patience, most, self.checkpoint, self.health, self.log)
 
     @property
     def scheduled_steps(self) -> int:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import date
 from operator import itemgetter
 from pathlib import Path
 from threading import Thread
@@ -87,17 +88,18 @@ def check_workdir(
             )
 
 
-def beginning(workdir: Path, new: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields that the beginning of a run decides, in all processes alike: as the workdir's run has them.
+def beginning(workdir: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what replaces the fields that a config leaves open, in all processes alike: what the run began with.
 
-    new: these fields as a new run has them.
+    These are schedule_steps = 0, in a new run num_steps, and data.today = "", in a new run the date of this day.
     """
-    began = dict(new)
+    began = {"schedule_steps": fields.get("num_steps", 0), "data.today": date.today().isoformat()}
     if distributed.first():
         with suppress(OSError, ValueError, AttributeError):  # no run, or `check_workdir` reports the error
             before = flatten(ConfigDict(json.loads((workdir / "config.json").read_text())))
             began |= {name: before[name] for name in began if name in before}
-    return distributed.exchange(began)[0]
+    # Missing fields, and those of a wrong type, are left to the checks, and set ones to `check_workdir`.
+    return {name: x for name, x in distributed.exchange(began)[0].items() if fields.get(name) in (0, "")}
 
 
 def _is_ours(file: Path) -> bool:

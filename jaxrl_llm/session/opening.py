@@ -25,7 +25,7 @@ from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.other_rows import Change, Rows
 from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.session.session import ModelStates, Session, Trainer
-from jaxrl_llm.session.settings import CheckpointSettings, HealthSettings, LogSettings, Plan
+from jaxrl_llm.session.settings import Plan
 from jaxrl_llm.session.signals import Stop, stop_signals
 
 
@@ -66,19 +66,9 @@ def at_work(workdir: Path, *, signals: bool, command: bool) -> Iterator[Workplac
         yield Workplace(workdir, opened, stop, compilations, keep_compilations(), {})
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """The settings of what a session writes."""
-
-    plan: Plan
-    log: LogSettings
-    health: HealthSettings
-    checkpoint: CheckpointSettings
-
-
 def open_session(
     place: Workplace,
-    outputs: Outputs,
+    plan: Plan,
     models: ModelStates,
     mesh: Mesh,
     began_with: dict[str, str],
@@ -92,15 +82,14 @@ def open_session(
     Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
     """
     workdir, enter = place.workdir, place.opened.enter_context
-    opened = Checkpoints(workdir / "checkpoints", began_with, outputs.checkpoint, mesh, rows)
-    checkpoints = enter(closing(opened))
+    checkpoints = enter(closing(Checkpoints(workdir / "checkpoints", began_with, plan.checkpoint, mesh, rows)))
     start, changes = checkpoints.check_beginning(flatten(ConfigDict(place.config)))
     if distributed.first():
         checkpoints.check_room(models.shapes())
         checkpoint.open_workdir(workdir, place.config)
         other_rows.write(workdir, changes)
         announce(start, changes)
-    log = enter(closing(Log(workdir, outputs.log, outputs.plan.steps, place.config)))
-    health, rollbacks = Health(workdir, outputs.health, log.tell), Rollbacks(workdir)
-    fields = workdir, place.check_lock, outputs.plan, log, health, rollbacks, checkpoints
+    log = enter(closing(Log(workdir, plan.log, plan.steps, place.config)))
+    health, rollbacks = Health(workdir, plan.health, log.tell), Rollbacks(workdir)
+    fields = workdir, place.check_lock, plan, log, health, rollbacks, checkpoints
     return partial(Session, *fields, place.stop, place.compilations, models)

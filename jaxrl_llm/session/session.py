@@ -183,7 +183,7 @@ class Session:
         self.checkpoints.check()
         accuracy = record.evaluation.get("eval/accuracy")
         last = record.step == self.plan.steps or self.stagnates()
-        due = record.step % self.plan.checkpoint_every == 0 or self.checkpoints.is_best(accuracy) or last
+        due = record.step % self.plan.checkpoint.every == 0 or self.checkpoints.is_best(accuracy) or last
         back = due and self.judge(self.log.finish())  # before saving: a bad state must not replace a good checkpoint
         if due and not back:
             with self.stop.deferred():

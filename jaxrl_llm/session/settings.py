@@ -66,10 +66,12 @@ class SamplesLogSettings(LogSettings):
 
 @dataclass(frozen=True)
 class Plan:
-    """When a session does what. Numbers are steps."""
+    """When a session does what, and what it writes. Numbers are steps."""
 
     steps: int
-    checkpoint_every: int
     evaluate_every: int  # 0: never
     patience: int  # evaluations that are not better than the best one, after which the run ends; 0: it does not
-    most_rollbacks: int = 0
+    most_rollbacks: int
+    checkpoint: CheckpointSettings
+    health: HealthSettings
+    log: LogSettings
