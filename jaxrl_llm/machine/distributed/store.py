@@ -7,7 +7,6 @@ thread that samples ahead or writes the log may exchange values at any time. Arr
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 from collections import defaultdict
@@ -32,16 +31,15 @@ def exchange(value: Any, channel: str = "step") -> list[Any]:
     channel: calls of different threads need different channels, because each channel keeps its own order.
     """
     # JSON and not pickle: a process runs nothing that another one sends.
-    return [json.loads(text) for text in _exchange(json.dumps(value).encode(), channel)]
+    return json.loads(_exchange(json.dumps(value), channel))
 
 
 def gather(rows: np.ndarray, channel: str = "step") -> np.ndarray:
     """Returns the rows of all processes, in order: of small arrays. All processes must call it; channel: as above."""
     if count() == 1:
         return rows
-    file = io.BytesIO()
-    np.save(file, rows, allow_pickle=False)
-    return np.concatenate([np.load(io.BytesIO(x)) for x in _exchange(file.getvalue(), channel)])
+    lists = exchange(rows.tolist(), channel)
+    return np.concatenate([np.array(x, rows.dtype).reshape(-1, *rows.shape[1:]) for x in lists])
 
 
 def wait(channel: str) -> None:
@@ -49,37 +47,28 @@ def wait(channel: str) -> None:
     exchange(None, channel)
 
 
-def _exchange(value: bytes, channel: str) -> list[bytes]:
+def _exchange(value: str, channel: str) -> str:
+    """Returns the JSON list of the values of all processes."""
     if count() == 1:
-        return [value]
+        return f"[{value}]"
     call, store = next(_calls[channel]), client()
     key = lambda call: f"jaxrl_llm/{channel}/{call}"  # noqa: E731
     if not first():
-        store.key_value_set_bytes(f"{key(call)}/{index()}", value)
-        return _parts(_get(f"{key(call)}/all"))
+        store.key_value_set(f"{key(call)}/{index()}", value)
+        return _get(f"{key(call)}/all")
     # Process 0 joins the values: N + N messages, where N x N would take seconds with hundreds of hosts. It waits for
     # one that it lacks, and then takes all that have come meanwhile.
     names = [f"{key(call)}/{process}" for process in range(1, count())]
-    came: dict[str, bytes] = {}
+    came: dict[str, str] = {}
     while lacking := [name for name in names if name not in came]:
         _get(lacking[-1])
-        came = dict(store.key_value_dir_get_bytes(key(call)))
-    values = [value, *(came[name] for name in names)]
-    store.key_value_set_bytes(f"{key(call)}/all", _joined(values))
+        came = dict(store.key_value_dir_get(key(call)))
+    values = ",".join([value, *(came[name] for name in names)])
+    store.key_value_set(f"{key(call)}/all", f"[{values}]")
     # Everyone has read the values of the call before: they have set one for this call.
     if call:
         store.key_value_delete(key(call - 1))
-    return values
-
-
-def _joined(values: list[bytes]) -> bytes:
-    return json.dumps([len(value) for value in values]).encode() + b"\n" + b"".join(values)
-
-
-def _parts(joined: bytes) -> list[bytes]:
-    sizes, _, values = joined.partition(b"\n")
-    ends = list(itertools.accumulate(json.loads(sizes)))
-    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return f"[{values}]"
 
 
 def client() -> Any:
@@ -87,11 +76,11 @@ def client() -> Any:
     return global_state.client
 
 
-def _get(key: str) -> bytes:
+def _get(key: str) -> str:
     """Waits for a key, for any time: if its process has ended, this one ends too."""
     while True:
         try:
-            return client().blocking_key_value_get_bytes(key, 10 * POLL)
+            return client().blocking_key_value_get(key, 10 * POLL)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
