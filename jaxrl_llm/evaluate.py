@@ -263,7 +263,7 @@ def environment_of(args: argparse.Namespace, run: SavedRun | None) -> EpisodeSet
     """Returns the sections `env` and `turns`: of the run, changed by the command line. Raises: UserError."""
     values: dict[str, dict[str, Any]] = {}
     for name in ("env", "turns"):
-        section = (run.section_or_none(name) if run else None) or {}
+        section = (run.get(name) if run else None) or {}
         if section := section | (getattr(args, name) or {}):
             values[name] = section
     records.check_fields(records.table(EpisodeSettings, values), values, flatten(ConfigDict(values)))
@@ -296,8 +296,8 @@ def of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
     if not problems and not (args.task and (args.function or is_task(args.task))):
         raise UserError("the run has no section eval: give --task, and --function if that is a file")
     own_task = args.task and is_task(args.task)
-    sequences = run.config["prompts_per_step"] * run.group_size
-    asked = {"function": [f"{args.task}.accuracy"], "convert": "", "problems": 1000}
+    sequences = run.config["prompts_per_step"] * (run.get("group_size") or 1)  # 1: of a run of sft
+    asked = {}
     if problems:
         asked = {
             "source": problems.source,
@@ -306,6 +306,7 @@ def of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
             "problems": problems.problems,
         }
     return {
+        **of_model(args),
         **asked,
         **vars(Columns() if own_task else data.columns),
         "max_prompt_tokens": data.max_prompt_tokens,

@@ -22,9 +22,9 @@ class Finding:
     id: str
     severity: str  # one of SEVERITIES
     evidence: str
-    cause: str
-    fix: str
-    reference: str
+    cause: str = ""
+    fix: str = ""
+    reference: str = ""
 
     def line(self) -> str:
         """Returns the finding in a line."""

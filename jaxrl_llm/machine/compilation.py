@@ -88,7 +88,8 @@ def compile_checked(lowered: jax.stages.Lowered, what: str, remedy: str) -> jax.
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise UserError(f"{what} does not fit the device's memory ({_first_line(error)}): {remedy}") from error
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(f"{what} does not fit the device's memory ({reason}): {remedy}") from error
     used, limit = compiled.memory_analysis(), (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     need = 0 if used is None else used.argument_size_in_bytes + used.temp_size_in_bytes
     # An output that takes the memory of a donated argument counts once.
@@ -115,10 +116,6 @@ class Program(NamedTuple):
         """Compiles it. Raises: UserError, if the memory is too small."""
         with compiling(self.name):
             return compile_checked(self.trace().lower(), self.name, self.remedy)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200]
 
 
 class Compilations:

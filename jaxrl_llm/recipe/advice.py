@@ -191,8 +191,6 @@ def schedule(settings: RunSettings) -> Iterator[Finding]:
         f"warm-up and decay are laid out for {recipe.schedule_steps} steps, as the run began, and it now has "
         f"{recipe.num_steps}",
         f"the steps after them have the learning rate {rate:g}" if longer else "it ends before they do",
-        "",
-        "",
     )
 
 
@@ -204,9 +202,7 @@ def idle_clip(settings: RunSettings) -> Iterator[Finding]:
             "idle_clip",
             "note",
             f"with one optimizer step on a rollout the ratio is 1, so that {', '.join(changed)} has no effect",
-            "",
-            "lower prompts_per_update or raise epochs for more of them",
-            "",
+            fix="lower prompts_per_update or raise epochs for more of them",
         )
 
 
@@ -228,8 +224,7 @@ def published(settings: RunSettings) -> Iterator[Finding]:
             "note",
             f"the result in the config file was measured without {', '.join(settings.changed)}",
             "this run may end elsewhere",
-            "",
-            "TRL #3406",
+            reference="TRL #3406",
         )
 
 
@@ -263,14 +258,14 @@ def keeps_nothing(settings: RunSettings) -> Iterator[Finding]:
     """The best checkpoint of a run without evaluation."""
     if not settings.recipe.eval and settings.recipe.checkpoint.keep_best:
         why = "there is no section eval, and nothing says which is best"
-        yield Finding("keeps_nothing", "note", "checkpoint.keep_best keeps nothing", why, "", "")
+        yield Finding("keeps_nothing", "note", "checkpoint.keep_best keeps nothing", why)
 
 
 def deterministic(settings: RunSettings) -> Iterator[Finding]:
     """An option of GPUs on another device."""
     if settings.recipe.deterministic and settings.platform != "gpu":
         evidence = f"deterministic = True has no effect on a {settings.platform}"
-        yield Finding("deterministic", "note", evidence, "it is for GPUs", "", "")
+        yield Finding("deterministic", "note", evidence, "it is for GPUs")
 
 
 RULES: dict[SettingsRule, tuple[str, ...]] = {  # and what each needs to know of the settings

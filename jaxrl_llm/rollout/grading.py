@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import islice
 from types import CodeType, MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import cloudpickle
 import numpy as np
@@ -29,7 +29,6 @@ from jaxrl_llm.tasks.signatures import bound
 
 __all__: tuple[str, ...] = ()  # no function here is a reward that a config may name
 
-T = TypeVar("T")
 Reward: TypeAlias = Callable[..., Any]
 COPIED = cloudpickle.Pickler.dispatch_table
 # Seconds: a function that fails within this time is called again for single completions, for this long.
@@ -119,7 +118,7 @@ class RewardFn:
         answers = {}
         for name, text in self._functions.items():
             try:
-                answers[name] = call_by_name(name, text, *batch)
+                answers[name] = call(name, bound(text), *batch)
             except SystemExit as error:
                 # It would end the trainer without a word.
                 raise UserError(
@@ -183,16 +182,9 @@ def weighted_sum(channels: Sequence[np.ndarray], weights: Sequence[float], shape
     return np.where(np.all(silent, axis=0), np.float32(np.nan), total) if silent else total
 
 
-def call_by_name(
-    name: str, text: str, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
-) -> FunctionRewards:
-    """Runs `call` for the function of a config, "name" or "name(argument=value)"."""
-    return call(name, bound(text), rows, texts, ids)
-
-
-def _call_in_time(seconds: float, *batch: Any) -> FunctionRewards:
+def _call_in_time(seconds: float, name: str, text: str, *batch: Any) -> FunctionRewards:
     tasks.set_deadline(seconds)
-    return call_by_name(*batch)
+    return call(name, bound(text), *batch)
 
 
 def _prepare(text: str, code: bytes) -> None:

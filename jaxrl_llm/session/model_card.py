@@ -10,8 +10,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard_data import EvalResult
+from ml_collections import ConfigDict
 
 import jaxrl_llm
+from jaxrl_llm.config.load import flatten
 from jaxrl_llm.machine import disk
 from jaxrl_llm.models import hf
 from jaxrl_llm.session import other_rows
@@ -40,11 +42,12 @@ def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str]
     """
     records = [record for record in _records(workdir) if step is None or record["step"] <= step]
     last = records[-1]["step"] if records else 0
-    name, (algorithm, *tags) = workdir.resolve().name, _algorithm(config)
+    fields = flatten(ConfigDict(config))
+    name, (algorithm, *tags) = workdir.resolve().name, _algorithm(fields)
     accuracy = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
     commit = _commit()
     by = f"jaxrl_llm {jaxrl_llm.__version__}" + (f", commit {commit}" if commit else "")
-    base = _plain(config["model"]["path"]) or "a new model"
+    base = _plain(fields["model.path"]) or "a new model"
     parts = [
         f"# {name}",
         f"This model was trained from `{base}` with {algorithm}, by {by}. It is the model after step {last:,} of "
@@ -54,27 +57,27 @@ def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str]
         "## Measured",
         _curve(records),
         "## Data",
-        _data(config, began_with, [change for change in other_rows.read(workdir) if change.after_step < last]),
+        _data(fields, began_with, [change for change in other_rows.read(workdir) if change.after_step < last]),
         "## Config",
         f"```json\n{_plain(json.dumps(config, indent=2))}\n```",
     ]
-    return f"---\n{_head(name, config, tags, accuracy)}\n---\n\n" + "\n\n".join(parts) + "\n"
+    return f"---\n{_head(name, fields, tags, accuracy)}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
-def _head(name: str, config: Mapping[str, Any], tags: Sequence[str], accuracy: Sequence[float]) -> str:
+def _head(name: str, fields: Mapping[str, Any], tags: Sequence[str], accuracy: Sequence[float]) -> str:
     """Returns the metadata that a hub reads."""
     results = [
         EvalResult(
             task_type="text-generation",
             dataset_type="custom",
-            dataset_name=_plain(config["eval"]["source"]),
+            dataset_name=_plain(fields["eval.source"]),
             metric_type="accuracy",
             metric_value=round(value, 4),
-            metric_name=config["eval"]["function"],
+            metric_name=fields["eval.function"],
         )
         for value in accuracy[-1:]
     ]
-    path = config["model"]["path"]
+    path = fields["model.path"]
     made = ModelCardData(
         model_name=name,
         library_name="transformers",
@@ -86,12 +89,11 @@ def _head(name: str, config: Mapping[str, Any], tags: Sequence[str], accuracy: S
     return made.to_yaml().strip()
 
 
-def _algorithm(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _algorithm(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns how the model was trained, in words, and the tags for a hub."""
-    match config:
-        case {"advantage": {"name": name}, "loss": {"name": loss}}:
-            return f"`{name}` advantages and the `{loss}` loss", "reinforcement-learning", name
-    return "supervised fine-tuning", "sft"
+    if not (name := fields.get("advantage.name")):
+        return "supervised fine-tuning", "sft"
+    return f"`{name}` advantages and the `{fields['loss.name']}` loss", "reinforcement-learning", name
 
 
 def _curve(records: Sequence[Mapping[str, Any]]) -> str:
@@ -110,13 +112,10 @@ def _curve(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
-def _data(config: Mapping[str, Any], began_with: Mapping[str, str], changes: Sequence[other_rows.Change]) -> str:
-    lines, judge = [], ""
-    match config:
-        case {"eval": {"function": judge}}:
-            pass
+def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], changes: Sequence[other_rows.Change]) -> str:
+    lines, judge = [], fields.get("eval.function")
     for section, use in (("data", "training"), *([("eval", "evaluation")] if judge else [])):
-        source, convert = _plain(config[section]["source"]), config[section]["convert"]
+        source, convert = _plain(fields[f"{section}.source"]), fields[f"{section}.convert"]
         digest = began_with.get(f"{section}.source")
         lines.append(
             f"- {use}: `{source}`"

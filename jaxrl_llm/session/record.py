@@ -74,7 +74,8 @@ class Record:
         record = {k: v for k, v in metrics.items() if not (k.startswith("reward/") and np.isnan(v))}
         if self.samples:
             record |= of_rollouts(self.samples.rollouts, self.step) | of_texts(self.samples) | of_sources(self.samples)
-            record |= of_rewards(self.samples.graded().metrics)
+            measured = gathered(self.samples.graded().metrics)
+            record |= {name: sum(values) / len(values) for name, values in measured.items()}
         record |= of_updates(updates) | self.evaluation
         record |= {f"time/{phase}": seconds for phase, seconds in self.timer.seconds.items()}
         tokens = sum(distributed.exchange(self.tokens, LOG))
@@ -130,11 +131,6 @@ def error_of_mean(values: np.ndarray) -> float:
     The deviation of the B means of groups over sqrt(B): the cluster-robust error (Liang and Zeger, 1986).
     """
     return float(values.mean(axis=1).std(ddof=1) / np.sqrt(len(values)))
-
-
-def of_rewards(metrics: dict[str, float]) -> dict[str, float]:
-    """Returns the means over all processes of what reward functions measured."""
-    return {name: sum(values) / len(values) for name, values in gathered(metrics).items()}
 
 
 def gathered(numbers: dict[str, T]) -> dict[str, list[T]]:

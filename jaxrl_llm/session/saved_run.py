@@ -96,26 +96,18 @@ class SavedRun:
     @property
     def adapters(self) -> AdapterKind | None:
         """The kind of the run's adapters; None: all parameters learned."""
-        section = self.section_or_none("adapters")
+        section = self.get("adapters")
         return records.read_call(section, adapter_kinds, "config.adapters.name")() if section else None
 
     @property
     def evaluation(self) -> EvalSettings | None:
         """The run's own evaluation; None: it has none."""
-        return self.section(EvalSettings, "eval") if self.section_or_none("eval") else None
+        return self.section(EvalSettings, "eval") if self.get("eval") else None
 
-    def section_or_none(self, name: str) -> dict[str, Any] | None:
-        """Returns a section of the run's config; None: it has none."""
-        sections = self.config
-        return sections.get(name)
-
-    @property
-    def group_size(self) -> int:
-        """Completions of a prompt in a step; 1 for a run of `sft`."""
-        match self.config:
-            case {"group_size": size}:
-                return size
-        return 1
+    def get(self, name: str) -> Any:
+        """Returns a field or a section of the run's config; None: it has none."""
+        values = self.config
+        return values.get(name)
 
     def section(self, record: type[T], name: str) -> T:
         """Returns a section of the run's config as a record, without the fields that the record does not have."""
