@@ -57,7 +57,7 @@ def make_model(workload: Workload, models: Path = BENCH / "models") -> Path:
         sizes = dict.fromkeys(new_model.SIZES, 1)  # the config.json of these is replaced by the workload's
         new_model.write_folder(folder, sizes, [{"prompt": "0"}], "")  # ours reads a tokenizer; nobody uses it
         write(workload, folder)
-        model = Decoder(qwen2.decoder_config(workload.model_config(), "float32", "none"))
+        model = Decoder(qwen2.decoder_config(workload.model_config()))
         tensors = dict(hf_export.tensors(model.init(jax.random.key(0)), qwen2.NAMES, np.float32))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

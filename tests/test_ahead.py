@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.models import hf, hf_export
+from jaxrl_llm.models import hf, hf_export, names
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import DENSE
 from jaxrl_llm.recipe import fit
@@ -286,7 +286,7 @@ def test_what_others_left_beside_the_weights_is_not_touched(make: Callable, tmp_
 
 
 def test_exported_tensors_are_as_long_as_their_shapes_say(params):
-    shapes = hf_export.shapes(params, DENSE)
+    shapes = names.tensor_shapes(params, DENSE)
     made = {name: tensor.shape for name, tensor in hf_export.tensors(params, DENSE, np.float32)}
     assert list(made) == list(shapes)
     assert made == shapes

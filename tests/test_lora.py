@@ -244,7 +244,7 @@ def test_the_copy_of_the_sampler_and_the_exported_tensors_are_merged(base_dtype)
     copy = Placing(model, tiny.mesh_of((1, 2, 2)))(whole)
     jax.tree.map(close, copy, model.unstack(expected))
     jax.tree.map(close, tensors := tensors_of(whole), tensors_of(expected))
-    shapes = hf_export.shapes(whole, names.family_table("qwen2"))
+    shapes = names.tensor_shapes(whole, names.family_table("qwen2"))
     assert [(name, tensor.shape) for name, tensor in tensors.items()] == list(shapes.items())
 
 

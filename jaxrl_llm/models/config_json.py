@@ -52,7 +52,7 @@ def number(settings: dict[str, Any], name: str, missing: float) -> Any:
     return setting
 
 
-def decoder(settings: ConfigJson, dtype: str, remat: str, **family_fields: Any) -> DecoderConfig:
+def decoder(settings: ConfigJson, **family_fields: Any) -> DecoderConfig:
     """Makes a DecoderConfig from settings; family_fields: those that this family sets otherwise than most.
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
@@ -83,8 +83,6 @@ def decoder(settings: ConfigJson, dtype: str, remat: str, **family_fields: Any) 
         max_positions=rope.longest(full, positions),
         norm_eps=settings["rms_norm_eps"],
         tied_head=settings.get("tie_word_embeddings", False),
-        dtype=dtype,
-        remat=remat,
         **shared_fields | family_fields,
     )
 

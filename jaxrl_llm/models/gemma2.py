@@ -12,7 +12,7 @@ from jaxrl_llm.models.names import GEMMA as NAMES
 __all__ = ["NAMES", "decoder_config"]
 
 
-def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     """Converts a Hugging Face config.json of this family to a DecoderConfig.
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
@@ -24,7 +24,7 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
     }
     # Older files have no layer_types: there the even layers are local.
     fields |= config_json.windows(settings, [i % 2 == 0 for i in range(settings["num_hidden_layers"])])
-    return config_json.decoder(settings, dtype, remat, **fields)
+    return config_json.decoder(settings, **fields)
 
 
 def read(hf: dict[str, Any]) -> config_json.ConfigJson:

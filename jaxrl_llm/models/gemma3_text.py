@@ -17,7 +17,7 @@ __all__ = ["NAMES", "decoder_config"]
 THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # of a config.json that does not mention them
 
 
-def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     """Converts a Hugging Face config.json of this family to a DecoderConfig.
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
@@ -32,7 +32,7 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
         "local_rope": local_rope(settings),
     }
     fields |= config_json.windows(settings, [(i + 1) % every > 0 for i in range(settings["num_hidden_layers"])])
-    return config_json.decoder(settings, dtype, remat, **fields)
+    return config_json.decoder(settings, **fields)
 
 
 def local_rope(settings: config_json.ConfigJson) -> rope.Rope:

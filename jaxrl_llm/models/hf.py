@@ -41,27 +41,15 @@ SETTINGS = (
 )
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 HEADS = (HEAD, SCORE)  # a model that gives values has neither among its decoder's parameters
-# Vision-language models -> the family whose text models train here; "": it has none.
+# Vision-language models whose config.json does not name the family of their text model -> that family.
 VISION = {
-    "gemma3": "gemma3_text",
-    "gemma3n": "",
-    "idefics2": "mistral",
-    "idefics3": "llama",
-    "internvl": "qwen2",
     "internvl_chat": "qwen2",
-    "llava": "llama",
-    "llava_next": "mistral",
-    "llava_onevision": "qwen2",
-    "mistral3": "mistral",
     "mllama": "llama",
-    "paligemma": "gemma2",
-    "pixtral": "mistral",
     "qwen2_5_omni": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
-    "smolvlm": "llama",
 }
 ADAPTER = "adapter_config.json"  # of a folder that PEFT wrote
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # in safetensors' words, and in those of config.json
@@ -161,13 +149,13 @@ def load_model(
         )
     _named_dtype(folder)
     module = importlib.import_module(f"jaxrl_llm.models.{family}")
-    return Decoder(replace(module.decoder_config(hf, dtype, remat), row_parts=row_parts), mesh)
+    return Decoder(replace(module.decoder_config(hf), dtype=dtype, remat=remat, row_parts=row_parts), mesh)
 
 
 def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str:
     if family not in VISION and "vision_config" not in settings:
         return f"is not supported; there is {', '.join(known)}"
-    text = VISION.get(family, "") or str((settings.get("text_config") or {}).get("model_type", ""))
+    text = VISION.get(family) or (settings.get("text_config") or {}).get("model_type")
     other = f" of the family {text}" if text in known else f"; there is {', '.join(known)}"
     return f"is a vision-language model: pictures are not supported yet: give a text model{other}"
 
@@ -371,21 +359,15 @@ def _index(folder: Path) -> dict[str, Any]:
 
 
 def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: TensorNames) -> None:
-    expected: set[str] = set()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        name = sharding.path_name(path)
-        form = table[name]
-        shape = leaf.shape[names.stacked(form) :]
-        shape = shape[::-1] if name.endswith("kernel") else shape
-        for tensor in names.tensor_names(form, leaf.shape):
-            if tensor not in where:
-                raise UserError(f"{folder}: no tensor {tensor}, which config.json asks for: use one checkpoint's files")
-            stored = tuple(where[tensor].get_slice(tensor).get_shape())
-            if stored != shape:
-                raise UserError(
-                    f"{folder}: tensor {tensor} is {stored}, config.json makes it {shape}: use one checkpoint's files"
-                )
-            expected.add(tensor)
+    expected = names.tensor_shapes(shapes, table)
+    for tensor, shape in expected.items():
+        if tensor not in where:
+            raise UserError(f"{folder}: no tensor {tensor}, which config.json asks for: use one checkpoint's files")
+        stored = tuple(where[tensor].get_slice(tensor).get_shape())
+        if stored != shape:
+            raise UserError(
+                f"{folder}: tensor {tensor} is {stored}, config.json makes it {shape}: use one checkpoint's files"
+            )
     # A copy of the tied head is harmless. Another head would be dropped, and the model would say something else.
     if HEAD in where and HEAD not in expected and not _equal(where, HEAD, EMBEDDING):
         raise UserError(
@@ -394,7 +376,7 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: T
         )
     # Older versions of transformers wrote both: a copy of a tied head, and constants of the rotary embedding.
     harmless = (HEAD, "rotary_emb.inv_freq")
-    for tensor in sorted(set(where) - expected):
+    for tensor in sorted(where.keys() - expected.keys()):
         if not tensor.endswith(harmless):
             family = read_config(folder)["model_type"]
             raise UserError(f"{folder}: tensor {tensor} is unknown to {family}: use one checkpoint's files")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,39 +44,32 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
 
 
 def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
+    # Slow to import, and only needed here.
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     for file in source.iterdir():
         about_weights = "safetensors" in file.name or file.name in NOT_COPIED
         if file.is_file() and file.suffix in COPIED and not about_weights and _belongs_to(source, file):
             shutil.copy(file, folder)
-    weight_map: dict[str, Path] = {}
-    shard: dict[str, np.ndarray] = {}
-    files: list[Path] = []
-
-    # One shard in host memory at a time; the final name needs the number of shards.
-    def flush() -> None:
-        files.append(folder / f"{len(files)}.safetensors")
-        save_tensors(files[-1], shard)
-        weight_map.update(dict.fromkeys(shard, files[-1]))
-        shard.clear()
-
-    with progress.task("exporting tensors", len(shapes(params, table_of(source)))) as shown:
-        for name, tensor in tensors(params, table_of(source), dtype):
-            if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
-                flush()
-            shard[name] = tensor
+    table = table_of(source)
+    parts = split_state_dict_into_shards_factory(
+        names.tensor_shapes(params, table),
+        get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )
+    # One shard in host memory at a time; beside it a tensor that is a shard of its own.
+    shards = defaultdict[str, dict[str, np.ndarray]](dict)
+    with progress.task("exporting tensors", len(parts.tensor_to_filename)) as shown:
+        for name, tensor in tensors(params, table, dtype):
+            file = parts.tensor_to_filename[name]
+            shards[file][name] = tensor
+            if len(shards[file]) == len(parts.filename_to_tensors[file]):
+                save_tensors(folder / file, shards.pop(file))
             shown.advance()
-        flush()
-    if len(files) == 1:
-        files[0].rename(folder / "model.safetensors")
-    else:
-        final = {file: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files, 1)}
-        index = {
-            "metadata": {"total_size": sum(map(math.prod, shapes(params, table_of(source)).values())) * dtype.itemsize},
-            "weight_map": {name: final[file] for name, file in weight_map.items()},
-        }
+    if parts.is_sharded:
+        index = {"metadata": parts.metadata, "weight_map": parts.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        for file, name in final.items():
-            file.rename(folder / name)
 
 
 def save_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -139,14 +132,3 @@ def tensors(params: PyTree, table: TensorNames, dtype: Any) -> Iterator[tuple[st
             for part in fetched if names.stacked(form) > 1 else (fetched,):
                 part = part.astype(dtype, copy=False)
                 yield next(remaining_names), np.ascontiguousarray(part.T if name.endswith("kernel") else part)
-
-
-def shapes(params: PyTree, table: TensorNames) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that `tensors` yields, in the same order."""
-    by_tensor = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, adapters.is_kernel):
-        name = sharding.path_name(path)
-        shape = leaf.shape[names.stacked(table[name]) :]
-        for tensor in names.tensor_names(table[name], leaf.shape):
-            by_tensor[tensor] = tuple(reversed(shape)) if name.endswith("kernel") else tuple(shape)
-    return by_tensor

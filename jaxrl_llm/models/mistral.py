@@ -13,7 +13,7 @@ __all__ = ["NAMES", "decoder_config"]
 WINDOW = 4096  # of a config.json that does not mention one; null: none
 
 
-def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     """Converts a Hugging Face config.json of this family to a DecoderConfig.
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
@@ -21,4 +21,4 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
     settings = config_json.read({"sliding_window": WINDOW} | hf)
     default_local = ["sliding_window" in settings] * settings["num_hidden_layers"]
     fields = {"qkv_bias": False, "output_bias": False} | config_json.windows(settings, default_local)
-    return config_json.decoder(settings, dtype, remat, **fields)
+    return config_json.decoder(settings, **fields)

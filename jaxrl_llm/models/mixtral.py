@@ -18,7 +18,7 @@ NAMES = DENSE | {
 }
 
 
-def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     """Converts a Hugging Face config.json of this family to a DecoderConfig.
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
@@ -29,4 +29,4 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
     default_local = ["sliding_window" in settings] * settings["num_hidden_layers"]
     fields = {"qkv_bias": False, "output_bias": False} | config_json.windows(settings, default_local)
     fields["mixture"] = config_json.mixture(settings, "num_local_experts", normalized=True)
-    return config_json.decoder(settings, dtype, remat, **fields)
+    return config_json.decoder(settings, **fields)

@@ -10,6 +10,12 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TypeAlias
 
+import jax
+
+from jaxrl_llm.machine.sharding import path_name
+from jaxrl_llm.models.adapters import is_kernel
+from jaxrl_llm.structs import PyTree
+
 TensorNames: TypeAlias = Mapping[str, str]
 
 DENSE = {
@@ -66,3 +72,14 @@ def stacked(form: str) -> int:
 def tensor_names(form: str, shape: Sequence[int]) -> list[str]:
     """Returns the names of a parameter's tensors, in the order of its leading axes."""
     return [form.format(*index) for index in product(*map(range, shape[: stacked(form)]))]
+
+
+def tensor_shapes(params: PyTree, table: TensorNames) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor of a checkpoint, in the order of the parameters, which may be shapes."""
+    shapes = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_kernel):
+        name = path_name(path)
+        shape = tuple(leaf.shape[stacked(table[name]) :])
+        shape = shape[::-1] if name.endswith("kernel") else shape
+        shapes |= dict.fromkeys(tensor_names(table[name], leaf.shape), shape)
+    return shapes

@@ -11,14 +11,14 @@ from jaxrl_llm.models.names import DENSE as NAMES
 __all__ = ["NAMES", "decoder_config"]
 
 
-def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     """Converts a Hugging Face config.json of this family to a DecoderConfig.
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
     settings = config_json.read(hf)
     fields = {"qkv_bias": True, "output_bias": False} | windows(settings)
-    return config_json.decoder(settings, dtype, remat, **fields)
+    return config_json.decoder(settings, **fields)
 
 
 def windows(settings: config_json.ConfigJson) -> dict[str, Any]:

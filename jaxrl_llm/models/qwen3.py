@@ -11,10 +11,10 @@ from jaxrl_llm.models.names import DENSE as NAMES
 __all__ = ["NAMES", "decoder_config"]
 
 
-def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     """Converts a Hugging Face config.json of this family to a DecoderConfig.
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
     settings = config_json.read(hf, head_dim=128)  # not width / heads
-    return config_json.decoder(settings, dtype, remat, qk_norm=True, **qwen2.windows(settings))
+    return config_json.decoder(settings, qk_norm=True, **qwen2.windows(settings))

@@ -12,7 +12,7 @@ from jaxrl_llm.models.names import EXPERTS as NAMES
 __all__ = ["NAMES", "decoder_config"]
 
 
-def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
+def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     """Converts a Hugging Face config.json of this family to a DecoderConfig.
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
@@ -31,4 +31,4 @@ def decoder_config(hf: dict[str, Any], dtype: str, remat: str) -> DecoderConfig:
     }
     if settings.get("use_sliding_window"):  # in all layers
         fields |= config_json.windows(settings, [True] * settings["num_hidden_layers"])
-    return config_json.decoder(settings, dtype, remat, qk_norm=True, **fields)
+    return config_json.decoder(settings, qk_norm=True, **fields)

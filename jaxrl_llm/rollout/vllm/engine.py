@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.models import hf_export, names
+from jaxrl_llm.models import names
 from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
@@ -330,7 +330,7 @@ class VllmEngine:
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Pushes the parameters to all servers. Returns when every server has them, or one has and others are away."""
-        self._tensors = {name: list(shape) for name, shape in hf_export.shapes(params, self._table).items()}
+        self._tensors = {name: list(shape) for name, shape in names.tensor_shapes(params, self._table).items()}
         # Before the version: `_bring` reads the version first, so old weights never go out under a new number.
         self._offer.write(params)
         self._version = version

@@ -20,7 +20,7 @@ import numpy as np
 from filelock import FileLock
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import hf_export
+from jaxrl_llm.models import hf_export, names
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.rollout.vllm.address import FOLDER, WEIGHTS, is_private
 from jaxrl_llm.structs import PyTree
@@ -70,7 +70,7 @@ class WeightFile:
         file = self.folder / WEIGHTS
         # First, to make room for the new file.
         file.unlink(missing_ok=True)
-        shapes = hf_export.shapes(params, self._table).values()
+        shapes = names.tensor_shapes(params, self._table).values()
         size = sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
         free = shutil.disk_usage(self.folder).free
         if size > free:
@@ -113,7 +113,7 @@ def write_stream(file: BinaryIO, params: PyTree, table: TensorNames, dtype: Any)
     Raises: UserError, with the name of the tensor, if one is not finite.
     """
     header, offset, kind = {}, 0, np.dtype(dtype)
-    for name, shape in hf_export.shapes(params, table).items():
+    for name, shape in names.tensor_shapes(params, table).items():
         size = math.prod(shape) * kind.itemsize
         header[name] = {"dtype": DTYPES[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
