@@ -272,7 +272,6 @@ def make_policy(recipe: Recipe, models: Models, learns: Parameters) -> Learner:
         kl_weighted=recipe.kl_weighted,
         correct=recipe.importance_weights,
         off_policy=recipe.mask.off_policy,
-        routed=models.model.cfg.mixture is not None,
     )
     learner = update.make_learner(
         objective,

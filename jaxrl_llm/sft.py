@@ -91,7 +91,7 @@ def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tu
     timer, policy = session.log.timer(), parts.policy
     examples = parts.examples.next()
     batch = sharding.shard_batch(examples, parts.mesh)
-    policy.compile(states["policy"], batch, parts.rows)  # may take minutes, so not in `deferred`
+    policy.described("", states["policy"], batch, parts.rows).compile()  # may take minutes, so not in `deferred`
     with session.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
         state, metrics = policy.update(states["policy"], batch, parts.rows)
         states, updates = {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
@@ -183,7 +183,7 @@ def make_policy(recipe: SftRecipe, inputs: Inputs) -> Learner:
         return init(jax.random.key(recipe.seed))
 
     return update.make_learner(
-        update.policy_objective(model, losses.cross_entropy, Sampling(), routed=model.cfg.mixture is not None),
+        update.policy_objective(model, losses.cross_entropy, Sampling()),
         recipe.optimizer,
         mesh=mesh,
         microbatch=recipe.microbatch,

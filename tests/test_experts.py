@@ -217,7 +217,7 @@ def gradient(shape=(1, 1, 1), microbatch=0, packed=(), **changes):
     """Gradient and metrics of an update with a load-balance loss, on the host."""
     mesh, config = tiny.mesh_of(shape), replace(CONFIG, **changes)
     _, params = tiny.model_and_params(config)
-    objective = update.policy_objective(Decoder(config, mesh), losses.ppo_clip, Sampling(), kl=k3, routed=True)
+    objective = update.policy_objective(Decoder(config, mesh), losses.ppo_clip, Sampling(), kl=k3)
     aggregate = partial(losses.aggregation_weights, mode="token_mean")
     of = jax.jit(update.make_gradient(objective, mesh, microbatch, aggregate=aggregate, dtype="float32"))
     whole = tiny.batch()
@@ -251,7 +251,7 @@ def test_micro_batches_parts_and_meshes_change_neither_the_gradient_nor_the_load
 def test_the_gradient_of_the_load_balance_loss_is_that_of_the_mean_probabilities():
     model, params = tiny.model_and_params(CONFIG)
     nothing = lambda logprobs, batch: (jnp.zeros_like(logprobs), {})  # noqa: E731
-    objective = update.policy_objective(model, nothing, Sampling(), routed=True)
+    objective = update.policy_objective(model, nothing, Sampling())
     of = update.make_gradient(objective, tiny.mesh_of((1, 1, 1)), 0, aggregate=lambda mask: mask, dtype="float32")
     found, _ = jax.jit(of)(params, tiny.batch(), {"router/balance_coef": 0.1})
     # Of the last layer: the experts of the layers before it stay.
@@ -272,7 +272,7 @@ def test_the_gradient_of_the_load_balance_loss_is_that_of_the_mean_probabilities
 
 
 def test_without_a_coefficient_there_is_no_load_balance_loss():
-    made = update.policy_objective(tiny.model_and_params(CONFIG)[0], losses.ppo_clip, Sampling(), routed=True)
+    made = update.policy_objective(tiny.model_and_params(CONFIG)[0], losses.ppo_clip, Sampling())
     batch, mesh = tiny.batch(), tiny.mesh_of((1, 1, 1))
     assert update.full_batch_load(made, {}, batch, {}, microbatch=2, mesh=mesh) is None
 

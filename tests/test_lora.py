@@ -215,7 +215,7 @@ def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
         mesh, microbatch=1, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
         base=update.Base(base, lora.combine),
     )  # fmt: skip
-    memory = learner.compile(learner.shapes, tiny.batch(), jnp.arange(tiny.B)).memory_analysis()
+    memory = learner.described("", learner.shapes, tiny.batch(), jnp.arange(tiny.B)).compile().memory_analysis()
     assert memory.argument_size_in_bytes < 1.1 * size
     assert memory.temp_size_in_bytes < 1.9 * size, memory
 

@@ -49,8 +49,8 @@ TERMS = {  # what an objective may have besides
 
 def one_update(shape, microbatch, loss, terms, monkeypatch, filler=None):
     """Parameters and metrics after an update of a model that is a table of log-probabilities."""
-    table = lambda model, params, batch, sampling: (params["table"][batch.prompts[:, 0]],) * 2  # noqa: E731
-    monkeypatch.setattr(update, "completion_logprobs", table)
+    table = lambda model, params, batch, sampling: ((params["table"][batch.prompts[:, 0]],) * 2, None)  # noqa: E731
+    monkeypatch.setattr(update, "completion_logprobs_and_load", table)
     _, batch = random_batch(0, b=8)
     columns = {"entropy": np.exp(batch.sampler_logprobs), "ref_logprobs": batch.ref_logprobs}
     batch = replace(batch, columns={name: columns[name] for name in required_inputs(LOSSES[loss])[2:]})
@@ -108,7 +108,8 @@ def test_every_loss_and_term_makes_an_update_of_its_own(monkeypatch):
 
 def with_logprobs(monkeypatch, entropy=0.5):
     """Objectives whose parameters are the log-probabilities themselves."""
-    monkeypatch.setattr(update, "completion_logprobs", lambda model, params, *_: (params, entropy * params**2))
+    scored = lambda model, params, *_: ((params, entropy * params**2), None)  # noqa: E731
+    monkeypatch.setattr(update, "completion_logprobs_and_load", scored)
 
 
 def random_batch(seed=0, b=3):

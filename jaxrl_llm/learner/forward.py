@@ -167,8 +167,7 @@ def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, mi
         def visit(part: Microbatch) -> PyTree:
             return jax.lax.with_sharding_constraint(part.spread(run(params, part.batch)), place)
 
-        sum_of, zeros = partial(jax.tree.map, jnp.add), partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-        return microbatches.over(batch, visit, sum_of, zeros, microbatch=microbatch, mesh=mesh)
+        return microbatches.over(batch, visit, microbatch=microbatch, mesh=mesh)
 
     return score
 

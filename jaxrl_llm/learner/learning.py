@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.settings import HostMemory, RefreshSettings
 from jaxrl_llm.learner.update import ALL_LEARN, Base, Learner, Parameters
 from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import MOST, RATES, TRAINING, Book, Shape, abstract
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.adapters import Adapters
@@ -178,18 +179,24 @@ class Learning:
         Raises: UserError, if a program does not fit the memory.
         """
         states, plain, batch, rows = abstract((states, plain, batch, rows))
-        index, (_, group, limit) = batch.packed_index, batch.completions.shape
 
         def compile(shape: Shape) -> None:
-            packed_shape = (len(index), *index_shape(group, limit, shape))
-            packed = jax.ShapeDtypeStruct(packed_shape, index.dtype, sharding=index.sharding)
-            for scorer in self.scorers.values():
-                scorer.compile(states, replace(plain, packed_index=packed))
-            for name, learner in self.learners.items():
-                learner.compile(states[name], replace(batch, packed_index=packed), rows)
+            for program in self.programs(states, plain, batch, rows, shape):
+                program.compile()
 
-        book.ready(TRAINING, index.shape[2:], compile)
+        book.ready(TRAINING, batch.packed_index.shape[2:], compile)
         book.compile_ahead(TRAINING, compile)
+
+    def programs(self, states: States, plain: Batch, batch: Batch, rows: AnyArray, shape: Shape) -> Iterator[Program]:
+        """Yields the programs of scoring and learning for packed rows of a shape; the other arguments may be shapes."""
+        packed_shape = index_shape(self.sizes.group_size, self.sizes.max_completion_tokens, shape)
+        index = jax.ShapeDtypeStruct((len(plain.prompts), *packed_shape), jnp.int32, sharding=plain.prompts.sharding)
+        text = f", {shape[0]} rows of {shape[1]} a prompt"
+        for name, scorer in self.scorers.items():
+            if program := scorer.described(f"{name}{text}", states, replace(plain, packed_index=index)):
+                yield program
+        for name, learner in self.learners.items():
+            yield learner.described(text, states[name], replace(batch, packed_index=index), rows)
 
 
 def make_reference(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.machine import sharding
@@ -30,13 +31,13 @@ class Microbatch(NamedTuple):
 def over(
     batch: Batch,
     visit: Callable[[Microbatch], PyTree],
-    join: Callable[[PyTree, PyTree], PyTree],
-    nothing: Callable[[PyTree], PyTree],
+    join: Callable[[PyTree, PyTree], PyTree] = optax.tree.add,
+    nothing: Callable[[PyTree], PyTree] = optax.tree.zeros_like,
     *,
     microbatch: int,
     mesh: Mesh,
 ) -> PyTree:
-    """Joins what `visit` returns for each micro-batch of `microbatch` prompts (0: of all).
+    """Joins what `visit` returns for each micro-batch of `microbatch` prompts (0: of all). By default it adds that up.
 
     nothing: shapes of that -> what to begin with. visit is traced twice: give it a jitted function.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.learner.learning import Learning
-from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Shape, placed
@@ -47,14 +45,7 @@ def learning_programs(
     batch = placed(credited, place)
     rows: Any = jax.ShapeDtypeStruct((sizes.prompts_per_update,), jnp.int32)
     for shape in shapes:
-        packed = index_shape(sizes.group_size, sizes.max_completion_tokens, shape)
-        index = jax.ShapeDtypeStruct((sizes.prompts_per_step, *packed), jnp.int32, sharding=place)
-        text = f", {shape[0]} rows of {shape[1]} a prompt"
-        for name, scorer in learning.scorers.items():
-            if program := scorer.described(f"{name}{text}", states, replace(plain, packed_index=index)):
-                yield program
-        for name, learner in learning.learners.items():
-            yield learner.described(text, states[name], replace(batch, packed_index=index), rows)
+        yield from learning.programs(states, plain, batch, rows, shape)
 
 
 def batch_shapes(sizes: Sizes, width: int) -> Batch:

@@ -55,11 +55,6 @@ class Scorer(NamedTuple):
         # Parameters in host memory come to the device for this call only.
         return self.program(sharding.move(self.params(states), sharding.DEVICE), batch)
 
-    def compile(self, states: States, batch: Batch) -> jax.stages.Compiled | None:
-        """Compiles the program, if it is one, for batches of this shape; states and batch may be shapes."""
-        program = self.described(self.columns[0], states, batch)
-        return program.compile() if program else None
-
     def described(self, text: str, states: States, batch: Batch) -> Program | None:
         """Returns what `score` runs for batches of this shape, if it is a program; states and batch may be shapes."""
         if not isinstance(self.program, jax.stages.Wrapped):

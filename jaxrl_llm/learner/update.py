@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import microbatches
-from jaxrl_llm.learner.forward import REMEDY, completion_logprobs, completion_logprobs_and_load
+from jaxrl_llm.learner.forward import REMEDY, completion_logprobs_and_load
 from jaxrl_llm.learner.microbatches import Microbatch
 from jaxrl_llm.learner.optim import SKIPS, Lowers, Optimizer
 from jaxrl_llm.machine import sharding
@@ -62,10 +62,6 @@ class Learner:
     def all_parameters(self, state: TrainState) -> PyTree:
         """Returns all parameters of the model. Copies nothing; shapes are enough."""
         return self.base.combine(self.base.params, state.params)
-
-    def compile(self, state: TrainState, batch: Batch, rows: Array) -> jax.stages.Compiled:
-        """Compiles the update for batches of this shape; all arguments may be shapes."""
-        return self.described("", state, batch, rows).compile()
 
     def described(self, text: str, state: TrainState, batch: Batch, rows: Array) -> Program:
         """Returns what `update` runs for batches of this shape; all arguments may be shapes."""
@@ -117,9 +113,8 @@ def policy_objective(
     kl_weighted: bool = False,
     correct: ImportanceFn | None = None,
     off_policy: float = 0.0,
-    routed: bool = False,
 ) -> Objective:
-    """Returns `objective(params, batch, coefs)` -> per-token loss and metrics; routed: the model has experts.
+    """Returns `objective(params, batch, coefs)` -> per-token loss and metrics.
 
     w loss_fn + coefs["kl/coef"] kl - coefs["entropy/coef"] H. kl is an estimator of `algorithms.kl`, or None for no KL
     term. kl_weighted multiplies it by the ratio pi / pi_old, which makes its gradient unbiased off-policy
@@ -131,10 +126,7 @@ def policy_objective(
     def objective(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[Array, Metrics]:
         # Its place among the metrics is that of an array.
         load: Any
-        if routed:
-            (logprobs, entropy), load = completion_logprobs_and_load(model, params, batch, sampling)
-        else:
-            (logprobs, entropy), load = completion_logprobs(model, params, batch, sampling), None
+        (logprobs, entropy), load = completion_logprobs_and_load(model, params, batch, sampling)
         old = old_logprobs(logprobs, batch)
         loss, metrics = loss_fn(logprobs, batch, **batch.columns)
         if batch.policy_mask is not None:
@@ -313,11 +305,7 @@ def full_batch_load(
     if BALANCE not in coefs or (isinstance(count, int) and count == 1):
         return None
     load_of_part = jax.jit(lambda params, part: objective(params, part, coefs)[1][LOAD], inline=True)
-    zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-    add = partial(jax.tree.map, jnp.add)
-    load = microbatches.over(
-        batch, lambda part: load_of_part(params, part.batch), add, zeros, microbatch=microbatch, mesh=mesh
-    )
+    load = microbatches.over(batch, lambda part: load_of_part(params, part.batch), microbatch=microbatch, mesh=mesh)
     return jax.lax.stop_gradient(load)
 
 
@@ -342,19 +330,18 @@ def reduce(name: str, values: Array, shares: Array) -> jax.Array:
 
 def join(sums: tuple[PyTree, Metrics], more: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
     """Joins gradients and metrics of micro-batches."""
-    grads = jax.tree.map(jnp.add, sums[0], more[0])
     join_of = lambda name: REDUCTIONS.get(name[-4:], SUM).join  # noqa: E731
-    return grads, {name: jax.tree.map(join_of(name), x, more[1][name]) for name, x in sums[1].items()}
+    metrics = {name: jax.tree.map(join_of(name), x, more[1][name]) for name, x in sums[1].items()}
+    return optax.tree.add(sums[0], more[0]), metrics
 
 
 def nothing(shapes: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
     """Returns gradients and metrics of no tokens, of these shapes."""
-    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
 
     def empty(name: str, metric: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jnp.full(x.shape, REDUCTIONS.get(name[-4:], SUM).nothing), metric)
 
-    return grads, {name: empty(name, metric) for name, metric in shapes[1].items()}
+    return optax.tree.zeros_like(shapes[0]), {name: empty(name, metric) for name, metric in shapes[1].items()}
 
 
 def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
