@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax
@@ -85,7 +86,7 @@ def grpo(
 @declares(Trait.COMPARES_GROUP)
 def rloo(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None = None) -> Float[Array, "B G"]:
     """Computes leave-one-out advantages (arXiv 2402.14740): A_i = r_i - mean of the group's other rewards. G >= 2."""
-    g = _count(rewards, has_reward, 1)
+    g = _count(rewards, has_reward)
     # The same in closed form: r_i - mean of the other G - 1 = (r_i - mean of all G) G / (G - 1).
     return _centered(rewards, has_reward) * (g / jnp.maximum(g - 1, 1))
 
@@ -132,9 +133,8 @@ def opo(
     A = r - sum_group l r / sum_group l, where l is the number of trained tokens of a completion.
     """
     lengths = jnp.sum(loss_mask, axis=-1).astype(rewards.dtype)
-    lengths = lengths if has_reward is None else jnp.where(has_reward, lengths, 0.0)
-    baseline = jnp.sum(lengths * rewards, axis=1, keepdims=True)
-    centered = rewards - baseline / jnp.maximum(jnp.sum(lengths, axis=1, keepdims=True), 1)
+    total = partial(jnp.sum, axis=1, keepdims=True, where=has_reward)
+    centered = rewards - total(lengths * rewards) / jnp.maximum(total(lengths), 1)
     return _zero_without_signal(centered, rewards, has_reward)
 
 
@@ -174,7 +174,7 @@ def pass_at_k(
     A = (1 - R - C(n - 1, k - 1) / C(G - 1, k - 1)) / (s + epsilon) for a failure. Here G counts the completions that
     have a reward; a group with fewer than k of them has A = 0.
     """
-    g = _count(rewards, has_reward, 1)
+    g = _count(rewards, has_reward)
     failed = rewards < threshold
     failed = failed if has_reward is None else failed & has_reward
     n = jnp.sum(failed, axis=1, keepdims=True).astype(rewards.dtype)
@@ -240,28 +240,19 @@ def _whiten(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"], epsilon: NotNe
     return centered / jnp.sqrt(jnp.sum(centered**2) / jnp.maximum(count - 1, 1) + epsilon)
 
 
-def _count(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
-    """Counts the completions that have a reward, of each group (axis 1) or of all: [B, 1] or [1, 1]."""
-    counted = jnp.ones_like(rewards) if has_reward is None else has_reward.astype(rewards.dtype)
-    return jnp.sum(counted, axis=axis, keepdims=True)
+def _count(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None) -> jax.Array:
+    """Counts the completions of each group that have a reward: [B, 1]."""
+    return jnp.sum(jnp.ones_like(rewards), axis=1, keepdims=True, where=has_reward)
 
 
 def _mean(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
     """Returns the mean over the completions that have a reward; 0 if none has."""
-    if has_reward is None:
-        return jnp.mean(rewards, axis=axis, keepdims=True)
-    total = jnp.sum(jnp.where(has_reward, rewards, 0.0), axis=axis, keepdims=True)
-    return total / jnp.maximum(_count(rewards, has_reward, axis), 1)
+    return jnp.nan_to_num(jnp.mean(rewards, axis=axis, keepdims=True, where=has_reward))
 
 
 def _deviation(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
     """Returns the deviation, with ddof 1, of the completions that have a reward; 0 if only one has."""
-    if has_reward is None:
-        return jnp.std(rewards, axis=axis, ddof=1, keepdims=True)
-    # Two passes, not the mean of squares minus the square of the mean, which cancels in float32.
-    off = jnp.where(has_reward, rewards - _mean(rewards, has_reward, axis), 0.0)
-    squares = jnp.sum(jnp.square(off), axis=axis, keepdims=True)
-    return jnp.sqrt(squares / jnp.maximum(_count(rewards, has_reward, axis) - 1, 1))
+    return jnp.nan_to_num(jnp.std(rewards, axis=axis, ddof=1, keepdims=True, where=has_reward))
 
 
 def _centered(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None) -> Float[Array, "B G"]:
@@ -275,15 +266,10 @@ def _zero_without_signal(
 
     Also where there is no reward.
     """
-    counted = jnp.ones_like(rewards, bool) if has_reward is None else has_reward
-    return jnp.where(counted & _has_signal(rewards, counted), advantages, 0.0)
-
-
-def _has_signal(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"]) -> Bool[Array, "B 1"]:
-    """Returns whether the completions of a group that have a reward have different ones."""
-    largest = jnp.max(jnp.where(has_reward, rewards, -jnp.inf), axis=1, keepdims=True)
     # In a group without any reward this is -inf > inf, which is False.
-    return largest > jnp.min(jnp.where(has_reward, rewards, jnp.inf), axis=1, keepdims=True)
+    largest = jnp.max(rewards, axis=1, keepdims=True, where=has_reward, initial=-jnp.inf)
+    signal = largest > jnp.min(rewards, axis=1, keepdims=True, where=has_reward, initial=jnp.inf)
+    return jnp.where(signal if has_reward is None else signal & has_reward, advantages, 0.0)
 
 
 def _all_from(n: Array, g: Array, k: int) -> jax.Array:

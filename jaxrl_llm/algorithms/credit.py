@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -155,12 +156,7 @@ def explained_variance(
     values: Float[Array, "B G C"], returns: Float[Array, "B G C"], loss_mask: Bool[Array, "B G C"]
 ) -> Float[Array, ""]:
     """Computes 1 - Var(returns - values) / Var(returns) over trained tokens: 1 is perfect, 0 as good as the mean."""
-
-    def variance(x: Array) -> jax.Array:
-        count = jnp.maximum(jnp.sum(loss_mask), 1)
-        mean = jnp.sum(jnp.where(loss_mask, x, 0.0)) / count
-        return jnp.sum(jnp.where(loss_mask, jnp.square(x - mean), 0.0)) / count
-
+    variance = partial(jnp.var, where=loss_mask)
     spread = variance(returns)
     # Both branches of `where` are computed: the floor keeps the unused one finite.
     return jnp.where(spread > 0, 1 - variance(returns - values) / jnp.maximum(spread, 1e-30), 0.0)
