@@ -6,6 +6,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar
 
+from jaxrl_llm.config.names import marked
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -21,12 +23,7 @@ class Trait(Enum):
 
 def declares(*traits: Trait) -> Callable[[F], F]:
     """Returns a decorator that gives a function traits; also for functions of a user."""
-
-    def mark(function: F) -> F:
-        setattr(function, "traits", traits)  # noqa: B010 - a function has no such attribute for type checkers
-        return function
-
-    return mark
+    return marked(traits=traits)
 
 
 def traits_of(function: Callable[..., Any]) -> tuple[Trait, ...]:

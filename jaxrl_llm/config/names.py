@@ -13,11 +13,12 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from jaxrl_llm.config.user_modules import imported_file, own_file
 from jaxrl_llm.errors import UserError, describe
 
+T = TypeVar("T")
 OWN: dict[str, Callable[..., Any]] = {}  # functions that no module has, by the names that a config has for them
 OURS = "jaxrl_llm.tasks."
 NEAR = 0.75  # similarity of two words of which one is a slip
@@ -142,6 +143,17 @@ def bind(text: str, module: Place, what: str = "name") -> Callable[..., Any]:
 def is_ours(function: Callable[..., Any], module: Place) -> bool:
     """Returns whether a function is defined in a submodule of `module`."""
     return _is_inside(str(getattr(function, "__module__", "")), package(module))
+
+
+def marked(**marks: Any) -> Callable[[T], T]:
+    """Returns a decorator that gives a function or a class attributes: what the checks of a config must know of it."""
+
+    def mark(function: T) -> T:
+        for name, value in marks.items():
+            setattr(function, name, value)
+        return function
+
+    return mark
 
 
 def own_name(function: Callable[..., Any], module: ModuleType) -> str:

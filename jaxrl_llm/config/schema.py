@@ -10,7 +10,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxrl_llm.config.load import shipped_with
-from jaxrl_llm.config.names import Place, is_ours, keyword_only, resolve, split_call
+from jaxrl_llm.config.names import Place, is_ours, keyword_only, marked, resolve, split_call
 from jaxrl_llm.config.sections import KINDS
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.errors import UserError
@@ -150,13 +150,7 @@ def checked_by(check: Callable[..., None], *, reach: Callable[..., None] | None 
     check raises UserError. It looks at what no annotation can say, such as whether a file is there. reach does so too:
     it asks a server, so it runs when a run starts, and not when a config is only read.
     """
-
-    def mark(function: T) -> T:
-        setattr(function, "check", check)  # noqa: B010 - a function has no such attribute for type checkers
-        setattr(function, "reach", reach)  # noqa: B010
-        return function
-
-    return mark
+    return marked(check=check, reach=reach)
 
 
 def fields_of(section: str, function: Callable[..., Any]) -> dict[str, Field]:

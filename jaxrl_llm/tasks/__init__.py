@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxrl_llm.config.names import Kind
+from jaxrl_llm.config.names import Kind, marked
 
 F = TypeVar("F", bound=Callable[..., Any])
 __all__ = ()  # no function here is one that a config may name
@@ -102,22 +102,12 @@ def reads(**readers: Callable[[Any], Any]) -> Callable[[F], F]:
 
     `data.columns.check` calls them for all rows, before a run begins.
     """
-
-    def mark(function: F) -> F:
-        setattr(function, "reads", readers)  # noqa: B010 - a function has no such attribute for type checkers
-        return function
-
-    return mark
+    return marked(reads=readers)
 
 
 def asks(columns: Callable[..., set[str]]) -> Callable[[F], F]:
     """Returns a decorator for a reward that takes columns(**its arguments) of the data from its `**columns`."""
-
-    def mark(function: F) -> F:
-        setattr(function, "asks", columns)  # noqa: B010 - as `reads`
-        return function
-
-    return mark
+    return marked(asks=columns)
 
 
 def abstaining(judge: Callable[..., list[float]], completions: list[Any], *columns: list[Any]) -> list[float | None]:
