@@ -13,23 +13,32 @@ import numpy as np
 
 from jaxrl_llm.health.finding import LogRecord
 from jaxrl_llm.health.history import FEW, RECENT, History
-from jaxrl_llm.health.rules.bounds import (
-    CLIPPED,
-    ENTROPY,
-    EXPLAINED,
-    FIRST_CLIPPED,
-    GRADIENT,
-    IMPORTANCE_KL,
-    KL_PAYS,
-    LENGTH,
-    MEAN_WEIGHT,
-    NEVER_STOPS,
-    NO_SIGNAL,
-    ONE_TURN,
-    REPEATED,
-    REWARD_FALL,
-    SAMPLE_SIZE,
-    TRUNCATED,
+from jaxrl_llm.health.rules import bounds
+
+UNSOLVED = ", unless the task is solved"
+# Metric, rule, what the words add, bounds.
+FIXED = (
+    ("groups/no_signal", "no_signal", UNSOLVED, None, bounds.NO_SIGNAL),
+    ("completion/truncated", "never_stops", "", None, bounds.NEVER_STOPS),
+    ("clip/first", "phantom_clipping", "", None, bounds.FIRST_CLIPPED),
+    ("importance/mean", "sampler_mismatch", "", *bounds.MEAN_WEIGHT),
+    ("importance/ess", "sampler_mismatch", "", bounds.SAMPLE_SIZE, None),
+    ("importance/kl", "sampler_mismatch", ", unless older weights sampled", None, bounds.IMPORTANCE_KL),
+    ("episode/turns", "tools_unused", UNSOLVED, bounds.ONE_TURN, None),
+    ("critic/explained_variance", "critic_lags", " after 16 steps, unless it rises", bounds.EXPLAINED, None),
+)
+# Metric, rule, what the words add, least part of the start.
+AT_LEAST = (
+    ("entropy", "entropy_collapse", UNSOLVED, bounds.ENTROPY[0]),
+    ("completion/length", "length_collapse", ", unless the reward falls", bounds.LENGTH),
+)
+# Metric, rule, what the words add, largest multiple of the start, value that is always allowed.
+AT_MOST = (
+    ("entropy", "entropy_explosion", "", bounds.ENTROPY[1], 0.0),
+    ("grad_norm", "gradient_climb", f", or {bounds.GRADIENT[1]:g} if few tokens are clipped", bounds.GRADIENT[0], 0.0),
+    ("clip/fraction", "gradient_climb", ", unless the gradient norm stays", *bounds.CLIPPED),
+    ("completion/truncated", "truncated", ", unless the reward stays", *bounds.TRUNCATED),
+    ("completion/repeated", "repeats", "", *bounds.REPEATED),
 )
 
 
@@ -45,66 +54,28 @@ class Band(NamedTuple):
 
 def bands(records: Sequence[LogRecord]) -> list[Band]:
     """Returns the bands of a run. Those that the start of the run decides are there once the start is over."""
-    return [*_fixed_bands(), *_start_bands(records), *_best_bands(records)]
+    return [*(_fixed_band(*row) for row in FIXED), *_start_bands(records), *_best_bands(records)]
 
 
-def _fixed_bands() -> list[Band]:
-    return [
-        Band("groups/no_signal", "no_signal", f"at most {NO_SIGNAL:.0%}, unless the task is solved", None, NO_SIGNAL),
-        Band("completion/truncated", "never_stops", f"below {NEVER_STOPS:.0%}", None, NEVER_STOPS),
-        Band("clip/first", "phantom_clipping", f"at most {FIRST_CLIPPED:.0%}", None, FIRST_CLIPPED),
-        Band("importance/mean", "sampler_mismatch", f"{MEAN_WEIGHT[0]:g} to {MEAN_WEIGHT[1]:g}", *MEAN_WEIGHT),
-        Band("importance/ess", "sampler_mismatch", f"at least {SAMPLE_SIZE:.0%}", SAMPLE_SIZE, None),
-        Band(
-            "importance/kl",
-            "sampler_mismatch",
-            f"at most {IMPORTANCE_KL:g}, unless older weights sampled",
-            None,
-            IMPORTANCE_KL,
-        ),
-        Band("episode/turns", "tools_unused", f"above {ONE_TURN:g}, unless the task is solved", ONE_TURN, None),
-        Band(
-            "critic/explained_variance",
-            "critic_lags",
-            "at least -0.05 after 16 steps, unless it rises",
-            EXPLAINED,
-            None,
-        ),
-    ]
+def _fixed_band(metric: str, rule: str, more: str, low: float | None, high: float | None) -> Band:
+    words = f"at least {low:g}" if high is None else f"at most {high:g}" if low is None else f"{low:g} to {high:g}"
+    return Band(metric, rule, words + more, low, high)
 
 
 def _start_bands(records: Sequence[LogRecord]) -> list[Band]:
     """Bounds that are multiples of the mean of the first 4 steps."""
-    start = _start(records).then
-    start_bands = []
-    if entropy := start("entropy"):
-        low, high = ENTROPY
-        words = f"at least {low:g} times the start, unless the task is solved"
-        start_bands.append(Band("entropy", "entropy_collapse", words, low * entropy))
-        start_bands.append(
-            Band("entropy", "entropy_explosion", f"at most {high:g} times the start", None, high * entropy)
-        )
-    norm, clipped = start("grad_norm"), start("clip/fraction")
-    if norm is not None and clipped is not None:
-        words = f"at most {GRADIENT[0]:g} times the start, or {GRADIENT[1]:g} times if few tokens are clipped"
-        start_bands.append(Band("grad_norm", "gradient_climb", words, None, GRADIENT[0] * norm))
-        words = f"at most {CLIPPED[0]:g} times the start or {CLIPPED[1]:.0%}, unless the gradient norm stays"
-        start_bands.append(Band("clip/fraction", "gradient_climb", words, None, max(CLIPPED[0] * clipped, CLIPPED[1])))
-    if (cut := start("completion/truncated")) is not None:
-        words = f"at most {TRUNCATED[0]:g} times the start or {TRUNCATED[1]:.0%}, unless the reward stays"
-        start_bands.append(
-            Band("completion/truncated", "truncated", words, None, max(TRUNCATED[0] * cut, TRUNCATED[1]))
-        )
-    if length := start("completion/length"):
-        words = f"at least {LENGTH:g} times the start, unless the reward falls"
-        start_bands.append(Band("completion/length", "length_collapse", words, LENGTH * length))
-    if (again := start("completion/repeated")) is not None:
-        words = f"at most {REPEATED[0]:g} times the start or {REPEATED[1]:.0%}"
-        start_bands.append(Band("completion/repeated", "repeats", words, None, max(REPEATED[0] * again, REPEATED[1])))
+    start, start_bands = _start(records).then, list[Band]()
+    for metric, rule, more, part in AT_LEAST:
+        if first := start(metric):
+            start_bands.append(Band(metric, rule, f"at least {part:g} times the start{more}", part * first))
+    for metric, rule, more, factor, allowed in AT_MOST:
+        if (first := start(metric)) is not None:
+            words = f"at most {factor:g} times the start{f' or {allowed:.0%}' if allowed else ''}{more}"
+            start_bands.append(Band(metric, rule, words, None, max(factor * first, allowed)))
     spread, kl = start("reward/std"), start("reward/kl")
     if spread and kl is not None:
-        words = f"at most {KL_PAYS:g} spreads of the rewards above the start, unless the reward stays"
-        start_bands.append(Band("reward/kl", "kl_pays", words, None, max(kl, 0.0) + KL_PAYS * spread))
+        words = f"at most {bounds.KL_PAYS:g} spreads of the rewards above the start, unless the reward stays"
+        start_bands.append(Band("reward/kl", "kl_pays", words, None, max(kl, 0.0) + bounds.KL_PAYS * spread))
     return start_bands
 
 
@@ -120,8 +91,8 @@ def _best_bands(records: Sequence[LogRecord]) -> list[Band]:
             recent = [*recent[1 - RECENT :], value]
             # As `History.best`: a window that is not full would count one lucky step as a mean.
             best = max(best, sum(recent) / RECENT) if len(recent) == RECENT else best
-        low.append(best - REWARD_FALL * spread if np.isfinite(best) else np.nan)
-    words = f"at most {REWARD_FALL:g} spreads of the first rewards below its best mean of {RECENT} steps"
+        low.append(best - bounds.REWARD_FALL * spread if np.isfinite(best) else np.nan)
+    words = f"at most {bounds.REWARD_FALL:g} spreads of the first rewards below its best mean of {RECENT} steps"
     return [Band("reward/mean", "reward_collapse", words, np.array(low))]
 
 
