@@ -118,6 +118,20 @@ def abstaining(judge: Callable[..., list[float]], completions: list[Any], *colum
     return [known.get(i) for i in range(len(completions))]
 
 
+def each_judged(judge: Callable[..., float], completions: list[Any], *columns: list[Any]) -> list[float | None]:
+    """Returns judge(text, *values) of each completion with a value in each column, and None for the others."""
+
+    def judge_all(*rows: list[Any]) -> list[float]:
+        return [float(judge(text_of(completion), *values)) for completion, *values in zip(*rows, strict=True)]
+
+    return abstaining(judge_all, completions, *columns)
+
+
+def policy_texts(turns: list[dict[str, str]]) -> list[str]:
+    """Returns what the policy says in an episode, turn by turn."""
+    return [turn["content"] for turn in turns if turn["role"] == "assistant"]
+
+
 def sampled(completion_ids: list[list[int]], loss_mask: list[list[bool]] | None) -> list[list[int]]:
     """Returns the tokens that the policy sampled, without those of an environment. loss_mask: None without one."""
     if loss_mask is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.tasks import abstaining, text_of
+from jaxrl_llm.tasks import each_judged, text_of
 
 HELD_OUT, THOUGHT = 1_000, 0.3
 
@@ -34,11 +34,7 @@ def demonstrations() -> list[dict[str, Any]]:
 
 def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float | None]:
     """1 where the completion, after its <thoughts> if it has any, is the answer."""
-
-    def judge(completions: list[Any], answer: list[Any]) -> list[float]:
-        return [float(text_of(c).rpartition(">")[2] == str(a)) for c, a in zip(completions, answer, strict=True)]
-
-    return abstaining(judge, completions, answer)
+    return each_judged(lambda text, right: text.rpartition(">")[2] == str(right), completions, answer)
 
 
 def thought(completions: list[Any], **columns: Any) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+from collections.abc import Collection
 from typing import Any
 
 from jaxrl_llm.config.schema import AtLeastOne
@@ -52,15 +53,18 @@ def calculated(expression: str, most_characters: int) -> str:
         raise ValueError(str(error)) from error
 
 
-def compute(node: ast.expr) -> float:
-    """Returns the value of numbers joined by + - * / // % ** and brackets. Raises: ValueError, ArithmeticError."""
+def compute(node: ast.expr, allowed: Collection[type[ast.AST]] = tuple(OPERATORS)) -> float:
+    """Returns the value of numbers joined by + - * / // % ** and brackets, or only by the operators `allowed`.
+
+    Raises: ValueError, ArithmeticError.
+    """
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return value
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](compute(operand))
-        case ast.BinOp(left=left_operand, op=op, right=right_operand) if type(op) in OPERATORS:
-            a, b = compute(left_operand), compute(right_operand)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in allowed:
+            return OPERATORS[type(op)](compute(operand, allowed))
+        case ast.BinOp(left=left_operand, op=op, right=right_operand) if type(op) in allowed:
+            a, b = compute(left_operand, allowed), compute(right_operand, allowed)
             if isinstance(op, ast.Pow) and (abs(b) > 1000 or abs(a) > LARGEST):
                 raise ValueError("the power is too large")
             value = OPERATORS[type(op)](a, b)

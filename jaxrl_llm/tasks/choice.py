@@ -7,7 +7,7 @@ from decimal import Decimal
 from numbers import Integral
 from typing import Any
 
-from jaxrl_llm.tasks import abstaining, last_tagged, reads, text_of
+from jaxrl_llm.tasks import each_judged, last_tagged, reads, text_of
 from jaxrl_llm.tasks.math import last_box
 
 MARKUP = re.compile(r"\\(?:text|math)[a-z]*|\\[()\[\],;:! ]|[*$`~{}]")
@@ -63,11 +63,7 @@ def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[
     stated. The answer of a row is a letter, as "B" or "(B)", or a number that counts from 0 (MMLU).
     Raises: ValueError, if it is neither.
     """
-
-    def judge(completions: list[Any], answer: list[Any]) -> list[float]:
-        return [float(_chosen(text_of(c)) == _expected_letter(a)) for c, a in zip(completions, answer, strict=True)]
-
-    return abstaining(judge, completions, answer)
+    return each_judged(lambda text, right: _chosen(text) == _expected_letter(right), completions, answer)
 
 
 def is_given(completions: list[Any], **columns: Any) -> list[float]:

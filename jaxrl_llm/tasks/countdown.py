@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.tasks import abstaining, text_of
+from jaxrl_llm.tasks import each_judged, text_of
+from jaxrl_llm.tasks.calculator import compute
 
 PROBLEMS, DRAWS = 20_000, 120_000
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-NODES = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
+# No power and no division: both could make numbers of any length.
+ALLOWED = (ast.Add, ast.Sub, ast.Mult)
 
 
 def train() -> list[dict[str, Any]]:
@@ -35,11 +37,7 @@ def held_out() -> list[dict[str, Any]]:
 
 def accuracy(completions: list[Any], numbers: list[list[int]], target: list[int], **columns: Any) -> list[float | None]:
     """1 where the completion uses every number once and comes to the target."""
-
-    def judge(*rows: list[Any]) -> list[float]:
-        return [float(_is_solution(text_of(c), n, t)) for c, n, t in zip(*rows, strict=True)]
-
-    return abstaining(judge, completions, numbers, target)
+    return each_judged(_is_solution, completions, numbers, target)
 
 
 def is_expression(completions: list[Any], **columns: Any) -> list[float]:
@@ -86,15 +84,6 @@ def _evaluated(text: str) -> int | None:
     if not re.fullmatch(r"[\d+\-*() ]{1,100}", text):
         return None
     try:
-        return _computed(ast.parse(text.strip(), mode="eval").body)
+        return int(compute(ast.parse(text.strip(), mode="eval").body, ALLOWED))
     except (SyntaxError, ValueError, RecursionError):
         return None
-
-
-def _computed(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    # No power and no division: both could make numbers of any length.
-    if isinstance(node, ast.BinOp) and type(node.op) in NODES:
-        return SIGNS[NODES[type(node.op)]](_computed(node.left), _computed(node.right))
-    raise ValueError("not + - * of numbers")

@@ -11,7 +11,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
-from jaxrl_llm.tasks import abstaining, reads, text_of
+from jaxrl_llm.tasks import each_judged, reads, text_of
 
 SYSTEM = "Reason step by step, and put the final answer within \\boxed{}."
 # Characters at the end of a completion in which the answer is looked for, as in veRL.
@@ -45,11 +45,7 @@ def accuracy(
     Raises: ValueError, if the answer of a row has no number.
     """
     find = _after_mark if method == "strict" else _last
-
-    def judge(completions: list[Any], answer: list[Any]) -> list[float]:
-        return [float(find(text_of(c)) == _expected_number(a)) for c, a in zip(completions, answer, strict=True)]
-
-    return abstaining(judge, completions, answer)
+    return each_judged(lambda text, right: find(text) == _expected_number(right), completions, answer)
 
 
 def has_mark(completions: list[Any], **columns: Any) -> list[float]:

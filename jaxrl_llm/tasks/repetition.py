@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from jaxrl_llm.config.schema import AtLeastOne, Field
-from jaxrl_llm.tasks import sampled, text_of
+from jaxrl_llm.tasks import policy_texts, sampled, text_of
 
 
 def penalty(
@@ -27,8 +27,7 @@ def penalty(
     if unit == "tokens":
         sequences: list[list[Any]] = list(sampled(completion_ids, loss_mask))
     elif turns:
-        policy_texts = [[turn["content"] for turn in episode if turn["role"] == "assistant"] for episode in turns]
-        sequences = [" ".join(texts).lower().split() for texts in policy_texts]
+        sequences = [" ".join(policy_texts(episode)).lower().split() for episode in turns]
     else:
         sequences = [text_of(c).lower().split() for c in completions]
     return [_repeated(sequence, ngram_size) * max_penalty for sequence in sequences]

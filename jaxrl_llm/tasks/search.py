@@ -18,7 +18,7 @@ from jaxrl_llm.config.names import resolve
 from jaxrl_llm.config.schema import AtLeastOne, Count, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.retriever.documents import Document, RetrieverError, document, information, shown
-from jaxrl_llm.tasks import SOURCES, abstaining, last_tagged, reads, text_of
+from jaxrl_llm.tasks import SOURCES, each_judged, last_tagged, policy_texts, reads, text_of
 from jaxrl_llm.tasks.protocol import Reply
 
 INVALID = (
@@ -114,11 +114,10 @@ def with_format(completions: list[Any], answer: list[Any], turns: list[Any], **c
 
 
 def _has_format(turns: list[Any]) -> bool:
-    policy_texts = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    observations = [turn["content"] for turn in turns if turn["role"] != "assistant"]
-    if not policy_texts or not all("<information>" in text for text in observations):
+    texts, observations = policy_texts(turns), [turn["content"] for turn in turns if turn["role"] != "assistant"]
+    if not texts or not all("<information>" in text for text in observations):
         return False
-    return all(map(SEARCHES.fullmatch, policy_texts[:-1])) and bool(ANSWERS.fullmatch(policy_texts[-1]))
+    return all(map(SEARCHES.fullmatch, texts[:-1])) and bool(ANSWERS.fullmatch(texts[-1]))
 
 
 def _normal(text: str) -> str:
@@ -135,13 +134,10 @@ def _compared(
 ) -> list[float | None]:
     """Compares the normal forms of each answer of the policy and the accepted ones; returns the largest value."""
 
-    def judge(texts: list[str], accepted: list[Any]) -> list[float]:
-        return [
-            max((compare(_normal(text), _normal(accepted_text)) for accepted_text in _accepted(row)), default=0.0)
-            for text, row in zip(texts, accepted, strict=True)
-        ]
+    def judge(text: str, row: Any) -> float:
+        return max((compare(_normal(text), _normal(accepted)) for accepted in _accepted(row)), default=0.0)
 
-    return abstaining(judge, _answers(completions, turns), answer)
+    return each_judged(judge, _answers(completions, turns), answer)
 
 
 def _accepted(answer: Any) -> list[Any]:
@@ -159,15 +155,9 @@ def _answers(completions: list[Any], turns: list[Any] | None) -> list[str]:
 
     What an environment said is no answer, and a tag that is open at the end of a turn is not closed by the next one.
     """
-    if turns is None:
-        texts = [[text_of(c)] for c in completions]
-    else:
-        texts = [[turn["content"] for turn in episode if turn["role"] == "assistant"] for episode in turns]
-    tagged = [
-        [answers for text in policy_texts if (answers := last_tagged(text, "answer")) is not None]
-        for policy_texts in texts
-    ]
-    return [answers[-1].strip() if answers else "" for answers in tagged]
+    texts = [[text_of(c)] for c in completions] if turns is None else map(policy_texts, turns)
+    tagged = [[last_tagged(text, "answer") for text in episode] for episode in texts]
+    return [next((text.strip() for text in reversed(each) if text is not None), "") for each in tagged]
 
 
 def _equal(text: str, accepted: str) -> float:
