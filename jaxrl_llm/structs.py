@@ -98,14 +98,14 @@ class Sizes:
     """The sizes of a step and of a run, as a config gives them, and what follows from them."""
 
     prompts_per_step: int  # B
-    group_size: int  # G
     max_completion_tokens: int  # C
     prompts_per_update: int  # of one optimizer step
-    epochs: int  # passes over a rollout
     microbatch: int  # prompts in memory at a time; 0: all
     steps: int
     scheduled_steps: int  # that warm-up and decay cover
-    warmup_steps: int  # optimizer steps
+    warmup_steps: int = 0  # optimizer steps
+    group_size: int = 1  # G
+    epochs: int = 1  # passes over a rollout
     critic_steps: int = 0  # at the start, in which only the critic learns
     critic: bool = False  # there is one
     samples: int = 1  # completions that a step samples for each prompt, at most

@@ -6,9 +6,9 @@ Only build.py, the programs and the tools see a recipe. All rooms below get thei
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import advantages, kl, losses
@@ -136,6 +136,18 @@ class Settings:
         """Steps that the schedules cover."""
         return self.schedule_steps or self.num_steps
 
+    def _sizes(self, **sizes: Any) -> Sizes:
+        """Returns the sizes of a step: these, and those that both programs have."""
+        without_warmup = Sizes(
+            prompts_per_step=self.prompts_per_step,
+            max_completion_tokens=self.rollout.max_completion_tokens,
+            microbatch=self.microbatch,
+            steps=self.num_steps,
+            scheduled_steps=self.scheduled_steps,
+            **sizes,
+        )
+        return replace(without_warmup, warmup_steps=warmup_steps(self.optim, without_warmup.scheduled_updates))
+
     @property
     def router_coefficients(self) -> dict[str, Coefficient]:
         """The coefficient of the load-balance loss, if there is one."""
@@ -160,17 +172,7 @@ class SftRecipe(Settings):
     @cached_property
     def sizes(self) -> Sizes:
         """The sizes of a step: an example is a prompt with one completion."""
-        return Sizes(
-            prompts_per_step=self.prompts_per_step,
-            group_size=1,
-            max_completion_tokens=self.rollout.max_completion_tokens,
-            prompts_per_update=self.prompts_per_step,
-            epochs=1,
-            microbatch=self.microbatch,
-            steps=self.num_steps,
-            scheduled_steps=self.scheduled_steps,
-            warmup_steps=warmup_steps(self.optim, self.scheduled_steps),
-        )
+        return self._sizes(prompts_per_update=self.prompts_per_step)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -215,19 +217,12 @@ class Recipe(Settings):
     @cached_property
     def sizes(self) -> Sizes:
         """The sizes of a step."""
-        waits = self.critic.warmup_steps if self.critic else 0
-        return Sizes(
-            prompts_per_step=self.prompts_per_step,
+        return self._sizes(
             group_size=self.group_size,
-            max_completion_tokens=self.rollout.max_completion_tokens,
             prompts_per_update=self.prompts_per_update,
             epochs=self.epochs,
-            microbatch=self.microbatch,
-            steps=self.num_steps,
-            scheduled_steps=self.scheduled_steps,
-            critic_steps=waits,
+            critic_steps=self.critic.warmup_steps if self.critic else 0,
             critic=self.critic is not None,
-            warmup_steps=warmup_steps(self.optim, self.updates_per_rollout * (self.scheduled_steps - waits)),
             samples=self.group_size * (1 + self.rollout.resample_rounds) + self.estimator.needs_greedy,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -11,8 +13,7 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine import distributed, progress, sharding
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.rollout.samples import CompletionTask, measured_alike
-from jaxrl_llm.structs import Rewards
+from jaxrl_llm.rollout.samples import CompletionTask
 
 
 def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
@@ -38,18 +39,16 @@ def evaluate(
     parts, count, share = [], len(dataset.rows), distributed.part(batch)
     with progress.task("evaluating problems", count) as shown:
         for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
-            rollouts = task.sample(engine, prompts, jax.random.fold_in(key, i), samples, Sampling(temperature))
-            rollouts = measured_alike(rollouts, "evaluation") if task.environments else rollouts
+            step_key = jax.random.fold_in(key, i)
+            rollouts = task.sample(engine, prompts, step_key, samples, Sampling(temperature), "evaluation")
             graded = task.grade(prompts, rollouts)
-            real = max(min(share.stop, count - i * batch) - share.start, 0)  # others fill the last batch
-            channels = {name: values[:real] for name, values in graded.rewards.channels.items()}
-            rewards = Rewards(np.nan_to_num(graded.rewards.total[:real]), channels)
-            parts.append(Graded(graded.texts[:real], rewards, graded.turns[:real], {}))
+            real = slice(max(min(share.stop, count - i * batch) - share.start, 0))  # others fill the last batch
+            rewards = jax.tree.map(lambda x, real=real: x[real], graded.rewards)
+            parts.append(graded._replace(texts=graded.texts[real], rewards=rewards, turns=graded.turns[real]))
             shown.advance(min(batch, count - shown.finished))
     texts, turns = ([x for part in parts for x in part[field]] for field in (0, 2))
-    total, channels = np.concatenate([part.rewards.total for part in parts]), parts[0].rewards.channels
-    channels = {name: np.concatenate([part.rewards.channels[name] for part in parts]) for name in channels}
-    return Graded(texts, Rewards(total, channels), turns, {})
+    rewards = jax.tree.map(lambda *x: np.concatenate(x), *(part.rewards for part in parts))
+    return Graded(texts, replace(rewards, total=np.nan_to_num(rewards.total)), turns, {})
 
 
 def mean_score(graded: Graded) -> float:

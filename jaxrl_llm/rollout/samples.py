@@ -94,13 +94,16 @@ class CompletionTask:
     score: RewardFn
     environments: EnvironmentPool | None = None  # None: a completion is one turn
 
-    def sample(self, engine: Engine, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Rollouts:
-        """Samples completions of one turn, or episodes if there are environments."""
+    def sample(
+        self, engine: Engine, prompts: Prompts, key: Array, group_size: int, sampling: Sampling, channel: str
+    ) -> Rollouts:
+        """Samples completions of one turn, or episodes if there are environments. channel: as of `measured_alike`."""
         batch = self.environments.begin(prompts.rows, group_size) if self.environments else None
         rollouts = engine.sample(prompts, key, group_size=group_size, sampling=sampling, environments=batch)
         if not batch:
             return rollouts
-        return replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())
+        episodes = replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())
+        return measured_alike(episodes, channel)
 
     def grade(self, prompts: Prompts, rollouts: Rollouts) -> Graded:
         """Returns texts and rewards, once the reward functions have judged."""
@@ -181,8 +184,7 @@ class SampleSource:
         return replace(samples, greedy=self._graded(prompts, greedy[0])) if greedy else samples
 
     def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
-        rollouts = self._task.sample(self._engine, prompts, key, group_size, sampling)
-        return self._graded(prompts, measured_alike(rollouts, SAMPLING) if self._task.environments else rollouts)
+        return self._graded(prompts, self._task.sample(self._engine, prompts, key, group_size, sampling, SAMPLING))
 
     def _graded(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
         graded = self._task.score.start(partial(self._task.completions, prompts, rollouts))

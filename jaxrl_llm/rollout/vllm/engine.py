@@ -72,7 +72,6 @@ def start(
     python: str,
     server_args: tuple[str, ...],
     servers: tuple[str, ...],
-    max_gap: float,
     **settings: Any,
 ) -> VllmEngine:
     """Starts the engine, and its server if `managed` (arguments: `engines.vllm`). Raises: UserError."""
@@ -92,7 +91,7 @@ def start(
     # Does not change when the run resumes. Each process has its own servers, and a file of weights for them.
     where = f"{socket.gethostname()} {inputs.workdir.absolute()} {distributed.index() or ''}".strip()
     try:
-        engine = VllmEngine(
+        return VllmEngine(
             (server.url,) if server else servers,
             inputs,
             run=hashlib.sha256(where.encode()).hexdigest()[:12],
@@ -103,8 +102,6 @@ def start(
         if server:
             server.stop()
         raise
-    engine.max_gap = max_gap
-    return engine
 
 
 def own_address(template: str, field: str) -> str:
@@ -148,8 +145,6 @@ class VllmEngine:
     servers, those that are away miss a push. They sample nothing until they have the newest weights.
     """
 
-    max_gap: float | None = None
-
     def __init__(
         self,
         servers: tuple[str, ...],
@@ -161,12 +156,14 @@ class VllmEngine:
         concurrency: int,
         timeout: float,
         patience: float,
+        max_gap: float | None = None,
         managed: ManagedServer | None = None,
     ):
-        """run: an id of the run; push_address: of this host, for a push over HTTP.
+        """run: an id of the run; push_address: of this host, for a push over HTTP; max_gap: see `protocol.Engine`.
 
         Raises: UserError, like `WeightFile`.
         """
+        self.max_gap = max_gap
         self._servers = tuple(server.rstrip("/") for server in servers)
         model = inputs.model.cfg
         self._run, self._dtype = f"jaxrl_llm:{run}:", model.dtype  # of the pushed weights
@@ -211,16 +208,11 @@ class VllmEngine:
         """Samples group_size completions of each prompt, or episodes, on the host. See `protocol.Engine`."""
         if environments:
             return self._sample_episodes(prompts, key, group_size, sampling, environments)
-        shape = len(prompts.tokens), group_size
-        limits = np.full(shape, self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
-        return self._sample_turn(prompts, key, sampling, limits)
-
-    def _sample_turn(self, prompts: Prompts, key: jax.Array, sampling: Sampling, limits: np.ndarray) -> Rollouts:
-        group_size = limits.shape[1]
+        shape = (len(prompts.tokens), group_size, self._length)
+        limits = np.full(shape[:2], self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
         # vLLM gives member i of a request the seed plus i: leave room below 2**31.
         count = len(prompts.tokens) * distributed.count()
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1 - group_size))[distributed.part(count)]
-        shape = (len(prompts.tokens), group_size, self._length)
         # The text is made here: the server need not make it too.
         body = _sampling_params(sampling, self._stops) | {"detokenize": False}
 
@@ -301,7 +293,9 @@ class VllmEngine:
             for choice in choices:
                 if choice["finish_reason"] not in ("stop", "length"):
                     raise Unavailable(f"a completion ended with {choice['finish_reason']!r}")
-                if any(version != self._version for *_, version in self._spans(choice)):
+                if not (spans := choice.get("weight_versions")):
+                    raise UserError("the vLLM server does not say which weights made a token: take vLLM 0.32 or newer")
+                if any(self._number(span["version"]) != self._version for span in spans):
                     raise Unavailable("a completion came from other weights than the last pushed")
             return [
                 Completion(
@@ -313,13 +307,8 @@ class VllmEngine:
                 for choice in choices
             ]
 
-    def _spans(self, choice: dict[str, Any]) -> list[tuple[int, int, int]]:
-        """Spans (first token, last + 1, weight version); -1: of no run. Raises: UserError, if of another run."""
-        if not (spans := choice.get("weight_versions")):
-            raise UserError("the vLLM server does not say which weights made a token: take vLLM 0.32 or newer")
-        return [(x["start"], x["end"], self._number(x["version"])) for x in spans]
-
     def _number(self, tag: str) -> int:
+        """Returns the version of weights with this tag; -1: of no run. Raises: UserError, if of another run."""
         if tag.startswith("jaxrl_llm:") and not tag.startswith(self._run):
             raise UserError(
                 f"the vLLM server serves another run ({tag}): start a server for each run; if that one is over, free "
