@@ -36,7 +36,7 @@ from jaxrl_llm.learner.learning import (
 from jaxrl_llm.learner.packing import Packing
 from jaxrl_llm.learner.programs import compile_all, learning_programs
 from jaxrl_llm.learner.scorers import Frozen, States, load_frozen, make_frozen_scorer, make_scorers
-from jaxrl_llm.learner.update import Learner, Parameters
+from jaxrl_llm.learner.update import Learner, Objective, Parameters
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.compilation import Program, compute_deterministically
 from jaxrl_llm.machine.distributed import agreement
@@ -273,7 +273,13 @@ def make_policy(recipe: Recipe, models: Models, learns: Parameters) -> Learner:
         correct=recipe.importance_weights,
         off_policy=recipe.mask.off_policy,
     )
-    learner = update.make_learner(
+    learner = policy_learner(recipe, models, objective, learns)
+    return replace(learner, frozen_steps=recipe.sizes.critic_steps, lowers=recipe.lowers)
+
+
+def policy_learner(recipe: Recipe | SftRecipe, models: Models, objective: Objective, learns: Parameters) -> Learner:
+    """Builds the learner of an objective, for the parameters of the policy that learn."""
+    return update.make_learner(
         objective,
         recipe.optimizer,
         mesh=models.mesh,
@@ -281,7 +287,6 @@ def make_policy(recipe: Recipe, models: Models, learns: Parameters) -> Learner:
         aggregate=partial(losses.aggregation_weights, **recipe.aggregate),
         **learns._asdict(),
     )
-    return replace(learner, frozen_steps=recipe.sizes.critic_steps, lowers=recipe.lowers)
 
 
 def open_outputs(

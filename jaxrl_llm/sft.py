@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.build import load, make_evaluation, open_outputs, opened_run
+from jaxrl_llm.build import load, make_evaluation, open_outputs, opened_run, policy_learner
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.data import columns, encoding, order
 from jaxrl_llm.data import prompts as data
@@ -182,14 +182,9 @@ def make_policy(recipe: SftRecipe, inputs: Inputs) -> Learner:
         init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes(), mesh))
         return init(jax.random.key(recipe.seed))
 
-    return update.make_learner(
-        update.policy_objective(model, losses.cross_entropy, Sampling()),
-        recipe.optimizer,
-        mesh=mesh,
-        microbatch=recipe.microbatch,
-        aggregate=partial(losses.aggregation_weights, **recipe.aggregate),
-        **policy_parameters(inputs.models, first_params, inputs.base, recipe.seed)._asdict(),
-    )
+    objective = update.policy_objective(model, losses.cross_entropy, Sampling())
+    learns = policy_parameters(inputs.models, first_params, inputs.base, recipe.seed)
+    return policy_learner(recipe, inputs.models, objective, learns)
 
 
 def train(session: Session, parts: SftParts) -> Iterator[dict[str, Any]]:

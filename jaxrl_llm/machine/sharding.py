@@ -51,9 +51,6 @@ def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
     """
     sizes: dict[str, int] = {"data": data, "fsdp": fsdp, "tensor": tensor}
     free = [axis for axis, size in sizes.items() if size == -1]
-    for axis, size in sizes.items():
-        if size < 1 and size != -1:
-            raise UserError(f"mesh.{axis} = {size}: give a size of 1 or more, or -1 for all devices left")
     if len(free) > 1:
         raise UserError(f"mesh.{' and mesh.'.join(free)} are both -1: only one axis can take the rest")
     fixed = math.prod(size for size in sizes.values() if size != -1)

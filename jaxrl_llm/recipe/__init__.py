@@ -15,32 +15,37 @@ from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.structs import Config
 
 R = TypeVar("R", Recipe, SftRecipe)
+LEARNING = {"train": "reinforcement learning", "sft": "supervised fine-tuning"}  # that the programs do
 
 
 def read(config: Config) -> Recipe:
     """Returns the recipe of a `train` config. Raises: UserError, naming the field that is wrong."""
-    if _program(flatten(config)) == "sft":
-        raise UserError("this is a config of supervised fine-tuning: run it with jaxrl sft (in a script, sft.steps)")
-    recipe, fields = _record(Recipe, with_names(config).to_dict())
+    recipe, fields = _record(Recipe, config)
     checks.check_train(recipe, fields)
     return recipe
 
 
 def read_sft(config: Config) -> SftRecipe:
     """Returns the recipe of an `sft` config. Raises: UserError, naming the field that is wrong."""
-    if _program(flatten(config)) == "train":
-        raise UserError(
-            "this is a config of reinforcement learning: run it with jaxrl train (in a script, train.steps)"
-        )
-    recipe, fields = _record(SftRecipe, with_names(config).to_dict())
+    recipe, fields = _record(SftRecipe, config)
     checks.check_sft(recipe, fields)
     return recipe
 
 
-def _record(kind: type[R], values: dict[str, Any]) -> tuple[R, dict[str, Any]]:
+def read_either(config: Config) -> Recipe | SftRecipe:
+    """Returns the recipe of a config of either program, for tools. Raises: UserError."""
+    return read_sft(config) if _program(flatten(config)) == "sft" else read(config)
+
+
+def _record(kind: type[R], config: Config) -> tuple[R, dict[str, Any]]:
     """Returns a config as a record, and the values of its fields by their paths."""
-    values = records.present(kind, values)
+    values = records.present(kind, with_names(config).to_dict())
     known, fields = records.table(kind, values), flatten(ConfigDict(values))
+    program = _program(fields)
+    if program not in ("", kind.program):
+        raise UserError(
+            f"this is a config of {LEARNING[program]}: run it with jaxrl {program} (in a script, {program}.steps)"
+        )
     records.check_fields(known, values, fields)
     return records.read(kind, values), known.defaults | fields
 
@@ -50,8 +55,3 @@ def _program(fields: Collection[str]) -> str:
     if "data.completion_column" in fields:
         return "sft"
     return "train" if "loss.name" in fields else ""
-
-
-def read_either(config: Config) -> Recipe | SftRecipe:
-    """Returns the recipe of a config of either program, for tools. Raises: UserError."""
-    return read_sft(config) if _program(flatten(config)) == "sft" else read(config)
