@@ -20,14 +20,14 @@ LEARNING = {"train": "reinforcement learning", "sft": "supervised fine-tuning"} 
 
 def read(config: Config) -> Recipe:
     """Returns the recipe of a `train` config. Raises: UserError, naming the field that is wrong."""
-    recipe, fields = _record(Recipe, config)
+    recipe, fields = _record(Recipe, with_names(config).to_dict())
     checks.check_train(recipe, fields)
     return recipe
 
 
 def read_sft(config: Config) -> SftRecipe:
     """Returns the recipe of an `sft` config. Raises: UserError, naming the field that is wrong."""
-    recipe, fields = _record(SftRecipe, config)
+    recipe, fields = _record(SftRecipe, with_names(config).to_dict())
     checks.check_sft(recipe, fields)
     return recipe
 
@@ -37,9 +37,9 @@ def read_either(config: Config) -> Recipe | SftRecipe:
     return read_sft(config) if _program(flatten(config)) == "sft" else read(config)
 
 
-def _record(kind: type[R], config: Config) -> tuple[R, dict[str, Any]]:
+def _record(kind: type[R], values: dict[str, Any]) -> tuple[R, dict[str, Any]]:
     """Returns a config as a record, and the values of its fields by their paths."""
-    values = records.present(kind, with_names(config).to_dict())
+    values = records.present(kind, values)
     known, fields = records.table(kind, values), flatten(ConfigDict(values))
     program = _program(fields)
     if program not in ("", kind.program):
