@@ -101,7 +101,7 @@ def episodes(engine: Sampler, group: int = 4, *, temperature: float = 1.5, limit
     tokenizer = parts()[2]
     pool = EnvironmentPool(tokenizer, partial(Echo, **env), **limits)
     return CompletionTask(pool.tokenizer, None, pool).sample(
-        engine, prompts(), jax.random.key(seed), group, Sampling(temperature)
+        engine, prompts(), jax.random.key(seed), group, Sampling(temperature), "test"
     )
 
 
