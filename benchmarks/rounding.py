@@ -56,13 +56,14 @@ def measure(dtype: str, length: int, *, prompts: int, scored: int) -> tuple[dict
             1, learning_rate=1e-12, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0, clip_norm=1.0,
             weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8,
         )  # fmt: skip
-        state, placed = update.init_state(jax.tree.map(jnp.copy, params), adamw, mesh)
         aggregate = partial(losses.aggregation_weights, mode=mode)
         objective = update.policy_objective(model, loss_fn, Sampling())
-        step = update.make_update_step(objective, adamw, mesh, placed, microbatch=0, aggregate=aggregate)
+        first = partial(jax.tree.map, jnp.copy, params)
+        learner = update.make_learner(objective, adamw, params, first, mesh, microbatch=0, aggregate=aggregate)
+        state = learner.init()
         shares = []
         for rows in np.arange(prompts).reshape(-1, min(OF_AN_UPDATE, prompts)):
-            state, metrics = step(state, batch, jnp.asarray(rows))
+            state, metrics = learner.update_step(state, batch, jnp.asarray(rows))
             shares.append(float(metrics["clip/fraction"]))
         clipped[name] = float(np.mean(shares))
     return clipped, float(gaps.max()), float(gaps.mean())

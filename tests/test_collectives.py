@@ -48,12 +48,13 @@ def lower(program: str, config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> jax.
         10, learning_rate=1e-6, warmup_steps=0, warmup_ratio=0.0, decay="constant", end=0.0, clip_norm=1.0,
         weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8,
     )  # fmt: skip
-    state, placed = update.abstract_state(shapes, adamw, mesh)
-    if program == "score":
-        return forward.make_logprob_fn(model, Sampling(), mesh, microbatch).lower(state.params, batch)
     aggregate = partial(losses.aggregation_weights, mode="token_mean")
-    step = update.make_update_step(objective, adamw, mesh, placed, microbatch=microbatch, aggregate=aggregate)
-    return step.lower(state, batch, jax.ShapeDtypeStruct((b,), jnp.int32))
+    learner = update.make_learner(
+        objective, adamw, shapes, lambda: None, mesh, microbatch=microbatch, aggregate=aggregate
+    )
+    if program == "score":
+        return forward.make_logprob_fn(model, Sampling(), mesh, microbatch).lower(learner.shapes.params, batch)
+    return learner.update_step.lower(learner.shapes, batch, jax.ShapeDtypeStruct((b,), jnp.int32))
 
 
 def _batch(mesh: Mesh, sizes: Sizes) -> Batch:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm.algorithms import credit, losses
+from jaxrl_llm.algorithms import credit
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner import critic, forward, update
+from jaxrl_llm.learner import critic, forward
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.structs import Batch
@@ -68,11 +68,7 @@ def critic_update(shape=(1, 1, 1), microbatch=0, filler=0.0):
     params = {"decoder": params, "readout": {"kernel": jnp.full((32, 1), 0.1), "bias": jnp.zeros(1)}}
     params = jax.device_put(params, sharding.shardings(params, mesh))
     optimizer = tiny.optimizer()
-    state, placed = update.init_state(params, optimizer, mesh)
-    step = update.make_update_step(
-        critic.value_objective(model, clip=0.2), optimizer, mesh, placed, microbatch=microbatch,
-        aggregate=partial(losses.aggregation_weights, mode="token_mean"),
-    )  # fmt: skip
+    state, step = tiny.updater(critic.value_objective(model, clip=0.2), optimizer, params, mesh, microbatch=microbatch)
     batch, rng = tiny.batch(), np.random.default_rng(0)
     trained = batch.loss_mask & (np.arange(tiny.C) != 1)
     old, returns = np.where(trained, rng.normal(size=(2, *trained.shape)), filler).astype(np.float32)

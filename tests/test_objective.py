@@ -63,11 +63,14 @@ def one_update(shape, microbatch, loss, terms, monkeypatch, filler=None):
     mesh = tiny.mesh_of(shape)
     optimizer = tiny.optimizer(more={"kl/coef": optim.constant(0.1), "entropy/coef": optim.constant(0.01)})
     params = {"table": jnp.asarray(random_batch(5, b=8)[0], jnp.float32)}
-    state, placed = update.init_state(params, optimizer, mesh)
-    step = update.make_update_step(
-        update.policy_objective(None, LOSSES[loss], Sampling(), **TERMS[terms]), optimizer, mesh, placed,
-        microbatch=microbatch, aggregate=lambda mask: losses.aggregation_weights(mask, mode="sequence_mean"),
-    )  # fmt: skip
+    state, step = tiny.updater(
+        update.policy_objective(None, LOSSES[loss], Sampling(), **TERMS[terms]),
+        optimizer,
+        params,
+        mesh,
+        microbatch=microbatch,
+        aggregate=partial(losses.aggregation_weights, mode="sequence_mean"),
+    )
     batch = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, batch)
     state, metrics = step(state, sharding.shard_batch(batch, mesh), jnp.arange(8))
     return sharding.to_host((state.params, metrics))
@@ -243,12 +246,8 @@ def test_the_kl_to_reward_ratio_is_that_of_the_penalty_of_a_completion_to_the_ta
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
     model, params = tiny.model_and_params()
     optimizer = tiny.optimizer(more={"kl/coef": optim.constant(0.1)})
-    state, placed = update.init_state(params, optimizer, mesh)
     objective = update.policy_objective(model, losses.ppo_clip, Sampling(), kl=kl.k3)
-    step = update.make_update_step(
-        objective, optimizer, mesh, placed, microbatch=2,
-        aggregate=lambda mask: losses.aggregation_weights(mask, mode="token_mean"),
-    )  # fmt: skip
+    state, step = tiny.updater(objective, optimizer, params, mesh, microbatch=2)
     logprobs, _ = forward.completion_logprobs(model, params, batch, Sampling())
     penalty = 0.1 * np.where(batch.loss_mask, kl.k3(logprobs, batch.ref_logprobs), 0).sum(axis=-1).mean()
     _, metrics = step(state, sharding.shard_batch(batch, mesh), jnp.arange(tiny.B))
@@ -267,11 +266,9 @@ def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
     model, params = tiny.model_and_params()
     adaptive = optim.adaptive_kl(0.1, 32, target=1.0, horizon=100)
     optimizer = tiny.optimizer(warmup_steps=5, more={"kl/coef": adaptive})
-    state, placed = update.init_state(params, optimizer, mesh)
-    step = update.make_update_step(
-        update.policy_objective(model, losses.ppo_clip, Sampling(), kl=kl.k3), optimizer, mesh, placed, microbatch=0,
-        aggregate=lambda mask: losses.aggregation_weights(mask, mode="token_mean"),
-    )  # fmt: skip
+    state, step = tiny.updater(
+        update.policy_objective(model, losses.ppo_clip, Sampling(), kl=kl.k3), optimizer, params, mesh
+    )
     states, ratios = [], []
     for x in (batch, replace(batch, **bad), batch):
         state, metrics = step(state, sharding.shard_batch(x, mesh), jnp.arange(tiny.B))

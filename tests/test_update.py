@@ -13,7 +13,7 @@ import tiny
 from jax.flatten_util import ravel_pytree
 
 from jaxrl_llm.algorithms import losses
-from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs
+from jaxrl_llm.algorithms.sampling import Sampling, log_distribution
 from jaxrl_llm.learner import forward, head, update
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import rope
@@ -113,7 +113,9 @@ def test_the_head_in_chunks_has_the_gradients_of_the_plain_head_on_every_mesh(sh
     sampling = Sampling(temperature=0.7)
 
     def plain(params, states):
-        return token_logprobs(model.logits(params, states), tokens, sampling)
+        distribution = log_distribution(model.logits(params, states), sampling)
+        chosen = jnp.take_along_axis(distribution, tokens[..., None], axis=-1)[..., 0]
+        return chosen, -jnp.sum(jnp.exp(distribution) * distribution, axis=-1)
 
     def chunked(params, states):
         return head.logprobs(model, sampling, model.head_kernel(params), states, tokens)
@@ -222,11 +224,7 @@ def test_state_is_initialized_sharded_and_stays_so():
     model, params = tiny.model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
     optimizer = tiny.optimizer()
-    state, placed = update.init_state(params, optimizer, mesh)
-    step = update.make_update_step(
-        update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, mesh, placed,
-        microbatch=0, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
-    )  # fmt: skip
+    state, step = tiny.updater(update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, params, mesh)
     before = jax.tree.map(lambda x: x.sharding, state)
     after, _ = step(state, sharding.shard_batch(tiny.batch(), mesh), jnp.arange(tiny.B))
     kernel = lambda tree: tree["layers"]["mlp"]["up"]["kernel"].sharding.spec  # noqa: E731
@@ -240,11 +238,7 @@ def test_a_non_finite_gradient_changes_no_parameter_and_is_counted():
     mesh, (model, params) = tiny.mesh_of(ONE), tiny.model_and_params()
     optimizer = tiny.optimizer()
     kept = jax.tree.map(np.array, params)
-    state, placed = update.init_state(params, optimizer, mesh)
-    step = update.make_update_step(
-        update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, mesh, placed,
-        microbatch=0, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
-    )  # fmt: skip
+    state, step = tiny.updater(update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, params, mesh)
     good = tiny.batch()
     bad = dataclasses.replace(good, advantages=np.where(np.arange(tiny.B)[:, None, None] == 3, np.nan, good.advantages))
     state, _ = step(state, sharding.shard_batch(bad, mesh), jnp.arange(tiny.B))
@@ -258,11 +252,8 @@ def test_a_non_finite_gradient_changes_no_parameter_and_is_counted():
 
 def test_an_update_without_a_trained_token_is_skipped_though_the_optimizer_has_momentum():
     mesh, (model, params) = tiny.mesh_of(ONE), tiny.model_and_params()
-    state, placed = update.init_state(params, optimizer := tiny.optimizer(weight_decay=0.1), mesh)
-    step = update.make_update_step(
-        update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, mesh, placed,
-        microbatch=0, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
-    )  # fmt: skip
+    optimizer = tiny.optimizer(weight_decay=0.1)
+    state, step = tiny.updater(update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, params, mesh)
     good, rows = tiny.batch(), jnp.arange(tiny.B)
     state, _ = step(state, sharding.shard_batch(good, mesh), rows)
     before, moments = jax.tree.map(np.array, (state.params, state.opt_state.inner_state))
@@ -299,11 +290,10 @@ def test_the_first_on_policy_update_has_ratio_one_and_the_reinforce_gradient():
 def test_moments_or_sums_of_micro_batches_in_bfloat16_move_the_parameters_almost_alike(field):
     def moved(**changes) -> tuple[np.ndarray, PyTree]:
         mesh, (model, params) = tiny.mesh_of(ONE), tiny.model_and_params()
-        state, placed = update.init_state(params, optimizer := tiny.optimizer(**changes), mesh)
-        step = update.make_update_step(
-            update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, mesh, placed,
-            microbatch=1, aggregate=partial(losses.aggregation_weights, mode="token_mean"),
-        )  # fmt: skip
+        optimizer = tiny.optimizer(**changes)
+        state, step = tiny.updater(
+            update.policy_objective(model, losses.ppo_clip, Sampling()), optimizer, params, mesh, microbatch=1
+        )
         before, batch = np.array(ravel_pytree(params)[0]), sharding.shard_batch(tiny.batch(), mesh)
         for _ in range(3):
             state, _ = step(state, batch, jnp.arange(tiny.B))

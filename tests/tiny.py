@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl_llm.algorithms import losses
@@ -96,6 +98,22 @@ def optimizer(**changes) -> optim.Optimizer:
     return optim.make_optimizer(10, **usual | changes)
 
 
+def updater(
+    objective: update.Objective,
+    adamw: optim.Optimizer,
+    params: PyTree,
+    mesh: Mesh,
+    *,
+    microbatch: int = 0,
+    aggregate: Callable = partial(losses.aggregation_weights, mode="token_mean"),  # noqa: B008
+):
+    """The first state of a learner with these parameters, and its update."""
+    learner = update.make_learner(
+        objective, adamw, params, lambda: params, mesh, microbatch=microbatch, aggregate=aggregate
+    )
+    return learner.init(), learner.update_step
+
+
 @cache
 def one_update(
     shape: tuple[int, int, int] = (1, 1, 1),
@@ -111,9 +129,8 @@ def one_update(
     adamw = optimizer(weight_decay=0.1, more={"kl/coef": optim.constant(0.1)})
     model = Decoder(config, mesh)
     objective = update.policy_objective(model, losses.ppo_clip, Sampling(), kl=k3)
-    state, placed = update.init_state(params, adamw, mesh)
     aggregate = partial(losses.aggregation_weights, mode=mode, constant_length=C if mode == "constant" else 0)
-    step = update.make_update_step(objective, adamw, mesh, placed, microbatch=microbatch, aggregate=aggregate)
+    state, step = updater(objective, adamw, params, mesh, microbatch=microbatch, aggregate=aggregate)
     whole = batch()
     if packed:
         whole = replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), C, packed))

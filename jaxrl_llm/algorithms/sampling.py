@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -93,23 +92,11 @@ def _invert(weights: Float[Array, "*n V"], uniform: Float[Array, "*n"]) -> Int[A
     return jnp.argmax(some & (cdf > (uniform * total)[..., None]), axis=-1).astype(jnp.int32)
 
 
-# A gradient of its own: autodiff would keep softmax and masked logits [..., V] too, and this keeps the logits alone.
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def token_logprobs(
-    logits: Float[Array, "*n V"], token: Int[Array, "*n"], sampling: Sampling
-) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
+def token_logprobs_and_residuals(logits: Array, token: Array, sampling: Sampling) -> tuple[tuple[Array, Array], PyTree]:
     """Returns log-probability [...] of token [...] and entropy [...] of the sampled distribution, from logits [..., V].
 
-    With probabilities p, log-probabilities l and entropy H, at temperature 1:
-    d l_token / d logits = onehot(token) - p, and d H / d logits = -p (l + H). Other temperatures divide both.
-    """
-    return token_logprobs_and_residuals(logits, token, sampling)[0]
-
-
-def token_logprobs_and_residuals(logits: Array, token: Array, sampling: Sampling) -> tuple[tuple[Array, Array], PyTree]:
-    """Returns (log-probability, entropy), and residuals for the backward pass: (logits, token, log_total, entropy).
-
-    log_total and entropy [...] save the backward pass two sums over V, also where it computes the logits again.
+    Also returns residuals for the backward pass: (logits, token, log_total, entropy). log_total and entropy [...] save
+    it two sums over V, also where it computes the logits again.
     """
     masked_logits = support(logits, sampling, token)
     top = jnp.max(masked_logits, axis=-1, keepdims=True)
@@ -126,7 +113,12 @@ def token_logprobs_and_residuals(logits: Array, token: Array, sampling: Sampling
 def token_logprobs_gradient(
     sampling: Sampling, residuals: PyTree, gradients: tuple[Array, Array]
 ) -> tuple[Array, None]:
-    """Returns the gradient with respect to the logits [..., V], from those of the log-probability and the entropy."""
+    """Returns the gradient with respect to the logits [..., V], from those of the log-probability and the entropy.
+
+    With probabilities p, log-probabilities l and entropy H, at temperature 1:
+    d l_token / d logits = onehot(token) - p, and d H / d logits = -p (l + H). Other temperatures divide both.
+    """
+    # By hand: autodiff would keep softmax and masked logits [..., V] too, and this keeps the logits alone.
     logits, token, log_total, entropy = residuals
     logprob_gradient, entropy_gradient = (x[..., None] for x in gradients)
     logprobs = support(logits, sampling, token) - log_total[..., None]
@@ -136,6 +128,3 @@ def token_logprobs_gradient(
     chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == token[..., None]
     gradient = jnp.where(chosen, logprob_gradient, 0.0) - p * (logprob_gradient + entropy_gradient * surprise)
     return gradient / (sampling.temperature or 1.0), None
-
-
-token_logprobs.defvjp(token_logprobs_and_residuals, token_logprobs_gradient)

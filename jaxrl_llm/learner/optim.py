@@ -166,11 +166,10 @@ class Lowers(NamedTuple):
         return state.at[1].set(self.learning_rate**rollbacks).at[2].set(0.0)
 
 
-def scheduled(coef: float, *, decay: Decay, end: float, total_steps: int) -> Coefficient:
-    """Returns a coefficient that follows `schedule`."""
-    return Coefficient(
-        0.0, schedule(coef, decay=decay, end=end, total_steps=total_steps), lambda state, metrics: state + 1
-    )
+def scheduled(coef: float, *, decay: Decay, end: float, total_steps: int, warmup: int = 0) -> Coefficient:
+    """Returns a coefficient that follows `schedule`. Its state counts the updates that were not skipped."""
+    value = schedule(coef, decay=decay, end=end, total_steps=total_steps, warmup=warmup)
+    return Coefficient(0.0, value, lambda state, metrics: state + 1)
 
 
 def adaptive_kl(coef: float, sequences: int, *, target: Positive, horizon: AtLeastOne = 10_000) -> Coefficient:
@@ -234,7 +233,7 @@ def make_optimizer(
     may go back.
     """
     warmup = count_warmup(total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
-    rate = schedule(learning_rate, decay=decay, end=end, warmup=warmup, total_steps=total_steps)
+    rate = scheduled(learning_rate, decay=decay, end=end, total_steps=total_steps, warmup=warmup)
     chain = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     # Rate 1, because `update_step` multiplies by the rate: it depends on metrics, which optax does not see.
     chain.append(
@@ -242,8 +241,5 @@ def make_optimizer(
     )
     # After max_consecutive_errors, optax would apply the non-finite gradient.
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
-    # Its state counts the updates that were not skipped.
-    learning_rate_now = Coefficient(0.0, rate, lambda state, metrics: state + 1)
-    if lowers:
-        learning_rate_now = lowers.applied_to(learning_rate_now)
-    return Optimizer(transform, {"learning_rate": learning_rate_now} | dict(more), gradient_dtype, skips)
+    rate = lowers.applied_to(rate) if lowers else rate
+    return Optimizer(transform, {"learning_rate": rate} | dict(more), gradient_dtype, skips)

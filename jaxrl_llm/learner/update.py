@@ -90,9 +90,9 @@ class Learner:
         return {f"{self.prefix}{name}": x for name, x in counts.items()}
 
 
-def coefficients(optimizer: Optimizer, coef_state: PyTree) -> Metrics:
-    """Computes the coefficients from the `coef_state` of a TrainState."""
-    return {name: c.value(coef_state[name]) for name, c in optimizer.coefficients.items()}
+def coefficients(optimizer: Optimizer, state: TrainState) -> Metrics:
+    """Computes the coefficients of the next update."""
+    return {name: c.value(state.coef_state[name]) for name, c in optimizer.coefficients.items()}
 
 
 # Metric of an objective that is no value per token, but the Load of experts by the trained tokens.
@@ -175,45 +175,39 @@ def make_learner(
 ) -> Learner:
     """Returns a learner. params() gives the first values of the parameters that learn, of these shapes.
 
-    base: the parameters that do not learn. For the rest, see `make_update_step`.
+    An update goes over micro-batches of `microbatch` prompts (0: all at once). Every `microbatch` gives the same
+    gradient, to rounding. aggregate maps the loss mask to weights, as `aggregation_weights` does. base: the parameters
+    that do not learn; they are neither donated nor differentiated.
     """
-    abstract, placed = abstract_state(shapes, optimizer, mesh)
-    step = make_update_step(
-        objective, optimizer, mesh, placed, microbatch=microbatch, aggregate=aggregate, combine=base.combine
-    )
-    now = jax.jit(lambda state: coefficients(optimizer, state.coef_state))
+    coef_state = {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}
+    states = jax.eval_shape(lambda p: TrainState(p, optimizer.transform.init(p), coef_state), shapes)
+    placed = sharding.shardings(states, mesh)
+    states = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), states, placed)
     gradient = partial(
         make_gradient, objective, mesh, aggregate=aggregate, dtype=optimizer.gradient_dtype, combine=base.combine
     )
-    return Learner(step, abstract, lambda: init_state(params(), optimizer, mesh)[0], now, gradient, base=base)
+
+    def init() -> TrainState:
+        first = params()
+        # With out_shardings, no device ever holds the whole optimizer state.
+        opt_state = jax.jit(optimizer.transform.init, out_shardings=placed.opt_state)(first)
+        return TrainState(first, opt_state, jax.device_put(coef_state, placed.coef_state))
+
+    step = make_update_step(gradient(microbatch), optimizer, mesh, placed)
+    return Learner(step, states, init, jax.jit(partial(coefficients, optimizer)), gradient, base=base)
 
 
-def make_update_step(
-    objective: Objective,
-    optimizer: Optimizer,
-    mesh: Mesh,
-    state_shardings: TrainState,
-    *,
-    microbatch: int,
-    aggregate: Callable[[Array], Array],
-    combine: Callable[[PyTree, PyTree], PyTree] = ALL_LEARN.combine,
-) -> jax.stages.Wrapped:
+def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, placed: TrainState) -> jax.stages.Wrapped:
     """Returns `update_step(state, batch, rows, base) -> state, metrics`: one optimizer step on batch[rows].
 
-    It is jitted over the mesh, donates the state, and scans over micro-batches of `microbatch` prompts (0: all at
-    once). Every `microbatch` gives the same gradient, to rounding. aggregate maps the loss mask to weights, as
-    `aggregation_weights` does. combine is that of `Base`, whose parameters are neither donated nor differentiated.
+    It is jitted over the mesh, and donates the state. placed: the shardings of the state.
     Metrics are means over the trained tokens of the whole update; *_max and *_min are maxima and minima.
     """
-
-    gradient = make_gradient(
-        objective, mesh, microbatch, aggregate=aggregate, dtype=optimizer.gradient_dtype, combine=combine
-    )
 
     def update_step(state: TrainState, batch: Batch, rows: Array, base: PyTree = None) -> tuple[TrainState, Metrics]:
         place = NamedSharding(mesh, sharding.BATCH)
         batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], place), batch)
-        coefs = coefficients(optimizer, state.coef_state)
+        coefs = coefficients(optimizer, state)
         grads, metrics = gradient(state.params, batch, coefs, base)
 
         metrics |= coefs | {"grad_norm": optax.global_norm(grads)}
@@ -241,9 +235,7 @@ def make_update_step(
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state, coef_state), metrics
 
-    return jax.jit(
-        update_step, donate_argnums=0, out_shardings=(state_shardings, None), compiler_options=ROUND_AS_WRITTEN
-    )
+    return jax.jit(update_step, donate_argnums=0, out_shardings=(placed, None), compiler_options=ROUND_AS_WRITTEN)
 
 
 def make_gradient(
@@ -342,21 +334,3 @@ def nothing(shapes: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
         return jax.tree.map(lambda x: jnp.full(x.shape, REDUCTIONS.get(name[-4:], SUM).nothing), metric)
 
     return optax.tree.zeros_like(shapes[0]), {name: empty(name, metric) for name, metric in shapes[1].items()}
-
-
-def abstract_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
-    """Returns a TrainState of shapes, dtypes and shardings, and the shardings; params may be shapes."""
-    init = optimizer.transform.init
-    coef_state = {name: jnp.float32(c.start) for name, c in optimizer.coefficients.items()}
-    shapes = jax.eval_shape(lambda p: TrainState(p, init(p), coef_state), params)
-    placed = sharding.shardings(shapes, mesh)
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed), placed
-
-
-def init_state(params: PyTree, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, TrainState]:
-    """Returns a TrainState at step 0 and its shardings."""
-    _, placed = abstract_state(params, optimizer, mesh)
-    coef_state = {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}
-    # With out_shardings, no device ever holds the whole optimizer state.
-    opt_state = jax.jit(optimizer.transform.init, out_shardings=placed.opt_state)(params)
-    return TrainState(params, opt_state, jax.device_put(coef_state, placed.coef_state)), placed
