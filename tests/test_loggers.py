@@ -42,7 +42,7 @@ def logged_twice(workdir: Path, config) -> None:
         log.begin(after)
         for step in steps:
             write(log, step, **{"eval/accuracy": 0.25 + step * factor, "entropy": 1.0, "entropy/coef": 0.5})
-        log.tell(3, Finding("reward_flat", "warning", "it is flat", "a cause", "a fix", "a paper"))
+        log.tell(3, Finding("warning", "it is flat", "a cause", "a fix", "a paper", "reward_flat"))
         log.close()
 
 

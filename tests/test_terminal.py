@@ -48,7 +48,7 @@ def spoken(capsys: pytest.CaptureFixture[str], attack: str, tmp_path: Path) -> d
     log._files["completions"] = (tmp_path / "completions.jsonl").open("w", encoding="utf-8")
     prompts = SimpleNamespace(rows=[{"prompt": f"a{attack}"}])
     turns = [[{"role": "assistant", "content": f"t{attack}"}]]
-    finding = Finding("x", "error", f"f{attack}", "why", "fix", "")
+    finding = Finding("error", f"f{attack}", "why", "fix", id="x")
     said: dict[str, str] = {}
 
     def keep(name: str) -> None:

@@ -19,12 +19,12 @@ NO_CHANNELS = {
 class Finding:
     """A problem that a rule found."""
 
-    id: str
     severity: str  # one of SEVERITIES
     evidence: str
     cause: str = ""
     fix: str = ""
     reference: str = ""
+    id: str = ""  # the name of its rule
 
     def line(self) -> str:
         """Returns the finding in a line."""

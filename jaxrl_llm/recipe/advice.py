@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from jaxrl_llm import tasks
@@ -48,7 +49,8 @@ SettingsRule: TypeAlias = Callable[[RunSettings], Iterator[Finding]]
 def findings(settings: RunSettings) -> list[Finding]:
     """Applies all rules that can look."""
     unable = blind(settings)
-    return [finding for rule in RULES if rule.__name__ not in unable for finding in rule(settings)]
+    able = [rule for rule in RULES if rule.__name__ not in unable]
+    return [replace(finding, id=rule.__name__) for rule in able for finding in rule(settings)]
 
 
 def blind(settings: RunSettings) -> dict[str, str]:
@@ -88,7 +90,6 @@ def learning_rate(settings: RunSettings) -> Iterator[Finding]:
         bound = factor * RATE * WIDTH / width
         if rate >= bound:
             yield Finding(
-                "learning_rate",
                 "warning",
                 f"{section}.learning_rate = {rate:g} is {bound:.1g} or more",
                 f"it may ruin a model of width {width}",
@@ -103,7 +104,6 @@ def many_updates(settings: RunSettings) -> Iterator[Finding]:
     updates = settings.recipe.sizes.updates_per_rollout
     if updates > bound:
         yield Finding(
-            "many_updates",
             "warning",
             f"{updates:,} optimizer steps on a rollout, more than {bound}",
             "the policy may leave what was sampled, and collapse",
@@ -118,7 +118,6 @@ def small_updates(settings: RunSettings) -> Iterator[Finding]:
     sizes = settings.recipe.sizes
     if sizes.sequences_per_update <= bound and sizes.sequences_per_update < sizes.sequences_per_step:
         yield Finding(
-            "small_updates",
             "warning",
             f"an optimizer step has {sizes.sequences_per_update} of the rollout's {sizes.sequences_per_step:,} "
             "sequences",
@@ -134,7 +133,6 @@ def entropy_bonus(settings: RunSettings) -> Iterator[Finding]:
     entropy = settings.rl.entropy
     if entropy and entropy.coef > 0 and not entropy.adaptive:
         yield Finding(
-            "entropy_bonus",
             "warning",
             f"entropy.coef = {entropy.coef:g} without entropy.adaptive",
             "a constant bonus lets the entropy only rise, until the text is noise",
@@ -154,7 +152,6 @@ def no_anchor(settings: RunSettings) -> Iterator[Finding]:
     weighed = action != "none" and not (action == "auto" and recipe.own_samples)
     if not weighed and not (recipe.chosen_engine.in_trainer and recipe.model.dtype == "float32"):
         yield Finding(
-            "no_anchor",
             "warning",
             f"{sizes.updates:,} optimizer steps, {sizes.updates_per_rollout} on a rollout, "
             "without KL penalty and correction",
@@ -169,7 +166,6 @@ def long_warmup(settings: RunSettings) -> Iterator[Finding]:
     warmup, total = settings.recipe.sizes.warmup_steps, settings.recipe.sizes.scheduled_updates
     if warmup > total / 2:
         yield Finding(
-            "long_warmup",
             "note",
             f"the warm-up takes {warmup:,} of {total:,} optimizer steps",
             "the learning rate is reached late",
@@ -186,7 +182,6 @@ def schedule(settings: RunSettings) -> Iterator[Finding]:
     rate = recipe.optim.learning_rate if recipe.optim.decay == "constant" else recipe.optim.end
     longer = recipe.num_steps > recipe.schedule_steps
     yield Finding(
-        "schedule",
         "note",
         f"warm-up and decay are laid out for {recipe.schedule_steps} steps, as the run began, and it now has "
         f"{recipe.num_steps}",
@@ -199,7 +194,6 @@ def idle_clip(settings: RunSettings) -> Iterator[Finding]:
     assert settings.rl  # RULES says that the rule needs it
     if settings.rl.updates_per_rollout == 1 and (changed := _changed(settings.rl.loss)):
         yield Finding(
-            "idle_clip",
             "note",
             f"with one optimizer step on a rollout the ratio is 1, so that {', '.join(changed)} has no effect",
             fix="lower prompts_per_update or raise epochs for more of them",
@@ -220,7 +214,6 @@ def published(settings: RunSettings) -> Iterator[Finding]:
     """F33: the config file says what it measured, but with other settings."""
     if settings.changed:
         yield Finding(
-            "published",
             "note",
             f"the result in the config file was measured without {', '.join(settings.changed)}",
             "this run may end elsewhere",
@@ -237,7 +230,6 @@ def other_problems(settings: RunSettings) -> Iterator[Finding]:
     if evaluation and judged and judged not in map(_task, sources):
         trained = f"data.source = {sources[0]!r}" if len(sources) == 1 else "data.mixture"
         yield Finding(
-            "other_problems",
             "warning",
             f"eval.source = {evaluation.source!r} has other problems than {trained}",
             "the accuracy is not that of what is trained",
@@ -258,14 +250,14 @@ def keeps_nothing(settings: RunSettings) -> Iterator[Finding]:
     """The best checkpoint of a run without evaluation."""
     if not settings.recipe.eval and settings.recipe.checkpoint.keep_best:
         why = "there is no section eval, and nothing says which is best"
-        yield Finding("keeps_nothing", "note", "checkpoint.keep_best keeps nothing", why)
+        yield Finding("note", "checkpoint.keep_best keeps nothing", why)
 
 
 def deterministic(settings: RunSettings) -> Iterator[Finding]:
     """An option of GPUs on another device."""
     if settings.recipe.deterministic and settings.platform != "gpu":
         evidence = f"deterministic = True has no effect on a {settings.platform}"
-        yield Finding("deterministic", "note", evidence, "it is for GPUs")
+        yield Finding("note", evidence, "it is for GPUs")
 
 
 RULES: dict[SettingsRule, tuple[str, ...]] = {  # and what each needs to know of the settings

@@ -71,7 +71,7 @@ def alarm(
 ) -> Finding:
     """Returns the finding of a check. failures: rows of the page of failures."""
     source = f"docs/health.md {check}" + (f", docs/failures.md {failures}" if failures else "")
-    return Finding(id, severity, evidence, cause, fix, source)
+    return Finding(severity, evidence, cause, fix, source, id)
 
 
 Check: TypeAlias = Callable[[Trial], CheckReport]
@@ -357,11 +357,10 @@ class Observed(NamedTuple):
 def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
     """Finds a tool that fails in all calls of these episodes."""
     measured = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
-    finding = tool_down(History([{"step": 1} | measured]))
-    environment = trial.parts.facts.env
-    if not finding or not environment or "url" not in environment.arguments:
-        return finding
-    return replace(finding, cause=f"{finding.cause} (config.env.url = {environment.arguments['url']!r})")
+    finding, environment = tool_down(History([{"step": 1} | measured])), trial.parts.facts.env
+    if finding and environment and "url" in environment.arguments:
+        finding = replace(finding, cause=f"{finding.cause} (config.env.url = {environment.arguments['url']!r})")
+    return finding and replace(finding, id=tool_down.__name__)
 
 
 def samples_differ(trial: Trial) -> CheckReport:

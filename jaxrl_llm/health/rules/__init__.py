@@ -8,7 +8,7 @@ calibrated on the runs named there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.config.names import keyword_only
@@ -24,17 +24,12 @@ def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
     slowly = history.slowly()
 
     def apply(rule: Callable[..., Finding | None]) -> Finding | None:
-        arguments = {name: bounds[name] for name in _fields(rule)}
+        arguments = {name: bounds[name] for name in keyword_only(rule)}
         # The short means come first: what they show is told with the numbers of the last steps.
-        return rule(history, **arguments) or rule(slowly, **arguments)
+        finding = rule(history, **arguments) or rule(slowly, **arguments)
+        return finding and replace(finding, id=rule.__name__)
 
     return [finding for finding in map(apply, RULES) if finding]
-
-
-@cache
-def _fields(rule: Callable[..., Finding | None]) -> tuple[str, ...]:
-    """Returns the fields of `config.health` that a rule reads."""
-    return tuple(keyword_only(rule))
 
 
 def blind(records: Sequence[LogRecord]) -> dict[str, str]:

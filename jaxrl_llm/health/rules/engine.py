@@ -77,7 +77,6 @@ def sampler_mismatch(history: History) -> Finding | None:
     if not signs:
         return None
     return Finding(
-        "sampler_mismatch",
         "error" if far or kl > ill else "warning",
         ", ".join(signs),
         "the weights that sampled are too old" if lag else "the engine does not compute what the trainer computes",
@@ -110,7 +109,6 @@ def stale_weights(history: History) -> Finding | None:
         return None
     r = last[-1]
     return Finding(
-        "stale_weights",
         "error",
         f"gap {r['weight_check/gap']:.1e} after a push, {r['weight_check/gap_before']:.1e} to the weights before, "
         f"{usual:.1e} in earlier checks",
@@ -139,7 +137,6 @@ def engine_drift(history: History) -> Finding | None:
     if first is None or last is None or last <= DRIFT * first or last < least:
         return None
     return Finding(
-        "engine_drift",
         "error",
         f"mean gap {first:.1e} to {last:.1e}" + (" with weights that did not change" if same else ""),
         "the engine drifts" if same else "the engine drifts, or its weights are not those that were pushed",
@@ -164,7 +161,6 @@ def stale_samples(history: History) -> Finding | None:
     if not _off_weight(r) or not history.often_above(_off_weight, WEIGHT_OFF, 0.02):
         return None
     return Finding(
-        "stale_samples",
         "warning",
         f"95 % of the tokens are at most {r['rollout/lag_p95']:g} steps old, "
         f"their mean weight is {r['importance/mean']:.2f}",
@@ -183,7 +179,6 @@ def phantom_clipping(history: History) -> Finding | None:
     if clipped is None or lag or clipped <= FIRST_CLIPPED or not history.often_above("clip/first", FIRST_CLIPPED, 0.1):
         return None
     return Finding(
-        "phantom_clipping",
         "error",
         f"{clipped:.1%} of the tokens are clipped in the first optimizer step on a rollout",
         "old log-probabilities are rounded in another way than those of the update, so these tokens teach nothing",

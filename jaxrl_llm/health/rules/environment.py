@@ -16,7 +16,6 @@ def tools_unused(history: History) -> Finding | None:
     if turns is None or turns >= ONE_TURN or history.solved or history.above("episode/turns", ONE_TURN) >= -1:
         return None
     return Finding(
-        "tools_unused",
         "warning",
         f"{turns:.2f} turns in an episode",
         "the policy does not know the tools, or earns as much without them",
@@ -31,7 +30,6 @@ def tool_down(history: History) -> Finding | None:
     if not last or any(r["episode/errors"] < max(_calls(r), DOWN) for r in last):
         return None
     return Finding(
-        "tool_down",
         "error",
         f"all calls fail, {last[-1]['episode/errors']:.2g} in an episode",
         "the tool or its server does not answer",
@@ -57,7 +55,6 @@ def tool_errors(history: History) -> Finding | None:
     if errors is None or not turns or errors <= TOOL_ERRORS * turns or history.above(_too_many, 0.0) <= 1:
         return None
     return Finding(
-        "tool_errors",
         "warning",
         f"{errors / turns:.0%} of the turns end in an error of the environment",
         "a tool fails, is too slow, or does not understand what the policy writes",

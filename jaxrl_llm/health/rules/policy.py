@@ -33,7 +33,6 @@ def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Findi
             "a lower optim.learning_rate, or without this in health.skip",
         )
     return Finding(
-        "updates_skipped",
         "error",
         f"{max(counts)} updates in a row were skipped, and the model stands still",
         cause,
@@ -56,7 +55,6 @@ def entropy_collapse(history: History) -> Finding | None:
     distinct = history.now("completion/distinct")
     same = "" if distinct is None else f"; {distinct:.0%} of a group's completions differ"
     return Finding(
-        "entropy_collapse",
         "warning",
         f"entropy {now:.2g}, {before:.2g} at the start{same}",
         "the policy has settled on one answer, and tries no other",
@@ -79,7 +77,6 @@ def entropy_explosion(history: History) -> Finding | None:
     # Noise does not compress: so a reader sees whether the text or only the choice among good ones has become random.
     text = f"; the text compresses to {size:.0%}, {size_before:.0%} at the start" if size and size_before else ""
     return Finding(
-        "entropy_explosion",
         "error",
         f"entropy {now:.2g}, {before:.2g} at the start, and it rises{text}",
         "the policy turns to noise",
@@ -101,7 +98,6 @@ def gradient_climb(history: History) -> Finding | None:
     if now <= GRADIENT[0 if together else 1] * before or history.risen("grad_norm", log=True) <= 1:
         return None
     return Finding(
-        "gradient_climb",
         "warning",
         f"gradient norm {before:.2g} to {now:.2g}, clipped tokens {clipped:.1%} to {clips:.1%}",
         "the policy leaves what was sampled faster and faster",
@@ -128,7 +124,6 @@ def gradient_spike(history: History) -> Finding | None:
     if noise.strength(float(np.log(now / usual)), float(np.sqrt(2 * np.mean(excess**2))), allowed) <= 1:
         return None
     return Finding(
-        "gradient_spike",
         "warning",
         f"gradient norm {now:.2g}, {last.max():.2g} at most in the {len(last)} steps before",
         "this batch differs from all others, or the policy has just been damaged",
@@ -153,7 +148,6 @@ def good_fades(history: History) -> Finding | None:
     if history.fallen("reward/mean") <= 1:
         return None
     return Finding(
-        "good_fades",
         "warning",
         f"log-probability of a token in good completions {now:.2g}, {best:.2g} at best",
         "negative gradients of bad completions act on the tokens that they share with good ones",
@@ -179,7 +173,6 @@ def critic_lags(history: History) -> Finding | None:
     if history.above(name, EXPLAINED) >= -1 or history.risen(name) > 1:
         return None
     return Finding(
-        "critic_lags",
         "warning",
         f"explained variance {explained:.2f} over {history.recent} steps",
         "the critic does not follow the policy, so the advantages are noise",

@@ -17,7 +17,6 @@ def no_verdict(history: History) -> Finding | None:
     if not history.trains_nothing:
         return None
     return Finding(
-        "no_verdict",
         "error",
         "no completion of the step has a verdict, and nothing is trained",
         "every reward function with a weight abstains: a judge does not answer, or the rows lack what it reads",
@@ -45,7 +44,6 @@ def no_signal(history: History) -> Finding | None:
         return None
     kind, cause, fix = _without_signal(history)
     return Finding(
-        "no_signal",
         "error" if share > 0.99 else "warning",
         f"in {share:.0%} of the groups all completions have the same reward{kind}",
         cause,
@@ -90,7 +88,6 @@ def reward_collapse(history: History) -> Finding | None:
     if history.fallen("reward/mean") <= 1:
         return None
     return Finding(
-        "reward_collapse",
         "error",
         f"the mean reward was {best:.3g} for {history.recent} steps, and is {now:.3g}, which noise does not explain",
         "the policy has been ruined since",
@@ -120,7 +117,6 @@ def held_out_falls(history: History) -> Finding | None:
     if accuracy - now <= HELD_OUT_FALL or fall <= 1 or not _rises_since(history, best["step"]):
         return None
     return Finding(
-        "held_out_falls",
         "error",
         f"held-out accuracy {accuracy:.1%} to {now:.1%} since step {best['step']:,}, while the reward rises",
         "the policy earns by what the evaluation does not count: a hacked reward, or problems learned by heart",
@@ -169,7 +165,6 @@ def channels_diverge(history: History) -> Finding | None:
     if moved(up) <= 1 or moved(down) >= -1:
         return None
     return Finding(
-        "channels_diverge",
         "warning",
         f"reward {up} rose by {slopes[up]:.2g}, {down} fell by {-slopes[down]:.2g}",
         "the policy earns by one part of the reward at the cost of another",
@@ -194,7 +189,6 @@ def kl_alone(history: History) -> Finding | None:
     if history.solved or reward > before + LITTLE * spread or history.risen("reward/mean") > 1:
         return None
     return Finding(
-        "kl_alone",
         "warning",
         f"{alone / whole:.0%} of the KL penalty is on completions without an advantage, and the reward does not rise",
         "the penalty draws the policy back where no reward draws it on",
@@ -223,7 +217,6 @@ def kl_pays(history: History) -> Finding | None:
     if history.risen("reward/kl") <= 1 or history.risen("reward/mean") >= -1:
         return None
     return Finding(
-        "kl_pays",
         "warning",
         f"the KL term {kl:.2g} to {kl_now:.2g}, the task {task:.2g} to {task_now:.2g}",
         "k1 in the reward is signed: unlikely tokens earn",

@@ -20,7 +20,6 @@ def repeats(history: History) -> Finding | None:
     if history.risen("completion/repeated") <= 1:
         return None
     return Finding(
-        "repeats",
         "warning",
         f"{now:.0%} of the tokens of a completion continue what it has said before, {before:.0%} at the start",
         "the text degenerates, and the reward does not see it",
@@ -44,7 +43,6 @@ def truncated(history: History) -> Finding | None:
         return None
     rewards = f"reward {before:.2g} to {reward:.2g}"
     return Finding(
-        "truncated",
         "warning",
         f"{cut:.0%} of the completions reach the limit, {at_first:.0%} at the start; {rewards}",
         "what the limit cuts is judged as wrong, or the loss favors long completions",
@@ -63,7 +61,6 @@ def never_stops(history: History) -> Finding | None:
     if cut is None or cut < NEVER_STOPS or history.above("completion/truncated", 0.5) <= 1:
         return None
     return Finding(
-        "never_stops",
         "error",
         f"{cut:.0%} of the completions reach the limit",
         "the model never ends an answer: its stop token is missing or never trained, or the limit is too low",
@@ -86,7 +83,6 @@ def length_collapse(history: History) -> Finding | None:
     if history.risen("completion/length", log=True) >= -1 or _brief_and_right(history):
         return None
     return Finding(
-        "length_collapse",
         "warning",
         f"completions have {now:.3g} tokens, {before:.3g} at the start; reward {reward:.2g} to {earned:.2g}",
         "the policy earns by not answering",
