@@ -6,13 +6,10 @@ See J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 
 from __future__ import annotations
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from jaxrl_llm.structs import Array, PyTree
+from jaxrl_llm.structs import Array
 
 LARGEST = 20.0  # upper bound of d in k3: keeps exp(d) and its gradient finite
 
@@ -32,9 +29,3 @@ def k3(logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]) -
     d = jnp.minimum(ref_logprobs - logprobs, LARGEST)
     # exp(d) - 1 loses the bits of a small d: at d = 1e-3, where k3 is 5e-7, its float32 error would be 1e-7.
     return jnp.expm1(d) - d
-
-
-@partial(jax.jit, donate_argnums=0)
-def mix_params(ref_params: PyTree, params: PyTree, rate: float | Array) -> PyTree:
-    """Moves the reference towards the policy: (1 - rate) ref + rate policy. Donates ref_params."""
-    return jax.tree.map(lambda ref, new: (1 - rate) * ref + rate * new, ref_params, params)

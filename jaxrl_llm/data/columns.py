@@ -121,7 +121,10 @@ def check(
         for name, rows in without.items():
             if rows:
                 note = _note(demand, rows, parts[name], dataset, name)
-                notes.setdefault(note, []).append(f"{demand.function} {_effect(demand, dataset.rows[rows[0]])}")
+                first = dataset.rows[rows[0]].get(demand.columns[0])
+                notes.setdefault(note, []).append(
+                    f"{demand.function} {'abstains' if demand.ours else f'gets {first!r}'}"
+                )
     lines = [f"{note}: {', '.join(effects)}" for note, effects in notes.items()]
     return replace(dataset, notes=(*dataset.notes, *lines))
 
@@ -153,10 +156,6 @@ def check_all(
 
 
 def _without(rows: Sequence[Row], part: range, columns: tuple[str, ...]) -> list[int]:
-    if len(columns) == 1:
-        # The usual case, of perhaps a million rows.
-        (column,) = columns
-        return [i for i in part if is_empty(rows[i].get(column))]
     return [i for i in part if all(is_empty(rows[i].get(column)) for column in columns)]
 
 
@@ -185,10 +184,6 @@ def _note(demand: Demand, without: list[int], part: range, dataset: Dataset, sou
         return f"{prefix}no row has {demand}"
     first, verb = dataset.numbers[without[0]], "has" if len(without) == 1 else "have"
     return f"{prefix}{len(without):,} of {len(part):,} rows {verb} no {demand}, the first is row {first:,}"
-
-
-def _effect(demand: Demand, row: Row) -> str:
-    return "abstains" if demand.ours else f"gets {row.get(demand.columns[0])!r}"
 
 
 def _refusal(demand: Demand, dataset: Dataset, section: str, convert: str, named: bool) -> str:

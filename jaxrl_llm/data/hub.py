@@ -32,14 +32,15 @@ def check(field: str, source: str) -> bool:
 
     Raises: UserError, naming the field, if that needs a package that is missing, or a saved folder has no such split.
     """
-    if names_one(source) and not find_spec("datasets"):
+    if not names_one(source):
+        return False
+    if not find_spec("datasets"):
         fetch = ""
         if name := ID.fullmatch(source):
             fetch = f", or fetch its files (hf download {name[1]} --repo-type dataset --local-dir data) and name them"
         raise UserError(f"{field} = {source!r} needs the package datasets: pip install 'jaxrl_llm[hub]'{fetch}")
-    if is_dataset := names_one(source):
-        _check_split(f"{field} = {source!r}", *_folder(source))
-    return is_dataset
+    _check_split(f"{field} = {source!r}", *_folder(source))
+    return True
 
 
 def _check_split(what: str, folder: Path, split: str) -> None:

@@ -96,10 +96,8 @@ def load_held_out(
     problems: EvalSettings, settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()
 ) -> Dataset:
     """Loads the evaluation prompts, read as those of training. An over-long one is an error, so none is left out."""
-    own: dict[str, Any] = dict(
-        convert=problems.convert, field="eval.convert", problems=problems.problems, overlong="error"
-    )
-    return read(problems.source, tokenizer, **_reading(settings, tools) | own)
+    own = {"convert": problems.convert, "problems": problems.problems, "overlong": "error"}
+    return read(problems.source, tokenizer, field="eval.convert", **_reading(settings, tools) | own)
 
 
 def _reading(settings: DataSettings, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:

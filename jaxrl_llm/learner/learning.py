@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms import kl
 from jaxrl_llm.algorithms.credit import CreditFn
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.records import Call
@@ -30,6 +30,9 @@ from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.structs import AnyArray, Array, Batch, PyTree, Sizes
+
+# (policy, reference, share of the policy) -> the reference, moved towards the policy.
+mixed = jax.jit(optax.incremental_update, donate_argnums=1)
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ class Learning:
         refresh = self.reference and self.reference.refresh
         if refresh and step % refresh.every == 0:
             reference = sharding.move(states["reference"], sharding.DEVICE)
-            states = states | {"reference": kl.mix_params(reference, states["policy"].params, refresh.mix)}
+            states = states | {"reference": mixed(states["policy"].params, reference, refresh.mix)}
         return self.put_away(states)
 
     def put_away(self, states: States) -> States:

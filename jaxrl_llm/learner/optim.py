@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -17,7 +16,6 @@ from jaxrl_llm.health.rules.bounds import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE
 from jaxrl_llm.machine.sharding import path_name
 from jaxrl_llm.structs import Array, PyTree
 
-Schedule: TypeAlias = optax.Schedule
 Decay: TypeAlias = Literal["constant", "linear", "cosine"]
 Momentum: TypeAlias = Annotated[float, Field(float, low=0, high=0.9999)]
 
@@ -40,7 +38,7 @@ def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, se
     return steps
 
 
-def schedule(peak: float, *, decay: Decay, end: float, total_steps: int, warmup: int = 0) -> Schedule:
+def schedule(peak: float, *, decay: Decay, end: float, total_steps: int, warmup: int = 0) -> optax.Schedule:
     """Returns a schedule: linear warm-up to `peak` over `warmup` steps, then decay to `end` at `total_steps`.
 
     decay: "constant" (stays at peak) | "linear" | "cosine". Step i of the warm-up has peak * (i + 1) / (warmup + 1),
@@ -74,9 +72,6 @@ class Optimizer(NamedTuple):
     coefficients: dict[str, Coefficient]  # metric name -> coefficient: "learning_rate", and the objective's
     gradient_dtype: str = "float32"  # of the sum over micro-batches
     skips: tuple[str, ...] = ()  # of SKIPS
-
-
-NO_COEFFICIENTS: Mapping[str, Coefficient] = MappingProxyType({})
 
 
 def constant(coef: float) -> Coefficient:
@@ -207,7 +202,7 @@ def decayed(params: PyTree) -> PyTree:
 
 def make_optimizer(
     total_steps: int,
-    more: Mapping[str, Coefficient] = NO_COEFFICIENTS,
+    more: Mapping[str, Coefficient] | None = None,
     skips: tuple[str, ...] = (),
     lowers: Lowers | None = None,
     *,
@@ -242,4 +237,4 @@ def make_optimizer(
     # After max_consecutive_errors, optax would apply the non-finite gradient.
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
     rate = lowers.applied_to(rate) if lowers else rate
-    return Optimizer(transform, {"learning_rate": rate} | dict(more), gradient_dtype, skips)
+    return Optimizer(transform, {"learning_rate": rate} | dict(more or {}), gradient_dtype, skips)

@@ -43,6 +43,7 @@ LAST_LINES = {
     "network": r"OSError: \[Errno 101\]",
     "files": r"PermissionError|OSError: \[Errno 30\]",
 }
+INSIDE = Path(inside.__file__).read_text(encoding="utf-8")  # the text of the program in there
 
 
 class Result(NamedTuple):
@@ -201,11 +202,6 @@ def _text(file: IO[bytes], characters: int) -> str:
     return text if len(text) <= characters else f"{text[:half]}\n...\n{text[len(text) - half :]}"
 
 
-@cache
-def _inside() -> str:
-    return Path(inside.__file__).read_text(encoding="utf-8")
-
-
 @contextmanager
 def started(
     code: str, *, seconds: float, memory: int, stdin: str = "", descriptors: Sequence[int] = ()
@@ -221,12 +217,12 @@ def started(
             file.seek(0)
         # Files and not pipes: nobody reads while the program runs, and RLIMIT_FSIZE bounds what it writes.
         stdout, stderr = (opened.enter_context(tempfile.TemporaryFile()) for _ in "oe")
-        (is_ready, ready), (filter_, to_filter) = (_pipe(opened) for _ in "rf")
+        (is_ready, ready), (filter_, to_filter) = (pipe(opened) for _ in "rf")
         alone = is_unconfined()
         # RLIMIT_CPU takes whole seconds.
         numbers = memory, max(math.ceil(seconds), 1), texts[0].fileno(), ready.fileno(), int(alone)
         # No user site, no site, no folder of its own on sys.path: only the standard library is imported.
-        program = [interpreter(), "-s", "-S", "-P", "-c", _inside(), *map(str, numbers)]
+        program = [interpreter(), "-s", "-S", "-P", "-c", INSIDE, *map(str, numbers)]
         folder, environment, handed = "/", {}, [texts[0].fileno(), ready.fileno(), *descriptors]
         if alone:
             folder = opened.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -263,6 +259,7 @@ def started(
             started_program.kill()
 
 
-def _pipe(opened: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+def pipe(opened: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """Returns the two ends of a new pipe, to read and to write, which `opened` closes."""
     read, write = os.pipe()
     return opened.enter_context(open(read, "rb", buffering=0)), opened.enter_context(open(write, "wb", buffering=0))

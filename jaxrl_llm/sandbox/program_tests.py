@@ -8,13 +8,10 @@ which calls the functions of the first one and compares plain data (`sandbox.rem
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cache
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +22,7 @@ from jaxrl_llm.sandbox.remote_calls import GONE
 SHOWN = 10_000  # characters of an output, beyond what is expected
 # Seconds in which a program that has left its tests ends.
 ENDING = 1.0
+LIBRARY = Path(remote_calls.__file__).read_text(encoding="utf-8")  # the first part of both programs
 
 
 class ProgramVerdict(NamedTuple):
@@ -71,16 +69,15 @@ def in_python(program: str, tests: Sequence[str | list[Any]], limits: ProgramLim
         return [LATE] * len(tests)
     each: dict[str, Any] = {"seconds": limits.seconds, "memory": limits.memory}
     with tempfile.TemporaryFile() as report, ExitStack() as opened:
-        # calls -> to_program and answers <- to_judge are the ends of two pipes.
-        calls, to_program, answers, to_judge = ends = [opened.enter_context(end) for _ in "ab" for end in _pipe()]
-        theirs = f"{_library()}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
+        (calls, to_program), (answers, to_judge) = (sandbox.pipe(opened) for _ in "ca")
+        theirs = f"{LIBRARY}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
         numbers = answers.fileno(), to_program.fileno(), report.fileno()
-        ours = f"{_library()}judge({', '.join(map(str, numbers))}, {list(tests)!r})"
+        ours = f"{LIBRARY}judge({', '.join(map(str, numbers))}, {list(tests)!r})"
         # Each gets its own ends alone. The report is the judge's: a program that could write to it would pass all
         # tests.
         tested = opened.enter_context(sandbox.started(theirs, **each, descriptors=(calls.fileno(), to_judge.fileno())))
         judge = opened.enter_context(sandbox.started(ours, **each, descriptors=numbers))
-        for end in ends:
+        for end in (calls, to_program, answers, to_judge):
             # Only the children keep them: when one ends, the other reads an end of file.
             end.close()
         _, late = judge.wait(min(time.monotonic() + sandbox.CLOCK * limits.seconds, limits.end), beside=tested)
@@ -104,16 +101,6 @@ def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list
     if len(lines) > count or not known.keys() >= set(lines):
         return [ProgramVerdict(False, "error")] * count
     return [known[line] for line in lines] + [ProgramVerdict(False, missing)] * (count - len(lines))
-
-
-@cache
-def _library() -> str:
-    return Path(remote_calls.__file__).read_text(encoding="utf-8")
-
-
-def _pipe() -> tuple[FileIO, FileIO]:
-    read, write = os.pipe()
-    return FileIO(read, "r"), FileIO(write, "w")
 
 
 def _lines(text: str) -> list[str]:

@@ -23,12 +23,28 @@ REASONS = ("error", "memory", "disk", "processes", "network", "files")
 # The program had ended; the trainer knows why.
 GONE = "gone"
 TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object)
-NUMBERS = {
-    "decimal": decimal.Decimal,
-    "fraction": fractions.Fraction,
-    "date": datetime.date,
-    "datetime": datetime.datetime,
-    "timedelta": datetime.timedelta,
+
+
+def from_hex(text):
+    return int(text, 16)
+
+
+# {tag: (class, value -> parts, parts -> value)} of plain data that are no containers and that JSON has not.
+CODES = {
+    "int": (int, lambda x: [hex(x)], from_hex),
+    "complex": (complex, lambda x: [x.real, x.imag], lambda *parts: complex(*map(float, parts))),
+    "bytes": (bytes, lambda x: [x.hex()], bytes.fromhex),
+    "bytearray": (bytearray, lambda x: [x.hex()], bytearray.fromhex),
+    "range": (range, lambda x: map(hex, (x.start, x.stop, x.step)), lambda *parts: range(*map(from_hex, parts))),
+    "decimal": (decimal.Decimal, lambda x: [str(x)], decimal.Decimal),
+    "fraction": (
+        fractions.Fraction,
+        lambda x: map(hex, x.as_integer_ratio()),
+        lambda *parts: fractions.Fraction(*map(from_hex, parts)),
+    ),
+    "date": (datetime.date, lambda x: [x.isoformat()], datetime.date.fromisoformat),
+    "datetime": (datetime.datetime, lambda x: [x.isoformat()], datetime.datetime.fromisoformat),
+    "timedelta": (datetime.timedelta, lambda x: [x.days, x.seconds, x.microseconds], datetime.timedelta),
 }
 CONTAINERS = {
     "list": list,
@@ -43,9 +59,9 @@ CONTAINERS = {
 TAGS = {kind: tag for tag, kind in CONTAINERS.items()}
 EXTENDED = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 # Names that a test takes from here, whatever the program has under them.
-KNOWN = {kind.__name__: kind for kind in (*NUMBERS.values(), *list(CONTAINERS.values())[4:])}
-KNOWN["defaultdict"] = collections.defaultdict
-PLAIN_ATTRIBUTES = {name for kind in (*TYPES, *NUMBERS.values(), *CONTAINERS.values()) for name in dir(kind)}
+PLAIN = (*(kind for kind, *_ in CODES.values()), *CONTAINERS.values())
+KNOWN = {kind.__name__: kind for kind in (*PLAIN, collections.defaultdict)}
+PLAIN_ATTRIBUTES = {name for kind in (*TYPES, *PLAIN) for name in dir(kind)}
 # An exception of the program that would end a loop, an iterator or the judge itself is another one there.
 RAISED = {
     name: kind
@@ -152,8 +168,9 @@ class Link:
             return ["yours", object.__getattribute__(value, f"_{kind.__name__}__number")]
         if kind is type and value in TYPES:
             return ["type", value.__name__]
-        if (simple := as_text(value, kind)) is not None:
-            return simple
+        for tag, (coded, parts, _) in CODES.items():
+            if kind is coded:
+                return [tag, *parts(value)]
         for plain in EXTENDED if kind is not type else ():
             if isinstance(value, plain):
                 # A class that extends a plain one: its content.
@@ -183,7 +200,9 @@ class Link:
             return self.objects[parts[0]]
         if tag == "type":
             return {kind.__name__: kind for kind in TYPES}[str(parts[0])]
-        return from_text(tag, parts)
+        if tag not in CODES:
+            raise ValueError(f"no value has the tag {tag!r}")
+        return CODES[tag][2](*parts)
 
 
 def content(value, plain):
@@ -197,39 +216,6 @@ def content(value, plain):
     if plain is complex:
         return complex(complex.real.__get__(value), complex.imag.__get__(value))
     return plain(plain.__int__(value) if plain is int else plain.__float__(value) if plain is float else value)
-
-
-def as_text(value, kind):
-    if kind is int:
-        return ["int", hex(value)]
-    if kind is complex:
-        return ["complex", value.real, value.imag]
-    if kind in (bytes, bytearray):
-        return [kind.__name__, value.hex()]
-    if kind is range:
-        return ["range", *map(hex, (value.start, value.stop, value.step))]
-    if kind is decimal.Decimal:
-        return ["decimal", str(value)]
-    if kind is fractions.Fraction:
-        return ["fraction", hex(value.numerator), hex(value.denominator)]
-    if kind in (datetime.date, datetime.datetime):
-        return [kind.__name__, value.isoformat()]
-    return ["timedelta", value.days, value.seconds, value.microseconds] if kind is datetime.timedelta else None
-
-
-def from_text(tag, parts):
-    if tag == "complex":
-        return complex(*map(float, parts))
-    if tag in ("bytes", "bytearray"):
-        return {"bytes": bytes, "bytearray": bytearray}[tag].fromhex(*parts)
-    if tag in ("int", "range", "fraction"):
-        numbers = [int(x, 16) for x in parts]
-        return numbers[0] if tag == "int" else range(*numbers) if tag == "range" else fractions.Fraction(*numbers)
-    if tag in ("date", "datetime"):
-        return NUMBERS[tag].fromisoformat(*parts)
-    if tag in ("decimal", "timedelta"):
-        return NUMBERS[tag](*parts)
-    raise ValueError(f"no value has the tag {tag!r}")
 
 
 def failure(error):

@@ -76,11 +76,9 @@ def accuracy(
         _warn(faults[0])
     limits = ProgramLimits(seconds, memory, deadline())
 
-    def verdicts(program: str | None, case: list[Any]) -> list[ProgramVerdict]:
-        return [] if program is None or not case else _verdicts(program, case, limits, partial)
-
     def judged(program: str | None, case: list[Any]) -> tuple[list[ProgramVerdict], bool]:
-        return verdicts(program, case), time.monotonic() >= limits.end
+        verdicts = [] if program is None or not case else _verdicts(program, case, limits, partial)
+        return verdicts, time.monotonic() >= limits.end
 
     # Threads are enough: each waits for a process of the sandbox.
     with ThreadPoolExecutor(cpus()) as threads:

@@ -117,7 +117,7 @@ async def score(
         for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
     ]
     # Equal questions are asked once: completions of a group are often equal.
-    questions = [_filled(form, row) for row in rows]
+    questions = [form.format(**row) for row in rows]
     request = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=_headers(api_key_env)) as client:
@@ -203,13 +203,6 @@ def _fields(form: str) -> set[str]:
         raise UserError(
             f"judge.score: the template has a wrong brace ({error}): double each one that is text"
         ) from None
-
-
-def _filled(form: str, row: dict[str, Any]) -> str:
-    for name in _fields(form):
-        if name not in row:
-            raise UserError(f"judge.score: the template shows column {name!r}, which the data does not have")
-    return form.format(**row)
 
 
 def _headers(api_key_env: str) -> dict[str, str]:

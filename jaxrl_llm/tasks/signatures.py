@@ -65,11 +65,10 @@ def _adapter(function: Callable[..., Any], parameters: Any, plural: str) -> Call
             ]
         if plural:
             returned = function(**arguments)
-            return _awaited(returned, log_metric) if inspect.isawaitable(returned) else _totals(returned, log_metric)
-        one_by_one = [function(**{name: all_[i] for name, all_ in arguments.items()}) for i in range(len(texts))]
-        if any(map(inspect.isawaitable, one_by_one)):
-            return _gathered(one_by_one, log_metric)
-        return _totals(one_by_one, log_metric)
+        else:
+            returned = [function(**{name: all_[i] for name, all_ in arguments.items()}) for i in range(len(texts))]
+        waits = inspect.isawaitable(returned) or (not plural and any(map(inspect.isawaitable, returned)))
+        return _awaited(returned, log_metric) if waits else _totals(returned, log_metric)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     defaults = {column: parameters[name].default for name, column in columns.items()}
@@ -84,12 +83,8 @@ def _adapter(function: Callable[..., Any], parameters: Any, plural: str) -> Call
 
 
 async def _awaited(returned: Any, log_metric: Any) -> Any:
-    return _totals(await returned, log_metric)
-
-
-async def _gathered(returned: list[Any], log_metric: Any) -> Any:
-    # Here, because it belongs to the loop that runs.
-    return _totals(await asyncio.gather(*returned), log_metric)
+    # Gathered here, because it belongs to the loop that runs.
+    return _totals(await (asyncio.gather(*returned) if isinstance(returned, list) else returned), log_metric)
 
 
 def _totals(returned: Any, log_metric: Callable[[str, float], None]) -> Any:
