@@ -179,8 +179,9 @@ def make_learner(
     gradient, to rounding. aggregate maps the loss mask to weights, as `aggregation_weights` does. base: the parameters
     that do not learn; they are neither donated nor differentiated.
     """
-    coef_state = {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}
-    states = jax.eval_shape(lambda p: TrainState(p, optimizer.transform.init(p), coef_state), shapes)
+    # New arrays at each call: the first update donates them, and a run that goes back to its beginning needs others.
+    coef_state = lambda: {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}  # noqa: E731
+    states = jax.eval_shape(lambda p: TrainState(p, optimizer.transform.init(p), coef_state()), shapes)
     placed = sharding.shardings(states, mesh)
     states = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), states, placed)
     gradient = partial(
@@ -191,7 +192,7 @@ def make_learner(
         first = params()
         # With out_shardings, no device ever holds the whole optimizer state.
         opt_state = jax.jit(optimizer.transform.init, out_shardings=placed.opt_state)(first)
-        return TrainState(first, opt_state, jax.device_put(coef_state, placed.coef_state))
+        return TrainState(first, opt_state, jax.device_put(coef_state(), placed.coef_state))
 
     step = make_update_step(gradient(microbatch), optimizer, mesh, placed)
     return Learner(step, states, init, jax.jit(partial(coefficients, optimizer)), gradient, base=base)
