@@ -85,7 +85,7 @@ def findings(answer: self_test.CheckReport) -> list[str]:
 
 def said(run, *, full: bool) -> dict[str, tuple[bool, list[str]]]:
     checked = self_test.check(run.subject, run.session.at.states, full=full)
-    return {x.id: (x.report.applicable, [finding.id for finding in x.report.findings]) for x in checked if x.id}
+    return {x.id: (x.applicable, [finding.id for finding in x.findings]) for x in checked if x.id}
 
 
 class Faulty:

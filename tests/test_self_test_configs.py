@@ -135,5 +135,5 @@ def test_it_is_silent_on(file, template, models, updates, tmp_path):
         checked = [x for x in self_test.check(parts.subject, session.at.states, full=full) if x.id]
         parts.rest()
     shutil.rmtree(tmp_path / "run")  # checkpoints are large
-    assert [finding.line() for x in checked for finding in x.report.findings] == []
-    assert not full or sum(x.report.applicable for x in checked) >= 6
+    assert [finding.line() for x in checked for finding in x.findings] == []
+    assert not full or sum(x.applicable for x in checked) >= 6

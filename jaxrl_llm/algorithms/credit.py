@@ -87,7 +87,8 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
                 greedy = greedy + overlong_penalty(rewards.greedy_lengths, mask.shape[-1], tokens)
             inputs["greedy_rewards"] = jnp.nan_to_num(greedy)[:, 0]
         advantage = estimator.compute(**{name: inputs[name] for name in estimator.inputs})
-        columns = {"rewards": total, "advantages": over_tokens(advantage, mask), "loss_mask": mask}
+        by_token = advantage if advantage.ndim == 3 else advantage[..., None]
+        columns = {"rewards": total, "advantages": jnp.where(mask, by_token, 0.0), "loss_mask": mask}
         metrics = reward_metrics(total, channels, penalty if credit.kl else None)
         metrics |= {"reward/no_verdict": 1 - jnp.mean(has_reward)}
         if credit.returns:
@@ -109,14 +110,6 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
         return replace(batch, **assigned, **used, columns=columns), metrics
 
     return assign_credit
-
-
-def over_tokens(
-    advantage: Float[Array, "B G"] | Float[Array, "B G C"], mask: Bool[Array, "B G C"]
-) -> Float[Array, "B G C"]:
-    """Broadcasts advantages [B, G] or [B, G, C] to the trained tokens [B, G, C]; 0 elsewhere."""
-    by_token = advantage if advantage.ndim == 3 else advantage[..., None]
-    return jnp.where(mask, jnp.broadcast_to(by_token, mask.shape), 0.0)
 
 
 def at_the_end(rewards: Float[Array, "B G"], mask: Bool[Array, "B G C"]) -> Float[Array, "B G C"]:

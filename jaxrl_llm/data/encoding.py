@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from itertools import repeat
@@ -47,8 +47,7 @@ def encode(
     """
     numbers, template_args = numbers or range(1, len(prompts) + 1), dict(template_args or {})
     if any(not isinstance(prompt, str) for prompt in prompts):
-        check_template(tokenizer, source, template_args)
-        check_row_args(tokenizer, source, numbers, row_args)
+        check_template(tokenizer, source, template_args, zip(numbers, row_args, strict=False))
     # The cache saves minutes at the start of a run with a large data set.
     key, ids = _key(tokenizer, prompts, template_args, row_args), None
     if key:
@@ -73,32 +72,32 @@ def encode_text(text: str, tokenizer: Any) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def check_template(tokenizer: Any, source: str, template_args: Mapping[str, Any]) -> None:
-    """Checks that a chat template exists and reads all arguments. Raises: UserError, naming an unread one."""
+def check_template(
+    tokenizer: Any, source: str, template_args: Mapping[str, Any], rows: Iterable[tuple[int, Mapping[str, Any]]]
+) -> None:
+    """Checks that a chat template exists and reads all arguments, also those of rows: (number, arguments).
+
+    Raises: UserError, naming an argument that it does not read.
+    """
     if not tokenizer.chat_template:
         raise UserError(
             f"{source} holds chats but the tokenizer has no chat template: use an instruct model, or text, or add a "
             f"chat_template.jinja to {tokenizer.name_or_path}"
         )
-    read = _read_by_template(tokenizer) if template_args else set()
+    names = [(number, name) for number, args in rows for name in args]
+    read = _read_by_template(tokenizer) if template_args or names else set()
     for name in template_args:
         if name not in read:
             raise UserError(
                 f"chat_template_args: the chat template does not read {name!r}, so it would do nothing; "
                 f"it reads {', '.join(sorted(read)) or 'no argument'}"
             )
-
-
-def check_row_args(tokenizer: Any, source: str, numbers: Sequence[int], row_args: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that the chat template reads the arguments of all rows. Raises: UserError, naming a row."""
-    read = _read_by_template(tokenizer) if any(row_args) else set()
-    for number, args in zip(numbers, row_args, strict=False):
-        for name in args:
-            if name not in read:
-                raise UserError(
-                    f"{source} row {number} has {name!r} for the chat template, which does not read it: use a model "
-                    "whose template does, or leave the column out"
-                )
+    for number, name in names:
+        if name not in read:
+            raise UserError(
+                f"{source} row {number} has {name!r} for the chat template, which does not read it: use a model "
+                "whose template does, or leave the column out"
+            )
 
 
 def on_day(tokenizer: Any, day: str) -> Any:

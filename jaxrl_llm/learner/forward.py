@@ -49,7 +49,7 @@ def over_rows(
         return per_token(hidden if after else _before(first, hidden, rows[1]), rows[0])
 
     if parts == 1:
-        rows, collect = _rows(batch, index), partial(_load, _trained(batch, index))
+        rows, collect = _rows(batch, index), partial(_load, _in_rows(batch.loss_mask, index))
         prompt_hidden, hidden, load = model.forward(params, batch.prompts, batch.prompt_mask, *rows, collect)
         first = last_state(prompt_hidden, batch.prompt_mask)
         return _in_order(values_of_rows(first, hidden, rows), index, batch), load
@@ -58,7 +58,7 @@ def over_rows(
     first, prefix = jax.tree.map(jnp.float32, (last_state(prompt_hidden, batch.prompt_mask), prefix))
 
     def part(index: Array) -> tuple[PyTree, Load | None]:
-        rows, collect = _rows(batch, index), partial(_load, _trained(batch, index))
+        rows, collect = _rows(batch, index), partial(_load, _in_rows(batch.loss_mask, index))
         shared = jax.tree.map(lambda x: x.astype(model.cfg.dtype), prefix)
         hidden, load = model.extend(params, shared, batch.prompt_mask, *rows, collect)
         return values_of_rows(first, hidden, rows), load
@@ -83,13 +83,9 @@ def _in_rows(values: Array, index: Array) -> jax.Array:
     return jax.vmap(lambda x, at: jnp.where(at < 0, 0, x.reshape(-1)[at]))(values, index)
 
 
-def _trained(batch: Batch, index: Array) -> jax.Array:
-    return _in_rows(batch.loss_mask, index).astype(bool)
-
-
-def _load(counted: Array, routing: Routing) -> Load:
-    """Sums the routing [..., experts] of a layer over the tokens that `counted` [...] marks."""
-    experts, counted = routing.probabilities.shape[-1], counted.reshape(-1, 1)
+def _load(trained: Array, routing: Routing) -> Load:
+    """Sums the routing [..., experts] of a layer over the tokens that `trained` [...] marks."""
+    experts, counted = routing.probabilities.shape[-1], trained.astype(bool).reshape(-1, 1)
     probabilities = jnp.where(counted, routing.probabilities.reshape(-1, experts), 0.0)
     chosen = jnp.where(counted, routing.chosen.reshape(len(counted), -1), experts)
     # A comparison and not a scatter, which is slow on a TPU.

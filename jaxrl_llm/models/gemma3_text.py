@@ -10,9 +10,9 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import config_json, gemma2, rope
 from jaxrl_llm.models.config import DecoderConfig
-from jaxrl_llm.models.names import GEMMA as NAMES
+from jaxrl_llm.models.names import GEMMA
 
-__all__ = ["NAMES", "decoder_config"]
+NAMES = GEMMA
 
 THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # of a config.json that does not mention them
 

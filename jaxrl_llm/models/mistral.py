@@ -6,9 +6,6 @@ from typing import Any
 
 from jaxrl_llm.models import config_json
 from jaxrl_llm.models.config import DecoderConfig
-from jaxrl_llm.models.names import DENSE as NAMES
-
-__all__ = ["NAMES", "decoder_config"]
 
 WINDOW = 4096  # of a config.json that does not mention one; null: none
 

@@ -8,8 +8,6 @@ from jaxrl_llm.models import config_json
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.names import DENSE
 
-__all__ = ["NAMES", "decoder_config"]
-
 NAMES = DENSE | {
     "layers/experts/router/kernel": "model.layers.{}.block_sparse_moe.gate.weight",
     "layers/experts/gate/kernel": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",

@@ -60,8 +60,8 @@ EXPERTS = DENSE | {
 
 
 def family_table(family: str) -> TensorNames:
-    """Returns the table of a family: NAMES of its module in this package."""
-    return importlib.import_module(f"jaxrl_llm.models.{family}").NAMES
+    """Returns the table of a family: NAMES of its module in this package, or DENSE."""
+    return getattr(importlib.import_module(f"jaxrl_llm.models.{family}"), "NAMES", DENSE)
 
 
 def stacked(form: str) -> int:

@@ -6,9 +6,6 @@ from typing import Any
 
 from jaxrl_llm.models import config_json, qwen2
 from jaxrl_llm.models.config import DecoderConfig
-from jaxrl_llm.models.names import DENSE as NAMES
-
-__all__ = ["NAMES", "decoder_config"]
 
 
 def decoder_config(hf: dict[str, Any]) -> DecoderConfig:

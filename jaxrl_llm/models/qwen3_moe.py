@@ -7,9 +7,9 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import config_json
 from jaxrl_llm.models.config import DecoderConfig
-from jaxrl_llm.models.names import EXPERTS as NAMES
+from jaxrl_llm.models.names import EXPERTS
 
-__all__ = ["NAMES", "decoder_config"]
+NAMES = EXPERTS
 
 
 def decoder_config(hf: dict[str, Any]) -> DecoderConfig:

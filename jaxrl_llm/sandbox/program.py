@@ -104,7 +104,7 @@ def run(code: str, *, seconds: float, memory: int, characters: int, stdin: str =
     """
     with started(code, seconds=seconds, memory=memory, stdin=stdin) as program:
         error, reason = program.wait(min(time.monotonic() + CLOCK * seconds, end))
-        return Result(program.output(characters), program.errors(characters), error, reason)
+        return Result(_text(program.stdout, characters), program.errors(characters), error, reason)
 
 
 class SandboxProgram(NamedTuple):
@@ -181,9 +181,6 @@ class SandboxProgram(NamedTuple):
         # The kernel then ends bubblewrap's process 1, and with it all others.
         self.process.kill()
         self.process.wait()
-
-    def output(self, characters: int) -> str:
-        return _text(self.stdout, characters)
 
     def errors(self, characters: int) -> str:
         return _text(self.stderr, characters)

@@ -64,6 +64,18 @@ class CheckReport(NamedTuple):
     text: str  # the numbers, or why it measured none
     findings: tuple[Finding, ...] = ()
     applicable: bool = True
+    id: str = ""  # of the check; "": it is none, and says what all checks look at
+    seconds: float = 0.0
+
+    def line(self) -> str:
+        """Returns it as a line of a table."""
+        verdict = "found" if self.findings else "passed" if self.applicable else "not applicable"
+        return f"{self.id:<4} {verdict:<15} {self.text}  ({self.seconds:.1f} s)"
+
+    def record(self) -> dict[str, Any]:
+        passed = not self.findings if self.applicable else None
+        fields = {"id": self.id, "passed": passed, "text": self.text, "seconds": round(self.seconds, 3)}
+        return fields | {"findings": [finding.record() for finding in self.findings]}
 
 
 def alarm(
@@ -79,36 +91,17 @@ skipped = partial(CheckReport, findings=(), applicable=False)
 MORE = "doctor --selftest does this: it needs programs that the run has not"
 
 
-class Checked(NamedTuple):
-    """A check that was run."""
-
-    id: str
-    report: CheckReport
-    seconds: float
-
-    def line(self) -> str:
-        """Returns it as a line of a table."""
-        verdict = "found" if self.report.findings else "passed" if self.report.applicable else "not applicable"
-        return f"{self.id:<4} {verdict:<15} {self.report.text}  ({self.seconds:.1f} s)"
-
-    def record(self) -> dict[str, Any]:
-        findings = [finding.record() for finding in self.report.findings]
-        passed = self.report.applicable and not findings
-        fields = {"id": self.id, "passed": passed if self.report.applicable else None, "text": self.report.text}
-        return fields | {"seconds": round(self.seconds, 3), "findings": findings}
-
-
-def check(parts: Subject, states: States, *, full: bool) -> Iterator[Checked]:
+def check(parts: Subject, states: States, *, full: bool) -> Iterator[CheckReport]:
     """Runs all checks on a new run; states: its first ones; full: also those with programs of their own."""
     began = time.perf_counter()
     trial = prepare(parts, states, full=full)
     _, group, _ = trial.rollouts.completions.shape
     sampled = f"sampled {len(trial.rollouts.completions)} x {group} completions, and scored them"
-    yield Checked("", CheckReport(sampled), time.perf_counter() - began)
+    yield CheckReport(sampled, seconds=time.perf_counter() - began)
     for id, function in CHECKS:
         began = time.perf_counter()
         report = function(trial)
-        yield Checked(id, report, time.perf_counter() - began)
+        yield report._replace(id=id, seconds=time.perf_counter() - began)
 
 
 def at_start(parts: Subject, states: States, say: Callable[[str], None]) -> list[Finding]:
@@ -117,8 +110,8 @@ def at_start(parts: Subject, states: States, say: Callable[[str], None]) -> list
     reports, following = [], [*(id for id, _ in CHECKS), ""]
     with progress.task("self-test", len(following)) as shown:
         shown.detail = "sampling"
-        for checked, then in zip(check(parts, states, full=False), following, strict=True):
-            reports += [checked.report] if checked.id else []
+        for report, then in zip(check(parts, states, full=False), following, strict=True):
+            reports += [report] if report.id else []
             shown.advance(detail=then)
     applicable = sum(report.applicable for report in reports)
     alarming = sum(bool(report.findings) for report in reports)

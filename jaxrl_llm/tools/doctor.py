@@ -23,7 +23,7 @@ from jaxrl_llm.health.finding import SEVERITIES, Finding, LogRecord
 from jaxrl_llm.health.history import History
 from jaxrl_llm.recipe import advice
 from jaxrl_llm.selftest import self_test
-from jaxrl_llm.selftest.self_test import Checked
+from jaxrl_llm.selftest.self_test import CheckReport
 from jaxrl_llm.session.banner import totals_table
 from jaxrl_llm.structs import Config, Sizes
 from jaxrl_llm.tools import logs
@@ -97,7 +97,7 @@ def look_at_config(config: Config, args: Namespace) -> list[Finding]:
     judged = advice.RunSettings(recipe, advice.width_of(recipe), changed=changed)
     findings, blind = advice.findings(judged), advice.blind(judged)
     self_tests = self_test_of(config, quiet=args.json) if args.selftest else []
-    findings += [finding for checked in self_tests for finding in checked.report.findings]
+    findings += [finding for checked in self_tests for finding in checked.findings]
     if args.json:
         report = {"totals": recipe.sizes.totals(), "findings": [finding.record() for finding in findings]}
         report |= {"rules": len(advice.RULES), "could_not_look": blind}
@@ -117,7 +117,7 @@ def overrides(fields: Mapping[str, Any], file: Path) -> list[str]:
     return [f"{name} = {value!r}" for name, value in changed.items() if not name.startswith(SAME_RESULT)]
 
 
-def self_test_of(config: Config, *, quiet: bool) -> list[Checked]:
+def self_test_of(config: Config, *, quiet: bool) -> list[CheckReport]:
     """Runs the self-test of a config's run in a temporary workdir. Prints a line for each check, unless quiet.
 
     Raises: UserError, if the run cannot be built.
