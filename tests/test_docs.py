@@ -94,7 +94,7 @@ def test_the_page_of_failures_names_rules_that_are_there_and_every_rule_that_war
     findings = {}  # {id: what may be its severity}, of every finding that the package makes
     for file in JUDGES:
         rules = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
-        for rule, call in ((rule, node) for rule in rules for node in ast.walk(rule)):
+        for rule, call in ((function, node) for function in rules for node in ast.walk(function)):
             match call:
                 case ast.Call(ast.Name("Finding"), [severity, *_]) if rule.name != "alarm":
                     findings[rule.name] = ast.unparse(severity)
