@@ -99,13 +99,11 @@ class Process:
         self.ask(function, *args)
 
     def ask(self, function: Callable[..., Any], *args: Any) -> None:
-        """Starts a call. Raises: ChildProcessError, if the process has ended; pickle's error, if pickling fails."""
+        """Starts a call, whose `answer` tells if the process has ended. Raises: pickle's error, if pickling fails."""
         # Whole before it is sent: an error of pickle leaves no half a question in the pipe.
         question = pickle.dumps((function, args))
-        try:
+        with suppress(OSError):
             self.connection.send_bytes(question)
-        except OSError:
-            raise self._ended() from None
 
     def answer(self, seconds: float) -> Any:
         """Returns the result of the oldest call without an answer.
@@ -113,6 +111,8 @@ class Process:
         Raises: TimeoutError, if there is no answer within `seconds`; ChildProcessError, if the process has ended;
         UserError, if the function raised it; RuntimeError, for any other exception of the function.
         """
+        if self.connection.closed:
+            raise self._ended()
         try:
             # `poll` takes no infinity.
             if not self.connection.poll(None if seconds == math.inf else max(0.0, seconds)):

@@ -136,8 +136,6 @@ class RewardFn:
             for name, process in self._processes.items():
                 try:
                     process.ask(_call_in_time, self._timeout, name, self._functions[name], rows, *completions)
-                except ChildProcessError as error:
-                    raise self._ended(name, error) from None
                 except (TypeError, AttributeError, pickle.PicklingError) as error:
                     raise self._cannot_be_sent(name, rows, error) from error
             return {name: self._answer(name, end, len(rows)) for name in self._processes}
@@ -152,18 +150,15 @@ class RewardFn:
             WATCHDOG.moved()
             return answer
         except ChildProcessError as error:
-            raise self._ended(name, error) from None
+            raise UserError(
+                f"reward {name} ended its process ({error}): make it return or raise; {self._field} = 0 runs it in the "
+                "trainer's own process, where a debugger can follow it"
+            ) from None
         except TimeoutError:
             raise UserError(
                 f"reward {name} took longer than {self._field} = {self._timeout:g} seconds for a batch of {count} "
                 f"completions: make it faster, or raise {self._field} (0: no limit)"
             ) from None
-
-    def _ended(self, name: str, error: ChildProcessError) -> UserError:
-        return UserError(
-            f"reward {name} ended its process ({error}): make it return or raise; {self._field} = 0 runs it in the "
-            "trainer's own process, where a debugger can follow it"
-        )
 
     def _cannot_be_sent(self, name: str, rows: list[dict[str, Any]], error: Exception) -> UserError:
         columns = [key for row in rows for key, value in row.items() if not _can_be_sent(value)]
