@@ -68,18 +68,13 @@ COMPILE_ONLY = "compile the programs of the run into the cache of compiled code,
 
 
 @dataclass
-class Parts:
-    """The parts of a step of `train`, in the order in which it uses them."""
+class Parts(Subject):
+    """The parts of a run of `train`: those that its self-test looks at, and more."""
 
-    actor: Actor
-    packing: Packing
-    learning: Learning
-    book: Book
     evaluation: Callable[[Engine], float]  # -> accuracy
     problems: int
     export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
     programs: Callable[[], Iterator[Program]]  # all that the run may compile
-    subject: Subject
     self_test: Callable[[], None] | None = None  # of a new run
 
     @property
@@ -209,20 +204,27 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
     rows = banner.models_table(learning.scorers, learning.learners), banner.shapes_table(slots, packing.ladder.shapes)
     outputs = open_outputs(place, recipe, inputs, learning, [*rows[0], *rows[1]], inputs.dataset.counts())
     actor = make_actor(place, recipe, inputs)
+    reward = recipe.reward
     parts = Parts(
         actor,
-        packing,
         learning,
+        packing,
+        models.model,
+        inputs.tokenizer,
+        inputs.dataset,
+        inputs.stop_ids,
+        inputs.environments,
         inputs.book,
+        partial(RewardFn, reward.functions, reward.weights, reward.timeout, field="config.reward.timeout"),
+        self_test_facts(recipe, inputs.tools),
         make_evaluation(place, recipe, inputs),
         len(inputs.held_out.rows),
         partial(inputs.export, place, learning.learners["policy"]),
         partial(run_programs, recipe, inputs, learning, packing, actor.engine),
-        make_subject(recipe, inputs, learning, packing, actor),
     )
     session = outputs(parts)
     if recipe.health.self_test:
-        parts.self_test = partial(run_self_test, session, parts.subject)
+        parts.self_test = partial(run_self_test, session, parts)
     return session, parts
 
 
@@ -366,33 +368,18 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
     return opened.enter_context(closing(actor))
 
 
-def make_subject(recipe: Recipe, inputs: Inputs, learning: Learning, packing: Packing, actor: Actor) -> Subject:
-    """Returns what the self-test looks at."""
-    reward, args = recipe.reward, recipe.data.template_args(inputs.tools)
-    facts = Facts(
+def self_test_facts(recipe: Recipe, tools: list[dict[str, Any]]) -> Facts:
+    """Returns what the self-test needs to know of a recipe; tools: that the chat template describes."""
+    return Facts(
         dtype=recipe.model.dtype,
         gradient_dtype=recipe.optim.gradient_dtype,
         in_trainer=recipe.chosen_engine.in_trainer,
         own_samples=recipe.own_samples,
         credit=recipe.credit,
         loss=recipe.loss,
-        reward=reward,
+        reward=recipe.reward,
         env=recipe.env,
-        template_args=args,
-    )
-    open_judge = partial(RewardFn, reward.functions, reward.weights, reward.timeout, field="config.reward.timeout")
-    return Subject(
-        actor,
-        learning,
-        packing,
-        inputs.models.model,
-        inputs.tokenizer,
-        inputs.dataset,
-        inputs.stop_ids,
-        inputs.environments,
-        inputs.book,
-        open_judge,
-        facts,
+        template_args=recipe.data.template_args(tools),
     )
 
 

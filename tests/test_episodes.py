@@ -304,7 +304,7 @@ def test_every_program_of_episodes_is_known_beforehand():
 def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
     with build(config_with_turns(), tmp_path / "run") as (session, parts):
         session.restore()
-        trial = prepare(parts.subject, session.at.states, full=True)
+        trial = prepare(parts, session.at.states, full=True)
         good = self_test.environment_is_masked(trial)
         assert good.applicable and not good.findings
         rollouts, dialogs = trial.episodes()

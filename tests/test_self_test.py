@@ -54,7 +54,7 @@ def tiny(name: str = "grpo", **changes) -> ConfigDict:
 def restored(workdir: Path, **changes):
     with build(tiny(**changes), workdir) as (session, parts):
         session.restore()
-        yield SimpleNamespace(session=session, parts=parts, subject=parts.subject)
+        yield SimpleNamespace(session=session, parts=parts, subject=parts)
 
 
 @pytest.fixture(scope="module")

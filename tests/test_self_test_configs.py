@@ -132,7 +132,7 @@ def test_it_is_silent_on(file, template, models, updates, tmp_path):
     updates.add(update)
     with build(config, tmp_path / "run") as (session, parts):
         session.restore()
-        checked = [x for x in self_test.check(parts.subject, session.at.states, full=full) if x.id]
+        checked = [x for x in self_test.check(parts, session.at.states, full=full) if x.id]
         parts.rest()
     shutil.rmtree(tmp_path / "run")  # checkpoints are large
     assert [finding.line() for x in checked for finding in x.findings] == []

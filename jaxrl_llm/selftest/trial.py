@@ -53,7 +53,7 @@ class Facts(NamedTuple):
     template_args: dict[str, Any]  # of the chat template
 
 
-@dataclass(frozen=True)
+@dataclass
 class Subject:
     """The parts of a run that its self-test looks at."""
 
