@@ -31,7 +31,8 @@ class Section(ConfigDict):
 
     _path = ""  # in the whole config, such as "critic.optim"; "": it is the whole
     _left_out: ClassVar[Mapping[str, Any]] = {}  # sections that None has replaced
-    _open = False  # may get fields of any names, which are checked with the whole config
+    # It was made by `section_named`: it may get fields of any names, which are checked with the whole config.
+    is_open = False
 
     def __setitem__(self, key: str, value: Any) -> None:
         path = f"{self._path}.{key}" if self._path else key
@@ -73,15 +74,10 @@ class Section(ConfigDict):
         if self.get(name) is None:
             if name not in self._left_out:
                 self[name] = Section()
-                object.__setattr__(self[name], "_open", True)
+                object.__setattr__(self[name], "is_open", True)
             else:
                 self[name] = self._left_out[name]
         return self[name]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it was made by `section_named`, so that it may get fields of any names."""
-        return self._open
 
 
 def sections(config: Any) -> Section:

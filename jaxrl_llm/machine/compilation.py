@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import threading
@@ -30,6 +31,7 @@ M_ARENA_MAX = -8  # from glibc's malloc.h
 ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 COMPILER = "compiler"  # name of the thread that compiles ahead
+PROGRAMS = 10 * 2**30  # bytes of compiled programs that are kept: some hundred runs of large models
 # For all threads. glibc's default is 8 for each core, and each keeps the memory that the compiler has freed.
 HEAPS = 4
 
@@ -46,7 +48,9 @@ def keep_compilations() -> str:
     if platform.libc_ver()[0] == "glibc" and "MALLOC_ARENA_MAX" not in os.environ:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        user_cache.forget_programs(user_cache.home() / "xla")
+        # JAX's own limit (jax_compilation_cache_max_size) stops to store anything in a folder that began without a
+        # limit, and in one where a process was killed between the two files of an entry.
+        user_cache.forget(user_cache.home() / "xla", math.inf, PROGRAMS)
         jax.config.update("jax_compilation_cache_dir", str(user_cache.home() / "xla"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

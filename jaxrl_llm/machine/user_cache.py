@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +12,6 @@ from zipfile import BadZipFile
 import numpy as np
 
 FILES, BYTES = 16, 2**31  # limits of the token cache; the least recently used files are removed first
-PROGRAMS = 10 * 2**30  # bytes of compiled programs: some hundred runs of large models
 
 
 def home() -> Path:
@@ -55,16 +53,7 @@ def split(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     return [flat[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
 
-def forget_programs(folder: Path) -> None:
-    """Removes the least recently used compiled programs beyond the limit.
-
-    JAX's own limit (jax_compilation_cache_max_size) stops to store anything in a folder that began without a limit,
-    and in one where a process was killed between the two files of an entry.
-    """
-    forget(folder, sys.maxsize, PROGRAMS)
-
-
-def forget(folder: Path, files: int, size: int) -> None:
+def forget(folder: Path, files: float, size: int) -> None:
     """Removes the least recently used files beyond the limits. Another run may remove files at the same time."""
     by_use, room = [], size
     with suppress(OSError):  # no folder yet
