@@ -13,7 +13,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -22,6 +21,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError, briefly
+from jaxrl_llm.machine import extras
 
 __all__ = ["mlflow", "tensorboard", "trackio", "wandb"]
 
@@ -193,10 +193,7 @@ def check_named(names: tuple[str, ...], project: str) -> None:
     if len(set(names)) < len(names):
         raise UserError(f"config.log.to = {names} has a name twice: remove one")
     for name in (name for name in names if name in TRACKERS):
-        if not find_spec(name):
-            raise UserError(
-                f"config.log.to names {name}, which is not installed: pip install 'jaxrl_llm[{name}]', or take it out"
-            )
+        extras.require(name, name, "config.log.to")
         if not project:
             raise UserError(f"config.log.project is missing: config.log.to names {name}, which needs one")
         if name == "wandb" and (refused := set(project) & set("/\\#?%:")):
