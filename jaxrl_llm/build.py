@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import jax
-from ml_collections import ConfigDict
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms import losses
@@ -135,12 +134,12 @@ def opened_run(
     with at_work(workdir, signals=signals, command=command) as place:
         # First: the checks need the schedules' length.
         # Of plain values: a config may have fields that refer to others.
-        config.update_from_flattened_dict(checkpoint.beginning(workdir, flatten(ConfigDict(config.to_dict()))))
+        config.update_from_flattened_dict(checkpoint.beginning(workdir, flatten(config.to_dict())))
         recipe = read(config)
         place.config = config.to_dict()
         if recipe.deterministic:  # must come before JAX initializes its devices
             compute_deterministically()
-        known, fields = records.table(type(recipe), place.config), flatten(ConfigDict(place.config))
+        known, fields = records.table(type(recipe), place.config), flatten(place.config)
         place.take(fields, records.names_that_may_change(known, fields), known.defaults, shared=shared)
         run = make(place, recipe)
         if command:  # here all processes have loaded their data and models, for which there is no bound

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten
@@ -266,7 +265,7 @@ def environment_of(args: argparse.Namespace, run: SavedRun | None) -> EpisodeSet
         section = (run.get(name) if run else None) or {}
         if section := section | (getattr(args, name) or {}):
             values[name] = section
-    records.check_fields(records.table(EpisodeSettings, values), values, flatten(ConfigDict(values)))
+    records.check_fields(records.table(EpisodeSettings, values), values, flatten(values))
     episodes = records.read(EpisodeSettings, values)
     check_episodes(episodes.env, episodes.turns)
     return episodes

@@ -274,11 +274,12 @@ def _literal(text: str) -> Any:
 
 
 def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens a config or a section to {"optim.learning_rate": 1e-5, ...}. A section of OPEN stays one dict."""
+    """Flattens a config, a section or a dict to {"optim.learning_rate": 1e-5, ...}. Those of OPEN stay dicts."""
     flat: dict[str, Any] = {}
     # With the references: an override moves what refers to its field.
-    for key, value in section.items(preserve_field_references=True):
-        if isinstance(value, ConfigDict) and prefix + key not in OPEN:
+    references = {"preserve_field_references": True} if isinstance(section, ConfigDict) else {}
+    for key, value in section.items(**references):
+        if isinstance(value, ConfigDict | dict) and prefix + key not in OPEN:
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[prefix + key] = value.to_dict() if isinstance(value, ConfigDict) else value

@@ -17,8 +17,6 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from ml_collections import ConfigDict
-
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError, briefly
 from jaxrl_llm.machine import extras
@@ -282,7 +280,7 @@ class Mlflow:
             return
         new_run = self._client.create_run(experiment, run_name=run.workdir.name, tags={self.TAG: run.id()})
         self._id = new_run.info.run_id
-        params = [Param(self._named(name), str(value)) for name, value in flatten(ConfigDict(run.config)).items()]
+        params = [Param(self._named(name), str(value)) for name, value in flatten(run.config).items()]
         # MLflow refuses a request with more.
         for first in range(0, len(params), self.PARAMS):
             self._client.log_batch(self._id, params=params[first : first + self.PARAMS])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, TypeVar
 
-from ml_collections import ConfigDict
-
 from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten, with_names
 from jaxrl_llm.errors import UserError
@@ -40,7 +38,7 @@ def read_either(config: Config) -> Recipe | SftRecipe:
 def _record(kind: type[R], values: dict[str, Any]) -> tuple[R, dict[str, Any]]:
     """Returns a config as a record, and the values of its fields by their paths."""
     values = records.present(kind, values)
-    known, fields = records.table(kind, values), flatten(ConfigDict(values))
+    known, fields = records.table(kind, values), flatten(values)
     program = _program(fields)
     if program not in ("", kind.program):
         raise UserError(

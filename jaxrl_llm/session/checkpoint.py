@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
-from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import (
     AnyPreservationPolicy,
     BestN,
@@ -73,7 +72,7 @@ def check_workdir(
     if not file.is_file():
         raise UserError(f"--workdir {workdir} is not empty and not a run of ours (no config.json): give a new folder")
     try:
-        before = flatten(ConfigDict(json.loads(file.read_text())))
+        before = flatten(json.loads(file.read_text()))
     except (ValueError, AttributeError):  # not JSON, or not an object
         raise UserError(f"{file} is not a run's config: give another --workdir") from None
     now = json.loads(json.dumps(fields))  # as the file has them: lists for tuples
@@ -96,7 +95,7 @@ def beginning(workdir: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     began = {"schedule_steps": fields.get("num_steps", 0), "data.today": date.today().isoformat()}
     if distributed.first():
         with suppress(OSError, ValueError, AttributeError):  # no run, or `check_workdir` reports the error
-            before = flatten(ConfigDict(json.loads((workdir / "config.json").read_text())))
+            before = flatten(json.loads((workdir / "config.json").read_text()))
             began |= {name: before[name] for name in began if name in before}
     # Missing fields, and those of a wrong type, are left to the checks, and set ones to `check_workdir`.
     return {name: x for name, x in distributed.exchange(began)[0].items() if fields.get(name) in (0, "")}

@@ -10,7 +10,6 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard_data import EvalResult
-from ml_collections import ConfigDict
 
 import jaxrl_llm
 from jaxrl_llm.config.load import flatten
@@ -42,7 +41,7 @@ def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str]
     """
     records = [record for record in _records(workdir) if step is None or record["step"] <= step]
     last = records[-1]["step"] if records else 0
-    fields = flatten(ConfigDict(config))
+    fields = flatten(config)
     name, (algorithm, *tags) = workdir.resolve().name, _algorithm(fields)
     accuracy = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
     commit = _commit()

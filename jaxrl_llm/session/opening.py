@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.machine import distributed
@@ -83,7 +82,7 @@ def open_session(
     """
     workdir, enter = place.workdir, place.opened.enter_context
     checkpoints = enter(closing(Checkpoints(workdir / "checkpoints", began_with, plan.checkpoint, mesh, rows)))
-    start, changes = checkpoints.check_beginning(flatten(ConfigDict(place.config)))
+    start, changes = checkpoints.check_beginning(flatten(place.config))
     if distributed.first():
         checkpoints.check_room(models.shapes())
         checkpoint.open_workdir(workdir, place.config)

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
@@ -74,7 +72,7 @@ def check(
 
 def _fields(workdir: Path, fields: Mapping[str, Any], changed: Sequence[str]) -> str:
     """Says which config fields of changed rows differ from those of the run, with both values."""
-    then = flatten(ConfigDict(json.loads((workdir / "config.json").read_text(encoding="utf-8"))))
+    then = flatten(json.loads((workdir / "config.json").read_text(encoding="utf-8")))
     sections = tuple(f"{SECTIONS[field]}." for field in changed)
     differ = [name for name in fields if name.startswith(sections) and name in then and then[name] != fields[name]]
     told = [f"{name} was {then[name]!r} and is {fields[name]!r}" for name in differ if name != "data.accept"]

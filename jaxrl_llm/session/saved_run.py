@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jaxrl_llm.config import records
 from jaxrl_llm.data.rows import load_rows
@@ -37,8 +36,7 @@ class SavedRun:
     def __init__(self, workdir: Path):
         self._folder = workdir / "checkpoints"
         try:
-            config = json.loads((workdir / "config.json").read_text())
-            self.config: dict[str, Any] = ConfigDict(config).to_dict()
+            self.config: dict[str, Any] = json.loads((workdir / "config.json").read_text())
         except (OSError, ValueError):
             raise UserError(f"{workdir} is no run (it has no config.json of one): give a run's --workdir") from None
         if not checkpoint.has_checkpoint(self._folder):
