@@ -20,18 +20,8 @@ from jaxrl_llm.config.records import Call, KeywordArguments
 from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange
 from jaxrl_llm.data.settings import DataSettings, EvalSettings, SourceSettings
 from jaxrl_llm.learner import optim
+from jaxrl_llm.learner import settings as learner
 from jaxrl_llm.learner.optim import Coefficient, Lowers, Optimizer, make_optimizer
-from jaxrl_llm.learner.settings import (
-    CriticSettings,
-    EntropySettings,
-    FrozenSettings,
-    HostMemory,
-    KlSettings,
-    MaskSettings,
-    RefreshSettings,
-    RewardModelSettings,
-    RouterSettings,
-)
 from jaxrl_llm.machine.sharding import make_mesh
 from jaxrl_llm.models import adapter_kinds
 from jaxrl_llm.models.settings import GroupModelSettings, ModelSettings, NewModelSettings
@@ -40,14 +30,7 @@ from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.protocol import EngineChoice
 from jaxrl_llm.rollout.samples import Drawing
 from jaxrl_llm.rollout.settings import JudgeSettings, LengthSettings, RewardSettings, RolloutSettings
-from jaxrl_llm.session.settings import (
-    ActingHealthSettings,
-    CheckpointSettings,
-    HealthSettings,
-    LogSettings,
-    Plan,
-    SamplesLogSettings,
-)
+from jaxrl_llm.session import settings as session
 from jaxrl_llm.structs import Array, Sizes
 
 WEIGHTED = "_weighted"  # end of the name of an estimator that is multiplied by pi / pi_old
@@ -98,11 +81,11 @@ class Settings:
     rollout: LengthSettings
     optim: Annotated[KeywordArguments, make_optimizer]
     mesh: Annotated[KeywordArguments, make_mesh]
-    health: HealthSettings
-    checkpoint: CheckpointSettings
-    log: LogSettings
+    health: session.HealthSettings
+    checkpoint: session.CheckpointSettings
+    log: session.LogSettings
     eval: EvalSettings | None = None
-    router: RouterSettings | None = None
+    router: learner.RouterSettings | None = None
     adapters: Annotated[Call, adapter_kinds] | None = None
 
     program: ClassVar[str]
@@ -125,11 +108,11 @@ class Settings:
         return {}
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> session.Plan:
         """When a session does what, and what it writes."""
         every, patience = (self.eval.every, self.eval.patience) if self.eval else (0, 0)
         most = self.health.rollback.most if self.health.rollback else 0
-        return Plan(self.num_steps, every, patience, most, self.checkpoint, self.health, self.log)
+        return session.Plan(self.num_steps, every, patience, most, self.checkpoint, self.health, self.log)
 
     @property
     def scheduled_steps(self) -> int:
@@ -191,19 +174,19 @@ class Recipe(Settings):
     data: PromptsSettings
     reward: RewardSettings
     rollout: RolloutSettings
-    health: ActingHealthSettings
-    log: SamplesLogSettings
+    health: session.ActingHealthSettings
+    log: session.SamplesLogSettings
     advantage: Annotated[Call, advantages]
     loss: Annotated[Call, losses]
     engine: Annotated[Call, engines]
     importance: Annotated[KeywordArguments, make_importance_weights]
-    mask: MaskSettings = field(default_factory=MaskSettings)
-    host_memory: HostMemory = field(default_factory=HostMemory)
-    kl: KlSettings | None = None
-    entropy: EntropySettings | None = None
-    critic: CriticSettings | None = None
-    teachers: dict[str, FrozenSettings] = field(default_factory=dict)
-    reward_model: RewardModelSettings | None = None
+    mask: learner.MaskSettings = field(default_factory=learner.MaskSettings)
+    host_memory: learner.HostMemory = field(default_factory=learner.HostMemory)
+    kl: learner.KlSettings | None = None
+    entropy: learner.EntropySettings | None = None
+    critic: learner.CriticSettings | None = None
+    teachers: dict[str, learner.FrozenSettings] = field(default_factory=dict)
+    reward_model: learner.RewardModelSettings | None = None
     env: Annotated[Call, tasks.ENVIRONMENTS] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     turns: Annotated[KeywordArguments, EnvironmentPool] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -253,7 +236,7 @@ class Recipe(Settings):
         return self.own_samples and self.model.dtype == "float32"
 
     @property
-    def frozen(self) -> dict[str, FrozenSettings]:
+    def frozen(self) -> dict[str, learner.FrozenSettings]:
         """The models that score and never learn, by section."""
         teachers = {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
         return teachers | ({"reward_model": self.reward_model} if self.reward_model else {})
@@ -292,7 +275,7 @@ class Recipe(Settings):
         return getattr(kl, self.kl.estimator.removesuffix(WEIGHTED)) if self.kl and there else None
 
     @property
-    def refresh(self) -> RefreshSettings | None:
+    def refresh(self) -> learner.RefreshSettings | None:
         """How the reference moves towards the policy; None: it never moves."""
         return self.kl.refresh if self.kl else None
 

@@ -23,14 +23,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
-from orbax.checkpoint.checkpoint_managers import (
-    AnyPreservationPolicy,
-    BestN,
-    LatestN,
-    PolicyCheckpointInfo,
-    PreservationContext,
-    PreservationPolicy,
-)
+from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
@@ -153,12 +146,13 @@ class Checkpoints:
         # On the disk at once: those that are due, the best, one that a signal made between two of them, and a new one.
         self._at_once = settings.keep + settings.keep_best + (settings.every > 1) + 1
         by = itemgetter("accuracy")
-        policies: list[Any] = [LatestN(1), LatestDue(settings.keep, settings.every)]
+        policies: list[Any] = [managers.LatestN(1), LatestDue(settings.keep, settings.every)]
         if settings.keep_best:
-            policies.append(BestN(get_metric_fn=by, n=settings.keep_best, keep_checkpoints_without_metrics=False))
+            best = managers.BestN(get_metric_fn=by, n=settings.keep_best, keep_checkpoints_without_metrics=False)
+            policies.append(best)
         options = ocp.CheckpointManagerOptions(
             best_fn=by,  # without it Orbax stores no accuracy, and a resumed run could not tell the best
-            preservation_policy=AnyPreservationPolicy(policies),
+            preservation_policy=managers.AnyPreservationPolicy(policies),
             cleanup_tmp_directories=True,
             todelete_subdir=f"../{folder.name}{DELETED}",
             async_options=ocp.AsyncOptions(timeout_secs=COMMIT),
@@ -356,14 +350,14 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class LatestDue(PreservationPolicy):
+class LatestDue(managers.PreservationPolicy):
     """Keeps the latest `count` checkpoints at multiples of `every`: one that a signal made takes no place of theirs."""
 
     count: int
     every: int
 
     def should_preserve(
-        self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
+        self, checkpoints: Sequence[managers.PolicyCheckpointInfo], *, context: managers.PreservationContext
     ) -> Sequence[bool]:
         due = [checkpoint.step for checkpoint in checkpoints if checkpoint.step % self.every == 0][-self.count :]
         return [checkpoint.step in due for checkpoint in checkpoints]
