@@ -276,7 +276,7 @@ class VllmEngine:
 
         def once(server: str) -> list[Completion]:
             path = "/inference/v1/generate"
-            completions = self.request(server, "POST", path, request, read=self._completions)
+            completions = self._completions(self.request(server, "POST", path, request))
             if len(completions) != request["sampling_params"]["n"]:
                 raise Unavailable(f"{len(completions)} completions came")
             return completions
@@ -342,7 +342,7 @@ class VllmEngine:
 
         Raises: UserError, if a server refuses the weights, or if all servers are away.
         """
-        pending, away = set(self._pushes.values()), None
+        pending = set(self._pushes.values())
         while pending:
             some = self._version in self._ready.values()
             finished, pending = wait(pending, timeout=SOON if some else None, return_when=FIRST_COMPLETED)
@@ -350,11 +350,9 @@ class VllmEngine:
                 return
             for job in finished:
                 error = job.exception()
-                if error and not isinstance(error, Away):
+                all_away = not pending and self._version not in self._ready.values()
+                if error and (all_away or not isinstance(error, Away)):
                     raise error
-                away = error or away
-        if away and self._version not in self._ready.values():
-            raise away
 
     def release(self) -> None:
         """Does nothing: the servers manage their own memory."""
@@ -431,11 +429,11 @@ class VllmEngine:
 
     def _has(self, server: str) -> int:
         """Returns the weight version that the server reports; -1: of no run."""
-        return self._number(self.request(server, "GET", "/weight_info", timeout=SOON)["weight_version"])
+        return self._number(self.request(server, "GET", "/weight_info", timeout=SOON).json()["weight_version"])
 
     def _check(self, server: str) -> None:
         """Raises: UserError, if the server's settings would change the samples or do not fit the run."""
-        server_config = self.request(server, "GET", "/server_info?config_format=json")["vllm_config"]
+        server_config = self.request(server, "GET", "/server_info?config_format=json").json()["vllm_config"]
         model, backend = server_config["model_config"], (server_config["weight_transfer_config"] or {}).get("backend")
         for name, (required, reason) in SETTINGS.items():
             if model[name] != required:
@@ -454,17 +452,8 @@ class VllmEngine:
                 f"vLLM at {server} computes in {model['dtype']}, config.model.dtype is {self._dtype!r}: make them one"
             )
 
-    def request(
-        self,
-        server: str,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        read: Callable[[httpx.Response], Any] = httpx.Response.json,
-        **options: Any,
-    ) -> Any:
-        """Returns what `read` makes of the answer. Raises: Unavailable, if a retry may help; otherwise UserError."""
+    def request(self, server: str, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        """Returns the answer of a server. Raises: Unavailable, if a retry may help; otherwise UserError."""
         send = lambda: self._clients[server].request(method, path, json=body, **options)  # noqa: E731
         try:
             try:
@@ -476,7 +465,7 @@ class VllmEngine:
             # RuntimeError: the client was closed.
             raise Unavailable(f"{type(error).__name__} {error} at {path}") from None
         if answer.status_code == 200:
-            return read(answer) if answer.content else None
+            return answer
         message = " ".join(answer.text[:400].split())
         if answer.status_code == 404:
             raise UserError(f"vLLM at {server} has no {path}: start it with jaxrl serve-vllm")

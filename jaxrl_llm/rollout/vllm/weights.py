@@ -171,7 +171,7 @@ class WeightServer:
 def pull(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
     """Makes a server load the offer between two engine steps. If this fails, the old weights stay in use.
 
-    post(path, body) -> the server's JSON answer; it raises if the server refuses.
+    post(path, body) raises if the server refuses.
     """
     post(PAUSE)
     try:
