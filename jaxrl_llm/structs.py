@@ -10,6 +10,7 @@ itself, for example its log-probability given all earlier tokens, its mask or it
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -34,6 +35,9 @@ class Prompts:
     rows: list[dict[str, Any]]  # B data rows, with all columns for the reward functions
     numbers: np.ndarray  # [B] int32, indices of these rows in the data set
     sources: list[str] = field(default_factory=list)  # B names of the sources of these rows; []: there is no mixture
+
+
+Collate: TypeAlias = Callable[[Sequence[int] | np.ndarray], Prompts]  # numbers of rows in the data set -> these prompts
 
 
 @jax.tree_util.register_dataclass

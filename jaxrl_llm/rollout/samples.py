@@ -19,7 +19,7 @@ from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.grading import Completions, Graded, RewardFn
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.structs import Array, Batch, Prompts, Rewards, Rollouts
+from jaxrl_llm.structs import Array, Batch, Collate, Prompts, Rewards, Rollouts
 
 SAMPLING = "sampling"  # channel of the thread that samples
 
@@ -132,25 +132,20 @@ class Drawing(NamedTuple):
     masks_truncated: bool = False  # completions that the limit cut are not trained on
 
 
+@dataclass
 class SampleSource:
     """Samples completions for the next prompts and starts the reward functions."""
 
-    def __init__(
-        self,
-        drawing: Drawing,
-        engine: Engine,
-        prompts: grain.DatasetIterator,
-        collate: Callable[[Any], Prompts],
-        task: CompletionTask,
-        mesh: Mesh,
-    ):
-        """collate(numbers) -> these rows of the data set."""
-        self._drawing, self._engine, self.prompts = drawing, engine, prompts
-        self._collate, self._task, self._mesh = collate, task, mesh
+    drawing: Drawing
+    engine: Engine
+    prompts: grain.DatasetIterator
+    collate: Collate
+    task: CompletionTask
+    mesh: Mesh
 
     def sample(self, key: Array) -> Samples:
         """Samples the next prompts. The main thread calls `settled` for the groups that were replaced."""
-        drawing, metrics = self._drawing, {}
+        drawing, metrics = self.drawing, {}
 
         def draw(key: Array) -> Samples:
             return self._draw(next(self.prompts), key, drawing.group_size, drawing.sampling)
@@ -159,45 +154,43 @@ class SampleSource:
         if drawing.resample_rounds:
             metrics = {"groups/no_signal_sampled": distributed.gather(samples.no_signal, SAMPLING).mean()}
             more = lambda i: draw(jax.random.fold_in(key, i))  # noqa: E731
-            samples, metrics["groups/replaced"] = refill(samples, more, self._collate, drawing.resample_rounds)
+            samples, metrics["groups/replaced"] = refill(samples, more, self.collate, drawing.resample_rounds)
         # After `refill`, which may replace prompts.
         greedy = self._draw(samples.prompts, key, 1, Sampling(temperature=0)) if drawing.greedy else None
         return replace(samples, greedy=greedy, metrics=metrics)
 
     def settled(self, samples: Samples) -> Samples:
         """Returns samples whose replaced groups are in their places. The main thread calls it, in all processes."""
-        return settled(samples, self._task.tokenizer, self._mesh)
+        return settled(samples, self.task.tokenizer, self.mesh)
 
     def to_checkpoint(self, samples: Samples) -> dict[str, Any]:
         """Returns the arrays that a checkpoint keeps of a batch that no update has used yet, on the devices."""
         greedy = {"greedy": samples.greedy.rollouts} if samples.greedy else {}
         arrays = {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
-        return sharding.shard_batch(arrays, self._mesh)
+        return sharding.shard_batch(arrays, self.mesh)
 
     def from_checkpoint(self, arrays: dict[str, Any], metrics: dict[str, Any]) -> Samples:
         """Rebuilds the batch of `to_checkpoint` and grades it again. kept: a checkpoint holds dataclasses as dicts."""
         # A checkpoint has no texts and no rewards: both follow from the rows and the tokens.
         arrays = sharding.to_host(arrays)
-        prompts = self._collate(arrays["numbers"])
+        prompts = self.collate(arrays["numbers"])
         rollouts, *greedy = (Rollouts(**arrays[name]) for name in ("rollouts", "greedy") if name in arrays)
         samples = replace(self._graded(prompts, rollouts), metrics=metrics)
         return replace(samples, greedy=self._graded(prompts, greedy[0])) if greedy else samples
 
     def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
-        return self._graded(prompts, self._task.sample(self._engine, prompts, key, group_size, sampling, SAMPLING))
+        return self._graded(prompts, self.task.sample(self.engine, prompts, key, group_size, sampling, SAMPLING))
 
     def _graded(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
-        graded = self._task.score.start(partial(self._task.completions, prompts, rollouts))
-        return Samples(prompts, rollouts, graded, masks_truncated=self._drawing.masks_truncated)
+        graded = self.task.score.start(partial(self.task.completions, prompts, rollouts))
+        return Samples(prompts, rollouts, graded, masks_truncated=self.drawing.masks_truncated)
 
 
-def refill(
-    samples: Samples, draw: Callable[[int], Samples], collate: Callable[[Any], Prompts], rounds: int
-) -> tuple[Samples, int]:
+def refill(samples: Samples, draw: Callable[[int], Samples], collate: Collate, rounds: int) -> tuple[Samples, int]:
     """Replaces groups without signal by groups of `draw(1)`, `draw(2)` ..., and counts the replaced groups.
 
     Stops when every group has a signal, or after `rounds` rounds. Drops the fresh groups that it does not need.
-    A group may go to another process. collate(numbers) -> these rows of the data set. Completions and rewards are
+    A group may go to another process. Completions and rewards are
     moved later (`settled`): this may be a thread, beside programs of the main thread on the same devices.
     """
     all_processes = lambda x: distributed.gather(x, SAMPLING)  # noqa: E731

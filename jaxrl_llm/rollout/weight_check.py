@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.structs import Batch, Prompts, PyTree, Rollouts
+from jaxrl_llm.structs import Batch, Collate, PyTree, Rollouts
 
 # Prompts, rounded up to a multiple of the devices; tokens of an answer at most.
 PROMPTS, TOKENS = 4, 16
@@ -29,17 +28,8 @@ class WeightCheck:
     gap > gap_before.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        model: Decoder,
-        mesh: Mesh,
-        collate: Callable[[Sequence[int]], Prompts],
-        *,
-        rows: int,
-        bound: float,
-    ):
-        """collate(numbers) -> these rows of the data set; rows: their number; bound: limit of weight_check/gap."""
+    def __init__(self, engine: Engine, model: Decoder, mesh: Mesh, collate: Collate, *, rows: int, bound: float):
+        """rows: their number in the data set; bound: limit of weight_check/gap."""
         self._engine, self._mesh, self._bound = engine, mesh, bound
         self._score = make_logprob_fn(model, Sampling(), mesh, microbatch=0)
         devices = sharding.prompt_shards(mesh)
