@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import closest, offered, resolve, split_call
@@ -34,7 +35,7 @@ from jaxrl_llm.rollout.environments import EpisodeSettings, check_episodes, open
 from jaxrl_llm.rollout.evaluation import evaluate, whole_batches
 from jaxrl_llm.rollout.grading import Graded, RewardFn
 from jaxrl_llm.rollout.sampler import Sampler
-from jaxrl_llm.rollout.samples import CompletionTask
+from jaxrl_llm.rollout.samples import CompletionTask, Drawing
 from jaxrl_llm.rollout.settings import TIMEOUT
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.session.banner import print_banner
@@ -143,10 +144,9 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             engine,
             dataset,
             CompletionTask(tokenizer, score, environments),
+            Drawing(args.samples, Sampling(args.temperature)),
             batch=whole_batches(args.batch, len(dataset.rows), mesh),
             key=jax.random.key(args.seed),
-            samples=args.samples,
-            temperature=args.temperature,
         )
     return graded, dataset.rows
 

@@ -13,7 +13,9 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine import distributed, progress, sharding
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.rollout.samples import CompletionTask
+from jaxrl_llm.rollout.samples import CompletionTask, Drawing
+
+GREEDY = Drawing(1, Sampling(temperature=0))
 
 
 def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
@@ -23,16 +25,9 @@ def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
 
 
 def evaluate(
-    engine: Engine,
-    dataset: data.Dataset,
-    task: CompletionTask,
-    *,
-    batch: int,
-    key: jax.Array,
-    samples: int = 1,
-    temperature: float = 0.0,
+    engine: Engine, dataset: data.Dataset, task: CompletionTask, draw: Drawing = GREEDY, *, batch: int, key: jax.Array
 ) -> Graded:
-    """Samples and grades G = samples completions for each problem of a data set; with several processes, for its part.
+    """Samples and grades completions for each problem of a data set; with several processes, for its part.
 
     A completion for which the judge returns None has the score 0.
     """
@@ -40,7 +35,7 @@ def evaluate(
     with progress.task("evaluating problems", count) as shown:
         for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
             step_key = jax.random.fold_in(key, i)
-            rollouts = task.sample(engine, prompts, step_key, samples, Sampling(temperature), "evaluation")
+            rollouts = task.sample(engine, prompts, step_key, draw.group_size, draw.sampling, "evaluation")
             graded = task.grade(prompts, rollouts)
             real = slice(max(min(share.stop, count - i * batch) - share.start, 0))  # others fill the last batch
             rewards = jax.tree.map(lambda x, real=real: x[real], graded.rewards)

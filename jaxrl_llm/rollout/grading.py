@@ -218,6 +218,14 @@ def _can_be_sent(value: Any) -> bool:
     return True
 
 
+class FlatBatch(NamedTuple):
+    """Completions in one list, each with its data row."""
+
+    rows: list[dict[str, Any]]
+    texts: list[str]
+    ids: list[list[int]]
+
+
 class FunctionRewards(NamedTuple):
     """What a function returned for a flat list of completions."""
 
@@ -229,8 +237,8 @@ def call(
     name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
 ) -> FunctionRewards:
     """Calls one reward function on a flat list of completions and checks the result."""
-    metrics: dict[str, float] = {}
-    arguments = _arguments(name, function, rows, texts, ids, metrics.__setitem__)
+    metrics, batch = dict[str, float](), FlatBatch(rows, texts, ids)
+    arguments = _arguments(name, function, batch, metrics.__setitem__)
     began, slow = time.monotonic(), False
     try:
         returned = function(**arguments)
@@ -242,7 +250,7 @@ def call(
     except Exception as error:
         # A slow function is not called again: the search for the culprit could take hours.
         slow = slow or time.monotonic() - began > SEARCH
-        i = None if slow else _culprit(name, function, rows, texts, ids)
+        i = None if slow else _culprit(name, function, batch)
         where = _show(rows[i or 0], texts[i or 0])
         if i is None:
             where = f"a batch of {len(texts)} completions, the first of them for {where}"
@@ -302,15 +310,9 @@ def _number(name: str, value: Any, row: dict[str, Any], text: str) -> float:
     return number
 
 
-def _arguments(
-    name: str,
-    function: Reward,
-    rows: list[dict[str, Any]],
-    texts: list[str],
-    ids: list[list[int]],
-    log_metric: Callable[[str, float], None],
-) -> dict[str, Any]:
+def _arguments(name: str, function: Reward, batch: FlatBatch, log_metric: Callable[..., None]) -> dict[str, Any]:
     """Returns the arguments that the function names, or all of them if it takes **kwargs."""
+    rows, texts, ids = batch
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
     prompts, completions = zip(
         *(_as_trl(row["prompt"], text) for row, text in zip(rows, texts, strict=True)), strict=True
@@ -344,17 +346,15 @@ def _as_trl(prompt: Any, text: str) -> tuple[Any, Any]:
     return prompt, [{"role": "assistant", "content": text}]
 
 
-def _culprit(
-    name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
-) -> int | None:
+def _culprit(name: str, function: Reward, batch: FlatBatch) -> int | None:
     """Returns the index of the first completion that alone makes the function raise; None if not found in time."""
     end = time.monotonic() + SEARCH
-    for i in range(len(rows)):
+    for i in range(len(batch.rows)):
         if time.monotonic() > end:
             return None
         try:
-            completion = rows[i : i + 1], texts[i : i + 1], ids[i : i + 1]
-            _listed(function(**_arguments(name, function, *completion, lambda *_: None)), 1)
+            completion = FlatBatch(batch.rows[i : i + 1], batch.texts[i : i + 1], batch.ids[i : i + 1])
+            _listed(function(**_arguments(name, function, completion, lambda *_: None)), 1)
         except Exception:
             return i
     return None
