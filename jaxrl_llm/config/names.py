@@ -7,7 +7,7 @@ import difflib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -161,15 +161,23 @@ def own_name(function: Callable[..., Any], module: ModuleType) -> str:
     return function.__name__ if function.__module__ == module.__name__ else ""
 
 
+def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function by their names; {}: a function in C that does not tell them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def required_inputs(function: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the names of a function's positional arguments. Its caller supplies them, not the config."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
+    return tuple(p.name for p in parameters(function).values() if p.kind in kinds)
 
 
 def keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Returns a function's keyword-only arguments. The config supplies them."""
-    return {k: p for k, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    return {k: p for k, p in parameters(function).items() if p.kind is p.KEYWORD_ONLY}
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxrl_llm.config.load import shipped_with
-from jaxrl_llm.config.names import Place, is_ours, keyword_only, marked, resolve, split_call
+from jaxrl_llm.config.names import Place, is_ours, keyword_only, marked, parameters, resolve, split_call
 from jaxrl_llm.config.sections import KINDS
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.errors import UserError
@@ -103,10 +103,7 @@ def check_call(text: str, module: Place, what: str) -> None:
         raise UserError(
             f"{what} {name!r} is a class: make an instance of it in its module, as score = {function.__name__}()"
         )
-    try:
-        known = inspect.signature(function).parameters
-    except ValueError:  # a function in C may have none
-        known = {}
+    known = parameters(function)
     for key, parameter in known.items():
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise UserError(

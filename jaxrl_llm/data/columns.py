@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
-from jaxrl_llm.config.names import is_ours, split_call
+from jaxrl_llm.config.names import is_ours, parameters, split_call
 from jaxrl_llm.config.schema import check_reach
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.formats import Row
@@ -76,13 +75,8 @@ def demands_of(functions: Sequence[str], *, episodes: bool) -> list[Demand]:
 
 def _parameters(function: Callable[..., Any], offered: set[str]) -> dict[str, bool]:
     """Returns the arguments of a function that are columns of the data, and whether they have a default."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:
-        # A function in C may have none.
-        return {}
     columns = {}
-    for p in parameters:
+    for p in parameters(function).values():
         has_default = p.default is not p.empty
         # Keyword-only arguments with a default are settings: a config gives them, no data.
         column = p.kind is p.POSITIONAL_OR_KEYWORD or (p.kind is p.KEYWORD_ONLY and not has_default)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from itertools import repeat
@@ -54,11 +54,13 @@ def encode(
         ids = user_cache.load_ids(key, len(prompts))
     if ids is None:
         ids = []
-        for chunk in _chunks(len(prompts), source):
-            prompt_args = [template_args | dict(row_arg) for row_arg in row_args[chunk]] or repeat(template_args)
-            rows = zip(numbers[chunk], prompts[chunk], prompt_args, strict=False)
-            texts = [_render(source, number, prompt, tokenizer, args) for number, prompt, args in rows]
-            ids += _encode(texts, tokenizer, source, numbers[chunk])
+        with progress.task(f"token ids of {source}", len(prompts)) as task:
+            for chunk in _chunks(len(prompts)):
+                prompt_args = [template_args | dict(row_arg) for row_arg in row_args[chunk]] or repeat(template_args)
+                rows = zip(numbers[chunk], prompts[chunk], prompt_args, strict=False)
+                texts = [_render(source, number, prompt, tokenizer, args) for number, prompt, args in rows]
+                ids += _encode(texts, tokenizer, source, numbers[chunk])
+                task.advance(len(texts))
         if key:
             user_cache.save_ids(key, ids)
     return ids
@@ -156,9 +158,8 @@ def _key(
     versions = [FORMAT, *(version(name) for name in ("transformers", "tokenizers"))]
     settings = [versions, tokenizer.chat_template, dict(template_args), tokenizer.special_tokens_map]
     digest, size = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()), 0
-    for start in range(0, len(prompts), CHUNK):
+    for chunk in _chunks(len(prompts)):
         # In pieces: the text of all prompts may be large.
-        chunk = slice(start, start + CHUNK)
         serialized = json.dumps([prompts[chunk], list(row_args[chunk])], default=str).encode()
         size += len(serialized)
         digest.update(serialized)
@@ -169,12 +170,8 @@ def _key(
     return digest.hexdigest()
 
 
-def _chunks(count: int, source: str) -> Iterator[slice]:
-    """Yields slices of `count` prompts, and shows how far it is."""
-    with progress.task(f"token ids of {source}", count) as task:
-        for start in range(0, count, CHUNK):
-            yield slice(start, start + CHUNK)
-            task.advance(min(CHUNK, count - start))
+def _chunks(count: int) -> list[slice]:
+    return [slice(start, start + CHUNK) for start in range(0, count, CHUNK)]
 
 
 def _render(source: str, number: int, prompt: str | Chat, tokenizer: Any, template_args: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from decimal import Decimal
 from itertools import compress
-from math import inf
+from math import inf, isnan
 from typing import Any, TypeVar
 
 import numpy as np
@@ -86,15 +86,11 @@ def text_of(completion: Any) -> str:
 
 def is_empty(value: Any) -> bool:
     """Whether a value of a column says nothing: None, NaN, blank text, or an empty list or object."""
-    if value is None:
-        return True
     if isinstance(value, str):
         return not value.strip()
-    if isinstance(value, Decimal):
-        return value.is_nan()
-    if isinstance(value, (float, np.floating)):
-        return bool(value != value)
-    return isinstance(value, (list, tuple, dict)) and not value
+    if isinstance(value, (float, np.floating, Decimal)):
+        return isnan(value)
+    return value is None or (isinstance(value, (list, tuple, dict)) and not value)
 
 
 def reads(**readers: Callable[[Any], Any]) -> Callable[[F], F]:

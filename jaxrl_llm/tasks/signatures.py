@@ -16,10 +16,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.config.names import bind
+from jaxrl_llm.config.names import bind, parameters
 from jaxrl_llm.tasks import REWARDS, text_of
 
 __all__: tuple[str, ...] = ()  # nothing here is for a config to name
@@ -36,28 +36,24 @@ def bound(text: str) -> Callable[..., Any]:
 
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function of veRL or EasyR1 with our signature, and any other function as it is."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        # A function in C may have none.
-        return function
+    known = parameters(function)
     for plural in ("", "s"):
-        texts = any(f"{name}{plural}" in parameters for name in TEXTS) and f"ground_truth{plural}" in parameters
-        if texts or f"reward_input{plural}" in parameters:
-            return _adapter(function, parameters, plural)
+        texts = any(f"{name}{plural}" in known for name in TEXTS) and f"ground_truth{plural}" in known
+        if texts or f"reward_input{plural}" in known:
+            return _adapter(function, known, plural)
     return function
 
 
-def _adapter(function: Callable[..., Any], parameters: Any, plural: str) -> Callable[..., Any]:
+def _adapter(function: Callable[..., Any], known: Mapping[str, inspect.Parameter], plural: str) -> Callable[..., Any]:
     """plural: the end of the arguments' names: "s" if the function judges a batch at once, "" if one completion."""
-    columns = {f"{name}{plural}": column for name, column in COLUMNS.items() if f"{name}{plural}" in parameters}
-    inputs = f"reward_input{plural}" in parameters
+    columns = {f"{name}{plural}": column for name, column in COLUMNS.items() if f"{name}{plural}" in known}
+    inputs = f"reward_input{plural}" in known
 
     @functools.wraps(function)
     def reward(completions: list[Any], completion_ids: list[list[int]], log_metric: Any, **values: list[Any]) -> Any:
         texts = [text_of(completion) for completion in completions]
         arguments = {name: values[column] for name, column in columns.items() if column in values}
-        arguments |= {f"{name}{plural}": texts for name in TEXTS if f"{name}{plural}" in parameters}
+        arguments |= {f"{name}{plural}": texts for name in TEXTS if f"{name}{plural}" in known}
         if inputs:
             facts = zip(texts, completion_ids, values["answer"], strict=True)
             arguments[f"reward_input{plural}"] = [
@@ -71,7 +67,7 @@ def _adapter(function: Callable[..., Any], parameters: Any, plural: str) -> Call
         return _awaited(returned, log_metric) if waits else _totals(returned, log_metric)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    defaults = {column: parameters[name].default for name, column in columns.items()}
+    defaults = {column: known[name].default for name, column in columns.items()}
     if inputs:
         defaults["answer"] = inspect.Parameter.empty
     names = {name: inspect.Parameter.empty for name in ("completions", "completion_ids", "log_metric")} | defaults
