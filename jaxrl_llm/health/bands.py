@@ -7,6 +7,7 @@ most rules compare the mean of the last 8 values. `tests/test_report.py` compare
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -66,14 +67,14 @@ def _start_bands(records: Sequence[LogRecord]) -> list[Band]:
     """Bounds that are multiples of the mean of the first 4 steps."""
     start, start_bands = _start(records).then, list[Band]()
     for metric, rule, more, part in AT_LEAST:
-        if first := start(metric):
+        if (first := start(metric)) > 0:
             start_bands.append(Band(metric, rule, f"at least {part:g} times the start{more}", part * first))
     for metric, rule, more, factor, allowed in AT_MOST:
-        if (first := start(metric)) is not None:
+        if not isnan(first := start(metric)):
             words = f"at most {factor:g} times the start{f' or {allowed:.0%}' if allowed else ''}{more}"
             start_bands.append(Band(metric, rule, words, None, max(factor * first, allowed)))
     spread, kl = start("reward/std"), start("reward/kl")
-    if spread and kl is not None:
+    if spread > 0 and not isnan(kl):
         words = f"at most {bounds.KL_PAYS:g} spreads of the rewards above the start, unless the reward stays"
         start_bands.append(Band("reward/kl", "kl_pays", words, None, max(kl, 0.0) + bounds.KL_PAYS * spread))
     return start_bands
@@ -82,7 +83,7 @@ def _start_bands(records: Sequence[LogRecord]) -> list[Band]:
 def _best_bands(records: Sequence[LogRecord]) -> list[Band]:
     """The reward stays near its best mean of 8 steps so far."""
     spread = _start(records).then("reward/std")
-    if not spread:
+    if not spread > 0:
         return []
     best, low, recent = -np.inf, [], list[float]()
     for record in records:

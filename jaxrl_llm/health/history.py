@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cache
-from math import inf, log
+from math import inf, isnan, log, nan
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -96,41 +96,40 @@ class History:
         """The last records, without a gap."""
         return self.records[-WINDOW:]
 
-    def window(self, name: Metric, *, back: int = 0) -> np.ndarray | None:
-        """Returns the last `recent` values, or those `back` windows before; None, if one is missing."""
+    def window(self, name: Metric, *, back: int = 0) -> np.ndarray:
+        """Returns the last `recent` values, or those `back` windows before; NaN for all, if one is missing."""
         end = len(self.records) - back * self.recent
         return _whole(_values(name, self.records[max(end - self.recent, 0) : max(end, 0)]), self.recent)
 
-    def beginning(self, name: Metric) -> np.ndarray | None:
-        """Returns the first `few` values; None, if one is missing or the start is not over."""
+    def beginning(self, name: Metric) -> np.ndarray:
+        """Returns the first `few` values; NaN for all, if one is missing or the start is not over."""
         if not self.records or self.records[-1]["step"] <= self.few + self.recent:
-            return None
+            return _whole([], self.few)
         # A log that begins late, or has a gap at its start, has no beginning to compare with.
         first = int(not self.records[0]["step"])  # step 0 has only an evaluation
         start = self.records[first : first + self.few]
-        return _whole(_values(name, start), self.few) if start[-1]["step"] == self.few else None
+        return _whole(_values(name, start) if start[-1]["step"] == self.few else [], self.few)
 
-    def now(self, name: Metric) -> float | None:
-        """Returns the mean of the last `recent` values; None, if a value is missing."""
+    def now(self, name: Metric) -> float:
+        """Returns the mean of the last `recent` values; NaN, if a value is missing."""
         return _mean(self.window(name))
 
-    def earlier(self, name: Metric) -> float | None:
+    def earlier(self, name: Metric) -> float:
         """Returns the mean of the values before those of `now`."""
         return _mean(self.window(name, back=1))
 
-    def typical(self, name: Metric) -> float | None:
-        """Returns the median of the last values, which one odd batch does not move; None, if one is missing."""
-        values = self.window(name)
-        return None if values is None else float(np.median(values))
+    def typical(self, name: Metric) -> float:
+        """Returns the median of the last values, which one odd batch does not move; NaN, if one is missing."""
+        return float(np.median(self.window(name)))
 
-    def then(self, name: Metric) -> float | None:
-        """Returns the mean of the first `few` values; None, if a value is missing or the start is not over."""
+    def then(self, name: Metric) -> float:
+        """Returns the mean of the first `few` values; NaN, if a value is missing or the start is not over."""
         return _mean(self.beginning(name))
 
-    def best(self, name: Metric) -> float | None:
-        """Returns the largest mean of `recent` values in a row that the history has; None, if there are too few."""
+    def best(self, name: Metric) -> float:
+        """Returns the largest mean of `recent` values in a row that the history has; NaN, if there are too few."""
         windows = self._windows(name)
-        return float(windows.mean(axis=1).max()) if len(windows) else None
+        return float(windows.mean(axis=1).max()) if len(windows) else nan
 
     def _windows(self, name: Metric) -> np.ndarray:
         """Returns all windows [N, recent] of values in a row."""
@@ -143,13 +142,10 @@ class History:
         """Returns how far a metric has moved since the start, as a multiple of what noise may reach in this run.
 
         Above 1 it has risen, below -1 it has fallen. log: judges the ratio of two positive values. choices: see
-        `noise.quantile`. 0, if a value is missing.
+        `noise.quantile`. NaN, if a value is missing.
         """
-        name = _logarithm(name) if log else name
-        then, now = self.beginning(name), self.window(name)
-        if then is None or now is None:
-            return 0.0
-        return self._strength(name, now, then, look=self.records[-1]["step"] - self.few - self.recent, choices=choices)
+        name, look = _logarithm(name) if log else name, self.records[-1]["step"] - self.few - self.recent
+        return self._strength(name, self.window(name), self.beginning(name), look=look, choices=choices)
 
     def fallen(self, name: Metric) -> float:
         """Returns how far a metric is below its best mean of `recent` values, or below its start.
@@ -158,8 +154,8 @@ class History:
         nobody chose, has most of the level.
         """
         now, windows = self.window(name), self._windows(name)
-        if now is None or not len(windows):
-            return 0.0
+        if not len(windows):
+            return nan
         # The best of many windows is high by chance. So its level is split over all of them, and the start, which
         # nobody chose, keeps the rest of the level.
         best = windows[np.argmax(windows.mean(axis=1))]
@@ -173,12 +169,8 @@ class History:
         Above 1 they are above it, below -1 they are below it.
         error: the standard error of a step that is known, at least.
         """
-        now = self.window(name)
-        if now is None:
-            return 0.0
-        return self._strength(
-            name, now, np.array([bound]), look=self.records[-1]["step"] - self.recent + 1, error=error
-        )
+        look = self.records[-1]["step"] - self.recent + 1
+        return self._strength(name, self.window(name), np.array([bound]), look=look, error=error)
 
     def often_above(self, name: Metric, bound: float, chance: float) -> bool:
         """Returns whether more of the recent values, up to `recent` of them, are above a bound than noise explains.
@@ -206,9 +198,11 @@ class History:
         # Neighbours show too little where a metric hardly ever jumps, such as a reward that is 0 in nearly all steps.
         # What the groups of one step differ by is then the better bound.
         deviation, freedom = noise.step_noise(*self.column(name))
-        if isinstance(name, str) and name in ERRORS and (group_error := self.now(ERRORS[name])) is not None:
-            groups = (self.now("groups/count") or 2.0) - 1
-            return noise.Noise(max(deviation, group_error), max(freedom, groups * self.recent))
+        if isinstance(name, str) and name in ERRORS and not isnan(group_error := self.now(ERRORS[name])):
+            groups = self.now("groups/count")
+            return noise.Noise(
+                max(deviation, group_error), max(freedom, (groups - 1 if groups >= 1 else 1.0) * self.recent)
+            )
         # A known error has no estimate in it: Student's t becomes the normal distribution.
         return noise.Noise(deviation, freedom) if deviation > error else noise.Noise(error, inf)
 
@@ -222,21 +216,18 @@ class History:
         """Whether the rewards have risen, and what is left to learn is little: they hardly differ, or most are best."""
         before, now = self.then("reward/mean"), self.now("reward/mean")
         spread, spread_now = self.then("reward/std"), self.now("reward/std")
-        if before is None or now is None or spread is None or spread_now is None or now <= before:
-            return False
-        easy = self.easy
         # Rewards of 0 and 1 have the spread sqrt(p (1 - p)): 0.7 of its largest value is p = 0.86.
-        return spread_now < 0.7 * spread or (easy is not None and easy > MOSTLY)
+        return now > before and (spread_now < 0.7 * spread or (spread + spread_now >= 0 and self.easy > MOSTLY))
 
     @property
-    def easy(self) -> float | None:
-        """The share of the groups without a signal in which all is right; the others are all wrong. None: not known.
+    def easy(self) -> float:
+        """The share of the groups without a signal in which all is right; the others are all wrong. NaN: not known.
 
         Right is the largest reward that the run has seen, wrong the smallest.
         """
         mean, lowest, highest = (self.column(f"reward/{name}").values for name in ("without_signal", "min", "max"))
         if not len(mean) or not len(lowest) or not len(highest) or highest.max() <= lowest.min():
-            return None
+            return nan
         return float((mean[-self.recent :].mean() - lowest.min()) / (highest.max() - lowest.min()))
 
 
@@ -258,14 +249,15 @@ def _values(name: Metric, records: Sequence[LogRecord]) -> list[float | None]:
     return [record.get(name) if record["step"] else None for record in records]
 
 
-def _whole(values: list[float | None], count: int) -> np.ndarray | None:
-    """Returns `count` values; None, if there are fewer or one of them is None."""
-    return None if len(values) != count or None in values else np.array(values, float)
+def _whole(values: list[float | None], count: int) -> np.ndarray:
+    """Returns `count` values; NaN for all, if there are fewer or one of them is None."""
+    # No comparison with NaN holds: a rule is silent where a value is missing.
+    return np.array(values if len(values) == count and None not in values else [nan] * count, float)
 
 
-def _mean(values: np.ndarray | None) -> float | None:
+def _mean(values: np.ndarray) -> float:
     # Faster than NumPy for a few numbers.
-    return None if values is None else sum(values.tolist()) / len(values)
+    return sum(values.tolist()) / len(values)
 
 
 @cache

@@ -89,7 +89,8 @@ def is_empty(value: Any) -> bool:
     if isinstance(value, str):
         return not value.strip()
     if isinstance(value, (float, np.floating, Decimal)):
-        return isnan(value)
+        # A number of Decimal may be a NaN that no comparison takes.
+        return value.is_nan() if isinstance(value, Decimal) else isnan(value)
     return value is None or (isinstance(value, (list, tuple, dict)) and not value)
 
 

@@ -134,7 +134,7 @@ def engine_drift(history: History) -> Finding | None:
         return None
     # A gap of a few rounding errors may be any multiple of another one.
     least = max(1e-5, 8 * (history.latest[-1].get("importance/rounding") or 0.0))
-    if first is None or last is None or last <= DRIFT * first or last < least:
+    if not (last > DRIFT * first and last >= least):
         return None
     return Finding(
         "error",
@@ -176,7 +176,7 @@ def phantom_clipping(history: History) -> Finding | None:
     In a healthy run it clips none, but for rounding, so that at most one step in ten is above the bound.
     """
     clipped, lag = history.now("clip/first"), history.now("rollout/lag_p95")
-    if clipped is None or lag or clipped <= FIRST_CLIPPED or not history.often_above("clip/first", FIRST_CLIPPED, 0.1):
+    if lag > 0 or not clipped > FIRST_CLIPPED or not history.often_above("clip/first", FIRST_CLIPPED, 0.1):
         return None
     return Finding(
         "error",

@@ -13,7 +13,7 @@ def tools_unused(history: History) -> Finding | None:
     In a healthy run some go on.
     """
     turns = history.now("episode/turns")
-    if turns is None or turns >= ONE_TURN or history.solved or history.above("episode/turns", ONE_TURN) >= -1:
+    if not turns < ONE_TURN or history.solved or history.above("episode/turns", ONE_TURN) >= -1:
         return None
     return Finding(
         "warning",
@@ -52,7 +52,7 @@ def tool_errors(history: History) -> Finding | None:
     In a healthy run a turn fails now and then. What the policy does wrong (`episode/own_errors`) is no failure.
     """
     errors, turns = history.now("episode/errors"), history.now("episode/turns")
-    if errors is None or not turns or errors <= TOOL_ERRORS * turns or history.above(_too_many, 0.0) <= 1:
+    if not (errors > TOOL_ERRORS * turns and history.above(_too_many, 0.0) > 1):
         return None
     return Finding(
         "warning",

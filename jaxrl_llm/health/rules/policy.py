@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 import numpy as np
 
 from jaxrl_llm.config.schema import Count, MayChange
@@ -47,13 +49,13 @@ def entropy_collapse(history: History) -> Finding | None:
     In a healthy run the entropy falls with what is left to learn: a tenth of it is enough only where little is left.
     """
     before, now = history.then("entropy"), history.now("entropy")
-    if not before or now is None or now >= ENTROPY[0] * before or history.solved:
+    if not now < ENTROPY[0] * before or history.solved:
         return None
     # Its logarithm: entropy falls by factors, and near 0 no difference would be large.
     if history.risen("entropy", log=True) >= -1:
         return None
     distinct = history.now("completion/distinct")
-    same = "" if distinct is None else f"; {distinct:.0%} of a group's completions differ"
+    same = "" if isnan(distinct) else f"; {distinct:.0%} of a group's completions differ"
     return Finding(
         "warning",
         f"entropy {now:.2g}, {before:.2g} at the start{same}",
@@ -69,13 +71,11 @@ def entropy_explosion(history: History) -> Finding | None:
     In a healthy run the entropy may rise at first, but not to a multiple of its start.
     """
     before, now, earlier = history.then("entropy"), history.now("entropy"), history.earlier("entropy")
-    if not before or now is None or now <= ENTROPY[1] * before or earlier is None or now <= earlier:
-        return None
-    if history.risen("entropy", log=True) <= 1:
+    if not (now > ENTROPY[1] * before > 0 and now > earlier and history.risen("entropy", log=True) > 1):
         return None
     size, size_before = history.now("completion/compressed"), history.then("completion/compressed")
     # Noise does not compress: so a reader sees whether the text or only the choice among good ones has become random.
-    text = f"; the text compresses to {size:.0%}, {size_before:.0%} at the start" if size and size_before else ""
+    text = f"; the text compresses to {size:.0%}, {size_before:.0%} at the start" if size * size_before > 0 else ""
     return Finding(
         "error",
         f"entropy {now:.2g}, {before:.2g} at the start, and it rises{text}",
@@ -92,10 +92,10 @@ def gradient_climb(history: History) -> Finding | None:
     """
     before, now = history.then("grad_norm"), history.now("grad_norm")
     clipped, clips = history.then("clip/fraction"), history.now("clip/fraction")
-    if before is None or now is None or clipped is None or clips is None or len(history.latest) < WINDOW:
-        return None
     together = clips > max(CLIPPED[0] * clipped, CLIPPED[1]) and history.risen("clip/fraction") > 1
-    if now <= GRADIENT[0 if together else 1] * before or history.risen("grad_norm", log=True) <= 1:
+    if not now > GRADIENT[0 if together else 1] * before or not history.risen("grad_norm", log=True) > 1:
+        return None
+    if len(history.latest) < WINDOW or isnan(clipped) or isnan(clips):
         return None
     return Finding(
         "warning",
@@ -139,13 +139,11 @@ def good_fades(history: History) -> Finding | None:
     """
     # The median: in a healthy run, the good completions of a batch may be a new kind that is still unlikely.
     best, now = history.best("logprobs/good"), history.typical("logprobs/good")
-    if best is None or now is None or now >= min(2 * best, best - 0.05) or history.fallen("logprobs/good") <= 1:
+    if not now < min(2 * best, best - 0.05) or history.fallen("logprobs/good") <= 1:
         return None
     # While the reward rises, it may be only the hard problems that are left: with remax they alone have an advantage.
     earned, earns, spread = history.best("reward/mean"), history.now("reward/mean"), history.then("reward/std")
-    if earned is None or earns is None or spread is None or earned - earns <= LITTLE * spread:
-        return None
-    if history.fallen("reward/mean") <= 1:
+    if not (earned - earns > LITTLE * spread and history.fallen("reward/mean") > 1):
         return None
     return Finding(
         "warning",
@@ -163,11 +161,11 @@ def critic_lags(history: History) -> Finding | None:
     predict: a batch in which nearly all earn the same has no variance, and the value may be -1,000.
     """
     explained, name = history.typical("critic/explained_variance"), "critic/explained_variance"
-    if explained is None or explained >= EXPLAINED or len(history.latest) < WINDOW or history.solved:
+    if not explained < EXPLAINED or len(history.latest) < WINDOW or history.solved:
         return None
     spread, spreads = history.then("reward/std"), history.now("reward/std")
     # The explained variance is 1 - error / variance of the returns: it means nothing where these hardly vary.
-    if spread is not None and spreads is not None and spreads < 0.3 * spread:
+    if spreads < 0.3 * spread:
         return None
     # Worse than the bound beyond noise, and not on its way up: a critic that begins is worse than a constant.
     if history.above(name, EXPLAINED) >= -1 or history.risen(name) > 1:

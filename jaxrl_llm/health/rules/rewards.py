@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from math import isnan, sqrt
 
 import numpy as np
 
@@ -35,11 +35,11 @@ def no_signal(history: History) -> Finding | None:
         return None
     share = history.now("groups/no_signal")
     # Before the start is over, a task that is solved at once looks like one without a signal.
-    least = NO_SIGNAL if history.then("groups/no_signal") is not None else 0.99
-    if share is None or share <= least or history.solved:
+    least = 0.99 if isnan(history.then("groups/no_signal")) else NO_SIGNAL
+    if not share > least or history.solved:
         return None
     groups = history.now("groups/count")
-    error = sqrt(NO_SIGNAL * (1 - NO_SIGNAL) / groups) if groups else 0.0
+    error = sqrt(NO_SIGNAL * (1 - NO_SIGNAL) / groups) if groups > 0 else 0.0
     if history.above("groups/no_signal", NO_SIGNAL, error=error) <= 1:
         return None
     kind, cause, fix = _without_signal(history)
@@ -55,7 +55,7 @@ def no_signal(history: History) -> Finding | None:
 def _without_signal(history: History) -> tuple[str, str, str]:
     """Returns what groups without a signal have in common, its cause and its remedy."""
     easy = history.easy
-    if easy is None:
+    if isnan(easy):
         return (
             "",
             "the problems are too hard or too easy, or the reward cannot tell answers apart",
@@ -83,9 +83,7 @@ def reward_collapse(history: History) -> Finding | None:
     In a healthy run it rises or stays, and what moves it back is the noise of its batches.
     """
     best, spread, now = history.best("reward/mean"), history.then("reward/std"), history.now("reward/mean")
-    if now is None or best is None or not spread or best - now <= REWARD_FALL * spread:
-        return None
-    if history.fallen("reward/mean") <= 1:
+    if not (best - now > REWARD_FALL * spread > 0 and history.fallen("reward/mean") > 1):
         return None
     return Finding(
         "error",
@@ -130,7 +128,7 @@ def _rises_since(history: History, step: int) -> bool:
     steps, values = history.column("reward/mean")
     # The steps around the evaluation: its own batch alone would be one draw.
     then, now, spread = values[np.abs(steps - step) <= 8], history.window("reward/mean"), history.column("reward/std")
-    if now is None or not len(then) or not len(spread.values):
+    if not len(then) or not len(spread.values):
         return False
     deviation, freedom = history.noise_of("reward/mean")
     error = deviation * sqrt(noise.SPREAD * (1 / len(now) + 1 / len(then)))
@@ -149,12 +147,12 @@ def channels_diverge(history: History) -> Finding | None:
     names = channels(history.latest[-1])
     for name in names:
         before, now = history.then(name), history.now(name)
-        if before is not None and now is not None:
+        if not isnan(now - before):
             slopes[name.removeprefix("reward/")] = now - before
             # A function that pays little cannot fall by a part of the whole spread: for it, half of its own level
             # counts.
             lost |= {name.removeprefix("reward/")} if 0 <= now < before / 2 and before > 0.05 else set()
-    if not spread or len(slopes) < 2:
+    if not spread > 0 or len(slopes) < 2:
         return None
     up, down = max(slopes, key=lambda name: slopes[name]), min(slopes, key=lambda name: slopes[name])
     down = min(lost, key=lambda name: slopes[name]) if lost else down
@@ -182,11 +180,10 @@ def kl_alone(history: History) -> Finding | None:
     # loss/kl is a mean of tokens, a reward belongs to a completion: times the length they have one unit.
     alone, whole, length = (history.now(name) for name in ("loss/kl_alone", "loss/kl", "completion/length"))
     reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
-    if alone is None or not whole or length is None or reward is None or before is None or not spread:
+    costly = whole * length >= KL_COSTS * spread > 0
+    if not (costly and alone > KL_ALONE * whole and history.typical(_alone) > KL_ALONE):
         return None
-    if alone <= KL_ALONE * whole or (history.typical(_alone) or 0.0) <= KL_ALONE or whole * length < KL_COSTS * spread:
-        return None
-    if history.solved or reward > before + LITTLE * spread or history.risen("reward/mean") > 1:
+    if history.solved or not reward <= before + LITTLE * spread or history.risen("reward/mean") > 1:
         return None
     return Finding(
         "warning",
@@ -210,9 +207,7 @@ def kl_pays(history: History) -> Finding | None:
     """
     kl, kl_now = history.then("reward/kl"), history.now("reward/kl")
     task, task_now, spread = history.then("reward/mean"), history.now("reward/mean"), history.then("reward/std")
-    if kl is None or kl_now is None or task is None or task_now is None or not spread:
-        return None
-    if kl_now <= max(kl, 0.0) + KL_PAYS * spread or task_now >= task - KL_PAYS * spread:
+    if not (spread > 0 and kl_now > max(kl, 0.0) + KL_PAYS * spread and task_now < task - KL_PAYS * spread):
         return None
     if history.risen("reward/kl") <= 1 or history.risen("reward/mean") >= -1:
         return None

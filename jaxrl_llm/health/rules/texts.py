@@ -15,9 +15,7 @@ def repeats(history: History) -> Finding | None:
     In a healthy run they do so as much as at the start.
     """
     before, now = history.then("completion/repeated"), history.now("completion/repeated")
-    if before is None or now is None or now <= max(REPEATED[0] * before, REPEATED[1]):
-        return None
-    if history.risen("completion/repeated") <= 1:
+    if not (now > max(REPEATED[0] * before, REPEATED[1]) and history.risen("completion/repeated") > 1):
         return None
     return Finding(
         "warning",
@@ -35,9 +33,7 @@ def truncated(history: History) -> Finding | None:
     """
     cut, at_first = history.now("completion/truncated"), history.then("completion/truncated")
     reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
-    if cut is None or at_first is None or reward is None or before is None or not spread:
-        return None
-    if cut <= max(TRUNCATED[0] * at_first, TRUNCATED[1]) or reward >= before - LITTLE * spread:
+    if not (spread > 0 and cut > max(TRUNCATED[0] * at_first, TRUNCATED[1]) and reward < before - LITTLE * spread):
         return None
     if history.risen("completion/truncated") <= 1 or history.risen("reward/mean") >= -1:
         return None
@@ -58,7 +54,7 @@ def never_stops(history: History) -> Finding | None:
     """
     cut = history.now("completion/truncated")
     # Not 1: TRL takes a last token that is padding for an end.
-    if cut is None or cut < NEVER_STOPS or history.above("completion/truncated", 0.5) <= 1:
+    if not cut >= NEVER_STOPS or history.above("completion/truncated", 0.5) <= 1:
         return None
     return Finding(
         "error",
@@ -77,7 +73,7 @@ def length_collapse(history: History) -> Finding | None:
     """
     before, now = history.then("completion/length"), history.now("completion/length")
     reward, earned = history.then("reward/mean"), history.now("reward/mean")
-    if not before or now is None or now >= LENGTH * before or reward is None or earned is None or earned < reward:
+    if not (now < LENGTH * before and earned >= reward):
         return None
     # Lengths differ by factors, so their logarithm is judged.
     if history.risen("completion/length", log=True) >= -1 or _brief_and_right(history):
@@ -101,6 +97,4 @@ def _brief_and_right(history: History) -> bool:
         return last - first > 3 * sqrt(2 * chance * (1 - chance) / (judged[-1].get("eval/problems") or 100))
     spread, length = history.then("reward/std"), history.now("completion/length")
     before, now = history.then("reward/mean"), history.now("reward/mean")
-    if spread is None or length is None or before is None or now is None:
-        return False
     return length >= ANSWER and now - before > spread and history.risen("reward/mean") > 1
