@@ -99,7 +99,7 @@ def gmpo(
     up = batch.advantages > 0
     bounded = jnp.where(up, jnp.minimum(log_ratio, clipped), jnp.maximum(log_ratio, clipped))
     ratio = ratio_of(sequence_mean(bounded, batch.loss_mask))
-    metrics = {"clip/fraction": _float(bounded != log_ratio), "ratio/mean": ratio_of(log_ratio)}
+    metrics = {"clip/fraction": jnp.float32(bounded != log_ratio), "ratio/mean": ratio_of(log_ratio)}
     return -ratio * batch.advantages, metrics
 
 
@@ -120,7 +120,7 @@ def cispo(
     # The weight is a constant: also tokens beyond a bound keep the gradient of their log-probability.
     ratio = jax.lax.stop_gradient(ratio_of(logprobs - old_logprobs(logprobs, batch)))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    metrics = {"clip/fraction": _float(clipped != ratio), "ratio/mean": ratio}
+    metrics = {"clip/fraction": jnp.float32(clipped != ratio), "ratio/mean": ratio}
     return -clipped * batch.advantages * logprobs, metrics
 
 
@@ -190,17 +190,13 @@ def _clipped(
     loss = -jnp.minimum(bounded * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
     # The clip is active only on the side to which the advantage pushes the ratio.
     bound = jnp.where(advantages > 0, ratio > 1 + high, ratio < 1 - low) & (advantages != 0)
-    return loss, {"clip/fraction": _float(bound), "ratio/mean": ratio}
+    return loss, {"clip/fraction": jnp.float32(bound), "ratio/mean": ratio}
 
 
 def sequence_mean(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"]) -> Float[Array, "B G 1"]:
     """Computes the mean [B, G, 1] of x [B, G, C] over the mask."""
     total = jnp.sum(jnp.where(mask, x, 0.0), axis=-1, keepdims=True)
     return total / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
-
-
-def _float(x: Array) -> jax.Array:
-    return x.astype(jnp.float32)
 
 
 def cross_entropy(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:

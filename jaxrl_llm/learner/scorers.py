@@ -80,8 +80,8 @@ def make_scorers(
             base.combine(base.params, states["reference"]) if "reference" in states else base.params
         )
         scorers["reference"] = Scorer(("ref_logprobs",), anchor, reference)
-    columns = {"old_logprobs": "logprobs", "entropy": "entropy"}
-    columns = {column: per_token for column, per_token in columns.items() if column in needed}
+    per_token = (("old_logprobs", "logprobs"), ("entropy", "entropy"))
+    columns = {column: what for column, what in per_token if column in needed}
     if exact and list(columns) == ["old_logprobs"]:
         # The sampler has already computed them: no forward pass is needed.
         known = lambda params, batch: {"old_logprobs": batch.sampler_logprobs}  # noqa: E731
@@ -121,13 +121,11 @@ def load_frozen(
     other = next((token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number), None)
     if other is not None:
         raise UserError(f"config.{section}.path: its tokenizer knows {other!r} by another number: give one of the kind")
-    if section == "reward_model":
-        params = {
-            "decoder": hf.load_params(folder, model, mesh, learns=False, unused=hf.HEADS),
-            "readout": jax.device_put(hf.load_readout(folder, model), NamedSharding(mesh, PartitionSpec())),
-        }
-    else:
-        params = hf.load_params(folder, model, mesh, learns=False)
+    scores = section == "reward_model"
+    params = hf.load_params(folder, model, mesh, learns=False, unused=hf.HEADS if scores else ())
+    if scores:
+        readout = jax.device_put(hf.load_readout(folder, model), NamedSharding(mesh, PartitionSpec()))
+        params = {"decoder": params, "readout": readout}
     return Frozen(model, sharding.move(params, sharding.HOST) if on_host else params)
 
 

@@ -34,7 +34,7 @@ def grouped_matmul(rows: Array, kernels: Array, sizes: Array, precision: jax.lax
         rows, kernels, sizes, tpu=on_tpu, default=partial(_by_blocks, precision=precision)
     )
     # The two implementations leave different numbers in the rows after the last group.
-    return _in_groups(product, sizes)
+    return jnp.where(jnp.arange(len(product))[:, None] < jnp.sum(sizes), product, 0)
 
 
 def _forward(rows: Array, kernels: Array, sizes: Array, precision: Any) -> tuple[jax.Array, tuple[Array, ...]]:
@@ -52,11 +52,6 @@ def _backward(precision: Any, saved: tuple[Array, ...], gradients: Array) -> tup
 
 
 grouped_matmul.defvjp(_forward, _backward)
-
-
-def _in_groups(rows: Array, sizes: Array) -> jax.Array:
-    """Sets the rows after the last group to 0."""
-    return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), rows, 0)
 
 
 class _Blocks(NamedTuple):

@@ -33,17 +33,17 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
     All processes call it, and the first one writes. An old `folder` is replaced as a whole.
     Raises: UserError, if the disk write fails.
     """
-    dtype = stored_dtype(source)
+    dtype, table = stored_dtype(source), names.family_table(read_config(source)["model_type"])
     if distributed.first():
         with disk.replacing(folder) as unfinished:
-            _save(unfinished, params, source, dtype)
+            _save(unfinished, params, source, dtype, table)
     else:
         # Gathers them together with the first process.
-        deque(tensors(params, table_of(source), dtype), maxlen=0)
+        deque(tensors(params, table, dtype), maxlen=0)
     distributed.wait("export")
 
 
-def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
+def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype, table: TensorNames) -> None:
     # Slow to import, and only needed here.
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -51,7 +51,6 @@ def _save(folder: Path, params: PyTree, source: Path, dtype: np.dtype) -> None:
         about_weights = "safetensors" in file.name or file.name in NOT_COPIED
         if file.is_file() and file.suffix in COPIED and not about_weights and _belongs_to(source, file):
             shutil.copy(file, folder)
-    table = table_of(source)
     parts = split_state_dict_into_shards_factory(
         names.tensor_shapes(params, table),
         get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
@@ -107,11 +106,6 @@ def _layer(stacked: Array, i: int) -> Array:
 @jax.jit
 def _index(stacked: PyTree, i: Array) -> jax.Array:
     return adapters.merged(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked))
-
-
-def table_of(folder: Path) -> TensorNames:
-    """Returns the tensor names of the family of a folder."""
-    return names.family_table(read_config(folder)["model_type"])
 
 
 def tensors(params: PyTree, table: TensorNames, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:

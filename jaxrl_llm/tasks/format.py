@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.tasks import text_of
@@ -13,21 +12,18 @@ BETWEEN = re.compile(r"</think>\s*<answer>")
 
 def think(completions: list[Any], **columns: Any) -> list[float]:
     """1 where the completion begins with <think>, has no second one, and closes it: TRL's `think_format_reward`."""
-    return _scores(lambda text: text.count("<think>") == 1 and _in_order(text, "<think>", "</think>"), completions)
+    texts = map(text_of, completions)
+    return [float(text.count("<think>") == 1 and _in_order(text, "<think>", "</think>")) for text in texts]
 
 
 def think_answer(completions: list[Any], **columns: Any) -> list[float]:
     """1 where the completion is `<think>...</think><answer>...</answer>`, as EasyR1's r1v and DeepSeek-R1 want it."""
-    return _scores(_has_answer, completions)
+    return [float(_has_answer(text_of(c))) for c in completions]
 
 
 def think_boxed(completions: list[Any], **columns: Any) -> list[float]:
     """1 where the completion begins with <think>, closes it, and has a \\boxed{} after it: EasyR1's math."""
-    return _scores(lambda text: _in_order(text, "<think>", "</think>", "\\boxed{", "}"), completions)
-
-
-def _scores(has_form: Callable[[str], bool], completions: list[Any]) -> list[float]:
-    return [float(has_form(text_of(c))) for c in completions]
+    return [float(_in_order(text_of(c), "<think>", "</think>", "\\boxed{", "}")) for c in completions]
 
 
 def _in_order(text: str, first: str, *marks: str) -> bool:
