@@ -14,7 +14,7 @@ from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Shape, placed
-from jaxrl_llm.structs import Batch, Rewards, Sizes
+from jaxrl_llm.structs import Batch, Rewards
 
 
 def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None:
@@ -36,29 +36,18 @@ def learning_programs(
 
     channels: names of the reward functions.
     """
-    place, sizes = NamedSharding(learning.mesh, sharding.BATCH), learning.sizes
-    plain, states = placed(batch_shapes(sizes, width), place), learning.all_shapes()
-    score = jax.ShapeDtypeStruct(plain.completions.shape, jnp.float32)
+    place, sizes, of = NamedSharding(learning.mesh, sharding.BATCH), learning.sizes, jax.ShapeDtypeStruct
+    b, g, c = sizes.prompts_per_step, sizes.group_size, sizes.max_completion_tokens
+    tokens, mask, score = (of((b, g, c), dtype) for dtype in (jnp.int32, bool, jnp.float32))
+    prompts = of((b, width), jnp.int32), of((b, width), bool)
+    plain = placed(Batch(*prompts, tokens, mask, mask, sampler_logprobs=score), place)
+    total = of((b, g), jnp.float32)
+    rewards = Rewards(total, dict.fromkeys(channels, total), of((b, 1), jnp.float32), of((b, 1), jnp.int32))
     scores = {column: score for scorer in learning.scorers.values() for column in scorer.columns}
+    states = learning.all_shapes()
     coefs = jax.eval_shape(learning.learners["policy"].coefficients, states["policy"])
-    credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, _rewards(sizes, channels), coefs)
+    credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, rewards, coefs)
     batch = placed(credited, place)
-    rows: Any = jax.ShapeDtypeStruct((sizes.prompts_per_update,), jnp.int32)
+    rows: Any = of((sizes.prompts_per_update,), jnp.int32)
     for shape in shapes:
         yield from learning.programs(states, plain, batch, rows, shape)
-
-
-def batch_shapes(sizes: Sizes, width: int) -> Batch:
-    """Returns the batch of a step before its scores, as shapes; width: P."""
-    b, g, c = sizes.prompts_per_step, sizes.group_size, sizes.max_completion_tokens
-    of = jax.ShapeDtypeStruct
-    tokens, mask = of((b, g, c), jnp.int32), of((b, g, c), bool)
-    prompts = of((b, width), jnp.int32), of((b, width), bool)
-    return Batch(*prompts, tokens, mask, mask, sampler_logprobs=of((b, g, c), jnp.float32))
-
-
-def _rewards(sizes: Sizes, channels: Iterable[str]) -> Rewards:
-    total = jax.ShapeDtypeStruct((sizes.prompts_per_step, sizes.group_size), jnp.float32)
-    greedy = jax.ShapeDtypeStruct((sizes.prompts_per_step, 1), jnp.float32)
-    lengths = jax.ShapeDtypeStruct((sizes.prompts_per_step, 1), jnp.int32)
-    return Rewards(total, dict.fromkeys(channels, total), greedy, lengths)
