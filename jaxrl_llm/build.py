@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -214,7 +214,7 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
         inputs.stop_ids,
         inputs.environments,
         inputs.book,
-        partial(RewardFn, reward.functions, reward.weights, reward.timeout, field="config.reward.timeout"),
+        partial(RewardFn, reward.functions, reward.weights, reward.timeout),
         self_test_facts(recipe, inputs.tools),
         make_evaluation(place, recipe, inputs),
         len(inputs.held_out.rows),
@@ -329,11 +329,9 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
     """Starts the engine and builds the actor."""
     dataset, opened, mesh = inputs.dataset, place.opened, inputs.models.mesh
     collate = partial(data.make_prompts, dataset, pad_id=inputs.tokenizer.pad_token_id)
-    skip, mixture = recipe.data.skip, recipe.data.mixture
-    curriculum, iterator = drawn(
-        dataset, collate, batch=recipe.prompts_per_step, seed=recipe.seed, skip=skip, mixture=mixture
-    )
-    reward_fn = open_reward_fn(opened, recipe.reward.functions, recipe.reward.weights, recipe.reward.timeout)
+    curriculum, iterator = drawn(dataset, collate, recipe.data, batch=recipe.prompts_per_step, seed=recipe.seed)
+    reward = recipe.reward
+    reward_fn = opened.enter_context(closing(RewardFn(reward.functions, reward.weights, reward.timeout)))
     engine = recipe.chosen_engine.start(
         EngineInputs(
             inputs.models.model,
@@ -410,15 +408,8 @@ def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
 def make_evaluation(place: Workplace, recipe: Recipe | SftRecipe, inputs: Inputs) -> Callable[[Engine], float]:
     """Returns `evaluation(engine)` -> accuracy of greedy completions on the held-out problems."""
     judge = (recipe.eval.function,) if recipe.eval else ()
-    reward_fn = open_reward_fn(place.opened, judge, (1.0,), recipe.reward.timeout)
+    reward_fn = place.opened.enter_context(closing(RewardFn(judge, (1.0,), recipe.reward.timeout)))
     task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
     batch = whole_batches(recipe.sizes.sequences_per_step, len(inputs.held_out.rows), inputs.models.mesh)
     key = jax.random.key(recipe.seed)
     return lambda engine: mean_score(evaluate(engine, inputs.held_out, task, batch=batch, key=key))
-
-
-def open_reward_fn(
-    opened: ExitStack, functions: tuple[str, ...], weights: tuple[float, ...], timeout: float
-) -> RewardFn:
-    """Opens a RewardFn for these functions. It closes when the run ends."""
-    return opened.enter_context(closing(RewardFn(functions, weights, timeout=timeout, field="config.reward.timeout")))

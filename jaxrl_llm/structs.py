@@ -10,7 +10,7 @@ itself, for example its log-probability given all earlier tokens, its mask or it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -37,7 +37,7 @@ class Prompts:
     sources: list[str] = field(default_factory=list)  # B names of the sources of these rows; []: there is no mixture
 
 
-Collate: TypeAlias = Callable[[Sequence[int] | np.ndarray], Prompts]  # numbers of rows in the data set -> these prompts
+Collate: TypeAlias = Callable[[Any], Prompts]  # numbers of rows in the data set -> these prompts
 
 
 @jax.tree_util.register_dataclass

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import grain
 import numpy as np
 
 from jaxrl_llm.data import order
 from jaxrl_llm.data.prompts import Dataset
-from jaxrl_llm.data.settings import SourceSettings
+from jaxrl_llm.data.settings import DataSettings
 from jaxrl_llm.machine import distributed
 
 
@@ -62,24 +62,15 @@ class Curriculum:
 
 
 def drawn(
-    dataset: Dataset,
-    collate: order.Collate,
-    *,
-    batch: int,
-    seed: int,
-    skip: float,
-    mixture: Mapping[str, SourceSettings],
+    dataset: Dataset, collate: order.Collate, settings: DataSettings, *, batch: int, seed: int
 ) -> tuple[Curriculum | None, grain.DatasetIterator]:
-    """Returns the curriculum of a run, if it passes over prompts, and the iterator over its batches of prompts.
-
-    skip: as of a `Curriculum`; 0: no curriculum. mixture: the sources of `dataset.parts`.
-    """
-    size = len(dataset.rows)
+    """Returns the curriculum of a run, if it passes over prompts, and the iterator over its batches of prompts."""
+    size, skip = len(dataset.rows), settings.skip
     if not skip and not dataset.parts:
         return None, order.iterate(size, batch, seed, collate)
     curriculum = Curriculum(size, skip, seed) if skip else None
     parts = dataset.parts or {"all": range(size)}
-    shares = {name: mixture[name].weight if dataset.parts else 1.0 for name in parts}
+    shares = {name: settings.mixture[name].weight if dataset.parts else 1.0 for name in parts}
     return curriculum, order.mix(parts, shares, batch, seed, collate, curriculum.draws if curriculum else None)
 
 

@@ -33,6 +33,7 @@ Reward: TypeAlias = Callable[..., Any]
 COPIED = cloudpickle.Pickler.dispatch_table
 # Seconds: a function that fails within this time is called again for single completions, for this long.
 SEARCH = 1.0
+TIMEOUT = "config.reward.timeout"
 # Channels are float32.
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -67,8 +68,8 @@ class RewardFn:
     does, and all functions run at the same time. After an error, the RewardFn is closed.
     """
 
-    def __init__(self, functions: Sequence[str], weights: Sequence[float], timeout: float, *, field: str):
-        """timeout: seconds for one batch of one function, set by the config's `field`; 0: no limit and no process."""
+    def __init__(self, functions: Sequence[str], weights: Sequence[float], timeout: float, field: str = TIMEOUT):
+        """timeout: seconds for one batch of one function, which `field` sets; 0: no limit and no process."""
         self._functions = {split_call(text)[0]: text for text in functions}
         self._weights, self._timeout, self._field = weights, timeout, field
         sent = {name: _code(name) for name in self._functions if timeout}
