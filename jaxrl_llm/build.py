@@ -16,7 +16,6 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.credit import make_credit
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten, with_names
 from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
@@ -139,8 +138,7 @@ def opened_run(
         place.config = config.to_dict()
         if recipe.deterministic:  # must come before JAX initializes its devices
             compute_deterministically()
-        known, fields = records.table(type(recipe), place.config), flatten(place.config)
-        place.take(fields, records.names_that_may_change(known, fields), known.defaults, shared=shared)
+        place.take(type(recipe), shared=shared)
         run = make(place, recipe)
         if command:  # here all processes have loaded their data and models, for which there is no bound
             WATCHDOG.begin(recipe.health.hang_minutes, distributed.end)

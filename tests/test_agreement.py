@@ -18,6 +18,7 @@ from test_distributed import ROOT, TINY, Processes
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.config.names import own_files
+from jaxrl_llm.config.records import Table
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.distributed import agreement
@@ -92,10 +93,10 @@ def test_the_files_of_ones_own_functions_are_compared_also_those_that_a_config_f
 
 def test_a_run_that_was_killed_while_its_processes_looked_for_each_other_starts_again(tmp_path):
     (tmp_path / f"{agreement.TOKEN}0123").touch()
-    check_workdir(tmp_path, {}, ())
+    check_workdir(tmp_path, {}, Table({}, {}, {}, set()))
     (tmp_path / "another").touch()
     with pytest.raises(UserError, match="not a run of ours"):
-        check_workdir(tmp_path, {}, ())
+        check_workdir(tmp_path, {}, Table({}, {}, {}, set()))
 
 
 # ---- real processes

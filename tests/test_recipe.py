@@ -85,9 +85,9 @@ def test_a_new_field_with_a_default_does_not_forbid_to_resume(tmp_path):
     assert records.read(Newer, {"width": 1}) == Newer(width=1)
     for resumed in ({"width": 1}, {"width": 1, "depth": 2}):
         records.check_fields(known, resumed, resumed)
-        check_workdir(tmp_path, resumed, (), known.defaults)
+        check_workdir(tmp_path, resumed, known)
     with pytest.raises(UserError, match=r"config.depth is 3, but the run in .* has 2"):
-        check_workdir(tmp_path, {"width": 1, "depth": 3}, (), known.defaults)
+        check_workdir(tmp_path, {"width": 1, "depth": 3}, known)
     with pytest.raises(UserError, match=r"config.width is missing"):
         records.check_fields(known, {"depth": 2}, {"depth": 2})
 

@@ -10,14 +10,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from operator import itemgetter
 from pathlib import Path
 from threading import Thread
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxrl_llm.config.load import flatten
+from jaxrl_llm.config.records import Table, names_that_may_change
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk, distributed
 from jaxrl_llm.machine.distributed import agreement
@@ -37,7 +37,6 @@ from jaxrl_llm.session.settings import CheckpointSettings
 from jaxrl_llm.structs import PartState, PyTree
 
 NO_ROWS = Rows({}, "")
-NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 FORMAT = 2  # of checkpoints; a change that an older version cannot read gets the next number
 MODELS, SAMPLES = "models", "samples"  # parts with arrays
 NOTES = "notes"  # the file of JSON
@@ -47,12 +46,9 @@ COMMIT = 6 * 3600
 DELETED = ".deleted"  # behind the folder's name: where checkpoints are that are being deleted
 
 
-def check_workdir(
-    workdir: Path, fields: Mapping[str, Any], may_change: Collection[str], defaults: Mapping[str, Any] = NO_DEFAULTS
-) -> None:
-    """Checks that the workdir can hold a run of a config with these fields.
+def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> None:
+    """Checks that the workdir can hold a run of a config with these fields; known: what a config may hold.
 
-    may_change: fields that may differ from the config of the run in the workdir. defaults: of fields that it may lack.
     Raises: UserError, if the workdir is not writable, has files of another program, or holds a run of another config.
     """
     existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
@@ -69,9 +65,10 @@ def check_workdir(
     except (ValueError, AttributeError):  # not JSON, or not an object
         raise UserError(f"{file} is not a run's config: give another --workdir") from None
     now = json.loads(json.dumps(fields))  # as the file has them: lists for tuples
+    may_change = names_that_may_change(known, fields)
     # Function names are compared first: a changed function also changes the other fields of its section.
     for name in sorted(set(before) | set(now), key=lambda name: (not name.endswith(".name"), name)):
-        default = json.loads(json.dumps(defaults.get(name)))
+        default = json.loads(json.dumps(known.defaults.get(name)))
         here, then = now.get(name, default), before.get(name, default)
         if here != then and name not in may_change:
             raise UserError(

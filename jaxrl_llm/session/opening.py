@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.compilation import Compilations, keep_compilations
@@ -40,17 +41,16 @@ class Workplace:
     config: dict[str, Any]  # as config.json has it
     check_lock: Callable[[], None] = lambda: None  # raises: UserError, if another process has taken the workdir
 
-    def take(
-        self, fields: Mapping[str, Any], may_change: Collection[str], defaults: Mapping[str, Any], *, shared: bool
-    ) -> None:
+    def take(self, record: type, *, shared: bool) -> None:
         """Checks that all processes have this config, and takes the workdir, which must be new or a run of it.
 
-        fields: of the config; may_change, defaults: see `check_workdir`. shared: all processes have this workdir.
+        record: of the config. shared: all processes have this workdir.
         Raises: UserError.
         """
+        fields = flatten(self.config)
         alike.check(fields)
         if distributed.first():
-            checkpoint.check_workdir(self.workdir, fields, may_change, defaults)
+            checkpoint.check_workdir(self.workdir, fields, records.table(record, self.config))
             self.check_lock = self.opened.enter_context(locked(self.workdir)).check
         if shared:
             agreement.check_shared(self.workdir)
