@@ -7,13 +7,15 @@ from datetime import date
 from typing import Any
 
 from jaxrl_llm import loggers, tasks
+from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.rows import check_source
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.settings import NewModelSettings
 from jaxrl_llm.recipe.combinations import check_adapters, check_algorithm, check_health, check_rollout, check_turns
-from jaxrl_llm.recipe.no_effect import SIZES, refuse
+from jaxrl_llm.recipe.no_effect import refuse
 from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe, warmup_steps
 from jaxrl_llm.sandbox import program as sandbox
 
@@ -58,7 +60,10 @@ def check_sft(recipe: SftRecipe, fields: Mapping[str, Any]) -> None:
     """Checks what a run of `sft` is asked to do; fields: as for `check_train`. Raises: UserError, naming the field."""
     check_shared(recipe, fields, recipe.prompts_per_step)
     if recipe.model.path:
-        refuse(fields, SIZES, "model.path names a model")
+        # Sizes of a new model. The values of configs/sft.py are always allowed.
+        shipped = flatten(load("sft"))
+        unset = {name: shipped[name] for name in (f"model.{size}" for size in NewModelSettings.__annotations__)}
+        refuse(fields, unset, "model.path names a model")
     model = recipe.model
     width, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     new = not model.path

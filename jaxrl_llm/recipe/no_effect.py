@@ -8,16 +8,6 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe.recipe import Recipe
 
-# Sizes of a new model, with the values of configs/sft.py.
-SIZES = {
-    "model.hidden_size": 128,
-    "model.num_hidden_layers": 4,
-    "model.num_attention_heads": 4,
-    "model.num_key_value_heads": 2,
-    "model.intermediate_size": 384,
-    "model.vocabulary": 0,
-}
-
 
 def check_no_effect(recipe: Recipe, fields: Mapping[str, Any]) -> None:
     """Refuses settings of `train` without effect. The values of configs/grpo.py are always allowed.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib import request as http
 from urllib.parse import urlsplit
 
 import httpx
@@ -21,13 +20,8 @@ WEIGHTS = "model.safetensors"
 FOLDER = "jaxrl_llm-"  # prefix of a run's folder with weights; 12 hexadecimal digits follow
 
 # Opens http and https alone, through no proxy, and follows no redirect: nobody else sees the weights and their token.
-DIRECT = urllib.request.OpenerDirector()
-for _handler in (
-    urllib.request.HTTPHandler,
-    urllib.request.HTTPSHandler,
-    urllib.request.HTTPErrorProcessor,
-    urllib.request.HTTPDefaultErrorHandler,
-):
+DIRECT = http.OpenerDirector()
+for _handler in (http.HTTPHandler, http.HTTPSHandler, http.HTTPErrorProcessor, http.HTTPDefaultErrorHandler):
     DIRECT.add_handler(_handler())
 
 
@@ -79,7 +73,7 @@ def open_weights(url: str, token: str, timeout: float) -> BinaryIO:
     if urlsplit(url).scheme not in ("http", "https"):
         raise ValueError(f"refused: {url} is no address of http: set config.engine.push to 'file' or 'http'")
     # A token in a header: a URL would be in the server's log.
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    request = http.Request(url, headers={"Authorization": f"Bearer {token}"})
     response = DIRECT.open(request, timeout=timeout)
     # A handler for each scheme is there.
     assert response is not None
