@@ -125,18 +125,15 @@ def measure_all(
     """Measures all problems, and those of each value of the column `by`; "": not by column. Raises: UserError."""
     scores, channels = graded.rewards.total, graded.rewards.channels
     answers = answers_of(graded.texts, extract) if extract else None
-    measured = measure(scores, channels, answers)
+
+    def measured_at(places: list[int]) -> Measured:
+        chosen = {name: values[places] for name, values in channels.items()}
+        return measure(scores[places], chosen, answers and [answers[i] for i in places])
+
+    measured = measured_at([*range(len(rows))])
     if not by:
         return measured
-    groups = split(rows, by)
-    parts = {
-        value: measure(
-            scores[places],
-            {name: values[places] for name, values in channels.items()},
-            [answers[i] for i in places] if answers is not None else None,
-        )
-        for value, places in groups.items()
-    }
+    parts = {value: measured_at(places) for value, places in split(rows, by).items()}
     return measured | {"by": {"column": by, "values": parts}}
 
 
