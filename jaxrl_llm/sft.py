@@ -43,27 +43,8 @@ from jaxrl_llm.structs import AnyArray, Batch, Config, PartState, PyTree, Statef
 
 
 @dataclass
-class PolicyStates:
-    """The states of a run in which only the policy learns."""
-
-    policy: Learner
-
-    def shapes(self) -> States:
-        """Returns the states of a checkpoint, as shapes with shardings."""
-        return {"policy": self.policy.shapes}
-
-    def first(self) -> States:
-        """Returns the states at step 0."""
-        return {"policy": self.policy.init()}
-
-    def restored(self, states: States, attempt: int) -> States:
-        """Returns the states of a checkpoint, which are complete."""
-        return states
-
-
-@dataclass
 class SftParts:
-    """The parts of a step of `sft`."""
+    """The parts of a step of `sft`. Only the policy has states."""
 
     examples: Examples
     policy: Learner
@@ -77,6 +58,18 @@ class SftParts:
     def kept(self) -> Mapping[str, StatefulPart]:
         """What a checkpoint keeps beside the states."""
         return {SAMPLES: self.examples}
+
+    def shapes(self) -> States:
+        """Returns the states of a checkpoint, as shapes with shardings."""
+        return {"policy": self.policy.shapes}
+
+    def first(self) -> States:
+        """Returns the states at step 0."""
+        return {"policy": self.policy.init()}
+
+    def restored(self, states: States, attempt: int) -> States:
+        """Returns the states of a checkpoint, which are complete."""
+        return states
 
     def begin(self, states: States, step: int, attempt: int) -> States:
         """Returns the states: only the steps use them."""
@@ -107,18 +100,16 @@ class Examples:
 
     def __init__(self, iterator: grain.DatasetIterator):
         self._iterator = iterator
-        # _current: after the last batch read. _position: after the last batch learned from, for checkpoints.
-        self._beginning = self._position = self._current = iterator.get_state()
+        # _position: after the last batch learned from, for checkpoints.
+        self._beginning = self._position = iterator.get_state()
 
     def next(self) -> Batch:
         """Returns the next examples, on the host."""
-        batch = next(self._iterator)
-        self._current = self._iterator.get_state()
-        return batch
+        return next(self._iterator)
 
     def learned(self) -> None:
-        """Marks the last batch as learned from."""
-        self._position = self._current
+        """Marks the last batch as learned from: the iterator stands behind it."""
+        self._position = self._iterator.get_state()
 
     def state(self, seconds: float | None = None) -> PartState:
         """Returns the position after the last batch learned from."""
@@ -147,8 +138,6 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
     collate = partial(make_batch, inputs.dataset, answers, short, length, tokenizer.pad_token_id)
     iterator = order.iterate(len(short), recipe.prompts_per_step, recipe.seed, collate)
     policy = make_policy(recipe, inputs)
-    dropped = [("over-long completions dropped", len(answers) - len(short))]
-    session = open_outputs(place, recipe, inputs, PolicyStates(policy), dropped, [len(short)])
     engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=inputs.stop_ids, pad_id=tokenizer.pad_token_id)
     evaluation = make_evaluation(place, recipe, inputs)
 
@@ -161,7 +150,8 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
     rows, problems = np.arange(recipe.prompts_per_step, dtype=np.int32), len(inputs.held_out.rows)
     export = partial(inputs.export, place, policy)
     parts = SftParts(Examples(iterator), policy, mesh, rows, accuracy, problems, export)
-    return session(parts), parts
+    dropped = [("over-long completions dropped", len(answers) - len(short))]
+    return open_outputs(place, recipe, inputs, parts, dropped, [len(short)])(parts), parts
 
 
 def find_model(place: Workplace, recipe: SftRecipe) -> Path:
