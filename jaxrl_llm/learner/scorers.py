@@ -75,34 +75,32 @@ def make_scorers(
     # As many prompts at a time as in the update: other shapes may round differently, and the ratio would not be 1.
     scorers = {}
     if "ref_logprobs" in needed:
-        reference = score_columns(model, sampling, mesh, at_once, ref_logprobs="logprobs")
+        reference = score_columns(model, sampling, mesh, at_once, "ref_logprobs")
         anchor = lambda states: (  # noqa: E731
             base.combine(base.params, states["reference"]) if "reference" in states else base.params
         )
         scorers["reference"] = Scorer(("ref_logprobs",), anchor, reference)
-    per_token = (("old_logprobs", "logprobs"), ("entropy", "entropy"))
-    columns = {column: what for column, what in per_token if column in needed}
-    if exact and list(columns) == ["old_logprobs"]:
+    columns = [column for column in ("old_logprobs", "entropy") if column in needed]
+    if exact and columns == ["old_logprobs"]:
         # The sampler has already computed them: no forward pass is needed.
         known = lambda params, batch: {"old_logprobs": batch.sampler_logprobs}  # noqa: E731
         scorers["sampler"] = Scorer(("old_logprobs",), lambda states: None, known)
     elif columns:
-        policy = score_columns(model, sampling, mesh, at_once, **columns)
+        policy = score_columns(model, sampling, mesh, at_once, *columns)
         policy_params = lambda states: base.combine(base.params, states["policy"].params)  # noqa: E731
         scorers["policy"] = Scorer(tuple(columns), policy_params, policy)
     return scorers
 
 
-def score_columns(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int, **columns: str) -> forward.ScoreFn:
+def score_columns(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int, *columns: str) -> forward.ScoreFn:
     """Returns `score(params, batch) -> {column: [B, G, C]}`, with one forward pass for all columns.
 
-    columns: column="logprobs" or column="entropy".
+    The column "entropy" has the entropies of the distribution, all others the log-probabilities of the tokens.
     """
 
     def per_token(params: PyTree, batch: Batch) -> dict[str, jax.Array]:
         logprobs, entropy = forward.completion_logprobs(model, params, batch, sampling)
-        values = {"logprobs": logprobs, "entropy": entropy}
-        return {name: values[what] for name, what in columns.items()}
+        return {column: entropy if column == "entropy" else logprobs for column in columns}
 
     return forward.in_microbatches(per_token, mesh, microbatch)
 
@@ -143,5 +141,5 @@ def make_frozen_scorer(section: str, frozen: Frozen, microbatch: int, sampling: 
         scores = lambda params, batch: {column: forward.completion_values(model, params, batch, after=True)}  # noqa: E731
         score = forward.in_microbatches(scores, mesh, microbatch)
     else:
-        score = score_columns(model, sampling, mesh, microbatch, **{column: "logprobs"})
+        score = score_columns(model, sampling, mesh, microbatch, column)
     return Scorer((column,), lambda states: frozen.params, score)

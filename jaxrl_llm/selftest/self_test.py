@@ -206,9 +206,10 @@ def reward_sees(trial: Trial) -> CheckReport:
     if not reward.timeout and not trial.full:  # a call more may change the state of a function
         return skipped("reward.timeout = 0: the functions run in this process; doctor --selftest calls them")
     columns = [name for name in ANSWERS if all(isinstance(row.get(name), str | int | float) for row in rows)]
-    texts = [
-        ["", *(form.format(x) for name in columns for x in _answer_texts(row[name]) for form in FORMS)] for row in rows
-    ]
+    answers = [[str(row[name]) for name in columns] for row in rows]
+    # Also what is after "####", as in GSM8K.
+    answers = [[*texts, *(text.split("####")[-1].strip() for text in texts)] for texts in answers]
+    texts = [["", *(form.format(answer) for answer in each for form in FORMS)] for each in answers]
     try:
         earned = _earned(trial, rows, texts)
     except UserError as error:
@@ -432,12 +433,6 @@ def _first_metrics(trial: Trial) -> dict[str, Array] | None:
         return {name: mean(x) for name, x in loss_fn(logprobs, batch, **batch.columns)[1].items()}
 
     return metrics(trial.policy, replace(trial.batch, packed_index=None))
-
-
-def _answer_texts(answer: Any) -> list[str]:
-    """Returns an answer as text, and what is after "####", as in GSM8K."""
-    text = str(answer)
-    return [text, text.split("####")[-1].strip()] if "####" in text else [text]
 
 
 def _generation_prompt(trial: Trial) -> Iterator[Finding]:

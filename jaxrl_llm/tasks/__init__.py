@@ -43,10 +43,6 @@ def _parameters(function: Any) -> list[str] | None:
     return list(inspect.signature(function).parameters) if inspect.isfunction(function) else None
 
 
-def _is_reward(function: Any) -> bool:
-    return bool({"completions", "completion_ids"} & set(_parameters(function) or ()))
-
-
 def _is_environment(function: Any) -> bool:
     return inspect.isclass(function) and hasattr(function, "reset") and hasattr(function, "step")
 
@@ -54,7 +50,7 @@ def _is_environment(function: Any) -> bool:
 HERE = sys.modules[__name__]
 SOURCES = Kind(HERE, lambda function: _parameters(function) == [])
 CONVERTERS = Kind(HERE, lambda function: _parameters(function) == ["row"])
-REWARDS = Kind(HERE, _is_reward)
+REWARDS = Kind(HERE, lambda function: bool({"completions", "completion_ids"} & set(_parameters(function) or ())))
 ENVIRONMENTS = Kind(HERE, _is_environment)
 TOOLS = Kind(HERE, lambda function: inspect.isfunction(function) and "Args:" in (function.__doc__ or ""))
 ANSWERS = Kind(HERE, lambda function: _parameters(function) == ["text"])  # find the answer in a completion
