@@ -62,29 +62,27 @@ def decoder(settings: ConfigJson, **family_fields: Any) -> DecoderConfig:
     full, positions = rope.settings(settings), settings["max_position_embeddings"]
     # Older files have no head_dim: there the heads divide the width.
     size = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-    shared_fields = {
-        # A family may set each of these otherwise.
+    usual = {
+        "family": settings["model_type"],
+        "vocab_size": settings["vocab_size"],
+        "width": settings["hidden_size"],
+        "layers": settings["num_hidden_layers"],
+        "heads": settings["num_attention_heads"],
+        # Without it every query head has keys of its own, as in Llama 1.
+        "kv_heads": settings.get("num_key_value_heads") or settings["num_attention_heads"],
+        "head_dim": size,
         "mlp_width": settings["intermediate_size"],
+        # It also finds what is missing.
         "rope": rope.read(full, size, positions),
+        "max_positions": rope.longest(full, positions),
+        "norm_eps": settings["rms_norm_eps"],
+        "tied_head": settings.get("tie_word_embeddings", False),
         "qkv_bias": settings.get("attention_bias", False),
         "output_bias": settings.get("attention_bias", False),
         "qk_norm": False,
         "activation": activation(settings, "hidden_act"),
     }
-    return DecoderConfig(
-        family=settings["model_type"],
-        vocab_size=settings["vocab_size"],
-        width=settings["hidden_size"],
-        layers=settings["num_hidden_layers"],
-        heads=settings["num_attention_heads"],
-        # Without it every query head has keys of its own, as in Llama 1.
-        kv_heads=settings.get("num_key_value_heads") or settings["num_attention_heads"],
-        head_dim=size,
-        max_positions=rope.longest(full, positions),
-        norm_eps=settings["rms_norm_eps"],
-        tied_head=settings.get("tie_word_embeddings", False),
-        **shared_fields | family_fields,
-    )
+    return DecoderConfig(**usual | family_fields)
 
 
 def count(settings: ConfigJson, key: str) -> int:

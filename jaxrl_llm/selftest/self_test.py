@@ -308,8 +308,8 @@ def environment_is_masked(trial: Trial) -> CheckReport:
         return CheckReport(down.evidence, (down,))
     arrays = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask
     flat = [x.reshape(-1, x.shape[-1]) for x in arrays]
-    observed = [Observed.of(*episode) for episode in zip(*flat, dialogs, strict=True)]
-    tokens, trained = sum(episode.tokens for episode in observed), sum(episode.trained for episode in observed)
+    counts = [_observed(*episode) for episode in zip(*flat, dialogs, strict=True)]
+    tokens, trained, changed = np.sum(counts, axis=0).tolist()
     text = f"the environment said {tokens} of {rollouts.completion_mask.sum()} tokens in {len(dialogs)} episodes"
     if not tokens:
         cause = "the policy ends each episode in its first turn, or the environment says nothing"
@@ -317,7 +317,7 @@ def environment_is_masked(trial: Trial) -> CheckReport:
         return CheckReport(
             text, (alarm("S8", "environment_silent", text, cause, fix, failures="F22", severity="warning"),)
         )
-    if changed := sum(episode.changed for episode in observed):
+    if changed:
         evidence = f"{changed} of {tokens} tokens that the environment said are others in the completion"
         cause, fix = "text is encoded again between turns", "append the ids that the environment returns"
         return CheckReport(text, (alarm("S8", "observation_changed", evidence, cause, fix, failures="F21"),))
@@ -328,24 +328,19 @@ def environment_is_masked(trial: Trial) -> CheckReport:
     return CheckReport(f"{text}, and none of them is trained")
 
 
-class Observed(NamedTuple):
-    """Tokens of an episode that the environment said."""
+def _observed(completion: np.ndarray, real: np.ndarray, trained: np.ndarray, dialog: Dialog) -> np.ndarray:
+    """Counts what an environment said in a completion [C], by the ids that went to and from it.
 
-    tokens: int
-    trained: int  # in the loss mask
-    changed: int  # that are others in the completion
-
-    @classmethod
-    def of(cls, completion: np.ndarray, real: np.ndarray, trained: np.ndarray, dialog: Dialog) -> Observed:
-        """Finds what an environment said in a completion [C], by the ids that went to and from it."""
-        at, length, counts = 0, int(real.sum()), np.zeros(3, int)
-        for turn, observation in dialog:
-            at += len(turn)
-            if observation is None or length <= at:  # the episode ended there, or had no room for an answer
-                break
-            span = slice(at, at := at + len(observation))
-            counts += len(observation), trained[span].sum(), (completion[span] != observation).sum()
-        return cls(*counts.tolist())
+    Returns the numbers of its tokens, of those in the loss mask, and of those that are others in the completion: [3].
+    """
+    at, length, counts = 0, int(real.sum()), np.zeros(3, int)
+    for turn, observation in dialog:
+        at += len(turn)
+        if observation is None or length <= at:  # the episode ended there, or had no room for an answer
+            break
+        span = slice(at, at := at + len(observation))
+        counts += len(observation), trained[span].sum(), (completion[span] != observation).sum()
+    return counts
 
 
 def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
