@@ -42,13 +42,9 @@ from jaxrl_llm.session.banner import print_banner
 from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.tasks import ANSWERS, REWARDS, SOURCES
 
-LIMITS = {
-    "problems": Field(int, low=1),
-    "samples": Field(int, low=1),
+COUNTS = ("problems", "samples", "max_prompt_tokens", "max_completion_tokens", "batch")
+LIMITS = dict.fromkeys(COUNTS, Field(int, low=1)) | {
     "temperature": Field(float, low=0),
-    "max_prompt_tokens": Field(int, low=1),
-    "max_completion_tokens": Field(int, low=1),
-    "batch": Field(int, low=1),
     "seed": Field(int, low=0, high=2**31 - 1),
     "timeout": TIMEOUT,
 }
