@@ -45,7 +45,7 @@ from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, Lent
 from jaxrl_llm.rollout.compaction import decode_shapes
-from jaxrl_llm.rollout.environments import open_environments
+from jaxrl_llm.rollout.environments import EpisodeSettings, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate, mean_score, whole_batches
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
@@ -154,8 +154,8 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     model = models.model
     fit.check_router(recipe, model.cfg)
     tokenizer = encoding.on_day(hf.load_tokenizer(folder), recipe.data.today)
-    args = recipe.data.template_args()
-    environments = open_environments(recipe.env, recipe.turns, tokenizer, place.opened, args)
+    settings = EpisodeSettings(env=recipe.env, turns=recipe.turns)
+    environments = open_environments(settings, tokenizer, place.opened, recipe.data.chat_template_args)
     tools = environments.schemas if environments else []
     dataset = data.load(recipe.data, tokenizer, tools)
     held_out = data.load_held_out(recipe.eval, recipe.data, tokenizer, tools) if recipe.eval else dataset

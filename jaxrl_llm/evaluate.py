@@ -101,7 +101,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
         model = hf.load_model(folder, mesh, dtype=args.dtype)
         tokenizer = encoding.on_day(hf.load_tokenizer(folder), args.today)
         stops = hf.stop_ids(folder, tokenizer)
-        environments = open_environments(environment.env, environment.turns, tokenizer, opened, args.chat_template_args)
+        environments = open_environments(environment, tokenizer, opened, args.chat_template_args)
         tools = {"tools": environments.schemas} if environments and environments.schemas else {}
         dataset = data.read(
             args.source,

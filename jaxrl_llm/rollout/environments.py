@@ -51,19 +51,15 @@ def check_episodes(environment: Call | None, turns: KeywordArguments | None) -> 
 
 
 def open_environments(
-    environment: Call | None,
-    turns: KeywordArguments | None,
-    tokenizer: Any,
-    opened: ExitStack,
-    template_args: Mapping[str, Any],
+    episodes: EpisodeSettings, tokenizer: Any, opened: ExitStack, template_args: Mapping[str, Any]
 ) -> EnvironmentPool | None:
     """Opens the environments of a run; None: it has none. They close with `opened`.
 
-    turns: the limits of episodes. template_args: arguments of the chat template, beside the tools. Raises: UserError.
+    template_args: arguments of the chat template, beside the tools. Raises: UserError.
     """
-    if not (environment and turns):
+    if not (episodes.env and episodes.turns):
         return None
-    return opened.enter_context(closing(EnvironmentPool(tokenizer, environment, template_args, **turns)))
+    return opened.enter_context(closing(EnvironmentPool(tokenizer, episodes.env, template_args, **episodes.turns)))
 
 
 class EnvironmentPool:
