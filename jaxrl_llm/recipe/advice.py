@@ -60,10 +60,8 @@ def blind(settings: RunSettings) -> dict[str, str]:
         "rl": "sft has no rollouts",
         "platform": "no device is asked",
     }
-    lacking = {
-        rule.__name__: [lacks[name] for name in needs if not getattr(settings, name)] for rule, needs in RULES.items()
-    }
-    return {rule: reasons[0] for rule, reasons in lacking.items() if reasons}
+    missing = {name: why for name, why in lacks.items() if not getattr(settings, name)}
+    return {rule.__name__: missing[name] for rule, needs in RULES.items() for name in needs if name in missing}
 
 
 def width_of(recipe: Recipe | SftRecipe) -> int | None:

@@ -196,8 +196,7 @@ def of_texts(samples: Samples) -> dict[str, Any]:
         "completion/repeated": np.mean([repeated(row) for group in groups for row in group]),
         "completion/compressed": len(zlib.compress(whole)) / max(len(whole), 1),
     }
-    everywhere = distributed.exchange({name: float(x) for name, x in here.items()}, LOG)
-    return {name: np.mean([one[name] for one in everywhere]) for name in here}
+    return {name: np.mean(values) for name, values in gathered({name: float(x) for name, x in here.items()}).items()}
 
 
 def _own_texts(graded: Graded) -> list[list[str]]:

@@ -26,7 +26,8 @@ class Received:
 
     def __init__(self, came: Callable[[int], object]):
         """came(number): called in the thread, for each signal."""
-        self._before = _handled(NAMES, _pass)
+        # Python writes a signal to the wakeup file descriptor only if it has a Python handler.
+        self._before = _handled(NAMES, lambda *_: None)
         read, self._write = os.pipe()
         os.set_blocking(self._write, False)  # `set_wakeup_fd` requires it
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -260,10 +261,6 @@ def _handled(numbers: Iterable[int], handler: Handler) -> dict[int, Any]:
 def _restore(handlers: dict[int, Any]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-def _pass(number: int, frame: object) -> None:
-    """Does nothing. Python writes a signal to the wakeup file descriptor only if it has a Python handler."""
 
 
 def _say(line: str) -> None:
