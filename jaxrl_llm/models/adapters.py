@@ -70,7 +70,8 @@ class AdapterKind(ABC):
 
     path: ClassVar[str] = ""  # a folder of PEFT to start from; "": new adapters
     peft: ClassVar[PeftForm | None] = None  # None: PEFT has no such adapters
-    linear: ClassVar[bool] = False  # the mean of two adapters is the adapter of the mean
+    # Whether the mean of two adapters is the adapter of the mean. It is not, where the adapter is a product.
+    linear: ClassVar[bool] = False
 
     @abstractmethod
     def leaves(self, layers: int, d: int, e: int) -> dict[str, Init]:

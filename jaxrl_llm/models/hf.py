@@ -66,9 +66,7 @@ def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
     weights: False, to download only what describes the model.
     Raises: UserError, naming `field`, if `path` is neither, or holds adapters.
     """
-    folder = Path(path).expanduser()
-    if is_hub_id(path):
-        folder = _download(path, field, weights=weights)
+    folder = _download(path, field, weights=weights) if is_hub_id(path) else Path(path).expanduser()
     if (folder / "config.json").is_file():
         return folder
     if (folder / ADAPTER).is_file():

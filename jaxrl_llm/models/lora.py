@@ -59,8 +59,6 @@ class Lora(AdapterKind):
         settings={"rank": "r", "alpha": "lora_alpha", "rs": "use_rslora"},
         leaves={"lora_a": "lora_A", "lora_b": "lora_B"},
     )
-    # W + s A B is a product of what learns: the mean of two products is not the product of the means.
-    linear: ClassVar[bool] = False
 
     @property
     def scale(self) -> float:

@@ -104,7 +104,7 @@ def run(code: str, *, seconds: float, memory: int, characters: int, stdin: str =
     """
     with started(code, seconds=seconds, memory=memory, stdin=stdin) as program:
         error, reason = program.wait(min(time.monotonic() + CLOCK * seconds, end))
-        return Result(_text(program.stdout, characters), program.errors(characters), error, reason)
+        return Result(_text(program.stdout, characters), _text(program.stderr, characters), error, reason)
 
 
 class SandboxProgram(NamedTuple):
@@ -169,7 +169,7 @@ class SandboxProgram(NamedTuple):
         if code == 0:
             return "", ""
         if number <= 0:
-            return "it failed", reason_of(self.errors(2000))
+            return "it failed", reason_of(_text(self.stderr, 2000))
         # A program may choose the code, but not the time that it took.
         limited = number in (signal.SIGXCPU, signal.SIGKILL) and time.monotonic() - self.began >= 0.9 * self.seconds
         return late if limited else (f"it was ended by signal {number}", "error")
@@ -181,9 +181,6 @@ class SandboxProgram(NamedTuple):
         # The kernel then ends bubblewrap's process 1, and with it all others.
         self.process.kill()
         self.process.wait()
-
-    def errors(self, characters: int) -> str:
-        return _text(self.stderr, characters)
 
 
 def reason_of(errors: str) -> str:
@@ -249,7 +246,7 @@ def started(
             # No exit code says that a process is confined: its program chooses the code.
             if not is_ready.read(1):
                 process.wait()
-                message = started_program.errors(1000).strip() or f"bwrap ended with {process.returncode}"
+                message = _text(started_program.stderr, 1000).strip() or f"bwrap ended with {process.returncode}"
                 raise NoSandbox(message if alone else f"{message}; {remedy(message)}")
             yield started_program
         finally:

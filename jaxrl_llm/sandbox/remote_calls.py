@@ -236,6 +236,18 @@ def failure(error):
 # The judge's side.
 
 
+def forwarded(method, kind=None):
+    """Returns a method of a Handle whose object a test has built: it asks the other side. kind: of a plain answer."""
+
+    def ask(self, *arguments):
+        if not object.__getattribute__(self, "_Handle__built"):
+            raise TypeError("an object of the program is no plain data")
+        answer = call(object.__getattribute__(self, "_Handle__link"), self, method, arguments, {})
+        return plain_of(kind, answer) if kind else answer
+
+    return ask
+
+
 class Handle:
     """Stands for an object of the other side that is no plain data."""
 
@@ -295,28 +307,8 @@ class Handle:
     def __exit__(self, *error):
         call(self.__link, self, "__exit__", (None, None, None), {})
 
-    def __len__(self):
-        return plain_of(int, call(self.__link, self._built_only(), "__len__", (), {}))
-
-    def __str__(self):
-        return plain_of(str, call(self.__link, self._built_only(), "str", (), {}))
-
-    def __repr__(self):
-        return plain_of(str, call(self.__link, self._built_only(), "repr", (), {}))
-
-    def __getitem__(self, key):
-        return call(self.__link, self._built_only(), "__getitem__", (key,), {})
-
-    def __setitem__(self, key, value):
-        call(self.__link, self._built_only(), "__setitem__", (key, value), {})
-
-    def __delitem__(self, key):
-        call(self.__link, self._built_only(), "__delitem__", (key,), {})
-
-    def _built_only(self):
-        if self.__built:
-            return self
-        raise TypeError("an object of the program is no plain data")
+    __len__, __str__, __repr__ = forwarded("__len__", int), forwarded("str", str), forwarded("repr", str)
+    __getitem__, __setitem__, __delitem__ = map(forwarded, ("__getitem__", "__setitem__", "__delitem__"))
 
 
 def plain_of(kind, value):

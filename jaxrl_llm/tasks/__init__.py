@@ -43,15 +43,11 @@ def _parameters(function: Any) -> list[str] | None:
     return list(inspect.signature(function).parameters) if inspect.isfunction(function) else None
 
 
-def _is_environment(function: Any) -> bool:
-    return inspect.isclass(function) and hasattr(function, "reset") and hasattr(function, "step")
-
-
 HERE = sys.modules[__name__]
 SOURCES = Kind(HERE, lambda function: _parameters(function) == [])
 CONVERTERS = Kind(HERE, lambda function: _parameters(function) == ["row"])
 REWARDS = Kind(HERE, lambda function: bool({"completions", "completion_ids"} & set(_parameters(function) or ())))
-ENVIRONMENTS = Kind(HERE, _is_environment)
+ENVIRONMENTS = Kind(HERE, lambda kind: inspect.isclass(kind) and hasattr(kind, "reset") and hasattr(kind, "step"))
 TOOLS = Kind(HERE, lambda function: inspect.isfunction(function) and "Args:" in (function.__doc__ or ""))
 ANSWERS = Kind(HERE, lambda function: _parameters(function) == ["text"])  # find the answer in a completion
 

@@ -42,7 +42,7 @@ def tests_of(tests: Any, answer: Any, columned: Any) -> RowTests:
         if not name:
             return RowTests([(_text(i), _text(o)) for i, o in pairs])
         try:
-            return RowTests([(name, _arguments(i), _value(o)) for i, o in pairs])
+            return RowTests([(name, _arguments(i), json.loads(o) if isinstance(o, str) else o) for i, o in pairs])
         except (ValueError, TypeError) as error:
             return RowTests([], f"an input or output of {name} is no JSON ({error})")
     if isinstance(chosen, (list, tuple)) and chosen and all(isinstance(x, str) for x in chosen):
@@ -69,10 +69,6 @@ def _text(stream: Any) -> str:
 def _arguments(arguments: Any) -> list[Any]:
     """Returns the arguments of a call: a list, or text with the JSON of one on each line."""
     return [json.loads(line) for line in arguments.splitlines()] if isinstance(arguments, str) else list(arguments)
-
-
-def _value(result: Any) -> Any:
-    return json.loads(result) if isinstance(result, str) else result
 
 
 def _fault(tests: Sequence[str]) -> str:

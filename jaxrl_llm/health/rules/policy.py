@@ -30,10 +30,8 @@ def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Findi
         cause = f"their gradients are not finite ({', '.join(names[:5])})"
         fix = "a lower optim.learning_rate or with model.dtype = 'float32'"
     elif refused:
-        cause, fix = (
-            f"config.health.skip has {refused[0]!r}",
-            "a lower optim.learning_rate, or without this in health.skip",
-        )
+        cause = f"config.health.skip has {refused[0]!r}"
+        fix = "a lower optim.learning_rate, or without this in health.skip"
     return Finding(
         "error",
         f"{max(counts)} updates in a row were skipped, and the model stands still",
