@@ -248,7 +248,7 @@ def test_a_folder_that_is_too_large_loses_its_oldest_files(home, monkeypatch):
 def test_compiled_programs_that_no_run_has_used_for_long_are_removed_at_the_next_start(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.setattr(user_cache, "PROGRAMS", 2500)
+    monkeypatch.setattr(compilation, "PROGRAMS", 2500)
     monkeypatch.setattr(compilation.jax.config, "update", lambda *_: None)
     compilation.keep_compilations()  # there is no folder yet
     folder = tmp_path / "jaxrl_llm" / "xla"
@@ -259,7 +259,7 @@ def test_compiled_programs_that_no_run_has_used_for_long_are_removed_at_the_next
     compilation.keep_compilations()
     assert {file.name for file in folder.iterdir()} == {"used-cache", "new-cache"}
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))  # a folder of the user's own is not ours to clear
-    monkeypatch.setattr(user_cache, "PROGRAMS", 0)
+    monkeypatch.setattr(compilation, "PROGRAMS", 0)
     compilation.keep_compilations()
     assert len(list(folder.iterdir())) == 2
 

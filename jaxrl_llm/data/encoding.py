@@ -209,15 +209,12 @@ def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int
     else:
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
         decoded = tokenizer.batch_decode(ids)
+    letters = lambda text: sum(map(len, text.split()))  # noqa: E731
     for text, back, number in zip(texts, decoded, numbers, strict=True):
         # Tokenizers may normalize text and change spaces. Only lost characters are an error.
-        if back != text and len(_letters(back)) < len(_letters(unicodedata.normalize("NFC", text))):
+        if back != text and letters(back) < letters(unicodedata.normalize("NFC", text)):
             raise UserError(
                 f"{source} row {number}: the model's tokenizer cannot write {text[:200]!r}, only {back[:200]!r}: "
                 "use another model, or leave the row out"
             )
     return [np.array(tokens, np.int32) for tokens in ids]
-
-
-def _letters(text: str) -> str:
-    return "".join(text.split())

@@ -79,7 +79,7 @@ def tensors(params: PyTree, adapters: Adapters) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, from parameters on the host. PEFT keeps each one transposed."""
     by_name = {}
     for path, which, name in _names(adapters):
-        stacked = _node(params, path)[which]
+        stacked = reduce(getitem, path.split("/"), params)[which]
         by_name |= {name.format(i): np.ascontiguousarray(layer.T) for i, layer in enumerate(stacked)}
     return by_name
 
@@ -110,7 +110,7 @@ def load(folder: Path, adapters: Adapters) -> PyTree:
         raise UserError(f"{folder / WEIGHTS} cannot be read ({error}): fetch it again") from None
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), adapters.shapes)
     for path, which, name in _names(adapters):
-        stacked = _node(params, path)[which]
+        stacked = reduce(getitem, path.split("/"), params)[which]
         for i in range(len(stacked)):
             tensor = stored.pop(name.format(i), None)
             if tensor is None or tensor.T.shape != stacked[i].shape:
@@ -149,7 +149,3 @@ def _names(adapters: Adapters) -> list[tuple[str, str, str]]:
         for path, module in adapters.modules.items()
         for ours, theirs in _form(adapters).leaves.items()
     ]
-
-
-def _node(tree: PyTree, path: str) -> PyTree:
-    return reduce(getitem, path.split("/"), tree)

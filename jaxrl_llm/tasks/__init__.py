@@ -109,11 +109,8 @@ def abstaining(judge: Callable[..., list[float]], completions: list[Any], *colum
 
 def each_judged(judge: Callable[..., float], completions: list[Any], *columns: list[Any]) -> list[float | None]:
     """Returns judge(text, *values) of each completion with a value in each column, and None for the others."""
-
-    def judge_all(*rows: list[Any]) -> list[float]:
-        return [float(judge(text_of(completion), *values)) for completion, *values in zip(*rows, strict=True)]
-
-    return abstaining(judge_all, completions, *columns)
+    judge_all = lambda *rows: [float(judge(*row)) for row in zip(*rows, strict=True)]  # noqa: E731
+    return abstaining(judge_all, [text_of(completion) for completion in completions], *columns)
 
 
 def policy_texts(turns: list[dict[str, str]]) -> list[str]:
