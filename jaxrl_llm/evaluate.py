@@ -256,11 +256,8 @@ def _is_module(name: str) -> bool:
 
 def environment_of(args: argparse.Namespace, run: SavedRun | None) -> EpisodeSettings:
     """Returns the sections `env` and `turns`: of the run, changed by the command line. Raises: UserError."""
-    values: dict[str, dict[str, Any]] = {}
-    for name in ("env", "turns"):
-        section = (run.get(name) if run else None) or {}
-        if section := section | (getattr(args, name) or {}):
-            values[name] = section
+    sections = {name: ((run and run.get(name)) or {}) | (getattr(args, name) or {}) for name in ("env", "turns")}
+    values = {name: section for name, section in sections.items() if section}
     records.check_fields(records.table(EpisodeSettings, values), values, flatten(values))
     episodes = records.read(EpisodeSettings, values)
     check_episodes(episodes.env, episodes.turns)

@@ -36,10 +36,9 @@ class Inputs:
 
     def params(self) -> PyTree:
         """Returns the model's parameters as its folder has them. Each call returns separate arrays."""
-        models = self.models
-        return (
-            self.first_params.pop() if self.first_params else hf.load_params(models.folder, models.model, models.mesh)
-        )
+        if self.first_params:
+            return self.first_params.pop()
+        return hf.load_params(self.models.folder, self.models.model, self.models.mesh)
 
     @cached_property
     def began_with(self) -> dict[str, str]:
