@@ -12,6 +12,7 @@ from jaxrl_llm.rollout import sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.vllm import engine as servers_of_vllm
 from jaxrl_llm.rollout.vllm.address import LOOPBACK, check_python
+from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 
 __all__ = ["jax", "vllm"]  # names for config.engine.name
 
@@ -74,10 +75,11 @@ def vllm(
             )
     check_addresses(servers, push, push_address)
     check = partial(check_python, python, "config.engine.python") if managed else lambda: None
-    server = dict(managed=managed, python=python, server_args=server_args, servers=servers)
+    server = partial(ManagedServer, python, extra=server_args) if managed else None
     pushes = dict(push_address=push_address, weights_dir=weights_dir, max_gap=max_gap)
     requests = dict(concurrency=concurrency, timeout=timeout, patience=patience)
-    return EngineChoice(partial(servers_of_vllm.start, **server, **pushes, **requests), check=check)
+    start = partial(servers_of_vllm.start, managed=server, servers=servers, **pushes, **requests)
+    return EngineChoice(start, check=check)
 
 
 def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> None:

@@ -66,28 +66,18 @@ class Completion(NamedTuple):
 
 
 def start(
-    inputs: EngineInputs,
-    *,
-    managed: bool,
-    python: str,
-    server_args: tuple[str, ...],
-    servers: tuple[str, ...],
-    **settings: Any,
+    inputs: EngineInputs, *, managed: Callable[..., ManagedServer] | None, servers: tuple[str, ...], **settings: Any
 ) -> VllmEngine:
-    """Starts the engine, and its server if `managed` (arguments: `engines.vllm`). Raises: UserError."""
-    server = None
+    """Starts the engine, and its server by managed(folder, ...). settings: of `engines.vllm`. Raises: UserError."""
     servers = tuple(own_address(server, "servers") for server in servers)
     if settings["push_address"]:
         settings["push_address"] = own_address(settings["push_address"], "push_address")
-    if managed:
-        server = ManagedServer(
-            python,
-            inputs.folder,
-            dtype=inputs.model.cfg.dtype,
-            max_model_len=inputs.max_prompt_tokens + inputs.max_completion_tokens,
-            log=inputs.workdir / (f"vllm-{distributed.index()}.log" if distributed.count() > 1 else "vllm.log"),
-            extra=server_args,
-        )
+    server = managed and managed(
+        inputs.folder,
+        dtype=inputs.model.cfg.dtype,
+        max_model_len=inputs.max_prompt_tokens + inputs.max_completion_tokens,
+        log=inputs.workdir / (f"vllm-{distributed.index()}.log" if distributed.count() > 1 else "vllm.log"),
+    )
     # Does not change when the run resumes. Each process has its own servers, and a file of weights for them.
     where = f"{socket.gethostname()} {inputs.workdir.absolute()} {distributed.index() or ''}".strip()
     try:
