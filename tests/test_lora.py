@@ -61,7 +61,9 @@ def tensors_of(params: PyTree) -> dict[str, np.ndarray]:
 
 def kept(lora: Adapters, params: PyTree) -> PyTree:
     """The base as a run keeps it."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: lora.as_stored(sharding.path_name(path), x), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: int8(x) if sharding.path_name(path) in lora.in_int8 else x, params
+    )
 
 
 def by_hand(base: PyTree, adapters: PyTree, scale: float) -> PyTree:

@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -107,13 +107,10 @@ class Adapters:
         keys = jax.random.split(key, len(leaves))
         return jax.tree.unflatten(tree, [init(key) for init, key in zip(leaves, keys, strict=True)])
 
-    def as_stored(self, path: str, parameter: AnyArray) -> Stored:
-        """Returns a parameter of the base as a run stores it: int8 for the kernels in `in_int8`."""
-        return int8(parameter) if path in self.in_int8 else parameter
-
     def base_shapes(self, shapes: PyTree) -> PyTree:
-        """Returns the parameters beside the adapters as shapes, from those of the model."""
-        stored = lambda path, leaf: jax.eval_shape(partial(self.as_stored, sharding.path_name(path)), leaf)  # noqa: E731
+        """Returns the parameters beside the adapters as a run stores them, as shapes, from those of the model."""
+        is_int8 = lambda path: sharding.path_name(path) in self.in_int8  # noqa: E731
+        stored = lambda path, leaf: jax.eval_shape(int8, leaf) if is_int8(path) else leaf  # noqa: E731
         return jax.tree_util.tree_map_with_path(stored, shapes)
 
     def combine(self, base: PyTree, adapters: PyTree) -> PyTree:

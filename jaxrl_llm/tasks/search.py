@@ -26,7 +26,6 @@ INVALID = (
     "answer</answer> to finish.\n"
 )
 SEARCHED_OUT = "\nNo search is left. Write <answer>the answer</answer>.\n"
-FAILED = "the search failed"
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 # Text without a tag of the protocol.
@@ -73,7 +72,7 @@ class Search:
         try:
             text = shown(self._find(query.strip()))
         except RetrieverError:
-            text, metrics = FAILED, metrics | {"errors": 1.0}
+            text, metrics = "the search failed", metrics | {"errors": 1.0}
         return Reply(information(text), metrics=metrics)
 
 
