@@ -158,8 +158,7 @@ def find_model(place: Workplace, recipe: SftRecipe) -> Path:
     """Returns the folder of the model that the run begins with; that of a new one is removed when the run ends."""
     if recipe.model.path:
         return hf.find(recipe.model.path)
-    new = new_model_folder(recipe.model, recipe.data, recipe.data.completion_column)
-    return place.opened.enter_context(new)
+    return place.opened.enter_context(new_model_folder(recipe.model, recipe.data, recipe.data.completion_column))
 
 
 def make_policy(recipe: SftRecipe, inputs: Inputs) -> Learner:

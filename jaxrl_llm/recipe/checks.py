@@ -41,7 +41,6 @@ def check_train(recipe: Recipe, fields: Mapping[str, Any]) -> None:
             )
         warmup_steps(critic.optim, recipe.updates_per_rollout * recipe.scheduled_steps, "critic.optim")
         check_schedule(recipe, critic.optim, "critic.optim")
-    check_schedule(recipe, recipe.optim, "optim")
     # A warm-up that is longer than the run is found where the sizes are derived.
     recipe.sizes.totals()
 
@@ -74,7 +73,6 @@ def check_sft(recipe: SftRecipe, fields: Mapping[str, Any]) -> None:
         )
     if new and heads % kv_heads:
         raise UserError(f"config.model.num_key_value_heads = {kv_heads} does not divide {heads} heads: give a divisor")
-    check_schedule(recipe, recipe.optim, "optim")
     # A warm-up that is longer than the run is found where the sizes are derived.
     recipe.sizes.totals()
 
@@ -95,6 +93,7 @@ def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update
     for section in ("optim", "critic.optim", "kl"):
         if fields.get(f"{section}.decay") == "constant":
             refuse(fields, {f"{section}.end": 0.0}, f"{section}.decay is 'constant'")
+    check_schedule(recipe, recipe.optim, "optim")
     check_health(recipe, fields)
     check_adapters(recipe)
     if recipe.eval:
