@@ -246,23 +246,6 @@ def make_learning(
     for name in recipe.frozen:
         scorers[name] = make_frozen_scorer(name, other(name), sizes.microbatch, sampling, mesh)
     aggregate = partial(losses.aggregation_weights, **recipe.aggregate)
-    learners = {"policy": make_policy(recipe, models, learns)}
-    if critic := recipe.critic:
-        shared = learns if models.adapters and not critic.path else None
-        folder = models.others.get("critic", models.folder)
-        learner, scorers["critic"] = make_critic(
-            critic, recipe.model, folder, mesh, aggregate, sizes=sizes, shared=shared
-        )
-        learners = {"critic": learner} | learners  # first: it learns before the policy
-    reference = None
-    if "ref_logprobs" in needed:
-        reference = make_reference(models, learners["policy"], learns, recipe.refresh)
-    credit = make_credit(recipe.credit, mesh)
-    return Learning(mesh, sampling, scorers, credit, learners, reference, recipe.host_memory, sizes, recipe.seed)
-
-
-def make_policy(recipe: Recipe, models: Models, learns: Parameters) -> Learner:
-    """Builds the policy's learner."""
     objective = update.policy_objective(
         models.model,
         recipe.loss,
@@ -272,8 +255,19 @@ def make_policy(recipe: Recipe, models: Models, learns: Parameters) -> Learner:
         correct=recipe.importance_weights,
         off_policy=recipe.mask.off_policy,
     )
-    learner = policy_learner(recipe, models, objective, learns)
-    return replace(learner, frozen_steps=recipe.sizes.critic_steps, lowers=recipe.lowers)
+    policy = policy_learner(recipe, models, objective, learns)
+    learners = {"policy": replace(policy, frozen_steps=sizes.critic_steps, lowers=recipe.lowers)}
+    if critic := recipe.critic:
+        shared = learns if models.adapters and not critic.path else None
+        folder = models.others.get("critic", models.folder)
+        learner, scorers["critic"] = make_critic(
+            critic, recipe.model, folder, mesh, aggregate, sizes=sizes, shared=shared
+        )
+        learners = {"critic": learner} | learners  # first: it learns before the policy
+    anchored = "ref_logprobs" in needed
+    reference = make_reference(models, learners["policy"], learns, recipe.refresh) if anchored else None
+    credit = make_credit(recipe.credit, mesh)
+    return Learning(mesh, sampling, scorers, credit, learners, reference, recipe.host_memory, sizes, recipe.seed)
 
 
 def policy_learner(recipe: Recipe | SftRecipe, models: Models, objective: Objective, learns: Parameters) -> Learner:

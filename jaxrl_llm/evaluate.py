@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext, redirect_stdout
+from contextlib import ExitStack, closing, nullcontext, redirect_stdout, suppress
 from datetime import date
 from functools import partial
 from importlib.util import find_spec
@@ -248,10 +248,9 @@ def check_task(task: str) -> None:
 
 
 def _is_module(name: str) -> bool:
-    try:
+    with suppress(ModuleNotFoundError):  # of the package that it is in
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        return False
+    return False
 
 
 def environment_of(args: argparse.Namespace, run: SavedRun | None) -> EpisodeSettings:

@@ -28,7 +28,7 @@ def load_ids(key: str, count: int) -> list[np.ndarray] | None:
         os.utime(file)  # marks it as used for `forget`
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
-    return split(ids, lengths) if len(lengths) == count and lengths.sum() == len(ids) else None
+    return np.split(ids, np.cumsum(lengths))[:-1] if len(lengths) == count and lengths.sum() == len(ids) else None
 
 
 def save_ids(key: str, ids: Sequence[np.ndarray]) -> None:
@@ -45,12 +45,6 @@ def save_ids(key: str, ids: Sequence[np.ndarray]) -> None:
         finally:
             Path(partial).unlink(missing_ok=True)
         forget(folder, FILES, BYTES)
-
-
-def split(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """Splits `flat` into consecutive pieces of these lengths."""
-    ends = np.cumsum(lengths)
-    return [flat[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
 
 def forget(folder: Path, files: float, size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -54,15 +55,15 @@ class Stop:
     def __init__(self) -> None:
         self.finish: Callable[[], None] = lambda: None  # saves and ends the run
         self.name = ""  # of what ended the run
-        self._began = 0.0  # time of the signal
+        self._began = math.inf  # time of the signal
 
     def check(self) -> None:
         """Ends the run if a signal has come that ends it here. With several processes, all must call it."""
 
     @property
     def seconds(self) -> float:
-        """Seconds since the signal, or since this process knows of it."""
-        return time.monotonic() - self._began
+        """Seconds since the signal, or since this process knows of it; 0: there was none."""
+        return max(time.monotonic() - self._began, 0.0)
 
     def used(self) -> str:
         """Text for the last line: what ended the run, and the seconds that the end took."""
@@ -173,7 +174,7 @@ class AgreedSignals(Stop):
         names = distributed.exchange(self.name, "signals")
         if any(names):
             self.name = next(f"{name} in process {i}" for i, name in enumerate(names) if name)
-            self._began = self._began or time.monotonic()
+            self._began = min(self._began, time.monotonic())
             self.finish()
             raise self._error
 
@@ -203,11 +204,6 @@ class Interrupts(Stop):
                 self.finish()
         finally:
             _restore(self._before)
-
-    @property
-    def seconds(self) -> float:
-        """No machine ends soon."""
-        return 0.0
 
     def used(self) -> str:
         """Text for the last line: what ended the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -60,15 +61,11 @@ def joined(address: str) -> Iterator[None]:
 
 
 def _connect(address: str) -> None:
-    if address == "auto":
-        known: dict[str, Any] = {}
-    else:
-        try:
-            host, _, place = address.partition(",")
-            number, _, size = place.partition("/")
-            known = dict(coordinator_address=host, process_id=int(number), num_processes=int(size))
-        except ValueError:
-            raise UserError(f"--distributed {address}: give auto, or HOST:PORT,INDEX/COUNT") from None
+    known: dict[str, Any] = {}
+    if match := re.fullmatch(r"(.+),(\d+)/(\d+)", address):
+        known = dict(coordinator_address=match[1], process_id=int(match[2]), num_processes=int(match[3]))
+    elif address != "auto":
+        raise UserError(f"--distributed {address}: give auto, or HOST:PORT,INDEX/COUNT")
     # Signals are ours (`host.signals`): the service would take SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     # A CPU may run two programs at once, in another order in each process: their collectives would be mixed up.
