@@ -24,7 +24,7 @@ from rich.table import Table
 from safetensors.numpy import save_file
 
 from benchmarks.workloads import WORKLOADS, Workload, write
-from jaxrl_llm.models import hf_export, new_model, qwen2
+from jaxrl_llm.models import hf_export, names, new_model, qwen2
 from jaxrl_llm.models.decoder import Decoder
 
 HERE = Path(__file__).parent
@@ -58,7 +58,7 @@ def make_model(workload: Workload, models: Path = BENCH / "models") -> Path:
         new_model.write_folder(folder, sizes, [{"prompt": "0"}], "")  # ours reads a tokenizer; nobody uses it
         write(workload, folder)
         model = Decoder(qwen2.decoder_config(workload.model_config()))
-        tensors = dict(hf_export.tensors(model.init(jax.random.key(0)), qwen2.NAMES, np.float32))
+        tensors = dict(hf_export.tensors(model.init(jax.random.key(0)), names.family_table("qwen2"), np.float32))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
