@@ -418,7 +418,9 @@ def test_two_servers_share_the_requests_and_one_serves_on_when_the_other_dies(se
 
 
 @pytest.mark.parametrize("what", ["API server", "engine", "worker"])
-def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(server, params, prompts, tmp_path, what):
+def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(
+    server, params, prompts, tmp_path, monkeypatch, what
+):
     with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 1)
         group, killed = vllm_group(server), []
@@ -432,7 +434,8 @@ def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(server, 
 
             return call
 
-        engine._push = lambda post, offer, tag: weights.pull(kill_then(post), offer, tag)
+        pull = weights.pull
+        monkeypatch.setattr(weights, "pull", lambda post, offer, tag: pull(kill_then(post), offer, tag))
         pushed = nudged(params, 0.02)
         engine.update_weights(pushed, 2)
         assert killed
@@ -456,7 +459,9 @@ def test_a_server_that_hangs_for_a_minute_is_waited_for(server, params, prompts,
         assert vllm_group(server) == group
 
 
-def test_a_server_that_hangs_in_the_middle_of_a_push_gets_it_when_it_is_back(server, params, prompts, tmp_path):
+def test_a_server_that_hangs_in_the_middle_of_a_push_gets_it_when_it_is_back(
+    server, params, prompts, tmp_path, monkeypatch
+):
     with connected(server, tmp_path=tmp_path, timeout=8.0) as engine:
         engine.update_weights(nudged(params, 0.02), 1)
         group, stopped = vllm_group(server), []
@@ -472,7 +477,8 @@ def test_a_server_that_hangs_in_the_middle_of_a_push_gets_it_when_it_is_back(ser
 
             return call
 
-        engine._push = lambda post, offer, tag: weights.pull(stop_then(post), offer, tag)
+        pull = weights.pull
+        monkeypatch.setattr(weights, "pull", lambda post, offer, tag: pull(stop_then(post), offer, tag))
         engine.update_weights(params, 2)
         assert stopped
         assert vllm_group(server) == group
