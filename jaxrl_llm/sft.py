@@ -28,6 +28,7 @@ from jaxrl_llm.learner.learning import policy_parameters
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import read_sft
 from jaxrl_llm.recipe.recipe import SftRecipe
@@ -50,6 +51,7 @@ class SftParts:
     policy: Learner
     mesh: Mesh
     rows: AnyArray  # of an update: all examples
+    book: Book
     accuracy: Callable[[States], float]  # on the evaluation's problems
     problems: int
     export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
@@ -84,7 +86,9 @@ def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tu
     timer, policy = session.log.timer(), parts.policy
     examples = parts.examples.next()
     batch = sharding.shard_batch(examples, parts.mesh)
-    policy.described("", states["policy"], batch, parts.rows).compile()  # may take minutes, so not in `deferred`
+    program = policy.described("", states["policy"], batch, parts.rows)
+    # Once, because all batches have one shape. It may take minutes, so not in `deferred`.
+    parts.book.ready(program.phase, batch.completions.shape, lambda shape: program.compile())
     with session.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
         state, metrics = policy.update(states["policy"], batch, parts.rows)
         states, updates = {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
@@ -149,7 +153,7 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
 
     rows, problems = np.arange(recipe.prompts_per_step, dtype=np.int32), len(inputs.held_out.rows)
     export = partial(inputs.export, place, policy)
-    parts = SftParts(Examples(iterator), policy, mesh, rows, accuracy, problems, export)
+    parts = SftParts(Examples(iterator), policy, mesh, rows, inputs.book, accuracy, problems, export)
     dropped = [("over-long completions dropped", len(answers) - len(short))]
     return open_outputs(place, recipe, inputs, parts, dropped, [len(short)])(parts), parts
 

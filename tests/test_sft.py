@@ -15,6 +15,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.data import columns
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.tasks import encyclopedia
 
@@ -82,6 +83,18 @@ def test_what_an_environment_says_changes_no_gradient_of_its_own(tmp_path):
     chosen = np.take_along_axis(np.asarray(jax.nn.log_softmax(states))[0, :-1], tokens[0, 1:, None], axis=1)[:, 0]
     learned = np.array([False] * (len(prompt) - 1) + answer.learned)
     assert record["loss/sft"] == pytest.approx(-chosen[learned].mean(), rel=1e-4)
+
+
+def test_the_update_is_compiled_once_for_all_steps(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"prompt": "Who ?", "completion": EPISODE}) + "\n") * 8)
+    small = {
+        "model.path": str(FOLDER), "num_steps": 3, "prompts_per_step": 8, "optim.warmup_steps": 0, "mesh.fsdp": 1,
+        "log.to": (), "model.vocabulary": 0,
+    }  # fmt: skip
+    compiled, compile = [], Program.compile
+    monkeypatch.setattr(Program, "compile", lambda program: compiled.append(program.name) or compile(program))
+    list(sft.steps(config(str(tmp_path / "rows.jsonl"), **small), tmp_path / "run"))
+    assert compiled == ["the update"]
 
 
 @pytest.mark.slow
