@@ -1,0 +1,113 @@
+"""Attention of a decode step to a sequence's own pages, with one GPU kernel (Triton), which reads no other page.
+
+Letters are those of `paged_attention`. The kernel has a program for each sequence, key head and part of the sequence;
+parts are put together as pages are. So there are programs enough for a GPU that decodes few sequences.
+"""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from jaxrl_llm.models.attention import bounded
+from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Partial, both, seen_from
+from jaxrl_llm.structs import Array
+
+TILE = 16  # the smallest side of a matrix product
+PART = 256  # tokens of a part, unless it makes more than MOST parts
+MOST = 16
+
+
+def fits(device: Any, head_dim: int, dtype: str, page: int) -> bool:
+    """Whether the kernel runs on this device (NVIDIA, compute capability >= 8.0) with these heads and pages."""
+    capability = getattr(device, "compute_capability", "")
+    ampere = device.platform == "gpu" and capability[:1].isdigit() and float(capability) >= 8.0
+    # Sides of Triton's arrays are powers of 2.
+    sides = all(TILE <= x <= 256 and x & (x - 1) == 0 for x in (head_dim, page))
+    return ampere and sides and dtype in ("bfloat16", "float32")
+
+
+def attend_own(
+    query: Array,
+    pages: Pages,
+    table: Array,
+    length: Array,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    *,
+    interpret: bool = False,
+) -> Partial:
+    """Attends to the first `length` [S] tokens of sequences: query [K, S, R, h] -> Partial [K, S, R].
+
+    table [S, n]: the pages of each sequence, in order. window: only so many of the last tokens are seen; 0: all.
+    Without a token to see, total is 0.
+    """
+    k, rows, r, h = query.shape
+    page = pages.values.shape[2]
+    start, width = seen_from(length, window, page, table.shape[1])
+    # Not by the number of sequences: the numbers of one would depend on how many there are.
+    each = max(1, PART // page, -(-width // MOST))
+    parts = -(-width // each)
+    more = max(TILE, pl.next_power_of_2(r)) - r
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, more), (0, 0)))
+    whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)  # noqa: E731
+    scalars = jnp.minimum(table, pages.values.shape[1] - 1).astype(jnp.int32), start, length
+    heads = r + more
+    outputs = [((heads, h), (0, 0)), ((heads,), (0,)), ((heads,), (0,))]
+    found = pl.pallas_call(
+        partial(_attend, soft_cap=soft_cap, each=each),
+        grid=(rows, k, parts),
+        in_specs=[
+            *map(whole, scalars),
+            pl.BlockSpec((None, None, heads, h), lambda row, head, part: (head, row, 0, 0)),
+            *map(whole, pages),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, *shape), lambda row, head, part, zeros=zeros: (part, head, row, *zeros))
+            for shape, zeros in outputs
+        ],
+        out_shape=[jax.ShapeDtypeStruct((parts, k, rows, *shape), jnp.float32) for shape, _ in outputs],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="paged_attention",
+    )(*scalars, query, *pages)
+    found = Partial(*(x[:, :, :, :r] for x in found))
+    # One after the other: a part without tokens changes nothing.
+    return reduce(both, [jax.tree.map(lambda x, i=i: x[i], found) for i in range(parts)])
+
+
+def _attend(
+    table: Any, start: Any, length: Any, query: Any, keys: Any, values: Any, *out: Any, soft_cap: float, each: int
+) -> None:
+    """One program: query [R, h] and the pages -> out [R, h], top and total [R], of `each` pages of a sequence."""
+    row, head, part = (pl.program_id(i) for i in range(3))
+    page, (r, h) = values.shape[2], query.shape
+    begin, end = start[row], length[row]
+    asked = query[...]
+    # Float32 is multiplied as such: by default it would be rounded to TF32.
+    precision = jax.lax.Precision.HIGHEST if asked.dtype == jnp.float32 else None
+    product = partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
+
+    def attend(j: Array, before: Partial) -> Partial:
+        place = j * page + jnp.arange(page)
+        seen = ((place >= begin) & (place < end))[None]
+        at = table[row, j]
+        scores = jnp.where(seen, bounded(product(asked, keys[head, at]), soft_cap), HIDDEN)
+        top = jnp.maximum(before.top, jnp.max(scores, axis=1))
+        # If nothing is seen, the highest score is HIDDEN, and exp(0) is not 0.
+        weights = jnp.where(seen, jnp.exp(scores - top[:, None]), 0.0)
+        less = jnp.exp(before.top - top)
+        new = product(weights.astype(asked.dtype), values[head, at])
+        return Partial(less[:, None] * before.out + new, top, less * before.total + jnp.sum(weights, axis=1))
+
+    first = begin // page + part * each
+    last = jnp.minimum(first + each, (end + page - 1) // page)
+    zeros = partial(jnp.zeros, dtype=jnp.float32)
+    nothing = Partial(zeros((r, h)), jnp.full((r,), HIDDEN, jnp.float32), zeros((r,)))
+    for ref, x in zip(out, jax.lax.fori_loop(first, last, attend, nothing), strict=True):
+        ref[...] = x

@@ -1,0 +1,199 @@
+"""Attention to keys and values in pages: against a dense softmax, and the kernels for TPU and GPU."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
+from jaxrl_llm.models.attention import KeyValue
+from jaxrl_llm.models.paged_attention import HIDDEN, Pages, attend_pages, by_sequence, join
+
+K, R, H, PAGE, N, PROMPT, G = 2, 3, 16, 8, 3, 5, 2
+LENGTHS = np.array([1, N * PAGE, 9, 16])  # of two groups of two
+KERNELS = pytest.mark.parametrize("kernel", [paged_attention_tpu, paged_attention_gpu], ids=["tpu", "gpu"])
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def paged(own, lengths, order, count, dtype="float32"):
+    """Keys and values own[i] [K, S, N * s, h] in the pages `order` [S, N] of `count`, the rest noise; their table."""
+    k, rows, tokens, h = own[0].shape
+    n = order.shape[1]
+    size = tokens // n
+    keys, values = draw(k, count, h, size, seed=8), draw(k, count, size, h, seed=9)
+    keys[:, order] = np.moveaxis(own[0].reshape(k, rows, n, size, h), 3, 4)
+    values[:, order] = own[1].reshape(k, rows, n, size, h)
+    table = np.where(np.arange(n)[None] * size < lengths[:, None], order, count)
+    return Pages(jnp.asarray(keys, dtype), jnp.asarray(values, dtype)), jnp.asarray(table, jnp.int32)
+
+
+def attend_plain(query, pages, table, lengths, window=0, soft_cap=0.0):
+    """Partial [K, S, R] of query [K, S, R, h], by the form that a CPU uses."""
+    count, size = pages.keys.shape[1], pages.keys.shape[3]
+    owner, start = np.zeros(count, int), np.zeros(count, int)
+    for (row, j), page in np.ndenumerate(table):
+        if page < count:
+            owner[page], start[page] = row, j * size
+    place, length = start[:, None] + np.arange(size), np.asarray(lengths)[owner][:, None]
+    hide = (place >= length) | (place < length - window if window else False)
+    hidden = jnp.where(hide, HIDDEN, 0.0)[:, None]
+    parts = attend_pages(
+        query[:, owner][:, :, None], pages, hidden, soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST
+    )
+    return jax.tree.map(lambda x: x[:, :, 0], by_sequence(parts, table))
+
+
+def dense(query, own, prompt, window, soft_cap):
+    """[K, S, R, h] in NumPy: sequence i sees the prompt of its group, and LENGTHS[i] own tokens."""
+    out = np.zeros(query.shape)
+    for k, row, r in np.ndindex(query.shape[:3]):
+        length = LENGTHS[row]
+        keys, values = (
+            np.concatenate([p[k, row // G], x[k, row, :length]]).astype(np.float64)
+            for p, x in zip(prompt, own, strict=True)
+        )
+        if window:
+            keys, values = keys[-window:], values[-window:]
+        scores = keys @ query[k, row, r]
+        scores = soft_cap * np.tanh(scores / soft_cap) if soft_cap else scores
+        weights = np.exp(scores - scores.max())
+        out[k, row, r] = weights @ values / weights.sum()
+    return out
+
+
+def with_prompts(query, own, prompt, order, count, window=0, soft_cap=0.0):
+    """[K, S, R, h], by pages: the prompt of a group is one page, which its members read together."""
+    pages, table = paged(own, LENGTHS, order, count)
+    to_own = attend_plain(query, pages, table, LENGTHS, window, soft_cap)
+    groups = len(LENGTHS) // G
+    of_groups = query.reshape(K, groups, G, R, H)
+    # The last token's place in the text is PROMPT + length - 1.
+    seen_from = PROMPT + LENGTHS.reshape(groups, G, 1) - (window or 99)
+    hidden = jnp.where(np.arange(PROMPT) < seen_from, HIDDEN, 0.0)
+    prompts = Pages(jnp.swapaxes(prompt[0], 2, 3), jnp.asarray(prompt[1]))
+    parts = attend_pages(of_groups, prompts, hidden, soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
+    return join(jax.tree.map(lambda x: x.reshape(K, len(LENGTHS), *x.shape[3:]), parts), to_own)
+
+
+def text():
+    own = [draw(K, len(LENGTHS), N * PAGE, H, seed=i) for i in (1, 2)]
+    prompt = [draw(K, len(LENGTHS) // G, PROMPT, H, seed=i) for i in (3, 4)]
+    return draw(K, len(LENGTHS), R, H), own, prompt
+
+
+def shuffled(rows, n, count, seed=0):
+    return np.random.default_rng(seed).permutation(count)[: rows * n].reshape(rows, n)
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (10, 0.0), (3, 2.0)])
+def test_attention_by_pages_is_one_softmax_over_the_prompt_and_the_own_tokens(window, soft_cap):
+    found = with_prompts(*text(), shuffled(len(LENGTHS), N, 20), 20, window, soft_cap)
+    np.testing.assert_allclose(found, dense(*text(), window, soft_cap), atol=2e-6)
+
+
+def test_where_the_pages_are_changes_no_bit():
+    in_order = np.arange(len(LENGTHS) * N).reshape(-1, N)
+    found = [with_prompts(*text(), order, 20) for order in (in_order, shuffled(len(LENGTHS), N, 20))]
+    np.testing.assert_array_equal(*found)
+
+
+def decoding(r, h, size, n, dtype, lengths):
+    """Query [K, S, R, h], pages, table and lengths of a decode step."""
+    rows, count = len(lengths), 2 * len(lengths) * n
+    own = [draw(K, rows, n * size, h, seed=i) for i in (1, 2)]
+    pages, table = paged(own, lengths, shuffled(rows, n, count), count, dtype)
+    return jnp.asarray(draw(K, rows, r, h) / np.sqrt(h), dtype), pages, table, jnp.asarray(lengths, jnp.int32)
+
+
+@KERNELS
+@pytest.mark.parametrize(
+    ("r", "h", "size", "n", "window", "soft_cap", "dtype"),
+    [(7, 64, 64, 3, 0, 0.0, "bfloat16"), (1, 128, 16, 20, 70, 0.0, "float32"), (8, 64, 128, 2, 100, 2.0, "float32")],
+)
+def test_a_kernel_computes_what_the_plain_form_computes(kernel, r, h, size, n, window, soft_cap, dtype):
+    lengths = np.array([n * size, 1, size, size + 1])
+    step = decoding(r, h, size, n, dtype, lengths)
+    found = jax.jit(partial(kernel.attend_own, window=window, soft_cap=soft_cap, interpret=True))(*step)
+    wanted = attend_plain(*step, window, soft_cap)
+    near = partial(np.testing.assert_allclose, atol=1e-2 if dtype == "bfloat16" else 2e-6, rtol=1e-5)
+    near(found.out / found.total[..., None], wanted.out / wanted.total[..., None])
+    near(found.top, wanted.top)
+    near(found.total, wanted.total)
+
+
+@KERNELS
+def test_a_kernels_row_depends_on_its_own_tokens_alone(kernel):
+    attend = jax.jit(partial(kernel.attend_own, window=40, interpret=True))
+    query, pages, table, length = decoding(3, 64, 16, 5, "float32", np.array([80, 0, 33, 17]))
+    found = attend(query, pages, table, length)
+    assert np.all(found.total[:, 1] == 0) and np.all(found.top[:, 1] == HIDDEN) and np.all(found.out[:, 1] == 0)
+    # Other rows, in another number and order, and other tokens in all pages that row 0 does not see.
+    seen = np.isin(np.arange(pages.keys.shape[1]), table[0, 2:])
+    other = Pages(*(jnp.where(seen[None, :, None, None], x, 7.0) for x in pages))
+    alone = attend(query[:, [2, 0]], other, table[jnp.array([2, 0])], length[jnp.array([2, 0])])
+    for one, two in zip(found, alone, strict=True):
+        np.testing.assert_array_equal(one[:, 0], two[:, 1])
+
+
+@pytest.mark.parametrize(("h", "size", "dtype"), [(64, 128, "bfloat16"), (128, 16, "float32")])
+def test_the_kernel_for_a_tpu_writes_a_token_of_each_sequence_and_nothing_out_of_range(h, size, dtype):
+    count = 9
+    pages = Pages(*(jnp.asarray(draw(K, count, *last), dtype) for last in ((h, size), (size, h))))
+    page, offset = jnp.array([3, count, 0, 7, count]), jnp.array([5, 0, size - 1, 0, 2])
+    token = KeyValue(*(jnp.asarray(draw(K, 5, 1, h, seed=i), dtype) for i in (1, 2)))
+    found = jax.jit(partial(paged_attention_tpu.write_own, interpret=True))(pages, page, offset, token)
+    for one, two in zip(found, pages.write(page[:, None], offset[:, None], token), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_a_kernel_refuses_devices_and_sizes_that_it_does_not_know():
+    tpu = SimpleNamespace(platform="tpu")
+    h100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    t4 = SimpleNamespace(platform="gpu", compute_capability="7.5")
+    fits = paged_attention_tpu.fits
+    assert fits(tpu, 128, "bfloat16", 64) and fits(tpu, 64, "bfloat16", 128) and fits(tpu, 128, "float32", 16)
+    assert not fits(tpu, 64, "bfloat16", 64)  # its compiler would copy all pages
+    assert (
+        not fits(tpu, 128, "bfloat16", 8) and not fits(tpu, 128, "float16", 64) and not fits(h100, 128, "bfloat16", 64)
+    )
+    fits = paged_attention_gpu.fits
+    assert fits(h100, 64, "bfloat16", 64) and fits(h100, 128, "float32", 16)
+    assert (
+        not fits(h100, 80, "bfloat16", 64) and not fits(h100, 64, "bfloat16", 24) and not fits(h100, 64, "bfloat16", 8)
+    )
+    assert not any(fits(other, 64, "bfloat16", 64) for other in (t4, tpu, jax.devices()[0]))
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(("r", "h", "size", "dtype"), [(7, 64, 128, "bfloat16"), (4, 128, 64, "float32")])
+def test_the_kernel_compiles_for_a_tpu_without_a_copy_of_the_pages(topology, r, h, size, dtype):
+    from jaxrl_llm.tools.plan import chips
+
+    rows, n, count = 64, 8, 1024
+    mesh = sharding.mesh_over(chips.topology(topology)[1][:1], data=1, fsdp=1, tensor=1)
+    of = partial(jax.ShapeDtypeStruct, sharding=jax.NamedSharding(mesh, jax.P()))
+    pages = Pages(of((K, count, h, size), dtype), of((K, count, size, h), dtype))
+    token = KeyValue(*[of((K, rows, 1, h), dtype)] * 2)
+    where = of((rows,), jnp.int32)
+
+    def write_and_attend(pages, page, offset, token, query, table, length):
+        pages = paged_attention_tpu.write_own(pages, page, offset, token)
+        return pages, paged_attention_tpu.attend_own(query, pages, table, length, window=300, soft_cap=30.0)
+
+    query, table = of((K, rows, r, h), dtype), of((rows, n), jnp.int32)
+    compiled = (
+        jax.jit(write_and_attend, donate_argnums=0).lower(pages, where, where, token, query, table, where).compile()
+    )
+    assert compiled.memory_analysis().temp_size_in_bytes < K * count * h * size
+    assert re.search(r"%paged_write\S* = [^\n]* custom-call\(", compiled.as_text())
