@@ -22,13 +22,12 @@ import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf, hf_export, new_model
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.episodes import TURN, Episodes
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs, Environments
-from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Prompts, Rollouts
 from jaxrl_llm.tasks.protocol import Reply
 
@@ -60,7 +59,7 @@ class Anew:
         self, prompts: Prompts, key: jax.Array, *, group_size: int, sampling: Sampling, environments: Environments
     ) -> Rollouts:
         count = len(prompts.tokens) * group_size
-        episodes = Episodes.empty(count, C, self._pad, 0)
+        episodes = Episodes.empty(np.full(count, C), C, self._pad)
         for turn in range(TURNS):
             width = P + turn * (TURN_TOKENS + OBSERVATION)
             tokens, mask = np.full((count, width), self._pad, np.int32), np.zeros((count, width), bool)
@@ -110,7 +109,7 @@ def main() -> None:
         tokens = np.random.default_rng(0).integers(4, model.cfg.vocab_size, (B, P)).astype(np.int32)
         prompts = Prompts(tokens, np.ones_like(tokens, bool), [{}] * B, np.arange(B, dtype=np.int32))
         limits = dict(most=TURNS, tokens=TURN_TOKENS, observation_tokens=OBSERVATION, workers=8, timeout=0.0)
-        given = EngineInputs(model, mesh, folder / "model", folder, P, C, stops, pad, Book())
+        given = EngineInputs(model, mesh, folder / "model", folder, P, C, stops, pad)
         sampler = partial(Sampler, model, mesh, stop_ids=stops, pad_id=pad)
         ways: dict[str, Callable[[], Any]] = {
             "cache kept": lambda: sampler(max_completion_tokens=C),

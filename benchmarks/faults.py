@@ -57,8 +57,8 @@ def child(kind: str) -> None:
 
     from jaxrl_llm import train
     from jaxrl_llm.errors import run_main
+    from jaxrl_llm.rollout.jax.engine import Sampler
     from jaxrl_llm.rollout.prefetch import Prefetcher
-    from jaxrl_llm.rollout.sampler import Sampler
 
     saving = (ocp.CheckpointManager, "_finalize")
     slowed = {

@@ -28,8 +28,8 @@ from jaxrl_llm.build import Parts, build
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import LogRecord
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
-from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.session.session import Session
 from jaxrl_llm.tasks.protocol import Reply
 from jaxrl_llm.tools import doctor, logs
@@ -192,7 +192,7 @@ def engine_of(kind: type[Sampler], **settings: Any) -> EngineChoice:
     def start(inputs: EngineInputs) -> Engine:
         engine = kind(
             inputs.model, inputs.mesh, max_completion_tokens=inputs.max_completion_tokens, stop_ids=inputs.stop_ids,
-            pad_id=inputs.pad_id, book=inputs.book,
+            pad_id=inputs.pad_id,
         )  # fmt: skip
         for name, value in settings.items():
             setattr(engine, name, value)

@@ -25,7 +25,7 @@ from jaxrl_llm.machine.compilation import Compilations, keep_compilations
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.actor import Lent
 from jaxrl_llm.rollout.grading import Graded
-from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.session import Session
 from jaxrl_llm.structs import PartState, Prompts, PyTree, Rewards
@@ -128,7 +128,7 @@ def one_run(workload: Workload, folder: Path, remat: str, microbatch: int) -> It
     with tempfile.TemporaryDirectory() as workdir, build(config, Path(workdir)) as (session, parts):
         mesh, limit = parts.learning.mesh, workload.completion_tokens
         model = hf.load_model(folder, mesh, remat=remat)
-        engine = Sampler(model, mesh, max_completion_tokens=limit, stop_ids=(), pad_id=PAD, book=parts.book)
+        engine = Sampler(model, mesh, max_completion_tokens=limit, stop_ids=(), pad_id=PAD)
         parts.actor = Prescribed(workload, engine)  # pyright: ignore[reportAttributeAccessIssue]
         yield session, parts
 

@@ -21,7 +21,6 @@ from rich.table import Table
 from benchmarks.step import environment, make_model
 from benchmarks.workloads import WORKLOADS
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.protocol import EngineInputs
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
@@ -46,7 +45,7 @@ def measure(folder: Path, workdir: Path, push: str, times: int) -> tuple[int, li
     python = str(environment("vllm"))
     server = ManagedServer(python, folder, dtype="float32", max_model_len=64, log=workdir / "vllm.log", extra=ARGUMENTS)
     engine = VllmEngine(
-        (server.url,), EngineInputs(model, mesh, folder, workdir, 16, 16, (1,), 0, Book()), run="benchmark",
+        (server.url,), EngineInputs(model, mesh, folder, workdir, 16, 16, (1,), 0), run="benchmark",
         weights_dir="/dev/shm", push_address="127.0.0.1" if push == "http" else "", concurrency=8, timeout=300.0,
         patience=300.0, managed=server,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, optim, update
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.structs import Batch, Prompts
 
 GROUP, OF_AN_UPDATE = 8, 16

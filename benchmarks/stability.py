@@ -29,8 +29,8 @@ from benchmarks.judging import Judged, judged, rate
 from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
 from jaxrl_llm.health.finding import LogRecord
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import EngineChoice
-from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.structs import Config, PyTree
 from jaxrl_llm.tasks import arithmetic
 from jaxrl_llm.tasks.arithmetic import accuracy

@@ -145,8 +145,10 @@ def get_config() -> ConfigDict:
 
     # The rollout engine: a function of jaxrl_llm.rollout.engines, or my.module.function, and its arguments: jax | vllm.
     # configs/grpo_vllm.py has the arguments of vllm.
-    # max_sequences: completions that have a KV cache at once; the others wait for their turn. 0: all.
-    c.engine = ConfigDict(dict(name="jax", max_sequences=0))
+    # max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0: all.
+    # pages: of 64 tokens (128 on a TPU), on each device. If they run out, the youngest completion waits and is computed
+    # again. 0: as many as completions of the largest length need.
+    c.engine = ConfigDict(dict(name="jax", max_sequences=0, pages=0))
 
     c.optim = ConfigDict()  # AdamW
     c.optim.learning_rate = 1e-4  # after the warm-up

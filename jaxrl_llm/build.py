@@ -44,12 +44,13 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, Lent
-from jaxrl_llm.rollout.compaction import decode_shapes
 from jaxrl_llm.rollout.environments import EpisodeSettings, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate, mean_score, whole_batches
 from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.jax.reading import page_kind
+from jaxrl_llm.rollout.jax.sizes import StreamSizes, sizes_of
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
-from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.selftest import self_test
@@ -197,8 +198,8 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
 
     learning = make_learning(recipe, models, inputs.params, inputs.base, load_other)
     packing = make_packing(models, learning, inputs.book)
-    slots = decode_shapes(recipe.sizes, models.mesh, recipe.chosen_engine.max_sequences) if in_trainer else []
-    rows = banner.models_table(learning.scorers, learning.learners), banner.shapes_table(slots, packing.ladder.shapes)
+    stream = stream_sizes(recipe, models, inputs.dataset.width) if in_trainer else None
+    rows = banner.models_table(learning.scorers, learning.learners), banner.shapes_table(stream, packing.ladder.shapes)
     outputs = open_outputs(place, recipe, inputs, learning, [*rows[0], *rows[1]], inputs.dataset.counts())
     actor = make_actor(place, recipe, inputs)
     reward = recipe.reward
@@ -334,7 +335,6 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
             recipe.rollout.max_completion_tokens,
             inputs.stop_ids,
             inputs.tokenizer.pad_token_id,
-            inputs.book,
         )
     )
     opened.enter_context(closing(engine))
@@ -348,13 +348,22 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
         engine,
         source,
         jax.random.key(recipe.seed),
-        book=inputs.book,
         lag=recipe.rollout.max_lag,
         last=recipe.num_steps,
         weight_check=weight_check,
         curriculum=curriculum,
     )
     return opened.enter_context(closing(actor))
+
+
+def stream_sizes(recipe: Recipe, models: Models, width: int) -> StreamSizes:
+    """Returns the sizes of a step's sampling by the in-JAX engine, for prompts of this width."""
+    choice, length = recipe.chosen_engine, recipe.rollout.max_completion_tokens
+    bounds: dict[str, Any] = dict(
+        max_sequences=choice.max_sequences, pages=choice.pages, kind=page_kind(models.mesh, models.model.cfg)
+    )
+    sizes = recipe.prompts_per_step, recipe.group_size, width, length
+    return sizes_of(*sizes, devices=sharding.prompt_shards(models.mesh), **bounds)
 
 
 def self_test_facts(recipe: Recipe, tools: list[dict[str, Any]]) -> Facts:

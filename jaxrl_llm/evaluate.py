@@ -34,7 +34,7 @@ from jaxrl_llm.rollout import scores
 from jaxrl_llm.rollout.environments import EpisodeSettings, check_episodes, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate, whole_batches
 from jaxrl_llm.rollout.grading import Graded, RewardFn
-from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask, Drawing
 from jaxrl_llm.rollout.settings import TIMEOUT
 from jaxrl_llm.sandbox import program as sandbox

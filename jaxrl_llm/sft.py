@@ -32,7 +32,7 @@ from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import read_sft
 from jaxrl_llm.recipe.recipe import SftRecipe
-from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.session import loop
 from jaxrl_llm.session.checkpoint import SAMPLES
 from jaxrl_llm.session.inputs import Inputs

@@ -30,8 +30,8 @@ from jaxrl_llm.models import hf, hf_export, names
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import DENSE
 from jaxrl_llm.recipe import fit
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.prefetch import Prefetcher
-from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.structs import Prompts

@@ -25,7 +25,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.episodes import Episodes
-from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import prepare
@@ -144,7 +144,7 @@ def test_an_episode_has_turns_of_the_policy_and_observations_that_are_not_traine
 def test_the_kept_cache_gives_the_log_probabilities_of_a_pass_over_the_whole_episode():
     rollouts = episodes(sampler(), length=9)
     trained = rollouts.loss_mask
-    np.testing.assert_allclose(trainer_logprobs(rollouts, 1.5)[trained], rollouts.logprobs[trained], 1e-6, 1e-5)
+    np.testing.assert_allclose(trainer_logprobs(rollouts, 1.5)[trained], rollouts.logprobs[trained], 1e-6, 5e-5)
 
 
 def test_an_environment_that_says_nothing_ends_no_episode():
@@ -158,7 +158,7 @@ def test_an_environment_that_says_nothing_ends_no_episode():
 
 
 def test_long_observations_go_into_the_cache_in_chunks(monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.rollout.episodes.CHUNKS", (4, 6))
+    monkeypatch.setattr("jaxrl_llm.rollout.jax.stream.CHUNKS", (4, 6))
     rollouts = episodes(sampler(length=60), length=25)
     lengths = (rollouts.completion_mask & ~rollouts.loss_mask).sum(axis=-1)
     assert lengths.max() > 20
@@ -295,8 +295,10 @@ def test_every_program_of_episodes_is_known_beforehand():
     size = prompts().tokens.shape
     made = list(sampler().programs(model.shapes(), *size, 4, Sampling(1.5), episodes=True))
     names = [program.name for program in made]
-    assert [name.split(",")[0] for name in names][-4:] == ["prompts", "observations", "observations", "decoding"]
-    for program in made[-4:]:
+    assert [name.split(",")[0] for name in names][-7:] == [
+        "prompts", "observations", "observations", *["decoding"] * 3, "prompts",
+    ]  # fmt: skip
+    for program in made[-7:-3]:
         assert program.compile().memory_analysis().argument_size_in_bytes > 0
 
 

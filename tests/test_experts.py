@@ -33,7 +33,7 @@ from jaxrl_llm.models.config import Mixture
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.rollout import routing
-from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.structs import Batch, Prompts
 from jaxrl_llm.tools.plan.flops import flops
 

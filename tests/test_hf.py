@@ -35,7 +35,7 @@ from jaxrl_llm.learner import forward, head
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export, names, rope
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.structs import Batch, Prompts
 

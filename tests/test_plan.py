@@ -75,7 +75,7 @@ def test_the_bytes_of_a_chip_are_those_of_its_shards(plan):
     assert plan.holds["reference"] == split
     assert numbers * 4 / 2 <= plan.holds["sampler's copy (while it samples)"] <= 1.05 * numbers * 4 / 2
     # 256 completions over 4 devices, 12 tokens, keys and values of 4 layers, 1 of 2 heads with 32 numbers
-    assert plan.holds["KV cache (while it samples)"] == 64 * 12 * 2 * 4 * 32 * 4
+    assert plan.holds["KV cache (while it samples)"] == (64 * 16 + 8 * 16) * 2 * 4 * 32 * 4
 
 
 def test_what_lives_beside_a_program_is_counted(plan):

@@ -231,6 +231,7 @@ SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and retu
     "lora_memory": small_lora_memory,
     "network_pause": ["--seconds", "1"],
     "overhead": ["--config", "configs/grpo.py", *FLAGS],
+    "paged_attention": ["--heads", "1"],
     "rescue": small_rescue,
     "retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
     "rounding": ["--lengths", "10", "--prompts", "2", "--scored", "2"],

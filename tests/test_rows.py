@@ -22,8 +22,8 @@ from jaxrl_llm.data.rows import check_source, load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout.compaction import Slots
 from jaxrl_llm.rollout.grading import call
+from jaxrl_llm.rollout.jax.sizes import sizes_of
 from jaxrl_llm.session.banner import model_and_data_table, models_table, problems_table, shapes_table
 from jaxrl_llm.tasks import verl
 
@@ -274,17 +274,13 @@ def test_the_banner_names_models_with_what_they_give_and_shapes():
         ("models that score", "reference (ref_logprobs)"),
         ("models that learn", "critic, policy (from step 6)"),
     ]
-    decoding = "64 x 8 completions of 28 tokens on a device; up to 5 smaller ones are compiled where they save time"
     learning = "4 rows of 24 completion tokens for a prompt; up to 3 shapes, none larger than the first batch needs"
-    slots = [Slots(64, width, 28) for width in range(8, 0, -1)]
-    assert shapes_table(slots, [(4, 24), (2, 24)]) == [
-        ("decoding, largest shape", decoding),
+    sizes = sizes_of(64, 8, 16, 28, devices=1)
+    assert shapes_table(sizes, [(4, 24), (2, 24)]) == [
+        ("decoding, on a device", "512 or 128 or 32 completions at once, 512 pages of 32 tokens"),
         ("learning, largest shape", learning),
     ]
-    assert shapes_table(slots[:1], [(1, 24)]) == [
-        ("decoding, largest shape", decoding.partition(";")[0]),
-        ("learning, largest shape", "1 row of 24 completion tokens for a prompt"),
-    ]
+    assert shapes_table(None, [(1, 24)]) == [("learning, largest shape", "1 row of 24 completion tokens for a prompt")]
 
 
 def test_verl_rows_give_math_and_countdown_what_they_ask_for(place):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +23,29 @@ from jaxrl_llm.algorithms.sampling import (
 )
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.machine.shapes import Book, Rates
-from jaxrl_llm.models.attention import KeyValue
-from jaxrl_llm.rollout import compaction
-from jaxrl_llm.rollout import sampler as sampler_module
-from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.jax import compiled, programs, sizes, stream
+from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.jax.programs import Cache
+from jaxrl_llm.rollout.jax.scheduler import Scheduler
 from jaxrl_llm.structs import Batch, Prompts
 
 KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_p=0.7), Sampling(1.3, 8, 0.9)]
 
 
 def sample(
-    sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None, most=0,
-    config=tiny.CONFIG,
+    sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None, most=0, pages=0,
+    config=tiny.CONFIG, limits=None, environments=None,
 ):  # fmt: skip
     model, params = tiny.model_and_params(config, scale=3.0)
     mesh = tiny.mesh_of(mesh)
-    sampler = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=0, max_sequences=most)
+    bounds = dict(max_completion_tokens=length, max_sequences=most, pages=pages)
+    sampler = Sampler(model, mesh, stop_ids=stops, pad_id=0, **bounds)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
     tokens, mask = prompts or tiny.prompts()
     return sampler.sample(
-        Prompts(tokens, mask, [], np.arange(tiny.B)), jax.random.key(key), group_size=group, sampling=sampling
-    )
+        Prompts(tokens, mask, [], np.arange(tiny.B)), jax.random.key(key), group_size=group, sampling=sampling,
+        environments=environments, max_tokens=limits,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,33 +59,6 @@ def test_sampler_and_trainer_agree_on_the_log_probability_of_every_token(samplin
     scored, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=sampling))(params, batch)
     np.testing.assert_allclose(rollouts.logprobs, scored, atol=1e-5)
     assert np.all(np.asarray(rollouts.logprobs)[~np.asarray(rollouts.completion_mask)] == 0)
-
-
-def test_tokens_that_are_decoded_in_pieces_have_the_states_of_a_pass_over_all():
-    """Each row is two tokens long at first. Then the rows go on by different numbers of tokens."""
-    config = tiny.GEMMA
-    model, params = tiny.model_and_params(config, scale=2.0)
-    (prompts, mask), tokens = tiny.prompts(), jnp.asarray(tiny.batch().completions)
-    places = jnp.broadcast_to(jnp.arange(tiny.C), tokens.shape)
-    _, prefix = jax.jit(model.prefill)(params, prompts, mask)
-    whole, _ = jax.jit(model.extend)(params, prefix, mask, tokens, places, jnp.ones_like(tokens))
-    params = model.unstack(params)
-    _, prefix = jax.jit(model.prefill)(params, prompts, mask)
-    empty = jnp.zeros((tiny.B, config.kv_heads, tiny.G, tiny.C, config.head_dim))
-    cache = [KeyValue(empty, empty) for _ in range(config.layers)]
-    for t in range(2):
-        hidden, cache = jax.jit(model.decode)(params, tokens[:, :, t], t, cache, prefix, mask)
-        np.testing.assert_allclose(hidden, whole[:, :, t], atol=1e-4)
-    at = jnp.full((tiny.B, tiny.G), 2)
-    first = 1 + jnp.arange(tiny.B * tiny.G).reshape(at.shape) % 2
-    for count in (first, 3 - first):
-        piece = jnp.minimum(at[..., None] + jnp.arange(2)[None, None], tiny.C - 1)
-        of_rows = jnp.take_along_axis(tokens, piece, axis=2)
-        hidden, cache = jax.jit(model.decode_at)(params, of_rows, at, count, cache, prefix, mask)
-        expected = jnp.take_along_axis(whole, piece[..., None], axis=2)
-        real = np.arange(2) < np.asarray(count)[..., None]
-        np.testing.assert_allclose(np.asarray(hidden)[real], np.asarray(expected)[real], atol=1e-4)
-        at = at + count
 
 
 def test_a_completion_ends_with_its_stop_token_which_is_trained_on():
@@ -139,13 +116,6 @@ def test_completions_that_wait_for_their_turn_have_the_same_tokens(mesh, most):
     np.testing.assert_array_equal(whole.completions, in_turns.completions)
     np.testing.assert_array_equal(whole.completion_mask, in_turns.completion_mask)
     np.testing.assert_allclose(whole.logprobs, in_turns.logprobs, atol=1e-5)
-
-
-def test_as_many_prompts_as_allowed_have_a_cache_at_once_and_every_device_equally_many():
-    assert compaction.prompts_at_once(64, 8, 1, 0) == 64
-    assert compaction.prompts_at_once(64, 8, 1, 511) == 32
-    assert compaction.prompts_at_once(60, 8, 4, 200) == 20
-    assert compaction.prompts_at_once(8, 4, 8, 1) == 8  # one prompt a device, at least
 
 
 @pytest.mark.parametrize("sampling", KINDS, ids=str)
@@ -228,94 +198,107 @@ def test_a_token_that_left_the_support_keeps_a_finite_log_probability():
     np.testing.assert_allclose(gradient, [-0.8, 0, 0, 0.8], atol=1e-6)
 
 
-BUDGETS = np.random.default_rng(7).lognormal(1.5, 0.8, (tiny.B, tiny.G)).astype(int).clip(1, 24)
+BUDGETS = np.random.default_rng(7).lognormal(2.0, 0.8, (tiny.B, tiny.G)).astype(int).clip(1, 24)
+STEADY = dict(length=24, stops=(), limits=BUDGETS)
 
 
-def ragged(monkeypatch, *, mesh=(1, 1, 1), rates=None):
-    """Completions cut as BUDGETS says; with rates, in all shapes that these make cheap. And the shapes used."""
-    if rates:
-        monkeypatch.setattr(compaction, "BLOCK", 2)
-        monkeypatch.setattr(sampler_module, "RATES", {"cpu": rates})
-    model, params = tiny.model_and_params(scale=3.0)
-    mesh, book = tiny.mesh_of(mesh), Book()
-    sampler = Sampler(model, mesh, max_completion_tokens=24, stop_ids=(3,), pad_id=0, book=book)
-    sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
-    shapes, original = [], sampler._run
-
-    def run(fixed, slots, *args):
-        state, t = original(fixed, slots, *args)
-        shapes.append(slots)
-        for x in jax.tree.leaves((state.prefix, state.cache)):
-            assert x.addressable_shards[0].data.nbytes * mesh.devices.size == x.nbytes
-        return state, t
-
-    run.trace = original.trace
-    monkeypatch.setattr(sampler, "_run", run)
-    for _ in range(6 if rates else 1):  # until all shapes are in use
-        rollouts = sampler.sample(
-            Prompts(*tiny.prompts(), [], np.arange(tiny.B)),
-            jax.random.key(5),
-            group_size=tiny.G,
-            sampling=Sampling(),
-            max_tokens=BUDGETS,
-        )
-    book.close()
-    return rollouts, shapes
+@pytest.fixture
+def small(monkeypatch):
+    """Pages of 4 tokens, and rounds of 4."""
+    monkeypatch.setattr(sizes, "PAGE", 4)
+    for module in (programs, stream, compiled):
+        monkeypatch.setattr(module, "ROUND", 4)
 
 
-def test_smaller_batches_and_shorter_caches_change_no_token(monkeypatch):
-    with monkeypatch.context() as patch:
-        plain, shapes = ragged(patch)
-    assert set(shapes) == {(8, 4, 24)}
-    lengths = plain.completion_mask.sum(axis=-1)
-    assert np.all(lengths <= BUDGETS)
-    assert 0 < plain.truncated.sum() < plain.truncated.size  # some stopped by themselves
-    np.testing.assert_array_equal(lengths[plain.truncated], BUDGETS[plain.truncated])
-    free = Rates(flops=1e9, bandwidth=1e8, cache=1e8, compile=1e-6)  # compiling costs nothing: every shape pays
-    with monkeypatch.context() as patch:
-        moved, shapes = ragged(patch, rates=free)
-    assert len({slots.capacity for slots in shapes}) >= 3
-    assert len({(slots.entries, slots.width) for slots in shapes}) >= 3
-    np.testing.assert_array_equal(plain.completions, moved.completions)
-    np.testing.assert_array_equal(plain.completion_mask, moved.completion_mask)
-    np.testing.assert_array_equal(plain.truncated, moved.truncated)
-    np.testing.assert_allclose(plain.logprobs, moved.logprobs, atol=1e-5)
-    with monkeypatch.context() as patch:
-        spread, _ = ragged(patch, rates=free, mesh=(2, 2, 2))
-    np.testing.assert_array_equal(plain.completions, spread.completions)
+@pytest.fixture
+def preempted(monkeypatch):
+    """The numbers of completions that gave their pages back."""
+    numbers, original = [], Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self, one: (numbers.append(one.number), original(self, one)))
+    return numbers
+
+
+def same(one, other) -> None:
+    for name in ("completions", "completion_mask", "truncated"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [dict(), dict(most=5), dict(pages=9), dict(most=12, pages=14), dict(mesh=(2, 2, 2), most=16, pages=7)],
+    ids=str,
+)
+@pytest.mark.parametrize("config", [tiny.CONFIG, pytest.param(tiny.GEMMA, marks=pytest.mark.slow)], ids=tiny.CONFIGS)
+def test_pages_bounds_and_preemptions_change_no_token(config, bounds, request, preempted):
+    whole = sample(config=config, **STEADY)
+    request.getfixturevalue("small")
+    same(whole, sample(config=config, **STEADY, **bounds))
+    assert bool(preempted) == ("pages" in bounds)
+    np.testing.assert_array_equal(whole.completion_mask.sum(axis=-1), BUDGETS)
+
+
+def test_a_completion_draws_the_numbers_of_its_place_in_a_batch_of_any_size():
+    key, number, t = jax.random.key(3), jnp.asarray([0, 1, 7, 40]), jnp.asarray([0, 5, 5, 2000])
+    drawn = jax.jit(programs.uniform_numbers)(key, number, t)
+    for one, n, place in zip(drawn, number, t, strict=True):
+        np.testing.assert_array_equal(one, jax.random.uniform(jax.random.fold_in(key, place), (64, 2))[n])
+
+
+class Tool:
+    """Answers each turn with tokens that follow from it; a turn ends with token 5. The protocol of environments."""
+
+    turn_tokens, stops = 6, ("5",)
+
+    def __init__(self, turns: int = 3):
+        self.turns, self.counts, self.pool = turns, {}, ThreadPoolExecutor(4)
+
+    def may_end(self, vocabulary: int) -> np.ndarray:
+        return np.arange(vocabulary) == 5
+
+    def ends(self, turns: list[list[int]]) -> list[int]:
+        return [turn.index(5) + 1 if 5 in turn else 0 for turn in turns]
+
+    def answer(self, episode: int, turn: list[int]) -> Any:
+        self.counts[episode] = self.counts.get(episode, 0) + 1
+        more = self.counts[episode] < self.turns
+        time.sleep(0.002 * (episode % 3))
+        return self.pool.submit(lambda: [6 + (sum(turn) + k) % 20 for k in range(sum(turn) % 9)] if more else None)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("config", [tiny.CONFIG, tiny.GEMMA], ids=tiny.CONFIGS)
+def test_the_trainer_agrees_on_episodes_whatever_their_pages(config, mesh, small, preempted, monkeypatch):
+    monkeypatch.setattr(stream, "CHUNKS", (2, 4))
+    whole = sample(config=config, length=40, stops=(3,), environments=Tool())
+    model, params = tiny.model_and_params(config, scale=3.0)
+    batch = Batch(*tiny.prompts(), whole.completions, whole.completion_mask, whole.loss_mask)
+    scored, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))(params, batch)
+    trained = whole.loss_mask
+    assert (whole.completion_mask & ~trained).sum() > 40  # a tool has spoken
+    np.testing.assert_allclose(np.asarray(scored)[trained], whole.logprobs[trained], atol=2e-5)
+    assert not preempted
+    bounds = dict(most=12, pages=12) if mesh == (1, 1, 1) else dict(most=16, pages=11)
+    again = sample(config=config, length=40, stops=(3,), environments=Tool(), mesh=mesh, **bounds)
+    assert preempted
+    same(whole, again)
+    np.testing.assert_array_equal(whole.loss_mask, again.loss_mask)
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 2)])
-def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more(shape):
-    """After the start; `ragged` asserts it after each loop: the whole / (data x fsdp x tensor)."""
-    model, params = tiny.model_and_params(scale=3.0)
-    mesh = tiny.mesh_of(shape)
-    sampler = Sampler(model, mesh, max_completion_tokens=24, stop_ids=(3,), pad_id=0)
-    sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
-    fixed = sampler._decoding(tiny.B, tiny.G, Sampling())
-    number = np.arange(tiny.B * tiny.G, dtype=np.int32).reshape(tiny.B, tiny.G)
-    batch = sharding.shard_batch((*tiny.prompts(), number, BUDGETS), mesh)
-    state = sampler._start(fixed, sampler._params, *batch, jax.random.key(5))
-    layers = jax.tree.leaves((state.prefix, state.cache))
-    assert len(layers) == 4 * model.cfg.layers
-    for x in layers:
-        assert x.addressable_shards[0].data.nbytes * np.prod(shape) == x.nbytes
+def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more(shape, monkeypatch):
+    """After each program: the whole / (data x fsdp x tensor)."""
+    seen = []
+    for name in ("empty", "prefill", "decode"):
+        original = getattr(compiled.CallPrograms, name)
 
+        def call(self, *args, original=original):
+            output = original(self, *args)
+            seen.append(output if isinstance(output, Cache) else output[0])
+            for x in jax.tree.leaves(seen[-1]):
+                assert x.addressable_shards[0].data.nbytes * np.prod(shape) == x.nbytes
+            return output
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_every_living_completion_has_one_slot_with_its_own_prompt(devices):
-    rng = np.random.default_rng(devices)
-    for share in (0.9, 0.5, 0.3, 0.1, 0.02):
-        alive = rng.random((8, 8)) < share
-        alive[0, 0] = True
-        of_device = alive.reshape(devices, -1, 8)
-        there = [s for s in compaction.slot_shapes(8 // devices, 8, 64) if s.fits(of_device.sum(axis=2))]
-        slots = there[-1]
-        prompt, completion, _ = compaction.plan_compaction(alive, slots, (-1, 1), devices)
-        assert completion.shape == (devices, *slots[:2])
-        for d in range(devices):
-            taken = completion[d][completion[d] < 64]
-            if slots != there[0]:  # the largest shape keeps all completions in their places, the ended ones too
-                np.testing.assert_array_equal(np.sort(taken), np.flatnonzero(of_device[d]))
-            for entry, row in zip(prompt[d], completion[d], strict=True):
-                assert np.all(row[row < 64] // 8 == entry)
+        monkeypatch.setattr(compiled.CallPrograms, name, call)
+    sample(mesh=shape)
+    assert len(seen) >= 3

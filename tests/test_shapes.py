@@ -16,8 +16,6 @@ from jaxrl_llm.config import load as configs
 from jaxrl_llm.learner import learning
 from jaxrl_llm.machine import shapes
 from jaxrl_llm.machine.shapes import Book, Ladder, Rates
-from jaxrl_llm.rollout import compaction
-from jaxrl_llm.rollout import sampler as sampler_module
 from jaxrl_llm.train import rl_step
 
 ROOT = Path(__file__).parent.parent
@@ -62,11 +60,10 @@ def test_a_ladder_goes_on_from_its_state_as_if_it_had_never_stopped():
     for stop in range(20):
         first, book = Ladder(tuple(COSTS), price=15.0, limit=3), Book()
         calls(first, range(stop))
-        book.load_of("training", {"training": first.state()})
+        book.load_ladders({"training": first.state()})
         again = book.ladder("training", COSTS, price=15.0, limit=3)
         assert calls(again, range(stop, 20)) == expected[stop:]
         assert again.state() == whole.state()
-        assert book.state_of("sampling") == {}
 
 
 def test_an_error_in_the_background_is_raised_by_the_step():
@@ -101,10 +98,9 @@ def ragged_config(steps: int):
 @pytest.fixture
 def cheap(monkeypatch):
     """Rates at which smaller shapes pay within a few steps."""
-    rates = {"cpu": Rates(flops=1e9, bandwidth=1e8, cache=1e8, compile=1.0)}
-    for module in (shapes, sampler_module, learning):
+    rates = {"cpu": Rates(flops=1e9, bandwidth=1e8, compile=1.0)}
+    for module in (shapes, learning):
         monkeypatch.setattr(module, "RATES", rates)
-    monkeypatch.setattr(compaction, "BLOCK", 8)
 
 
 @pytest.mark.slow
@@ -126,7 +122,7 @@ def test_from_the_third_step_on_no_step_compiles_and_a_resumed_run_takes_the_sam
                 lent, record = rl_step(session, parts, lent, step)
                 session.log.finish()
                 session.write(record)
-                used.append((step, parts.book.state_of("")))
+                used.append((step, parts.book.ladders()))
             session.checkpoints.wait()
             return jax.device_get(lent.states), list(used)
 
@@ -136,7 +132,7 @@ def test_from_the_third_step_on_no_step_compiles_and_a_resumed_run_takes_the_sam
         whole, shapes_used = steps(tmp_path / "whole", 50)
         late = {key: n for key, n in compiled.items() if key[0] >= 3}
         assert not late, late
-        assert sum(len(ladder["due"]) for ladder in shapes_used[-1][1].values()) >= 4  # smaller shapes came into use
+        assert sum(len(ladder["due"]) for ladder in shapes_used[-1][1].values()) >= 2  # a smaller shape came into use
         steps(tmp_path / "parts", 25)  # its last checkpoint is of step 20
         resumed, again = steps(tmp_path / "parts", 50)
     finally:

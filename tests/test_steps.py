@@ -24,8 +24,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.rollout.grading import Completions
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
-from jaxrl_llm.rollout.sampler import Sampler
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session import log
 from jaxrl_llm.session.checkpoint import Checkpoints

@@ -335,7 +335,7 @@ def test_the_trained_folder_says_the_same_in_transformers_as_in_the_sampler(whol
     from jaxrl_llm.data import prompts as data
     from jaxrl_llm.machine import sharding
     from jaxrl_llm.models import hf
-    from jaxrl_llm.rollout.sampler import Sampler
+    from jaxrl_llm.rollout.jax.engine import Sampler
 
     folder, mesh = whole / "hf", sharding.make_mesh(data=1, fsdp=1, tensor=1)
     model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)

@@ -34,7 +34,6 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.environments import EnvironmentPool
@@ -140,7 +139,7 @@ def connected(*servers: ManagedServer, tmp_path: Path, run: str = "test", **chan
     usual = dict(run=run, weights_dir=str(tmp_path), push_address="", concurrency=64, timeout=120.0, patience=200.0)
     cfg = replace(changes.pop("model", MODEL.cfg), dtype=changes.pop("dtype", "float32"))
     length = changes.pop("max_completion_tokens", LENGTH)
-    inputs = EngineInputs(SimpleNamespace(cfg=cfg), None, FOLDER, tmp_path, 8, length, STOPS, PAD, Book())
+    inputs = EngineInputs(SimpleNamespace(cfg=cfg), None, FOLDER, tmp_path, 8, length, STOPS, PAD)
     engine = VllmEngine(tuple(server.url for server in servers), inputs, **usual | changes)
     try:
         yield engine

@@ -22,7 +22,6 @@ import pytest
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.protocol import EngineInputs
 from jaxrl_llm.rollout.vllm import address, engine
@@ -82,7 +81,7 @@ def connected(
     monkeypatch.setattr(engine, "SOON", 0.3)
     monkeypatch.setattr(engine, "WAITS", (0.02, 0.05))
     made = VllmEngine(
-        tuple(named), EngineInputs(MODEL, None, FOLDER, folder, 4, length, (1,), 0, Book()), run="test",
+        tuple(named), EngineInputs(MODEL, None, FOLDER, folder, 4, length, (1,), 0), run="test",
         weights_dir=str(folder), push_address="", concurrency=2, timeout=5.0, patience=patience,
     )  # fmt: skip
     try:

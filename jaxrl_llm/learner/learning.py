@@ -24,7 +24,7 @@ from jaxrl_llm.learner.settings import HostMemory, RefreshSettings
 from jaxrl_llm.learner.update import ALL_LEARN, Base, Learner, Parameters
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Program
-from jaxrl_llm.machine.shapes import MOST, RATES, TRAINING, Book, Shape, abstract
+from jaxrl_llm.machine.shapes import LEARNING, MOST, RATES, Book, Shape, abstract
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.decoder import Decoder
@@ -187,8 +187,8 @@ class Learning:
             for program in self.programs(states, plain, batch, rows, shape):
                 program.compile()
 
-        book.ready(TRAINING, batch.packed_index.shape[2:], compile)
-        book.compile_ahead(TRAINING, compile)
+        book.ready(LEARNING, batch.packed_index.shape[2:], compile)
+        book.compile_ahead(LEARNING, compile)
 
     def programs(self, states: States, plain: Batch, batch: Batch, rows: AnyArray, shape: Shape) -> Iterator[Program]:
         """Yields the programs of scoring and learning for packed rows of a shape; the other arguments may be shapes."""
@@ -249,5 +249,5 @@ def make_packing(models: Models, learning: Learning, book: Book) -> Packing:
         return passes * microbatches * each
 
     shapes, price = packed_shapes(sizes.group_size, limit), (programs + 2 * len(learners)) * rates.compile
-    ladder = book.ladder(TRAINING, shapes, price=price, limit=MOST[TRAINING])
+    ladder = book.ladder(LEARNING, shapes, price=price, limit=MOST)
     return Packing(ladder, seconds, limit)

@@ -1,7 +1,7 @@
 """The shapes of a run: few programs, first those that hold everything, and others only where they pay.
 
 Every shape of an array is another program, and a program takes seconds to minutes to compile. So a kind of work, such
-as the decode loop, has a short list of shapes, and begins with one that holds everything. Another shape is compiled
+as an update, has a short list of shapes, and begins with one that holds everything. Another shape is compiled
 when the time that it would have saved until now exceeds the time to compile it (rent or buy: this costs at most twice
 as much as the best choice in hindsight). A background thread compiles it while steps run in the others.
 
@@ -26,8 +26,8 @@ from jaxrl_llm.structs import PartState, PyTree
 
 Shape: TypeAlias = tuple[int, ...]
 Cost: TypeAlias = Callable[[Iterable[Shape]], float]  # seconds that a call takes if these shapes are in use
-TRAINING, SAMPLING = "training", "sampling"  # kinds of work; names of ladders begin with one
-MOST = {TRAINING: 3, SAMPLING: 6}  # shapes of a kind that may be in use: a run has few programs
+LEARNING = "training"  # name of the ladder of updates and of scoring
+MOST = 3  # shapes of a ladder that may be in use: a run has few programs
 EARLIEST, LATEST = 2, 50  # calls between the order of a shape and its use
 
 
@@ -35,12 +35,11 @@ class Rates(NamedTuple):
     """Rough speeds of a device. They only decide when a smaller shape pays."""
 
     flops: float  # operations a second
-    bandwidth: float  # bytes of weights a second, in decoding
-    cache: float  # bytes of keys and values a second, in decoding
-    compile: float  # seconds to compile a decode loop, or a forward pass; an update takes three times as long
+    bandwidth: float  # bytes of weights a second
+    compile: float  # seconds to compile a forward pass; an update takes three times as long
 
 
-RATES = {"cpu": Rates(7e10, 2e10, 8e9, 4.0), "gpu": Rates(3e14, 2e12, 1e12, 30.0), "tpu": Rates(1e14, 7e11, 5e11, 60.0)}
+RATES = {"cpu": Rates(7e10, 2e10, 4.0), "gpu": Rates(3e14, 2e12, 30.0), "tpu": Rates(1e14, 7e11, 60.0)}
 
 
 @dataclass
@@ -146,35 +145,30 @@ class Book:
             if job.done():
                 job.result()
 
-    def state_of(self, kind: str) -> dict[str, Any]:
-        """Returns the states of the ladders whose name begins with `kind`, for JSON."""
-        # Only ladders of this kind: another thread may be using the others.
-        ladders = {name: ladder for name, ladder in list(self._ladders.items()) if name.startswith(kind)}
-        waiting = {name: state for name, state in list(self._loaded.items()) if name.startswith(kind)}
-        return waiting | {name: ladder.state() for name, ladder in ladders.items()}
+    def ladders(self) -> dict[str, Any]:
+        """Returns the states of all ladders, for JSON."""
+        return self._loaded | {name: ladder.state() for name, ladder in self._ladders.items()}
 
-    def load_of(self, kind: str, state: Mapping[str, Any]) -> None:
+    def load_ladders(self, state: Mapping[str, Any]) -> None:
         """Goes on from the states of a checkpoint; {}: from the beginning."""
         for name, ladder in self._ladders.items():
-            if name.startswith(kind):
-                ladder.load(state.get(name, {}))
+            ladder.load(state.get(name, {}))
         # A ladder that does not exist yet takes its state later, in `ladder`.
-        others = {name: x for name, x in self._loaded.items() if not name.startswith(kind)}
-        self._loaded = others | {name: x for name, x in state.items() if name not in self._ladders}
+        self._loaded = {name: x for name, x in state.items() if name not in self._ladders}
 
     def keep(self) -> None:
-        """Marks the shapes of learning as those of a finished step: a checkpoint keeps them as they are now."""
+        """Marks the shapes as those of a finished step: a checkpoint keeps them as they are now."""
         # A copy: a checkpoint may come when the next step has counted already.
-        self._kept = self.state_of(TRAINING)
+        self._kept = self.ladders()
 
     def state(self, seconds: float | None = None) -> PartState:
-        """Returns the ladders of learning after the last step, for a checkpoint. The actor keeps those of sampling."""
+        """Returns the ladders after the last step, for a checkpoint."""
         return PartState(self._kept)
 
     def load(self, state: PartState | None) -> None:
-        """Goes on with the ladders of learning of a checkpoint; None: from the beginning."""
+        """Goes on with the ladders of a checkpoint; None: from the beginning."""
         self._kept = state.notes if state else {}
-        self.load_of(TRAINING, self._kept)
+        self.load_ladders(self._kept)
 
     def close(self) -> None:
         """Drops what waits to be compiled. Does not wait for the compiler: after SIGTERM a run has seconds."""

@@ -210,87 +210,29 @@ class Decoder:
         x, collected = self._through(layer, self._embed(params, tokens, by_width=True), params["layers"], prefix)
         return self._embed_and_head(params).norm(x), collected
 
-    def decode(
-        self, params: PyTree, tokens: Array, t: Array, cache: Any, prefix: Any, prefix_mask: Array
-    ) -> tuple[jax.Array, Any]:
-        """Decodes completion token t of each row: tokens [B, N] -> hidden [B, N, D], and the cache with token t.
-
-        cache: the KV cache [B, K, N, S, h] of each layer, with tokens 0 .. t-1, t < S.
-        """
-        return self.decode_and_route(params, tokens, t, cache, prefix, prefix_mask)[:2]
-
-    def decode_and_route(
-        self, params: PyTree, tokens: Array, t: Array, cache: Any, prefix: Any, prefix_mask: Array
-    ) -> tuple[jax.Array, Any, Any]:
-        """Decodes completion token t, as `decode` -> hidden [B, N, D], cache, experts [B, N, 1, chosen] of layers."""
-
-        def write(cache: Array, now: Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice_in_dim(cache, now, t, axis=3)
-
-        place = jnp.reshape(t, (1, 1, 1))
-        hidden, cache, chosen = self._decode(params, tokens[..., None], place, write, cache, prefix, prefix_mask)
-        return hidden[:, :, 0], cache, chosen
-
-    def decode_at(
-        self, params: PyTree, tokens: Array, at: Array, count: Array, cache: Any, prefix: Any, prefix_mask: Array
-    ) -> tuple[jax.Array, Any]:
-        """Runs the next tokens of rows that are at different places: tokens [B, N, T] -> hidden [B, N, T, D], cache.
-
-        at [B, N]: the place of each row's first token. count [B, N]: how many of its tokens are real; the others leave
-        no trace. cache: as in `decode`, with the tokens before `at`.
-        """
-        room, steps = cache[0].keys.shape[3], jnp.arange(tokens.shape[2])
-        positions = at[..., None] + steps[None, None]
-        # Out of range: JAX drops what is written there.
-        places = jnp.where(steps[None, None] < count[..., None], positions, room)
-        b, n = (jnp.arange(size).reshape(shape) for size, shape in zip(at.shape, ((-1, 1, 1), (1, -1, 1)), strict=True))
-
-        def write(cache: Array, now: Array) -> jax.Array:
-            # One scatter with all indices. A `vmap` of a row's write copies the cache: on a CPU 1,000 times as slow.
-            return cache.at[b, :, n, places].set(jnp.moveaxis(now, 1, 3), mode="drop")
-
-        return self._decode(params, tokens, positions, write, cache, prefix, prefix_mask)[:2]
-
-    def _decode(
+    def step(
         self,
         params: PyTree,
         tokens: Array,
-        places: Array,
-        write: Callable[[Array, Array], Array],
-        cache: Any,
-        prefix: Any,
-        prefix_mask: Array,
-    ) -> tuple[jax.Array, Any, Any]:
-        """Runs tokens [B, N, T] at `places` of completions, after write(cache, their keys or values).
+        positions: Array,
+        cache: list[Any],
+        attend: Callable[..., tuple[Array, Any]],
+    ) -> tuple[jax.Array, list[Any], list[Any]]:
+        """Runs the next tokens [B, N, T] of rows, at `positions` in their texts, with the parameters of `unstack`.
 
-        places: [B, N, T], or [1, 1, 1] if all are the same.
-        Returns hidden [B, N, T, D], cache, and the experts [B, N, T, chosen] of each layer.
+        attend(local, query, keys and values of these tokens, cache of a layer) -> attended, and the cache with them.
+        Returns hidden [B, N, T, D], the cache of each layer, and the experts [B, N, T, chosen] of each layer or None.
         """
-        # Position in the text for rotary angles; place in the completion for the cache and the mask.
-        cfg, room = self.cfg, cache[0].keys.shape[3]
-        positions = jnp.broadcast_to(jnp.sum(prefix_mask, axis=-1)[:, None, None] + places, tokens.shape)
-        angles, steps, at = self._angles(positions), jnp.arange(room)[None, None, None], places[..., None]
+        angles = self._angles(positions)
 
-        def visible(window: int) -> Visible:
-            row = (steps <= at) & (steps > at - window) if window else steps <= at
-            return Visible(row, in_prompt(prefix_mask, positions, window))
-
-        masks = PerKind.for_window(visible, self._window(room + prefix_mask.shape[1]))
-
-        def layer(
-            x: Array, local: Array | bool, params_l: PyTree, prompt: KeyValue, cache_l: KeyValue
-        ) -> tuple[Array, Any]:
+        def layer(x: Array, local: Array | bool, params_l: PyTree, cache_l: Any) -> tuple[Array, Any]:
             block = self._block(params_l)
-            query, now = head_major(*block.project(x, angles.of(local)))
-            # Written before it is read: a token sees itself.
-            cache_l = KeyValue(*(write(c, n) for c, n in zip(cache_l, now, strict=True)))
-            seen = masks.of(local)
-            attended = attend(query, cache_l, seen, prompt, soft_cap=cfg.soft_cap, precision=cfg.precision)
+            attended, cache_l = attend(local, *head_major(*block.project(x, angles.of(local))), cache_l)
             x, routing = block.finish(x, token_major(attended))
             return x, (cache_l, routing and routing.chosen)
 
-        x, outputs = self._through(layer, self._embed(params, tokens), params["layers"], prefix, cache)
-        cache, chosen = map(list, zip(*outputs, strict=True)) if isinstance(outputs, list) else outputs
+        x, outputs = self._through(layer, self._embed(params, tokens), params["layers"], cache)
+        cache, chosen = map(list, zip(*outputs, strict=True))
         return self._embed_and_head(params).norm(x), cache, chosen
 
     def logits(self, params: PyTree, hidden: Array) -> jax.Array:

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
 from jaxrl_llm.machine import distributed
-from jaxrl_llm.machine.shapes import SAMPLING, Book
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import Samples, SampleSource
@@ -50,14 +49,13 @@ class Actor:
         source: SampleSource,
         key: Array,
         *,
-        book: Book,
         lag: int,
         last: int,
         weight_check: WeightCheck | None = None,
         curriculum: Curriculum | None = None,
     ):
-        """key: the run's key; last: the run's last step; book: of the run; curriculum: of the prompts of `source`."""
-        self.engine, self._source, self._book = engine, source, book
+        """key: the run's key; last: the run's last step; curriculum: of the prompts of `source`."""
+        self.engine, self._source = engine, source
         self._first_key = self._key = key
         self._lag, self._last, self._check = lag, last, weight_check
         self._curriculum = curriculum
@@ -78,7 +76,6 @@ class Actor:
         position = state.notes["position"] if state else self._beginning
         # Before the push is ordered: with a lag, the thread samples right after it.
         self._source.prompts.set_state(position["data"])
-        self._book.load_of(SAMPLING, position["shapes"])
         self._position, self._learned = position, 0
         if self._visits is not None:
             size = len(self._visits)
@@ -176,4 +173,4 @@ class Actor:
 
     def _now(self) -> dict[str, Any]:
         """Returns the position of the data, and the shapes in use: both decide the next batch."""
-        return {"data": self._source.prompts.get_state(), "shapes": self._book.state_of(SAMPLING)}
+        return {"data": self._source.prompts.get_state()}

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, Positive
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout import sampler
+from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.vllm import engine as servers_of_vllm
 from jaxrl_llm.rollout.vllm.address import LOOPBACK, check_python
@@ -28,24 +28,26 @@ SERVER_ARGS = (
 )
 
 
-def jax(*, max_sequences: MayChange[Count] = 0) -> EngineChoice:
+def jax(*, max_sequences: MayChange[Count] = 0, pages: MayChange[Count] = 0) -> EngineChoice:
     """The JAX sampler, in the trainer's process, on its devices and its mesh.
 
-    max_sequences: completions that have a KV cache at once; the others wait for their turn. 0: all.
+    max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0: all.
+    pages: of 64 tokens (128 on a TPU), on each device. If they run out, the youngest completion is computed again; with
+    0 they never do.
     """
 
     def start(inputs: EngineInputs) -> Engine:
-        return sampler.Sampler(
+        return Sampler(
             inputs.model,
             inputs.mesh,
             max_completion_tokens=inputs.max_completion_tokens,
             stop_ids=inputs.stop_ids,
             pad_id=inputs.pad_id,
             max_sequences=max_sequences,
-            book=inputs.book,
+            pages=pages,
         )
 
-    return EngineChoice(start, in_trainer=True, max_sequences=max_sequences)
+    return EngineChoice(start, in_trainer=True, max_sequences=max_sequences, pages=pages)
 
 
 def vllm(

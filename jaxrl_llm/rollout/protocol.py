@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
@@ -85,7 +84,6 @@ class EngineInputs:
     max_completion_tokens: int
     stop_ids: tuple[int, ...]
     pad_id: int
-    book: Book  # the shapes of the run
 
 
 class EngineChoice(NamedTuple):
@@ -93,5 +91,6 @@ class EngineChoice(NamedTuple):
 
     start: Callable[[EngineInputs], Engine]  # raises UserError
     in_trainer: bool = False  # it runs in the trainer's process, with the trainer's arithmetic
-    max_sequences: int = 0  # completions that have a KV cache in the trainer at once; 0: all
+    max_sequences: int = 0  # completions that hold pages of a KV cache in the trainer at once; 0: all
+    pages: int = 0  # of a device; 0: as many as these may need
     check: Callable[[], None] = lambda: None  # checks that need more than the config; raises UserError

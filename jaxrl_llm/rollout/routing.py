@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
-from jaxrl_llm.models.attention import KeyValue
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.attention import KeyValue, Visible, attend, in_prompt
+from jaxrl_llm.models.decoder import Decoder, PerKind
 from jaxrl_llm.rollout.weights import Placing, sampling_decoder
 from jaxrl_llm.structs import Array, Batch, PyTree
 
 
 def routing_agreement(model: Decoder, params: PyTree, batch: Batch, mesh: Mesh) -> float:
-    """Returns the share of layers and trained tokens for which the decode loop and the scoring choose the same experts.
+    """Returns the share of layers and trained tokens for which decoding and scoring choose the same experts.
 
-    The completions of the batch run through the decode loop of the in-JAX engine once more.
+    The completions of the batch are decoded once more, with the weights of the in-JAX engine.
     """
     sampler = sampling_decoder(model, mesh)
     jit = partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
@@ -36,16 +36,35 @@ def _scored(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
 
 
 def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
-    """The experts [L, B, G, C, chosen] of the decode loop."""
+    """The experts [L, B, G, C, chosen] of tokens that are decoded one after the other."""
     cfg, (b, g, c) = model.cfg, batch.completions.shape
     _, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
     zeros = jnp.zeros((b, cfg.kv_heads, g, c, cfg.head_dim), cfg.dtype)
+    prompt_tokens = jnp.sum(batch.prompt_mask, axis=-1)[:, None, None]
 
     def step(cache: Any, token_and_place: tuple[Array, Array]) -> tuple[Any, jax.Array]:
-        _, cache, chosen = model.decode_and_route(params, *token_and_place, cache, prefix, batch.prompt_mask)
+        tokens, t = token_and_place
+        positions = jnp.broadcast_to(prompt_tokens + t, (b, g, 1))
+
+        def visible(window: int) -> Visible:
+            places = jnp.arange(c)[None, None, None]
+            row = (places <= t) & (places > t - window) if window else places <= t
+            return Visible(row, in_prompt(batch.prompt_mask, positions, window))
+
+        seen = PerKind.for_window(visible, cfg.window if cfg.window < c + batch.prompts.shape[1] else 0)
+
+        def attend_layer(local: Array | bool, query: Array, now: KeyValue, layer: Any) -> tuple[Array, Any]:
+            own, prompt = layer
+            own = KeyValue(*(jax.lax.dynamic_update_slice_in_dim(x, y, t, 3) for x, y in zip(own, now, strict=True)))
+            return attend(query, own, seen.of(local), prompt, soft_cap=cfg.soft_cap, precision=cfg.precision), (
+                own,
+                prompt,
+            )
+
+        _, cache, chosen = model.step(params, tokens[..., None], positions, cache, attend_layer)
         return cache, jnp.stack(chosen)[:, :, :, 0]
 
-    cache = [KeyValue(zeros, zeros)] * cfg.layers
+    cache = [(KeyValue(zeros, zeros), prompt) for prompt in prefix]
     _, chosen = jax.lax.scan(step, cache, (jnp.moveaxis(batch.completions, 2, 0), jnp.arange(c)))
     return jnp.moveaxis(chosen, 0, 3)
 

@@ -21,7 +21,7 @@ from jaxrl_llm.learner.packing import Packing, pack, packed_shapes
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
-from jaxrl_llm.machine.shapes import SAMPLING, TRAINING, Book
+from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
@@ -191,10 +191,9 @@ def prepare(parts: Subject, states: States, *, full: bool) -> Trial:
 @contextmanager
 def _shapes_stay(book: Book) -> Iterator[None]:
     """Undoes what the block changes in the book: the run must take the shapes that it takes without a self-test."""
-    saved = {kind: book.state_of(kind) for kind in (SAMPLING, TRAINING)}
+    saved = book.ladders()
     yield
-    for kind, state in saved.items():
-        book.load_of(kind, state)
+    book.load_ladders(saved)
 
 
 def _sample(parts: Subject, prompts: Prompts, group: int, key: int, tokens: int) -> Rollouts:

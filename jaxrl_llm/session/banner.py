@@ -14,10 +14,10 @@ from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import printable
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.update import Learner
-from jaxrl_llm.machine.shapes import MOST, SAMPLING, TRAINING, Shape
+from jaxrl_llm.machine.shapes import MOST, Shape
 from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.config import DecoderConfig
-from jaxrl_llm.rollout.compaction import Slots
+from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.rollout.settings import JudgeSettings
 from jaxrl_llm.session.other_rows import Change
 from jaxrl_llm.structs import Sizes
@@ -139,16 +139,17 @@ def adapters_table(adapters: Adapters | None) -> list[tuple[str, str]]:
     return rows + [("kernels of the base", "int8, with a scale for each output")] * bool(adapters.in_int8)
 
 
-def shapes_table(slots: Sequence[Slots], packed: Sequence[Shape]) -> list[tuple[str, str]]:
-    """Returns the banner's rows on shapes, each a program to compile: the largest of decoding and of packed rows."""
+def shapes_table(stream: StreamSizes | None, packed: Sequence[Shape]) -> list[tuple[str, str]]:
+    """Returns the banner's rows on shapes, each a program to compile: of decoding, and the largest of packed rows.
+
+    stream: of the in-JAX engine; None: another engine samples.
+    """
     rows = []
-    if slots:
-        largest = slots[0]
-        smaller = min(len(slots), MOST[SAMPLING]) - 1
-        later = f"; up to {smaller} smaller ones are compiled where they save time" if smaller else ""
-        text = f"{largest.entries} x {largest.width} completions of {largest.capacity} tokens on a device{later}"
-        rows.append(("decoding, largest shape", text))
+    if stream:
+        counts = list(dict.fromkeys(slots.count for slots in stream.slots))
+        cache = f"{stream.pages} pages of {stream.page} tokens"
+        rows.append(("decoding, on a device", f"{' or '.join(map(str, counts))} completions at once, {cache}"))
     n, t = packed[0]
-    later = f"; up to {MOST[TRAINING]} shapes, none larger than the first batch needs" if len(packed) > 1 else ""
+    later = f"; up to {MOST} shapes, none larger than the first batch needs" if len(packed) > 1 else ""
     rows.append(("learning, largest shape", f"{n} row{'s' * (n > 1)} of {t} completion tokens for a prompt{later}"))
     return rows

@@ -235,7 +235,7 @@ class VllmEngine:
         local_prompts = len(prompts.tokens)
         count = local_prompts * group_size * distributed.count()
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1))[distributed.part(count)]
-        episodes = Episodes.empty(local_prompts * group_size, self._length, self._pad, 0)
+        episodes = Episodes.empty(np.full(local_prompts * group_size, self._length), self._length, self._pad)
         versions = np.full(episodes.tokens.shape, self._version, np.int32)
         body = _sampling_params(sampling, self._stops)
         # Strings end a turn on the server too, so that it does not sample on. They are looked for in the text.

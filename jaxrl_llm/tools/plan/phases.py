@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.build import make_learning
+from jaxrl_llm.build import make_learning, stream_sizes
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.learning import Learning, Models, describe_models, make_packing
 from jaxrl_llm.learner.programs import learning_programs
@@ -31,8 +31,8 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.recipe.recipe import Recipe
-from jaxrl_llm.rollout.compaction import prompts_at_once
-from jaxrl_llm.rollout.sampler import Sampler
+from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.structs import PyTree, TrainState
 from jaxrl_llm.tools.plan.chips import Chip
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
@@ -134,11 +134,13 @@ def make_plan(
     packing = make_packing(models, learning, book)
     lengths = np.full((recipe.prompts_per_step, recipe.group_size), recipe.rollout.max_completion_tokens)
     shape = packing(lengths, width).shape[1:]
-    batches = recipe.prompts_per_step // at_once(recipe, mesh)
-    sampler = _sampler(models, recipe, book)
-    # The sampler's copy of the weights: in the dtype and with the sharding of the decode loop.
+    stream = stream_sizes(recipe, models, width)
+    sequences = stream.sequences * prompt_shards(mesh)
+    batches = -(-recipe.prompts_per_step * recipe.group_size // sequences)
+    sampler = _sampler(models, recipe)
+    # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
     copy = sampler.resident(policy.all_parameters(policy.shapes))
-    holds = _holds(_on_chips(states, recipe.host_memory), copy, models, recipe)
+    holds = _holds(_on_chips(states, recipe.host_memory), copy, models, recipe, stream)
     if sum(holds.values()) > memory_limit:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
         return SlicePlan(recipe, models, holds, phases, 0)
@@ -194,7 +196,7 @@ def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
     return chip_bytes([x for x in resident if id(x) not in used]) + chip_bytes(program.beside)
 
 
-def _sampler(models: Models, recipe: Recipe, book: Book) -> Sampler:
+def _sampler(models: Models, recipe: Recipe) -> Sampler:
     return Sampler(
         models.model,
         models.mesh,
@@ -202,14 +204,14 @@ def _sampler(models: Models, recipe: Recipe, book: Book) -> Sampler:
         stop_ids=(1,),
         pad_id=0,
         max_sequences=recipe.chosen_engine.max_sequences,
-        book=book,
+        pages=recipe.chosen_engine.pages,
     )
 
 
 def _programs(
     recipe: Recipe, learning: Learning, sampler: Sampler, shape: tuple[int, int], width: int
 ) -> Iterator[Program]:
-    """Yields the programs of a step: of the decode loops, the largest. Another engine samples elsewhere."""
+    """Yields the programs of a step: of decoding, the largest. Another engine samples elsewhere."""
     policy = learning.learners["policy"]
     sampler_programs = sampler.programs(
         policy.all_parameters(policy.shapes),
@@ -239,7 +241,7 @@ def _measure(
     # A program is compiled once, for one batch. A step calls it this often.
     runs = {"update": sizes.updates_per_rollout, "prompts": batches, "decoding": batches}
     times = runs.get(program.phase, program.times)
-    # The decode loop has one turn a token. It may end sooner, but a plan is of the longest completions.
+    # The loop has one turn a token. It may end sooner, but a plan is of the longest completions.
     if program.phase == "decoding":
         turns = sizes.max_completion_tokens
     traced, began = program.trace(), time.perf_counter()
@@ -260,12 +262,6 @@ def _measure(
         traffic=_traffic(program, compiled, turns, models, copy),
         collectives=tuple(collectives(text, turns)),
     )
-
-
-def at_once(recipe: Recipe, mesh: Mesh) -> int:
-    """Returns how many prompts have a KV cache at once."""
-    sizes, most = recipe.sizes, recipe.chosen_engine.max_sequences
-    return prompts_at_once(sizes.prompts_per_step, sizes.group_size, prompt_shards(mesh), most)
 
 
 def _traffic(program: Program, compiled: jax.stages.Compiled, turns: int, models: Models, copy: PyTree) -> float:
@@ -312,7 +308,7 @@ def chip_bytes(tree: PyTree) -> int:
     return sum(array_bytes(x) for x in jax.tree.leaves(tree))
 
 
-def _holds(states: PyTree, copy: PyTree, models: Models, recipe: Recipe) -> dict[str, int]:
+def _holds(states: PyTree, copy: PyTree, models: Models, recipe: Recipe, stream: StreamSizes) -> dict[str, int]:
     """Returns the bytes on a chip of what stays in memory between programs."""
     holds = {}
     for name, state in states.items():
@@ -323,10 +319,10 @@ def _holds(states: PyTree, copy: PyTree, models: Models, recipe: Recipe) -> dict
             holds[name] = chip_bytes(state)
     cfg, tensor = models.model.cfg, models.mesh.shape["tensor"]
     if recipe.chosen_engine.in_trainer:
-        completions = at_once(recipe, models.mesh) // prompt_shards(models.mesh) * recipe.group_size
+        cached = stream.pages * stream.page + stream.prompts * stream.width
         # Heads that the tensor axis does not divide are whole on every chip.
         heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
         bytes_per_token = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
         holds["sampler's copy (while it samples)"] = chip_bytes(copy)
-        holds["KV cache (while it samples)"] = completions * recipe.rollout.max_completion_tokens * bytes_per_token
+        holds["KV cache (while it samples)"] = cached * bytes_per_token
     return holds

@@ -1,0 +1,1 @@
+"""The engine in JAX, on the devices of the trainer."""

@@ -1,0 +1,133 @@
+"""The in-JAX engine: samples completions and episodes with the weights of the trainer, on its devices.
+
+Sampling is a stream of sequences (`rollout.jax.stream`) through a handful of programs (`rollout.jax.programs`), whose
+sizes are known beforehand (`rollout.jax.sizes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine.compilation import Program
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rollout.episodes import Episodes
+from jaxrl_llm.rollout.jax.compiled import CallPrograms, Programs
+from jaxrl_llm.rollout.jax.programs import GroupSampling
+from jaxrl_llm.rollout.jax.reading import page_kind
+from jaxrl_llm.rollout.jax.scheduler import Scheduler
+from jaxrl_llm.rollout.jax.sizes import StreamSizes, sizes_of
+from jaxrl_llm.rollout.jax.stream import Stream
+from jaxrl_llm.rollout.protocol import Environments
+from jaxrl_llm.rollout.weights import Placing, sampling_decoder
+from jaxrl_llm.structs import Prompts, PyTree, Rollouts
+
+REMEDY = "lower engine.max_sequences or rollout.max_completion_tokens"  # if memory is short
+
+
+class Sampler:
+    """The in-JAX engine. The caller gives the key: the same key gives the same completions."""
+
+    # None: every step compares sampler and trainer anyway.
+    max_gap: float | None = None
+
+    def __init__(
+        self,
+        model: Decoder,
+        mesh: Mesh,
+        *,
+        max_completion_tokens: int,
+        stop_ids: tuple[int, ...],
+        pad_id: int,
+        max_sequences: int = 0,
+        pages: int = 0,
+    ):
+        """max_sequences: completions that hold pages at once; 0: all. pages: of a device; 0: as they may need."""
+        self._mesh, self._cfg, self._max_sequences, self._pages = mesh, model.cfg, max_sequences, pages
+        self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
+        self._params: PyTree = None
+        self._version = 0
+        decoder = sampling_decoder(model, mesh)
+        self._place = Placing(decoder, mesh)
+        self._programs = Programs(decoder, mesh)
+
+    def update_weights(self, params: PyTree, version: int = 0) -> None:
+        """Casts the weights to the compute dtype and gathers them over fsdp, once per push and not per token."""
+        # First, so that the old and the new copy are not in memory together.
+        self.release()
+        self._version = version
+        self._params = self._place(params)
+
+    def release(self) -> None:
+        """Frees the gathered weights: the update of the policy needs the memory."""
+        self._params = None
+
+    def close(self) -> None:
+        """Does nothing: the sampler has started nothing."""
+
+    def sample(
+        self,
+        prompts: Prompts,
+        key: jax.Array,
+        *,
+        group_size: int,
+        sampling: Sampling,
+        environments: Environments | None = None,
+        max_tokens: np.ndarray | None = None,
+    ) -> Rollouts:
+        """Samples `group_size` completions of each prompt, or episodes, on the host. See `protocol.Engine`."""
+        local_prompts, width = prompts.tokens.shape
+        sizes = self._sizes(local_prompts * distributed.count(), group_size, width)
+        limits = np.full((local_prompts, group_size), self._length)
+        if max_tokens is not None:
+            limits = np.minimum(max_tokens, self._length)
+        texts = Episodes.empty(limits.reshape(-1), self._length, self._pad)
+        ends = np.zeros(self._cfg.vocab_size, bool)
+        if environments:
+            ends = environments.may_end(self._cfg.vocab_size)
+        ends[list(self._stops)] = True
+        shards = sharding.prompt_shards(self._mesh)
+        group_sampling = GroupSampling(group_size, sampling, self._mesh)
+        Stream(
+            CallPrograms(self._programs, group_sampling, sizes, self._params, key, ends),
+            [Scheduler(sizes) for _ in range(shards // distributed.count())],
+            prompts,
+            texts,
+            # By this number a completion draws the same random numbers in any process.
+            distributed.part(local_prompts * distributed.count()).start * group_size,
+            self._stops,
+            self._pad,
+            environments,
+        ).run()
+        versions = np.full(texts.tokens.shape, self._version, np.int32)
+        return texts.rollouts(group_size, versions)
+
+    def programs(
+        self, params: PyTree, prompts: int, width: int, group: int, sampling: Sampling, *, episodes: bool
+    ) -> Iterator[Program]:
+        """Yields each program for batches of these sizes, of each phase the largest first; params: shapes are enough.
+
+        episodes: with environments, of several turns.
+        """
+        yield from self._place.programs(params)
+        group_sampling, sizes = GroupSampling(group, sampling, self._mesh), self._sizes(prompts, group, width)
+        traced = self._programs.traced(group_sampling, sizes, self._place.shapes(params), episodes=episodes)
+        for phase, name, trace in traced:
+            yield Program(phase, name, trace, REMEDY, ())
+
+    def resident(self, params: PyTree) -> PyTree:
+        """Returns the sampler's copy of the weights as shapes with shardings: a plan counts it beside the policy."""
+        return self._place.shapes(params)
+
+    def _sizes(self, prompts: int, group: int, width: int) -> StreamSizes:
+        devices = sharding.prompt_shards(self._mesh)
+        bounds: dict[str, Any] = dict(
+            max_sequences=self._max_sequences, pages=self._pages, kind=page_kind(self._mesh, self._cfg)
+        )
+        return sizes_of(prompts, group, width, self._length, devices=devices, **bounds)

@@ -1,0 +1,101 @@
+"""The sizes of the engine's programs and of its cache: few, and known before a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+PAGE, ALIGNED = 64, 8  # tokens of a page, and what divides them: vectors of a CPU have so many numbers
+LANES = 128  # tokens of a page on a TPU: a vector there has so many numbers
+FEWER = (4, 16)  # so many times fewer sequences than the largest program, for the others
+CHUNKS = (32, 128)  # tokens of an observation that run at once
+
+
+class PageKind(NamedTuple):
+    """What a platform prescribes."""
+
+    tokens: int = 0  # of a page; 0: 64, or fewer if completions are short
+    in_place: bool = False  # a kernel reads the pages that a sequence has: no program has copies of some pages
+
+
+class Slots(NamedTuple):
+    """The size of a decode program on a device."""
+
+    count: int  # sequences that compute
+    pages: int  # that it reads
+    prompts: int
+
+
+@dataclass(frozen=True)
+class StreamSizes:
+    """The sizes of a stream on each device."""
+
+    group: int  # G
+    width: int  # P
+    length: int  # C
+    sequences: int  # that hold pages at once
+    prompts: int  # that are there at once
+    page: int  # tokens of a page
+    pages: int
+    in_place: bool  # of `PageKind`
+
+    @property
+    def longest(self) -> int:
+        """Pages of the longest sequence. Of its last token no keys are kept."""
+        return max(-(-(self.length - 1) // self.page), 1)
+
+    @property
+    def slots(self) -> list[Slots]:
+        """The decode programs, the largest first."""
+        largest = Slots(self.sequences, self.pages, self.prompts)
+        sizes = [largest]
+        # Most sequences are short, and all of them are at first: then most pages are empty.
+        if not self.in_place and (pages := max(self.pages // FEWER[0], self.sequences)) <= self.pages // 2:
+            sizes.append(largest._replace(pages=pages))
+        for times in FEWER:
+            count = -(-self.sequences // times)
+            pages = self.pages if self.in_place else min(max(-(-self.pages // times), count, self.longest), self.pages)
+            if count < sizes[-1].count:
+                sizes.append(Slots(count, pages, min(self.prompts, count)))
+        return sizes
+
+    @property
+    def prefills(self) -> list[int]:
+        """The programs for prompts, by the prompts that run at once, the largest first."""
+        return sorted({self.prompts, -(-self.prompts // FEWER[-1])}, reverse=True)
+
+    @property
+    def feeds(self) -> int:
+        """Sequences whose observations run at once."""
+        return max(self.sequences // FEWER[-1], 1)
+
+    def fitting(self, sequences: int, pages: int) -> Slots:
+        """Returns the smallest decode program for so many sequences and pages."""
+        return min(s for s in self.slots if sequences <= s.count and pages <= s.pages)
+
+
+def sizes_of(
+    prompts: int,
+    group: int,
+    width: int,
+    length: int,
+    *,
+    devices: int,
+    max_sequences: int = 0,
+    pages: int = 0,
+    kind: PageKind | None = None,
+) -> StreamSizes:
+    """Returns the sizes for a batch of prompts over devices.
+
+    max_sequences: that hold pages at once, on all devices; 0: all. pages: on a device; 0: as many as they may need.
+    kind: of the platform's pages.
+    """
+    device_prompts = -(-prompts // devices)
+    everything = device_prompts * group
+    sequences = min(everything, max(max_sequences // devices, 1) if max_sequences else everything)
+    # Groups of which few sequences are left hold places of prompts, beside those that have just begun.
+    places = min(device_prompts, 2 * -(-sequences // group) + 1) if sequences < everything else device_prompts
+    kind = kind or PageKind()
+    page = kind.tokens or min(PAGE, -(-length // ALIGNED) * ALIGNED)
+    sizes = StreamSizes(group, width, length, sequences, places, page, 0, kind.in_place)
+    return replace(sizes, pages=max(pages or sequences * sizes.longest, sizes.longest))

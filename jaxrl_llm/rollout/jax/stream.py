@@ -1,0 +1,260 @@
+"""The stream of a call's sequences through the programs of the engine.
+
+The host looks at the sequences after each round. It retires those that have ended, gives their places to others, puts
+observations into the pages, and lets all that are in a turn go on. How long a tool takes changes which sequences
+compute together, and so no number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.rollout.episodes import ENDED, TURN, Episodes
+from jaxrl_llm.rollout.jax.compiled import CallPrograms
+from jaxrl_llm.rollout.jax.layout import all_pages, places_of, reading_of
+from jaxrl_llm.rollout.jax.programs import ROUND, Cache, NewPrompts, RoundRows
+from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup, Scheduler, emptiest
+from jaxrl_llm.rollout.jax.sizes import CHUNKS
+from jaxrl_llm.rollout.protocol import Environments
+from jaxrl_llm.structs import Prompts
+
+# Seconds in which other answers may join the first: a round costs the same for one and for all.
+GRACE = 0.01
+REFILL = 8  # a round ends when one of so many sequences has ended and others wait
+
+
+class Chunk(NamedTuple):
+    """Tokens of an observation that run at once: places start .. end - 1 of a sequence."""
+
+    member: Member
+    start: int
+    end: int
+
+
+@dataclass
+class Stream:
+    """The sequences of a call of this process."""
+
+    calls: CallPrograms
+    schedulers: list[Scheduler]  # of the devices of this process
+    prompts: Prompts
+    texts: Episodes
+    first: int  # number of the first completion of this process among those of all
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    environments: Environments | None = None
+
+    def __post_init__(self) -> None:
+        self.sizes, self.mesh = self.calls.sizes, self.calls.programs.mesh
+        self.bounded = len(self.prompts.tokens) > self.sizes.prompts * len(self.schedulers)
+
+    def run(self) -> None:
+        """Samples until all completions have ended."""
+        cache, group = self.calls.empty(), self.sizes.group
+        pending = deque(PromptGroup.of(b, group) for b in range(len(self.prompts.tokens)))
+        while True:
+            self.texts.take_answers()
+            self._retire()
+            limits = self._limits()
+            goal = lambda member: self._goal(member, limits)  # noqa: E731, B023
+            new = [scheduler.schedule(goal) for scheduler in self.schedulers]
+            while pending and (scheduler := emptiest(self.schedulers)):
+                scheduler.add(pending.popleft())
+                new[self.schedulers.index(scheduler)] += scheduler.schedule(goal)
+            cache = self._prefill(cache, new)
+            cache = self._feed(cache)
+            rows = [[m for m in s.holders if self._goes_on(m)] for s in self.schedulers]
+            pages = max(sum(len(m.pages) for m in members) for members in rows)
+            waiting = bool(pending) or any(s.waiting for s in self.schedulers)
+            state = [max(map(len, rows)), pages, waiting, bool(self.texts.answers), np.any(self.texts.state != ENDED)]
+            # All processes must call the same programs: the largest numbers say which.
+            count, pages, waiting, answers, open_ = sharding.largest(np.array(state, np.int32), self.mesh).tolist()
+            if count:
+                cache = self._decode(cache, rows, count, pages, waiting=bool(waiting))
+            elif answers:
+                if self.texts.answers:
+                    wait(self.texts.answers, return_when=FIRST_COMPLETED)
+                    wait(self.texts.answers, timeout=GRACE)
+            elif not open_:
+                return
+
+    def _goes_on(self, member: Member) -> bool:
+        return self.texts.state[member.number] == TURN and self.texts.length[member.number] > 0
+
+    def _limits(self) -> np.ndarray:
+        """Returns the length [N] at which the turn of each completion ends."""
+        turn = self.environments.turn_tokens if self.environments else self.texts.tokens.shape[1]
+        return self.texts.limits(turn)
+
+    def _goal(self, member: Member, limits: np.ndarray) -> int:
+        """Returns the tokens of a sequence that are in its pages after the next round, at most."""
+        i = member.number
+        if self.texts.state[i] != TURN:
+            return member.cached
+        observed = self._observation(member)
+        return min(max(member.cached, observed - 1) + ROUND, max(int(limits[i]), 2) - 1)
+
+    def _observation(self, member: Member) -> int:
+        """Returns the place behind the observation that comes next in a sequence; 0: a token of the policy does."""
+        i, place, length = member.number, member.cached + 1, self.texts.length[member.number]
+        if place >= length or self.texts.sampled[i, place]:
+            return 0
+        later = np.flatnonzero(self.texts.sampled[i, place:length])
+        return int(place + later[0] if len(later) else length)
+
+    def _retire(self) -> None:
+        """Takes sequences that have ended out of the schedulers."""
+        for scheduler in self.schedulers:
+            for member in [*scheduler.holders, *scheduler.waiting]:
+                if self.texts.state[member.number] == ENDED:
+                    scheduler.retire(member)
+
+    def _end(self, turns: np.ndarray) -> None:
+        """Looks at completions with new tokens."""
+        if self.environments:
+            self.texts.end_turns(turns, self.environments, self.stop_ids)
+        else:
+            self.texts.end(turns, self.stop_ids)
+
+    def _prefill(self, cache: Cache, new: list[list[PromptGroup]]) -> Cache:
+        """Runs the prompts of new groups, and appends the first tokens of their sequences."""
+        count = sharding.largest(np.array([max(map(len, new))], np.int32), self.mesh)[0]
+        # Of the programs of two sizes, rows may differ in their last bits, and when a tool answers decides how many
+        # groups begin at once: one size serves all that begin after the first.
+        sizes = self.sizes.prefills[-1:] if self.environments and self.bounded else self.sizes.prefills
+        first, group, width = 0, self.sizes.group, self.sizes.width
+        while first < count:
+            size = min((n for n in sizes if n >= count - first), default=sizes[0])
+            lead = len(new), size
+            tokens, mask = np.full((*lead, width), self.pad_id, np.int32), np.zeros((*lead, width), bool)
+            place, number = np.full(lead, self.sizes.prompts, np.int32), np.zeros(lead, np.int32)
+            for d, n, begun in _numbered(new, first, size):
+                tokens[d, n], mask[d, n] = self.prompts.tokens[begun.number], self.prompts.mask[begun.number]
+                place[d, n], number[d, n] = begun.place, self.first + begun.number * group
+            # A prompt without a token: attention needs one.
+            mask[place == self.sizes.prompts, -1] = True
+            arrays = sharding.shard_batch(NewPrompts(tokens, mask, place, number), self.mesh)
+            cache, *sampled = self.calls.prefill(cache, arrays)
+            first_tokens, logprobs = sharding.to_host(tuple(sampled))
+            WATCHDOG.moved()
+            for d, n, begun in _numbered(new, first, size):
+                for i, g in self._members_of(begun):
+                    self.texts.append(i, first_tokens[d, n, g : g + 1], logprobs[d, n, g : g + 1])
+            first += size
+        if turns := [i for groups in new for begun in groups for i, _ in self._members_of(begun)]:
+            self._end(np.array(turns))
+            self._retire()
+        return cache
+
+    def _members_of(self, group: PromptGroup) -> Iterator[tuple[int, int]]:
+        return ((group.number * self.sizes.group + g, g) for g in range(self.sizes.group))
+
+    def _feed(self, cache: Cache) -> Cache:
+        """Puts observations into the pages."""
+        if not self.environments:
+            return cache
+        rounds = self._chunks()
+        # Of rounds, as `_chunks` numbers them: all processes must feed the same.
+        sizes = np.zeros((self.sizes.length // max(CHUNKS) + 4, len(CHUNKS)), np.int32)
+        for (number, width), chunks in rounds.items():
+            sizes[number, CHUNKS.index(width)] = max(map(len, chunks))
+        sizes = sharding.largest(sizes.ravel(), self.mesh).reshape(sizes.shape)
+        rows = self.sizes.feeds
+        for number, kind in np.argwhere(sizes).tolist():
+            width = CHUNKS[kind]
+            chunks = rounds.get((number, width), [[]] * len(self.schedulers))
+            for first in range(0, int(sizes[number, kind]), rows):
+                lead = len(self.schedulers), rows
+                at, count = np.zeros(lead, np.int32), np.zeros(lead, np.int32)
+                tokens = np.full((*lead, width), self.pad_id, np.int32)
+                members: list[list[Member]] = [[] for _ in chunks]
+                for d, n, chunk in _numbered(chunks, first, rows):
+                    at[d, n], count[d, n] = chunk.start, chunk.end - chunk.start
+                    tokens[d, n, : count[d, n]] = self.texts.tokens[chunk.member.number, chunk.start : chunk.end]
+                    members[d].append(chunk.member)
+                    chunk.member.cached = chunk.end
+                reading = all_pages(reading_of(members, rows, self.sizes, self.prompts), self.sizes.page)
+                cache = self.calls.feed(cache, *sharding.shard_batch((tokens, at, count, reading), self.mesh))
+        return cache
+
+    def _chunks(self) -> dict[tuple[int, int], list[list[Chunk]]]:
+        """Splits the observations that the pages lack: {(number, width): chunks of each device}.
+
+        A sequence's chunks have increasing numbers. Its last token is for the decode program.
+        """
+        small, large = CHUNKS
+        rounds: dict[tuple[int, int], list[list[Chunk]]] = {}
+        for d, scheduler in enumerate(self.schedulers):
+            for member in scheduler.holders:
+                at, number = member.cached, 0
+                last = self._observation(member) - 1 if self._goes_on(member) else 0
+                while at < last:
+                    # Three small chunks cost less than a large one that is not full.
+                    size = small if last - at <= 3 * small else large
+                    chunks = rounds.setdefault((number, size), [[] for _ in self.schedulers])
+                    chunks[d].append(Chunk(member, at, min(at + size, last)))
+                    at, number = at + size, number + 1
+        return rounds
+
+    def _decode(self, cache: Cache, rows: list[list[Member]], count: int, pages: int, *, waiting: bool) -> Cache:
+        """Lets sequences go on. count, pages: the largest numbers of sequences and of their pages on a device."""
+        texts, lead = self.texts, len(rows)
+        # One program for all episodes, because when a tool answers decides how many of them compute together.
+        slots = self.sizes.slots[0] if self.environments else self.sizes.fitting(count, pages)
+        ints = lambda *shape: np.zeros((lead, slots.count, *shape), np.int32)  # noqa: E731
+        token, length, limit, number = (ints() for _ in range(4))
+        known, limits = ints(ROUND) - 1, self._limits()
+        for d, n, member in _numbered(rows, 0, slots.count):
+            i, place = member.number, member.cached + 1
+            token[d, n], length[d, n] = texts.tokens[i, member.cached], place
+            limit[d, n], number[d, n] = limits[i], self.first + i
+            if place < texts.length[i]:
+                # Its pages were given away: it goes on with the tokens that it had, up to the next observation.
+                later = np.flatnonzero(~texts.sampled[i, place : texts.length[i]])
+                limit[d, n] = place + later[0] if len(later) else limits[i]
+                again = texts.tokens[i, place : min(texts.length[i], limit[d, n], place + ROUND)]
+                known[d, n, : len(again)] = again
+        reading = reading_of(rows, slots.count, self.sizes, self.prompts, slots)
+        arrays = RoundRows(token, length, limit, number, known, reading, *places_of(rows, self.sizes, slots))
+        below = self._below(count, pages, waiting=waiting)
+        cache, sampled = self.calls.decode(cache, sharding.shard_batch(arrays, self.mesh), below)
+        tokens, logprobs, counts = sharding.to_host(sampled)
+        WATCHDOG.moved()
+        turns = []
+        for d, n, member in _numbered(rows, 0, slots.count):
+            i, new = member.number, slice(int(texts.length[member.number]) - member.cached - 1, int(counts[d, n]))
+            member.cached += new.stop
+            if new.start < new.stop:
+                texts.append(i, tokens[d, n, new], logprobs[d, n, new])
+                turns.append(i)
+        if turns:
+            self._end(np.array(turns))
+        for members in rows:
+            for member in members:
+                # A turn may have ended in the middle of what was sampled: what is behind is written over.
+                member.cached = min(member.cached, int(texts.length[member.number]) - 1)
+        return cache
+
+    def _below(self, count: int, pages: int, *, waiting: bool) -> int:
+        """Returns the number of sequences of a device with which a round ends, because the host has other work."""
+        refill = count - max(count // REFILL, 1) if waiting else 0
+        if self.environments:
+            # With a third of the sequences less, much of a round is lost.
+            return max(refill, count * 2 // 3)
+        smaller = [s.count for s in self.sizes.slots if s.count < count and pages * s.count <= s.pages * count]
+        return max(refill, *smaller, 0)
+
+
+def _numbered(of_devices: list[list[Any]], first: int, limit: int) -> Iterator[tuple[int, int, Any]]:
+    """Yields (device, index, item) of a part of each device's items."""
+    for d, items in enumerate(of_devices):
+        for n, item in enumerate(items[first : first + limit]):
+            yield d, n, item

@@ -1,0 +1,84 @@
+"""The scheduler of the in-JAX engine: what holds for any schedule."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from jaxrl_llm.rollout.jax.scheduler import PromptGroup, Scheduler, emptiest
+from jaxrl_llm.rollout.jax.sizes import sizes_of
+
+
+def run(seed: int) -> int:
+    """Lets groups of random sizes and lengths end, and checks each moment. Returns the number of preemptions."""
+    rng = random.Random(seed)
+    group, prompts, length = rng.randint(1, 5), rng.randint(1, 6), rng.randint(2, 300)
+    devices, sequences = rng.choice([1, 1, 2, 3]), rng.choice([0, rng.randint(1, 12)])
+    sizes = sizes_of(prompts * devices, group, 8, length, devices=devices, max_sequences=sequences * devices)
+    sizes = sizes_of(
+        prompts * devices, group, 8, length, devices=devices, max_sequences=sequences * devices,
+        pages=rng.choice([0, rng.randint(1, sizes.pages)]),
+    )  # fmt: skip
+    schedulers = [Scheduler(sizes) for _ in range(devices)]
+    pending = deque(PromptGroup.of(b, group) for b in range(prompts * devices))
+    members = [member for one in pending for member in one.members]
+    ends = {member: rng.randint(1, length) for member in members}
+    paused = {member: rng.random() < 0.3 for member in members}
+    rounds, begun, ended = 0, set(), []
+
+    def goal(member) -> int:
+        return member.cached if paused[member] else min(member.cached + 32, ends[member] - 1)
+
+    while len(ended) < len(members):
+        rounds += 1
+        assert rounds < 50 * len(members) * (length // 32 + 2), "a sequence starves"
+        while pending and (scheduler := emptiest(schedulers)):
+            scheduler.add(pending.popleft())
+        for scheduler in schedulers:
+            oldest = scheduler.holders[:1]
+            new = scheduler.schedule(goal)
+            assert scheduler.holders[:1] == oldest or not oldest  # it always goes on
+            assert not begun.intersection(new)  # a prompt is computed once
+            begun.update(new)
+            pages = [page for member in scheduler.holders for page in member.pages]
+            assert len(set(pages)) == len(pages)
+            assert sorted([*pages, *scheduler._pages]) == list(range(sizes.pages))
+            places = [one.place for one in {member.group for member in scheduler.holders}]
+            assert len(set(places)) == len(places) and min(places, default=0) >= 0
+            assert len(scheduler.holders) <= sizes.sequences
+            for order in (scheduler.holders, scheduler.waiting):
+                assert [member.number for member in order] == sorted(member.number for member in order)
+            for member in list(scheduler.holders):
+                assert len(member.pages) * sizes.page >= goal(member)
+                if paused[member]:
+                    paused[member] = rng.random() < 0.7
+                    continue
+                member.cached = goal(member)
+                if member.cached >= ends[member] - 1:
+                    scheduler.retire(member)
+                    ended.append(member)
+    assert all(len(s._pages) == sizes.pages and len(s._places) == sizes.prompts for s in schedulers)
+    return sum(s.preemptions for s in schedulers)
+
+
+def test_no_page_is_lost_or_owned_twice_and_no_sequence_starves():
+    assert sum(run(seed) > 0 for seed in range(150)) > 5
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_schedules_keep_all_bounds():
+    assert sum(run(seed) > 0 for seed in range(10_000)) > 300
+
+
+def test_a_group_whose_sequences_end_at_once_gives_its_place_to_the_next_one():
+    scheduler = Scheduler(sizes_of(2, 3, 8, 100, devices=1, max_sequences=1))
+    first, second = PromptGroup.of(0, 3), PromptGroup.of(1, 3)
+    scheduler.add(first)
+    assert scheduler.schedule(lambda member: 10) == [first]
+    for member in [*scheduler.holders, *scheduler.waiting]:
+        scheduler.retire(member)
+    assert scheduler.wants_group and first.place == -1
+    scheduler.add(second)
+    assert scheduler.schedule(lambda member: 10) == [second]
