@@ -6,7 +6,8 @@ sizes are known beforehand (`rollout.jax.sizes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.compilation import Program
+from jaxrl_llm.machine.shapes import abstract
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.jax.compiled import CallPrograms, Programs
@@ -56,6 +58,7 @@ class Sampler:
         decoder = sampling_decoder(model, mesh)
         self._place = Placing(decoder, mesh)
         self._programs = Programs(decoder, mesh)
+        self._calls: Counter[Hashable] = Counter()  # by what their programs depend on
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Casts the weights to the compute dtype and gathers them over fsdp, once per push and not per token."""
@@ -94,6 +97,7 @@ class Sampler:
         ends[list(self._stops)] = True
         shards = sharding.prompt_shards(self._mesh)
         group_sampling = GroupSampling(group_size, sampling, self._mesh)
+        self._compile_rest(group_sampling, sizes, episodes=environments is not None)
         Stream(
             CallPrograms(self._programs, group_sampling, sizes, self._params, key, ends),
             [Scheduler(sizes) for _ in range(shards // distributed.count())],
@@ -124,6 +128,13 @@ class Sampler:
     def resident(self, params: PyTree) -> PyTree:
         """Returns the sampler's copy of the weights as shapes with shardings: a plan counts it beside the policy."""
         return self._place.shapes(params)
+
+    def _compile_rest(self, sampling: GroupSampling, sizes: StreamSizes, *, episodes: bool) -> None:
+        """Compiles at the second call all its programs that the first did not need: no later step stops for one."""
+        self._calls[sampling, sizes, episodes] += 1
+        if self._calls[sampling, sizes, episodes] == 2:
+            for phase, name, trace in self._programs.traced(sampling, sizes, abstract(self._params), episodes=episodes):
+                Program(phase, name, trace, REMEDY, ()).compile()
 
     def _sizes(self, prompts: int, group: int, width: int) -> StreamSizes:
         devices = sharding.prompt_shards(self._mesh)
