@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from typing import Any
 
 import jax
@@ -236,6 +237,23 @@ def test_pages_bounds_and_preemptions_change_no_token(config, bounds, request, p
     same(whole, sample(config=config, **STEADY, **bounds))
     assert bool(preempted) == ("pages" in bounds)
     np.testing.assert_array_equal(whole.completion_mask.sum(axis=-1), BUDGETS)
+
+
+def test_a_preempted_completion_goes_on_with_the_tokens_that_it_had(small, preempted, monkeypatch):
+    """Each round has another key: what is computed again would be other tokens, if they were drawn again."""
+    original, rounds = compiled.CallPrograms.decode, count()
+
+    def decode(self, *args):
+        self.key = jax.random.fold_in(self.key, next(rounds))
+        return original(self, *args)
+
+    monkeypatch.setattr(compiled.CallPrograms, "decode", decode)
+    rollouts = sample(pages=9, **STEADY)
+    assert preempted
+    model, params = tiny.model_and_params(scale=3.0)
+    batch = Batch(*tiny.prompts(), rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
+    scored, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))(params, batch)
+    np.testing.assert_allclose(rollouts.logprobs, scored, atol=1e-5)
 
 
 def test_a_completion_draws_the_numbers_of_its_place_in_a_batch_of_any_size():

@@ -16,12 +16,16 @@ from jaxrl_llm.structs import Array
 TILE = 64
 
 
-def fits(device: Any, head_dim: int, dtype: str, soft_cap: float) -> bool:
-    """Whether cuDNN's kernel runs on this device (NVIDIA, compute capability >= 8.0) with these heads and scores."""
+def is_ampere(device: Any) -> bool:
+    """Whether a device is an NVIDIA GPU of compute capability 8.0 or more."""
     capability = getattr(device, "compute_capability", "")
-    ampere = device.platform == "gpu" and capability[:1].isdigit() and float(capability) >= 8.0
+    return device.platform == "gpu" and capability[:1].isdigit() and float(capability) >= 8.0
+
+
+def fits(device: Any, head_dim: int, dtype: str, soft_cap: float) -> bool:
+    """Whether cuDNN's kernel runs on this device with these heads and scores."""
     # Of float32 and of bounded scores cuDNN's kernel has no version.
-    return ampere and head_dim % 8 == 0 and head_dim <= 128 and dtype == "bfloat16" and not soft_cap
+    return is_ampere(device) and head_dim % 8 == 0 and head_dim <= 128 and dtype == "bfloat16" and not soft_cap
 
 
 def attend_gpu(

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxrl_llm.models.attention import bounded
+from jaxrl_llm.models.attention_gpu import is_ampere
 from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Partial, both, seen_from
 from jaxrl_llm.structs import Array
 
@@ -24,12 +25,10 @@ MOST = 16
 
 
 def fits(device: Any, head_dim: int, dtype: str, page: int) -> bool:
-    """Whether the kernel runs on this device (NVIDIA, compute capability >= 8.0) with these heads and pages."""
-    capability = getattr(device, "compute_capability", "")
-    ampere = device.platform == "gpu" and capability[:1].isdigit() and float(capability) >= 8.0
+    """Whether the kernel runs on this device with these heads and pages."""
     # Sides of Triton's arrays are powers of 2.
     sides = all(TILE <= x <= 256 and x & (x - 1) == 0 for x in (head_dim, page))
-    return ampere and sides and dtype in ("bfloat16", "float32")
+    return is_ampere(device) and sides and dtype in ("bfloat16", "float32")
 
 
 def attend_own(

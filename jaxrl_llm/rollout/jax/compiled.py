@@ -62,7 +62,7 @@ class Programs:
             n = sizes.feeds
             arrays = ints(n, width), ints(n), ints(n), reading(n, n * sizes.longest, sizes.prompts)
             yield "prompts", f"observations, {n} x {width} a device", partial(self.feed.trace, weights, cache, *arrays)
-        for slots in sizes.slots:
+        for slots in sizes.decodes(episodes=episodes):
             each = ints(slots.count)
             read = reading(*slots)
             rows = RoundRows(

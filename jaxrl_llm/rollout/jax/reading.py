@@ -16,7 +16,7 @@ from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder, PerKind
 from jaxrl_llm.models.paged_attention import HIDDEN, Pages, attend_pages, by_sequence, join
-from jaxrl_llm.rollout.jax.sizes import LANES, PAGE, PageKind
+from jaxrl_llm.rollout.jax.sizes import PAGE, PageKind
 from jaxrl_llm.structs import AnyArray, Array, PyTree
 
 
@@ -35,7 +35,7 @@ class Hiding:
     """Which keys are hidden from the tokens of sequences, for layers of both kinds."""
 
     def __init__(self, model: Decoder, reading: Reading, page: int):
-        self.page, self._reading, self._cfg = page, reading, model.cfg
+        self.page, self._reading = page, reading
         longest = reading.table.shape[2] * page + reading.prompt_mask.shape[2]
         self.window = model.cfg.window if model.cfg.window < longest else 0
         lengths = jnp.sum(reading.prompt_mask, axis=-1)  # [d, e]
@@ -127,7 +127,7 @@ def make_attend(
 def page_kind(mesh: Mesh, cfg: DecoderConfig) -> PageKind:
     """Returns the pages that the platform prescribes for a model."""
     device = mesh.devices.flat[0]
-    tokens = LANES if device.platform == "tpu" else 0
+    tokens = paged_attention_tpu.LANES if device.platform == "tpu" else 0
     return PageKind(tokens, _kernel(device, cfg, tokens or PAGE) is not None)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 PAGE, ALIGNED = 64, 8  # tokens of a page, and what divides them: vectors of a CPU have so many numbers
-LANES = 128  # tokens of a page on a TPU: a vector there has so many numbers
 FEWER = (4, 16)  # so many times fewer sequences than the largest program, for the others
 CHUNKS = (32, 128)  # tokens of an observation that run at once
 
@@ -59,6 +58,14 @@ class StreamSizes:
                 sizes.append(Slots(count, pages, min(self.prompts, count)))
         return sizes
 
+    def decodes(self, *, episodes: bool) -> list[Slots]:
+        """Returns the decode programs in use, the largest first.
+
+        All episodes take one: rows of programs of different sizes differ in their last bits, and how many episodes
+        compute together depends on the time of tools.
+        """
+        return self.slots[:1] if episodes else self.slots
+
     @property
     def prefills(self) -> list[int]:
         """The programs for prompts, by the prompts that run at once, the largest first."""
@@ -69,9 +76,9 @@ class StreamSizes:
         """Sequences whose observations run at once."""
         return max(self.sequences // FEWER[-1], 1)
 
-    def fitting(self, sequences: int, pages: int) -> Slots:
+    def fitting(self, sequences: int, pages: int, *, episodes: bool) -> Slots:
         """Returns the smallest decode program for so many sequences and pages."""
-        return min(s for s in self.slots if sequences <= s.count and pages <= s.pages)
+        return min(s for s in self.decodes(episodes=episodes) if sequences <= s.count and pages <= s.pages)
 
 
 def sizes_of(

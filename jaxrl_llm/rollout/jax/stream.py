@@ -207,8 +207,7 @@ class Stream:
     def _decode(self, cache: Cache, rows: list[list[Member]], count: int, pages: int, *, waiting: bool) -> Cache:
         """Lets sequences go on. count, pages: the largest numbers of sequences and of their pages on a device."""
         texts, lead = self.texts, len(rows)
-        # One program for all episodes, because when a tool answers decides how many of them compute together.
-        slots = self.sizes.slots[0] if self.environments else self.sizes.fitting(count, pages)
+        slots = self.sizes.fitting(count, pages, episodes=self.environments is not None)
         ints = lambda *shape: np.zeros((lead, slots.count, *shape), np.int32)  # noqa: E731
         token, length, limit, number = (ints() for _ in range(4))
         known, limits = ints(ROUND) - 1, self._limits()
