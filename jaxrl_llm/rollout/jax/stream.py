@@ -20,9 +20,9 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.episodes import ENDED, TURN, Episodes
 from jaxrl_llm.rollout.jax.compiled import CallPrograms
 from jaxrl_llm.rollout.jax.layout import all_pages, places_of, reading_of
-from jaxrl_llm.rollout.jax.programs import ROUND, Cache, NewPrompts, RoundRows
+from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, RoundRows
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup, Scheduler, emptiest
-from jaxrl_llm.rollout.jax.sizes import CHUNKS
+from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.structs import Prompts
 
@@ -54,12 +54,11 @@ class Stream:
 
     def __post_init__(self) -> None:
         self.sizes, self.mesh = self.calls.sizes, self.calls.programs.mesh
-        self.bounded = len(self.prompts.tokens) > self.sizes.prompts * len(self.schedulers)
 
     def run(self) -> None:
         """Samples until all completions have ended."""
-        cache, group = self.calls.empty(), self.sizes.group
-        pending = deque(PromptGroup.of(b, group) for b in range(len(self.prompts.tokens)))
+        cache: Cache | None = None
+        pending = deque(PromptGroup.of(b, self.sizes.group) for b in range(len(self.prompts.tokens)))
         while True:
             self.texts.take_answers()
             self._retire()
@@ -124,15 +123,14 @@ class Stream:
         else:
             self.texts.end(turns, self.stop_ids)
 
-    def _prefill(self, cache: Cache, new: list[list[PromptGroup]]) -> Cache:
+    def _prefill(self, cache: Cache | None, new: list[list[PromptGroup]]) -> Cache:
         """Runs the prompts of new groups, and appends the first tokens of their sequences."""
         count = sharding.largest(np.array([max(map(len, new))], np.int32), self.mesh)[0]
-        # Of the programs of two sizes, rows may differ in their last bits, and when a tool answers decides how many
-        # groups begin at once: one size serves all that begin after the first.
-        sizes = self.sizes.prefills[-1:] if self.environments and self.bounded else self.sizes.prefills
         first, group, width = 0, self.sizes.group, self.sizes.width
-        while first < count:
-            size = min((n for n in sizes if n >= count - first), default=sizes[0])
+        while cache is None or first < count:
+            # One size serves all that begin later: rows of two sizes may differ in their last bits, and when a tool
+            # answers decides how many groups begin at once.
+            size = self.sizes.begins if cache is None else self.sizes.refill
             lead = len(new), size
             tokens, mask = np.full((*lead, width), self.pad_id, np.int32), np.zeros((*lead, width), bool)
             place, number = np.full(lead, self.sizes.prompts, np.int32), np.zeros(lead, np.int32)
