@@ -207,7 +207,7 @@ STEADY = dict(length=24, stops=(), limits=BUDGETS)
 def small(monkeypatch):
     """Pages of 4 tokens, and rounds of 4."""
     monkeypatch.setattr(sizes, "PAGE", 4)
-    for module in (programs, stream, compiled):
+    for module in (programs, stream, compiled, sizes):
         monkeypatch.setattr(module, "ROUND", 4)
 
 

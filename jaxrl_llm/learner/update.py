@@ -172,7 +172,7 @@ def make_learner(
     that do not learn; they are neither donated nor differentiated.
     """
     # New arrays at each call: the first update donates them, and a run that goes back to its beginning needs others.
-    coef_state = lambda: {name: np.float32(c.start) for name, c in optimizer.coefficients.items()}  # noqa: E731
+    coef_state = lambda: {name: np.asarray(c.start, np.float32) for name, c in optimizer.coefficients.items()}  # noqa: E731
     states = jax.eval_shape(lambda p: TrainState(p, optimizer.transform.init(p), coef_state()), shapes)
     placed = sharding.shardings(states, mesh)
     states = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), states, placed)
@@ -215,7 +215,8 @@ def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, pla
         metrics |= {"update_norm": optax.global_norm(updates)} | jax.tree.map(jnp.float32, refused)
         metrics |= {"update_size": metrics["update_norm"] / optax.global_norm(state.params)}
         # An update is skipped if the gradient is not finite or no token was trained.
-        metrics |= {"updates/skipped": opt_state.total_notfinite, "updates/skipped_in_a_row": opt_state.notfinite_count}
+        finite: Any = opt_state
+        metrics |= {"updates/skipped": finite.total_notfinite, "updates/skipped_in_a_row": finite.notfinite_count}
         if batch.rewards is not None and {"kl/ref", "kl/coef"} <= metrics.keys():
             length = jnp.sum(batch.loss_mask) / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
             # Without any verdict the mean is NaN, and the bound of the warm-up must not depend on it.

@@ -39,9 +39,12 @@ class Programs:
         self.feed = compiled(partial(programs.feed, model, mesh), donate_argnums=1, out_shardings=heads)
 
     def traced(
-        self, sampling: GroupSampling, sizes: StreamSizes, weights: PyTree, *, episodes: bool
+        self, sampling: GroupSampling, sizes: StreamSizes, weights: PyTree, *, episodes: bool, feeds: bool
     ) -> Iterator[tuple[str, str, Callable[[], jax.stages.Traced]]]:
-        """Yields phase and name of each program of these sizes, and what traces it; weights: shapes are enough."""
+        """Yields phase and name of each program of these sizes, and what traces it; weights: shapes are enough.
+
+        feeds: tokens that others have sampled go into the pages.
+        """
         d, model = sharding.prompt_shards(self.mesh), self.model
         ints = lambda *shape: jax.ShapeDtypeStruct((d, *shape), np.int32, sharding=self.rows)  # noqa: E731
         bools = lambda *shape: jax.ShapeDtypeStruct((d, *shape), bool, sharding=self.rows)  # noqa: E731
@@ -61,7 +64,7 @@ class Programs:
         if sizes.refills:
             trace = partial(self.prefill.trace, sampling, weights, cache, later, key)
             yield "prompts", name.format(sizes.refill), trace
-        for width in CHUNKS if episodes else ():
+        for width in CHUNKS if feeds else ():
             n = sizes.feeds
             arrays = ints(n, width), ints(n), ints(n), reading(n, n * sizes.longest, sizes.prompts)
             yield "prompts", f"observations, {n} x {width} a device", partial(self.feed.trace, weights, cache, *arrays)

@@ -89,6 +89,11 @@ class StreamSizes:
         return min(s for s in self.decodes(episodes=episodes) if sequences <= s.count and pages <= s.pages)
 
 
+def at_once(max_sequences: int, wanted: int) -> int:
+    """Returns the completions that hold pages at once, if a call ends with `wanted` complete ones; 0: all."""
+    return min(filter(None, (max_sequences, wanted)), default=0)
+
+
 def sizes_of(
     prompts: int,
     group: int,
