@@ -116,7 +116,7 @@ def test_without_a_lag_the_caller_samples_when_the_pushes_are_done():
 def test_two_threads_with_programs_over_several_accelerators_are_refused(platform, size, lag, refused):
     mesh = SimpleNamespace(size=size, devices=np.array([SimpleNamespace(platform=platform)] * size))
     with pytest.raises(UserError, match="max_lag = 1") if refused else nullcontext():
-        fit.check_one_at_a_time(mesh, in_trainer=True, max_lag=lag)
+        fit.check_one_at_a_time(mesh, shared=True, max_lag=lag)
 
 
 @pytest.mark.parametrize(("off_policy", "weight"), [(True, 2.0), (False, 1.0)])

@@ -53,8 +53,13 @@ class Actor:
         last: int,
         weight_check: WeightCheck | None = None,
         curriculum: Curriculum | None = None,
+        device: Any = None,
     ):
-        """key: the run's key; last: the run's last step; curriculum: of the prompts of `source`."""
+        """key: the run's key; last: the run's last step; curriculum: of the prompts of `source`.
+
+        device: one of those that only the engine uses; None: it shares those of the trainer, or has none here.
+        """
+        self._device = device
         self.engine, self._source = engine, source
         self._first_key = self._key = key
         self._lag, self._last, self._check = lag, last, weight_check
@@ -121,14 +126,13 @@ class Actor:
             visits = samples.prompts.numbers, samples.no_signal, samples.replaced
             self._visits = self._curriculum.visited(self._visits, *visits)
         self.lent = self._ordered_push(states, params, step)
-        if distributed.count() > 1:
-            # It gathers the weights: no other program may come between, in any process.
-            self.wait()
         return self.lent
 
     def wait(self) -> None:
-        """Waits until the engine has the last pushed weights."""
+        """Waits until the engine has the last pushed weights, and samples nothing."""
         self.lent.pushed.result()
+        # At the start of a run, batches are ordered after the push.
+        self.waiting()
 
     def waiting(self, seconds: float | None = None) -> list[Samples]:
         """Waits for the ordered batches that no step has used, at most `seconds`, and returns the finished ones.
@@ -154,6 +158,9 @@ class Actor:
 
     def _ordered_push(self, states: PyTree, params: PyTree, step: int) -> Lent:
         pushed = self._prefetcher.do(self._push, params, step, self._visits)
+        if distributed.count() > 1 or self._device:
+            # It gathers the weights on the trainer's devices: no other program may come between, in any process.
+            pushed.result()
         return Lent(states, params, pushed, self._check)
 
     def _push(self, params: PyTree, step: int, visits: np.ndarray | None) -> Rollouts | None:
@@ -164,7 +171,9 @@ class Actor:
         return self._check.ask() if self._check else None
 
     def _sample(self, step: int) -> Samples:
-        samples = self._source.sample(jax.random.fold_in(self._key, step))
+        # What has no place of its own must not wait for the programs of the trainer.
+        with jax.default_device(self._device):
+            samples = self._source.sample(jax.random.fold_in(self._key, step))
         if not self._lag:
             # With a lag, one push may serve several batches.
             self.engine.release()

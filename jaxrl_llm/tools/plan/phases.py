@@ -134,7 +134,7 @@ def make_plan(
     packing = make_packing(models, learning, book)
     lengths = np.full((recipe.prompts_per_step, recipe.group_size), recipe.rollout.max_completion_tokens)
     shape = packing(lengths, width).shape[1:]
-    stream = stream_sizes(recipe, models, width)
+    stream = stream_sizes(recipe, models, mesh, width)
     sequences = stream.sequences * prompt_shards(mesh)
     batches = -(-recipe.prompts_per_step * recipe.group_size // sequences)
     sampler = _sampler(models, recipe)
