@@ -86,8 +86,10 @@ class Actor:
             size = len(self._visits)
             self._visits = from_text(position["visits"], size) if "visits" in position else np.zeros(size, bool)
         metrics = state.notes["metrics"] if state and state.arrays else []
-        batches = zip(state.arrays, metrics, strict=True) if state and metrics else ()
-        ordered = [self._source.from_checkpoint(arrays, measured) for arrays, measured in batches]
+        # Version 0.1 sampled no batch ahead in which groups were replaced.
+        replaced = state.notes.get("replaced", [[] for _ in metrics]) if state else []
+        batches = zip(state.arrays, metrics, replaced, strict=True) if state and metrics else ()
+        ordered = [self._source.from_checkpoint(*batch) for batch in batches]
         self._sampled = [replace(samples, position=position) for samples in ordered]
 
     def begin(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> Lent:
@@ -150,7 +152,8 @@ class Actor:
         settled = list(map(self._source.settled, batches))
         metrics = [{name: float(x) for name, x in samples.metrics.items()} for samples in settled]
         arrays = [self._source.to_checkpoint(samples) for samples in settled]
-        return PartState({"position": position, "metrics": metrics}, arrays)
+        replaced = [samples.replaced for samples in settled]
+        return PartState({"position": position, "metrics": metrics, "replaced": replaced}, arrays)
 
     def close(self) -> None:
         """Starts nothing more."""
