@@ -149,7 +149,7 @@ def opened_run(
 
 def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path]) -> Inputs:
     """Loads and checks mesh, models and rows, in this order. find() -> folder of the model. Raises: UserError."""
-    mesh, sampler_mesh = sharding.make_meshes(recipe.mesh, recipe.sampler_devices)
+    mesh, sampler_mesh = sharding.make_meshes(recipe.sampler_devices, **recipe.mesh)
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
     folder = find()
     models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder)

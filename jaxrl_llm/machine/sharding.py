@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, TypeAlias
 
@@ -74,9 +74,9 @@ def make_mesh(*, data: MeshSize, fsdp: MeshSize, tensor: MeshSize) -> Mesh:
     return mesh_over(all_devices(), data=data, fsdp=fsdp, tensor=tensor)
 
 
-def make_meshes(sizes: Mapping[str, int], sampler_devices: int) -> tuple[Mesh, Mesh]:
+def make_meshes(sampler_devices: int, **sizes: int) -> tuple[Mesh, Mesh]:
     """Makes the mesh of the trainer, with `sizes` as `make_mesh`, and that of the sampler. See `meshes_over`."""
-    return meshes_over(all_devices(), sizes, sampler_devices)
+    return meshes_over(all_devices(), sampler_devices, **sizes)
 
 
 def all_devices() -> list[Any]:
@@ -91,7 +91,7 @@ def all_devices() -> list[Any]:
     return devices
 
 
-def meshes_over(devices: Sequence[Any], sizes: Mapping[str, int], sampler_devices: int) -> tuple[Mesh, Mesh]:
+def meshes_over(devices: Sequence[Any], sampler_devices: int, **sizes: int) -> tuple[Mesh, Mesh]:
     """Makes the meshes of trainer and sampler over devices that need not be here.
 
     The sampler has the last `sampler_devices` of them, as many of each process, and the trainer the others; 0: they

@@ -86,7 +86,7 @@ class Actor:
             size = len(self._visits)
             self._visits = from_text(position["visits"], size) if "visits" in position else np.zeros(size, bool)
         metrics = state.notes["metrics"] if state and state.arrays else []
-        # Version 0.1 sampled no batch ahead in which groups were replaced.
+        # Older checkpoints lack it: they have no batch whose groups were replaced.
         replaced = state.notes.get("replaced", [[] for _ in metrics]) if state else []
         batches = zip(state.arrays, metrics, replaced, strict=True) if state and metrics else ()
         ordered = [self._source.from_checkpoint(*batch) for batch in batches]
