@@ -192,8 +192,7 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
     models = inputs.models
     fit.check_sampling(recipe, models.model.cfg)
     in_trainer = recipe.chosen_engine.in_trainer
-    shared = in_trainer and not recipe.sampler_devices
-    fit.check_one_at_a_time(models.mesh, shared=shared, max_lag=recipe.rollout.max_lag)
+    fit.check_one_at_a_time(recipe, models.mesh)
 
     def load_other(name: str) -> Frozen:
         folder, on_host = models.others[name], recipe.host_memory.reference

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,7 +20,9 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Prompts, Rollouts
 from jaxrl_llm.train import steps
 
@@ -64,9 +68,32 @@ def test_a_lag_on_four_and_four_devices_logs_the_numbers_of_one_mesh_of_four_and
     apart = run(tmp_path / "apart", small_config(**changes, **{"engine.devices": 4}), stop=1)
     assert apart == shared
     assert shared[-1]["rollout/lag"] == 1 and shared[-1]["groups/no_signal_sampled"] > 0
-    assert "data 4 x fsdp 1 x tensor 1, on devices of its own: 4, 5, 6, 7" in capfd.readouterr().out
+    assert "data 4 x fsdp 1 x tensor 1 on the last 4 devices" in capfd.readouterr().out
     models = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("shared", "apart")]
     assert models[0] == models[1]
+
+
+def test_a_push_has_the_devices_of_the_trainer_for_itself_and_a_thread_that_samples_computes_on_its_own():
+    done: list[str] = []
+
+    class Engine:
+        def update_weights(self, params: Any, version: int) -> None:
+            time.sleep(0.1)
+            done.append(f"push {version}")
+
+    def sample(key: jax.Array) -> Samples:
+        done.append(f"on {[*key.devices()]}, {[*jax.random.split(key).devices()]}")
+        return Samples(Prompts(*tiny.prompts(), [], np.arange(tiny.B)), *[None] * 2)
+
+    own = jax.devices()[5]
+    source = SimpleNamespace(prompts=SimpleNamespace(get_state=dict, set_state=id), sample=sample, settled=lambda x: x)
+    with closing(Actor(Engine(), source, jax.random.key(0), lag=1, last=2, device=own)) as actor:
+        actor.load(None)
+        actor.begin({}, {}, 0)
+        assert done[0] == "push 0"
+        actor.next()
+        actor.push({}, {}, 1)
+        assert done == ["push 0", *2 * [f"on {[own]}, {[own]}"], "push 1"]
 
 
 @pytest.mark.slow

@@ -26,11 +26,9 @@ def check_batch_fits_mesh(sizes: Sizes, mesh: Mesh) -> None:
             )
 
 
-def check_one_at_a_time(mesh: Mesh, *, shared: bool, max_lag: int) -> None:
-    """Raises: UserError, if two threads would run programs on the same accelerators, because these may deadlock.
-
-    shared: the engine samples on the devices of the trainer.
-    """
+def check_one_at_a_time(recipe: Recipe, mesh: Mesh) -> None:
+    """Raises: UserError, if two threads would run programs on the same accelerators, because these may deadlock."""
+    shared, max_lag = recipe.chosen_engine.in_trainer and not recipe.sampler_devices, recipe.rollout.max_lag
     alone = mesh.devices.flat[0].platform == "cpu" and distributed.count() == 1
     if shared and max_lag and mesh.size > 1 and not alone:
         raise UserError(
