@@ -290,8 +290,9 @@ VLLM = "engine.managed=false engine.servers=http://127.0.0.1:9 "
     "arguments for somebody else's server":
         (VLLM + "engine.server_args=('--seed=1',)", "engine.server_args = ('--seed=1',) | engine.managed is False"),
     "a request that may take no time": ("engine.timeout=0.", "config.engine.timeout is 0.0 | above 0"),
-    "groups refilled while batches are sampled ahead":
-        ("rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3", "max_lag = 1 and resample_rounds = 1 | to 0"),
+    "groups refilled while batches are sampled ahead, by rewards of the main thread":
+        ("rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3 reward.timeout=0.",
+         "config.reward.timeout = 0 with rollout.max_lag = 1 and resample_rounds = 1 | a time limit | to 0"),
     "partial rollouts of servers":
         ("rollout.partial=True num_steps=3", "config.rollout.partial = True | engine.name = 'vllm' | set partial"),
 })  # fmt: skip

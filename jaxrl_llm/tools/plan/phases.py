@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from jaxrl_llm.learner.scorers import Frozen, frozen_model
 from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Book
-from jaxrl_llm.machine.sharding import prompt_shards, shardings
+from jaxrl_llm.machine.sharding import AXES, meshes_over, prompt_shards, shardings
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.decoder import Decoder
@@ -39,6 +39,8 @@ from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collect
 from jaxrl_llm.tools.plan.flops import flops
 
 FUSED = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel, such as that of attention
+
+SAMPLING = ("prompts", "decoding")  # phases of the sampler
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Phase:
     flops: float = 0.0
     traffic: float = 0.0  # bytes of weights, optimizer state and KV cache that it must read and write
     collectives: tuple[Collective, ...] = ()
+    meanwhile: bool = False  # the sampler's own chips run it, while the others score and learn
 
     @property
     def peak(self) -> int:
@@ -98,7 +101,10 @@ class SlicePlan:
 
     def seconds(self, chip: Chip) -> float:
         """Returns the estimated seconds of a step."""
-        return sum(phase.times * max(phase.seconds(chip).values()) for phase in self.phases)
+        seconds = {True: 0.0, False: 0.0}
+        for phase in self.phases:
+            seconds[phase.meanwhile] += phase.times * max(phase.seconds(chip).values())
+        return max(seconds.values())
 
     def fits(self, chip: Chip) -> bool:
         return not any(phase.error or phase.peak > chip.memory * 2**30 for phase in self.phases)
@@ -110,13 +116,15 @@ def make_plan(
     width: int,
     dump: Path,
     *,
+    sampler_mesh: Mesh | None = None,
     say: Callable[[Phase], None] = lambda phase: None,
     memory_limit: float = math.inf,
 ) -> SlicePlan:
     """Compiles the programs of a step, in the shapes of completions that all have their largest length.
 
     width: tokens of a prompt; dump: the empty folder in which XLA reports the memory of programs.
-    say: gets each phase when it is compiled. memory_limit: bytes of a chip; the first phase above it ends the plan.
+    sampler_mesh: of the sampler's own chips; None: it shares `mesh`. say: gets each phase when it is compiled.
+    memory_limit: bytes of a chip; the first phase above it ends the plan.
     Raises: UserError, if model or mesh do not fit. A program that does not fit is no error.
     """
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
@@ -134,19 +142,28 @@ def make_plan(
     packing = make_packing(models, learning, book)
     lengths = np.full((recipe.prompts_per_step, recipe.group_size), recipe.rollout.max_completion_tokens)
     shape = packing(lengths, width).shape[1:]
-    stream = stream_sizes(recipe, models, width)
-    sequences = stream.sequences * prompt_shards(mesh)
+    apart, sampler_mesh = recipe.sampler_devices > 0, sampler_mesh or mesh
+    stream = stream_sizes(recipe, models, sampler_mesh, width)
+    sequences = stream.sequences * prompt_shards(sampler_mesh)
     batches = -(-recipe.prompts_per_step * recipe.group_size // sequences)
-    sampler = _sampler(models, recipe)
+    sampler = _sampler(models, recipe, sampler_mesh)
     # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
     copy = sampler.resident(policy.all_parameters(policy.shapes))
-    holds = _holds(_on_chips(states, recipe.host_memory), copy, models, recipe, stream)
-    if sum(holds.values()) > memory_limit:
+    learning_holds = _holds(_on_chips(states, recipe.host_memory))
+    sampling_holds = {}
+    if recipe.chosen_engine.in_trainer:
+        sampling_holds = _sampler_holds(copy, models, sampler_mesh, stream, apart=apart)
+    holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
+    if (max(sums) if apart else sum(sums)) > memory_limit:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
         return SlicePlan(recipe, models, holds, phases, 0)
     for program in _programs(recipe, learning, sampler, shape[1:], width):
-        beside = _beside(states, program, recipe.host_memory)
+        on_sampler = apart and program.phase in SAMPLING
+        # What the sampler has is on its chips, not beside the programs of the others.
+        program = program._replace(beside=()) if apart else program
+        beside = 0 if on_sampler else _beside(states, program, recipe.host_memory)
         phase = _measure(models, recipe, program, beside, shape[0], copy, dump, batches)
+        phase = replace(phase, meanwhile=on_sampler and recipe.rollout.max_lag > 0)
         say(phase)
         phases.append(phase)
         if memory_limit < math.inf and (phase.error or phase.peak > memory_limit):
@@ -154,6 +171,19 @@ def make_plan(
     book.close()
     tokens = math.prod(lengths.shape) * recipe.rollout.max_completion_tokens
     return SlicePlan(recipe, models, holds, phases, tokens)
+
+
+def plan_meshes(devices: Sequence[Any], recipe: Recipe) -> tuple[Mesh, Mesh]:
+    """Makes the meshes of trainer and sampler as a run does. Raises: UserError, as `meshes_over`."""
+    mesh, sampler = meshes_over(devices, recipe.sampler_devices, **recipe.mesh)
+    if mesh == sampler:
+        return mesh, sampler
+
+    def from_first(mesh: Mesh) -> Mesh:
+        # Without its TPU, the compiler takes a part of a slice only if it begins with the first chip.
+        return Mesh(np.array(devices[: mesh.size]).reshape(mesh.devices.shape), AXES, axis_types=mesh.axis_types)
+
+    return from_first(mesh), from_first(sampler)
 
 
 def _frozen(models: Models, name: str, start: ModelSettings) -> Frozen:
@@ -196,10 +226,11 @@ def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
     return chip_bytes([x for x in resident if id(x) not in used]) + chip_bytes(program.beside)
 
 
-def _sampler(models: Models, recipe: Recipe) -> Sampler:
+def _sampler(models: Models, recipe: Recipe, mesh: Mesh) -> Sampler:
     return Sampler(
         models.model,
-        models.mesh,
+        mesh,
+        trainer=models.mesh,
         max_completion_tokens=recipe.rollout.max_completion_tokens,
         stop_ids=(1,),
         pad_id=0,
@@ -244,6 +275,8 @@ def _measure(
     # The loop has one turn a token. It may end sooner, but a plan is of the longest completions.
     if program.phase == "decoding":
         turns = sizes.max_completion_tokens
+    placed_copy = jax.tree.leaves(copy)[0].sharding
+    chips = placed_copy.num_devices if program.phase in SAMPLING else models.mesh.size
     traced, began = program.trace(), time.perf_counter()
     try:
         compiled = program.compile()
@@ -258,7 +291,7 @@ def _measure(
         program=allocated(compiled, dump),
         beside=beside,
         fused=FUSED in text,
-        flops=flops(traced, turns) / models.mesh.size,
+        flops=flops(traced, turns) / chips,
         traffic=_traffic(program, compiled, turns, models, copy),
         collectives=tuple(collectives(text, turns)),
     )
@@ -308,7 +341,7 @@ def chip_bytes(tree: PyTree) -> int:
     return sum(array_bytes(x) for x in jax.tree.leaves(tree))
 
 
-def _holds(states: PyTree, copy: PyTree, models: Models, recipe: Recipe, stream: StreamSizes) -> dict[str, int]:
+def _holds(states: PyTree) -> dict[str, int]:
     """Returns the bytes on a chip of what stays in memory between programs."""
     holds = {}
     for name, state in states.items():
@@ -317,12 +350,15 @@ def _holds(states: PyTree, copy: PyTree, models: Models, recipe: Recipe, stream:
             holds[f"{name} optimizer"] = chip_bytes(state.opt_state)
         else:
             holds[name] = chip_bytes(state)
-    cfg, tensor = models.model.cfg, models.mesh.shape["tensor"]
-    if recipe.chosen_engine.in_trainer:
-        cached = stream.pages * stream.page + stream.prompts * stream.width
-        # Heads that the tensor axis does not divide are whole on every chip.
-        heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
-        bytes_per_token = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
-        holds["sampler's copy (while it samples)"] = chip_bytes(copy)
-        holds["KV cache (while it samples)"] = cached * bytes_per_token
     return holds
+
+
+def _sampler_holds(copy: PyTree, models: Models, mesh: Mesh, stream: StreamSizes, *, apart: bool) -> dict[str, int]:
+    """Returns the bytes on a chip of what the sampler has there; mesh, apart: of its own chips, if it has some."""
+    cfg, tensor = models.model.cfg, mesh.shape["tensor"]
+    cached = stream.pages * stream.page + stream.prompts * stream.width
+    # Heads that the tensor axis does not divide are whole on every chip.
+    heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
+    bytes_per_token = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
+    when = "on chips of its own" if apart else "while it samples"
+    return {f"sampler's copy ({when})": chip_bytes(copy), f"KV cache ({when})": cached * bytes_per_token}
