@@ -335,6 +335,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
             recipe.rollout.max_completion_tokens,
             inputs.stop_ids,
             inputs.tokenizer.pad_token_id,
+            recipe.sizes.sequences_per_step,
         )
     )
     opened.enter_context(closing(engine))

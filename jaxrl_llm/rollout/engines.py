@@ -43,7 +43,7 @@ def jax(*, max_sequences: MayChange[Count] = 0, pages: MayChange[Count] = 0) -> 
             max_completion_tokens=inputs.max_completion_tokens,
             stop_ids=inputs.stop_ids,
             pad_id=inputs.pad_id,
-            max_sequences=max_sequences,
+            max_sequences=min(filter(None, (max_sequences, inputs.sequences_per_step)), default=0),
             pages=pages,
         )
 

@@ -7,7 +7,7 @@ sizes are known beforehand (`rollout.jax.sizes`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -83,6 +83,7 @@ class Sampler:
         sampling: Sampling,
         environments: Environments | None = None,
         max_tokens: np.ndarray | None = None,
+        ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
         """Samples `group_size` completions of each prompt, or episodes, on the host. See `protocol.Engine`."""
         local_prompts, width = prompts.tokens.shape
@@ -108,6 +109,7 @@ class Sampler:
             self._stops,
             self._pad,
             environments,
+            ended,
         ).run()
         versions = np.full(texts.tokens.shape, self._version, np.int32)
         return texts.rollouts(group_size, versions)

@@ -100,8 +100,11 @@ def sizes_of(
     device_prompts = -(-prompts // devices)
     everything = device_prompts * group
     sequences = min(everything, max(max_sequences // devices, 1) if max_sequences else everything)
-    # Groups of which few sequences are left hold places of prompts, beside those that have just begun.
-    places = min(device_prompts, 2 * -(-sequences // group) + 1) if sequences < everything else device_prompts
+    # Groups of which few sequences are left hold places of prompts, beside those that have just begun. More groups than
+    # sequences never compute.
+    places = (
+        min(device_prompts, 2 * -(-sequences // group) + 1, sequences) if sequences < everything else device_prompts
+    )
     kind = kind or PageKind()
     page = kind.tokens or min(PAGE, -(-length // ALIGNED) * ALIGNED)
     sizes = StreamSizes(group, width, length, sequences, places, page, 0, kind.in_place)

@@ -8,7 +8,7 @@ compute together, and so no number.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ class Stream:
     stop_ids: tuple[int, ...]
     pad_id: int
     environments: Environments | None = None
+    ended: Callable[[int], None] = lambda count: None  # gets how many more completions have ended
 
     def __post_init__(self) -> None:
         self.sizes, self.mesh = self.calls.sizes, self.calls.programs.mesh
@@ -63,6 +64,7 @@ class Stream:
         while True:
             self.texts.take_answers()
             self._retire()
+            self.ended(self.texts.newly_ended())
             limits = self._limits()
             goal = lambda member: self._goal(member, limits)  # noqa: E731, B023
             new = [scheduler.schedule(goal) for scheduler in self.schedulers]
