@@ -134,7 +134,8 @@ class Stream:
         sizes = self.sizes.prefills[-1:] if self.environments and self.bounded else self.sizes.prefills
         first, group, width = 0, self.sizes.group, self.sizes.width
         while first < count:
-            size = min((n for n in sizes if n >= count - first), default=sizes[0])
+            # A few calls of a small program cost less than a large one that is mostly empty.
+            size = sizes[0] if 2 * (count - first) > sizes[0] else sizes[-1]
             lead = len(new), size
             tokens, mask = np.full((*lead, width), self.pad_id, np.int32), np.zeros((*lead, width), bool)
             place, number = np.full(lead, self.sizes.prompts, np.int32), np.zeros(lead, np.int32)
