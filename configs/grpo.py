@@ -142,6 +142,9 @@ def get_config() -> ConfigDict:
     c.rollout.max_lag = 0  # steps that sampling may be ahead of learning; 0: sampling and learning take turns
     # Rounds of fresh prompts, at most, that replace groups whose completions all have the same reward (DAPO). 0: none.
     c.rollout.resample_rounds = 0
+    # Partial rollouts. True: a step takes the prompts_per_step groups that are complete first. The others go on in the
+    # next step, with its weights, so that no step waits for the longest completion. For the in-JAX engine.
+    c.rollout.partial = False
 
     # The rollout engine: a function of jaxrl_llm.rollout.engines, or my.module.function, and its arguments: jax | vllm.
     # configs/grpo_vllm.py has the arguments of vllm.

@@ -49,7 +49,7 @@ from jaxrl_llm.rollout.evaluation import evaluate, mean_score, whole_batches
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.reading import page_kind
-from jaxrl_llm.rollout.jax.sizes import StreamSizes, sizes_of
+from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, sizes_of
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
@@ -344,7 +344,8 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
         rows, bound = len(dataset.rows), engine.max_gap
         weight_check = WeightCheck(engine, inputs.models.model, mesh, collate, rows=rows, bound=bound)
     task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
-    source = SampleSource(recipe.drawing, engine, iterator, collate, task, mesh)
+    length = recipe.rollout.max_completion_tokens
+    source = SampleSource(recipe.drawing, engine, iterator, collate, task, mesh, length)
     actor = Actor(
         engine,
         source,
@@ -359,11 +360,14 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
 
 def stream_sizes(recipe: Recipe, models: Models, width: int) -> StreamSizes:
     """Returns the sizes of a step's sampling by the in-JAX engine, for prompts of this width."""
-    choice, length = recipe.chosen_engine, recipe.rollout.max_completion_tokens
+    choice, length, partial = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.rollout.partial
+    wanted = recipe.sizes.sequences_per_step if partial else 0
     bounds: dict[str, Any] = dict(
-        max_sequences=choice.max_sequences, pages=choice.pages, kind=page_kind(models.mesh, models.model.cfg)
+        max_sequences=at_once(choice.max_sequences, wanted),
+        pages=choice.pages,
+        kind=page_kind(models.mesh, models.model.cfg),
     )
-    sizes = recipe.prompts_per_step, recipe.group_size, width, length
+    sizes = recipe.prompts_per_step * (2 if partial else 1), recipe.group_size, width, length
     return sizes_of(*sizes, devices=sharding.prompt_shards(models.mesh), **bounds)
 
 
@@ -397,13 +401,15 @@ def run_programs(
 def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
     """Returns sizes and sampling of the batches that the engine samples, as arguments of `Sampler.programs`."""
     width, sampling = inputs.dataset.width, recipe.rollout.sampling
-    batches = [dict(prompts=recipe.prompts_per_step, width=width, group=recipe.group_size, sampling=sampling)]
+    count = recipe.prompts_per_step
+    batches: list[dict[str, Any]] = [dict(prompts=count, width=width, group=recipe.group_size, sampling=sampling)]
     if recipe.estimator.needs_greedy:
         batches.append(batches[0] | dict(group=1, sampling=Sampling(0.0)))
+    if recipe.rollout.partial:
+        batches[0] |= dict(prompts=2 * count, wanted=count)
     if recipe.eval:
         held_out = inputs.held_out
-        count = whole_batches(recipe.sizes.sequences_per_step, len(held_out.rows), inputs.models.mesh)
-        batches.append(dict(prompts=count, width=held_out.width, group=1, sampling=Sampling(0.0)))
+        batches.append(dict(prompts=len(held_out.rows), width=held_out.width, group=1, sampling=Sampling(0.0)))
     return batches
 
 

@@ -206,9 +206,7 @@ def parse() -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     add("--max-prompt-tokens", type=int, help="longer ones are an error (default: 512)")
     add("--max-completion-tokens", type=int, help="default: 512, or what the model's positions leave")
-    add(
-        "--batch", type=int, help="problems at once (default: 128, of a run what one of its rollouts samples)"
-    )
+    add("--batch", type=int, help="problems at once (default: 128, of a run what one of its rollouts samples)")
     add("--dtype", choices=("float32", "bfloat16"), help="of activations (default: float32)")
     add("--seed", type=int, default=0)
     add(

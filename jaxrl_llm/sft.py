@@ -93,7 +93,7 @@ def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tu
         state, metrics = policy.update(states["policy"], batch, parts.rows)
         states, updates = {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
         updated = session.log.watch(updates)
-        record = Record(step, timer, int(examples.completion_mask.sum()), updates, policy.skipped(state), updated)
+        record = Record(step, timer, int(examples.completion_mask.sum()), updates, {}, updated)
         session.commit(states, record)
         parts.examples.learned()
     return states, record

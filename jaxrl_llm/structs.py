@@ -36,6 +36,18 @@ class Prompts:
     numbers: np.ndarray  # [B] int32, indices of these rows in the data set
     sources: list[str] = field(default_factory=list)  # B names of the sources of these rows; []: there is no mixture
 
+    def joined(self, later: Prompts) -> Prompts:
+        """Returns these prompts and later ones."""
+        tokens, mask, numbers = (
+            np.concatenate([getattr(self, name), getattr(later, name)]) for name in ("tokens", "mask", "numbers")
+        )
+        return Prompts(tokens, mask, self.rows + later.rows, numbers, self.sources + later.sources)
+
+    def take(self, at: list[int]) -> Prompts:
+        """Returns the prompts at these places."""
+        sources = [self.sources[i] for i in at] if self.sources else []
+        return Prompts(self.tokens[at], self.mask[at], [self.rows[i] for i in at], self.numbers[at], sources)
+
 
 Collate: TypeAlias = Callable[[Any], Prompts]  # numbers of rows in the data set -> these prompts
 

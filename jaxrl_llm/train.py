@@ -46,7 +46,7 @@ def rl_step(session: Session, parts: Parts, lent: Lent, step: int) -> tuple[Lent
             updates.append(measured)
         updated = session.log.watch(updates)
         states = learning.settled(states, step)
-        metrics |= samples.metrics | checked | learning.skipped(states)
+        metrics |= samples.metrics | checked
         record = Record(step, timer, samples.tokens(), updates, metrics, updated, scored, samples, batch.rewards)
         parts.book.keep()
         session.commit(states, record)

@@ -234,6 +234,7 @@ SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and retu
     "paged_attention": ["--heads", "1"],
     "rescue": small_rescue,
     "retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
+    "rollouts": ["tiny", "--repetitions", "1"],
     "rounding": ["--lengths", "10", "--prompts", "2", "--scored", "2"],
     "scaling": small_scaling,
     "stability": small_stability,

@@ -207,7 +207,7 @@ STEADY = dict(length=24, stops=(), limits=BUDGETS)
 def small(monkeypatch):
     """Pages of 4 tokens, and rounds of 4."""
     monkeypatch.setattr(sizes, "PAGE", 4)
-    for module in (programs, stream, compiled):
+    for module in (programs, stream, compiled, sizes):
         monkeypatch.setattr(module, "ROUND", 4)
 
 
@@ -307,7 +307,7 @@ def test_the_trainer_agrees_on_episodes_whatever_their_pages(config, mesh, small
 def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more(shape, monkeypatch):
     """After each program: the whole / (data x fsdp x tensor)."""
     seen = []
-    for name in ("empty", "prefill", "decode"):
+    for name in ("prefill", "decode"):
         original = getattr(compiled.CallPrograms, name)
 
         def call(self, *args, original=original):
@@ -319,4 +319,4 @@ def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more(shape, monk
 
         monkeypatch.setattr(compiled.CallPrograms, name, call)
     sample(mesh=shape)
-    assert len(seen) >= 3
+    assert len(seen) >= 2

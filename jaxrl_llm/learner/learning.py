@@ -154,10 +154,6 @@ class Learning:
                 states, metrics = states | {name: state}, metrics | measured
         return states, metrics
 
-    def skipped(self, states: States) -> dict[str, Array]:
-        """Returns how many updates of each learner were skipped."""
-        return {name: x for key, learner in self.learners.items() for name, x in learner.skipped(states[key]).items()}
-
     def settled(self, states: States, step: int) -> States:
         """Returns the states after the updates of `step`. Moves the reference towards the policy if that is due."""
         refresh = self.reference and self.reference.refresh

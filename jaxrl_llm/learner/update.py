@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -79,15 +80,6 @@ class Learner:
             return state
         rate = self.lowers.after(rollbacks, state.coef_state["learning_rate"])
         return replace(state, coef_state=state.coef_state | {"learning_rate": rate})
-
-    def skipped(self, state: TrainState) -> Metrics:
-        """Counts skipped updates, in total and in a row: the gradient was not finite, or no token was trained.
-
-        Returns copies, because the next update donates the state.
-        """
-        finite = state.opt_state
-        counts = {"updates/skipped": finite.total_notfinite + 0, "updates/skipped_in_a_row": finite.notfinite_count + 0}
-        return {f"{self.prefix}{name}": x for name, x in counts.items()}
 
 
 def coefficients(optimizer: Optimizer, state: TrainState) -> Metrics:
@@ -180,7 +172,7 @@ def make_learner(
     that do not learn; they are neither donated nor differentiated.
     """
     # New arrays at each call: the first update donates them, and a run that goes back to its beginning needs others.
-    coef_state = lambda: {name: jnp.asarray(c.start, jnp.float32) for name, c in optimizer.coefficients.items()}  # noqa: E731
+    coef_state = lambda: {name: np.asarray(c.start, np.float32) for name, c in optimizer.coefficients.items()}  # noqa: E731
     states = jax.eval_shape(lambda p: TrainState(p, optimizer.transform.init(p), coef_state()), shapes)
     placed = sharding.shardings(states, mesh)
     states = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), states, placed)
@@ -222,6 +214,9 @@ def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, pla
         updates = jax.tree.map(lambda x: coefs["learning_rate"] * x, updates)
         metrics |= {"update_norm": optax.global_norm(updates)} | jax.tree.map(jnp.float32, refused)
         metrics |= {"update_size": metrics["update_norm"] / optax.global_norm(state.params)}
+        # An update is skipped if the gradient is not finite or no token was trained.
+        finite: Any = opt_state
+        metrics |= {"updates/skipped": finite.total_notfinite, "updates/skipped_in_a_row": finite.notfinite_count}
         if batch.rewards is not None and {"kl/ref", "kl/coef"} <= metrics.keys():
             length = jnp.sum(batch.loss_mask) / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
             # Without any verdict the mean is NaN, and the bound of the warm-up must not depend on it.

@@ -151,10 +151,12 @@ def check_loss(recipe: Recipe) -> None:
     if c.action == "mask" and c.low >= c.high:
         raise UserError(f"config.importance.low = {c.low} is not below high = {c.high}: no weight would be kept")
     own = own_name(recipe.loss.function, losses)  # a user's loss may have a correction
-    if own and recipe.rollout.max_lag and c.action == "none":
+    r = recipe.rollout
+    if own and (r.max_lag or r.partial) and c.action == "none":
+        field, off = ("partial", False) if r.partial else ("max_lag", 0)
         raise UserError(
-            f"config.importance.action = 'none' with rollout.max_lag = {recipe.rollout.max_lag}: loss {loss!r} knows "
-            "the policy at the start of the step, not the older one that sampled: set action = 'auto', or max_lag = 0"
+            f"config.importance.action = 'none' with rollout.{field} = {getattr(r, field)}: loss {loss!r} knows the "
+            f"policy at the start of the step, not the older one that sampled: set action = 'auto', or {field} = {off}"
         )
 
 
@@ -229,7 +231,29 @@ def check_rollout(recipe: Recipe) -> None:
             f"config.rollout.max_lag = {r.max_lag} and resample_rounds = {r.resample_rounds}: rewards find the groups "
             "without signal, and are not judged where batches are sampled ahead: set one of them to 0"
         )
+    if r.partial:
+        check_partial(recipe)
     recipe.chosen_engine.check()
+
+
+def check_partial(recipe: Recipe) -> None:
+    """Checks that completions can go on in a later step."""
+    r = recipe.rollout
+    if not recipe.chosen_engine.in_trainer:
+        raise UserError(
+            f"config.rollout.partial = True: engine.name = {recipe.engine.name!r} cannot end a call when some groups "
+            "are complete: set partial = False, or engine.name = 'jax'"
+        )
+    if r.resample_rounds:
+        raise UserError(
+            f"config.rollout.partial = True and resample_rounds = {r.resample_rounds}: groups without signal are not "
+            "replaced where groups go on: set one of them to False or 0"
+        )
+    if recipe.env:
+        raise UserError(
+            "config.rollout.partial = True: an episode cannot go on in a later step, because environments are not "
+            "saved: set it to False"
+        )
 
 
 def check_turns(recipe: Recipe) -> None:

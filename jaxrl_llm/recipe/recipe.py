@@ -228,7 +228,7 @@ class Recipe(Settings):
     @property
     def own_samples(self) -> bool:
         """Whether the weights that sample are those at the start of the step."""
-        return self.chosen_engine.in_trainer and not self.rollout.max_lag
+        return self.chosen_engine.in_trainer and not self.rollout.max_lag and not self.rollout.partial
 
     @property
     def exact(self) -> bool:
@@ -267,7 +267,9 @@ class Recipe(Settings):
     def drawing(self) -> Drawing:
         """What a step samples for each of its prompts."""
         rollout, greedy = self.rollout, self.estimator.needs_greedy
-        return Drawing(self.group_size, rollout.sampling, rollout.resample_rounds, greedy, self.mask.truncated)
+        return Drawing(
+            self.group_size, rollout.sampling, rollout.resample_rounds, greedy, self.mask.truncated, rollout.partial
+        )
 
     def kl_estimator(self, placement: str) -> Callable[[Array, Array], Array] | None:
         """Returns the estimator of the KL penalty in the "loss" or the "reward"; None: it is not there."""

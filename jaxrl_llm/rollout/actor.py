@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
-from jaxrl_llm.machine import distributed
+from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.rollout.flight import Flight
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import Samples, SampleSource
@@ -62,6 +63,7 @@ class Actor:
         # After the last step; draws may know less.
         self._visits = curriculum.no_signal if curriculum else None
         self._beginning = self._position = self._now()
+        self._flight: Flight | None = None  # groups that go on after the last step
         self._prefetcher: Prefetcher[Samples] = Prefetcher(self._sample, lag=lag, last=last)
         self._sampled: list[Samples] = []  # by an earlier process, for the steps after `begin`
         self._learned = 0  # last step whose `push` no `next` has followed; 0: none
@@ -76,14 +78,17 @@ class Actor:
         position = state.notes["position"] if state else self._beginning
         # Before the push is ordered: with a lag, the thread samples right after it.
         self._source.prompts.set_state(position["data"])
-        self._position, self._learned = position, 0
+        self._position, self._learned, self._flight = position, 0, None
         if self._visits is not None:
             size = len(self._visits)
             self._visits = from_text(position["visits"], size) if "visits" in position else np.zeros(size, bool)
-        metrics = state.notes["metrics"] if state and state.arrays else []
-        batches = zip(state.arrays, metrics, strict=True) if state and metrics else ()
+        metrics, arrays = (state.notes["metrics"], state.arrays) if state and state.arrays else ([], [])
+        batches = zip(arrays[: len(metrics)], metrics, strict=True)
         ordered = [self._source.from_checkpoint(arrays, measured) for arrays, measured in batches]
-        self._sampled = [replace(samples, position=position) for samples in ordered]
+        for flight in arrays[len(metrics) :]:
+            self._flight = Flight.from_checkpoint(sharding.to_host(flight), self._source.collate)
+        self._source.flight = self._flight
+        self._sampled = [replace(samples, position=position, flight=self._flight) for samples in ordered]
 
     def begin(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> Lent:
         """Begins after `step`, once `load` has set the position, and lends the engine the parameters of `states`.
@@ -112,7 +117,7 @@ class Actor:
 
     def push(self, states: PyTree, params: PyTree, step: int) -> Lent:
         """Drops the batch that `step` has learned from, and lends the engine the parameters of the states after it."""
-        self._position = self._current.position
+        self._position, self._flight = self._current.position, self._current.flight
         # The position behind this batch: a checkpoint from now on begins there.
         self._prefetcher.used()
         self._learned = step
@@ -138,14 +143,20 @@ class Actor:
         return self._prefetcher.waiting(seconds if distributed.count() == 1 else None)
 
     def state(self, seconds: float | None = None) -> PartState:
-        """Returns the position in the data, and the batches that wait for their update, which it waits for."""
+        """Returns the position in the data, the batches that wait for their update, and the groups that go on.
+
+        Waits for these batches.
+        """
         batches = self.waiting(seconds)
-        position = batches[-1].position if batches else self._position
+        last = batches[-1] if batches else None
+        position, flight = (last.position, last.flight) if last else (self._position, self._flight)
         if self._visits is not None:
             position = position | {"visits": to_text(self._visits)}
         settled = list(map(self._source.settled, batches))
         metrics = [{name: float(x) for name, x in samples.metrics.items()} for samples in settled]
         arrays = [self._source.to_checkpoint(samples) for samples in settled]
+        if flight:
+            arrays.append(sharding.shard_batch(flight.to_checkpoint(), self._source.mesh))
         return PartState({"position": position, "metrics": metrics}, arrays)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.rollout.flight import Flight
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.structs import Rollouts
 
@@ -27,6 +28,7 @@ class Episodes:
     begin: np.ndarray  # [N] place of the first token of the turn
     truncated: np.ndarray  # [N] bool
     max_tokens: np.ndarray  # [N] largest length
+    earlier: np.ndarray  # [N] tokens that earlier calls have left
     answers: dict[Future[list[int] | None], int] = field(default_factory=dict)  # those that are not there yet
     counted: int = 0  # of those that have ended, by `newly_ended`
 
@@ -36,7 +38,25 @@ class Episodes:
         count = len(max_tokens)
         ints, bools = (lambda: np.zeros(count, np.int32)), (lambda *more: np.zeros((count, *more), bool))
         tokens, logprobs = np.full((count, length), pad_id, np.int32), np.zeros((count, length), np.float32)
-        return cls(ints(), tokens, logprobs, bools(length), ints(), ints(), bools(), max_tokens)
+        return cls(ints(), tokens, logprobs, bools(length), ints(), ints(), bools(), max_tokens, ints())
+
+    @classmethod
+    def going_on(cls, flight: Flight) -> Episodes:
+        """Returns the completions of an earlier call, of one turn."""
+        rollouts, ended = flight.rollouts, flight.ended.reshape(-1)
+        # Copies: the call writes into these arrays.
+        by_completion = lambda x: x.reshape(len(ended), *x.shape[2:]).copy()  # noqa: E731
+        tokens, logprobs, sampled, truncated = map(
+            by_completion, (rollouts.completions, rollouts.logprobs, rollouts.loss_mask, rollouts.truncated)
+        )
+        length = rollouts.completion_mask.sum(axis=-1, dtype=np.int32).reshape(-1)
+        limits = np.full(len(ended), tokens.shape[1])
+        state = np.where(ended, ENDED, TURN)
+        return cls(length, tokens, logprobs, sampled, state, np.zeros_like(length), truncated, limits, length.copy())
+
+    def drawn(self, i: int, first: int) -> np.ndarray:
+        """Returns True for the tokens of a completion from `first` on that this call has sampled."""
+        return self.sampled[i, first : self.length[i]] & (np.arange(first, self.length[i]) >= self.earlier[i])
 
     def limits(self, turn_tokens: int) -> np.ndarray:
         """Returns the length at which each turn ends; 0: the completion is not in a turn."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import grain
 import jax
@@ -17,6 +17,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.rollout.environments import EnvironmentPool
+from jaxrl_llm.rollout.flight import Flight, StreamEngine
 from jaxrl_llm.rollout.grading import Completions, Graded, RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Batch, Collate, Prompts, Rewards, Rollouts
@@ -35,6 +36,7 @@ class Samples:
     masks_truncated: bool = False  # True: truncated completions are not trained on
     metrics: dict[str, Any] = field(default_factory=dict)  # of the sampling
     position: dict[str, Any] = field(default_factory=dict)  # of the actor's data and shapes after these prompts
+    flight: Flight | None = None  # the groups that go on after these
     replaced: list[int] = field(default_factory=list)  # numbers of rows whose groups had no signal and gave way
     moves: list[Move] = field(default_factory=list)  # of `refill`, until they are `settled`
 
@@ -142,6 +144,7 @@ class Drawing(NamedTuple):
     resample_rounds: int = 0  # of fresh prompts, at most, for groups without a signal
     greedy: bool = False  # also the greedy completion
     masks_truncated: bool = False  # completions that the limit cut are not trained on
+    partial: bool = False  # the first groups that are complete are a batch, the others go on for the next one
 
 
 @dataclass
@@ -154,10 +157,14 @@ class SampleSource:
     collate: Collate
     task: CompletionTask
     mesh: Mesh
+    max_completion_tokens: int
+    flight: Flight | None = None  # the groups that go on, of partial rollouts
 
     def sample(self, key: Array) -> Samples:
         """Samples the next prompts. The main thread calls `settled` for the groups that were replaced."""
         drawing, metrics = self.drawing, {}
+        if drawing.partial:
+            return self._with_greedy(self._first_complete(key), key)
 
         def draw(key: Array) -> Samples:
             return self._draw(next(self.prompts), key, drawing.group_size, drawing.sampling)
@@ -168,8 +175,7 @@ class SampleSource:
             more = lambda i: draw(jax.random.fold_in(key, i))  # noqa: E731
             samples, metrics["groups/replaced"] = refill(samples, more, self.collate, drawing.resample_rounds)
         # After `refill`, which may replace prompts.
-        greedy = self._draw(samples.prompts, key, 1, Sampling(temperature=0)) if drawing.greedy else None
-        return replace(samples, greedy=greedy, metrics=metrics)
+        return self._with_greedy(replace(samples, metrics=metrics), key)
 
     def settled(self, samples: Samples) -> Samples:
         """Returns samples whose replaced groups are in their places. The main thread calls it, in all processes."""
@@ -189,6 +195,28 @@ class SampleSource:
         rollouts, *greedy = (Rollouts(**arrays[name]) for name in ("rollouts", "greedy") if name in arrays)
         samples = replace(self._graded(prompts, rollouts), metrics=metrics)
         return replace(samples, greedy=self._graded(prompts, greedy[0])) if greedy else samples
+
+    def _with_greedy(self, samples: Samples, key: Array) -> Samples:
+        if not self.drawing.greedy:
+            return samples
+        return replace(samples, greedy=self._draw(samples.prompts, key, 1, Sampling(temperature=0)))
+
+    def _first_complete(self, key: Array) -> Samples:
+        """Samples until as many groups are complete as a batch has. The others go on in the next call."""
+        drawing = self.drawing
+        prompts = next(self.prompts)
+        wanted = len(prompts.tokens)
+        begin = lambda prompts: Flight.begin(  # noqa: E731
+            prompts, drawing.group_size, self.max_completion_tokens, self.task.tokenizer.pad_token_id
+        )
+        # At first two batches: then there are always others that can begin when a group is complete.
+        flight = (self.flight or begin(next(self.prompts))).joined(begin(prompts))
+        carried = flight.rollouts.completion_mask.any(axis=(1, 2))
+        engine = cast(StreamEngine, self.engine)
+        flight, first = engine.sample_first(flight, key, sampling=drawing.sampling, wanted=wanted)
+        batch, self.flight = flight.split(first)
+        metrics = {"rollout/carried": distributed.gather(carried[first], SAMPLING).mean()}
+        return replace(self._graded(batch.prompts, batch.rollouts), flight=self.flight, metrics=metrics)
 
     def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
         return self._graded(prompts, self.task.sample(self.engine, prompts, key, group_size, sampling, SAMPLING))

@@ -26,6 +26,7 @@ class RolloutSettings(LengthSettings):
 
     max_lag: Count
     resample_rounds: Count
+    partial: bool
     temperature: Positive
     top_k: Count
     top_p: Annotated[float, Field(float, low=0, high=1, above=True)]

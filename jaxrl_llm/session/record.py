@@ -91,6 +91,9 @@ class Record:
             timer.lap("update", at=updated)
 
 
+LAST = "learning_rate", "/coef", "updates/skipped", "updates/skipped_in_a_row"  # how names of states end
+
+
 def of_updates(updates: list[dict[str, Any]]) -> dict[str, Any]:
     """Merges the metrics of a step's updates."""
     first, last = updates[0], updates[-1]
@@ -99,7 +102,7 @@ def of_updates(updates: list[dict[str, Any]]) -> dict[str, Any]:
     record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "importance/"))}
     # Of the first update on a rollout: the policy has not moved since it sampled, so nothing should be clipped.
     record |= {"clip/first": first["clip/fraction"]} if "clip/fraction" in first else {}
-    record |= {name: x for name, x in last.items() if name.endswith(("learning_rate", "/coef"))}
+    record |= {name: x for name, x in last.items() if name.endswith(LAST)}
     if "logprobs/good" in record:  # the mean over tokens of completions with a positive advantage
         total, good = record.pop("logprobs/good"), record.pop("tokens/good")
         record |= {"logprobs/good": total / good} if good else {}

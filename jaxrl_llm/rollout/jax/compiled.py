@@ -15,9 +15,9 @@ from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.machine.shapes import placed
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax import programs
-from jaxrl_llm.rollout.jax.programs import ROUND, Cache, GroupSampling, NewPrompts, RoundRows, Sampled
+from jaxrl_llm.rollout.jax.programs import Cache, GroupSampling, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.reading import Reading
-from jaxrl_llm.rollout.jax.sizes import CHUNKS, StreamSizes
+from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, StreamSizes
 from jaxrl_llm.structs import AnyArray, PyTree
 
 
@@ -30,35 +30,41 @@ class Programs:
         self.heads = heads = NamedSharding(mesh, sharding.heads_spec(model.cfg.kv_heads, mesh))
         compiled = partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
         # Left to itself the compiler would keep all pages on every device.
-        self.empty = jax.jit(partial(programs.empty_cache, model), static_argnums=tuple(range(5)), out_shardings=heads)
+        begun = heads, rows, rows
+        self.begin = compiled(partial(programs.begin, model), static_argnums=(0, 1), out_shardings=begun)
         # The cache is donated: there is never a second copy.
         samples = partial(compiled, static_argnums=0, donate_argnums=2)
-        self.prefill = samples(partial(programs.prefill, model), out_shardings=(heads, rows, rows))
+        self.prefill = samples(partial(programs.prefill, model), out_shardings=begun)
         self.decode = samples(partial(programs.decode, model), out_shardings=(heads, rows))
         self.feed = compiled(partial(programs.feed, model, mesh), donate_argnums=1, out_shardings=heads)
 
     def traced(
-        self, sampling: GroupSampling, sizes: StreamSizes, weights: PyTree, *, episodes: bool
+        self, sampling: GroupSampling, sizes: StreamSizes, weights: PyTree, *, episodes: bool, feeds: bool
     ) -> Iterator[tuple[str, str, Callable[[], jax.stages.Traced]]]:
-        """Yields phase and name of each program of these sizes, and what traces it; weights: shapes are enough."""
+        """Yields phase and name of each program of these sizes, and what traces it; weights: shapes are enough.
+
+        feeds: tokens that others have sampled go into the pages.
+        """
         d, model = sharding.prompt_shards(self.mesh), self.model
         ints = lambda *shape: jax.ShapeDtypeStruct((d, *shape), np.int32, sharding=self.rows)  # noqa: E731
         bools = lambda *shape: jax.ShapeDtypeStruct((d, *shape), bool, sharding=self.rows)  # noqa: E731
         key = jax.eval_shape(lambda: jax.random.key(0))
-        cache = placed(jax.eval_shape(partial(self.empty, *_cache_sizes(d, sizes))), self.heads)
+        cache = placed(jax.eval_shape(partial(programs.empty_cache, model, self.mesh, sizes)), self.heads)
 
         def reading(count: int, pages: int, prompts: int) -> Reading:
             table, mask = ints(count, sizes.longest), bools(prompts, sizes.width)
             return Reading(table, ints(pages), ints(pages), mask, ints(prompts, sizes.group), ints(count))
 
-        def prompts(n: int) -> tuple[str, str, Callable[[], jax.stages.Traced]]:
-            new = NewPrompts(ints(n, sizes.width), bools(n, sizes.width), ints(n), ints(n))
-            trace = partial(self.prefill.trace, sampling, weights, cache, new, key)
-            return "prompts", f"prompts, {n} x {sizes.width} a device", trace
+        def prompts(n: int) -> NewPrompts:
+            return NewPrompts(ints(n, sizes.width), bools(n, sizes.width), ints(n), ints(n))
 
-        largest, *smaller = sizes.prefills
-        yield prompts(largest)
-        for width in CHUNKS if episodes else ():
+        name = f"prompts, {{}} x {sizes.width} a device"
+        first, later = prompts(sizes.begins), prompts(sizes.refill)
+        yield "prompts", name.format(sizes.begins), partial(self.begin.trace, sampling, sizes, weights, first, key)
+        if sizes.refills:
+            trace = partial(self.prefill.trace, sampling, weights, cache, later, key)
+            yield "prompts", name.format(sizes.refill), trace
+        for width in CHUNKS if feeds else ():
             n = sizes.feeds
             arrays = ints(n, width), ints(n), ints(n), reading(n, n * sizes.longest, sizes.prompts)
             yield "prompts", f"observations, {n} x {width} a device", partial(self.feed.trace, weights, cache, *arrays)
@@ -71,12 +77,6 @@ class Programs:
             ends, below = jax.ShapeDtypeStruct((model.cfg.vocab_size,), bool), jax.ShapeDtypeStruct((), np.int32)
             name = f"decoding, {slots.count} sequences with {slots.pages} pages of {sizes.page} tokens a device"
             yield "decoding", name, partial(self.decode.trace, sampling, weights, cache, rows, ends, below, key)
-        yield from map(prompts, smaller)
-
-
-def _cache_sizes(devices: int, sizes: StreamSizes) -> tuple[int, ...]:
-    """Returns the sizes of a cache, as `programs.empty_cache` takes them."""
-    return devices, sizes.prompts, sizes.width, sizes.pages, sizes.page
 
 
 @dataclass
@@ -90,12 +90,10 @@ class CallPrograms:
     key: jax.Array
     ends: np.ndarray  # [V] bool, tokens after which the host looks
 
-    def empty(self) -> Cache:
-        """Returns an empty cache."""
-        return self.programs.empty(*_cache_sizes(sharding.prompt_shards(self.programs.mesh), self.sizes))
-
-    def prefill(self, cache: Cache, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]:
-        """See `programs.prefill`."""
+    def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]:
+        """See `programs.prefill`; None: there is no cache yet."""
+        if cache is None:
+            return self.programs.begin(self.sampling, self.sizes, self.params, prompts, self.key)
         return self.programs.prefill(self.sampling, self.params, cache, prompts, self.key)
 
     def feed(self, cache: Cache, *arrays: AnyArray) -> Cache:

@@ -19,12 +19,13 @@ from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import abstract
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.episodes import Episodes
+from jaxrl_llm.rollout.episodes import ENDED, Episodes
+from jaxrl_llm.rollout.flight import Flight
 from jaxrl_llm.rollout.jax.compiled import CallPrograms, Programs
 from jaxrl_llm.rollout.jax.programs import GroupSampling
 from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
-from jaxrl_llm.rollout.jax.sizes import StreamSizes, sizes_of
+from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, sizes_of
 from jaxrl_llm.rollout.jax.stream import Stream
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.rollout.weights import Placing, sampling_decoder
@@ -86,44 +87,81 @@ class Sampler:
         ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
         """Samples `group_size` completions of each prompt, or episodes, on the host. See `protocol.Engine`."""
-        local_prompts, width = prompts.tokens.shape
-        sizes = self._sizes(local_prompts * distributed.count(), group_size, width)
-        limits = np.full((local_prompts, group_size), self._length)
+        limits = np.full((len(prompts.tokens), group_size), self._length)
         if max_tokens is not None:
             limits = np.minimum(max_tokens, self._length)
         texts = Episodes.empty(limits.reshape(-1), self._length, self._pad)
+        fixed = GroupSampling(group_size, sampling, self._mesh)
+        self._stream(prompts, key, fixed, texts, environments=environments, ended=ended)
+        return texts.rollouts(group_size, np.full(texts.tokens.shape, self._version, np.int32))
+
+    def sample_first(
+        self, flight: Flight, key: jax.Array, *, sampling: Sampling, wanted: int
+    ) -> tuple[Flight, list[int]]:
+        """Samples until `wanted` groups are complete. See `flight.StreamEngine`."""
+        group, texts = flight.ended.shape[1], Episodes.going_on(flight)
+        fixed = GroupSampling(group, sampling, self._mesh)
+        complete = self._stream(flight.prompts, key, fixed, texts, wanted=wanted)
+        earlier = np.arange(self._length) < texts.earlier[:, None]
+        versions = np.where(earlier, flight.rollouts.versions.reshape(earlier.shape), np.int32(self._version))
+        ended = (texts.state == ENDED).reshape(-1, group)
+        return Flight(flight.prompts, texts.rollouts(group, versions), ended), complete[:wanted]
+
+    def _stream(
+        self,
+        prompts: Prompts,
+        key: jax.Array,
+        fixed: GroupSampling,
+        texts: Episodes,
+        *,
+        environments: Environments | None = None,
+        wanted: int = 0,
+        ended: Callable[[int], None] = lambda count: None,
+    ) -> list[int]:
+        """Samples completions. Returns the groups in the order in which they became complete."""
+        count, processes = len(prompts.tokens), distributed.count()
+        width = prompts.tokens.shape[1]
+        sizes = self._sizes(count * processes, fixed.group, width, wanted * processes)
         ends = np.zeros(self._cfg.vocab_size, bool)
         if environments:
             ends = environments.may_end(self._cfg.vocab_size)
         ends[list(self._stops)] = True
-        shards = sharding.prompt_shards(self._mesh)
-        group_sampling = GroupSampling(group_size, sampling, self._mesh)
-        self._compile_rest(group_sampling, sizes, episodes=environments is not None)
-        Stream(
-            CallPrograms(self._programs, group_sampling, sizes, self._params, key, ends),
-            [Scheduler(sizes) for _ in range(shards // distributed.count())],
+        self._compile_rest(fixed, sizes, episodes=environments is not None, feeds=wanted > 0)
+        stream = Stream(
+            CallPrograms(self._programs, fixed, sizes, self._params, key, ends),
+            [Scheduler(sizes) for _ in range(sharding.prompt_shards(self._mesh) // processes)],
             prompts,
             texts,
             # By this number a completion draws the same random numbers in any process.
-            distributed.part(local_prompts * distributed.count()).start * group_size,
+            distributed.part(count * processes).start * fixed.group,
             self._stops,
             self._pad,
             environments,
+            wanted,
             ended,
-        ).run()
-        versions = np.full(texts.tokens.shape, self._version, np.int32)
-        return texts.rollouts(group_size, versions)
+        )
+        stream.run()
+        return stream.complete
 
     def programs(
-        self, params: PyTree, prompts: int, width: int, group: int, sampling: Sampling, *, episodes: bool
+        self,
+        params: PyTree,
+        prompts: int,
+        width: int,
+        group: int,
+        sampling: Sampling,
+        *,
+        episodes: bool,
+        wanted: int = 0,
     ) -> Iterator[Program]:
         """Yields each program for batches of these sizes, of each phase the largest first; params: shapes are enough.
 
-        episodes: with environments, of several turns.
+        episodes: with environments, of several turns. wanted: groups with which `sample_first` ends; 0: `sample`.
         """
         yield from self._place.programs(params)
-        group_sampling, sizes = GroupSampling(group, sampling, self._mesh), self._sizes(prompts, group, width)
-        traced = self._programs.traced(group_sampling, sizes, self._place.shapes(params), episodes=episodes)
+        group_sampling, sizes = GroupSampling(group, sampling, self._mesh), self._sizes(prompts, group, width, wanted)
+        weights, feeds = self._place.shapes(params), episodes or wanted > 0
+        traced = self._programs.traced(group_sampling, sizes, weights, episodes=episodes, feeds=feeds)
         for phase, name, trace in traced:
             yield Program(phase, name, trace, REMEDY, ())
 
@@ -131,16 +169,20 @@ class Sampler:
         """Returns the sampler's copy of the weights as shapes with shardings: a plan counts it beside the policy."""
         return self._place.shapes(params)
 
-    def _compile_rest(self, sampling: GroupSampling, sizes: StreamSizes, *, episodes: bool) -> None:
+    def _compile_rest(self, sampling: GroupSampling, sizes: StreamSizes, *, episodes: bool, feeds: bool) -> None:
         """Compiles at the second call all its programs that the first did not need: no later step stops for one."""
-        self._calls[sampling, sizes, episodes] += 1
-        if self._calls[sampling, sizes, episodes] == 2:
-            for phase, name, trace in self._programs.traced(sampling, sizes, abstract(self._params), episodes=episodes):
+        call = sampling, sizes, episodes, feeds
+        self._calls[call] += 1
+        if self._calls[call] == 2:
+            weights = abstract(self._params)
+            traced = self._programs.traced(sampling, sizes, weights, episodes=episodes, feeds=episodes or feeds)
+            for phase, name, trace in traced:
                 Program(phase, name, trace, REMEDY, ()).compile()
 
-    def _sizes(self, prompts: int, group: int, width: int) -> StreamSizes:
-        devices = sharding.prompt_shards(self._mesh)
+    def _sizes(self, prompts: int, group: int, width: int, wanted: int) -> StreamSizes:
+        """Returns the sizes of a call; wanted: complete groups with which it ends, 0: all."""
         bounds: dict[str, Any] = dict(
-            max_sequences=self._max_sequences, pages=self._pages, kind=page_kind(self._mesh, self._cfg)
+            devices=sharding.prompt_shards(self._mesh), pages=self._pages, kind=page_kind(self._mesh, self._cfg)
         )
-        return sizes_of(prompts, group, width, self._length, devices=devices, **bounds)
+        most = at_once(self._max_sequences, wanted * group)
+        return sizes_of(prompts, group, width, self._length, max_sequences=most, **bounds)

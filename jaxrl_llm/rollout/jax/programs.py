@@ -21,9 +21,8 @@ from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.rollout.jax.reading import Hiding, Reading, lead, local_part, make_attend, on_devices
+from jaxrl_llm.rollout.jax.sizes import ROUND, StreamSizes
 from jaxrl_llm.structs import AnyArray, Array, PyTree
-
-ROUND = 32  # tokens, at most, between two looks of the host
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,21 @@ def uniform_numbers(key: Array, number: Array, t: Array) -> jax.Array:
     return flat.reshape(*number.shape, 2)
 
 
-def empty_cache(model: Decoder, devices: int, prompts: int, width: int, pages: int, page: int) -> Cache:
-    """Returns a cache for so many prompts of `width` tokens, and pages of `page` tokens, on each device."""
-    cfg = model.cfg
+def empty_cache(model: Decoder, mesh: Mesh, sizes: StreamSizes) -> Cache:
+    """Returns a cache of these sizes on each device."""
+    cfg, devices = model.cfg, sharding.prompt_shards(mesh)
     lead = lambda count: (devices, cfg.kv_heads, count)  # noqa: E731
-    prompt = [Pages.empty(lead(prompts), width, cfg.head_dim, cfg.dtype) for _ in range(cfg.layers)]
-    return Cache(prompt, [Pages.empty(lead(pages), page, cfg.head_dim, cfg.dtype) for _ in range(cfg.layers)])
+    prompt = [Pages.empty(lead(sizes.prompts), sizes.width, cfg.head_dim, cfg.dtype) for _ in range(cfg.layers)]
+    return Cache(
+        prompt, [Pages.empty(lead(sizes.pages), sizes.page, cfg.head_dim, cfg.dtype) for _ in range(cfg.layers)]
+    )
+
+
+def begin(
+    model: Decoder, fixed: GroupSampling, sizes: StreamSizes, params: PyTree, prompts: NewPrompts, key: Array
+) -> tuple[Cache, Array, Array]:
+    """Runs the first prompts of a call. See `prefill`."""
+    return prefill(model, fixed, params, empty_cache(model, fixed.mesh, sizes), prompts, key)
 
 
 def prefill(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 PAGE, ALIGNED = 64, 8  # tokens of a page, and what divides them: vectors of a CPU have so many numbers
 FEWER = (4, 16)  # so many times fewer sequences than the largest program, for the others
+ROUND = 32  # tokens, at most, between two looks of the host
 CHUNKS = (32, 128)  # tokens of an observation that run at once
 
 
@@ -37,6 +38,7 @@ class StreamSizes:
     page: int  # tokens of a page
     pages: int
     in_place: bool  # of `PageKind`
+    refills: bool  # some groups begin when others have ended
 
     @property
     def longest(self) -> int:
@@ -49,14 +51,15 @@ class StreamSizes:
         largest = Slots(self.sequences, self.pages, self.prompts)
         sizes = [largest]
         # Most sequences are short, and all of them are at first: then most pages are empty.
-        if not self.in_place and (pages := max(self.pages // FEWER[0], self.sequences)) <= self.pages // 2:
+        if not self.in_place and (pages := self.pages // 2) >= self.sequences:
             sizes.append(largest._replace(pages=pages))
         for times in FEWER:
             count = -(-self.sequences // times)
             pages = self.pages if self.in_place else min(max(-(-self.pages // times), count, self.longest), self.pages)
             if count < sizes[-1].count:
                 sizes.append(Slots(count, pages, min(self.prompts, count)))
-        return sizes
+        # Those of short completions end in the rounds in which a smaller program would begin.
+        return sizes[: max(self.length // ROUND, 1)]
 
     def decodes(self, *, episodes: bool) -> list[Slots]:
         """Returns the decode programs in use, the largest first.
@@ -67,9 +70,14 @@ class StreamSizes:
         return self.slots[:1] if episodes else self.slots
 
     @property
-    def prefills(self) -> list[int]:
-        """The programs for prompts, by the prompts that run at once, the largest first."""
-        return sorted({self.prompts, -(-self.prompts // FEWER[-1])}, reverse=True)
+    def begins(self) -> int:
+        """Prompts of the program that begins: all that may begin at once."""
+        return min(self.prompts, -(-self.sequences // self.group))
+
+    @property
+    def refill(self) -> int:
+        """Prompts of the program for groups that begin later."""
+        return -(-self.begins // FEWER[-1])
 
     @property
     def feeds(self) -> int:
@@ -79,6 +87,14 @@ class StreamSizes:
     def fitting(self, sequences: int, pages: int, *, episodes: bool) -> Slots:
         """Returns the smallest decode program for so many sequences and pages."""
         return min(s for s in self.decodes(episodes=episodes) if sequences <= s.count and pages <= s.pages)
+
+
+def at_once(max_sequences: int, wanted: int) -> int:
+    """Returns the smaller bound of the completions that hold pages at once; 0: all.
+
+    wanted: complete ones with which a call ends, or those of a step.
+    """
+    return min(filter(None, (max_sequences, wanted)), default=0)
 
 
 def sizes_of(
@@ -100,12 +116,13 @@ def sizes_of(
     device_prompts = -(-prompts // devices)
     everything = device_prompts * group
     sequences = min(everything, max(max_sequences // devices, 1) if max_sequences else everything)
-    # Groups of which few sequences are left hold places of prompts, beside those that have just begun. More groups than
-    # sequences never compute.
-    places = (
-        min(device_prompts, 2 * -(-sequences // group) + 1, sequences) if sequences < everything else device_prompts
-    )
+    # Groups of which few sequences are left hold places of prompts, beside those that have just begun. There are never
+    # more groups that compute than sequences.
+    some = min(device_prompts, 2 * -(-sequences // group) + 1, sequences)
+    places = some if sequences < everything else device_prompts
     kind = kind or PageKind()
     page = kind.tokens or min(PAGE, -(-length // ALIGNED) * ALIGNED)
-    sizes = StreamSizes(group, width, length, sequences, places, page, 0, kind.in_place)
-    return replace(sizes, pages=max(pages or sequences * sizes.longest, sizes.longest))
+    sizes = StreamSizes(group, width, length, sequences, places, page, 0, kind.in_place, refills=False)
+    needed = sequences * sizes.longest
+    pages = max(pages or needed, sizes.longest)
+    return replace(sizes, pages=pages, refills=sequences < everything or pages < needed)

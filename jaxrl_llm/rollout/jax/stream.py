@@ -20,9 +20,9 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.episodes import ENDED, TURN, Episodes
 from jaxrl_llm.rollout.jax.compiled import CallPrograms
 from jaxrl_llm.rollout.jax.layout import all_pages, places_of, reading_of
-from jaxrl_llm.rollout.jax.programs import ROUND, Cache, NewPrompts, RoundRows
+from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, RoundRows
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup, Scheduler, emptiest
-from jaxrl_llm.rollout.jax.sizes import CHUNKS
+from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.structs import Prompts
 
@@ -51,16 +51,18 @@ class Stream:
     stop_ids: tuple[int, ...]
     pad_id: int
     environments: Environments | None = None
+    wanted: int = 0  # complete groups with which the call ends; 0: all, and no completion is one of an earlier call
     ended: Callable[[int], None] = lambda count: None  # gets how many more completions have ended
 
     def __post_init__(self) -> None:
         self.sizes, self.mesh = self.calls.sizes, self.calls.programs.mesh
-        self.bounded = len(self.prompts.tokens) > self.sizes.prompts * len(self.schedulers)
+        self.complete: list[int] = []  # groups, in the order in which they became complete
+        self._open = np.ones(len(self.prompts.tokens), bool)  # groups that are not in `complete`
 
     def run(self) -> None:
-        """Samples until all completions have ended."""
-        cache, group = self.calls.empty(), self.sizes.group
-        pending = deque(PromptGroup.of(b, group) for b in range(len(self.prompts.tokens)))
+        """Samples until the wanted groups are complete."""
+        cache: Cache | None = None
+        pending = self._pending()
         while True:
             self.texts.take_answers()
             self._retire()
@@ -76,17 +78,31 @@ class Stream:
             rows = [[m for m in s.holders if self._goes_on(m)] for s in self.schedulers]
             pages = max(sum(len(m.pages) for m in members) for members in rows)
             waiting = bool(pending) or any(s.waiting for s in self.schedulers)
-            state = [max(map(len, rows)), pages, waiting, bool(self.texts.answers), np.any(self.texts.state != ENDED)]
+            goes_on = len(self._completed()) < (self.wanted or len(self.prompts.tokens))
+            state = [max(map(len, rows)), pages, waiting, goes_on]
             # All processes must call the same programs: the largest numbers say which.
-            count, pages, waiting, answers, open_ = sharding.largest(np.array(state, np.int32), self.mesh).tolist()
+            count, pages, waiting, goes_on = sharding.largest(np.array(state, np.int32), self.mesh).tolist()
+            if not goes_on:
+                return
             if count:
                 cache = self._decode(cache, rows, count, pages, waiting=bool(waiting))
-            elif answers:
-                if self.texts.answers:
-                    wait(self.texts.answers, return_when=FIRST_COMPLETED)
-                    wait(self.texts.answers, timeout=GRACE)
-            elif not open_:
-                return
+            elif self.texts.answers:
+                wait(self.texts.answers, return_when=FIRST_COMPLETED)
+                wait(self.texts.answers, timeout=GRACE)
+
+    def _pending(self) -> deque[PromptGroup]:
+        """Returns the groups whose completions have not all ended, in their order."""
+        groups = [PromptGroup.of(b, self.sizes.group) for b in range(len(self.prompts.tokens))]
+        for group in groups:
+            group.members = [member for member in group.members if self.texts.state[member.number] != ENDED]
+        return deque(group for group in groups if group.members)
+
+    def _completed(self) -> list[int]:
+        """Returns `complete`, with the groups that have become complete since the last time."""
+        ended = (self.texts.state == ENDED).reshape(-1, self.sizes.group).all(axis=1)
+        self.complete += np.flatnonzero(ended & self._open).tolist()
+        self._open &= ~ended
+        return self.complete
 
     def _goes_on(self, member: Member) -> bool:
         return self.texts.state[member.number] == TURN and self.texts.length[member.number] > 0
@@ -106,11 +122,12 @@ class Stream:
 
     def _observation(self, member: Member) -> int:
         """Returns the place behind the observation that comes next in a sequence; 0: a token of the policy does."""
-        i, place, length = member.number, member.cached + 1, self.texts.length[member.number]
-        if place >= length or self.texts.sampled[i, place]:
+        place = member.cached + 1
+        drawn = self.texts.drawn(member.number, place)
+        if not len(drawn) or drawn[0]:
             return 0
-        later = np.flatnonzero(self.texts.sampled[i, place:length])
-        return int(place + later[0] if len(later) else length)
+        # What an earlier call has sampled, with other weights, is fed like an observation.
+        return place + int(np.argmax(drawn) if drawn.any() else len(drawn))
 
     def _retire(self) -> None:
         """Takes sequences that have ended out of the schedulers."""
@@ -126,16 +143,15 @@ class Stream:
         else:
             self.texts.end(turns, self.stop_ids)
 
-    def _prefill(self, cache: Cache, new: list[list[PromptGroup]]) -> Cache:
+    def _prefill(self, cache: Cache | None, new: list[list[PromptGroup]]) -> Cache:
         """Runs the prompts of new groups, and appends the first tokens of their sequences."""
         count = sharding.largest(np.array([max(map(len, new))], np.int32), self.mesh)[0]
-        # Of the programs of two sizes, rows may differ in their last bits, and when a tool answers decides how many
-        # groups begin at once: one size serves all that begin after the first.
-        sizes = self.sizes.prefills[-1:] if self.environments and self.bounded else self.sizes.prefills
         first, group, width = 0, self.sizes.group, self.sizes.width
-        while first < count:
-            # A few calls of a small program cost less than a large one that is mostly empty.
-            size = sizes[0] if 2 * (count - first) > sizes[0] else sizes[-1]
+        turns: list[int] = []
+        while cache is None or first < count:
+            # One size serves all that begin later: rows of two sizes may differ in their last bits, and when a tool
+            # answers decides how many groups begin at once.
+            size = self.sizes.begins if cache is None else self.sizes.refill
             lead = len(new), size
             tokens, mask = np.full((*lead, width), self.pad_id, np.int32), np.zeros((*lead, width), bool)
             place, number = np.full(lead, self.sizes.prompts, np.int32), np.zeros(lead, np.int32)
@@ -149,20 +165,22 @@ class Stream:
             first_tokens, logprobs = sharding.to_host(tuple(sampled))
             WATCHDOG.moved()
             for d, n, begun in _numbered(new, first, size):
-                for i, g in self._members_of(begun):
+                for i in self._without_tokens(begun):
+                    g = i % group
                     self.texts.append(i, first_tokens[d, n, g : g + 1], logprobs[d, n, g : g + 1])
+                    turns.append(i)
             first += size
-        if turns := [i for groups in new for begun in groups for i, _ in self._members_of(begun)]:
+        if turns:
             self._end(np.array(turns))
             self._retire()
         return cache
 
-    def _members_of(self, group: PromptGroup) -> Iterator[tuple[int, int]]:
-        return ((group.number * self.sizes.group + g, g) for g in range(self.sizes.group))
+    def _without_tokens(self, group: PromptGroup) -> list[int]:
+        return [member.number for member in group.members if not self.texts.length[member.number]]
 
     def _feed(self, cache: Cache) -> Cache:
         """Puts observations into the pages."""
-        if not self.environments:
+        if not (self.environments or self.wanted):
             return cache
         rounds = self._chunks()
         # Of rounds, as `_chunks` numbers them: all processes must feed the same.
@@ -220,8 +238,8 @@ class Stream:
             limit[d, n], number[d, n] = limits[i], self.first + i
             if place < texts.length[i]:
                 # Its pages were given away: it goes on with the tokens that it had, up to the next observation.
-                later = np.flatnonzero(~texts.sampled[i, place : texts.length[i]])
-                limit[d, n] = place + later[0] if len(later) else limits[i]
+                drawn = texts.drawn(i, place)
+                limit[d, n] = limits[i] if drawn.all() else place + int(np.argmin(drawn))
                 again = texts.tokens[i, place : min(texts.length[i], limit[d, n], place + ROUND)]
                 known[d, n, : len(again)] = again
         reading = reading_of(rows, slots.count, self.sizes, self.prompts, slots)

@@ -1,0 +1,101 @@
+"""Partial rollouts: a step takes the groups that are complete first, and the others go on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from test_steps import numbers, written
+from test_steps import tiny as small_config
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.learner import forward
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.rollout.flight import Flight
+from jaxrl_llm.rollout.jax import compiled, programs, sizes, stream
+from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.structs import Batch, Prompts
+from jaxrl_llm.train import steps
+
+LENGTH, WANTED = 24, 3
+
+
+@pytest.fixture
+def short_rounds(monkeypatch):
+    """Pages and rounds of 4 tokens."""
+    monkeypatch.setattr(sizes, "PAGE", 4)
+    for module in (programs, stream, compiled, sizes):
+        monkeypatch.setattr(module, "ROUND", 4)
+
+
+def calls(config, mesh=(1, 1, 1), count: int = 4) -> tuple[list[tuple[Flight, list[int]]], Flight]:
+    """Calls until 3 of 6 groups are complete, `count` times, with fresh prompts in place of those that are complete."""
+    model, params = tiny.model_and_params(config, scale=3.0)
+    mesh = tiny.mesh_of(mesh)
+    sampler = Sampler(model, mesh, max_completion_tokens=LENGTH, stop_ids=(3, 4), pad_id=0)
+    tokens, mask = tiny.prompts()
+    fresh = lambda at: Flight.begin(  # noqa: E731
+        Prompts(tokens[at], mask[at], [{}] * len(at), np.array(at, np.int32)), tiny.G, LENGTH, 0
+    )
+    flight, taken = fresh([0, 1, 2]), []
+    for version in range(count):
+        sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)), version)
+        flight = flight.joined(fresh([(3 * version + b) % tiny.B for b in (3, 4, 5)]))
+        flight, complete = sampler.sample_first(flight, jax.random.key(version), sampling=Sampling(1.3), wanted=WANTED)
+        taken.append((flight, complete))
+        _, flight = flight.split(complete)
+    return taken, flight
+
+
+@pytest.mark.parametrize("config", tiny.CONFIGS.values(), ids=tiny.CONFIGS)
+def test_completions_that_go_on_have_the_log_probabilities_of_the_whole(config, short_rounds):
+    """The weights stay the same, so the trainer's are those of all tokens, whichever call sampled them."""
+    taken, _ = calls(config)
+    model, params = tiny.model_and_params(config, scale=3.0)
+    score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling(1.3)))
+    carried = 0
+    for flight, complete in taken:
+        assert len(complete) == WANTED and flight.ended[complete].all() and not flight.ended.all()
+        r = flight.rollouts
+        batch = Batch(flight.prompts.tokens, flight.prompts.mask, r.completions, r.completion_mask, r.loss_mask)
+        scored, _ = score(params, batch)
+        np.testing.assert_allclose(r.logprobs, np.where(r.loss_mask, scored, 0), atol=2e-5)
+        # The tokens of a completion are of weights that grow no older.
+        ages = np.where(r.completion_mask, r.versions, 99)
+        assert (np.diff(ages, axis=-1) >= 0).all()
+        carried += int(((r.versions[complete] < flight.rollouts.versions.max()) & r.loss_mask[complete]).sum())
+    assert carried > 20
+
+
+def test_the_same_calls_give_the_same_completions_and_devices_change_only_which_are_first(short_rounds):
+    (one, _), (again, _), (eight, rest) = calls(tiny.CONFIG), calls(tiny.CONFIG), calls(tiny.CONFIG, (2, 2, 2))
+    for (flight, complete), (other, same) in zip(one, again, strict=True):
+        assert complete == same
+        jax.tree.map(np.testing.assert_array_equal, flight[1:], other[1:])
+    assert all(flight.ended[complete].all() for flight, complete in eight)
+    assert len(rest.ended) == 3
+
+
+def partial_config(**changes):
+    """A small run whose completions often need more than a round."""
+    return small_config(**{"rollout.partial": True, "rollout.max_completion_tokens": 12, "eval": None,
+                           "checkpoint.keep_best": 0, "num_steps": 6, **changes})  # fmt: skip
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_run_goes_on_bit_for_bit_with_the_groups_that_were_on_their_way(lag, short_rounds, tmp_path):
+    config = partial_config(**{"rollout.max_lag": lag})
+    whole = list(steps(config, tmp_path / "whole"))
+    assert sum(record["rollout/carried"] > 0 for record in whole) > 2
+    assert max(record["rollout/lag_p95"] for record in whole) > lag
+    for stop in (2, 3):
+        run = steps(config, tmp_path / "run")
+        for record in run:
+            if record["step"] == stop:
+                break
+        run.close()
+    list(steps(config, tmp_path / "run"))
+    assert numbers(written(tmp_path / "run")) == numbers(written(tmp_path / "whole"))
