@@ -14,7 +14,6 @@ from jaxrl_llm.machine import distributed, progress, sharding
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import CompletionTask, Drawing
-from jaxrl_llm.structs import Prompts, Rollouts
 
 GREEDY = Drawing(1, Sampling(temperature=0))
 
@@ -40,20 +39,14 @@ def evaluate(
     parts, size = [], batch // distributed.count()
     with progress.task("evaluating problems: scores", local_problems) as shown:
         for start in range(0, local_problems, size):
-            rows = slice(start, min(start + size, local_problems))
-            parts.append(task.grade(*_part(prompts, rollouts, rows)))
-            shown.advance(rows.stop - start)
+            rows = [*range(start, min(start + size, local_problems))]
+            parts.append(task.grade(prompts.take(rows), jax.tree.map(lambda x, rows=rows: x[rows], rollouts)))
+            shown.advance(len(rows))
     # Other rows fill the parts of the last processes.
     real = slice(max(len(dataset.rows) - local_problems * distributed.index(), 0))
     texts, turns = ([x for part in parts for x in part[field]][real] for field in (0, 2))
     rewards = jax.tree.map(lambda *x: np.concatenate(x)[real], *(part.rewards for part in parts))
     return Graded(texts, replace(rewards, total=np.nan_to_num(rewards.total)), turns, {})
-
-
-def _part(prompts: Prompts, rollouts: Rollouts, rows: slice) -> tuple[Prompts, Rollouts]:
-    """Returns some of the prompts, with their completions."""
-    chosen = Prompts(prompts.tokens[rows], prompts.mask[rows], prompts.rows[rows], prompts.numbers[rows])
-    return chosen, jax.tree.map(lambda x: x[rows], rollouts)
 
 
 def mean_score(graded: Graded) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,11 +31,13 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.recipe.recipe import Recipe
+from jaxrl_llm.rollout.jax.compiled import decoding_name
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.structs import PyTree, TrainState
 from jaxrl_llm.tools.plan.chips import Chip
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
+from jaxrl_llm.tools.plan.expected import Usage, drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.flops import flops
 
 FUSED = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel, such as that of attention
@@ -56,6 +58,8 @@ class Phase:
     program: int = 0  # bytes at its peak: arguments, temporaries and results
     beside: int = 0  # bytes of arrays that it does not use, and that are in memory with it
     fused: bool = False  # attention is the fused kernel
+    turns: float = 0.0  # of the loop of tokens, in a run
+    tokens: int = 0  # that a step samples with it
     flops: float = 0.0
     traffic: float = 0.0  # bytes of weights, optimizer state and KV cache that it must read and write
     collectives: tuple[Collective, ...] = ()
@@ -65,15 +69,15 @@ class Phase:
         return self.program + self.beside
 
     @property
-    def sent(self) -> dict[str, int]:
+    def sent(self) -> dict[str, float]:
         """Bytes that a chip sends, by kind of collective."""
-        total: Counter[str] = Counter()
+        total: defaultdict[str, float] = defaultdict(float)
         for collective in self.collectives:
             total[collective.kind] += collective.bytes * collective.times
         return dict(total)
 
     @property
-    def sent_in_slice(self) -> int:
+    def sent_in_slice(self) -> float:
         """Bytes that a chip sends to others of its slice."""
         return sum(size for kind, size in self.sent.items() if kind != BETWEEN_SLICES)
 
@@ -87,6 +91,34 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class StepSampling:
+    """What the in-JAX engine does in a step, on a chip."""
+
+    stream: StreamSizes
+    usage: dict[str, Usage]  # by the name of a program
+    cached: int  # bytes of a token in the cache
+    weights: int  # bytes of the sampler's copy
+
+    def leaves_out(self, program: Program) -> bool:
+        """Whether a step is not expected to call a program that is smaller than another one."""
+        first = decoding_name(self.stream.slots[0], self.stream)
+        return program.phase == "decoding" and program.name not in (first, *self.usage)
+
+    def traffic(self, name: str) -> float:
+        """Returns the bytes that a chip must read and write in a call of a decode program, on average."""
+        if name not in self.usage:
+            return 0.0
+        usage, stream = self.usage[name], self.stream
+        slots = next(slots for slots in stream.slots if decoding_name(slots, stream) == name)
+        # Each token reads the weights, the prompts and pages. A smaller program copies prompts and pages, and those
+        # back.
+        copied = stream.width * slots.prompts * (slots.prompts < stream.prompts)
+        copied += 2 * stream.page * slots.pages * (slots.pages < stream.pages)
+        tokens = usage.turns * slots.prompts * stream.width + usage.pages * stream.page + usage.calls * 2 * copied
+        return (usage.turns * self.weights + tokens * self.cached) / usage.calls
+
+
+@dataclass(frozen=True)
 class SlicePlan:
     """The plan of a run on a slice: what its chips hold, and the phases of a step."""
 
@@ -94,7 +126,8 @@ class SlicePlan:
     models: Models
     holds: dict[str, int]  # bytes on a chip: parameters, optimizer ...
     phases: list[Phase]
-    tokens: int  # of the completions of a step, at most
+    tokens: int  # of the completions of a step
+    stream: StreamSizes | None = None  # of the in-JAX engine, on a chip
 
     def seconds(self, chip: Chip) -> float:
         """Returns the estimated seconds of a step."""
@@ -109,6 +142,7 @@ def make_plan(
     mesh: Mesh,
     width: int,
     dump: Path,
+    mean: float = 0.0,
     *,
     say: Callable[[Phase], None] = lambda phase: None,
     memory_limit: float = math.inf,
@@ -116,6 +150,7 @@ def make_plan(
     """Compiles the programs of a step, in the shapes of completions that all have their largest length.
 
     width: tokens of a prompt; dump: the empty folder in which XLA reports the memory of programs.
+    mean: tokens of a completion, for how often the sampler's programs run; 0: half of the largest length.
     say: gets each phase when it is compiled. memory_limit: bytes of a chip; the first phase above it ends the plan.
     Raises: UserError, if model or mesh do not fit. A program that does not fit is no error.
     """
@@ -132,28 +167,31 @@ def make_plan(
     policy = learning.learners["policy"]
     book, phases = Book(), list[Phase]()
     packing = make_packing(models, learning, book)
-    lengths = np.full((recipe.prompts_per_step, recipe.group_size), recipe.rollout.max_completion_tokens)
-    shape = packing(lengths, width).shape[1:]
-    stream = stream_sizes(recipe, models, width)
-    sequences = stream.sequences * prompt_shards(mesh)
-    batches = -(-recipe.prompts_per_step * recipe.group_size // sequences)
-    sampler = _sampler(models, recipe)
+    limit = recipe.rollout.max_completion_tokens
+    shape = packing(np.full((recipe.prompts_per_step, recipe.group_size), limit), width).shape[1:]
+    stream, sampler = stream_sizes(recipe, models, width), _sampler(models, recipe)
+    lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
+    usage = expected_usage(stream, lengths, prompt_shards(mesh), episodes=recipe.env is not None)
     # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
     copy = sampler.resident(policy.all_parameters(policy.shapes))
-    holds = _holds(_on_chips(states, recipe.host_memory), copy, models, recipe, stream)
+    cached = _bytes_per_token(models)
+    holds = _holds(_on_chips(states, recipe.host_memory), copy, recipe, stream, cached)
     if sum(holds.values()) > memory_limit:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
         return SlicePlan(recipe, models, holds, phases, 0)
+    sampled = StepSampling(stream, usage, cached, chip_bytes(copy))
     for program in _programs(recipe, learning, sampler, shape[1:], width):
+        if sampled.leaves_out(program):
+            continue
         beside = _beside(states, program, recipe.host_memory)
-        phase = _measure(models, recipe, program, beside, shape[0], copy, dump, batches)
+        phase = _measure(models, recipe, program, beside, shape[0], sampled, dump)
         say(phase)
         phases.append(phase)
         if memory_limit < math.inf and (phase.error or phase.peak > memory_limit):
             break
     book.close()
-    tokens = math.prod(lengths.shape) * recipe.rollout.max_completion_tokens
-    return SlicePlan(recipe, models, holds, phases, tokens)
+    of_engine = stream if recipe.chosen_engine.in_trainer else None
+    return SlicePlan(recipe, models, holds, phases, int(lengths.sum()), of_engine)
 
 
 def _frozen(models: Models, name: str, start: ModelSettings) -> Frozen:
@@ -211,7 +249,7 @@ def _sampler(models: Models, recipe: Recipe) -> Sampler:
 def _programs(
     recipe: Recipe, learning: Learning, sampler: Sampler, shape: tuple[int, int], width: int
 ) -> Iterator[Program]:
-    """Yields the programs of a step: of decoding, the largest. Another engine samples elsewhere."""
+    """Yields the programs of a step. Another engine samples elsewhere."""
     policy = learning.learners["policy"]
     sampler_programs = sampler.programs(
         policy.all_parameters(policy.shapes),
@@ -221,29 +259,22 @@ def _programs(
         sampling=learning.sampling,
         episodes=recipe.env is not None,
     )
-    for program in sampler_programs if recipe.chosen_engine.in_trainer else ():
-        yield program
-        if program.phase == "decoding":
-            break
+    yield from sampler_programs if recipe.chosen_engine.in_trainer else ()
     yield from learning_programs(learning, [shape], width, recipe.credit.weights)
 
 
 def _measure(
-    models: Models, recipe: Recipe, program: Program, beside: int, parts: int, copy: PyTree, dump: Path, batches: int
+    models: Models, recipe: Recipe, program: Program, beside: int, parts: int, sampled: StepSampling, dump: Path
 ) -> Phase:
-    """Compiles a program.
-
-    parts: micro-batches that a prompt is in; copy: the sampler's weights; batches: those that are sampled in a step.
-    """
+    """Compiles a program. parts: micro-batches that a prompt is in."""
     sizes = recipe.sizes
     prompts = sizes.prompts_per_update if program.phase == "update" else sizes.prompts_per_step
     turns = prompts // (sizes.microbatch or prompts) * parts
-    # A program is compiled once, for one batch. A step calls it this often.
-    runs = {"update": sizes.updates_per_rollout, "prompts": batches, "decoding": batches}
-    times = runs.get(program.phase, program.times)
-    # The loop has one turn a token. It may end sooner, but a plan is of the longest completions.
-    if program.phase == "decoding":
-        turns = sizes.max_completion_tokens
+    times, usage = program.times, sampled.usage.get(program.name, Usage())
+    if program.phase == "update":
+        times = sizes.updates_per_rollout
+    elif program.phase in ("prompts", "decoding"):
+        times, turns = usage.calls, usage.turns / max(usage.calls, 1)
     traced, began = program.trace(), time.perf_counter()
     try:
         compiled = program.compile()
@@ -259,21 +290,22 @@ def _measure(
         beside=beside,
         fused=FUSED in text,
         flops=flops(traced, turns) / models.mesh.size,
-        traffic=_traffic(program, compiled, turns, models, copy),
+        traffic=_traffic(program, compiled, turns, sampled),
         collectives=tuple(collectives(text, turns)),
+        turns=turns if program.phase == "decoding" else 0.0,
+        tokens=usage.tokens,
     )
 
 
-def _traffic(program: Program, compiled: jax.stages.Compiled, turns: int, models: Models, copy: PyTree) -> float:
+def _traffic(program: Program, compiled: jax.stages.Compiled, turns: float, sampled: StepSampling) -> float:
     """Bytes that a chip must at least read and write: no activations, and of a scoring model what the layers gather."""
     used: Any = compiled.memory_analysis()
-    # Each token reads the weights and the whole cache: both are arguments of the decode program.
     if program.phase == "decoding":
-        return turns * used.argument_size_in_bytes
+        return sampled.traffic(program.name)
     if program.phase in ("push", "prompts"):
         return used.argument_size_in_bytes + used.output_size_in_bytes
     # The gathered weights are written and read in each pass: one to score, three to learn, with the recomputed one.
-    gathered = 2 * chip_bytes(copy)
+    gathered = 2 * sampled.weights
     if program.phase == "scoring":
         return turns * gathered
     gradients = 2 * chip_bytes(program.states[0].params)
@@ -308,7 +340,7 @@ def chip_bytes(tree: PyTree) -> int:
     return sum(array_bytes(x) for x in jax.tree.leaves(tree))
 
 
-def _holds(states: PyTree, copy: PyTree, models: Models, recipe: Recipe, stream: StreamSizes) -> dict[str, int]:
+def _holds(states: PyTree, copy: PyTree, recipe: Recipe, stream: StreamSizes, cached: int) -> dict[str, int]:
     """Returns the bytes on a chip of what stays in memory between programs."""
     holds = {}
     for name, state in states.items():
@@ -317,12 +349,15 @@ def _holds(states: PyTree, copy: PyTree, models: Models, recipe: Recipe, stream:
             holds[f"{name} optimizer"] = chip_bytes(state.opt_state)
         else:
             holds[name] = chip_bytes(state)
-    cfg, tensor = models.model.cfg, models.mesh.shape["tensor"]
     if recipe.chosen_engine.in_trainer:
-        cached = stream.pages * stream.page + stream.prompts * stream.width
-        # Heads that the tensor axis does not divide are whole on every chip.
-        heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
-        bytes_per_token = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
         holds["sampler's copy (while it samples)"] = chip_bytes(copy)
-        holds["KV cache (while it samples)"] = cached * bytes_per_token
+        holds["KV cache (while it samples)"] = cached * (stream.pages * stream.page + stream.prompts * stream.width)
     return holds
+
+
+def _bytes_per_token(models: Models) -> int:
+    """Returns the bytes on a chip of a token's keys and values in all layers."""
+    cfg, tensor = models.model.cfg, models.mesh.shape["tensor"]
+    # Heads that the tensor axis does not divide are whole on every chip.
+    heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
+    return 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
