@@ -67,7 +67,7 @@ class Programs:
         for width in CHUNKS if feeds else ():
             n = sizes.feeds
             arrays = ints(n, width), ints(n), ints(n), reading(n, n * sizes.longest, sizes.prompts)
-            yield "prompts", f"observations, {n} x {width} a device", partial(self.feed.trace, weights, cache, *arrays)
+            yield "prompts", feeding_name(n, width), partial(self.feed.trace, weights, cache, *arrays)
         for slots in sizes.decodes(episodes=episodes):
             each = ints(slots.count)
             read = reading(*slots)
@@ -85,6 +85,11 @@ class Programs:
 def prompts_name(count: int, sizes: StreamSizes, *, first: bool) -> str:
     """Returns the name of the program for so many prompts of a device, those that begin first or later."""
     return f"{'prompts' if first else 'later prompts'}, {count} x {sizes.width} a device"
+
+
+def feeding_name(count: int, width: int) -> str:
+    """Returns the name of the program for chunks of observations of so many sequences of a device."""
+    return f"observations, {count} x {width} a device"
 
 
 def decoding_name(slots: Slots, sizes: StreamSizes) -> str:

@@ -13,8 +13,9 @@ import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.sharding import mesh_over
-from jaxrl_llm.rollout.episodes import Episodes
-from jaxrl_llm.rollout.jax.compiled import decoding_name, prompts_name
+from jaxrl_llm.rollout.episodes import ENDED, Episodes
+from jaxrl_llm.rollout.flight import Flight
+from jaxrl_llm.rollout.jax.compiled import decoding_name, feeding_name, prompts_name
 from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
 from jaxrl_llm.rollout.jax.sizes import ROUND, Slots, StreamSizes
@@ -23,6 +24,7 @@ from jaxrl_llm.structs import AnyArray, Prompts
 
 # Standard deviation of the logarithm of a length: the longest of a hundred has six times the tokens of the median.
 SPREAD = 0.8
+STEPS = 5  # of partial rollouts, until the completions that go on are of all lengths
 OTHER, STOP = 0, 1  # tokens: one after which a completion goes on, and one that ends it
 
 
@@ -73,7 +75,8 @@ class CountedCalls:
         return Cache([], []), np.where(lengths == 1, STOP, OTHER), np.zeros(lengths.shape, np.float32)
 
     def feed(self, cache: Cache, *arrays: AnyArray) -> Cache:
-        """Does nothing: no environment says anything."""
+        """Counts: of partial rollouts, what an earlier step has sampled is fed."""
+        self.usage[feeding_name(*arrays[0].shape[1:])].calls += 1
         return cache
 
     def decode(self, cache: Cache, rows: RoundRows, below: int) -> tuple[Cache, Sampled]:
@@ -125,20 +128,55 @@ class Endings:
         return ended
 
 
-def expected_usage(sizes: StreamSizes, lengths: np.ndarray, devices: int, *, episodes: bool) -> dict[str, Usage]:
-    """Returns how much a step with completions of these lengths [N] uses each program: {name: usage}."""
-    calls = CountedCalls(sizes, lengths)
-    count = len(lengths) // sizes.group
-    tokens, numbers = np.zeros((count, sizes.width), np.int32), np.arange(count, dtype=np.int32)
-    texts = Episodes.empty(np.full(len(lengths), sizes.length), sizes.length, OTHER)
-    Stream(
-        calls,
-        [Scheduler(sizes) for _ in range(devices)],
-        Prompts(tokens, np.ones(tokens.shape, bool), [], numbers),
-        texts,
-        0,
-        (STOP,),
-        OTHER,
-        Endings(sizes.length) if episodes else None,
-    ).run()
+def expected_usage(
+    sizes: StreamSizes, lengths: np.ndarray, devices: int, *, episodes: bool = False, partial: bool = False
+) -> dict[str, Usage]:
+    """Returns how much a step with completions of these lengths [N] uses each program: {name: usage}.
+
+    episodes: with environments; partial: the step ends with the groups that are complete first.
+    """
+    if partial:
+        return _usage_of_partial_rollouts(sizes, lengths, devices)
+    calls, texts = (
+        CountedCalls(sizes, lengths),
+        Episodes.empty(np.full(len(lengths), sizes.length), sizes.length, OTHER),
+    )
+    environments = Endings(sizes.length) if episodes else None
+    _stream(calls, devices, _prompts(0, len(lengths) // sizes.group, sizes), texts, environments).run()
     return dict(calls.usage)
+
+
+def _usage_of_partial_rollouts(sizes: StreamSizes, lengths: np.ndarray, devices: int) -> dict[str, Usage]:
+    """Returns the usage of the last of some steps: in the first, no completion goes on from a step before."""
+    lengths = lengths.reshape(-1, sizes.group)
+    count, calls = len(lengths), CountedCalls(sizes, lengths)
+    begin = lambda step: Flight.begin(_prompts(step, count, sizes), sizes.group, sizes.length, OTHER)  # noqa: E731
+    flight = begin(0)
+    for step in range(1, STEPS):
+        flight = flight.joined(begin(step))
+        texts = Episodes.going_on(flight)
+        calls = CountedCalls(sizes, lengths[flight.prompts.numbers % count].reshape(-1))
+        stream = _stream(calls, devices, flight.prompts, texts, wanted=count)
+        stream.run()
+        ended = (texts.state == ENDED).reshape(-1, sizes.group)
+        rollouts = texts.rollouts(sizes.group, np.zeros(texts.tokens.shape, np.int32))
+        _, flight = Flight(flight.prompts, rollouts, ended).split(stream.complete[:count])
+    return dict(calls.usage)
+
+
+def _stream(
+    calls: CountedCalls,
+    devices: int,
+    prompts: Prompts,
+    texts: Episodes,
+    environments: Endings | None = None,
+    wanted: int = 0,
+) -> Stream:
+    schedulers = [Scheduler(calls.sizes) for _ in range(devices)]
+    return Stream(calls, schedulers, prompts, texts, 0, (STOP,), OTHER, environments, wanted)
+
+
+def _prompts(step: int, count: int, sizes: StreamSizes) -> Prompts:
+    """Returns the prompts of a step, without content."""
+    tokens = np.zeros((count, sizes.width), np.int32)
+    return Prompts(tokens, np.ones(tokens.shape, bool), [{}] * count, np.arange(count, dtype=np.int32) + step * count)

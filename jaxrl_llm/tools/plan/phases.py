@@ -171,7 +171,8 @@ def make_plan(
     shape = packing(np.full((recipe.prompts_per_step, recipe.group_size), limit), width).shape[1:]
     stream, sampler = stream_sizes(recipe, models, width), _sampler(models, recipe)
     lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
-    usage = expected_usage(stream, lengths, prompt_shards(mesh), episodes=recipe.env is not None)
+    kind = dict(episodes=recipe.env is not None, partial=recipe.rollout.partial)
+    usage = expected_usage(stream, lengths, prompt_shards(mesh), **kind)
     # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
     copy = sampler.resident(policy.all_parameters(policy.shapes))
     cached = _bytes_per_token(models)
@@ -253,11 +254,12 @@ def _programs(
     policy = learning.learners["policy"]
     sampler_programs = sampler.programs(
         policy.all_parameters(policy.shapes),
-        prompts=recipe.prompts_per_step,
+        prompts=recipe.prompts_per_step * (2 if recipe.rollout.partial else 1),
         width=width,
         group=recipe.group_size,
         sampling=learning.sampling,
         episodes=recipe.env is not None,
+        wanted=recipe.prompts_per_step if recipe.rollout.partial else 0,
     )
     yield from sampler_programs if recipe.chosen_engine.in_trainer else ()
     yield from learning_programs(learning, [shape], width, recipe.credit.weights)
