@@ -148,10 +148,12 @@ def get_config() -> ConfigDict:
 
     # The rollout engine: a function of jaxrl_llm.rollout.engines, or my.module.function, and its arguments: jax | vllm.
     # configs/grpo_vllm.py has the arguments of vllm.
+    # devices: on all hosts together, that only the sampler uses; mesh is over the others. With rollout.max_lag = 1 it
+    # then samples the next batch while these learn (docs/performance.md). 0: sampler and trainer share all devices.
     # max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0: all.
     # pages: of 64 tokens (128 on a TPU), on each device. If they run out, the youngest completion waits and is computed
     # again. 0: as many as completions of the largest length need.
-    c.engine = ConfigDict(dict(name="jax", max_sequences=0, pages=0))
+    c.engine = ConfigDict(dict(name="jax", devices=0, max_sequences=0, pages=0))
 
     c.optim = ConfigDict()  # AdamW
     c.optim.learning_rate = 1e-4  # after the warm-up
@@ -170,7 +172,8 @@ def get_config() -> ConfigDict:
     # True: in the host's memory while no program uses it. reference: also a teacher. optimizer: the moments of AdamW.
     c.host_memory = ConfigDict(dict(reference=False, optimizer=False))
 
-    c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))  # devices on each axis; -1: all devices left
+    # Devices on each axis; -1: all that are left, beside those of engine.devices.
+    c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
 
     c.health = ConfigDict()
     # After this number of skipped updates in a row, the run stops. 0: it never stops for this.

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms import losses
@@ -148,7 +149,7 @@ def opened_run(
 
 def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path]) -> Inputs:
     """Loads and checks mesh, models and rows, in this order. find() -> folder of the model. Raises: UserError."""
-    mesh = sharding.make_mesh(**recipe.mesh)
+    mesh, sampler_mesh = sharding.make_meshes(recipe.sampler_devices, **recipe.mesh)
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
     folder = find()
     models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder)
@@ -178,7 +179,8 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     first_params = [hf.load_params(folder, model, mesh)] if begins else []
     base = hf.load_base(folder, model, mesh, models.adapters) if models.adapters else None
     book = place.opened.enter_context(closing(Book()))
-    inputs = Inputs(models, tokenizer, dataset, held_out, environments, tools, stop_ids, book, first_params, base)
+    rows = tokenizer, dataset, held_out, environments, tools, stop_ids
+    inputs = Inputs(models, *rows, book, first_params, base, sampler_mesh)
     files = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
     agreement.check_alike({}, files)
     return inputs
@@ -190,7 +192,7 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
     models = inputs.models
     fit.check_sampling(recipe, models.model.cfg)
     in_trainer = recipe.chosen_engine.in_trainer
-    fit.check_one_at_a_time(models.mesh, in_trainer=in_trainer, max_lag=recipe.rollout.max_lag)
+    fit.check_one_at_a_time(recipe, models.mesh)
 
     def load_other(name: str) -> Frozen:
         folder, on_host = models.others[name], recipe.host_memory.reference
@@ -198,9 +200,12 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
 
     learning = make_learning(recipe, models, inputs.params, inputs.base, load_other)
     packing = make_packing(models, learning, inputs.book)
-    stream = stream_sizes(recipe, models, inputs.dataset.width) if in_trainer else None
-    rows = banner.models_table(learning.scorers, learning.learners), banner.shapes_table(stream, packing.ladder.shapes)
-    outputs = open_outputs(place, recipe, inputs, learning, [*rows[0], *rows[1]], inputs.dataset.counts())
+    sampler_mesh = inputs.sampler_mesh
+    stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width) if in_trainer else None
+    rows = banner.models_table(learning.scorers, learning.learners)
+    rows += banner.sampler_table(sampler_mesh, recipe.sampler_devices)
+    rows += banner.shapes_table(stream, packing.ladder.shapes)
+    outputs = open_outputs(place, recipe, inputs, learning, rows, inputs.dataset.counts())
     actor = make_actor(place, recipe, inputs)
     reward = recipe.reward
     parts = Parts(
@@ -336,6 +341,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
             inputs.stop_ids,
             inputs.tokenizer.pad_token_id,
             recipe.sizes.sequences_per_step,
+            inputs.sampler_mesh,
         )
     )
     opened.enter_context(closing(engine))
@@ -354,21 +360,20 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
         last=recipe.num_steps,
         weight_check=weight_check,
         curriculum=curriculum,
+        device=inputs.sampler_mesh.local_devices[0] if recipe.sampler_devices else None,
     )
     return opened.enter_context(closing(actor))
 
 
-def stream_sizes(recipe: Recipe, models: Models, width: int) -> StreamSizes:
-    """Returns the sizes of a step's sampling by the in-JAX engine, for prompts of this width."""
+def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int) -> StreamSizes:
+    """Returns the sizes of a step's sampling by the in-JAX engine on its mesh, for prompts of this width."""
     choice, length, partial = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.rollout.partial
     wanted = recipe.sizes.sequences_per_step if partial else 0
     bounds: dict[str, Any] = dict(
-        max_sequences=at_once(choice.max_sequences, wanted),
-        pages=choice.pages,
-        kind=page_kind(models.mesh, models.model.cfg),
+        max_sequences=at_once(choice.max_sequences, wanted), pages=choice.pages, kind=page_kind(mesh, models.model.cfg)
     )
     sizes = recipe.prompts_per_step * (2 if partial else 1), recipe.group_size, width, length
-    return sizes_of(*sizes, devices=sharding.prompt_shards(models.mesh), **bounds)
+    return sizes_of(*sizes, devices=sharding.prompt_shards(mesh), **bounds)
 
 
 def self_test_facts(recipe: Recipe, tools: list[dict[str, Any]]) -> Facts:

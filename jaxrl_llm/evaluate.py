@@ -95,7 +95,7 @@ def main() -> None:
 def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[Graded, list[dict[str, Any]]]:
     """Loads model and problems, and returns the graded completions and the rows. Raises: UserError."""
     environment = environment_of(args, run)
-    mesh = sharding.make_mesh(**(run.config["mesh"] if run else dict(data=1, fsdp=-1, tensor=1)))
+    mesh = sharding.make_mesh(**(run.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
     with ExitStack() as opened:
         folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model, "--model")
         model = hf.load_model(folder, mesh, dtype=args.dtype)

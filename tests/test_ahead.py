@@ -110,13 +110,16 @@ def test_without_a_lag_the_caller_samples_when_the_pushes_are_done():
 
 
 @pytest.mark.parametrize(
-    ("platform", "size", "lag", "refused"),
-    [("tpu", 4, 1, True), ("tpu", 1, 1, False), ("tpu", 4, 0, False), ("cpu", 4, 1, False)],
-)
-def test_two_threads_with_programs_over_several_accelerators_are_refused(platform, size, lag, refused):
+    ("platform", "size", "lag", "devices", "refused"),
+    [("tpu", 4, 1, 0, True), ("tpu", 1, 1, 0, False), ("tpu", 4, 0, 0, False), ("cpu", 4, 1, 0, False),
+     ("tpu", 4, 1, 2, False)],
+)  # fmt: skip
+def test_two_threads_with_programs_over_the_same_accelerators_are_refused(platform, size, lag, devices, refused):
     mesh = SimpleNamespace(size=size, devices=np.array([SimpleNamespace(platform=platform)] * size))
-    with pytest.raises(UserError, match="max_lag = 1") if refused else nullcontext():
-        fit.check_one_at_a_time(mesh, in_trainer=True, max_lag=lag)
+    choice, rollout = SimpleNamespace(in_trainer=True), SimpleNamespace(max_lag=lag)
+    recipe = SimpleNamespace(chosen_engine=choice, sampler_devices=devices, rollout=rollout)
+    with pytest.raises(UserError, match=r"max_lag = 1: .* with engine\.devices") if refused else nullcontext():
+        fit.check_one_at_a_time(recipe, mesh)
 
 
 @pytest.mark.parametrize(("off_policy", "weight"), [(True, 2.0), (False, 1.0)])

@@ -145,6 +145,15 @@ def test_two_processes_have_the_numbers_of_one_with(config, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_that_sample_on_devices_of_their_own_while_others_learn_have_the_numbers_of_one(tmp_path):
+    fields = ("engine.devices=2", "rollout.max_lag=1", "rollout.resample_rounds=1", "group_size=2")
+    run(1, "grpo", tmp_path / "one", *fields)
+    run(2, "grpo", tmp_path / "two", *fields)
+    check_same(tmp_path / "two", tmp_path / "one")
+    assert records(tmp_path / "two")[-1]["rollout/lag"] == 1
+
+
+@pytest.mark.slow
 def test_two_processes_have_the_curriculum_of_one(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": str(a + b)} for a, b in PAIRS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

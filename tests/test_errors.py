@@ -290,8 +290,11 @@ VLLM = "engine.managed=false engine.servers=http://127.0.0.1:9 "
     "arguments for somebody else's server":
         (VLLM + "engine.server_args=('--seed=1',)", "engine.server_args = ('--seed=1',) | engine.managed is False"),
     "a request that may take no time": ("engine.timeout=0.", "config.engine.timeout is 0.0 | above 0"),
-    "groups refilled while batches are sampled ahead":
-        ("rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3", "max_lag = 1 and resample_rounds = 1 | to 0"),
+    "groups refilled while batches are sampled ahead, by rewards of the main thread":
+        ("rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3 reward.timeout=0.",
+         "config.reward.timeout = 0 with rollout.max_lag = 1 and resample_rounds = 1 | a time limit | to 0"),
+    "partial rollouts of servers":
+        ("rollout.partial=True num_steps=3", "config.rollout.partial = True | engine.name = 'vllm' | set partial"),
 })  # fmt: skip
 def test_a_config_with_vllm_is_refused_for(refuse: Refuse, argv: str, words: str) -> None:
     refuse(train, ["--config", str(CONFIGS / "grpo_vllm.py"), "--workdir", "run", *fields(f"{TINY} {argv}")], words)
@@ -425,6 +428,16 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
     "with dynamic sampling and groups of one":
         ("c.group_size = 1; c.rollout.resample_rounds = 1; c.advantage = ConfigDict(dict(name='remax'))",
          "config.rollout.resample_rounds = 1 | a group of 1 | set it to 0"),
+    "with partial rollouts and dynamic sampling":
+        ("c.rollout.partial = True; c.rollout.resample_rounds = 1",
+         "config.rollout.partial = True and resample_rounds = 1 | set one of them"),
+    "with partial rollouts and no importance weights":
+        ("c.rollout.partial = True; c.importance.action = 'none'",
+         "config.importance.action = 'none' with rollout.partial = True | set action = 'auto', or partial = False"),
+    "with partial rollouts of episodes":
+        ("c.rollout.partial = True; c.env = ConfigDict(dict(name='search.Search', corpus='encyclopedia.documents', "
+         "url='', topk=1, most_searches=1, timeout=1.0, retries=0)); c.turns = ConfigDict(dict(most=2, tokens=4, "
+         "observation_tokens=4, workers=1, timeout=0.0))", "config.rollout.partial = True: an episode"),
     "with a wrong type of an argument":
         ("c.loss = ConfigDict(dict(name='ppo_clip', clip_low='a'))", "config.loss.clip_low is 'a': give a number"),
 })  # fmt: skip

@@ -50,7 +50,7 @@ def calls(config, mesh=(1, 1, 1), count: int = 4) -> tuple[list[tuple[Flight, li
     return taken, flight
 
 
-@pytest.mark.parametrize("config", tiny.CONFIGS.values(), ids=tiny.CONFIGS)
+@pytest.mark.parametrize("config", [tiny.CONFIG, pytest.param(tiny.GEMMA, marks=pytest.mark.slow)], ids=tiny.CONFIGS)
 def test_completions_that_go_on_have_the_log_probabilities_of_the_whole(config, short_rounds):
     """The weights stay the same, so the trainer's are those of all tokens, whichever call sampled them."""
     taken, _ = calls(config)
@@ -70,6 +70,7 @@ def test_completions_that_go_on_have_the_log_probabilities_of_the_whole(config, 
     assert carried > 20
 
 
+@pytest.mark.slow
 def test_the_same_calls_give_the_same_completions_and_devices_change_only_which_are_first(short_rounds):
     (one, _), (again, _), (eight, rest) = calls(tiny.CONFIG), calls(tiny.CONFIG), calls(tiny.CONFIG, (2, 2, 2))
     for (flight, complete), (other, same) in zip(one, again, strict=True):
@@ -85,6 +86,7 @@ def partial_config(**changes):
                            "checkpoint.keep_best": 0, "num_steps": 6, **changes})  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_run_goes_on_bit_for_bit_with_the_groups_that_were_on_their_way(lag, short_rounds, tmp_path):
     config = partial_config(**{"rollout.max_lag": lag})

@@ -71,6 +71,16 @@ def make_mesh(*, data: MeshSize, fsdp: MeshSize, tensor: MeshSize) -> Mesh:
     With several processes it has all devices, and every process has consecutive prompts of a batch.
     Raises: UserError, if the mesh does not fit the devices or the processes.
     """
+    return mesh_over(all_devices(), data=data, fsdp=fsdp, tensor=tensor)
+
+
+def make_meshes(sampler_devices: int, **sizes: int) -> tuple[Mesh, Mesh]:
+    """Makes the mesh of the trainer, with `sizes` as `make_mesh`, and that of the sampler. See `meshes_over`."""
+    return meshes_over(all_devices(), sampler_devices, **sizes)
+
+
+def all_devices() -> list[Any]:
+    """Starts and returns the devices of all processes. Raises: UserError, if processes do not know of each other."""
     with progress.task("starting the devices"):
         devices = jax.devices()
     if jax.process_count() > distributed.count():  # a TPU slice finds itself
@@ -78,7 +88,44 @@ def make_mesh(*, data: MeshSize, fsdp: MeshSize, tensor: MeshSize) -> Mesh:
             f"JAX runs in {jax.process_count()} processes, which do not know of each other: start train and sft with "
             "--distributed auto, and all other programs only on one host of its own"
         )
-    return mesh_over(devices, data=data, fsdp=fsdp, tensor=tensor)
+    return devices
+
+
+def meshes_over(devices: Sequence[Any], sampler_devices: int, **sizes: int) -> tuple[Mesh, Mesh]:
+    """Makes the meshes of trainer and sampler over devices that need not be here.
+
+    The sampler has the last `sampler_devices` of them, as many of each process, and the trainer the others; 0: they
+    share one mesh. Raises: UserError, if the devices cannot be split so, or the mesh does not fit.
+    """
+    if not sampler_devices:
+        shared = mesh_over(devices, **sizes)
+        return shared, shared
+    trainer, sampler = _split_from_sampler(devices, sampler_devices)
+    try:
+        mesh = mesh_over(trainer, **sizes)
+    except UserError as error:
+        raise UserError(f"{error} (config.engine.devices = {sampler_devices} are the sampler's)") from error
+    # In one process: no tensor axis leaves it.
+    local = sampler_devices // len({d.process_index for d in devices})
+    # No fsdp: the sampler's copy of the weights is gathered over it anyway.
+    return mesh, mesh_over(sampler, data=-1, fsdp=1, tensor=math.gcd(mesh.shape["tensor"], local))
+
+
+def _split_from_sampler(devices: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+    """Splits devices into those of the trainer and `count` of the sampler, the last ones of each process."""
+    processes = sorted({d.process_index for d in devices})
+    each = count // len(processes)
+    if count % len(processes):
+        raise UserError(
+            f"config.engine.devices = {count} cannot be split evenly over {len(processes)} processes: give a multiple"
+        )
+    local = [[d for d in devices if d.process_index == process] for process in processes]
+    if each >= min(map(len, local)):
+        raise UserError(
+            f"config.engine.devices = {count} of {len(devices)} leaves the trainer no device: give fewer, or 0, with "
+            "which sampler and trainer share all"
+        )
+    return [d for of in local for d in of[:-each]], [d for of in local for d in of[-each:]]
 
 
 def mesh_over(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> Mesh:
@@ -89,7 +136,13 @@ def mesh_over(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> M
     else:
         first = devices[: math.prod(shape)]
         # A mesh axis may be smaller than an axis of the TPU's torus, which JAX splits only if it is allowed to.
-        placed = mesh_utils.create_device_mesh(shape, first, allow_split_physical_axes=True)
+        try:
+            placed = mesh_utils.create_device_mesh(shape, first, allow_split_physical_axes=True)
+        except AssertionError as error:  # JAX's own check of a TPU's chips
+            raise UserError(
+                f"{len(first)} of these TPU chips are no block of the torus without a hole: give another number "
+                "(mesh.*, engine.devices)"
+            ) from error
     return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -177,6 +230,17 @@ def shard_batch(tree: PyTree, mesh: Mesh) -> PyTree:
     if distributed.count() == 1:
         return jax.device_put(tree, place)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(place, np.asarray(x)), tree)
+
+
+def copy_to_mesh(x: jax.Array, at: NamedSharding) -> jax.Array:
+    """Copies an array to another mesh. On both meshes the devices of each process have all of it."""
+    if distributed.count() == 1:
+        return jax.device_put(x, at)
+    # Each process copies between its own devices: so nothing crosses the network, and no process waits for another.
+    local = lambda at: NamedSharding(at.mesh.local_mesh, at.spec)  # noqa: E731
+    parts = lambda x: [shard.data for shard in x.addressable_shards]  # noqa: E731
+    here = jax.make_array_from_single_device_arrays(x.shape, local(x.sharding), parts(x))
+    return jax.make_array_from_single_device_arrays(x.shape, at, parts(jax.device_put(here, local(at))))
 
 
 def move(tree: PyTree, memory: str) -> PyTree:

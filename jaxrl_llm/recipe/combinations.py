@@ -226,10 +226,11 @@ def check_rollout(recipe: Recipe) -> None:
             "config.rollout.top_k = 1: every completion would be the greedy one, with nothing to learn from; "
             "give 2 or more, or 0 for all tokens"
         )
-    if r.max_lag and r.resample_rounds:
+    if r.max_lag and r.resample_rounds and not recipe.reward.timeout:
         raise UserError(
-            f"config.rollout.max_lag = {r.max_lag} and resample_rounds = {r.resample_rounds}: rewards find the groups "
-            "without signal, and are not judged where batches are sampled ahead: set one of them to 0"
+            f"config.reward.timeout = 0 with rollout.max_lag = {r.max_lag} and resample_rounds = {r.resample_rounds}: "
+            "the thread that samples ahead cannot run reward functions, which find the groups without signal: give "
+            "them a time limit, and so a process, or set one of the two to 0"
         )
     if r.partial:
         check_partial(recipe)

@@ -26,13 +26,14 @@ def check_batch_fits_mesh(sizes: Sizes, mesh: Mesh) -> None:
             )
 
 
-def check_one_at_a_time(mesh: Mesh, *, in_trainer: bool, max_lag: int) -> None:
-    """Raises: UserError, if two threads would run programs on several accelerators, because these may deadlock."""
+def check_one_at_a_time(recipe: Recipe, mesh: Mesh) -> None:
+    """Raises: UserError, if two threads would run programs on the same accelerators, because these may deadlock."""
+    shared, max_lag = recipe.chosen_engine.in_trainer and not recipe.sampler_devices, recipe.rollout.max_lag
     alone = mesh.devices.flat[0].platform == "cpu" and distributed.count() == 1
-    if in_trainer and max_lag and mesh.size > 1 and not alone:
+    if shared and max_lag and mesh.size > 1 and not alone:
         raise UserError(
-            f"config.rollout.max_lag = {max_lag}: the in-JAX engine cannot sample while {mesh.size} devices learn: "
-            "set it to 0, or take an engine with devices of its own (docs/vllm.md)"
+            f"config.rollout.max_lag = {max_lag}: the in-JAX engine cannot sample while the same {mesh.size} devices "
+            "learn: give it some of its own with engine.devices, set max_lag to 0, or take vLLM (docs/vllm.md)"
         )
 
 

@@ -103,6 +103,11 @@ class Settings:
         return None
 
     @property
+    def sampler_devices(self) -> int:
+        """Devices, on all hosts, that only the sampler uses."""
+        return 0
+
+    @property
     def other_paths(self) -> dict[str, str]:
         """Folders or hub ids of models beside the policy, by section; "": none."""
         return {}
@@ -224,6 +229,11 @@ class Recipe(Settings):
     def chosen_engine(self) -> EngineChoice:
         """The engine. Raises: UserError, if the `engine` section does not fit it."""
         return self.engine()
+
+    @property
+    def sampler_devices(self) -> int:
+        """Devices, on all hosts, that only the sampler uses; 0: it shares those of the trainer, or has none here."""
+        return self.chosen_engine.devices
 
     @property
     def own_samples(self) -> bool:

@@ -54,8 +54,13 @@ class Actor:
         last: int,
         weight_check: WeightCheck | None = None,
         curriculum: Curriculum | None = None,
+        device: Any = None,
     ):
-        """key: the run's key; last: the run's last step; curriculum: of the prompts of `source`."""
+        """key: the run's key; last: the run's last step; curriculum: of the prompts of `source`.
+
+        device: one of those that only the engine uses; None: it shares those of the trainer, or has none here.
+        """
+        self._device = device
         self.engine, self._source = engine, source
         self._first_key = self._key = key
         self._lag, self._last, self._check = lag, last, weight_check
@@ -83,8 +88,10 @@ class Actor:
             size = len(self._visits)
             self._visits = from_text(position["visits"], size) if "visits" in position else np.zeros(size, bool)
         metrics, arrays = (state.notes["metrics"], state.arrays) if state and state.arrays else ([], [])
-        batches = zip(arrays[: len(metrics)], metrics, strict=True)
-        ordered = [self._source.from_checkpoint(arrays, measured) for arrays, measured in batches]
+        # Older checkpoints lack it: they have no batch whose groups were replaced.
+        replaced = state.notes.get("replaced", [[] for _ in metrics]) if state and metrics else []
+        batches = zip(arrays[: len(metrics)], metrics, replaced, strict=True)
+        ordered = [self._source.from_checkpoint(*batch) for batch in batches]
         for flight in arrays[len(metrics) :]:
             self._flight = Flight.from_checkpoint(sharding.to_host(flight), self._source.collate)
         self._source.flight = self._flight
@@ -126,14 +133,13 @@ class Actor:
             visits = samples.prompts.numbers, samples.no_signal, samples.replaced
             self._visits = self._curriculum.visited(self._visits, *visits)
         self.lent = self._ordered_push(states, params, step)
-        if distributed.count() > 1:
-            # It gathers the weights: no other program may come between, in any process.
-            self.wait()
         return self.lent
 
     def wait(self) -> None:
-        """Waits until the engine has the last pushed weights."""
+        """Waits until the engine has the last pushed weights, and samples nothing."""
         self.lent.pushed.result()
+        # At the start of a run, batches are ordered after the push.
+        self.waiting()
 
     def waiting(self, seconds: float | None = None) -> list[Samples]:
         """Waits for the ordered batches that no step has used, at most `seconds`, and returns the finished ones.
@@ -157,7 +163,8 @@ class Actor:
         arrays = [self._source.to_checkpoint(samples) for samples in settled]
         if flight:
             arrays.append(sharding.shard_batch(flight.to_checkpoint(), self._source.mesh))
-        return PartState({"position": position, "metrics": metrics}, arrays)
+        replaced = [samples.replaced for samples in settled]
+        return PartState({"position": position, "metrics": metrics, "replaced": replaced}, arrays)
 
     def close(self) -> None:
         """Starts nothing more."""
@@ -165,6 +172,9 @@ class Actor:
 
     def _ordered_push(self, states: PyTree, params: PyTree, step: int) -> Lent:
         pushed = self._prefetcher.do(self._push, params, step, self._visits)
+        if distributed.count() > 1 or self._device:
+            # It gathers the weights on the trainer's devices: no other program may come between, in any process.
+            pushed.result()
         return Lent(states, params, pushed, self._check)
 
     def _push(self, params: PyTree, step: int, visits: np.ndarray | None) -> Rollouts | None:
@@ -175,7 +185,9 @@ class Actor:
         return self._check.ask() if self._check else None
 
     def _sample(self, step: int) -> Samples:
-        samples = self._source.sample(jax.random.fold_in(self._key, step))
+        # What has no place of its own must not wait for the programs of the trainer.
+        with jax.default_device(self._device):
+            samples = self._source.sample(jax.random.fold_in(self._key, step))
         if not self._lag:
             # With a lag, one push may serve several batches.
             self.engine.release()

@@ -29,8 +29,12 @@ SERVER_ARGS = (
 )
 
 
-def jax(*, max_sequences: MayChange[Count] = 0, pages: MayChange[Count] = 0) -> EngineChoice:
-    """The JAX sampler, in the trainer's process, on its devices and its mesh.
+def jax(
+    *, devices: MayChange[Count] = 0, max_sequences: MayChange[Count] = 0, pages: MayChange[Count] = 0
+) -> EngineChoice:
+    """The JAX sampler, in the trainer's process.
+
+    devices: that only the sampler uses, on all hosts; 0: it shares devices and mesh of the trainer.
 
     max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0: all.
     pages: of 64 tokens (128 on a TPU), on each device. If they run out, the youngest completion is computed again; with
@@ -40,7 +44,8 @@ def jax(*, max_sequences: MayChange[Count] = 0, pages: MayChange[Count] = 0) -> 
     def start(inputs: EngineInputs) -> Engine:
         return Sampler(
             inputs.model,
-            inputs.mesh,
+            inputs.sampler_mesh or inputs.mesh,
+            trainer=inputs.mesh,
             max_completion_tokens=inputs.max_completion_tokens,
             stop_ids=inputs.stop_ids,
             pad_id=inputs.pad_id,
@@ -48,7 +53,7 @@ def jax(*, max_sequences: MayChange[Count] = 0, pages: MayChange[Count] = 0) -> 
             pages=pages,
         )
 
-    return EngineChoice(start, in_trainer=True, max_sequences=max_sequences, pages=pages)
+    return EngineChoice(start, in_trainer=True, max_sequences=max_sequences, pages=pages, devices=devices)
 
 
 def vllm(

@@ -86,6 +86,7 @@ class EngineInputs:
     stop_ids: tuple[int, ...]
     pad_id: int
     sequences_per_step: int = 0  # no call of an engine in the trainer holds more at once; 0: no bound
+    sampler_mesh: Mesh | None = None  # of the devices that the engine asks for; None: it has no mesh of its own
 
 
 class EngineChoice(NamedTuple):
@@ -95,4 +96,5 @@ class EngineChoice(NamedTuple):
     in_trainer: bool = False  # it runs in the trainer's process, with the trainer's arithmetic
     max_sequences: int = 0  # completions that hold pages of a KV cache in the trainer at once; 0: all
     pages: int = 0  # of a device; 0: as many as these may need
+    devices: int = 0  # of the run's devices, on all hosts, that only the engine uses; 0: none
     check: Callable[[], None] = lambda: None  # checks that need more than the config; raises UserError

@@ -187,13 +187,13 @@ class SampleSource:
         arrays = {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
         return sharding.shard_batch(arrays, self.mesh)
 
-    def from_checkpoint(self, arrays: dict[str, Any], metrics: dict[str, Any]) -> Samples:
-        """Rebuilds the batch of `to_checkpoint` and grades it again. kept: a checkpoint holds dataclasses as dicts."""
+    def from_checkpoint(self, arrays: dict[str, Any], metrics: dict[str, Any], replaced: list[int]) -> Samples:
+        """Rebuilds the batch of `to_checkpoint` and grades it again. A checkpoint holds dataclasses as dicts."""
         # A checkpoint has no texts and no rewards: both follow from the rows and the tokens.
         arrays = sharding.to_host(arrays)
         prompts = self.collate(arrays["numbers"])
         rollouts, *greedy = (Rollouts(**arrays[name]) for name in ("rollouts", "greedy") if name in arrays)
-        samples = replace(self._graded(prompts, rollouts), metrics=metrics)
+        samples = replace(self._graded(prompts, rollouts), metrics=metrics, replaced=replaced)
         return replace(samples, greedy=self._graded(prompts, greedy[0])) if greedy else samples
 
     def _with_greedy(self, samples: Samples, key: Array) -> Samples:

@@ -30,22 +30,23 @@ def sampling_decoder(model: Decoder, mesh: Mesh) -> Decoder:
 class Placing:
     """Makes the copy of a policy's parameters, for `model`."""
 
-    def __init__(self, model: Decoder, mesh: Mesh):
-        self._model = model
-        stacked = sharding.shardings(model.shapes(), mesh, leave_out="fsdp")
-        self._ends_at = {name: at for name, at in stacked.items() if name != "layers"}
-        self._layer_at = jax.tree.map(lambda at: NamedSharding(mesh, P(*at.spec[1:])), stacked["layers"])
-        if model.cfg.transposed:
-            self._layer_at = _turned(self._layer_at, lambda at: NamedSharding(mesh, P(*reversed(at.spec))))
-        self._ends = jax.jit(model.as_used, out_shardings=self._ends_at)
+    def __init__(self, model: Decoder, mesh: Mesh, trainer: Mesh | None = None):
+        """mesh: of the copy; trainer: of the parameters; None: the same."""
+        self._model, self._moves = model, trainer not in (None, mesh)
+        self._ends_at, self._layer_at = _shardings(model, mesh)
+        ends_at, layer_at = _shardings(model, trainer or mesh)
+        self._ends = jax.jit(model.as_used, out_shardings=ends_at)
         # The number of the layer is an argument: one program for all layers.
-        self._layer = jax.jit(partial(_layer, model), out_shardings=self._layer_at)
+        self._layer = jax.jit(partial(_layer, model), out_shardings=layer_at)
 
     def __call__(self, params: PyTree) -> PyTree:
         """Returns the copy."""
         # Layer by layer: in one program, the gathered stack of layers would be in memory beside the list.
-        layers = [self._layer(params["layers"], np.int32(i)) for i in range(self._model.cfg.layers)]
-        return {**self._ends(_ends_of(params)), "layers": layers}
+        layers = [
+            self._moved(self._layer(params["layers"], np.int32(i)), self._layer_at)
+            for i in range(self._model.cfg.layers)
+        ]
+        return {**self._moved(self._ends(_ends_of(params)), self._ends_at), "layers": layers}
 
     def shapes(self, params: PyTree) -> PyTree:
         """Returns the copy as shapes with shardings; `params` may be shapes."""
@@ -57,9 +58,27 @@ class Placing:
         """Yields the programs that make the copy; `params` may be shapes."""
         copy, ends, layers = self.shapes(params), _ends_of(params), params["layers"]
         layer, other = partial(self._layer.trace, layers, np.int32(0)), partial(self._ends.trace, ends)
-        # The layers before it are in memory when the last one is made.
-        yield Program("push", "a layer for the sampler", layer, REMEDY, layers, copy["layers"][1:], len(copy["layers"]))
-        yield Program("push", "embedding and head for the sampler", other, REMEDY, ends, copy["layers"])
+        # The layers before it are in memory when the last one is made, unless they are on other devices.
+        before = [] if self._moves else copy["layers"]
+        yield Program("push", "a layer for the sampler", layer, REMEDY, layers, before[1:], len(copy["layers"]))
+        yield Program("push", "embedding and head for the sampler", other, REMEDY, ends, before)
+
+    def _moved(self, tree: PyTree, at: PyTree) -> PyTree:
+        """Returns arrays on the devices of the copy."""
+        if not self._moves:
+            return tree
+        # Waits, so that the trainer's devices hold no more than this of the copy.
+        return jax.block_until_ready(jax.tree.map(sharding.copy_to_mesh, tree, at))
+
+
+def _shardings(model: Decoder, mesh: Mesh) -> tuple[PyTree, PyTree]:
+    """Returns the shardings of a copy: of embedding and head, and of a layer."""
+    stacked = sharding.shardings(model.shapes(), mesh, leave_out="fsdp")
+    ends = {name: at for name, at in stacked.items() if name != "layers"}
+    layer = jax.tree.map(lambda at: NamedSharding(mesh, P(*at.spec[1:])), stacked["layers"])
+    if model.cfg.transposed:
+        layer = _turned(layer, lambda at: NamedSharding(mesh, P(*reversed(at.spec))))
+    return ends, layer
 
 
 def _ends_of(params: PyTree) -> PyTree:

@@ -161,8 +161,7 @@ def prepare(parts: Subject, states: States, *, full: bool) -> Trial:
     """
     learning, facts, engine = parts.learning, parts.facts, parts.actor.engine
     params, mesh = learning.policy(states), learning.mesh
-    parts.actor.wait()
-    parts.actor.waiting()  # a thread that samples ahead uses the same engine and the same book
+    parts.actor.wait()  # a thread that samples ahead uses the same engine and the same book
     group, count = learning.sizes.group_size, learning.sizes.prompts_per_step
     # At least two prompts of each device, so that there are several micro-batches.
     if full:

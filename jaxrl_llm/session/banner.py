@@ -130,6 +130,15 @@ def models_table(scorers: Mapping[str, Scorer], learners: Mapping[str, Learner])
     ]
 
 
+def sampler_table(mesh: Mesh, devices: int) -> list[tuple[str, str]]:
+    """Returns the banner's row on the sampler's mesh, if it has `devices` of its own."""
+    if not devices:
+        return []
+    axes, local = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()), len(mesh.local_devices)
+    where = f"the last {local} devices" if local == devices else f"the last {local} devices of each process"
+    return [("sampling", f"{axes} on {where}, the mesh above has the others")]
+
+
 def adapters_table(adapters: Adapters | None) -> list[tuple[str, str]]:
     """Returns the banner's row on adapters, if the run has some."""
     if not adapters:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.learner.learning import Models
 from jaxrl_llm.learner.scorers import States
@@ -33,6 +35,7 @@ class Inputs:
     book: Book  # the shapes of the run
     first_params: list[PyTree]  # the model's parameters, until `params` hands them out
     base: PyTree  # the parameters beside the adapters; None: all parameters learn
+    sampler_mesh: Mesh  # of the in-JAX engine: that of the trainer, unless it has devices of its own
 
     def params(self) -> PyTree:
         """Returns the model's parameters as its folder has them. Each call returns separate arrays."""

@@ -98,6 +98,12 @@ class SavedRun:
         return records.read_call(section, adapter_kinds, "config.adapters.name")() if section else None
 
     @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the run's mesh: of one over all devices, if its sampler had some of its own."""
+        sizes, engine = self.config["mesh"], self.get("engine") or {}
+        return sizes | dict(data=1, fsdp=-1) if engine.get("devices") else sizes
+
+    @property
     def evaluation(self) -> EvalSettings | None:
         """The run's own evaluation; None: it has none."""
         return self.section(EvalSettings, "eval") if self.get("eval") else None

@@ -39,6 +39,7 @@ SAME_RESULT = (
     "model.remat",
     "host_memory.",
     "mesh.",
+    "engine.devices",
     "health.",
     "checkpoint.",
     "log.",

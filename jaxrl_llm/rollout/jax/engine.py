@@ -1,4 +1,4 @@
-"""The in-JAX engine: samples completions and episodes with the weights of the trainer, on its devices.
+"""The in-JAX engine: samples completions and episodes with the weights of the trainer, on its devices or on others.
 
 Sampling is a stream of sequences (`rollout.jax.stream`) through a handful of programs (`rollout.jax.programs`), whose
 sizes are known beforehand (`rollout.jax.sizes`).
@@ -50,27 +50,34 @@ class Sampler:
         pad_id: int,
         max_sequences: int = 0,
         pages: int = 0,
+        trainer: Mesh | None = None,
     ):
-        """max_sequences: completions that hold pages at once; 0: all. pages: of a device; 0: as they may need."""
+        """max_sequences: completions that hold pages at once; 0: all. pages: of a device; 0: as they may need.
+
+        trainer: the mesh of the weights that are pushed; None: `mesh`.
+        """
         self._mesh, self._cfg, self._max_sequences, self._pages = mesh, model.cfg, max_sequences, pages
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
         self._version = 0
         decoder = sampling_decoder(model, mesh)
-        self._place = Placing(decoder, mesh)
+        self._place = Placing(decoder, mesh, trainer)
+        # A device for what a call computes without a mesh; None: JAX's own choice.
+        self._device = None if trainer in (None, mesh) else mesh.local_devices[0]
         self._programs = Programs(decoder, mesh)
         self._calls: Counter[Hashable] = Counter()  # by what their programs depend on
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Casts the weights to the compute dtype and gathers them over fsdp, once per push and not per token."""
         # First, so that the old and the new copy are not in memory together.
-        self.release()
+        self._params = None
         self._version = version
         self._params = self._place(params)
 
     def release(self) -> None:
-        """Frees the gathered weights: the update of the policy needs the memory."""
-        self._params = None
+        """Frees the gathered weights where the update of the policy needs the memory."""
+        if not self._device:
+            self._params = None
 
     def close(self) -> None:
         """Does nothing: the sampler has started nothing."""
@@ -126,21 +133,22 @@ class Sampler:
         if environments:
             ends = environments.may_end(self._cfg.vocab_size)
         ends[list(self._stops)] = True
-        self._compile_rest(fixed, sizes, episodes=environments is not None, feeds=wanted > 0)
-        stream = Stream(
-            CallPrograms(self._programs, fixed, sizes, self._params, key, ends),
-            [Scheduler(sizes) for _ in range(sharding.prompt_shards(self._mesh) // processes)],
-            prompts,
-            texts,
-            # By this number a completion draws the same random numbers in any process.
-            distributed.part(count * processes).start * fixed.group,
-            self._stops,
-            self._pad,
-            environments,
-            wanted,
-            ended,
-        )
-        stream.run()
+        with jax.default_device(self._device):
+            self._compile_rest(fixed, sizes, episodes=environments is not None, feeds=wanted > 0)
+            stream = Stream(
+                CallPrograms(self._programs, fixed, sizes, self._params, key, ends),
+                [Scheduler(sizes) for _ in range(sharding.prompt_shards(self._mesh) // processes)],
+                prompts,
+                texts,
+                # By this number a completion draws the same random numbers in any process.
+                distributed.part(count * processes).start * fixed.group,
+                self._stops,
+                self._pad,
+                environments,
+                wanted,
+                ended,
+            )
+            stream.run()
         return stream.complete
 
     def programs(

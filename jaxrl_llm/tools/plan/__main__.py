@@ -19,11 +19,10 @@ from rich.table import Table
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import config_parser, parse_config
 from jaxrl_llm.errors import run_main
-from jaxrl_llm.machine.sharding import mesh_over
 from jaxrl_llm.tools.plan.chips import Chip, topology
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES
 from jaxrl_llm.tools.plan.expected import check_mean
-from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan
+from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan, plan_meshes
 from jaxrl_llm.tools.plan.search import search
 
 DESCRIPTION = (
@@ -70,7 +69,8 @@ def main() -> None:
                 plans = search(recipe, devices, chip, sizes, args.search, console)
             else:
                 say = lambda phase: console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")  # noqa: E731
-                plans = [make_plan(recipe, mesh_over(devices, **recipe.mesh), *sizes, say=say)]
+                mesh, sampler = plan_meshes(devices, recipe)
+                plans = [make_plan(recipe, mesh, *sizes, sampler_mesh=sampler, say=say)]
     if args.json:
         print(json.dumps([as_json(plan, chip) for plan in plans], indent=2))
     else:
@@ -142,7 +142,9 @@ def title(plan: SlicePlan, topology: str) -> str:
     sizes = f"B {recipe.prompts_per_step}, G {recipe.group_size}, C {recipe.rollout.max_completion_tokens}"
     how = f"microbatch {recipe.microbatch}, remat {model.remat}, row_parts {model.row_parts}"
     most = recipe.engine.arguments.get("max_sequences", "of another engine")
-    how += f", engine.max_sequences {most}"
+    how += f", engine.max_sequences {most}" + f", engine.devices {recipe.sampler_devices}" * (
+        recipe.sampler_devices > 0
+    )
     return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {how}"
 
 

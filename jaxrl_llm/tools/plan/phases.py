@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from jaxrl_llm.learner.scorers import Frozen, frozen_model
 from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Book
-from jaxrl_llm.machine.sharding import prompt_shards, shardings
+from jaxrl_llm.machine.sharding import AXES, meshes_over, prompt_shards, shardings
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.decoder import Decoder
@@ -41,6 +41,8 @@ from jaxrl_llm.tools.plan.expected import Usage, drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.flops import flops
 
 FUSED = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel, such as that of attention
+
+SAMPLING = ("prompts", "decoding")  # phases of the sampler
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Phase:
     flops: float = 0.0
     traffic: float = 0.0  # bytes of weights, optimizer state and KV cache that it must read and write
     collectives: tuple[Collective, ...] = ()
+    meanwhile: bool = False  # the sampler's own chips run it, while the others score and learn
 
     @property
     def peak(self) -> int:
@@ -98,6 +101,13 @@ class StepSampling:
     usage: dict[str, Usage]  # by the name of a program
     cached: int  # bytes of a token in the cache
     weights: int  # bytes of the sampler's copy
+    chips: int  # that sample
+
+    def holds(self, *, apart: bool) -> dict[str, int]:
+        """Returns the bytes on a chip of what the sampler has there; apart: on chips of its own."""
+        when = "on chips of its own" if apart else "while it samples"
+        tokens = self.stream.pages * self.stream.page + self.stream.prompts * self.stream.width
+        return {f"sampler's copy ({when})": self.weights, f"KV cache ({when})": tokens * self.cached}
 
     def leaves_out(self, program: Program) -> bool:
         """Whether a step is not expected to call a program that is smaller than another one."""
@@ -131,7 +141,10 @@ class SlicePlan:
 
     def seconds(self, chip: Chip) -> float:
         """Returns the estimated seconds of a step."""
-        return sum(phase.times * max(phase.seconds(chip).values()) for phase in self.phases)
+        seconds = {True: 0.0, False: 0.0}
+        for phase in self.phases:
+            seconds[phase.meanwhile] += phase.times * max(phase.seconds(chip).values())
+        return max(seconds.values())
 
     def fits(self, chip: Chip) -> bool:
         return not any(phase.error or phase.peak > chip.memory * 2**30 for phase in self.phases)
@@ -144,6 +157,7 @@ def make_plan(
     dump: Path,
     mean: float = 0.0,
     *,
+    sampler_mesh: Mesh | None = None,
     say: Callable[[Phase], None] = lambda phase: None,
     memory_limit: float = math.inf,
 ) -> SlicePlan:
@@ -151,7 +165,8 @@ def make_plan(
 
     width: tokens of a prompt; dump: the empty folder in which XLA reports the memory of programs.
     mean: tokens of a completion, for how often the sampler's programs run; 0: half of the largest length.
-    say: gets each phase when it is compiled. memory_limit: bytes of a chip; the first phase above it ends the plan.
+    sampler_mesh: of the sampler's own chips; None: it shares `mesh`. say: gets each phase when it is compiled.
+    memory_limit: bytes of a chip; the first phase above it ends the plan.
     Raises: UserError, if model or mesh do not fit. A program that does not fit is no error.
     """
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
@@ -169,23 +184,30 @@ def make_plan(
     packing = make_packing(models, learning, book)
     limit = recipe.rollout.max_completion_tokens
     shape = packing(np.full((recipe.prompts_per_step, recipe.group_size), limit), width).shape[1:]
-    stream, sampler = stream_sizes(recipe, models, width), _sampler(models, recipe)
+    apart, sampler_mesh = recipe.sampler_devices > 0, sampler_mesh or mesh
+    stream, sampler = stream_sizes(recipe, models, sampler_mesh, width), _sampler(models, recipe, sampler_mesh)
     lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
     kind = dict(episodes=recipe.env is not None, partial=recipe.rollout.partial)
-    usage = expected_usage(stream, lengths, prompt_shards(mesh), **kind)
+    usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), **kind)
     # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
     copy = sampler.resident(policy.all_parameters(policy.shapes))
-    cached = _bytes_per_token(models)
-    holds = _holds(_on_chips(states, recipe.host_memory), copy, recipe, stream, cached)
-    if sum(holds.values()) > memory_limit:
+    sampled = StepSampling(stream, usage, _bytes_per_token(models, sampler_mesh), chip_bytes(copy), sampler_mesh.size)
+    learning_holds = _holds(_on_chips(states, recipe.host_memory))
+    sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
+    holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
+    if (max(sums) if apart else sum(sums)) > memory_limit:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
         return SlicePlan(recipe, models, holds, phases, 0)
     sampled = StepSampling(stream, usage, cached, chip_bytes(copy))
     for program in _programs(recipe, learning, sampler, shape[1:], width):
         if sampled.leaves_out(program):
             continue
-        beside = _beside(states, program, recipe.host_memory)
+        on_sampler = apart and program.phase in SAMPLING
+        # What the sampler has is on its chips, not beside the programs of the others.
+        program = program._replace(beside=()) if apart else program
+        beside = 0 if on_sampler else _beside(states, program, recipe.host_memory)
         phase = _measure(models, recipe, program, beside, shape[0], sampled, dump)
+        phase = replace(phase, meanwhile=on_sampler and recipe.rollout.max_lag > 0)
         say(phase)
         phases.append(phase)
         if memory_limit < math.inf and (phase.error or phase.peak > memory_limit):
@@ -193,6 +215,19 @@ def make_plan(
     book.close()
     of_engine = stream if recipe.chosen_engine.in_trainer else None
     return SlicePlan(recipe, models, holds, phases, int(lengths.sum()), of_engine)
+
+
+def plan_meshes(devices: Sequence[Any], recipe: Recipe) -> tuple[Mesh, Mesh]:
+    """Makes the meshes of trainer and sampler as a run does. Raises: UserError, as `meshes_over`."""
+    mesh, sampler = meshes_over(devices, recipe.sampler_devices, **recipe.mesh)
+    if mesh == sampler:
+        return mesh, sampler
+
+    def from_first(mesh: Mesh) -> Mesh:
+        # Without its TPU, the compiler takes a part of a slice only if it begins with the first chip.
+        return Mesh(np.array(devices[: mesh.size]).reshape(mesh.devices.shape), AXES, axis_types=mesh.axis_types)
+
+    return from_first(mesh), from_first(sampler)
 
 
 def _frozen(models: Models, name: str, start: ModelSettings) -> Frozen:
@@ -235,10 +270,11 @@ def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
     return chip_bytes([x for x in resident if id(x) not in used]) + chip_bytes(program.beside)
 
 
-def _sampler(models: Models, recipe: Recipe) -> Sampler:
+def _sampler(models: Models, recipe: Recipe, mesh: Mesh) -> Sampler:
     return Sampler(
         models.model,
-        models.mesh,
+        mesh,
+        trainer=models.mesh,
         max_completion_tokens=recipe.rollout.max_completion_tokens,
         stop_ids=(1,),
         pad_id=0,
@@ -277,6 +313,7 @@ def _measure(
         times = sizes.updates_per_rollout
     elif program.phase in ("prompts", "decoding"):
         times, turns = usage.calls, usage.turns / max(usage.calls, 1)
+    chips = sampled.chips if program.phase in SAMPLING else models.mesh.size
     traced, began = program.trace(), time.perf_counter()
     try:
         compiled = program.compile()
@@ -291,7 +328,7 @@ def _measure(
         program=allocated(compiled, dump),
         beside=beside,
         fused=FUSED in text,
-        flops=flops(traced, turns) / models.mesh.size,
+        flops=flops(traced, turns) / chips,
         traffic=_traffic(program, compiled, turns, sampled),
         collectives=tuple(collectives(text, turns)),
         turns=turns if program.phase == "decoding" else 0.0,
@@ -342,7 +379,7 @@ def chip_bytes(tree: PyTree) -> int:
     return sum(array_bytes(x) for x in jax.tree.leaves(tree))
 
 
-def _holds(states: PyTree, copy: PyTree, recipe: Recipe, stream: StreamSizes, cached: int) -> dict[str, int]:
+def _holds(states: PyTree) -> dict[str, int]:
     """Returns the bytes on a chip of what stays in memory between programs."""
     holds = {}
     for name, state in states.items():
@@ -351,15 +388,12 @@ def _holds(states: PyTree, copy: PyTree, recipe: Recipe, stream: StreamSizes, ca
             holds[f"{name} optimizer"] = chip_bytes(state.opt_state)
         else:
             holds[name] = chip_bytes(state)
-    if recipe.chosen_engine.in_trainer:
-        holds["sampler's copy (while it samples)"] = chip_bytes(copy)
-        holds["KV cache (while it samples)"] = cached * (stream.pages * stream.page + stream.prompts * stream.width)
     return holds
 
 
-def _bytes_per_token(models: Models) -> int:
-    """Returns the bytes on a chip of a token's keys and values in all layers."""
-    cfg, tensor = models.model.cfg, models.mesh.shape["tensor"]
+def _bytes_per_token(models: Models, mesh: Mesh) -> int:
+    """Returns the bytes on a chip of a token's keys and values in all layers. mesh: of the sampler."""
+    cfg, tensor = models.model.cfg, mesh.shape["tensor"]
     # Heads that the tensor axis does not divide are whole on every chip.
     heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
     return 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize

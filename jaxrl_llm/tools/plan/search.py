@@ -12,11 +12,10 @@ from rich.console import Console
 
 from jaxrl_llm.config.records import KeywordArguments
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machine.sharding import mesh_over
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.tools.plan.chips import Chip
-from jaxrl_llm.tools.plan.phases import SlicePlan, make_plan
+from jaxrl_llm.tools.plan.phases import SlicePlan, make_plan, plan_meshes
 
 # A forward pass and a backward one of twice its cost are 3; full recomputation adds a forward pass.
 PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}  # forward passes of an update that costs about as much
@@ -31,13 +30,15 @@ def search(
     """
     # Compiling takes minutes a candidate, so a rough estimate without the compiler decides the order.
     plans: list[SlicePlan] = []
-    for candidate in sorted(candidates(recipe, len(devices)), key=lambda c: _promise(c, len(devices), chip)):
+    learning = len(devices) - recipe.sampler_devices
+    for candidate in sorted(candidates(recipe, learning), key=lambda c: _promise(c, learning, chip)):
         if len(plans) == count:
             break
         text = f"mesh {dict(candidate.mesh)}, microbatch {candidate.microbatch}, remat {candidate.model.remat}"
         try:
-            mesh = mesh_over(devices, **candidate.mesh)
-            plan = make_plan(candidate, mesh, *sizes, memory_limit=chip.memory * 2**30)
+            mesh, sampler = plan_meshes(devices, candidate)
+            limit = chip.memory * 2**30
+            plan = make_plan(candidate, mesh, *sizes, sampler_mesh=sampler, memory_limit=limit)
         # This mesh does not suit the batch or the slice: the next one may.
         except UserError as error:
             console.print(f"{text}: {error}")
