@@ -198,7 +198,6 @@ def make_plan(
     if (max(sums) if apart else sum(sums)) > memory_limit:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
         return SlicePlan(recipe, models, holds, phases, 0)
-    sampled = StepSampling(stream, usage, cached, chip_bytes(copy))
     for program in _programs(recipe, learning, sampler, shape[1:], width):
         if sampled.leaves_out(program):
             continue
